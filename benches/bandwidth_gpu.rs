@@ -5,13 +5,14 @@
 //! python3 scripts/compare/bandwidth_pytorch.py --millions 64      # the same of PyTorch
 //! ```
 //!
-//! Each must read and write certain bytes: 28 a parameter for AdamW in f32, for instance. These over its time are compared with
-//! a copy from the GPU's memory to itself, which is measured beside it. Without a GPU, the bench says so and exits.
+//! Each must read and write a known number of bytes, such as 28 per parameter for AdamW in f32. These bytes per second are compared
+//! with those of a copy within the GPU's memory, measured in the same run. Without a GPU, the bench says so and exits.
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::nn::{LayerNorm, RmsNorm};
 use candle_ddp::optim::{AdamW, ParamsSgd, Sgd, clip_grad_norm};
-use candle_ddp::{GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_ddp::{ProcessGroup, Result};
 use candle_nn::{Optimizer, ParamsAdamW};
 use clap::Parser;
 use median::median;
@@ -44,7 +45,7 @@ fn main() -> ExitCode {
 }
 
 const TENSORS: usize = 64;
-/// How long the rows of norms are.
+/// The length of the rows of norms.
 const WIDTH: usize = 1024;
 
 fn bench(options: &Options) -> Result<()> {
@@ -134,7 +135,7 @@ struct Table<'a> {
 }
 
 impl Table<'_> {
-    /// Measures `step`, which must move so many bytes for each element.
+    /// Measures `step`, which must move this many bytes for each element.
     fn row(&self, what: &str, dtype: DType, bytes: usize, mut step: impl FnMut() -> Result<()>) -> Result<()> {
         let mut time = |steps: usize| -> Result<f64> {
             self.device.synchronize()?;

@@ -1,14 +1,14 @@
-//! How long `Checkpointer::save` holds the training up, compared with a memcpy of the state.
+//! The time for which `Checkpointer::save` blocks the training, compared with a memcpy of the state.
 //!
 //! ```text
 //! cargo bench --bench checkpoint [-- --rounds 20 --ranks 1 --parameters 25000000 --folder FOLDER]
 //! ```
 //!
-//! The state is that of AdamW: a model of f32 and two moments of each parameter, in tensors of 512 × 1024 elements. Each
+//! The state belongs to AdamW: a model of f32 and two moments of each parameter, in tensors of 512 × 1024 elements. Each
 //! round measures, one after the other, a copy of the whole state into memory that is there already (one thread,
 //! `copy_from_slice`), and a save, which then is waited for, so that nothing is written while the next round copies. With
 //! several ranks, which are threads, rank 0 saves, and the save is measured there. The first save, which has to get its
-//! memory from the system, is told apart. Without `--bench` (as under `cargo test`), it runs two rounds with a small state
+//! memory from the system, is listed separately. Without `--bench` (as under `cargo test`), it runs two rounds with a small state
 //! as a smoke test.
 #[path = "../examples/common/median.rs"]
 mod median;
@@ -47,6 +47,7 @@ struct Options {
 
 const TENSOR: usize = 512 * 1024;
 
+#[derive(Clone)]
 struct State(HashMap<String, Tensor>);
 
 impl State {
@@ -88,11 +89,13 @@ fn rank(pg: &ProcessGroup, rounds: usize, parameters: usize, folder: &Path) -> R
     let tensors: usize = states.iter().map(|state| state.0.len()).sum();
     let mut copies = vec![vec![0f32; TENSOR]; if pg.rank() == 0 { tensors } else { 0 }];
     let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { keep: 1, ..Default::default() })?;
+    // Of the same tensors.
+    let mut saved = states.clone();
     let mut save = |step: usize| -> Result<(f64, f64)> {
         pg.barrier()?;
         let start = Instant::now();
-        let [model, first, second] = &states[..] else { unreachable!() };
-        let handle = checkpointer.save(step as u64, &[("model", model), ("exp_avg", first), ("exp_avg_sq", second)])?;
+        let [model, first, second] = &mut saved[..] else { unreachable!() };
+        let handle = checkpointer.save(step as u64, (("model", model), ("exp_avg", first), ("exp_avg_sq", second)))?;
         let stall = start.elapsed().as_secs_f64() * 1e3;
         handle.wait()?;
         Ok((stall, start.elapsed().as_secs_f64() * 1e3))

@@ -8,8 +8,8 @@
 //!
 //! - between steps: a replica of every parameter, and the gradient buckets, each with one more element per parameter:
 //!   `2·P + 2·4·n` bytes;
-//! - at the peak of a step: at most this minus `P`, because plain candle then holds its gradients in memory of their
-//!   own, while DDP's gradients are views of the buckets. If the peak falls into the backward pass, before the
+//! - at the peak of a step: at most this minus `P`, because plain candle then holds its gradients in separate
+//!   memory, while DDP's gradients are views of the buckets. If the peak falls into the backward pass, before the
 //!   optimizer step, it is less, because candle first adds each variable's gradient to zeros, which DDP's replicas
 //!   avoid.
 //!
@@ -101,7 +101,12 @@ fn plain(model: &Model, input: &Tensor) -> Result<(impl Sized + use<>, ())> {
 
 fn ddp(pg: &ProcessGroup, model: &Model, input: &Tensor) -> Result<(impl Sized + use<>, (usize, usize))> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DTYPE, model.build, DdpOptions::default())?;
+    let ddp = DistributedDataParallel::with_options(
+        pg,
+        &varmap,
+        model.build,
+        DdpOptions { dtype: DTYPE, ..Default::default() },
+    )?;
     let mut optimizer = AdamW::new(ddp.parameters(), adamw())?;
     for _ in 0..STEPS {
         let loss = loss(&ddp.forward(input)?)?;
@@ -119,7 +124,12 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
     let train = |zero: bool| -> Result<(usize, usize)> {
         let before = ALLOCATOR.current_usage();
         let ranks = spawn(world_size, |pg| {
-            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DTYPE, model.build, DdpOptions::default())?;
+            let ddp = DistributedDataParallel::with_options(
+                &pg,
+                &VarMap::new(),
+                model.build,
+                DdpOptions { dtype: DTYPE, ..Default::default() },
+            )?;
             let step = |ddp: &DistributedDataParallel<_>| ddp.backward(&loss(&ddp.forward(&input)?)?);
             let (mut plain, mut spread) = (None, None);
             // The first pass determines the order of the buckets.
@@ -130,7 +140,7 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
                     optim::Optimizer::step(optimizer, &step(&ddp)?)?;
                 }
             } else {
-                let optimizer = plain.insert(optim::AdamW::from_named(ddp.named_parameters(), adamw())?);
+                let optimizer = plain.insert(optim::AdamW::new(&ddp, adamw())?);
                 for _ in 1..STEPS {
                     optimizer.step(&step(&ddp)?)?;
                 }

@@ -142,7 +142,12 @@ struct Ddp {
 
 impl Ddp {
     fn new(pg: &ProcessGroup, model: &Model) -> Result<Self> {
-        let module = DistributedDataParallel::new(pg, &VarMap::new(), DTYPE, model.build, DdpOptions::default())?;
+        let module = DistributedDataParallel::with_options(
+            pg,
+            &VarMap::new(),
+            model.build,
+            DdpOptions { dtype: DTYPE, ..Default::default() },
+        )?;
         let optimizer = AdamW::new(module.parameters(), adamw())?;
         Ok(Self { module, optimizer })
     }

@@ -11,12 +11,11 @@
 //! the next batch, and `waiting_later`, the same without the first batch of the epoch, for which every loader has to be waited for.
 //! Without `--bench` (as under `cargo test`), it reads a few small images as a smoke test.
 use candle_core::{DType, Device, Module, Tensor};
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
-use candle_ddp::error::Context;
+use candle_ddp::data::{DataLoader, Dataset, DistributedSampler, LoaderOptions, SamplerOptions};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::{Image, ImageFolder, Normalize, RandomHorizontalFlip, RandomResizedCrop, Transform};
-use candle_ddp::{Result, nn};
+use candle_ddp::{Context, Result, nn};
 use candle_nn::{Conv2dConfig, VarBuilder, VarMap};
 use clap::Parser;
 use std::path::PathBuf;
@@ -55,11 +54,11 @@ fn main() -> Result<()> {
     let options = if measure { Options::parse() } else { Options::parse_from(["images", "--epochs=1", "--train=1"]) };
     let transform = (RandomResizedCrop::default(), RandomHorizontalFlip::default());
     let folder = Arc::new(ImageFolder::new(&options.folder, transform, Default::default())?);
-    let sampler = DistributedSampler::new(folder.len(), 1, 0, SamplerOptions::default())?;
+    let sampler = DistributedSampler::new(folder.len(), 0, 1, SamplerOptions::default())?;
     let Options { batch_size, workers: num_workers, .. } = options;
     let loader_options = LoaderOptions { batch_size, num_workers, ..Default::default() };
-    let collate = |samples| Ok(Normalize::IMAGENET.collate(samples)?);
-    let loader = StatefulDataLoader::new(Arc::clone(&folder), sampler, loader_options, collate)?;
+    let collate = |samples: Vec<_>| Ok(Normalize::IMAGENET.collate(samples)?);
+    let loader = DataLoader::from_sampler(Arc::clone(&folder), sampler, loader_options, collate)?;
     let mut training = options.train.map(|channels| Training::new(channels, folder.classes().len())).transpose()?;
     for epoch in 0..=options.epochs {
         let (start, cpu) = (Instant::now(), cpu_ms()?);
@@ -106,9 +105,9 @@ impl Training {
         let convolutions = sizes.windows(2).enumerate().map(layer).collect::<candle_core::Result<_>>()?;
         let head = nn::linear(sizes[4], classes, vb.pp("head"))?;
         let vars = varmap.data().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let named = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+        let named = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect::<Vec<_>>();
         let params = ParamsSgd { lr: 0.01, momentum: 0.9, ..Default::default() };
-        Ok(Self { convolutions, head, optimizer: Sgd::from_named(named, params)? })
+        Ok(Self { convolutions, head, optimizer: Sgd::new(named, params)? })
     }
 
     fn step(&mut self, images: &Tensor, labels: &Tensor) -> Result<()> {
@@ -130,7 +129,7 @@ fn cpu_ms() -> Result<f64> {
     Ok(fields.skip(11).take(2).flat_map(str::parse::<f64>).sum::<f64>() * 10.)
 }
 
-/// Prints what each step takes.
+/// Prints the time of each step.
 fn steps(folder: &Folder) -> Result<()> {
     let mut times = [0.; 4];
     let mut random = Generator::new(0);

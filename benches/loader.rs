@@ -1,18 +1,19 @@
-//! What the data loader takes for a sample, how well its workers share the work, and how much it reads ahead.
+//! The data loader's time for a sample, the efficiency of its workers, and how far it reads ahead.
 //!
 //! ```text
 //! cargo bench --bench loader [-- --workers 0 1 2 4 --prefetch-factor 2]
 //! ```
 //!
 //! Each line of the output is a JSON object, for a number of workers:
-//! - `ns_per_sample`: of samples that take no time, in batches of 256. That is what the loader itself takes.
-//! - `efficiency`: of samples that wait 0 to 2 ms, in batches of 16: the time that they wait altogether, over the time that
-//!   they take and the number of threads that read. 1 is as fast as possible.
-//! - `most_batches`: how many batches were there at once, begun, made or being delivered, with a program that takes its time
-//!   for each; and `bound`, what the loader promises: `workers * prefetch_factor`, and the one that is made for each worker.
+//! - `ns_per_sample`: of samples that take no time, in batches of 256: the loader's own time.
+//! - `efficiency`: of samples that wait 0 to 2 ms, in batches of 16: the sum of their waits, divided by the elapsed time and the
+//!   number of threads that read. 1 is as fast as possible.
+//! - `most_batches`: the largest number of batches that existed at once (begun, made or being delivered) with a slow program; and
+//!   `bound`, the number that the loader promises: `workers * prefetch_factor`, and the one that each worker is making.
 //!
 //! Without `--bench` (as under `cargo test`), it reads a few samples as a smoke test.
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_core::Tensor;
+use candle_ddp::data::{Batch, DataLoader, Dataset, DistributedSampler, LoaderOptions, SamplerOptions};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
 use clap::Parser;
@@ -69,17 +70,16 @@ impl<T: Send, F: Fn(usize, &mut Generator) -> T + Send + Sync> Dataset for Sampl
 }
 
 /// A loader of one rank; a batch is a list of samples.
-#[allow(clippy::type_complexity)] // of one rank, with a plain function
 fn loader<D: Dataset + 'static>(
     dataset: D,
     (num_workers, prefetch_factor, batch_size): (usize, usize, usize),
-) -> Result<StatefulDataLoader<D, fn(Vec<D::Sample>) -> Result<Vec<D::Sample>>>>
+) -> Result<DataLoader<D, Vec<D::Sample>>>
 where
-    D::Sample: 'static,
+    D::Sample: Batch + 'static,
 {
-    let sampler = DistributedSampler::new(dataset.len(), 1, 0, SamplerOptions::default())?;
+    let sampler = DistributedSampler::new(dataset.len(), 0, 1, SamplerOptions::default())?;
     let options = LoaderOptions { batch_size, num_workers, prefetch_factor, ..Default::default() };
-    StatefulDataLoader::new(dataset, sampler, options, Ok)
+    DataLoader::from_sampler(dataset, sampler, options, Ok)
 }
 
 fn ns_per_sample(workers: usize, prefetch_factor: usize, count: usize) -> Result<f64> {
@@ -102,18 +102,24 @@ fn efficiency(workers: usize, prefetch_factor: usize, count: usize) -> Result<f6
         let start = Instant::now();
         std::thread::sleep(Duration::from_micros(random.below(2000)));
         // The system may wake a thread later than asked.
-        start.elapsed()
+        start.elapsed().as_secs_f64()
     };
     let loader = loader(Samples(count, wait), (workers, prefetch_factor, 16))?;
-    let (start, mut waited) = (Instant::now(), Duration::ZERO);
+    let (start, mut waited) = (Instant::now(), 0.);
     for batch in &loader {
-        waited += batch?.into_iter().sum::<Duration>();
+        waited += batch?.into_iter().sum::<f64>();
     }
-    Ok(waited.as_secs_f64() / start.elapsed().as_secs_f64() / workers.max(1) as f64)
+    Ok(waited / start.elapsed().as_secs_f64() / workers.max(1) as f64)
 }
 
 /// A sample that is counted as long as it lives.
 struct Counted(Arc<AtomicUsize>);
+
+impl Batch for Counted {
+    fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(self)
+    }
+}
 
 impl Drop for Counted {
     fn drop(&mut self) {
@@ -121,7 +127,7 @@ impl Drop for Counted {
     }
 }
 
-/// The largest number of batches that were alive, beside the one that the program had, and what it may be.
+/// The largest number of batches that were alive, not counting the one that the program had, and its bound.
 fn read_ahead(workers: usize, prefetch_factor: usize, count: usize) -> Result<(usize, usize)> {
     const BATCH: usize = 16;
     let alive = Arc::new(AtomicUsize::new(0));

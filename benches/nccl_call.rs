@@ -5,8 +5,8 @@
 //! ddprun --nproc-per-node 2 TARGET/release/deps/nccl_call-… --bench      # several ranks
 //! ```
 //!
-//! As nccl-tests does, it enqueues many calls in place, then waits for the GPU, and divides: that is the time of a call.
-//! The host's time is that of enqueuing alone, for this crate including the wait of candle's stream for the result. Both
+//! As nccl-tests does, it enqueues many calls in place, then waits for the GPU, and divides by their number. The
+//! host's time is for enqueuing alone, for this crate including the wait of candle's stream for the result. Both
 //! kinds of calls alternate. Without a GPU, the bench says so and exits.
 #![allow(unsafe_code)] // NCCL is called directly, to compare with it
 use candle_core::{DType, Device, Storage, Tensor};
@@ -123,7 +123,7 @@ fn time(pg: &ProcessGroup, tensor: &Tensor, calls: u32) -> Result<Times> {
     measure(pg, calls, || pg.all_reduce_async(tensor, ReduceOp::Sum)?.wait())
 }
 
-/// A communicator of NCCL's own, on candle's stream.
+/// A communicator made by NCCL directly, on candle's stream.
 struct Nccl(ncclComm_t);
 
 fn failed(call: &str, error: impl std::fmt::Debug) -> Error {
@@ -156,7 +156,7 @@ impl Nccl {
         let (memory, count) = (address as *mut c_void, tensor.elem_count());
         measure(pg, calls, || {
             let (dtype, op, stream) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum, stream.cu_stream().cast());
-            // SAFETY: the tensor has so many elements, and lives until the GPU has done all calls.
+            // SAFETY: the tensor has this many elements, and lives until the GPU has done all calls.
             unsafe { all_reduce(memory, memory, count, dtype, op, self.0, stream) }
                 .map(drop)
                 .map_err(|error| failed("ncclAllReduce", error))

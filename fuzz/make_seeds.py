@@ -3,7 +3,7 @@
 
     fuzz/make_seeds.py
 
-Beside them lie the inputs that the fuzzer has found, which this leaves alone.
+The same folders hold inputs that the fuzzer has found, which this leaves alone.
 """
 import json
 import struct
@@ -70,9 +70,9 @@ def mesh():
     bodies.update({f"abort_{name}": b"\1" + body for name, body in aborts.items()})
     for name, body in bodies.items():
         seed("mesh", name, b"\0\3" + struct.pack("<I", len(body)) + body)
-    seed("mesh", "handshake", b"\1cDDP" + struct.pack("<IQIIQQQQ", 6, 1 << 60, 3, 1, 5, 1, 6, 7))
+    seed("mesh", "handshake", b"\1cDDP" + struct.pack("<IQIIQQQQ", 8, 1 << 60, 3, 1, 5, 1, 6, 7))
     seed("mesh", "header", b"\2cddp" + struct.pack("<Q", 9) + call)
-    seed("mesh", "peer_info", b"\3" + bytes(16) + b"\1" + struct.pack("<II", 7, 8) + bytes(16))
+    seed("mesh", "peer_info", b"\3" + bytes(16) + struct.pack("<QB", 1 << 60, 1))
 
 
 def weights():

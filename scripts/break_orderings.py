@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHM = "src/backend/cpu/shm"
 
-# Name: (file, what is there, what is there instead).
+# Name: (file, original text, replacement).
 BREAKS = {
     "the stamp is stored without release": (
         "stream.rs",
@@ -31,8 +31,8 @@ BREAKS = {
     ),
     "passed slots are counted without release": (
         "stream.rs",
-        "self.own.word(self.passed).store(self.position, Ordering::Release)",
-        "self.own.word(self.passed).store(self.position, Ordering::Relaxed)",
+        "inbox.own.word(inbox.passed).store(inbox.position, Ordering::Release)",
+        "inbox.own.word(inbox.passed).store(inbox.position, Ordering::Relaxed)",
     ),
     "passed slots are looked at without acquire": (
         "stream.rs",
@@ -47,8 +47,17 @@ BREAKS = {
         "        fill(Slot::new(&self.segment, self.ring.slot(position)))?;\n",
     ),
     "the writer does not ring": ("stream.rs", "reader.eventcount.ring_if_awaited(self.rank);", "let _ = reader;"),
-    "the reader does not ring": ("stream.rs", "        self.writer_eventcount.ring_if_awaited(self.rank);\n", ""),
-    "no fence before the sleeper is looked for": ("eventcount.rs", "        fence(Ordering::SeqCst);\n        if", "        if"),
+    "the reader does not ring": ("stream.rs", "            inbox.writer_eventcount.ring_if_awaited(inbox.rank);\n", ""),
+    "no fence before the writer looks for a sleeper": (
+        "stream.rs",
+        "        fence(Ordering::SeqCst);\n        for reader",
+        "        for reader",
+    ),
+    "no fence before the reader looks for a sleeper": (
+        "stream.rs",
+        "        fence(Ordering::SeqCst);\n        for inbox",
+        "        for inbox",
+    ),
     "no fence before the last check": (
         "eventcount.rs",
         "            fence(Ordering::SeqCst);\n            if ready()",
@@ -107,7 +116,7 @@ def main():
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             for part in ["src/backend/cpu", "tests/model"]:
-                # Without the times of the originals, which cargo would take for those of its last build.
+                # Without the modification times of the originals, which cargo would mistake for the last build's.
                 ignore = shutil.ignore_patterns("target")
                 shutil.copytree(ROOT / part, folder / part, ignore=ignore, copy_function=shutil.copyfile)
             path = folder / SHM / file

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that docs/architecture.md says what each dependency of the workspace's crates is for. cargo-deny checks everything else.
+"""Checks that docs/architecture.md gives the purpose of each dependency of the workspace's crates. cargo-deny checks everything else.
 
     scripts/check_dependencies.py
 """
@@ -24,9 +24,9 @@ def main():
     # The first cell of each row, without the features in brackets.
     cells = [re.sub(r"\(.*?\)", "", cell) for cell in re.findall(r"^\| (`[^|]*) \|", table, re.M)]
     explained = {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)}
-    problems = [f"docs/architecture.md does not say what {name} is for" for name in sorted(direct - explained)]
-    problems += [f"docs/architecture.md explains {name}, which is no dependency" for name in sorted(explained - direct)]
-    print("\n".join(problems) or f"all {len(direct)} dependencies have their reason")
+    problems = [f"docs/architecture.md must give the purpose of {name}" for name in sorted(direct - explained)]
+    problems += [f"docs/architecture.md explains {name}, which is not a dependency: remove the row" for name in sorted(explained - direct)]
+    print("\n".join(problems) or f"all {len(direct)} dependencies have a purpose")
     sys.exit(bool(problems))
 
 

@@ -22,12 +22,12 @@ TRAITS = {
     "Deserialize": "serde::de::DeserializeOwned", "Serialize": "serde::Serialize", "Module": "candle_core::Module",
     "ModuleT": "candle_core::ModuleT",
 }
-# Errors of what is there, but not used as it must be: generic arguments are left open.
+# Errors about existing items that these lines use incompletely: generic arguments are left open.
 HARMLESS = {"E0282", "E0283", "E0107", "E0533", "E0790"}
 
 
 def exports(text):
-    """Yields the names of `pub use` declarations; globs are those of modules, which are looked at by themselves."""
+    """Yields the names of `pub use` declarations; globs are of modules, which are checked separately."""
     for tree in re.findall(r"^pub use ([^;]+);", text, re.M):
         for part in re.sub(r"^.*?\{|\}", "", tree, flags=re.S).split(","):
             name = part.split(" as ")[-1].split("::")[-1].strip()
@@ -117,7 +117,7 @@ def main():
         rest = [need for need in needs if not need[2] and not any(need[0].startswith((f"{a}::", f"{a}:")) for a in absent)]
         missing = sorted(names.values()) + sorted(lacking(folder, environment, rest)[0].values())
     if len(needs) < 200:
-        sys.exit("candle-nn's source looks different from what this script knows: it found nearly nothing in it")
+        sys.exit("this script finds almost no items in candle-nn's source: its parser must be adapted to the new layout")
     print("\n".join(f"candle-ddp-nn lacks {name.removeprefix('::')}" for name in missing) or
           f"candle-ddp-nn has all {len(needs)} names of candle-nn {candle['version']}")
     sys.exit(bool(missing))

@@ -4,8 +4,8 @@
     scripts/check_layers.py
 
 In the library, each top-level module may use only the modules before it in `LAYERS` (lowest first). In every crate, files must
-not use each other in a cycle. Paths in comments and doc comments do not count, nor do a module's own tests. A re-export counts as a use of the file
-that defines the name.
+not use each other in a cycle. Paths in comments and doc comments do not count, nor do a module's own tests. A re-export counts as
+a use of the file that defines the name.
 """
 
 import re
@@ -93,7 +93,7 @@ def main():
 
 
 def check(root, layers):
-    """Returns what is wrong in the crate whose source is in `root`."""
+    """Returns the problems of the crate whose source is in `root`."""
     files = {}
     for file in sorted(root.rglob("*.rs")):
         module = module_of(file, root)
@@ -148,9 +148,9 @@ def check(root, layers):
                 continue
             here, there = layer.get(module[0]), layer.get(target[0])
             if here is None or there is None:
-                problems.append(f"{'::'.join(module if here is None else target)} is in no layer")
+                problems.append(f"{'::'.join(module if here is None else target)} must be listed in a layer")
             elif there >= here:
-                problems.append(f"{'::'.join(module)} uses {'::'.join(target)}, which is not below it")
+                problems.append(f"{'::'.join(module)} uses {'::'.join(target)}, which must be in a lower layer")
 
     return sorted(set(problems + circles(edges)))
 

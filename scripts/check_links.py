@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Checks what the repository's Markdown files refer to: relative links, including their anchors, and Rust files that pages of src,
-crates and docs name in backticks. Every variable CANDLE_DDP_* of the source must be in the table of docs/clusters.md, and the other way round.
+"""Checks the references of the repository's Markdown files: relative links, including their anchors, Rust files named in backticks, and
+environment variables. docs/environment.md must have every variable that the source uses, and no CANDLE_DDP_* that it does not.
+docs/README.md must list every page of docs.
 
     scripts/check_links.py
 """
@@ -25,30 +26,61 @@ def files(*patterns):
 
 
 def missing_sources(name, text, sources):
-    """The Rust files that a page names and that are neither beside or below it, nor under the root or src."""
-    folder = Path(name).parent
+    """The Rust files that a page names and that are neither next to it or below it, nor under the root or src."""
+    folder = os.path.normpath(Path(name).parent / ".")
+    below = "" if folder == "." else f"{folder}/"
     for found in re.findall(r"`((?:[\w.-]+/)*\w+\.rs)`", text):
-        starts = [os.path.normpath(folder / found), found, f"src/{found}"]
-        if not any(source in starts or source.startswith(f"{folder}/") and source.endswith(f"/{found}") for source in sources):
+        starts = [os.path.normpath(f"{below}{found}"), found, f"src/{found}"]
+        inside = (source for source in sources if below and source.startswith(below) and source.endswith(f"/{found}"))
+        if not any(start in sources for start in starts) and not any(inside):
             yield f"{name}: `{found}` does not exist"
 
 
+OWN = re.compile(r"CANDLE_DDP_[A-Z_]*[A-Z]")
+# A quoted name is a variable that is read or set, unless it is a function of MPI. CARGO_* are not listed: cargo sets them at compile time.
+OTHERS = re.compile(
+    r'"((?:WORLD|LOCAL|MASTER|GROUP|ROLE|TORCHELASTIC|SLURM|OMPI|PMI|PMIX|MPI(?!_[A-Z][a-z])|PET|RAYON|OMP|MIMALLOC|CUDA|NCCL|XDG|RUST)_[A-Z_a-z]*[A-Za-z])"'
+    r'|"(RANK|CARGO|HOME|TMPDIR)"'
+)
+
+
+def variables(text):
+    return set(OWN.findall(text)) | {first or second for first, second in OTHERS.findall(text)}
+
+
 def undocumented_variables():
-    """The differences between the variables in src and those in the table."""
-    used = set()
-    for name in files("src/*.rs", "crates/*/src/*.rs"):
-        used |= set(re.findall(r"CANDLE_DDP_[A-Z_]*[A-Z]", (ROOT / name).read_text()))
-    page = "docs/clusters.md"
-    table = (ROOT / page).read_text().split("## Environment variables")[1]
-    rows = " ".join(re.findall(r"^\| ([^|]*) \|", table, re.M))
-    listed = set(re.findall(r"CANDLE_DDP_[A-Z_]*[A-Z]", rows))
-    yield from (f"{page}: the table lacks {name}, which src uses" for name in sorted(used - listed))
-    yield from (f"{page}: the table has {name}, which src does not use" for name in sorted(listed - used))
+    """The differences between the variables in the source and those in the table."""
+    page = "docs/environment.md"
+    rows = " ".join(re.findall(r"^\| ([^|]*) \|", (ROOT / page).read_text(), re.M))
+    listed = set(re.findall(r"`([A-Z][A-Z_a-z]*[A-Za-z])`", rows))
+    families = re.findall(r"`([A-Z_]+_)\*`", rows)
+    used = {}
+    for name in files("src", "crates", "examples", "scripts", "benches", "tests", ".ci"):
+        if name.endswith((".rs", ".py", ".sh", ".ci/run")) and name != "scripts/check_links.py":
+            text = (ROOT / name).read_text()
+            is_ours = name.startswith(("src/", "crates/", "examples/")) and "/tests/" not in name
+            for variable in variables(text) if is_ours else OWN.findall(text):
+                used.setdefault(variable, name)
+    for variable, name in sorted(used.items()):
+        if variable not in listed and not variable.startswith(tuple(families)):
+            yield f"{page}: the table lacks {variable}, which {name} uses"
+    for variable in sorted(OWN.findall(" ".join(listed))):
+        if variable not in used:
+            yield f"{page}: the table has {variable}, which nothing uses"
+    yield from (f"{page}: the table has {name}*, which nothing uses" for name in families if not any(v.startswith(name) for v in used))
+
+
+def unlisted_pages():
+    """The pages of docs that its index does not link to."""
+    linked = re.findall(r"\]\(([\w.]+\.md)\)", (ROOT / "docs/README.md").read_text())
+    for name in files("docs/*.md"):
+        if name != "docs/README.md" and Path(name).name not in linked:
+            yield f"docs/README.md: it has no link to {name}"
 
 
 def main():
-    problems = list(undocumented_variables())
-    sources = files("*.rs")
+    problems = [*undocumented_variables(), *unlisted_pages()]
+    sources = set(files("*.rs"))
     for name in files("*.md"):
         file = ROOT / name
         text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.S | re.M)
@@ -61,8 +93,7 @@ def main():
                 problems.append(f"{name}: {target} does not exist")
             elif anchor and anchor not in anchors(there.read_text()):
                 problems.append(f"{name}: {target} has no such heading")
-        if name.startswith(("src/", "docs/", "crates/")):
-            problems += missing_sources(name, text, sources)
+        problems += missing_sources(name, text, sources)
     print("\n".join(problems), end="\n" if problems else "")
     return bool(problems)
 

@@ -86,7 +86,7 @@ def find_systems(options, folder, scratch, hosts):
         return harness.json_lines(harness.run_ranks(command, world_size, hosts))
 
     def mpi(world_size):
-        # Ranks are not bound to cores, like those of the others, and may outnumber the cores.
+        # As with the others, ranks are not bound to cores, and may outnumber them.
         command = ["mpirun", "--bind-to", "none", "--oversubscribe", "-n", str(world_size), scratch / "mpi", seconds]
         if os.geteuid() == 0:
             command.insert(1, "--allow-run-as-root")
@@ -99,14 +99,14 @@ def find_systems(options, folder, scratch, hosts):
     if version := harness.pytorch_version():
         systems["Gloo"] = (f"PyTorch {version}", gloo)
     else:
-        say(f"SKIPPED: Gloo, because {harness.PYTHON} has no PyTorch (set CANDLE_DDP_PYTHON)")
+        harness.skip("Gloo", f"{harness.PYTHON} has no PyTorch (set CANDLE_DDP_PYTHON)")
     if options.namespaces:
         return systems
     if version := harness.mpi_version():
         subprocess.run(["mpicc", "-O3", PEERS / "allreduce_mpi.c", "-o", scratch / "mpi"], check=True)
         systems["Open MPI"] = (version, mpi)
     else:
-        say("SKIPPED: Open MPI, because mpirun or mpicc is not installed (openmpi-bin, libopenmpi-dev)")
+        harness.skip("Open MPI", "mpirun or mpicc is not installed (openmpi-bin, libopenmpi-dev)")
     return systems
 
 

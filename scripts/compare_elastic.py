@@ -1,4 +1,4 @@
-"""Measures how long training stands still when a rank is killed, and how soon all ranks are told when one fails at the start:
+"""Measures how long training stands still when a rank is killed, and how soon all ranks get an error when one fails at the start:
 candle-ddp under ddprun, and PyTorch under torchrun.
 
     python3 scripts/compare_elastic.py
@@ -36,7 +36,7 @@ def main():
     folder = harness.build("--bin", "ddprun", "--example", "elastic")
     ddprun, example = folder / "ddprun", folder / "examples" / "elastic"
     pytorch = harness.pytorch_version()
-    # What else this machine does, which lengthens starts above all.
+    # Other work of this machine, which mainly lengthens starts.
     load = os.getloadavg()[0]
     calm = Run(options, [ddprun, "--nproc-per-node", RANKS, example], None)
     say(f"undisturbed: {calm.words}")
@@ -50,7 +50,7 @@ def main():
             command = [*TORCHRUN, "--max-restarts", options.kills, script, "--data", data]
             rows.append((f"PyTorch {pytorch}, torchrun, {title} killed", Run(options, command, victims)))
         else:
-            say("PyTorch is not there: its part is skipped")
+            harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
     command = [ddprun, "--nproc-per-node", RANKS, example, "--min-world-size", RANKS - 2]
     rows.append(("candle-ddp, ddprun, ranks 3 and 2 killed, not replaced", Run(options, command, [3, 2], kills=2)))
     harness.write(options.output / "elastic.md", table(options, calm, rows, load))
@@ -58,14 +58,14 @@ def main():
 
 def at_the_start(options):
     """Measures failures at the start."""
-    folder = harness.build("--bin", "ddprun", "--example", "meet")
+    folder, program = harness.build("--bin", "ddprun"), harness.build_bench("meet")
     load = os.getloadavg()[0]
-    runs = [("candle-ddp, ddprun", [folder / "ddprun", "--nproc-per-node", RANKS, folder / "examples" / "meet"])]
+    runs = [("candle-ddp, ddprun", [folder / "ddprun", "--nproc-per-node", RANKS, program])]
     if pytorch := harness.pytorch_version():
         script = Path(__file__).resolve().parent / "compare" / "meet_pytorch.py"
         runs.append((f"PyTorch {pytorch}, torchrun", [*TORCHRUN, script]))
     else:
-        say("PyTorch is not there: its part is skipped")
+        harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
     measured = [(title, [meet.measure(command, fault, options.repetitions) for fault in meet.CASES]) for title, command in runs]
     lines = [
         "# A rank fails at the start",
@@ -87,7 +87,7 @@ def at_the_start(options):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["deaths", "init"], default="deaths", help="what is measured [deaths]")
+    parser.add_argument("--part", choices=["deaths", "init"], default="deaths", help="the measurement [deaths]")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each failure at the start is measured [3]")
     parser.add_argument("--kills", type=int, default=5, help="how many ranks are killed in a run [5]")
     parser.add_argument("--every", type=float, default=5, help="seconds of training between two kills [5]")
@@ -121,7 +121,7 @@ class Run:
                 pid = self.find(process.pid, victim)
                 killed = time.time()
                 os.kill(pid, signal.SIGKILL)
-                # A step may still end that was under way; those of the next group count.
+                # A step that was under way may still end; only steps of the next group count.
                 begun = self.wait(process, lambda: self.first(events, "begin", killed))
                 self.times.append(self.wait(process, lambda: self.first(events, "commit", begun)) - killed)
                 say(f"rank {victim}: {self.times[-1]:.2f} s")

@@ -1,4 +1,4 @@
-"""Compares how many images per second come out of a folder, with candle-ddp and with PyTorch's DataLoader and torchvision, and
+"""Compares the images per second that are read from a folder, with candle-ddp and with PyTorch's DataLoader and torchvision, and
 how long the training of small convnets on them waits for data.
 
     python3 scripts/compare_images.py
@@ -99,8 +99,8 @@ def waiting(options, trained):
         "",
         "A convnet is trained on these batches by SGD, on one thread, while the workers read: four convolutions of 3 × 3 with a "
         "stride of 2 and ReLU, each with twice as many channels as the one before, the mean over all places, and a linear layer. "
-        "The share of an epoch's time that the training thread waits for the next batch: all waits but that for the epoch's first "
-        "batch, for which every loader has to be waited for, and all waits.",
+        "The share of an epoch's time that the training thread waits for the next batch: without and with the wait for the epoch's "
+        "first batch, which no loader can avoid.",
         "",
         "| channels of the first layer | | images per second | waiting, % | with the first batch, % |",
         "|---:|---|---:|---:|---:|",
@@ -122,7 +122,7 @@ def document(options, speeds, times, steps, mean_bytes, load):
         f"RandomResizedCrop(224), RandomHorizontalFlip and normalisation, batches of {options.batch_size}. Ours: "
         f"{options.workers} threads. PyTorch: `DataLoader` with {options.workers} processes and torchvision's `ImageFolder`. "
         f"Each number is the median over {options.rounds} alternating runs of a run's median of {options.epochs} epochs, after one "
-        "to warm up, with the lowest and highest run in brackets. The processor time is that of all threads and processes; other "
+        "to warm up, with the lowest and highest run in brackets. The processor time is the sum over all threads and processes; other "
         "load on the machine hardly changes it.",
         "",
         f"- Date: {options.date}",
@@ -137,7 +137,7 @@ def document(options, speeds, times, steps, mean_bytes, load):
         *(f"| {name} | {spread(speeds[name], '.0f')} | {spread(times[name], '.2f')} |" for name in speeds),
         f"| times better | {spread(faster, '.2f')} | {spread(less, '.2f')} |",
         "",
-        "What the steps take here for one image, in ms on one thread; decoding includes reading the file:",
+        "The time of each of our steps for one image, in ms on one thread; decoding includes reading the file:",
         "",
         "| decode | crop and resize | flip | normalise, to a tensor |",
         "|---:|---:|---:|---:|",

@@ -33,8 +33,8 @@ COMMUNICATION = 0.8
 
 def main():
     options = parse()
-    folder = harness.build("--example", "step")
-    document = overlap(options, folder) if options.overlap else overhead(options, folder)
+    program = harness.build_bench("step")
+    document = overlap(options, program) if options.overlap else overhead(options, program)
     harness.write(options.output / ("overlap.md" if options.overlap else "step.md"), document)
 
 
@@ -52,10 +52,10 @@ def parse():
     return parser.parse_args()
 
 
-def ours(options, folder, model, modes, hosts, *more):
+def ours(options, program, model, modes, hosts, *more):
     """Returns the rows by mode."""
     steps = options.steps or STEPS[model]
-    command = [folder / "examples" / "step", "--model", model, "--steps", steps, "--modes", ",".join(modes)]
+    command = [program, "--model", model, "--steps", steps, "--modes", ",".join(modes)]
     command += more
     return by_mode(harness.run_ranks(command, 2, hosts))
 
@@ -70,15 +70,15 @@ def by_mode(output):
     return {row["mode"]: row for row in harness.json_lines(output)}
 
 
-def overhead(options, folder):
+def overhead(options, program):
     hosts = harness.OneHost()
-    systems = {"candle-ddp": lambda model, modes: ours(options, folder, model, modes, hosts)}
+    systems = {"candle-ddp": lambda model, modes: ours(options, program, model, modes, hosts)}
     versions = [f"- Ours: {harness.toolchain()}"]
     if version := harness.pytorch_version():
         systems["PyTorch, Gloo"] = lambda model, modes: pytorch(options, model, modes, hosts)
         versions.append(f"- PyTorch: {version}")
     else:
-        say(f"SKIPPED: PyTorch, because {harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
+        harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
     runs = {(model, name): [] for model in options.models for name in systems}
     for number in range(1, options.rounds + 1):
         for model, name in runs:
@@ -130,7 +130,7 @@ def overhead(options, folder):
     return lines
 
 
-def overlap(options, folder):
+def overlap(options, program):
     lines = [
         "# How much communication hides behind the backward pass, 2 ranks on two hosts",
         "",
@@ -145,7 +145,7 @@ def overlap(options, folder):
     for model in options.models:
         with harness.TwoHosts() as hosts:
             say(f"{model}: measuring the backward pass alone")
-            plain = ours(options, folder, model, ["local"], hosts)["local"]
+            plain = ours(options, program, model, ["local"], hosts)["local"]
             seconds = COMMUNICATION * plain["backward_ms"] / 1e3
             rate = plain["gradient_bytes"] / seconds
             hosts.limit(rate)
@@ -153,7 +153,7 @@ def overlap(options, folder):
             for number in range(1, options.rounds + 1):
                 for cap, found in runs.items():
                     say(f"round {number} of {options.rounds}: {model}, {rate / 1e6:.0f} MB/s, buckets of {cap} MiB")
-                    found.append(ours(options, folder, model, modes, hosts, "--bucket-cap-mib", cap))
+                    found.append(ours(options, program, model, modes, hosts, "--bucket-cap-mib", cap))
         lines += [
             "",
             f"## {MODELS[model]}",

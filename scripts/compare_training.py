@@ -4,9 +4,9 @@
     python3 scripts/compare_training.py --check
 
 Both start from the same weights and see the same samples in the same order. Either command fails unless the losses of the
-first 50 steps agree to 1e-3, with settings of their own. The first then measures how long each takes to a loss, in alternating
-runs, and writes the table to benches/results/; in about 8 minutes on 2 cores, without what cargo needs. The environment variable CANDLE_DDP_PYTHON names a Python interpreter with torch, numpy and safetensors (default:
-python3).
+first 50 steps agree to 1e-3, with separate settings. The first then measures how long each takes to reach a loss, in alternating
+runs, and writes the table to benches/results/; this takes about 8 minutes on 2 cores, without the builds. The environment variable
+CANDLE_DDP_PYTHON names a Python interpreter with torch, numpy and safetensors (default: python3).
 """
 
 import argparse
@@ -25,7 +25,7 @@ PEERS = Path(__file__).resolve().parent / "compare"
 SYSTEMS = ["candle-ddp", "PyTorch, Gloo"]
 TOLERANCE = 1e-3
 CHECKED_STEPS = 50
-# The loss of a step is noisy: a target is reached by the mean of so many steps.
+# The loss of a step is noisy: a target is reached by the mean of this many steps.
 MEAN_OF = 10
 
 
@@ -38,7 +38,7 @@ class Program:
     settings: dict
     # Options of the example alone.
     ours: dict
-    # Options of both that the check of the first losses has in place of those above.
+    # Options of both that replace these in the check of the first losses.
     check: dict
     # The data for both, or for the counterpart alone if the example makes them itself: their path, given the cache's.
     data: Callable[[Path], Path]
@@ -172,7 +172,7 @@ def time_to(rows, target):
 
 def document(options, results):
     lines = [
-        "# Time to a loss, with PyTorch's DDP beside it, 2 ranks on one machine",
+        "# Time to a loss, with PyTorch's DDP next to it, 2 ranks on one machine",
         "",
         "Both start from the same weights and see the same samples in the same order; one thread per rank. The time is from the "
         f"first step to the one in which the mean training loss of {MEAN_OF} steps reaches the target. Medians of {options.rounds} "
@@ -202,7 +202,7 @@ def document(options, results):
 
 
 def changed(program):
-    """What the check has in place of the settings of the timed runs."""
+    """The settings of the check, in place of the timed runs' settings."""
     return ", ".join(f"`--{key} {value}`" for key, value in program.check.items())
 
 

@@ -5,7 +5,7 @@
 Needs root, iproute2 and util-linux. It writes benches/results/elastic_nodes.md. In runs of examples/elastic,
 - the second node is killed, and one comes in its place later;
 - the same, but its network goes away, so that nobody is told;
-- the node that hosts the store is killed: the other one ends, and a new run goes on from the checkpoint.
+- the node that hosts the store is killed: the other one ends, and a new run continues from the checkpoint.
 
 The first is done with PyTorch under torchrun as well, if the interpreter in CANDLE_DDP_PYTHON has it.
 """
@@ -41,7 +41,7 @@ def main():
     if pytorch:
         cases.append((TorchRun, second_node_killed))
     else:
-        say("PyTorch is not there: its part is skipped")
+        harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
     rows = {Run: [], TorchRun: []}
     for kind, case in cases:
         with harness.TwoHosts(ranks_per_host=2) as hosts, tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def second_node_unplugged(run):
         harness.ip("-n", run.hosts.names[1], "link", "set", run.hosts.interface, "down")
 
     def plug_in():
-        # What is left of the node has lost the store by then.
+        # The rest of the node has lost the store by then.
         code, text = run.wait(1)
         assert code == 1 and ("process that hosts it" in text or "the store of the run is gone" in text), text
         harness.ip("-n", run.hosts.names[1], "link", "set", run.hosts.interface, "up")
@@ -106,12 +106,12 @@ def without_and_with(run, kill, revive, what):
     start = time.time()
     kill()
     two = run.step(2)
-    yield what, f"the first goes on with 2 ranks after {two - start:.1f} s"
+    yield what, f"the first continues with 2 ranks after {two - start:.1f} s"
     revive()
     start = time.time()
     run.start(1)
     four = run.step(4)
-    yield "it comes back", f"all 4 ranks go on after {four - start:.1f} s"
+    yield "it comes back", f"all 4 ranks continue after {four - start:.1f} s"
     codes = [run.wait(node) for node in (0, 1)]
     assert all(code == 0 for code, _ in codes), codes
     yield "the end", run.accuracy()
@@ -133,7 +133,7 @@ def store_killed(run):
     assert begin["epoch"] > 0, begin
     codes = [run.wait(node) for node in (0, 1)]
     assert all(code == 0 for code, _ in codes), codes
-    yield "both are started again", f"they go on from the checkpoint of epoch {begin['epoch']}; {run.accuracy()}"
+    yield "both are started again", f"they continue from the checkpoint of epoch {begin['epoch']}; {run.accuracy()}"
 
 
 class Run:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Runs real ranks under the real launcher, with every fault at every moment of a training run, and checks what follows.
+"""Runs real ranks under the real launcher, with every fault at every moment of a training run, and checks the outcome.
 
     python3 scripts/fault_matrix.py                 # everything: about ten minutes on 2 cores
     python3 scripts/fault_matrix.py --quick         # every fault once
     python3 scripts/fault_matrix.py --only stop     # cases whose description has these words
 
 Every survivor must end within its bound, with an error that names the rank and the reason; after a pause, or where a fault
-does not matter, the run must go on and have the result of a run without it. Afterwards, no process, shared memory, socket or
-temporary file may be left, and a run that was interrupted in a checkpoint must go on from a whole one.
+does not matter, the run must continue and have the result of a run without it. Afterwards, no process, shared memory, socket or
+temporary file may be left, and a run that was interrupted in a checkpoint must continue from a complete one.
 
 A run of everything writes its tables to benches/results/fault_matrix.md. Needs Linux, Python and cargo, and for ENOSPC the right
 to mount a file system. With --nccl the ranks use NCCL, on the emulated GPU (scripts/emulated_gpu.sh): source the env.sh of
@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-from compare.harness import machine
+from compare.harness import machine, skip
 from faults.cases import ENGINES, FAULTS, MOMENTS, SHORT, VICTIMS, all_cases, quick_cases
 from faults.programs import ROOT, build
 from faults.run import Wrong, judge, reference
@@ -42,7 +42,7 @@ def main():
     if not can_mount():
         skipped = [case for case in cases if case.fault == "disk"]
         cases = [case for case in cases if case.fault != "disk"]
-        say(f"SKIPPED: ENOSPC, {len(skipped)} cases, because this system does not let this user mount a file system")
+        skip(f"ENOSPC, {len(skipped)} cases", "this system does not let this user mount a file system")
     options.output.mkdir(parents=True, exist_ok=True)
     programs = build(options.nccl, options.built)
     started = time.monotonic()
@@ -91,7 +91,7 @@ def can_mount():
 
 
 def attempt(programs, case, references):
-    """Returns what is wrong, or None; how long survivors took; how the run ended."""
+    """Returns the error, or None; how long survivors took; how the run ended."""
     try:
         return None, *judge(programs, case, references)
     except (Wrong, OSError) as error:
@@ -104,7 +104,7 @@ def describe(verdict):
 
 
 def replace_part(path, part):
-    """Writes a part of a document, which begins with its title, in the place of the one with the same title, or at the end."""
+    """Replaces the part of a document that has the title of `part`, or appends it."""
     title = part.splitlines()[0]
     parts = re.split(r"^(?=# )", path.read_text() if path.exists() else "", flags=re.MULTILINE)
     kept = [part.strip() if old.startswith(title + "\n") else old.strip() for old in parts if old.strip()]
@@ -123,24 +123,24 @@ def document(options, engines, results, left_out, skipped, seconds):
     lines = [
         "# Faults over NCCL, on an emulated GPU" if options.nccl else "# Faults",
         "",
-        f"{len(results)} runs of real ranks under `ddprun`, each with one fault: **{len(results) - len(wrong)} ended as they must, "
+        f"{len(results)} runs of real ranks under `ddprun`, each with one fault: **{len(results) - len(wrong)} ended as expected, "
         f"{len(wrong)} did not**.",
         "",
         f"- Date: {options.date}",
         f"- Machine: {machine()}",
         f"- Commit: {commit}",
         f"- Command: `{' '.join(command)}`, {seconds:.0f} s",
-        "- Program: `tests/processes/faults.rs`; what must follow: `scripts/faults/cases.py`",
+        "- Program: `tests/processes/faults.rs`; expected outcomes: `scripts/faults/cases.py`",
         "",
         "Every survivor must end within its bound, with an error that names the rank and the reason: at once, or at the "
-        f"time-out of {SHORT} s where only that can tell (with a second for the question why, and two for each group's goodbye); the "
-        f"launcher may be first{first}. To this comes an allowance of 5 s, or up to 20 s under load. Where the fault does not "
-        "matter, and after a pause, the run must go on and end with the same bits as a run without a fault. Afterwards there is no "
-        "process, shared memory, socket or temporary file, and a run that was interrupted in a checkpoint goes on from a whole one.",
+        f"time-out of {SHORT} s where nothing else reveals the fault (plus a second to ask for the cause, and two for each group's goodbye); the "
+        f"launcher may be first{first}. An allowance of 5 s, or up to 20 s under load, is added. Where the fault does not "
+        "matter, and after a pause, the run must continue and end with the same bits as a run without a fault. Afterwards there is no "
+        "process, shared memory, socket or temporary file, and a run that was interrupted in a checkpoint continues from a complete one.",
         "",
-        "Each cell: runs that ended as they must of all runs (rank 0, a middle one and the last, of 2 and 4), and the longest "
-        "time after the fault: until a survivor's error, or, where the run goes on or ddprun ends it, until all have ended. –: the "
-        "combination means nothing.",
+        "Each cell: runs that ended as expected of all runs (rank 0, a middle one and the last, of 2 and 4), and the longest "
+        "time after the fault: until a survivor's error, or, where the run continues or ddprun ends it, until all have ended. –: the "
+        "combination does not apply.",
     ]
     for engine in engines:
         lines += ["", f"## {ENGINES[engine]}", "", row_of(["fault", *MOMENTS.values()]), row_of(["---"] * (len(MOMENTS) + 1))]
@@ -148,12 +148,12 @@ def document(options, engines, results, left_out, skipped, seconds):
             cells = [cell(engine, fault, moment, results, left_out, skipped) for moment in MOMENTS]
             lines.append(row_of([title, *cells]))
     reasons = dict.fromkeys(left_out.values())
-    lines += ["", "## What means nothing", ""]
+    lines += ["", "## Combinations that do not apply", ""]
     for reason in reasons:
         found = {FAULTS[fault] for (_, fault, _), why in left_out.items() if why == reason}
         lines.append(f"- {', '.join(sorted(found))}: {reason}.")
     if wrong:
-        lines += ["", "## What did not end as it must", ""]
+        lines += ["", "## Runs that did not end as expected", ""]
         lines += [f"- {case}: `{first_line(error)}`" for case, error in wrong.items()]
     return "\n".join([*lines, ""])
 

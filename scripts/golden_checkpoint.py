@@ -43,7 +43,7 @@ def main():
             optimizer.step()
         state = ddp.state_dict()
 
-        # What most training programs save, and what they should save.
+        # The file that most training programs save, and the one that they should save.
         torch.save(state, FOLDER / "checkpoint.pt")
         # A file that resumes a run and so contains more than the weights. Some tensors are views, Fortran-ordered, expanded,
         # or of another dtype.

@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros(1, dtype=torch.float64))
 
     def forward(self, x):
-        # As far as the rank's inputs tell: each adds its first element.
+        # By the rank's own inputs: each adds its first element.
         self.num_batches_tracked += x.flatten()[0].detach()
         return self.b(torch.tanh(self.a(x)))
 

@@ -4,7 +4,7 @@
     pip install torch safetensors
     python3 scripts/golden_layers.py
 
-tests/golden/README.md says what the file holds.
+tests/golden/README.md describes the file.
 """
 
 import pathlib

@@ -4,7 +4,7 @@
     pip install torch safetensors
     python3 scripts/golden_optim.py
 
-tests/golden/optim.md describes the content of the file. Everything is computed in float64.
+tests/golden/optim.md describes the content of the file. Everything but Lion is computed in float64.
 """
 
 import math
@@ -91,6 +91,23 @@ class Lamb:
             p -= lr * ratio * update
 
 
+class Lion:
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", program 1), with decoupled weight decay."""
+
+    def __init__(self, parameters, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0):
+        self.parameters = list(parameters)
+        self.options = (lr, beta1, beta2, weight_decay)
+        self.exp_avg = [torch.zeros_like(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self):
+        lr, beta1, beta2, decay = self.options
+        for parameter, exp_avg in zip(self.parameters, self.exp_avg):
+            update = (exp_avg * beta1).add_(parameter.grad, alpha=1 - beta1).sign_()
+            parameter.mul_(1 - lr * decay).add_(update, alpha=-lr)
+            exp_avg.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
+
+
 def problem():
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(20, 4, generator=generator, dtype=torch.float64)
@@ -132,6 +149,23 @@ def run(name, options):
         if (step + 1) % EVERY == 0:
             rows.append(torch.cat([w.detach().flatten(), b.detach()]).numpy().copy())
     return numpy.stack(rows)
+
+
+def lion():
+    """Returns w and b after each of 10 steps, and then their state, all in float32; step s uses its own gradients."""
+    generator = torch.Generator().manual_seed(11)
+    w, b = (torch.randn(*shape, generator=generator).requires_grad_() for shape in [(4, 3), (3,)])
+    flat = lambda tensors: torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().copy()
+    start, gradients, rows = flat([w, b]), [], []
+    opt = Lion([w, b], lr=0.02, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    for _ in range(10):
+        for parameter in (w, b):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        gradients.append(flat([w.grad, b.grad]))
+        opt.step()
+        rows.append(flat([w, b]))
+    return {"lion.start": start, "lion.gradients": numpy.stack(gradients), "lion.weights": numpy.stack(rows),
+            "lion.exp_avg": flat(opt.exp_avg)}
 
 
 def metrics():
@@ -212,6 +246,7 @@ def main():
         tensors[f"run.{name}"] = run(name, options)
         last = torch.from_numpy(tensors[f"run.{name}"][-1])
         print(f"{name}: loss {loss_of(x, y, w, b):.4f} -> {loss_of(x, y, last[:12].reshape(4, 3), last[12:]):.4f}")
+    tensors.update(lion())
     tensors["metrics"] = numpy.array(metrics())
     for name, make in SCHEDULES.items():
         tensors[f"schedule.{name}"] = schedule(make)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/vision: small images of many kinds, and what Pillow and torchvision make of them.
+"""Writes tests/golden/vision: small images of many kinds, and the results of Pillow and torchvision for them.
 
     pip install torch torchvision pillow numpy safetensors
     python3 scripts/golden_vision.py
 
-tests/golden/README.md says what the files hold.
+tests/golden/README.md describes the files.
 """
 
 import json
@@ -96,7 +96,7 @@ def write_png(path, pixels, bits, color, palette=None):
 
 def write_folder():
     image = Image.fromarray(picture(21, 27))
-    # Sorted byte by byte: capitals first, and a folder `x-y` before what is in `x`.
+    # Sorted byte by byte: capitals first, and a folder `x-y` before the files of `x`.
     bee, ant, wasp = FOLDER / "Bee", FOLDER / "ant", FOLDER / "wasp"
     for folder in [bee, ant / "x", ant / "x-y", wasp]:
         folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def write_folder():
     image.convert("L").save(ant / "x" / "grey.jpg", quality=90)
     cmyk = np.concatenate([255 - picture(21, 27), picture(21, 27)[..., 1:2] // 3], axis=-1)
     Image.fromarray(cmyk, "CMYK").save(ant / "x" / "cmyk.jpg", quality=95)
-    # The kind is found out from what is in the file.
+    # The kind follows from the contents of the file.
     image.save(ant / "x-y" / "a_png.jpg", format="PNG")
     (ant / "x-y" / "notes.txt").write_text("not an image\n")
     image.save(wasp / "rgb.png")

@@ -15,18 +15,18 @@
 #     steps      what DistributedDataParallel adds to a step, in a world of one; a timeline
 #     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
 #     models     steps of ResNet-50 and a GPT, f32 and bf16
-#     allreduce  collectives over NCCL, and what a call costs beyond NCCL's own
-#     faults     ranks that die, leave or disagree, and training that goes on without them
+#     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
+#     faults     ranks that die, leave or disagree, and training that continues without them
 #
-# Where Python finds PyTorch with CUDA, `bandwidth` and `models` measure it beside; otherwise the summary says so.
+# Where Python finds PyTorch with CUDA, `bandwidth` and `models` measure it too; otherwise the summary says that they do not.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d'; exit 2; }
 
 # The tests, benches and examples that are packed.
 TESTS=(gpu gpu_layers gpu_data_parallel)
-BENCHES=(ddp_step_gpu bandwidth_gpu nccl_call)
-EXAMPLES=(allreduce digits step)
+BENCHES=(ddp_step_gpu bandwidth_gpu nccl_call step)
+EXAMPLES=(allreduce digits)
 
 build() {
   local archive
@@ -67,7 +67,7 @@ for line in sys.stdin:
   echo "$archive: $(du -h "$archive" | cut -f1)"
 }
 
-# Finds the folders of CUDA's libraries: the system's, and those of Python packages.
+# Finds the folders of CUDA's libraries: the system's and those in Python packages.
 library_path() {
   local name found
   for name in libcuda.so.1 libcudart.so libcublas.so libcurand.so libnvrtc.so libnccl.so.2 libcudnn.so; do
@@ -97,7 +97,7 @@ step() {
   echo "$name: $outcome"
 }
 
-# Several ranks share one GPU if NCCL takes each for a host of its own. For correctness only: it is slow.
+# Several ranks share one GPU if NCCL takes each for a separate host. For correctness only: it is slow.
 shared() {
   export CANDLE_DDP_ALLOW_SHARED_GPU=1 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NET=Socket NCCL_IB_DISABLE=1 \
     NCCL_SOCKET_IFNAME=lo NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_MNNVL_ENABLE=0 NCCL_NVLS_ENABLE=0 \

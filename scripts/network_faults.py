@@ -3,7 +3,7 @@
 
     python3 scripts/network_faults.py
 
-The run must go on with the right numbers, or every rank must end with an error within its bound. Writes a table to
+The run must continue with the right numbers, or every rank must end with an error within its bound. Writes a table to
 benches/results/network_faults.md. Needs root, iproute2, util-linux, Python and cargo.
 """
 
@@ -58,13 +58,13 @@ def limit(bytes_per_second):
 
 
 def vanish(hosts, run):
-    """Cut, and then everything of the second host is killed: nothing tells the first one."""
+    """Cut, and then everything of the second host is killed: the first one gets no sign of it."""
     up(hosts, False)
     run.kill(1)
 
 
 def reboot(hosts, run):
-    """The same, but the host is there again at once, and knows nothing of its connections."""
+    """The same, but the host returns at once, without its connections."""
     vanish(hosts, run)
     up(hosts, True)
 
@@ -75,9 +75,9 @@ class Scenario:
     act: Callable
     # The group's time-out in seconds.
     timeout: int
-    # Whether the run goes on.
-    goes_on: bool
-    # What the errors say, and how long they take.
+    # Whether the run continues.
+    continues: bool
+    # The reason in the errors, and how long they take.
     reason: str = ""
     within: float = 0
     # The hosts whose ranks survive.
@@ -98,7 +98,7 @@ SCENARIOS = [
 
 
 class Wrong(Exception):
-    """A scenario did not end as it must."""
+    """A scenario did not end as expected."""
 
 
 class TwoLaunchers:
@@ -165,7 +165,7 @@ class TwoLaunchers:
 
 
 def judge(programs, scenario, ranks, reference):
-    """Returns how long it took, and the results, if the run went on."""
+    """Returns how long it took, and the results, if the run continued."""
     folder = Path(tempfile.mkdtemp(prefix="network_faults-")).resolve()
     try:
         with TwoHosts(ranks) as hosts, TwoLaunchers(programs, hosts, folder, ranks, scenario.timeout) as run:
@@ -175,18 +175,18 @@ def judge(programs, scenario, ranks, reference):
             scenario.act(hosts, run)
             (folder / "go").touch()
             bound = scenario.within + slack() + SETTLE + SHUTDOWN
-            for host in range(HOSTS) if scenario.goes_on else scenario.survivors:
+            for host in range(HOSTS) if scenario.continues else scenario.survivors:
                 try:
-                    run.processes[host].wait((120 if scenario.goes_on else bound) + then - time.time())
+                    run.processes[host].wait((120 if scenario.continues else bound) + then - time.time())
                 except subprocess.TimeoutExpired:
                     raise Wrong(f"HANG: host {host} has not ended {time.time() - then:.0f} s after the fault: {run.text()}") from None
-            if scenario.goes_on:
+            if scenario.continues:
                 results = [(folder / f"result{rank}") for rank in range(HOSTS * ranks)]
                 if not all(result.exists() for result in results):
-                    raise Wrong(f"it did not go on: {run.text()}")
+                    raise Wrong(f"the run must continue: {run.text()}")
                 results = {result.read_text() for result in results}
                 if len(results) != 1 or (reference and results != {reference}):
-                    raise Wrong(f"the results are {results}, and not {reference}")
+                    raise Wrong(f"the results must be {reference}, and are {results}")
                 return time.time() - then, results.pop()
             longest = 0
             for rank in (rank for host in scenario.survivors for rank in run.of(host)):
@@ -221,7 +221,7 @@ def main():
             try:
                 seconds, text = judge(programs, scenario, ranks, reference)
                 reference = reference or text
-                verdict = "goes on, same bits" if scenario.goes_on else f"`{text[:160]}…`"
+                verdict = "continues, same bits" if scenario.continues else f"`{text[:160]}…`"
             except Wrong as error:
                 seconds, verdict, wrong = 0, f"**WRONG**: {str(error).splitlines()[0][:300]}", wrong + 1
                 print(error, file=sys.stderr)
@@ -232,17 +232,17 @@ def main():
         lines = [
             "# A network that breaks",
             "",
-            f"Two hosts, network namespaces joined by a veth pair, each with a `ddprun`; what is said happens in the middle of "
-            f"all-reduces of 1 MiB. {len(rows)} runs, {len(rows) - wrong} ended as they must, {wrong} did not.",
+            f"Two hosts, network namespaces joined by a veth pair, each with a `ddprun`. Each fault happens in the middle of "
+            f"all-reduces of 1 MiB. {len(rows)} runs, {len(rows) - wrong} ended as expected, {wrong} did not.",
             "",
             f"- Date: {options.date}",
             f"- Machine: {machine()}",
             f"- Commit: {commit}",
             "- Command: `python3 scripts/network_faults.py`",
             "",
-            "The time is that of the rest of the run, where it goes on, and otherwise that of the last error after the fault.",
+            "The time is from the fault to the end of the run if it continues, and otherwise to the last error.",
             "",
-            "| ranks on each host | what happens | time-out | time | what follows |",
+            "| ranks on each host | fault | time-out | time | outcome |",
             "|---|---|---:|---:|---|",
             *rows,
             "",

@@ -4,10 +4,9 @@
     scripts/public_api.py            compares docs/public-api*.txt with the source
     scripts/public_api.py --update   writes them anew
 
-A line is an item, with its fields or variants, a method, a trait that a type implements, or a re-export. Features: the
-default ones, `conformance` and `vision`; of those for CUDA it has what is there without them. Traits that the compiler derives (Send,
-Sync) are not in it. The pages are those of the rustdoc at hand, and another version may write something differently: then
-the listing changes with the compiler.
+A line is an item, with its fields or variants, a method, a trait that a type implements, or a re-export. It covers the default
+features, `conformance` and `vision`, but not the features for CUDA. Auto traits (Send, Sync) are left out. The pages come from
+the installed rustdoc; another version may write something differently, and then the listing changes with the compiler.
 """
 
 import difflib
@@ -23,6 +22,8 @@ LISTINGS = {
     "candle_ddp": ROOT / "docs" / "public-api.txt",
     "candle_ddp_nn": ROOT / "docs" / "public-api-nn.txt",
     "candle_ddp_tensor": ROOT / "docs" / "public-api-tensor.txt",
+    "candle_ddp_rendezvous": ROOT / "docs" / "public-api-rendezvous.txt",
+    "candle_ddp_vision": ROOT / "docs" / "public-api-vision.txt",
 }
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}
 # Lists of what rustdoc adds to a page by itself, or repeats from another page.
@@ -52,7 +53,7 @@ class Page(HTMLParser):
         if self.text is None and not self.inside(*SKIPPED):
             in_impl = self.inside("trait-implementations-list")
             is_in = lambda start: any(mark.startswith(start) for _, marks in self.stack for mark in marks)
-            # The declaration has the variants, and the trait what its `impl`s have.
+            # The declaration has the variants, and the trait has the methods of its `impl`s.
             heading = "code-header" in marks and not is_in("variant.") and (tag == "h3" or not in_impl)
             reexport = tag == "code" and is_in("reexport.")
             if heading or reexport or "item-decl" in marks:
@@ -111,14 +112,18 @@ def main():
     subprocess.run(command + packages, cwd=ROOT, check=True)
     changed = [compare(crate, path, target / "doc" / crate) for crate, path in LISTINGS.items()]
     if any(changed):
-        sys.exit("The public API has changed. If it was meant to: scripts/public_api.py --update, and an entry in CHANGELOG.md")
+        sys.exit(
+            "The public API differs from docs/public-api*.txt: above, lines with - are in the listing, lines with + in the source.\n"
+            "If the change is intended, run `python3 scripts/public_api.py --update`, commit the listings, and say under Unreleased\n"
+            "in CHANGELOG.md what users notice. If not, make the new items private again, or `pub(crate)`."
+        )
 
 
 def compare(crate, path, pages):
     """Returns whether a crate's listing differs from the source, unless it is written anew."""
     lines = listing(crate, pages)
     if len(lines) < 20:
-        sys.exit(f"rustdoc's pages of {crate} look different from what this script knows: it found nearly nothing in them")
+        sys.exit(f"this script finds almost no items in rustdoc's pages of {crate}: its parser must be adapted to the new layout")
     text = "\n".join(lines) + "\n"
     if "--update" in sys.argv[1:]:
         path.write_text(text)

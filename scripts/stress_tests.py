@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Repeats tests beside busy loops, to find those that depend on the machine's speed.
+"""Repeats tests next to busy loops, to find those that depend on the machine's speed.
 
     python3 scripts/stress_tests.py                                           # the whole suite, 8 times
     python3 scripts/stress_tests.py --test engine::network::a_reset --runs 50 # one test, or all of a module
@@ -45,7 +45,7 @@ def main():
             else:
                 kept.unlink()
             print(f"{run:>4} {seconds:>8.1f} {passed:>7} {len(failures):>7}  {text}", flush=True)
-    print(f"{options.runs} runs beside {options.busy} busy loops on {os.cpu_count()} processors, {failed_runs} failed")
+    print(f"{options.runs} runs next to {options.busy} busy loops on {os.cpu_count()} processors, {failed_runs} failed")
     sys.exit(1 if failed_runs else 0)
 
 
@@ -60,7 +60,7 @@ def parse():
 
 
 def build(options):
-    """Builds what is run, and returns its command and environment."""
+    """Builds the tests, and returns their command and environment."""
     if options.test is None:
         subprocess.run(["cargo", "test", "--no-run"], cwd=ROOT, check=True)
         return ["cargo", "test", "--no-fail-fast"], os.environ
@@ -72,7 +72,7 @@ def build(options):
     # Tests also use binaries, which are built with them.
     [test] = [made for made in artifacts if made.get("profile", {}).get("test") and made.get("executable")]
     package = str(Path(test["manifest_path"]).parent)
-    environment = os.environ | {"RUST_TEST_THREADS": "4", "CARGO_MANIFEST_DIR": package}
+    environment = os.environ | {"RUST_TEST_THREADS": "8", "CARGO_MANIFEST_DIR": package}
     return [test["executable"], *filter(None, [name])], environment
 
 

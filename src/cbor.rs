@@ -1,4 +1,4 @@
-//! Values of programs as bytes: CBOR (RFC 8949), which has NaN and infinities, unlike JSON.
+//! The programs' values as bytes: CBOR (RFC 8949) which, unlike JSON, has NaN and infinities.
 use ciborium::Value;
 use ciborium::de::Error;
 use serde::Serialize;

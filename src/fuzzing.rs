@@ -1,13 +1,14 @@
-//! What the fuzz targets in `fuzz/` run, and the tests of their seeds: each takes any bytes, and panics where the code under
-//! test panics or contradicts itself. It is part of no build but theirs.
+//! The functions that the fuzz targets in `fuzz/` run, and tests of their seeds. Each function takes arbitrary bytes,
+//! and panics if the code under test panics or contradicts itself. Only fuzzing builds and these tests contain this
+//! module.
 
-/// The bytes that a store's server gets from its clients.
+/// Bytes that a store's server receives from clients.
 #[cfg(fuzzing)]
 pub fn store_protocol(data: &[u8]) {
     candle_ddp_rendezvous::fuzz_store_protocol(data);
 }
 
-/// The frames, handshakes and headers that ranks send each other.
+/// Frames, handshakes and headers that ranks send each other.
 #[cfg_attr(test, allow(unreachable_pub))]
 pub fn mesh(data: &[u8]) {
     crate::backend::cpu::fuzz_mesh(data);
@@ -25,8 +26,8 @@ pub fn pickle(data: &[u8]) {
     crate::checkpoint::fuzz_pickle(data);
 }
 
-/// The indexes of checkpoints, the flight recorder's files, and traces; the first byte says which. The tests of
-/// candle-ddp-rendezvous try the seeds of what it reads.
+/// Indexes of checkpoints, the flight recorder's files, and traces; the first byte selects one. The tests of
+/// candle-ddp-rendezvous cover the seeds of the formats that it reads.
 #[cfg_attr(test, allow(unreachable_pub))]
 pub fn json(data: &[u8]) {
     let Some((kind, text)) = data.split_first() else { return };
@@ -45,7 +46,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// The seeds that the fuzzer starts from, and what it has found since.
+    /// The seeds that the fuzzer starts from, and the inputs that it has found since.
     #[test]
     fn no_seed_of_the_fuzz_targets_fails() {
         type Target = (&'static str, fn(&[u8]));

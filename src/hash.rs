@@ -1,10 +1,10 @@
 //! Hashes that are the same in every process and every version, unlike the standard library's.
 use rayon::prelude::*;
 
-/// A 64-bit hash of many bytes, at about the speed of memory. It finds what differs by mistake; it is no protection against
-/// those who want two contents to have the same one.
+/// A 64-bit hash of many bytes, at about the speed of memory. It finds accidental differences; it does not protect
+/// against someone who constructs two contents with the same hash.
 pub(crate) fn content_64(bytes: &[u8]) -> u64 {
-    /// What a thread hashes at a time.
+    /// The number of bytes that a thread hashes at a time.
     const PART: usize = 1 << 20;
     let parts: Vec<u64> = match bytes.len() {
         0..=PART => vec![part(bytes)],
@@ -14,7 +14,7 @@ pub(crate) fn content_64(bytes: &[u8]) -> u64 {
     parts.into_iter().fold(mix(length), |hash, part| mix(hash ^ part))
 }
 
-/// Every step is a bijection of the lane, so that a change of one word always changes the result.
+/// Every step is a bijection of the lane, so a change of one word always changes the result.
 fn part(bytes: &[u8]) -> u64 {
     const LANES: usize = 4;
     let mut lanes = [1, 2, 3, 4].map(mix);
@@ -47,7 +47,7 @@ mod tests {
         for length in 0..100 {
             assert!(seen.insert(content_64(&vec![0; length])), "{length}");
         }
-        // In more than one part, the last of which is no whole block.
+        // More than one part, the last of which is not a whole block.
         let mut bytes = vec![0; (2 << 20) + 13];
         for place in [0, 7, 31, 32, (1 << 20) - 1, 1 << 20, (2 << 20) + 3, (2 << 20) + 12] {
             for bit in 0..8 {
@@ -56,7 +56,7 @@ mod tests {
             }
             bytes[place] = 0;
         }
-        // Neither do parts that change places.
+        // Parts that change places change the hash too.
         let halves = |a: u8, b: u8| [vec![a; 1 << 20], vec![b; 1 << 20]].concat();
         assert_ne!(content_64(&halves(1, 2)), content_64(&halves(2, 1)));
     }

@@ -1,63 +1,69 @@
-//! Distributed data-parallel training for [candle]: PyTorch's `DistributedDataParallel` and what belongs to it.
+//! Distributed data-parallel training for [candle]: PyTorch's `DistributedDataParallel` and the tools around it.
 //!
 //! Every rank (a process, started by the launcher `ddprun` or by torchrun) trains a copy of the model on its part of
 //! the data. Gradients are averaged over the ranks during the backward pass: they are collected in buckets, and each
 //! bucket is all-reduced as soon as it is full, on a separate thread or GPU stream.
 //!
-//! ```
-//! use candle_core::{DType, Module, Tensor};
-//! use candle_ddp::nn::linear;
-//! use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-//! use candle_ddp::{DdpOptions, DistributedDataParallel, DistributedSampler, SamplerOptions};
-//! use candle_nn::VarMap;
+//! ```no_run
+//! use candle_ddp::nn::{Activation, Sequential, cross_entropy, linear, seq};
+//! use candle_ddp::prelude::*;
 //!
-//! # fn main() -> candle_ddp::Result<()> {
-//! // A real program begins with `let pg = init_process_group(InitOptions::default())?;` and is started with
-//! // `ddprun --nproc-per-node 2 PROGRAM`. For a first step, ranks can be threads:
-//! candle_ddp::spawn(2, |pg| {
-//!     let varmap = VarMap::new();
-//!     let build = |vb| linear(4, 1, vb);
-//!     let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
-//!     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
+//! fn net(vb: VarBuilder) -> Result<Sequential> {
+//!     let (hidden, output) = (linear(784, 128, vb.pp("hidden"))?, linear(128, 10, vb.pp("output"))?);
+//!     Ok(seq().add(hidden).add(Activation::Relu).add(output))
+//! }
 //!
-//!     let data = Tensor::randn(0f32, 1.0, (100, 4), pg.device())?;
-//!     let mut sampler = DistributedSampler::new(100, pg.world_size(), pg.rank(), SamplerOptions::default())?;
-//!     for epoch in 0..2 {
-//!         sampler.set_epoch(epoch);
-//!         let mine: Vec<u32> = sampler.iter().map(|index| index as u32).collect();
-//!         for batch in mine.chunks(10) {
-//!             let x = data.index_select(&Tensor::new(batch, pg.device())?, 0)?;
-//!             let loss = (ddp.forward(&x)? - x.sum_keepdim(1)?)?.sqr()?.mean_all()?;
-//!             let grads = ddp.backward(&loss)?; // averaged over the ranks
-//!             optimizer.step(&grads)?;
+//! fn main() -> Result<()> {
+//!     candle_ddp::run(|pg| {
+//!         // Your data: here noise, labelled by the sign of its mean. Each rank gets its part of the rows.
+//!         let images = Tensor::randn(0f32, 1.0, (6000, 784), pg.device())?;
+//!         let labels = images.mean(1)?.gt(0.0)?.to_dtype(DType::U32)?;
+//!         let data = TensorDataset::new((images, labels))?;
+//!         let loader = DataLoader::new(data, pg, LoaderOptions { batch_size: 64, ..Default::default() })?;
+//!
+//!         // All ranks start with rank 0's parameters.
+//!         let varmap = VarMap::new();
+//!         let ddp = DistributedDataParallel::new(pg, &varmap, net)?;
+//!         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+//!         for epoch in 0..10 {
+//!             let mut losses = 0.0;
+//!             for batch in loader.epoch(epoch) {
+//!                 let (x, y) = batch?;
+//!                 let loss = cross_entropy(&ddp.forward(&x)?, &y)?;
+//!                 optimizer.step(&ddp.backward(&loss)?)?; // gradients are averaged over the ranks
+//!                 losses += loss.to_scalar::<f32>()?;
+//!             }
+//!             println!("rank {}, epoch {epoch}: loss {:.4}", pg.rank(), losses / loader.num_batches() as f32);
 //!         }
-//!     }
-//!     Ok(())
-//! })?;
-//! # Ok(())
-//! # }
+//!         checkpoint::save_distributed(pg, &varmap, "model.safetensors")
+//!     })
+//! }
 //! ```
+//!
+//! This is the example `minimal`: `ddprun --nproc-per-node 2 --example minimal` runs it on two ranks of this machine. In tests,
+//! ranks can be threads: [`spawn()`].
 //!
 //! # Overview
-//! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
+//! - [`prelude`]: the names that most programs use.
+//! - [`run`], [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`backward()`]: one backward pass through several models.
 //! - [`comm_hook`]: replacements for the all-reduce of gradients, such as compression.
-//! - [`DataParallel`]: one process that trains on several devices.
-//! - [`DistributedSampler`], [`DataLoader`], [`StatefulDataLoader`]: each rank's part of the data.
+//! - [`data_parallel`]: one process that trains on several devices.
+//! - [`data`]: each rank's part of the data.
 //! - `vision` (with the feature of this name): folders of images, CIFAR, ADE20K, and transforms of images.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
 //! - [`checkpoint`]: saving and loading weights, including files that PyTorch has saved; checkpoints of whole runs.
-//! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
+//! - [`rendezvous`]: key-value stores that PyTorch understands, and the secret of a job.
 //! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers and functions with correct gradients that are fast on CPUs, and `SyncBatchNorm`.
 //! - [`seed`]: reproducible random numbers that can be saved and differ between ranks.
 //! - [`trace`]: a timeline of the training steps.
-//! - [`elastic`]: training that goes on when a rank dies.
+//! - [`elastic`]: training that continues when a rank dies.
 //! - [`flight_recorder`]: the last calls of each rank, for finding out why a run stopped.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: the trait that engines implement. The feature `conformance` adds a test suite for them.
-//! - [`error`]: the error type.
+//! - [`Error`], [`Failure`]: the error type, and why a group has failed.
 //!
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
@@ -68,9 +74,9 @@ pub mod checkpoint;
 pub mod conformance;
 pub mod data;
 pub mod data_parallel;
-pub mod ddp;
+mod ddp;
 pub mod elastic;
-pub mod error;
+mod error;
 pub mod flight_recorder;
 #[cfg(fuzzing)]
 #[doc(hidden)]
@@ -82,7 +88,8 @@ mod hash;
 mod kernel_tests;
 pub mod nn;
 pub mod optim;
-pub mod process_group;
+pub mod prelude;
+mod process_group;
 pub mod rendezvous;
 pub mod seed;
 mod state;
@@ -95,20 +102,20 @@ pub mod vision;
 use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, warnings};
 use candle_ddp_tensor::{self as tensor, kernels};
 
-pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
-pub use backend::{ReduceOp, Work};
-pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
-pub use data_parallel::{DataParallel, DataParallelOptions};
+pub use backend::collective::ReduceOp;
+pub use backend::work::Work;
 pub use ddp::{
-    DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Joined, Unused, backward, backward_into,
-    comm_hook, join,
+    DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, Role, Unused, backward,
+    backward_into, backward_weighted, comm_hook, join,
 };
-pub use error::{Error, Result};
-pub use flight_recorder::FlightRecorderOptions;
+#[doc(inline)]
+pub use error::Failure;
+pub use error::{Context, Error, Result};
 pub use process_group::{
-    Backend, CustomOptions, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with,
+    Backend, CustomOptions, InitOptions, ProcessGroup, SpawnOptions, StopSignals, init_process_group, run, spawn,
+    spawn_with,
 };
-pub use seed::seed_everything;
+pub use variables::NamePredicate;
 
 /// The Rust code in the README and in `docs/` is compiled with the doc tests.
 #[cfg(doctest)]

@@ -8,26 +8,26 @@ use candle_core::{Result, Tensor};
 pub use candle_ddp_nn::*;
 use std::sync::Arc;
 
-/// A [`BatchNorm`] whose means and variances, in training, are those of the batches of all ranks of `group` together: PyTorch's
-/// `SyncBatchNorm`. It has the same names in the `VarMap` (`weight`, `bias`, `running_mean`, `running_var`). `config` is candle's, or
-/// only its `eps`.
+/// A [`BatchNorm`] that, in training, computes means and variances over the batches of all ranks of `group` together:
+/// PyTorch's `SyncBatchNorm`. It has the same names in the `VarMap` (`weight`, `bias`, `running_mean`,
+/// `running_var`). `config` is candle's, or only its `eps`.
 ///
-/// Ranks may have batches of different sizes, also empty ones. In training each forward pass makes one collective (an all-gather of
-/// means, variances and counts) and each backward pass another (an all-reduce of two sums per channel); the gradients of `weight` and
-/// `bias` are those of this rank's batch, for DistributedDataParallel to average. In evaluation, and in a world of one, it makes no
-/// collectives.
+/// Ranks may have batches of different sizes, even empty ones. In training each forward pass makes one collective (an
+/// all-gather of means, variances and counts) and each backward pass another (an all-reduce of two sums per channel).
+/// The gradients of `weight` and `bias` come from this rank's batch, for DistributedDataParallel to average. In
+/// evaluation, and in a world of one, the layer makes no collectives.
 ///
 /// **All ranks of the group run the same forward and backward passes in training mode**, whatever the size of their
-/// batches: a rank that leaves one out lets the others wait until their time-out. The collectives run on a separate
-/// communicator, which all such layers of the group share and which is connected in the first forward
-/// pass in training mode: on that of the gradients' buckets, which become ready at moments that differ from rank to
-/// rank, they would come in different orders on different ranks. (On GPUs, NCCL promises that two communicators do not
-/// wait for each other only if all ranks start their calls on both in one order. Ranks that run the same layers do. Those
-/// that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once: leave
-/// `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
+/// batches: if a rank leaves one out, the others wait until their time-out. The collectives run on a separate
+/// communicator, which all such layers of the group share and which is connected in the first forward pass in
+/// training mode. On the communicator of the gradients' buckets, their order would differ between ranks, because
+/// buckets become ready at different moments on different ranks. (On GPUs, NCCL promises that two communicators do
+/// not wait for each other only if all ranks start their calls on both in one order. Ranks that run the same layers
+/// do. Those that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once:
+/// leave `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
 ///
 /// # Errors
-/// A config that [`candle_nn::BatchNorm`] refuses as well, and whatever `vb` refuses.
+/// Returns an error for a config that [`candle_nn::BatchNorm`] refuses too, and the errors of `vb`.
 pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     group: &ProcessGroup,
     num_features: usize,
@@ -47,11 +47,18 @@ impl BatchNormGroup for ProcessGroup {
     fn check(&self, x: &Tensor) -> Result<()> {
         if !x.device().same_device(self.device()) {
             let (is, needed) = (x.device().location(), self.device().location());
-            return Err(Error::invalid(INPUT, format!("it is on {is:?}, its group's device is {needed:?}")).into());
+            return Err(Error::invalid(
+                INPUT,
+                format!(
+                    "it must be on the device of the layer's group, {needed:?}, not \
+                                                      on {is:?}"
+                ),
+            )
+            .into());
         }
         if self.current_join().is_some() {
-            let reason = "it is in training mode inside of `join`, where ranks without inputs make no forward passes, and \
-                          its statistics need all ranks: use `batch_norm`, or give all ranks as many batches";
+            let reason = "it cannot train inside `join`: its statistics need all ranks, and ranks without inputs make \
+                          no forward passes. Use `batch_norm`, or give all ranks the same number of batches";
             return Err(Error::invalid(INPUT, reason).into());
         }
         Ok(())

@@ -1,16 +1,18 @@
-//! How ranks find each other: launcher environments, init methods, and key-value stores.
+//! Key-value stores, which PyTorch understands as well, and the secret of a job.
 //!
-//! The entry point is [`rendezvous`]. It returns a store for this run, the rank of this process, and its address.
+//! [`init_process_group`](crate::init_process_group) finds the other ranks by itself, and
+//! [`ProcessGroup::store`](crate::ProcessGroup::store) is the store of a group. A program makes a store of its own for
+//! [`ProcessGroup::with_communicator`](crate::ProcessGroup::with_communicator). How ranks find each other, in the environments that
+//! launchers set, is in the crate [candle-ddp-rendezvous](https://docs.rs/candle-ddp-rendezvous).
 #[cfg(feature = "nccl")]
 pub(crate) use candle_ddp_rendezvous::host_identity;
 pub(crate) use candle_ddp_rendezvous::{
-    AGENT_VARIABLE, BEGUN, Cancellation, Decision, Generations, InitWatcher, Meeting, Member, Reason, RunStore,
-    StoreReports, absent_ranks, count_step, decode_report, decode_reports, discard, encode_report, loopback, meet,
-    secret,
+    AGENT_VARIABLE, BEGUN, Cancellation, Decision, Generations, InitWatcher, Meeting, Member, Reason, Rendezvous,
+    RendezvousOptions, RunStore, StoreReports, absent_ranks, count_step, decode_report, decode_reports, discard,
+    encode_report, loopback, meet, secret,
 };
 #[doc(inline)]
 pub use candle_ddp_rendezvous::{
-    Environment, Error, FileStore, HashStore, InitMethod, LastWill, Launcher, Location, PrefixStore, Rendezvous,
-    RendezvousOptions, Result, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions,
-    rendezvous,
+    Error, FileStore, HashStore, LastWill, PrefixStore, Result, Secret, Store, TcpStore, TcpStoreOptions,
+    TcpStoreServer, TcpStoreServerOptions,
 };

@@ -1,4 +1,4 @@
-//! Variables handed out by a `VarBuilder`, and predicates on their names.
+//! Variables returned by a `VarBuilder`, and predicates on their names.
 use crate::error::describe;
 use candle_core::{DType, Shape, Tensor};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Shape) -> candle_core::Result<()> {
     if tensor.shape() != shape {
         candle_core::bail!(
-            "{name} was asked for as {} and as {}: a shared variable has one shape",
+            "{name} was requested as {} and as {}: a shared variable must have one shape and dtype",
             describe(tensor.dtype(), tensor.shape()),
             describe(dtype, shape)
         )
@@ -20,7 +20,10 @@ pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Sh
 
 /// The error for a variable that is requested without a shape and does not exist.
 pub(crate) fn not_in_varmap(name: &str) -> candle_core::Error {
-    candle_core::Error::msg(format!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made"))
+    candle_core::Error::msg(format!(
+        "{name} is not in the VarMap: request it with its shape, by `get`, so that it can \
+                                     be created"
+    ))
 }
 
 /// Whether a variable's name is that of a batch norm's running statistics.

@@ -1,7 +1,8 @@
-//! Datasets of images, and transforms (feature `vision`): everything in [`candle_ddp_vision`]. `docs/vision.md` shows how they are
+//! Datasets of images, transforms, and [`models`] (feature `vision`): everything in [`candle_ddp_vision`]. `docs/vision.md` shows how they are
 //! used.
 use crate::data::Dataset;
 use crate::seed::Generator;
+#[doc(no_inline)]
 pub use candle_ddp_vision::*;
 
 macro_rules! datasets {

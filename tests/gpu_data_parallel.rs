@@ -12,10 +12,10 @@ mod common;
 mod single;
 
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::data_parallel::{parallel_apply, replicate};
-use candle_ddp::{Backend, DataParallel, Error};
+use candle_ddp::data_parallel::{DataParallel, parallel_apply, replicate};
+use candle_ddp::{Backend, Error};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
-use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
+use common::{assert_buffers_are_read_first, assert_close, fill, floats, skip_unless, tensor, var};
 
 const WIDTH: usize = 512;
 
@@ -47,9 +47,7 @@ fn fill_small(varmap: &VarMap) {
 fn lists(test: &str) -> Vec<Vec<Device>> {
     let gpus: Vec<Device> = (0..8).map_while(|ordinal| Device::new_cuda_with_stream(ordinal).ok()).collect();
     let Some(first) = gpus.first() else {
-        assert!(std::env::var_os("CANDLE_DDP_REQUIRE_GPU").is_none(), "{test}: there is no GPU");
-        let line = format!("SKIPPED {test}: there is no GPU\n");
-        let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+        skip_unless("CANDLE_DDP_REQUIRE_GPU", test, "there is no GPU");
         return Vec::new();
     };
     let usual = Device::new_cuda(0).unwrap();

@@ -131,7 +131,12 @@ struct Ddp {
 
 impl Ddp {
     fn new(pg: &ProcessGroup, model: &Model) -> Result<Self> {
-        let net = DistributedDataParallel::new(pg, &VarMap::new(), model.dtype, model.build, DdpOptions::default())?;
+        let net = DistributedDataParallel::with_options(
+            pg,
+            &VarMap::new(),
+            model.build,
+            DdpOptions { dtype: model.dtype, ..Default::default() },
+        )?;
         let optimizer = AdamW::new(net.parameters(), adamw())?;
         Ok(Self { net, optimizer })
     }

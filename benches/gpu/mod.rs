@@ -1,4 +1,4 @@
-//! What the benches of GPUs share: how they begin, and their process group.
+//! Shared parts of the GPU benches: their start, and their process group.
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, InitOptions, ProcessGroup, Result, init_process_group};
 use clap::Parser;

@@ -37,7 +37,7 @@ const KINDS: [Kind; 12] = [
 ];
 const DTYPES: [DType; 7] = [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I64, DType::U32, DType::U8];
 const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
-/// How many calls of this rank may be in flight.
+/// The number of calls of this rank that may be in flight.
 const IN_FLIGHT: usize = 12;
 /// A group is made anew after this many steps.
 const RENEWAL: u64 = 500;
@@ -60,7 +60,7 @@ pub(crate) struct Soak {
     renewals: u64,
 }
 
-/// What all members of the group agree on.
+/// The part of a call on which all members of the group agree.
 struct Plan {
     kind: Kind,
     dtype: DType,
@@ -162,7 +162,7 @@ impl Soak {
         Ok(())
     }
 
-    /// Waits for all calls in flight, and ends the newest group, so that what is open does not depend on its size.
+    /// Waits for all calls in flight, and ends the newest group, so that the number of open connections does not depend on its size.
     pub(crate) fn rest(&mut self) -> Result<()> {
         self.groups.end_newest();
         self.finish()
@@ -259,12 +259,48 @@ fn start(group: &ProcessGroup, plan: &Plan, waits: bool) -> Result<InFlight> {
         Some((last, first)) => (last.clone(), first.to_vec()),
         None => return Ok(InFlight { works: Vec::new(), expected, what }),
     };
-    let mut works = first.into_iter().map(|collective| group.start(collective)).collect::<Result<Vec<_>>>()?;
+    let mut works = first.into_iter().map(|collective| start_named(group, &collective)).collect::<Result<Vec<_>>>()?;
     if waits {
-        group.run(last)?;
+        run_named(group, &last)?;
         works.drain(..).try_for_each(|work| work.wait())?;
     } else {
-        works.push(group.start(last)?);
+        works.push(start_named(group, &last)?);
     }
     Ok(InFlight { works, expected, what })
+}
+
+/// Makes the call by its method, and waits for it.
+fn run_named(group: &ProcessGroup, collective: &Collective) -> Result<()> {
+    match collective {
+        Collective::AllReduce { tensor, op } => group.all_reduce(tensor, *op),
+        Collective::Broadcast { tensor, root } => group.broadcast(tensor, *root),
+        Collective::Reduce { tensor, root, op } => group.reduce(tensor, *root, *op),
+        Collective::AllGather { output, input } => group.all_gather(output, input),
+        Collective::ReduceScatter { output, input, op } => group.reduce_scatter(output, input, *op),
+        Collective::AllToAll { output, input } => group.all_to_all(output, input),
+        Collective::Gather { output, input, root } => group.gather(output.as_ref(), input, *root),
+        Collective::Scatter { output, input, root } => group.scatter(output, input.as_ref(), *root),
+        Collective::Send { tensor, peer } => group.send(tensor, *peer),
+        Collective::Recv { tensor, peer } => group.recv(tensor, *peer),
+        Collective::Barrier => group.barrier(),
+        _ => unreachable!("no other is drawn"),
+    }
+}
+
+/// Makes the call by its method, without waiting for it.
+fn start_named(group: &ProcessGroup, collective: &Collective) -> Result<Work> {
+    match collective {
+        Collective::AllReduce { tensor, op } => group.all_reduce_async(tensor, *op),
+        Collective::Broadcast { tensor, root } => group.broadcast_async(tensor, *root),
+        Collective::Reduce { tensor, root, op } => group.reduce_async(tensor, *root, *op),
+        Collective::AllGather { output, input } => group.all_gather_async(output, input),
+        Collective::ReduceScatter { output, input, op } => group.reduce_scatter_async(output, input, *op),
+        Collective::AllToAll { output, input } => group.all_to_all_async(output, input),
+        Collective::Gather { output, input, root } => group.gather_async(output.as_ref(), input, *root),
+        Collective::Scatter { output, input, root } => group.scatter_async(output, input.as_ref(), *root),
+        Collective::Send { tensor, peer } => group.isend(tensor, *peer),
+        Collective::Recv { tensor, peer } => group.irecv(tensor, *peer),
+        Collective::Barrier => group.barrier_async(),
+        _ => unreachable!("no other is drawn"),
+    }
 }

@@ -15,7 +15,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Small positive integers, whose sums and products over a few ranks are exact in all dtypes. `key` tells parts apart.
+    /// Small positive integers, whose sums and products over a few ranks are exact in all dtypes. `key` distinguishes parts.
     pub(crate) fn of(key: u64, count: usize, op: ReduceOp) -> Self {
         let largest = if op == ReduceOp::Prod { 2 } else { 11 };
         Self { count, values: std::array::from_fn(|index| (1 + mix(key + index as u64) % largest) as f64) }
@@ -45,11 +45,11 @@ impl Part {
 /// The elements before and behind a tensor that is a view, which no call may change.
 const BORDER: usize = 3;
 
-/// A tensor and what it is to hold after the call.
+/// A tensor and its expected contents after the call.
 pub(crate) struct Expected {
     /// All of the storage.
     whole: Tensor,
-    /// What the call gets.
+    /// The call's argument.
     pub(crate) tensor: Tensor,
     dtype: DType,
     parts: Vec<Part>,
@@ -112,7 +112,7 @@ impl Expected {
         Ok(Self { whole, tensor, dtype, parts: [vec![border], after, vec![border]].concat() })
     }
 
-    /// Compares with what is there after the call. `what` is for the error.
+    /// Compares with the contents after the call. `what` is for the error.
     pub(crate) fn check(&self, what: &str, rank: usize) -> Result<()> {
         let wrong = with_element!(self.dtype, T => {
             let found = self.whole.to_vec1::<T>()?;
@@ -131,7 +131,7 @@ impl Expected {
         match wrong {
             None => Ok(()),
             Some((index, found, expected)) => {
-                let reason = format!("{what}: element {index} is {found:?} where {expected:?} is expected");
+                let reason = format!("{what}: element {index} must be {expected:?}, and is {found:?}");
                 Err(Error::RankFailed { rank, reason })
             }
         }

@@ -1,4 +1,4 @@
-//! The groups that call: that of all ranks, some that live as long as the run, and one that is made anew from time to time.
+//! The groups that call: the group of all ranks, some that live as long as the run, and one that is replaced from time to time.
 use crate::random::Random;
 use candle_ddp::{ProcessGroup, Result};
 
@@ -55,7 +55,7 @@ impl Groups {
         Ok(())
     }
 
-    /// That of all ranks every second time.
+    /// The group of all ranks every second time.
     pub(crate) fn pick(&self, random: &mut Random) -> &Group {
         if random.once_in(2) {
             return &self.lasting[0];

@@ -37,7 +37,7 @@ struct Options {
     /// The number of collectives that are called, by all groups together.
     #[arg(long, default_value_t = 100_000)]
     calls: u64,
-    /// What all random numbers come from.
+    /// The seed of all random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// The number of ranks, at least 2.
@@ -51,7 +51,7 @@ struct Options {
     worker: bool,
 }
 
-/// How often memory is looked at. In the second half of the run it must not grow; descriptors and threads never may.
+/// The number of checks of memory. In the second half of the run it must not grow; descriptors and threads never may.
 const PARTS: u64 = 10;
 fn worker(options: &Options) -> Result<()> {
     let pg = init_process_group(InitOptions { timeout: Duration::from_secs(300), ..Default::default() })?;
@@ -105,7 +105,7 @@ fn settled(pg: &ProcessGroup, first: Option<&Usage>) -> Result<Usage> {
     const TRIES: usize = 100;
     let mut tries = 0;
     loop {
-        // All ranks see the same numbers, and so go on together.
+        // All ranks see the same numbers, and so decide alike.
         let before = largest(pg, &Usage::now())?;
         std::thread::sleep(Duration::from_millis(100));
         let usage = largest(pg, &Usage::now())?;

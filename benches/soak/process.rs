@@ -1,4 +1,4 @@
-//! What this process uses.
+//! The resources that this process uses.
 use std::fmt;
 
 #[derive(Clone, Copy)]
@@ -18,7 +18,7 @@ impl Usage {
 
     /// Whether this is no more than `first`, but for memory that the allocator keeps.
     pub(crate) fn is_like(&self, first: &Self) -> bool {
-        /// What one call with the largest tensors takes, and the comparison of its results.
+        /// The memory for one call with the largest tensors, and for the comparison of its results.
         const LARGEST_CALL: f64 = (128 << 20) as f64;
         self.bytes <= first.bytes + LARGEST_CALL
             && self.descriptors <= first.descriptors

@@ -10,9 +10,12 @@
 //! ci: --backbone xception41 --epochs 1 --width 8 --batch-size 2 --sync-bn
 //! ci: --epochs 4 --width 8 --batch-size 2 --lr 0.1 --sync-bn --require-miou 0.4
 mod backbone;
+#[path = "../common/batch_norm.rs"]
+mod batch_norm;
 #[path = "../common/mod.rs"]
 mod common;
 mod confusion;
+mod convolution;
 mod model;
 #[path = "../common/pictures.rs"]
 mod pictures;
@@ -21,21 +24,22 @@ mod small;
 mod xception;
 
 use backbone::BackboneKind;
+use batch_norm::BatchNormOptions;
 use candle_core::DType;
 use candle_ddp::checkpoint::{self, LoadOptions};
-use candle_ddp::data::{DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
-use candle_ddp::nn::{CrossEntropyOptions, cross_entropy_with_options};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
+use candle_ddp::nn::{CrossEntropyOptions, Reduction, cross_entropy_with};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::{Ade20k, IGNORE_INDEX, Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, Split};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::VarMap;
 use clap::builder::ArgPredicate;
 use clap::{Parser, ValueEnum};
-use common::batch_norm::BatchNormOptions;
+use common::cache;
 use common::options::TrainOptions;
 use common::run::Run;
 use common::summary::require;
-use common::{cache, convolution, resnet};
+use common::training::Training;
 use confusion::ConfusionMatrix;
 use model::{DeepLab, DeepLabOptions};
 use poly::ParamsPoly;
@@ -49,7 +53,7 @@ struct Options {
     /// The folder of ADEChallengeData2016. [default: drawings in its layout]
     #[arg(long, value_name = "FOLDER")]
     data: Option<PathBuf>,
-    /// What finds the features. [default: resnet50 with --data, otherwise resnet18]
+    /// The network that finds the features. [default: resnet50 with --data, otherwise resnet18]
     #[arg(
         long,
         value_enum,
@@ -153,17 +157,16 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let train = Ade20k::new(&folder, Split::Train, augmentation)?;
     let validation = Ade20k::new(&folder, Split::Eval, ())?;
 
-    let mut varmap = VarMap::new();
+    let varmap = VarMap::new();
     let deeplab = DeepLabOptions {
         backbone: options.backbone,
         width: options.width,
         output_stride: options.output_stride.get(),
         classes: CLASSES,
     };
-    let norm = |channels, vb: VarBuilder| options.batch_norm.build(pg, channels, vb);
+    let norm = options.batch_norm.norm_layer(pg);
     let ddp_options = options.training.ddp_options();
-    let ddp =
-        DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| DeepLab::new(deeplab, &norm, vb), ddp_options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| DeepLab::new(deeplab, &norm, vb), ddp_options)?;
     if let Some(path) = &options.weights {
         let load_options = LoadOptions {
             rename: Some(Arc::new(|name| format!("backbone.{name}"))),
@@ -171,72 +174,66 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             skip: Arc::new(|name| name.starts_with("backbone.fc.") || !name.starts_with("backbone.")),
             ..Default::default()
         };
-        checkpoint::load_with(&varmap, path, &load_options)?;
+        checkpoint::load_with(&varmap, path, load_options)?;
     }
     let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
-    let mut optimizer = Sgd::from_named(ddp.named_parameters(), params)?;
-    let mut scaler = options.training.grad_scaler(&ddp)?;
+    let mut optimizer = Sgd::new(&ddp, params)?;
+    let scaler = options.training.grad_scaler(&ddp)?;
 
-    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
-    let sampler = DistributedSampler::new(train.len(), pg.world_size(), pg.rank(), sampler_options)?;
+    let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
     // Without padding every image counts once, and some ranks have one less than others.
-    let validation_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
-    let validation_sampler = DistributedSampler::new(validation.len(), pg.world_size(), pg.rank(), validation_options)?;
+    let validation_sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
     // A last batch of one image would leave a single value per channel to the batch norm of ASPP's branch for whole images.
     let loader_options = LoaderOptions {
         batch_size: options.batch_size,
         num_workers: options.workers,
         drop_last: true,
+        sampler,
         ..Default::default()
     };
-    let mut loader =
-        StatefulDataLoader::new(train, sampler, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
+    let loader =
+        DataLoader::with_collate(train, pg, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
     // Whole images, which differ in size.
-    let loader_options = LoaderOptions { batch_size: 1, drop_last: false, ..loader_options };
-    let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, |samples| {
-        Ok(Normalize::IMAGENET.collate(samples)?)
-    })?;
+    let loader_options =
+        LoaderOptions { batch_size: 1, drop_last: false, sampler: validation_sampler, ..loader_options };
+    let validation_loader =
+        DataLoader::with_collate(validation, pg, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
     let batches = loader.num_batches();
     if batches == 0 {
         let reason = format!("a rank has too few images for a batch of {}", options.batch_size);
         return Err(Error::InvalidArgument { argument: "--batch-size", reason });
     }
     let total_steps = options.epochs * batches.div_ceil(options.training.accumulate.get()) as u64;
-    let mut schedule = LrScheduler::new(&mut optimizer, ParamsPoly { total_steps, power: 0.9 })?;
+    let schedule = LrScheduler::new(&mut optimizer, ParamsPoly { total_steps, power: 0.9 })?;
 
-    let mut run = Run::new(
-        pg,
-        &options.training,
-        "mIoU",
-        &mut [
-            ("model", &mut varmap),
-            ("optimizer", &mut optimizer),
-            ("schedule", &mut schedule),
-            ("scaler", &mut scaler),
-            ("loader", &mut loader),
-        ],
-    )?;
-    let loss_options = CrossEntropyOptions { ignore_index: IGNORE_INDEX, ..Default::default() };
+    let mut training = Training { varmap, optimizer, schedule, scaler, loader };
+    let mut run = Run::new(pg, &options.training, "mIoU", &mut training)?;
+    let loss_options =
+        CrossEntropyOptions { ignore_index: IGNORE_INDEX, reduction: Reduction::Sum, ..Default::default() };
     for epoch in run.epochs(options.epochs)? {
         run.begin_epoch(epoch, batches);
-        for (index, batch) in loader.iter_on(pg.device()).enumerate() {
+        for (index, batch) in training.loader.iter().enumerate() {
             let (images, masks) = batch?;
             let micro_batch = run.micro_batch(index);
             // The gradients of all but the last batch of a step are only added up.
-            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let _guard = ddp.sync_if(micro_batch.is_last);
             let logits = ddp.forward_t(&images, true)?.to_dtype(DType::F32)?;
-            let loss = (cross_entropy_with_options(&logits, &masks, &loss_options)? / micro_batch.count as f64)?;
-            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            let loss_sum = cross_entropy_with(&logits, &masks, loss_options.clone())?;
+            // Crops have different numbers of labelled pixels. Each pixel counts once, whatever crop it is in.
+            let labelled =
+                f64::from(masks.ne(IGNORE_INDEX as u32)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
+            let mut grads = ddp.backward_weighted(&training.scaler.scale(&loss_sum)?, labelled)?;
             if micro_batch.is_last {
-                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
-                scaler.update()?;
-                schedule.step(&mut optimizer)?;
+                ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
+                training.scaler.update()?;
+                training.schedule.step(&mut training.optimizer)?;
             }
-            run.count(&micro_batch, &loss, masks.dim(0)?, optimizer.learning_rate())?;
+            let learning_rate = training.optimizer.learning_rate();
+            run.count_sum(&micro_batch, &loss_sum, labelled, masks.dim(0)?, learning_rate)?;
         }
 
         let mut confusion = ConfusionMatrix::new(CLASSES);
-        for batch in validation_loader.iter_on(pg.device()) {
+        for batch in validation_loader.iter() {
             let (images, masks) = batch?;
             confusion.add(&ddp.forward_t(&images, false)?.argmax(1)?, &masks)?;
         }
@@ -246,13 +243,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             epoch,
             confusion.mean_iou(),
             &[("pixel accuracy", confusion.pixel_accuracy())],
-            &[
-                ("model", &varmap),
-                ("optimizer", &optimizer),
-                ("schedule", &schedule),
-                ("scaler", &scaler),
-                ("loader", &loader),
-            ],
+            &mut training,
         )?;
     }
     let miou = run.finish(&ddp)?;

@@ -1,8 +1,9 @@
 //! DeepLabv3+: a backbone with dilated convolutions, atrous spatial pyramid pooling (ASPP), and a decoder.
 use super::backbone::{Backbone, BackboneKind};
-use super::convolution::{Convolution, NormLayer, Separable};
+use super::convolution::{Convolution, Separable};
 use candle_core::{Module, ModuleT, Result, Tensor};
 use candle_ddp::nn::{Conv2d, InterpolateMode, adaptive_avg_pool2d, conv2d, interpolate};
+use candle_ddp::vision::models::NormLayer;
 use candle_nn::{Conv2dConfig, VarBuilder};
 
 /// Which DeepLabv3+.
@@ -34,7 +35,7 @@ enum Convolution3x3 {
 }
 
 impl DeepLab {
-    pub(crate) fn new(options: DeepLabOptions, norm: NormLayer, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(options: DeepLabOptions, norm: &NormLayer, vb: VarBuilder) -> Result<Self> {
         let DeepLabOptions { width, output_stride, .. } = options;
         let (channels, low_channels) = (4 * width, 3 * width / 4);
         let backbone = options.backbone.build(width, output_stride, norm, vb.pp("backbone"))?;

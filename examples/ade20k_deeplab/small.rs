@@ -17,7 +17,7 @@ const BUILDING: Class = (2, [150, 90, 70]);
 const SKY: Class = (3, [130, 180, 230]);
 const TREE: Class = (5, [30, 80, 30]);
 const GRASS: Class = (10, [110, 170, 60]);
-/// What the annotations have for all that belongs to no class, here the margin.
+/// The label of pixels without a class, here the margin.
 const OTHER: u8 = 0;
 
 /// Writes `images/training/ADE_train_NUMBER.jpg` and `annotations/training/ADE_train_NUMBER.png`, and those for validation.

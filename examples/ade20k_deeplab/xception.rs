@@ -1,9 +1,10 @@
 //! The aligned Xception of DeepLabv3+ (Chen et al. 2018, figure 4), as its authors trained it: batch norms also after the
 //! depthwise convolutions, strides in place of max pooling, ReLUs between depthwise and pointwise convolutions only in the
 //! last block. The variables are named as timm's.
-use super::convolution::{Convolution, NormLayer, Separable};
+use super::convolution::{Convolution, Separable};
 use candle_core::{ModuleT, Result, Tensor};
 use candle_ddp::nn::relu;
+use candle_ddp::vision::models::NormLayer;
 use candle_nn::VarBuilder;
 
 /// Which Xception.
@@ -18,11 +19,11 @@ pub(crate) struct XceptionOptions {
     pub(crate) output_stride: usize,
 }
 
-/// What precedes the classifier.
+/// The layers before the classifier.
 pub(crate) struct Xception {
     stem: [Convolution; 2],
     blocks: Vec<Block>,
-    /// Of what [`features`](Self::features) returns.
+    /// Of the result of [`features`](Self::features).
     pub(crate) channels: [usize; 2],
 }
 
@@ -30,7 +31,7 @@ pub(crate) struct Xception {
 const LOW_LEVEL: usize = 1;
 
 impl Xception {
-    pub(crate) fn new(options: XceptionOptions, norm: NormLayer, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(options: XceptionOptions, norm: &NormLayer, vb: VarBuilder) -> Result<Self> {
         let channels = |of_paper: usize| (of_paper * options.width / 64).max(1);
         let names = |layer: usize| {
             let vb = vb.pp(format!("stem.{layer}"));
@@ -100,7 +101,7 @@ impl Block {
         stride: usize,
         dilation: usize,
         residual: bool,
-        norm: NormLayer,
+        norm: &NormLayer,
         vb: VarBuilder,
     ) -> Result<Self> {
         let [first, second, last] = outputs;
@@ -135,7 +136,7 @@ impl Block {
         self.convolve(1, &self.convolve(0, x, train)?, train)
     }
 
-    /// The last convolution, of what [`inner`](Self::inner) makes of the input `x`, and the residual connection.
+    /// The last convolution, of the output of [`inner`](Self::inner) for the input `x`, and the residual connection.
     fn outer(&self, x: &Tensor, inner: &Tensor, train: bool) -> Result<Tensor> {
         let y = self.convolve(2, inner, train)?;
         match &self.skip {

@@ -13,8 +13,7 @@ mod size;
 mod values;
 
 use candle_core::DType;
-use candle_ddp::error::Context;
-use candle_ddp::{Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
+use candle_ddp::{Context, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use clap::Parser;
 use problem::{Kind, Problem};
 use report::{Measurement, Report};

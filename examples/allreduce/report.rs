@@ -1,7 +1,6 @@
 //! The results, as a table for people and as JSON for programs.
 use crate::problem::{Kind, Problem};
-use candle_ddp::error::Context;
-use candle_ddp::{Error, Result};
+use candle_ddp::{Context, Error, Result};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;

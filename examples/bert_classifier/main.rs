@@ -20,11 +20,10 @@ mod text;
 
 use accuracy::accuracy;
 use candle_core::DType;
-use candle_ddp::checkpoint::StateDict;
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{AdamW, LrScheduler, Optimizer, ParameterGroup, ParamsAdamW};
-use candle_ddp::seed::default_generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn, seed_everything};
+use candle_ddp::seed::{default_generator, seed_everything};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Role, nn};
 use candle_nn::VarMap;
 use clap::Parser;
 use clap::builder::ArgPredicate;
@@ -32,6 +31,7 @@ use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash, require};
+use common::training::Training;
 use model::BertForSequenceClassification;
 use pretrained::Pretrained;
 use schedule::ParamsWarmupLinear;
@@ -100,36 +100,30 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let config = &pretrained.config;
     let word_pieces = WordPieces::new(&pretrained.vocabulary, config.max_position_embeddings)?;
 
-    let mut varmap = VarMap::new();
+    let varmap = VarMap::new();
     let prefixes = options.freeze.clone();
-    let is_frozen = Arc::new(move |name: &str| freeze::is_frozen(name, &prefixes));
-    let ddp = DistributedDataParallel::new(
+    let role = move |name: &str| if freeze::is_frozen(name, &prefixes) { Role::Frozen } else { Role::Parameter };
+    let ddp = DistributedDataParallel::with_options(
         pg,
         &varmap,
-        DType::F32,
         |vb| BertForSequenceClassification::new(config, classes.len(), vb),
-        DdpOptions { is_frozen, ..options.training.ddp_options() },
+        DdpOptions { role: Arc::new(role), ..options.training.ddp_options() },
     )?;
     let frozen = freeze::check(&ddp, &options.freeze)?;
     pretrained.load(pg, &varmap)?;
     // From here on each rank draws its own masks for dropout.
     seed_everything(pg.device(), options.training.seed, pg.rank())?;
-    let mut dropout = default_generator();
 
-    let sampler =
-        |dataset: &Sentences, options| DistributedSampler::new(dataset.len(), pg.world_size(), pg.rank(), options);
-    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
+    let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
     // Without padding every sentence counts once, and some ranks have one less than others.
-    let validation_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
-    let (train_sampler, validation_sampler) =
-        (sampler(&train, sampler_options)?, sampler(&validation, validation_options)?);
-    let loader_options = LoaderOptions { batch_size: options.batch_size, num_workers: 1, ..Default::default() };
+    let validation_sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
+    let loader_options =
+        LoaderOptions { batch_size: options.batch_size, num_workers: 1, sampler, ..Default::default() };
     let pieces = word_pieces.clone();
-    let mut loader =
-        StatefulDataLoader::new(train, train_sampler, loader_options, move |samples| pieces.batch(samples))?;
-    let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, move |samples| {
-        word_pieces.batch(samples)
-    })?;
+    let loader = DataLoader::with_collate(train, pg, loader_options, move |samples| pieces.batch(samples))?;
+    let loader_options = LoaderOptions { sampler: validation_sampler, ..loader_options };
+    let validation_loader =
+        DataLoader::with_collate(validation, pg, loader_options, move |samples| word_pieces.batch(samples))?;
 
     let parameters = ddp.named_parameters().into_iter();
     let (bare, decayed) = parameters.partition(|(name, _)| name.ends_with(".bias") || name.contains("LayerNorm"));
@@ -139,21 +133,15 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         ParameterGroup { parameters: bare, options: ParamsAdamW { weight_decay: 0., ..params } },
     ])?;
     let total_steps = options.epochs * loader.num_batches().div_ceil(options.training.accumulate.get()) as u64;
-    let mut schedule = LrScheduler::new(&mut optimizer, ParamsWarmupLinear { warmup: options.warmup, total_steps })?;
-    let mut scaler = options.training.grad_scaler(&ddp)?;
+    let schedule = LrScheduler::new(&mut optimizer, ParamsWarmupLinear { warmup: options.warmup, total_steps })?;
+    let scaler = options.training.grad_scaler(&ddp)?;
 
+    let mut training = Training { varmap, optimizer, schedule, scaler, loader };
+    let mut dropout = default_generator();
     let mut checkpointer = options.training.checkpointer(pg, 1)?;
     let mut epochs_done = 0;
     if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.training.resume) {
-        let mut parts: [(&str, &mut dyn StateDict); 6] = [
-            ("model", &mut varmap),
-            ("optimizer", &mut optimizer),
-            ("schedule", &mut schedule),
-            ("scaler", &mut scaler),
-            ("loader", &mut loader),
-            ("dropout", &mut dropout),
-        ];
-        epochs_done = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
+        epochs_done = checkpointer.load_latest((&mut training, ("dropout", &mut dropout)))?.unwrap_or(0);
     }
     require_rest("--epochs", epochs_done, options.epochs)?;
 
@@ -161,23 +149,23 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let mut summary = Summary::new("sentences");
     let mut validation_accuracy = 0.;
     for epoch in epochs_done + 1..=options.epochs {
-        let batches = loader.num_batches();
+        let batches = training.loader.num_batches();
         let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches, "sentences");
         let (mut loss_sum, mut trained) = (0., 0);
-        for (index, batch) in loader.iter_on(pg.device()).enumerate() {
+        for (index, batch) in training.loader.iter().enumerate() {
             let (ids, mask, labels) = batch?;
             let micro_batch = options.training.micro_batch(index, batches);
             // The gradients of all but the last batch of a step are only added up.
-            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let _guard = ddp.sync_if(micro_batch.is_last);
             let logits = ddp.call(|bert| bert.forward(&ids, &ids.zeros_like()?, &mask, true))?;
             let loss = nn::cross_entropy(&logits.to_dtype(DType::F32)?, &labels)?;
-            let mut grads = ddp.backward(&scaler.scale(&(&loss / micro_batch.count as f64)?)?)?;
+            let mut grads = ddp.backward(&training.scaler.scale(&(&loss / micro_batch.count as f64)?)?)?;
             if micro_batch.is_last {
-                optimizer.unscale(&mut scaler, &mut grads)?;
-                optimizer.clip_grad_norm(&mut grads, options.clip)?;
-                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
-                scaler.update()?;
-                schedule.step(&mut optimizer)?;
+                training.optimizer.unscale(&mut training.scaler, &mut grads)?;
+                training.optimizer.clip_grad_norm(&mut grads, options.clip)?;
+                ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
+                training.scaler.update()?;
+                training.schedule.step(&mut training.optimizer)?;
             }
             let (loss, count) = (f64::from(loss.to_scalar::<f32>()?), labels.elem_count());
             loss_sum += loss * count as f64;
@@ -189,7 +177,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
         let [loss_sum, trained] = pg.all_reduce_scalars([loss_sum, trained as f64], ReduceOp::Sum)?;
         let train_loss = loss_sum / trained;
-        validation_accuracy = accuracy(&ddp, validation_loader.iter_on(pg.device()))?;
+        validation_accuracy = accuracy(&ddp, validation_loader.iter())?;
         if pg.rank() == 0 {
             println!("epoch {epoch:>2}: loss {train_loss:.4}, validation accuracy {:.2} %", 100. * validation_accuracy);
         }
@@ -197,26 +185,18 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "epoch": epoch,
             "train_loss": train_loss,
             "validation_accuracy": validation_accuracy,
-            "learning_rate": optimizer.learning_rate(),
+            "learning_rate": training.optimizer.learning_rate(),
             "parameter_hash": parameter_hash(&ddp)?.to_string(),
         }))?;
         if let Some(checkpointer) = &mut checkpointer {
-            let parts: [(&str, &dyn StateDict); 6] = [
-                ("model", &varmap),
-                ("optimizer", &optimizer),
-                ("schedule", &schedule),
-                ("scaler", &scaler),
-                ("loader", &loader),
-                ("dropout", &dropout),
-            ];
-            checkpointer.save(epoch, &parts)?;
+            checkpointer.save(epoch, (&mut training, ("dropout", &mut dropout)))?;
         }
     }
     if let Some(mut checkpointer) = checkpointer {
         checkpointer.finish()?;
     }
     if let Some(folder) = &options.export {
-        pretrained.export(pg, folder, &classes, &varmap)?;
+        pretrained.export(pg, folder, &classes, &training.varmap)?;
     }
 
     let accuracy = format!("{:.2} % of {} classes", 100. * validation_accuracy, classes.len());

@@ -9,7 +9,7 @@ use candle_nn::ops::softmax_last_dim;
 use candle_nn::{Activation, Dropout, Embedding, Init, LayerNorm, Linear, VarBuilder, layer_norm};
 use serde::Deserialize;
 
-/// What is added to the scores of padding: nothing of it remains after the softmax, in any dtype.
+/// The number added to the scores of padding, whose weights are then zero after the softmax, in any dtype.
 const HIDDEN: f64 = 1e9;
 
 /// Sizes and rates, as `config.json` names them.
@@ -50,7 +50,7 @@ impl Config {
     }
 }
 
-/// The sum of what a token is, where it is, and to which of two sentences it belongs.
+/// The sum of three embeddings: of a token, of its position, and of its sentence, the first or the second.
 struct Embeddings {
     words: Embedding,
     positions: Embedding,
@@ -112,7 +112,7 @@ impl SelfAttention {
     }
 }
 
-/// What follows attention, and what follows the two layers after it: one more layer, a residual connection and a norm.
+/// The end of attention and of the two layers after it: one more layer, a residual connection and a norm.
 struct Output {
     dense: Linear,
     norm: LayerNorm,

@@ -1,8 +1,7 @@
 //! The model to begin with, in the files of transformers.
 use super::model::Config;
 use candle_ddp::checkpoint::{self, LoadOptions};
-use candle_ddp::error::Context;
-use candle_ddp::{Error, ProcessGroup, Result};
+use candle_ddp::{Context, Error, ProcessGroup, Result};
 use candle_nn::VarMap;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -96,7 +95,7 @@ impl Pretrained {
             ignored: Arc::new(|name| name.starts_with("cls.") || name.ends_with(".position_ids")),
             ..Default::default()
         };
-        let report = checkpoint::load_distributed(pg, varmap, path, &options)?;
+        let report = checkpoint::load_distributed(pg, varmap, path, options)?;
         if pg.rank() == 0 {
             println!("{} variables are from {}", report.loaded.len(), path.display());
             if !report.skipped.is_empty() {
@@ -106,7 +105,7 @@ impl Pretrained {
         Ok(())
     }
 
-    /// Writes what transformers' `from_pretrained` reads, and `--checkpoint`. Every rank calls it.
+    /// Writes files for transformers' `from_pretrained`, and for `--checkpoint`. Every rank calls it.
     pub(crate) fn export(&self, pg: &ProcessGroup, folder: &Path, classes: &[String], varmap: &VarMap) -> Result<()> {
         if pg.rank() == 0 {
             let mut json = self.json.clone();

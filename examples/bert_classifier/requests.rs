@@ -1,4 +1,4 @@
-//! A small data set: what one says to an assistant at home, in four classes.
+//! A small data set: requests to an assistant at home, in four classes.
 use candle_ddp::seed::Generator;
 use std::collections::BTreeSet;
 

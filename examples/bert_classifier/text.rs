@@ -2,9 +2,8 @@
 use super::requests;
 use candle_core::{Device, Tensor};
 use candle_ddp::data::Dataset;
-use candle_ddp::error::Context;
 use candle_ddp::seed::Generator;
-use candle_ddp::{Error, Result};
+use candle_ddp::{Context, Error, Result};
 use std::collections::BTreeSet;
 use std::path::Path;
 use tokenizers::models::wordpiece::WordPiece;
@@ -42,7 +41,7 @@ impl Sentences {
         if classes.len() < 2 || train.len() < VALIDATE_EVERY {
             let (classes, sentences) = (classes.len(), train.len());
             return Err(failed(format!(
-                "it has {classes} classes and {sentences} sentences: 2 and {VALIDATE_EVERY} are needed"
+                "it must have at least 2 classes and {VALIDATE_EVERY} sentences, and has {classes} and {sentences}"
             )));
         }
         // Shuffled, so that validation sees all classes, however the file is sorted; always in the same way.

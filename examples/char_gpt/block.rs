@@ -1,4 +1,4 @@
-//! A block of a GPT: attention and a network of two layers, each after a norm and beside a residual connection.
+//! A block of a GPT: attention and a network of two layers, each after a norm and with a residual connection.
 use candle_core::{Module, Result, Tensor};
 use candle_ddp::nn::{
     AttentionOptions, LayerNorm, Linear, gelu, layer_norm, linear, scaled_dot_product_attention_qkvpacked,
@@ -30,7 +30,7 @@ impl Block {
 
     fn attention(&self, x: &Tensor) -> Result<Tensor> {
         let options = AttentionOptions { is_causal: true, ..Default::default() };
-        let y = scaled_dot_product_attention_qkvpacked(&self.qkv.forward(x)?, self.heads, &options)?;
+        let y = scaled_dot_product_attention_qkvpacked(&self.qkv.forward(x)?, self.heads, options)?;
         self.projection.forward(&y)
     }
 }

@@ -18,12 +18,10 @@ mod text;
 #[path = "../generate/vocabulary.rs"]
 mod vocabulary;
 
-use candle_core::DType;
-use candle_ddp::checkpoint::StateDict;
-use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
-use candle_ddp::error::Context;
+use candle_core::{DType, Tensor};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine, ZeroRedundancyOptimizer};
-use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, checkpoint, nn};
+use candle_ddp::{Context, DistributedDataParallel, ProcessGroup, ReduceOp, Result, checkpoint, nn};
 use candle_nn::{VarBuilder, VarMap};
 use clap::{ArgAction, Parser};
 use common::hash;
@@ -31,9 +29,11 @@ use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::Summary;
+use common::training::Training;
 use model::Gpt;
 use plain::Config;
 use sample::Sampling;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use text::Text;
@@ -94,9 +94,9 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (vocabulary, text, validation) = Text::read(&options.data, options.context)?;
     let Options { context, width, heads, layers, .. } = *options;
     let config = Config { vocabulary: vocabulary.len(), context, width, heads, layers };
-    let mut varmap = VarMap::new();
+    let varmap = VarMap::new();
     let ddp_options = options.training.ddp_options();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Gpt::new(config, vb), ddp_options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Gpt::new(config, vb), ddp_options)?;
     if let Some(path) = &options.export_init {
         checkpoint::save_distributed(pg, &varmap, path)?;
     }
@@ -104,7 +104,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
     let mut optimizer: Box<dyn Optimizer> = match options.zero {
         true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+        false => Box::new(AdamW::new(&ddp, params)?),
     };
     let schedule = ParamsWarmupCosine {
         warmup_steps: options.warmup.min(options.steps.saturating_sub(1)),
@@ -112,30 +112,25 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         start_factor: 0.1,
         eta_min: 0.1 * options.lr,
     };
-    let mut schedule = WarmupCosine::new(&mut optimizer, schedule)?;
-    let mut scaler = options.training.grad_scaler(&ddp)?;
+    let schedule = WarmupCosine::new(&mut optimizer, schedule)?;
+    let scaler = options.training.grad_scaler(&ddp)?;
 
-    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
-    let sampler = DistributedSampler::new(text.len(), pg.world_size(), pg.rank(), sampler_options)?;
-    let loader_options = LoaderOptions { batch_size: options.batch_size, drop_last: true, ..Default::default() };
+    let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
+    let loader_options =
+        LoaderOptions { batch_size: options.batch_size, drop_last: true, sampler, ..Default::default() };
     let windows = 0..text.len();
-    let mut loader = StatefulDataLoader::new(windows, sampler, loader_options, move |windows| text.batch(&windows))?;
-    if loader.num_batches() == 0 {
-        let reason = format!("a rank has too few pieces of text for a batch of {}", options.batch_size);
-        return Err(Error::InvalidArgument { argument: "--batch-size", reason });
-    }
+    let loader = DataLoader::with_collate(windows, pg, loader_options, move |windows| text.batch(&windows))?;
+    let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
+    let loader_options = LoaderOptions { batch_size: options.batch_size, sampler, ..Default::default() };
+    let windows = 0..validation.len();
+    let validation_loader =
+        DataLoader::with_collate(windows, pg, loader_options, move |windows| validation.batch(&windows))?;
 
+    let mut training = Training { varmap, optimizer, schedule, scaler, loader };
     let mut checkpointer = options.training.checkpointer(pg, options.checkpoint_every)?;
     let mut step = 0;
     if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.training.resume) {
-        let mut parts: [(&str, &mut dyn StateDict); 5] = [
-            ("model", &mut varmap),
-            ("optimizer", &mut optimizer),
-            ("schedule", &mut schedule),
-            ("scaler", &mut scaler),
-            ("loader", &mut loader),
-        ];
-        step = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
+        step = checkpointer.load_latest(&mut training)?.unwrap_or(0);
     }
 
     require_rest("--steps", step, options.steps)?;
@@ -145,26 +140,26 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         Progress::new(pg, "steps".to_string(), options.steps.saturating_sub(step) as usize, "characters");
     let mut summary = Summary::new("characters");
     while step < options.steps {
-        let batches = loader.iter_on(pg.device());
+        let batches = training.loader.iter();
         let count = batches.len();
         let (mut loss_sum, mut seen) = (0., 0);
         for (index, batch) in batches.enumerate() {
             let (x, y) = batch?;
             let micro_batch = options.training.micro_batch(index, count);
             // The gradients of all but the last batch of a step are only added up.
-            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let _guard = ddp.sync_if(micro_batch.is_last);
             let logits = ddp.forward(&x)?.to_dtype(DType::F32)?.flatten_to(1)?;
             let loss = (nn::cross_entropy(&logits, &y)? / micro_batch.count as f64)?;
-            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            let mut grads = ddp.backward(&training.scaler.scale(&loss)?)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
             seen += y.elem_count();
             if !micro_batch.is_last {
                 continue;
             }
-            optimizer.unscale(&mut scaler, &mut grads)?;
-            let grad_norm = optimizer.clip_grad_norm(&mut grads, options.clip)?;
-            ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
-            scaler.update()?;
+            training.optimizer.unscale(&mut training.scaler, &mut grads)?;
+            let grad_norm = training.optimizer.clip_grad_norm(&mut grads, options.clip)?;
+            ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
+            training.scaler.update()?;
             step += 1;
 
             let [loss] = pg.all_reduce_scalars([std::mem::take(&mut loss_sum)], ReduceOp::Avg)?;
@@ -173,20 +168,13 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             metrics.write(&serde_json::json!({
                 "step": step,
                 "loss": loss,
-                "learning_rate": optimizer.learning_rate(),
+                "learning_rate": training.optimizer.learning_rate(),
                 "grad_norm": grad_norm,
                 "seconds": summary.seconds(),
             }))?;
-            schedule.step(&mut optimizer)?;
+            training.schedule.step(&mut training.optimizer)?;
             if let Some(checkpointer) = &mut checkpointer {
-                let parts: [(&str, &dyn StateDict); 5] = [
-                    ("model", &varmap),
-                    ("optimizer", &optimizer),
-                    ("schedule", &schedule),
-                    ("scaler", &scaler),
-                    ("loader", &loader),
-                ];
-                checkpointer.save_if_due(step, &parts)?;
+                checkpointer.save_if_due(step, &mut training)?;
             }
             if step == options.steps {
                 break;
@@ -198,38 +186,32 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         checkpointer.finish()?;
     }
 
-    let loss = validate(&ddp, &validation, options.batch_size)?;
+    let loss = validate(&ddp, &validation_loader)?;
     summary.print(&ddp, &[("validation loss", format!("{loss:.4} per character"))])?;
     metrics.write(&serde_json::json!({
         "validation_loss": loss,
         "parameter_hash": common::summary::parameter_hash(&ddp)?.to_string(),
     }))?;
     if let Some(folder) = &options.export {
-        export(pg, folder, &config, &vocabulary, &varmap)?;
+        export(pg, folder, &config, &vocabulary, &training.varmap)?;
     }
-    if pg.rank() == 0 { write_text(pg, config, &vocabulary, &varmap) } else { Ok(()) }
+    if pg.rank() == 0 { write_text(pg, config, &vocabulary, &training.varmap) } else { Ok(()) }
 }
 
-/// Returns the mean loss over all windows, of which each rank takes its part.
-fn validate(ddp: &DistributedDataParallel<Gpt>, text: &Text, batch_size: usize) -> Result<f64> {
-    let pg = ddp.process_group();
-    let options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
-    let sampler = DistributedSampler::new(text.len(), pg.world_size(), pg.rank(), options)?;
-    let options = LoaderOptions { batch_size, ..Default::default() };
-    let loader = DataLoader::new(options, |windows| text.batch(windows))?;
+/// Returns the mean loss over the windows of all ranks.
+fn validate(ddp: &DistributedDataParallel<Gpt>, loader: &DataLoader<Range<usize>, (Tensor, Tensor)>) -> Result<f64> {
     let (mut sum, mut count) = (0., 0.);
-    for batch in loader.iter(&sampler) {
+    for batch in loader {
         let (x, y) = batch?;
-        let (x, y) = (x.to_device(pg.device())?, y.to_device(pg.device())?);
         let loss = nn::cross_entropy(&ddp.forward(&x)?.to_dtype(DType::F32)?.flatten_to(1)?, &y)?;
         sum += f64::from(loss.to_scalar::<f32>()?) * y.elem_count() as f64;
         count += y.elem_count() as f64;
     }
-    let [sum, count] = pg.all_reduce_scalars([sum, count], ReduceOp::Sum)?;
+    let [sum, count] = ddp.process_group().all_reduce_scalars([sum, count], ReduceOp::Sum)?;
     Ok(sum / count)
 }
 
-/// Writes what `generate` reads.
+/// Writes the files that `generate` reads.
 fn export(pg: &ProcessGroup, folder: &Path, config: &Config, vocabulary: &Vocabulary, varmap: &VarMap) -> Result<()> {
     if pg.rank() == 0 {
         let config = serde_json::json!({

@@ -1,8 +1,7 @@
 //! Windows of a text: the characters that the model sees, and those that follow each of them.
 use crate::vocabulary::Vocabulary;
 use candle_core::{Device, Tensor};
-use candle_ddp::error::Context;
-use candle_ddp::{Error, Result};
+use candle_ddp::{Context, Error, Result};
 use std::path::{Path, PathBuf};
 
 /// The last part of this size is for validation.

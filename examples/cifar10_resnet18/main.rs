@@ -6,27 +6,30 @@
 //! cargo run -p ddprun --release -- --nproc-per-node 4 --example cifar10_resnet18 -- --data cifar-10-batches-bin
 //! ```
 //!
-//! ci: --epochs 2 --width 8 --batch-size 16 --sync-bn --require-accuracy 0.4
+//! ci: --epochs 3 --width 8 --batch-size 16 --sync-bn --require-accuracy 0.5
+#[path = "../common/batch_norm.rs"]
+mod batch_norm;
 #[path = "../common/mod.rs"]
 mod common;
 mod schedule;
 mod small;
 
+use batch_norm::BatchNormOptions;
 use candle_core::DType;
 use candle_ddp::checkpoint;
-use candle_ddp::data::{DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
+use candle_ddp::vision::models::{ResNetOptions, ResNetStem, resnet18};
 use candle_ddp::vision::{Cifar10, Image, Normalize, RandomCrop, RandomHorizontalFlip, Split, Transform};
-use candle_ddp::{DistributedDataParallel, ProcessGroup, Result, nn};
-use candle_nn::{VarBuilder, VarMap};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, nn};
+use candle_nn::VarMap;
 use clap::builder::ArgPredicate;
 use clap::{ArgAction, Parser, ValueEnum};
 use common::accuracy::accuracy;
-use common::batch_norm::BatchNormOptions;
 use common::options::TrainOptions;
-use common::resnet::{Arch, ResNet, ResNetOptions, Stem};
 use common::run::Run;
 use common::summary::require;
+use common::training::Training;
 use common::{cache, digits};
 use schedule::ScheduleKind;
 use std::path::PathBuf;
@@ -121,77 +124,63 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let train = Cifar10::new(&folder, Split::Train, augmentation)?;
     let test = Cifar10::new(&folder, Split::Eval, ())?;
 
-    let mut varmap = VarMap::new();
-    let resnet18 = ResNetOptions { arch: Arch::Resnet18, stem: Stem::Cifar, width: options.width, dilated_stages: 0 };
-    let norm = |channels, vb: VarBuilder| options.batch_norm.build(pg, channels, vb);
+    let varmap = VarMap::new();
+    let model_options = ResNetOptions {
+        num_classes: Some(CLASSES),
+        norm_layer: options.batch_norm.norm_layer(pg),
+        stem: ResNetStem::Cifar,
+        width: options.width,
+        ..Default::default()
+    };
     let ddp_options = options.training.ddp_options();
-    let ddp =
-        DistributedDataParallel::new(pg, &varmap, dtype, |vb| ResNet::new(resnet18, CLASSES, &norm, vb), ddp_options)?;
+    let ddp = DistributedDataParallel::with_options(
+        pg,
+        &varmap,
+        |vb| resnet18(model_options, vb),
+        DdpOptions { dtype, ..ddp_options },
+    )?;
     if let Some(path) = &options.export_init {
         checkpoint::save_distributed(pg, &varmap, path)?;
     }
     let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 5e-4, ..Default::default() };
-    let mut optimizer = Sgd::from_named(ddp.named_parameters(), params)?;
-    let mut schedule = LrScheduler::new(&mut optimizer, options.schedule.over(options.epochs))?;
-    let mut scaler = options.training.grad_scaler(&ddp)?;
+    let mut optimizer = Sgd::new(&ddp, params)?;
+    let schedule = LrScheduler::new(&mut optimizer, options.schedule.over(options.epochs))?;
+    let scaler = options.training.grad_scaler(&ddp)?;
 
-    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
-    let sampler = DistributedSampler::new(train.len(), pg.world_size(), pg.rank(), sampler_options)?;
+    let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
     // Without padding every test image counts once, and some ranks have one less than others.
-    let test_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
-    let test_sampler = DistributedSampler::new(test.len(), pg.world_size(), pg.rank(), test_options)?;
+    let test_sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
     let loader_options =
-        LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, ..Default::default() };
+        LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, sampler, ..Default::default() };
     let collate = move |samples: Vec<(Image, u32)>| {
         let (images, labels) = NORMALIZE.collate(samples)?;
         Ok((images.to_dtype(dtype)?, labels))
     };
-    let mut loader = StatefulDataLoader::new(train, sampler, loader_options, collate)?;
-    let test_loader = StatefulDataLoader::new(test, test_sampler, loader_options, collate)?;
+    let loader = DataLoader::with_collate(train, pg, loader_options, collate)?;
+    let loader_options = LoaderOptions { sampler: test_sampler, ..loader_options };
+    let test_loader = DataLoader::with_collate(test, pg, loader_options, collate)?;
 
-    let mut run = Run::new(
-        pg,
-        &options.training,
-        "test accuracy",
-        &mut [
-            ("model", &mut varmap),
-            ("optimizer", &mut optimizer),
-            ("schedule", &mut schedule),
-            ("scaler", &mut scaler),
-            ("loader", &mut loader),
-        ],
-    )?;
+    let mut training = Training { varmap, optimizer, schedule, scaler, loader };
+    let mut run = Run::new(pg, &options.training, "test accuracy", &mut training)?;
     for epoch in run.epochs(options.epochs)? {
-        run.begin_epoch(epoch, loader.num_batches());
-        for (index, batch) in loader.iter_on(pg.device()).enumerate() {
+        run.begin_epoch(epoch, training.loader.num_batches());
+        for (index, batch) in training.loader.iter().enumerate() {
             let (images, labels) = batch?;
             let micro_batch = run.micro_batch(index);
             // The gradients of all but the last batch of a step are only added up.
-            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let _guard = ddp.sync_if(micro_batch.is_last);
             let logits = ddp.forward_t(&images, true)?.to_dtype(dtype)?;
             let loss = (nn::cross_entropy(&logits, &labels)? / micro_batch.count as f64)?;
-            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            let mut grads = ddp.backward(&training.scaler.scale(&loss)?)?;
             if micro_batch.is_last {
-                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
-                scaler.update()?;
+                ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
+                training.scaler.update()?;
             }
-            run.count(&micro_batch, &loss, labels.elem_count(), optimizer.learning_rate())?;
+            run.count(&micro_batch, &loss, labels.elem_count(), training.optimizer.learning_rate())?;
         }
-        schedule.step(&mut optimizer)?;
-        let test_accuracy = accuracy(&ddp, test_loader.iter_on(pg.device()))?;
-        run.end_epoch(
-            &ddp,
-            epoch,
-            test_accuracy,
-            &[],
-            &[
-                ("model", &varmap),
-                ("optimizer", &optimizer),
-                ("schedule", &schedule),
-                ("scaler", &scaler),
-                ("loader", &loader),
-            ],
-        )?;
+        training.schedule.step(&mut training.optimizer)?;
+        let test_accuracy = accuracy(&ddp, test_loader.iter())?;
+        run.end_epoch(&ddp, epoch, test_accuracy, &[], &mut training)?;
     }
     let test_accuracy = run.finish(&ddp)?;
     require("--require-accuracy", options.require_accuracy, "the test accuracy", test_accuracy)

@@ -1,9 +1,9 @@
 //! Batch norms over a rank's own samples, or with `--sync-bn` over those of all ranks.
-use candle_core::Result;
 use candle_ddp::ProcessGroup;
-use candle_ddp::nn::{BatchNorm, batch_norm, sync_batch_norm};
-use candle_nn::VarBuilder;
+use candle_ddp::nn::sync_batch_norm;
+use candle_ddp::vision::models::{NormLayer, ResNetOptions};
 use clap::Args;
+use std::sync::Arc;
 
 #[derive(Args, Clone, Copy)]
 pub(crate) struct BatchNormOptions {
@@ -13,11 +13,12 @@ pub(crate) struct BatchNormOptions {
 }
 
 impl BatchNormOptions {
-    /// Makes a batch norm of `channels` channels. With `--sync-bn` it belongs to the ranks of `pg`.
-    pub(crate) fn build(self, pg: &ProcessGroup, channels: usize, vb: VarBuilder) -> Result<BatchNorm> {
-        match self.sync_bn {
-            true => sync_batch_norm(pg, channels, 1e-5, vb),
-            false => batch_norm(channels, 1e-5, vb),
+    /// Returns the function that makes batch norms. With `--sync-bn` they belong to the ranks of `pg`.
+    pub(crate) fn norm_layer(self, pg: &ProcessGroup) -> NormLayer {
+        if !self.sync_bn {
+            return ResNetOptions::default().norm_layer;
         }
+        let pg = pg.clone();
+        Arc::new(move |channels, vb| sync_batch_norm(&pg, channels, 1e-5, vb))
     }
 }

@@ -1,6 +1,5 @@
 //! Small data sets that the programs make themselves, once, in the user's cache.
-use candle_ddp::error::Context;
-use candle_ddp::{ProcessGroup, Result};
+use candle_ddp::{Context, ProcessGroup, Result};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -36,7 +35,7 @@ fn make(folder: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> std:
     if folder.exists() { Ok(()) } else { made }
 }
 
-/// Makes a folder beside `folder` that no other process has.
+/// Makes a folder next to `folder` that no other process has.
 fn unfinished(folder: &Path) -> std::io::Result<PathBuf> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     if let Some(parent) = folder.parent() {

@@ -1,6 +1,5 @@
 //! The metrics file: one JSON object per line, written by rank 0.
-use candle_ddp::error::Context;
-use candle_ddp::{ProcessGroup, Result};
+use candle_ddp::{Context, ProcessGroup, Result};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -1,18 +1,17 @@
-//! What the programs share: what surrounds a training loop without being part of it.
+//! Shared code of the programs: everything around a training loop that is not part of it.
 #![allow(dead_code)] // each program uses only some of it
 pub(crate) mod accuracy;
-pub(crate) mod batch_norm;
 pub(crate) mod cache;
-pub(crate) mod convolution;
 pub(crate) mod digits;
 pub(crate) mod hash;
 pub(crate) mod median;
+pub(crate) mod memory;
 pub(crate) mod metrics;
 pub(crate) mod options;
 pub(crate) mod progress;
-pub(crate) mod resnet;
 pub(crate) mod run;
 pub(crate) mod summary;
+pub(crate) mod training;
 
 use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};
 use clap::Parser;

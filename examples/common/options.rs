@@ -1,9 +1,8 @@
 //! The command-line options of all training programs. Each adds its own, such as the batch size, with their defaults.
 use candle_core::DType;
+use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
-};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -22,7 +21,7 @@ pub(crate) struct TrainOptions {
     /// Write one JSON object per line to this file (on rank 0).
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
-    /// Save to this folder what a later run needs to continue.
+    /// Save everything that a later run needs to continue to this folder.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoints: Option<PathBuf>,
     /// Continue from the latest checkpoint in the folder, if there is one.
@@ -66,7 +65,7 @@ impl TrainOptions {
         GradScaler::new(ddp.process_group(), ddp.named_parameters(), options)
     }
 
-    /// Returns what saves the run, if there is a folder for it: every `every` steps or epochs.
+    /// Returns the checkpointer of the run, if there is a folder for it: every `every` steps or epochs.
     pub(crate) fn checkpointer(&self, pg: &ProcessGroup, every: u64) -> Result<Option<Checkpointer>> {
         let options = CheckpointerOptions { every, resume: self.resume, ..Default::default() };
         self.checkpoints.as_ref().map(|folder| Checkpointer::new(pg, folder, options)).transpose()

@@ -7,7 +7,7 @@ use std::time::Instant;
 pub(crate) struct Progress {
     bar: ProgressBar,
     started: Instant,
-    /// What is counted, such as "images".
+    /// The unit of the count, such as "images".
     unit: &'static str,
     samples: usize,
     world_size: usize,

@@ -1,11 +1,11 @@
-//! What surrounds the loop of a program that trains for epochs: going on from a checkpoint, adding up gradients, the progress
+//! The code around the loop of a program that trains for epochs: continuing from a checkpoint, adding up gradients, the progress
 //! bar, the metrics, a checkpoint after each epoch, and the summary.
 use super::metrics::Metrics;
 use super::options::{MicroBatch, TrainOptions, require_rest};
 use super::progress::Progress;
 use super::summary::{Summary, parameter_hash};
 use candle_core::{DType, Tensor};
-use candle_ddp::checkpoint::{Checkpointer, Serde, StateDict};
+use candle_ddp::checkpoint::{Checkpointer, Parts, Serde};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
@@ -13,7 +13,7 @@ use std::ops::RangeInclusive;
 pub(crate) struct Run<'a> {
     pg: &'a ProcessGroup,
     options: &'a TrainOptions,
-    /// What says how good the model is, from 0 to 1, such as "test accuracy".
+    /// The name of the score, from 0 to 1, such as "test accuracy".
     measure: &'static str,
     epochs_done: u64,
     state: Serde<State>,
@@ -25,10 +25,11 @@ pub(crate) struct Run<'a> {
     batches: usize,
     /// Of the batches whose gradients are being added up.
     loss_sum: f64,
+    counted: f64,
     samples: usize,
 }
 
-/// What a checkpoint has beside the parts of the program.
+/// The parts of a checkpoint that are not parts of the program.
 #[derive(Default, serde::Deserialize, serde::Serialize)]
 struct State {
     steps: u64,
@@ -43,16 +44,12 @@ impl<'a> Run<'a> {
         pg: &'a ProcessGroup,
         options: &'a TrainOptions,
         measure: &'static str,
-        parts: &mut [(&str, &mut dyn StateDict)],
+        parts: impl Parts,
     ) -> Result<Self> {
         let mut checkpointer = options.checkpointer(pg, 1)?;
         let (mut epochs_done, mut state) = (0, Serde(State::default()));
         if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.resume) {
-            let mut all: Vec<(&str, &mut dyn StateDict)> = vec![("run", &mut state)];
-            for (name, part) in parts {
-                all.push((*name, &mut **part));
-            }
-            epochs_done = checkpointer.load_latest(&mut all)?.unwrap_or(0);
+            epochs_done = checkpointer.load_latest((parts, ("run", &mut state)))?.unwrap_or(0);
         }
         Ok(Self {
             pg,
@@ -66,6 +63,7 @@ impl<'a> Run<'a> {
             progress: None,
             batches: 0,
             loss_sum: 0.,
+            counted: 0.,
             samples: 0,
         })
     }
@@ -96,13 +94,28 @@ impl<'a> Run<'a> {
         samples: usize,
         learning_rate: f64,
     ) -> Result<()> {
-        self.loss_sum += loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        self.count_sum(micro_batch, loss, 1. / micro_batch.count as f64, samples, learning_rate)
+    }
+
+    /// [`count`](Self::count) for a loss that is a sum over `counted` pixels.
+    pub(crate) fn count_sum(
+        &mut self,
+        micro_batch: &MicroBatch,
+        loss_sum: &Tensor,
+        counted: f64,
+        samples: usize,
+        learning_rate: f64,
+    ) -> Result<()> {
+        self.loss_sum += loss_sum.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        self.counted += counted;
         self.samples += samples;
         if !micro_batch.is_last {
             return Ok(());
         }
-        let (loss, samples) = (std::mem::take(&mut self.loss_sum), std::mem::take(&mut self.samples));
-        let [loss] = self.pg.all_reduce_scalars([loss], ReduceOp::Avg)?;
+        let sums = [std::mem::take(&mut self.loss_sum), std::mem::take(&mut self.counted)];
+        let samples = std::mem::take(&mut self.samples);
+        let [loss_sum, counted] = self.pg.all_reduce_scalars(sums, ReduceOp::Sum)?;
+        let loss = loss_sum / counted;
         self.state.0.steps += 1;
         self.summary.count(samples);
         if let Some(progress) = &mut self.progress {
@@ -124,7 +137,7 @@ impl<'a> Run<'a> {
         epoch: u64,
         score: f64,
         more: &[(&str, f64)],
-        parts: &[(&str, &dyn StateDict)],
+        parts: impl Parts,
     ) -> Result<()> {
         if let Some(progress) = self.progress.take() {
             progress.finish();
@@ -143,12 +156,11 @@ impl<'a> Run<'a> {
         let is_best = score > state.best_score;
         (state.score, state.best_score) = (score, score.max(state.best_score));
         if let Some(checkpointer) = &mut self.checkpointer {
-            let mut parts = parts.to_vec();
-            parts.push(("run", &self.state));
+            let parts = (parts, ("run", &mut self.state));
             if is_best {
-                checkpointer.save_best(epoch, &parts)?
+                checkpointer.save_best(epoch, parts)?
             } else {
-                checkpointer.save(epoch, &parts)?
+                checkpointer.save(epoch, parts)?
             };
         }
         Ok(())

@@ -1,11 +1,12 @@
-//! What a run prints at its end.
+//! The summary that a run prints at its end.
 use super::hash::Hash;
+use super::memory::peak_rss_bytes;
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
 use std::time::Instant;
 
 pub(crate) struct Summary {
     started: Instant,
-    /// What is counted, such as "images".
+    /// The unit of the count, such as "images".
     unit: &'static str,
     samples: usize,
 }
@@ -16,7 +17,7 @@ impl Summary {
         Self { started: Instant::now(), unit, samples: 0 }
     }
 
-    /// Counts what this rank has trained on.
+    /// Counts the samples on which this rank has trained.
     pub(crate) fn count(&mut self, samples: usize) {
         self.samples += samples;
     }
@@ -77,11 +78,4 @@ fn same_everywhere(pg: &ProcessGroup, hash: Hash) -> Result<()> {
             Err(Error::Mismatch { what: "model", rank, difference })
         }
     }
-}
-
-/// Returns the most memory that this process has had so far; `None` on systems without /proc.
-pub(crate) fn peak_rss_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    line.split_whitespace().next()?.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
 }

@@ -9,10 +9,10 @@
 //! world size come from its environment.
 //!
 //! ci:
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_ddp::nn::linear;
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
-use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, Result, init_process_group};
+use candle_ddp::{DistributedDataParallel, InitOptions, Result, init_process_group};
 use candle_nn::{VarMap, loss};
 use clap::Parser;
 
@@ -34,14 +34,8 @@ fn main() -> Result<()> {
     let Options { address, rank, world_size } = Options::parse();
     let pg = init_process_group(InitOptions { init_method: address, rank, world_size, ..Default::default() })?;
 
-    let ddp = DistributedDataParallel::new(
-        &pg,
-        &VarMap::new(),
-        DType::F32,
-        |vb| linear(1, 1, vb.pp("line")),
-        DdpOptions::default(),
-    )?;
-    let mut optimizer = Sgd::from_named(ddp.named_parameters(), ParamsSgd { lr: 0.1, ..Default::default() })?;
+    let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(1, 1, vb.pp("line")))?;
+    let mut optimizer = Sgd::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
     for step in 1..=200 {
         let x = Tensor::rand(-1f32, 1., (16, 1), pg.device())?;
         let y = ((&x * 3.)? + 1.)?;

@@ -2,10 +2,10 @@
 //! Steps of both alternate, so that other load on the machine affects both equally.
 use super::common::median::median;
 use super::mlp::Mlp;
-use candle_core::{DType, Device, Tensor};
-use candle_ddp::data_parallel::parallel_apply;
+use candle_core::{Device, Tensor};
+use candle_ddp::data_parallel::{DataParallel, parallel_apply};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{DataParallel, DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use candle_nn::VarMap;
 use candle_nn::loss::mse;
 use std::time::Instant;
@@ -22,9 +22,9 @@ pub(crate) fn run(pg: &ProcessGroup, devices: &[Device], steps: usize, batch_siz
     let build = |vb| Mlp::new(width, vb);
     let (varmap, params) = (VarMap::new(), ParamsAdamW::default());
     let dp = DataParallel::new(devices, &devices[0], &varmap, build)?;
-    let mut dp_optimizer = AdamW::from_named(dp.named_parameters(), params.clone())?;
-    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
-    let mut ddp_optimizer = AdamW::from_named(ddp.named_parameters(), params)?;
+    let mut dp_optimizer = AdamW::new(&dp, params.clone())?;
+    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), build)?;
+    let mut ddp_optimizer = AdamW::new(&ddp, params)?;
 
     let batch = Tensor::randn(0f32, 1., (batch_size, width), &devices[0])?;
     let rows = batch_size / pg.world_size();

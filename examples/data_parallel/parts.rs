@@ -36,7 +36,8 @@ pub(crate) fn train(device: &Device) -> Result<()> {
     let varmap = VarMap::new();
     let model = Classifier::new(var_builder(&varmap, 0, DType::F32, device))?;
     let variables = varmap.data().lock().map(|variables| variables.clone()).unwrap_or_default();
-    let mut optimizer = Sgd::from_named(variables.into_iter().collect(), ParamsSgd { lr: 1., ..Default::default() })?;
+    let mut optimizer =
+        Sgd::new(variables.into_iter().collect::<Vec<_>>(), ParamsSgd { lr: 1., ..Default::default() })?;
 
     let words = Tensor::rand(0f32, WORDS as f32, (64, 8), &Device::Cpu)?.to_dtype(DType::U32)?;
     let labels = Tensor::from_iter((0..64).map(|row| row % CLASSES as u32), device)?;

@@ -6,17 +6,17 @@
 //!
 //! ci: --require-accuracy 0.97
 #[path = "../common/mod.rs"]
-mod common;
+pub(crate) mod common;
 mod dataset;
 mod hook;
 mod net;
 
 use candle_core::DType;
-use candle_ddp::checkpoint::StateDict;
-use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
-use candle_ddp::nn;
+use candle_ddp::amp::GradScaler;
+use candle_ddp::checkpoint::{Parts, StateDict};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::VarMap;
 use clap::Parser;
 use common::accuracy::accuracy;
@@ -24,7 +24,7 @@ use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash, require};
-use dataset::Dataset;
+use dataset::digits;
 use hook::Hook;
 use net::Net;
 use std::process::ExitCode;
@@ -32,7 +32,7 @@ use std::time::Instant;
 
 /// Train a convolutional network on 8×8 handwritten digits with DistributedDataParallel.
 #[derive(Parser)]
-struct Options {
+pub(crate) struct Options {
     /// The number of passes over the training images.
     #[arg(long, default_value_t = 25)]
     epochs: u64,
@@ -55,40 +55,50 @@ struct Options {
     training: TrainOptions,
 }
 
+/// What training changes, which is what a checkpoint holds.
+struct Training {
+    varmap: VarMap,
+    optimizer: Box<dyn Optimizer>,
+    scaler: GradScaler,
+}
+
+impl Parts for Training {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        vec![("model", &mut self.varmap), ("optimizer", &mut self.optimizer), ("scaler", &mut self.scaler)]
+    }
+}
+
 fn main() -> ExitCode {
     common::main(train)
 }
 
-fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
-    let (train, test) = Dataset::digits(pg.device())?;
-    let mut varmap = VarMap::new();
+    let (train, test) = digits(pg.device())?;
+    let varmap = VarMap::new();
     let ddp_options = options.training.ddp_options();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), ddp_options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), ddp_options)?;
     options.comm_hook.register(&ddp)?;
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
-    let mut optimizer: Box<dyn Optimizer> = match options.zero {
+    let optimizer: Box<dyn Optimizer> = match options.zero {
         true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+        false => Box::new(AdamW::new(&ddp, params)?),
     };
-    let mut scaler = options.training.grad_scaler(&ddp)?;
+    let scaler = options.training.grad_scaler(&ddp)?;
 
-    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
-    let mut sampler = DistributedSampler::new(train.len(), world_size, rank, sampler_options)?;
-    // Without padding every test image counts once, and some ranks have one less than others.
-    let test_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
-    let test_sampler = DistributedSampler::new(test.len(), world_size, rank, test_options)?;
-    let loader_options = LoaderOptions { batch_size: options.batch_size, ..Default::default() };
-    let loader = DataLoader::new(loader_options, |indices| Ok(train.batch(indices)?))?;
-    let test_loader = DataLoader::new(loader_options, |indices| Ok(test.batch(indices)?))?;
-    let batches = loader.num_batches(sampler.len());
+    let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
+    let loader_options = LoaderOptions { batch_size: options.batch_size, sampler, ..Default::default() };
+    let loader = DataLoader::new(train, pg, loader_options)?;
+    // Every test image counts once, and some ranks have one less than others.
+    let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
+    let test_loader = DataLoader::new(test, pg, LoaderOptions { sampler, ..loader_options })?;
+    let batches = loader.num_batches();
 
+    let mut training = Training { varmap, optimizer, scaler };
     let mut checkpointer = options.training.checkpointer(pg, 1)?;
     let mut epochs_done = 0;
     if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.training.resume) {
-        let mut parts: [(&str, &mut dyn StateDict); 3] =
-            [("model", &mut varmap), ("optimizer", &mut optimizer), ("scaler", &mut scaler)];
-        epochs_done = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
+        epochs_done = checkpointer.load_latest(&mut training)?.unwrap_or(0);
     }
 
     require_rest("--epochs", epochs_done, options.epochs)?;
@@ -98,18 +108,17 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let mut test_accuracy = 0.;
     for epoch in epochs_done + 1..=options.epochs {
         let start = Instant::now();
-        sampler.set_epoch(epoch as usize);
         let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches, "images");
         let (mut loss_sum, mut trained) = (0., 0);
-        for (index, batch) in loader.iter(&sampler).enumerate() {
+        for (index, batch) in loader.epoch(epoch).enumerate() {
             let (images, labels) = batch?;
             let micro_batch = options.training.micro_batch(index, batches);
-            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let _guard = ddp.sync_if(micro_batch.is_last);
             let loss = nn::cross_entropy(&ddp.forward_t(&images, true)?.to_dtype(DType::F32)?, &labels)?;
-            let mut grads = ddp.backward(&scaler.scale(&(&loss / micro_batch.count as f64)?)?)?;
+            let mut grads = ddp.backward(&training.scaler.scale(&(&loss / micro_batch.count as f64)?)?)?;
             if micro_batch.is_last {
-                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
-                scaler.update()?;
+                ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
+                training.scaler.update()?;
             }
             let loss = f64::from(loss.to_scalar::<f32>()?);
             loss_sum += loss * labels.elem_count() as f64;
@@ -123,7 +132,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
         let [loss_sum, trained] = pg.all_reduce_scalars([loss_sum, trained as f64], ReduceOp::Sum)?;
         let (train_loss, images_per_second) = (loss_sum / trained, trained / seconds);
-        test_accuracy = accuracy(&ddp, test_loader.iter(&test_sampler))?;
+        test_accuracy = accuracy(&ddp, &test_loader)?;
         if rank == 0 {
             println!(
                 "epoch {epoch:>2}: loss {train_loss:.4}, test accuracy {:.2} %, {images_per_second:.0} images/s",
@@ -142,7 +151,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "bytes_sent": traffic.and_then(|traffic| traffic.bytes_sent),
         }))?;
         if let Some(checkpointer) = &mut checkpointer {
-            checkpointer.save(epoch, &[("model", &varmap), ("optimizer", &optimizer), ("scaler", &scaler)])?;
+            checkpointer.save(epoch, &mut training)?;
         }
     }
     if let Some(mut checkpointer) = checkpointer {

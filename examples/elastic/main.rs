@@ -1,4 +1,4 @@
-//! The training of `digits`, which goes on when a rank is killed:
+//! The training of `digits`, which continues when a rank is killed:
 //!
 //! ```text
 //! cargo run -p ddprun --release -- --nproc-per-node 4 --max-restarts 5 --example elastic
@@ -13,18 +13,17 @@ mod dataset;
 mod net;
 
 use candle_core::{DType, Device};
-use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState};
-use candle_ddp::elastic::{self, ElasticOptions, Parts, State};
-use candle_ddp::error::Context;
-use candle_ddp::nn;
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, StateDict, WarmupCosine};
+use candle_ddp::checkpoint::{Parts, StateDict};
+use candle_ddp::data::{DataLoader, Dataset, LoaderOptions, LoaderState, Remainder, SamplerOptions};
+use candle_ddp::elastic::{self, ElasticOptions, State};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine};
 use candle_ddp::seed::var_builder;
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result};
+use candle_ddp::{Backend, Context, DistributedDataParallel, InitOptions, ProcessGroup, Result, nn};
 use candle_nn::VarMap;
 use clap::Parser;
 use common::accuracy::accuracy;
 use common::summary::{parameter_hash, require};
-use dataset::Dataset;
+use dataset::{Digits, digits};
 use net::Net;
 use std::fs::File;
 use std::io::Write;
@@ -37,7 +36,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 struct Options {
     /// The number of passes over the training images.
     #[arg(long, default_value_t = 25)]
-    epochs: usize,
+    epochs: u64,
     /// The number of images per batch and rank.
     #[arg(long, default_value_t = 32)]
     batch_size: usize,
@@ -47,7 +46,7 @@ struct Options {
     /// The seed for the initial parameters and the order of the images.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// The smallest number of ranks with which training goes on. [default: all]
+    /// The smallest number of ranks with which training continues. [default: all]
     #[arg(long)]
     min_world_size: Option<usize>,
     /// Append one JSON object per event to this file, one per line (on rank 0).
@@ -59,7 +58,7 @@ struct Options {
     /// Seconds to wait for ranks, and for a collective.
     #[arg(long, default_value_t = 600.)]
     timeout: f64,
-    /// Write the state to this file after each epoch (on rank 0), and begin with what is in it.
+    /// Write the state to this file after each epoch (on rank 0), and begin with its contents.
     #[arg(long, value_name = "FILE")]
     checkpoint: Option<PathBuf>,
     /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.
@@ -67,7 +66,7 @@ struct Options {
     require_accuracy: Option<f64>,
 }
 
-/// What has to be the same on all ranks.
+/// The state that must be the same on all ranks.
 struct Training {
     varmap: VarMap,
     optimizer: AdamW,
@@ -96,8 +95,8 @@ impl Training {
             varmap.data().lock().expect("no panic").iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         named.sort_by(|(name, _), (other, _)| name.cmp(other));
         let params = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
-        let mut optimizer = AdamW::from_named(named, params)?;
-        let total_steps = options.epochs.max(1) as u64;
+        let mut optimizer = AdamW::new(named, params)?;
+        let total_steps = options.epochs.max(1);
         let schedule = WarmupCosine::new(
             &mut optimizer,
             ParamsWarmupCosine { warmup_steps: 0, total_steps, start_factor: 0., eta_min: options.learning_rate / 10. },
@@ -112,7 +111,7 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let data = Dataset::digits(&Device::Cpu)?;
+    let data = digits(&Device::Cpu)?;
     let mut state = State::new(Training::new(options, data.0.len())?);
     if let Some(path) = options.checkpoint.as_ref().filter(|path| path.exists()) {
         state.load(path)?;
@@ -130,41 +129,39 @@ fn train(
     pg: &ProcessGroup,
     state: &mut State<Training>,
     options: &Options,
-    (train, test): &(Dataset, Dataset),
+    (train, test): &(Digits, Digits),
 ) -> Result<()> {
-    let (rank, world_size) = (pg.rank(), pg.world_size());
     report(options, pg, "begin", state)?;
-    let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
     let loader_options = LoaderOptions { batch_size: options.batch_size, ..Default::default() };
-    let loader = DataLoader::new(loader_options, |indices| Ok((indices.len(), train.batch(indices)?)))?;
+    let mut loader = DataLoader::new(train.clone(), pg, loader_options)?;
+    // The rest of the epoch is dealt out to the present ranks.
+    loader.resume(state.progress)?;
 
-    while state.progress.epoch < options.epochs {
-        // What is left of the epoch is dealt out to the ranks that are there now.
-        let epoch = state.progress.epoch;
-        let indices = state.progress.indices(rank, world_size)?;
-        for batch in loader.iter(indices) {
-            let (count, (images, labels)) = batch?;
+    while loader.current_epoch() < options.epochs {
+        for batch in &loader {
+            let (images, labels) = batch?;
             let loss = nn::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
             let gradients = ddp.backward(&loss)?;
-            let Training { optimizer, schedule, progress, .. } = &mut **state;
-            optimizer.step(&gradients)?;
-            progress.advance(count * world_size);
-            if progress.epoch > epoch {
-                schedule.step(optimizer)?;
-            }
+            state.optimizer.step(&gradients)?;
+            state.progress = loader.state();
             state.commit()?;
             report(options, pg, "commit", state)?;
             std::thread::sleep(Duration::from_secs_f64(options.pause));
         }
-        if let Some(path) = options.checkpoint.as_ref().filter(|_| rank == 0) {
+        let Training { optimizer, schedule, progress, .. } = &mut **state;
+        schedule.step(optimizer)?;
+        *progress = loader.state();
+        if let Some(path) = options.checkpoint.as_ref().filter(|_| pg.rank() == 0) {
             state.save(path)?;
         }
     }
 
-    let indices: Vec<usize> = (rank..test.len()).step_by(world_size).collect();
-    let accuracy = accuracy(&ddp, [Ok(test.batch(&indices)?)])?;
+    let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
+    let test_loader = DataLoader::new(test.clone(), pg, LoaderOptions { sampler, ..loader_options })?;
+    let accuracy = accuracy(&ddp, &test_loader)?;
     let hash = parameter_hash(&ddp)?;
-    if rank == 0 {
+    if pg.rank() == 0 {
         println!("test accuracy {:.2} %, {} steps, parameters {hash}", 100. * accuracy, state.commits());
     }
     require("--require-accuracy", options.require_accuracy, "the test accuracy", accuracy)

@@ -1,4 +1,4 @@
-//! Reads what `char_gpt --export` has written: `config.json` and `model.safetensors`.
+//! Reads the files of `char_gpt --export`: `config.json` and `model.safetensors`.
 use crate::plain::Config;
 use crate::vocabulary::Vocabulary;
 use candle_core::{Device, Error, Result, Tensor, safetensors};

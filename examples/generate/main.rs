@@ -6,7 +6,7 @@
 //! cargo run --release --example generate -- target/char_gpt
 //! ```
 //!
-//! CI runs it after `char_gpt`, on what that has exported:
+//! CI runs it after `char_gpt`, on the exported model:
 //!
 //! ci: target/char_gpt --length 20
 mod files;
@@ -27,15 +27,15 @@ use std::path::PathBuf;
 /// Draw text from a model of the example char_gpt.
 #[derive(Parser)]
 struct Options {
-    /// What char_gpt has written with --export.
+    /// The folder that char_gpt has written with --export.
     folder: PathBuf,
-    /// What the text begins with.
+    /// The beginning of the text.
     #[arg(long, default_value = "\n")]
     prompt: String,
     /// The number of characters to draw.
     #[arg(long, default_value_t = 300)]
     length: usize,
-    /// What the logits are divided by.
+    /// The divisor of the logits.
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
     /// The seed of the drawing.

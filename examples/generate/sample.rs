@@ -8,13 +8,13 @@ use candle_core::{Device, Result};
 pub(crate) struct Sampling {
     /// The number of characters.
     pub(crate) length: usize,
-    /// What the logits are divided by: the less, the more often the likeliest character comes.
+    /// The divisor of the logits: the smaller it is, the more often the likeliest character is drawn.
     pub(crate) temperature: f64,
     pub(crate) seed: u64,
 }
 
 impl Sampling {
-    /// Returns `prompt` and what follows it, and the hash of all logits.
+    /// Returns `prompt` and its continuation, and the hash of all logits.
     pub(crate) fn run(
         &self,
         gpt: &Gpt,

@@ -8,6 +8,8 @@
 //! ```
 //!
 //! ci: --epochs 2 --width 8 --batch-size 16 --lr 0.2 --require-accuracy 0.6
+#[path = "../common/batch_norm.rs"]
+mod batch_norm;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../common/pictures.rs"]
@@ -15,22 +17,23 @@ mod pictures;
 mod small;
 mod weights;
 
+use batch_norm::BatchNormOptions;
 use candle_core::DType;
-use candle_ddp::data::{DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{CosineAnnealingLr, Optimizer, ParamsCosineAnnealingLr, ParamsSgd, Sgd};
+use candle_ddp::vision::models::{ResNetOptions, resnet18, resnet34, resnet50};
 use candle_ddp::vision::{
     CenterCrop, ImageFolder, ImageFolderOptions, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ResizeSize,
 };
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result, nn};
-use candle_nn::{VarBuilder, VarMap};
-use clap::Parser;
+use candle_nn::VarMap;
 use clap::builder::ArgPredicate;
+use clap::{Parser, ValueEnum};
 use common::accuracy::accuracy;
-use common::batch_norm::BatchNormOptions;
 use common::options::TrainOptions;
-use common::resnet::{Arch, ResNet, ResNetOptions, Stem};
 use common::run::Run;
 use common::summary::require;
+use common::training::Training;
 use common::{cache, digits};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -100,6 +103,13 @@ struct Options {
     training: TrainOptions,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum Arch {
+    Resnet18,
+    Resnet34,
+    Resnet50,
+}
+
 fn main() -> ExitCode {
     common::main(train)
 }
@@ -126,82 +136,61 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
     let classes = train.classes().len();
 
-    let mut varmap = VarMap::new();
-    let resnet = ResNetOptions { arch: options.arch, stem: Stem::ImageNet, width: options.width, dilated_stages: 0 };
-    let norm = |channels, vb: VarBuilder| options.batch_norm.build(pg, channels, vb);
+    let varmap = VarMap::new();
+    let resnet = match options.arch {
+        Arch::Resnet18 => resnet18,
+        Arch::Resnet34 => resnet34,
+        Arch::Resnet50 => resnet50,
+    };
+    let model_options = ResNetOptions {
+        num_classes: Some(classes),
+        norm_layer: options.batch_norm.norm_layer(pg),
+        width: options.width,
+        ..Default::default()
+    };
     let ddp_options = options.training.ddp_options();
-    let ddp = DistributedDataParallel::new(
-        pg,
-        &varmap,
-        DType::F32,
-        |vb| ResNet::new(resnet, classes, &norm, vb),
-        ddp_options,
-    )?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| resnet(model_options, vb), ddp_options)?;
     if let Some(path) = &options.weights {
         weights::load(pg, &varmap, path, classes)?;
     }
     let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
-    let mut optimizer = Sgd::from_named(ddp.named_parameters(), params)?;
+    let mut optimizer = Sgd::new(&ddp, params)?;
     let params = ParamsCosineAnnealingLr { t_max: options.epochs, eta_min: 0. };
-    let mut schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
-    let mut scaler = options.training.grad_scaler(&ddp)?;
+    let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
+    let scaler = options.training.grad_scaler(&ddp)?;
 
-    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
-    let sampler = DistributedSampler::new(train.len(), pg.world_size(), pg.rank(), sampler_options)?;
+    let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
     // Without padding every image counts once, and some ranks have one less than others.
-    let validation_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
-    let validation_sampler = DistributedSampler::new(validation.len(), pg.world_size(), pg.rank(), validation_options)?;
+    let validation_sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
     let loader_options =
-        LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, ..Default::default() };
-    let mut loader =
-        StatefulDataLoader::new(train, sampler, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
-    let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, |samples| {
-        Ok(Normalize::IMAGENET.collate(samples)?)
-    })?;
+        LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, sampler, ..Default::default() };
+    let loader =
+        DataLoader::with_collate(train, pg, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
+    let loader_options = LoaderOptions { sampler: validation_sampler, ..loader_options };
+    let validation_loader =
+        DataLoader::with_collate(validation, pg, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
 
-    let mut run = Run::new(
-        pg,
-        &options.training,
-        "validation accuracy",
-        &mut [
-            ("model", &mut varmap),
-            ("optimizer", &mut optimizer),
-            ("schedule", &mut schedule),
-            ("scaler", &mut scaler),
-            ("loader", &mut loader),
-        ],
-    )?;
+    let mut training = Training { varmap, optimizer, schedule, scaler, loader };
+    let mut run = Run::new(pg, &options.training, "validation accuracy", &mut training)?;
     for epoch in run.epochs(options.epochs)? {
-        run.begin_epoch(epoch, loader.num_batches());
-        for (index, batch) in loader.iter_on(pg.device()).enumerate() {
+        run.begin_epoch(epoch, training.loader.num_batches());
+        for (index, batch) in training.loader.iter().enumerate() {
             let (images, labels) = batch?;
             let micro_batch = run.micro_batch(index);
             // The gradients of all but the last batch of a step are only added up.
-            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let _guard = ddp.sync_if(micro_batch.is_last);
             let logits = ddp.forward_t(&images, true)?.to_dtype(DType::F32)?;
             let loss = (nn::cross_entropy(&logits, &labels)? / micro_batch.count as f64)?;
-            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            let mut grads = ddp.backward(&training.scaler.scale(&loss)?)?;
             if micro_batch.is_last {
-                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
-                scaler.update()?;
+                ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
+                training.scaler.update()?;
             }
-            run.count(&micro_batch, &loss, labels.elem_count(), optimizer.learning_rate())?;
+            run.count(&micro_batch, &loss, labels.elem_count(), training.optimizer.learning_rate())?;
         }
-        schedule.step(&mut optimizer)?;
-        let validation_accuracy = accuracy(&ddp, validation_loader.iter_on(pg.device()))?;
-        run.end_epoch(
-            &ddp,
-            epoch,
-            validation_accuracy,
-            &[],
-            &[
-                ("model", &varmap),
-                ("optimizer", &optimizer),
-                ("schedule", &schedule),
-                ("scaler", &scaler),
-                ("loader", &loader),
-            ],
-        )?;
+        training.schedule.step(&mut training.optimizer)?;
+        let validation_accuracy = accuracy(&ddp, validation_loader.iter())?;
+        run.end_epoch(&ddp, epoch, validation_accuracy, &[], &mut training)?;
     }
     let validation_accuracy = run.finish(&ddp)?;
     require("--require-accuracy", options.require_accuracy, "the validation accuracy", validation_accuracy)

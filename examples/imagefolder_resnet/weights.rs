@@ -11,7 +11,7 @@ pub(crate) fn load(pg: &ProcessGroup, varmap: &VarMap, path: &Path, classes: usi
     let head = checkpoint::read(path)?.remove("fc.weight");
     let fits = head.is_some_and(|weight| weight.dims().first() == Some(&classes));
     let options = LoadOptions { skip: Arc::new(move |name| !fits && name.starts_with("fc.")), ..Default::default() };
-    let report = checkpoint::load_with(varmap, path, &options)?;
+    let report = checkpoint::load_with(varmap, path, options)?;
     if pg.rank() == 0 {
         let fc = if fits { "" } else { "; the last layer begins anew" };
         println!("{} variables are from {}{fc}", report.loaded.len(), path.display());

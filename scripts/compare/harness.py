@@ -27,12 +27,28 @@ def say(*words):
     print(*words, file=sys.stderr, flush=True)
 
 
+def skip(what, reason):
+    """Reports that a part is skipped, as tests/common/skip.rs does."""
+    say(f"SKIPPED {what}: {reason}")
+    if path := os.environ.get("CANDLE_DDP_SKIPPED"):
+        with open(path, "a") as collected:
+            collected.write(f"{what}: {reason}\n")
+
+
 def build(*targets):
     """Builds cargo targets (`--example NAME` …) in release, and returns the folder of the binaries."""
     subprocess.run(["cargo", "build", "--release", *targets], cwd=ROOT, check=True)
     metadata = ["cargo", "metadata", "--no-deps", "--format-version", "1"]
     output = subprocess.run(metadata, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return Path(json.loads(output)["target_directory"]) / "release"
+
+
+def build_bench(name):
+    """Builds a bench in release, and returns its path, which has a hash in it."""
+    command = ["cargo", "build", "--release", "--bench", name, "--message-format=json-render-diagnostics"]
+    output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    messages = map(json.loads, output.splitlines())
+    return Path(next(m["executable"] for m in messages if m.get("target", {}).get("kind") == ["bench"] and m.get("executable")))
 
 
 def pytorch_version():

@@ -1,4 +1,4 @@
-"""How soon all ranks are told when one does not come, dies, or brings another model."""
+"""How soon all ranks get an error when one does not come, dies, or brings another model."""
 
 import json
 import os
@@ -23,8 +23,8 @@ CASES = {
 
 
 def measure(command, fault, repetitions):
-    """Returns, for each repetition, the seconds from the failure until all ranks that waited have been told, or have been ended
-    without a word, and until all processes have ended."""
+    """Returns, for each repetition, the seconds from the failure until all ranks that waited have an error, or have been ended
+    without one, and until all processes have ended."""
     return [run(command, fault) for _ in range(repetitions)]
 
 
@@ -46,11 +46,11 @@ def run(command, fault):
         assert process.returncode != 0, output
         lines = [json.loads(line) for line in events.read_text().splitlines()]
         assert not any(line["event"] == "done" for line in lines), output
-        told = {line["rank"]: line["time"] for line in lines if line["event"] == "told"}
+        errors = {line["rank"]: line["time"] for line in lines if line["event"] == "error"}
         begun, killed = ({line["rank"] for line in lines if line["event"] == event} for event in ("begin", "killed"))
         since = failure(fault, lines)
-        seconds = max(told.get(rank, ended) for rank in begun - killed) - since, ended - since
-        say(f"{Path(command[0]).name}, {fault}: told after {seconds[0]:.2f} s, ended after {seconds[1]:.2f} s")
+        seconds = max(errors.get(rank, ended) for rank in begun - killed) - since, ended - since
+        say(f"{Path(command[0]).name}, {fault}: error after {seconds[0]:.2f} s, ended after {seconds[1]:.2f} s")
         return seconds
 
 

@@ -47,7 +47,7 @@ def main():
         DistributedDataParallel(torch.nn.Linear(4, 3 if fault == "model" else 2))
         dist.barrier()
     except Exception:
-        report("told")
+        report("error")
         raise
     report("done")
     # Gloo sometimes aborts at the interpreter's end.

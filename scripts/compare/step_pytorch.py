@@ -1,5 +1,5 @@
 """Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
-the example `step`, with the same models, the same measurement and the same JSON output.
+the bench `step`, with the same models, the same measurement and the same JSON output.
 
     torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]]
 
@@ -135,7 +135,7 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
 
 
-# What builds a model, its batch size, and what makes its input.
+# The function that builds a model, its batch size, and the function that makes its input.
 MODELS = {
     "mlp": (mlp, 256, lambda batch: torch.randn(batch, 1024)),
     "resnet18": (resnet18, 32, lambda batch: torch.randn(batch, 3, 32, 32)),
@@ -147,7 +147,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def now():
-    """Returns the time once the GPU, if there is one, has done what was launched."""
+    """Returns the time once the GPU, if there is one, has completed all launches."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

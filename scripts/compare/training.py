@@ -1,4 +1,4 @@
-"""What PyTorch's counterparts of the example programs share: options, the metrics file, starting and ending."""
+"""Shared by PyTorch's counterparts of the example programs: options, the metrics file, starting and ending."""
 
 import argparse
 import json

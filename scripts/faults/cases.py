@@ -1,4 +1,4 @@
-"""The faults, the moments at which they happen, and what has to follow."""
+"""The faults, the moments at which they happen, and the expected outcomes."""
 
 import re
 from dataclasses import dataclass, replace
@@ -28,13 +28,13 @@ ENGINES = {"shm": "CPU, shared memory", "tcp": "CPU, TCP", "nccl": "NCCL"}
 # The victims: rank 0, a middle one, the last.
 VICTIMS = {2: [0, 1], 4: [0, 2, 3]}
 
-# Faults that a process has by itself. The script does the others to it, except those that are limits of the process.
+# Faults that a process causes itself. The script causes the others, except limits of the process.
 OWN = {"panic", "exit", "error"}
 LIMITS = {"disk", "memory", "descriptors"}
 
 # The time-out of groups in seconds: short where it is what ends the run.
 SHORT, LONG = 8, 30
-# After a time-out, ranks ask each other for up to so many seconds what has happened.
+# After a time-out, ranks ask each other for the cause for up to this many seconds.
 DIAGNOSIS = 5
 # The length of the pause.
 PAUSE = 5
@@ -54,11 +54,13 @@ class Case:
 
 
 def meaningless(engine, fault, moment):
-    """Returns why a combination means nothing, or None."""
+    """Returns why a combination does not apply, or None."""
     if fault == "disk" and moment != "checkpoint":
         return "nothing is written to a disk then"
     if engine == "nccl" and fault in ["closed", "half_open", "garbage"]:
         return "NCCL's connections are its own"
+    if engine == "shm" and fault in ["closed", "half_open", "garbage"] and moment != "rendezvous":
+        return "the ranks of one host have no connections to each other"
     if (engine, fault, moment) == ("nccl", "descriptors", "construction"):
         return "the emulated GPU loads its kernels from files then"
     if fault == "memory" and engine != "shm":
@@ -69,7 +71,7 @@ def meaningless(engine, fault, moment):
 
 
 def all_cases(engines, worlds):
-    """Returns the cases, and those that mean nothing by (engine, fault, moment)."""
+    """Returns the cases, and the combinations that do not apply, by (engine, fault, moment)."""
     cases, left_out = [], {}
     for engine in engines:
         for fault in FAULTS:
@@ -93,7 +95,7 @@ def quick_cases():
         ("shm", 2, "error", "forward", 1),
         ("tcp", 4, "closed", "all_reduce", 2),
         ("tcp", 2, "half_open", "forward", 1),
-        ("shm", 2, "garbage", "checkpoint", 0),
+        ("tcp", 2, "garbage", "forward", 0),
         ("shm", 2, "disk", "checkpoint", 1),
         ("shm", 2, "memory", "rendezvous", 0),
         ("tcp", 2, "descriptors", "rendezvous", 1),
@@ -104,19 +106,19 @@ def quick_cases():
 
 @dataclass(frozen=True)
 class Expected:
-    """What must follow."""
+    """The expected outcome."""
 
-    # The run goes on, and its result is that of a run without a fault. `None`: either is right.
-    goes_on: bool | None
+    # The run continues, and has the result of a run without a fault. `None`: either is right.
+    continues: bool | None
     # How long after the fault survivors may take, in seconds, without the allowance for a busy machine.
     within: float
-    # What the error of a survivor says of the reason.
+    # The reason in the error of a survivor.
     reason: str = ""
     # Whether the launcher may end survivors before their own bound.
     launcher_first: bool = False
     # Whether the launcher's report must name the victim first.
     headline: bool = True
-    # Whose names are right, beside the victim's.
+    # Whether errors may name another rank instead of the victim.
     others: bool = False
 
 
@@ -133,7 +135,7 @@ def expected(case):
     wanted = expected_on_cpus(case)
     if case.engine != "nccl":
         return wanted
-    # Over NCCL, ranks learn of a death from the store, by heartbeats that are missing for 10 s, and by what NCCL says itself.
+    # Over NCCL, ranks learn of a death from the store, by heartbeats that are missing for 10 s, and by NCCL's own errors.
     reason = wanted.reason and f"{wanted.reason}|ended without|heartbeat|nccl"
     return replace(wanted, within=wanted.within + 10, reason=reason, launcher_first=True)
 
@@ -163,9 +165,6 @@ def expected_on_cpus(case):
             return Expected(False, 0, "is gone|was lost", headline=False, others=case.world == 2)
         case "half_open" if early:
             return Expected(None, late, ".", launcher_first=True, headline=False)
-        case "half_open" if case.engine == "shm":
-            # The monitors' connections are cut. The data is in memory.
-            return Expected(None, late + DIAGNOSIS, "does not answer|do not answer|was lost", headline=False)
         case "half_open":
             return Expected(False, late + DIAGNOSIS, "does not answer|do not answer|was lost", headline=False)
         case "garbage" if early:
@@ -179,7 +178,7 @@ def expected_on_cpus(case):
         case "descriptors" if moment == "checkpoint":
             return Expected(False, 0, "Too many open files")
         case "descriptors" if early:
-            # Enough may be left for the few that are needed.
+            # The few that a run needs may still be available.
             return Expected(None, late, ".", launcher_first=True, headline=False)
         case "descriptors":
             return Expected(True, 0)

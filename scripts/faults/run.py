@@ -1,4 +1,4 @@
-"""Runs one case: ranks under the launcher, the fault, and what is left afterwards."""
+"""Runs one case: ranks under the launcher, the fault, and the leftovers afterwards."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ DISK = "8m"
 
 
 class Wrong(Exception):
-    """A case did not end as it must."""
+    """A case did not end as expected."""
 
 
 def slack():
@@ -33,7 +33,7 @@ def slack():
 
 
 class Run:
-    """One run of ranks under the launcher, in a folder of its own."""
+    """One run of ranks under the launcher, in its own folder."""
 
     def __init__(self, programs, case, folder, plan):
         self.case, self.folder = case, folder
@@ -126,7 +126,7 @@ class Run:
 
 
 def on_small_disk(command, folder):
-    """Returns the command with the checkpoints on a small disk of their own, which are copied when it has ended."""
+    """Returns the command with the checkpoints on their own small disk, which are copied when it has ended."""
     inside = 'mount -t tmpfs -o size="$0" none "$1/run" || exit 99; folder=$1; shift; "$@"; code=$?; cp -a "$folder/run" "$folder/kept"; exit $code'
     unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
     return [*unshare, "sh", "-c", inside, DISK, str(folder), *command]
@@ -180,7 +180,7 @@ def to_store(pid, port):
 
 
 def each(run, case, act):
-    """Does something to the victim's connections: in the rendezvous to those to the store, later to those to other ranks."""
+    """Harms the victim's connections: in the rendezvous its connections to the store, later to other ranks."""
     pid, port = run.rank(case.victim)
     store = to_store(pid, port)
     if case.moment == "rendezvous":
@@ -196,7 +196,7 @@ def each(run, case, act):
     # All are taken first: the victim may end as soon as one is touched.
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(sockets.take(owner, fd)) for owner, connections in chosen for fd, *_ in connections]
-        # Between the ranks of this engine, data waits for a header at these moments only: elsewhere, what is sent would be a
+        # Between the ranks of this engine, data waits for a header at these moments only: elsewhere, garbage would be a
         # part of the payload.
         in_data = case.engine == "tcp" and case.moment in ["construction", "forward"]
         for sock in taken:
@@ -222,14 +222,14 @@ def judge(programs, case, references):
 
 
 def follow(run, case, then, references):
-    """What follows the fault."""
+    """Checks the outcome of the fault."""
     wanted = expected(case)
-    # The launcher reports when all have ended; a run that goes on takes as long as it takes.
+    # The launcher reports when all have ended; a run that continues takes as long as it takes.
     limit = wanted.within + slack() + SETTLE + SHUTDOWN
-    code = run.end(limit + (LONG if wanted.goes_on is not False else 0) + slack())
+    code = run.end(limit + (LONG if wanted.continues is not False else 0) + slack())
     took, text = time.time() - then, run.text()
     results = [run.read(f"result{rank}") for rank in range(case.world)]
-    if code == 0 and wanted.goes_on is not False:
+    if code == 0 and wanted.continues is not False:
         reference = references[case.engine, case.world]
         if case.fault == "memory":
             # With the other transport, sums are rounded otherwise.
@@ -238,17 +238,19 @@ def follow(run, case, then, references):
         else:
             same = set(results) == {reference}
         if not same:
-            raise Wrong(f"the results are {results}, and not {reference}")
-        return took, "goes on"
-    if code == 0 or wanted.goes_on:
+            raise Wrong(f"the results must be {reference}, and are {results}")
+        return took, "continues"
+    if code == 0 or wanted.continues:
         raise Wrong(f"it ended with code {code}: {text[-3000:]}")
     if took > limit:
-        raise Wrong(f"the run took {took:.1f} s to end, and not {limit:.1f} s")
+        raise Wrong(f"the run must end within {limit:.1f} s, and took {took:.1f} s")
     longest, how = 0, "ends"
     for rank in (rank for rank in range(case.world) if rank != case.victim):
         error = run.read(f"error{rank}")
         if error is None:
-            if not wanted.launcher_first or not re.search(rf"rank {rank} .* after ddprun asked it to exit", text):
+            # The launcher groups ranks that ended alike.
+            ended = rf"(rank {rank}\b|ranks \[(\d+, )*{rank}(, \d+)*\]).* after ddprun asked it to exit"
+            if not wanted.launcher_first or not re.search(ended, text):
                 raise Wrong(f"rank {rank} says nothing: {text[-3000:]}")
             how = "ddprun ends it"
             continue
@@ -275,7 +277,7 @@ def nothing_is_left(run, case, before):
         raise Wrong(f"shared memory is left: {shared}")
     port = int(run.read("rank0").split()[1]) if run.read("rank0") else 0
     if port and sockets.is_listening(port):
-        raise Wrong(f"something still listens on the store's port {port}")
+        raise Wrong(f"a process still listens on the store's port {port}")
 
 
 def shared_memory():
@@ -283,7 +285,7 @@ def shared_memory():
 
 
 def resume(programs, case, folder):
-    """Checkpoints are whole: the same run goes on from the newest, and leaves nothing else in the folder."""
+    """Checkpoints are whole: the same run continues from the newest, and leaves nothing else in the folder."""
     if (folder / "kept").exists():
         (folder / "run").rmdir()
         (folder / "kept").rename(folder / "run")
@@ -292,13 +294,13 @@ def resume(programs, case, folder):
     again = Case(case.engine, case.world, "none", "none", 0)
     with Run(programs, again, folder, "none none 0") as run:
         if code := run.end(PATIENCE):
-            raise Wrong(f"the run that goes on ended with code {code}: {run.text()[-3000:]}")
+            raise Wrong(f"the run that continues ended with code {code}: {run.text()[-3000:]}")
         loaded = {run.read(f"loaded{rank}") for rank in range(case.world)}
         if len(loaded) != 1 or not int(loaded.pop()) >= 2:
-            raise Wrong(f"the run that goes on loaded the checkpoint of step {loaded}")
+            raise Wrong(f"the run that continues loaded the checkpoint of step {loaded}")
     for path in (folder / "run").iterdir():
         if not (path / "checkpoint.json").exists() or any(".tmp" in file.name for file in path.iterdir()):
-            raise Wrong(f"this is left of the save: {path}: {list(path.iterdir()) if path.is_dir() else ''}")
+            raise Wrong(f"the save leaves {path} behind: {list(path.iterdir()) if path.is_dir() else ''}")
 
 
 def reference(programs, engine, world):

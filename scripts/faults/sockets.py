@@ -1,4 +1,4 @@
-"""The sockets of other processes, and what a network or a broken program may do to them. Needs Linux 5.6."""
+"""The sockets of other processes, and the harm that a network or a broken program may do to them. Needs Linux 5.6."""
 
 import ctypes
 import os
@@ -74,14 +74,14 @@ def close(sock):
 
 
 def deafen(sock):
-    """Makes the system drop whatever arrives, as if the cable were cut: nothing tells either end."""
+    """Makes the system drop whatever arrives, as if the cable were cut: neither end notices."""
     drop = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # return 0
     program = struct.pack("@HP", 1, ctypes.addressof(drop))
     sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def disturb(sock):
-    """Sends what is not of any protocol here."""
+    """Sends bytes that belong to none of the protocols here."""
     try:
         sock.send(GARBAGE, socket.MSG_DONTWAIT)
     except OSError:

@@ -21,7 +21,7 @@ pub struct GradScalerOptions {
     pub backoff_factor: f64,
     /// The number of consecutive steps without overflow before the scale grows. Default: 2000.
     pub growth_interval: usize,
-    /// If false, the scaler does nothing: losses and gradients are not changed, and no step is skipped. Default: true.
+    /// If false, the scaler does nothing: it leaves losses and gradients unchanged, and skips no step. Default: true.
     pub enabled: bool,
 }
 
@@ -34,7 +34,8 @@ impl Default for GradScalerOptions {
 impl GradScalerOptions {
     /// `scale` is the name of `init_scale` in errors.
     fn check(&self, scale: &'static str) -> Result<()> {
-        let refuse = |argument, value: f64, rule| Err(Error::invalid(argument, format!("{value} is not {rule}")));
+        let refuse =
+            |argument, value: f64, rule| Err(Error::invalid(argument, format!("it must be {rule}, not {value}")));
         if !(self.init_scale > 0.0 && self.init_scale.is_finite()) {
             return refuse(scale, self.init_scale, "positive and finite");
         }
@@ -45,7 +46,7 @@ impl GradScalerOptions {
             return refuse("backoff_factor", self.backoff_factor, "above 0 and at most 1");
         }
         if self.growth_interval == 0 {
-            return Err(Error::invalid("growth_interval", "it must be at least 1"));
+            return Err(Error::invalid("growth_interval", "it must be at least 1, not 0"));
         }
         Ok(())
     }
@@ -59,11 +60,10 @@ impl GradScalerOptions {
 /// rank counts for all.
 ///
 /// Several optimizers may share a scaler that was created for the parameters of all of them. They step together, in one
-/// [`step_with`](Self::step_with), which divides all gradients at once; a second `step` before `update` (PyTorch's way,
-/// one per optimizer) is refused. An overflow skips the step of all optimizers, where PyTorch decides for each.
+/// [`step_if_finite`](Self::step_if_finite), which divides all gradients at once; a second `step` before `update` (PyTorch's
+/// way, one per optimizer) is refused. An overflow skips the step of all optimizers, where PyTorch decides for each.
 ///
-/// Save and load it like an optimizer, through [`StateDict`](crate::optim::StateDict).
-#[derive(Debug)]
+/// Save and load it like an optimizer, through [`StateDict`](crate::checkpoint::StateDict).
 pub struct GradScaler {
     group: ProcessGroup,
     parameters: Vec<(String, Var)>,
@@ -80,6 +80,18 @@ enum Stage {
     Scaled,
     Unscaled { overflow: bool },
     Stepped { overflow: bool },
+}
+
+impl std::fmt::Debug for GradScaler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GradScaler")
+            .field("parameters", &self.parameters.len())
+            .field("options", &self.options)
+            .field("scale", &self.scale)
+            .field("clean_steps", &self.clean_steps)
+            .field("stage", &self.stage)
+            .finish_non_exhaustive()
+    }
 }
 
 impl GradScaler {
@@ -117,15 +129,16 @@ impl GradScaler {
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
         self.unscale_parameters(grads, |_, overflow| {
             overflow.ok_or_else(|| {
-                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call \
-                              `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut grads)` first";
+                let reason = "it has no gradient for any of the scaler's parameters: with a ZeroRedundancyOptimizer, \
+                              call `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut \
+                              grads)` first";
                 Error::invalid("grads", reason)
             })
         })
     }
 
-    /// Like [`unscale`](Self::unscale), for gradients that are not all in `grads`; `divide_others` works like `divide`
-    /// of [`unscale_with`](Self::unscale_with).
+    /// Like [`unscale`](Self::unscale), for gradients that are not all in `grads`: `divide_others` gets the factor by which to
+    /// multiply the others, and returns whether any of this rank's is infinite or NaN.
     pub(crate) fn unscale_sharded(
         &mut self,
         grads: &mut GradStore,
@@ -141,17 +154,13 @@ impl GradScaler {
         verdict: impl FnOnce(f64, Option<bool>) -> Result<bool>,
     ) -> Result<bool> {
         let parameters = std::mem::take(&mut self.parameters);
-        let result = self.unscale_with(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
+        let result = self.unscale_by(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
         self.parameters = parameters;
         result
     }
 
-    /// Like [`unscale`](Self::unscale), for gradients that are not in a `GradStore`: `divide` gets the factor by which to
-    /// multiply them, and returns whether any of this rank's is infinite or NaN.
-    ///
-    /// # Errors
-    /// Returns the errors of `unscale` and of `divide`.
-    pub fn unscale_with(&mut self, divide: impl FnOnce(f64) -> Result<bool>) -> Result<bool> {
+    /// `divide` gets the factor by which to multiply the gradients, and returns whether any of this rank's is infinite or NaN.
+    fn unscale_by(&mut self, divide: impl FnOnce(f64) -> Result<bool>) -> Result<bool> {
         if !self.options.enabled {
             return Ok(true);
         }
@@ -190,10 +199,9 @@ impl GradScaler {
     ///
     /// ```
     /// # use candle_core::backprop::GradStore;
-    /// # use candle_ddp::{GradScaler, Result};
-    /// # use candle_ddp::optim::Optimizer;
+    /// # use candle_ddp::{Result, amp::GradScaler, optim::Optimizer};
     /// # fn two(scaler: &mut GradScaler, encoder: &mut impl Optimizer, decoder: &mut impl Optimizer, grads: &mut GradStore) -> Result<()> {
-    /// scaler.step_with(grads, |grads| {
+    /// scaler.step_if_finite(grads, |grads| {
     ///     encoder.step(grads)?;
     ///     decoder.step(grads)
     /// })?;
@@ -201,7 +209,11 @@ impl GradScaler {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn step_with(&mut self, grads: &mut GradStore, step: impl FnOnce(&GradStore) -> Result<()>) -> Result<bool> {
+    pub fn step_if_finite(
+        &mut self,
+        grads: &mut GradStore,
+        step: impl FnOnce(&GradStore) -> Result<()>,
+    ) -> Result<bool> {
         if !self.options.enabled {
             step(grads)?;
             return Ok(true);
@@ -219,8 +231,8 @@ impl GradScaler {
         Ok(!overflow)
     }
 
-    /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without one. If
-    /// it falls below 1, nothing is trained any more, and rank 0 warns through `log`.
+    /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without
+    /// one. If it falls below 1, training has stalled, and rank 0 warns through `log`.
     ///
     /// # Errors
     /// Returns [`Error::GradScaler`] if neither `unscale` nor `step` was called in this step.
@@ -238,8 +250,10 @@ impl GradScaler {
             self.clean_steps = 0;
             if before >= 1.0 && self.scale < 1.0 && self.group.rank() == 0 {
                 log::warn!(
-                    "GradScaler: the scale fell to {}, since gradients overflow even if they are not scaled up, and all these \
-                     steps were skipped: the training has diverged, or its inputs hold infinities or NaNs",
+                    "GradScaler: the scale fell to {}, since gradients overflow even without scaling, and every such \
+                     step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
+                     learning rate, or check the inputs; in a run without the scaler, DdpOptions.nan_check names the \
+                     rank and the first parameter",
                     self.scale
                 );
             }
@@ -263,9 +277,9 @@ impl GradScaler {
     }
 }
 
-/// Does not only say "call `update` first": a second optimizer would then divide the same gradients again.
-const STEPPED: &str = "`step` was already called in this step: call `update` before the next backward pass, and \
-                       several optimizers step together, in one `step_with`";
+/// The text mentions `step_if_finite` too: with `update` alone, a second optimizer would divide the same gradients again.
+const STEPPED: &str = "`step` was already called in this step: call `update` before the next backward pass, and step \
+                       several optimizers together, in one `step_if_finite`";
 
 fn misuse(call: &'static str, reason: &str) -> Error {
     let reason = format!("{reason} (each training step: scale, unscale if needed, step, update)");

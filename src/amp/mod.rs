@@ -6,13 +6,14 @@
 //! optimizers change and checkpoints hold. The model holds copies of them in `param_dtype`, which every forward pass
 //! updates, and `backward` returns gradients in the masters' dtype.
 //!
-//! bf16 has the range of f32 and needs nothing else. f16 has a smaller range, in which small gradients vanish. So
+//! bf16 has the range of f32 and needs no scaling. f16 has a smaller range, in which small gradients vanish. So
 //! [`GradScaler`] multiplies the loss by a large number for the backward pass, and divides the gradients by it again.
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
+//! use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
 //! use candle_ddp::optim::{AdamW, ParamsAdamW};
-//! use candle_ddp::{DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, MixedPrecision};
+//! use candle_ddp::{DdpOptions, DistributedDataParallel};
 //! use candle_nn::{VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
@@ -23,8 +24,8 @@
 //!         buffer_dtype: None,                     // running statistics stay in f32
 //!     });
 //!     let options = DdpOptions { mixed_precision, ..Default::default() };
-//!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, |vb| linear(4, 1, vb), options)?;
-//!     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
+//!     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
+//!     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
 //!     let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), GradScalerOptions::default())?;
 //!
 //!     let x = Tensor::ones((8, 4), DType::F32, pg.device())?;

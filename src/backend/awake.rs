@@ -2,8 +2,8 @@
 //! other ranks have been silent.
 use std::time::{Duration, Instant};
 
-/// The time of a thread that sleeps between rounds of work. Sleep that took much longer than intended does not count:
-/// the process or the machine was stopped then and could not receive anything.
+/// The time of a thread that sleeps between rounds of work. A sleep that took much longer than intended does not count:
+/// the process or the machine was stopped then, and could not receive anything.
 pub(super) struct AwakeClock {
     /// The longest that a sleep takes on a busy machine.
     longest_sleep: Duration,

@@ -107,7 +107,7 @@ impl Operation {
 
 const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
 
-/// One call without its data: everything on which all ranks must agree.
+/// One call without its data: everything that must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) operation: Operation,
@@ -115,8 +115,8 @@ pub(super) struct Call {
     pub(super) element: Option<Element>,
     pub(super) reduction: Option<ReduceOp>,
     pub(super) root: Option<usize>,
-    /// The number of elements of the tensor. With two tensors, that of the smaller one (the input of an all-gather, the
-    /// output of a reduce-scatter); for an all-to-all, that of the input.
+    /// The number of elements of the tensor; with two tensors, of the smaller one (the input of an all-gather, the
+    /// output of a reduce-scatter); for an all-to-all, of the input.
     pub(super) count: u64,
     pub(super) label: Label,
 }

@@ -3,7 +3,7 @@ use super::call::{Call, Channel, Element, Operation};
 use super::label::Label;
 use super::{Collective, ReduceOp};
 use crate::{Error, Result};
-use candle_core::{Storage, Tensor};
+use candle_core::{Device, Storage, Tensor};
 use std::ops::Range;
 
 /// Checks whether an engine can reach a tensor. If not, the error says where the tensor is and what to do; it follows
@@ -84,6 +84,35 @@ fn call_of(
     Ok((call, Channel::Collectives))
 }
 
+impl Collective {
+    /// Makes the checks of this crate's engines on rank `rank` of a group of `world_size` whose tensors are on `device`:
+    /// ranks exist, and tensors are contiguous, on that device, of a supported dtype, and fit together without
+    /// overlapping. An engine makes them before it sends anything, since the sizes of its buffers follow from the
+    /// tensors.
+    ///
+    /// # Errors
+    /// Returns an error that names the call and the tensor, and says what to do.
+    pub fn check(&self, rank: usize, world_size: usize, device: &Device) -> Result<()> {
+        check(rank, world_size, &|tensor| on_device(tensor, device), self).map(drop)
+    }
+}
+
+/// Checks whether `tensor` is on `device`, that of the group, for a [`CheckDevice`].
+pub(crate) fn on_device(tensor: &Tensor, device: &Device) -> std::result::Result<(), String> {
+    if tensor.device().same_device(device) {
+        return Ok(());
+    }
+    let (is, belongs) = (tensor.device().location(), device.location());
+    Err(if is == belongs {
+        format!(
+            "is on {is:?} through another candle Device than this group's, and so on another stream: use the group's own \
+             (ProcessGroup::device) for all tensors"
+        )
+    } else {
+        format!("is on {is:?}, but this group works on {belongs:?}: move it with to_device(pg.device())")
+    })
+}
+
 struct Checker<'a> {
     rank: usize,
     world_size: usize,
@@ -102,7 +131,7 @@ impl Checker<'_> {
         let element = self.tensor(tensor)?;
         if reduction == Some(ReduceOp::Avg) && !element.is_float() {
             return Err(self.refuse(format!(
-                "ReduceOp::Avg is for floating point, and this is {}: use ReduceOp::Sum and divide",
+                "ReduceOp::Avg needs floating point, but this is {}: use ReduceOp::Sum and divide",
                 tensor.dtype().as_str()
             )));
         }
@@ -191,7 +220,7 @@ impl Checker<'_> {
         let (name, rank) = (self.name, self.rank);
         match tensor {
             None if rank == root => {
-                Err(Error::invalid(argument, format!("{name}: rank {rank} is the root and must give it")))
+                Err(Error::invalid(argument, format!("{name}: rank {rank} is the root and must pass it")))
             }
             Some(_) if rank != root => {
                 let reason = format!("{name}: rank {rank} must pass None, for only the root (rank {root}) has it");
@@ -275,7 +304,7 @@ mod tests {
                 Collective::AllToAll { output: zeros(&[3], DType::U8), input: zeros(&[3], DType::U8) },
                 "cannot be split into 2 equal parts",
             ),
-            (Collective::Gather { output: None, input: a.clone(), root: 1 }, "rank 1 is the root and must give it"),
+            (Collective::Gather { output: None, input: a.clone(), root: 1 }, "rank 1 is the root and must pass it"),
             (
                 Collective::Scatter { output: a.clone(), input: Some(b.clone()), root: 0 },
                 "only the root (rank 0) has it",

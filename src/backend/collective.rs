@@ -28,7 +28,7 @@ pub enum Collective {
         /// The reduction.
         op: ReduceOp,
     },
-    /// Every rank's `tensor` becomes a copy of that of `root`.
+    /// Every rank's `tensor` becomes a copy of `root`'s.
     Broadcast {
         /// Read on `root`, written elsewhere.
         tensor: Tensor,
@@ -92,7 +92,7 @@ pub enum Collective {
         /// The rank that receives.
         peer: usize,
     },
-    /// `tensor` becomes a copy of what rank `peer` sends.
+    /// `tensor` becomes a copy of the data that rank `peer` sends.
     Recv {
         /// Where the received data goes.
         tensor: Tensor,

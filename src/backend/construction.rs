@@ -2,10 +2,10 @@ use crate::flight_recorder::Recording;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// What can end the construction of a group early, and how its calls are recorded.
+/// The conditions that can end the construction of a group early, and how its calls are recorded.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Construction<'a> {
-    /// The deadline of the construction; `None` stands for the group's time-out from now on.
+    /// The deadline of the construction; `None` means the group's time-out, counted from the start.
     pub(crate) deadline: Option<Instant>,
     /// Called again and again while waiting for other ranks; an error ends the wait.
     pub(crate) cancelled: Option<&'a dyn Fn() -> Result<()>>,

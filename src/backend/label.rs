@@ -5,8 +5,8 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-/// The purpose of a call. It is sent with the call as a number, which every rank turns into text: all ranks know the
-/// fixed texts, and register the same other texts.
+/// The purpose of a call. It is sent with the call as a number, from which every rank derives the text: all ranks know
+/// the fixed texts, and register the same other texts.
 ///
 /// Ranks whose calls look alike but have different labels are doing different things.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -33,18 +33,21 @@ macro_rules! labels {
 labels! {
     BROADCAST_OBJECT = "broadcast_object";
     ALL_GATHER_OBJECT = "all_gather_object";
+    ALL_GATHER_VARIED = "all_gather_varied";
     ALL_REDUCE_SCALARS = "all_reduce_scalars";
     DDP_NEW = "DistributedDataParallel::new";
     DDP_HOOK = "register_comm_hook";
     DDP_BUFFERS = "rank 0's variables, which DistributedDataParallel broadcasts";
     DDP_ORDER = "the order of DistributedDataParallel's buckets";
     DDP_USED = "the used flags of DistributedDataParallel's parameters";
-    JOIN = "a join, in which the program calls no collectives of its own";
+    JOIN = "a join, in which the program must call no collectives itself";
     JOIN_NEW = "join";
     JOIN_SYNC = "Joined::sync";
+    LOADER_NEW = "DataLoader::new";
     BATCH_NORM = "SyncBatchNorm's statistics";
     BATCH_NORM_BACKWARD = "SyncBatchNorm's gradients";
     UNSCALE = "GradScaler::unscale";
+    STOP = "agree_on_stop";
     AVERAGER = "PeriodicModelAverager::average_parameters";
     ZERO_NEW = "ZeroRedundancyOptimizer::new";
     ZERO_STEP = "ZeroRedundancyOptimizer::step";
@@ -81,8 +84,8 @@ impl Label {
         label
     }
 
-    /// Gives this label to the calls that `work` makes on this thread, unless they have one already: the outermost call
-    /// says the most.
+    /// Gives this label to the calls that `work` makes on this thread, unless they have one already: the outermost
+    /// label says the most.
     pub(crate) fn during<T>(self, work: impl FnOnce() -> T) -> T {
         /// Restores the previous label, even if `work` panics.
         struct Scope(Label);
@@ -116,7 +119,7 @@ impl Label {
         self.0
     }
 
-    /// The label of a received number.
+    /// The label for a received number.
     pub(super) fn from_code(code: u32) -> Self {
         Self(code)
     }

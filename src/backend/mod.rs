@@ -2,9 +2,10 @@
 // Only the NCCL engine uses it, but its tests need neither CUDA nor NCCL.
 #[cfg(any(test, feature = "nccl"))]
 mod awake;
+mod bytes;
 mod call;
 mod check;
-mod collective;
+pub(crate) mod collective;
 mod construction;
 pub mod cpu;
 mod failure;
@@ -16,12 +17,16 @@ pub mod nccl;
 #[path = "nccl/absent.rs"]
 pub mod nccl;
 pub(crate) mod single;
-mod work;
+pub(crate) mod work;
 
-pub use collective::{Collective, ReduceOp};
+pub use bytes::{bytes, bytes_mut};
+pub(crate) use check::on_device;
+pub use collective::Collective;
+pub(crate) use collective::ReduceOp;
 pub(crate) use construction::Construction;
 pub(crate) use label::Label;
-pub use work::{Completion, Work};
+pub use work::Completion;
+pub(crate) use work::Work;
 
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -41,6 +46,19 @@ pub enum Split {
     Member(Box<dyn Communicator>),
     /// This rank is not in the new group.
     NotMember,
+}
+
+impl std::fmt::Debug for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unsupported => f.write_str("Unsupported"),
+            Self::Member(engine) => {
+                let (rank, world_size) = (engine.rank(), engine.world_size());
+                f.debug_struct("Member").field("rank", &rank).field("world_size", &world_size).finish_non_exhaustive()
+            }
+            Self::NotMember => f.write_str("NotMember"),
+        }
+    }
 }
 
 /// An engine that runs the collectives of one group, in the order in which they are started.
@@ -68,14 +86,14 @@ pub trait Communicator: Send + Sync {
         Ok(())
     }
 
-    /// Why the group has failed, or why no more calls of all its ranks can succeed, as far as the engine knows without
-    /// asking the other ranks.
+    /// Why the group has failed, or why calls of all its ranks can no longer succeed, as far as the engine knows
+    /// without asking the other ranks.
     fn failure(&self) -> Option<Error> {
         None
     }
 
-    /// The peers that are known to have ended, or to have left the group after it had failed. None where the engine does not
-    /// know.
+    /// The peers that are known to have ended, or to have left the group after it had failed. Empty if the engine does
+    /// not know.
     fn gone(&self) -> Vec<usize> {
         Vec::new()
     }

@@ -1,5 +1,5 @@
 //! The engine of a world of one rank, on any device. It makes the same checks as every engine.
-use super::check::{check, extent};
+use super::check::extent;
 use super::{Collective, Communicator, Completion, Split, Work};
 use crate::error::Failure;
 use crate::rendezvous::Store;
@@ -19,17 +19,6 @@ impl SingleCommunicator {
     pub(crate) fn new(device: Device) -> Self {
         Self { device, reason: OnceLock::new() }
     }
-
-    fn check_device(&self, tensor: &Tensor) -> std::result::Result<(), String> {
-        if tensor.device().same_device(&self.device) {
-            return Ok(());
-        }
-        let (is, belongs) = (tensor.device().location(), self.device.location());
-        Err(match is == belongs {
-            true => format!("is on {is:?} through another candle Device than this group's: use ProcessGroup::device"),
-            false => format!("is on {is:?}, and this group works on {belongs:?}: move it with to_device(pg.device())"),
-        })
-    }
 }
 
 impl Communicator for SingleCommunicator {
@@ -42,7 +31,7 @@ impl Communicator for SingleCommunicator {
     }
 
     fn start(&self, collective: Collective) -> Result<Work> {
-        check(0, 1, &|tensor| self.check_device(tensor), &collective)?;
+        collective.check(0, 1, &self.device)?;
         self.failure().map_or(Ok(()), Err)?;
         match &collective {
             // The reduction of one rank's values is these values, and its tensor is the root's.
@@ -180,7 +169,7 @@ mod tests {
             (Collective::Send { tensor: tensor.clone(), peer: 0 }, "is this rank itself"),
             (Collective::Broadcast { tensor: tensor.clone(), root: 1 }, "rank 1 is outside of a world of 1"),
             (Collective::AllReduce { tensor: tensor.t().unwrap(), op: ReduceOp::Sum }, "not contiguous"),
-            (Collective::Gather { output: None, input: tensor.clone(), root: 0 }, "is the root and must give it"),
+            (Collective::Gather { output: None, input: tensor.clone(), root: 0 }, "is the root and must pass it"),
         ];
         for (collective, expected) in refused {
             let text = engine.run(collective).unwrap_err().to_string();

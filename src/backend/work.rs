@@ -24,10 +24,16 @@ pub trait Completion: Send + Sync {
 
 /// A collective in flight: PyTorch's `Work`.
 ///
-/// Dropping it does not cancel the collective; its error, if any, then comes out of the group's next call.
+/// Dropping it does not cancel the collective; the group's next call then returns its error, if any.
 #[must_use = "the tensors of a collective may only be used after `wait`"]
 #[derive(Clone)]
 pub struct Work(Arc<dyn Completion>);
+
+impl std::fmt::Debug for Work {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
+    }
+}
 
 impl Work {
     /// Wraps an engine's own handle.

@@ -1,4 +1,4 @@
-//! What becomes of any bytes in files of weights; run by `crate::fuzzing`.
+//! Reads arbitrary bytes as files of weights; run by `crate::fuzzing`.
 use super::read;
 use candle_core::{DType, Tensor};
 use std::io::{Cursor, Result, Write};
@@ -33,7 +33,7 @@ fn archive(parts: &[(&str, &[u8])]) -> Result<Vec<u8>> {
     Ok(zip.finish()?.into_inner())
 }
 
-/// Reads the file, and every element of its tensors.
+/// Reads the file and every element of its tensors.
 fn load(bytes: &[u8]) {
     let (path, _file) = memory_file(bytes).expect("there is memory for a small file");
     let Ok(tensors) = read(path) else { return };

@@ -16,8 +16,8 @@ use std::sync::Arc;
 /// A map from names in a checkpoint to those of the model.
 pub type Rename = Arc<dyn Fn(&str) -> String + Send + Sync>;
 
-/// How [`load_with`] reads a checkpoint. The predicates get names as the model has them: without the prefixes of PyTorch's
-/// wrappers, and after [`rename`](Self::rename).
+/// Options of [`load_with`]. The predicates get the model's names: without the prefixes of PyTorch's wrappers, and
+/// after [`rename`](Self::rename).
 ///
 /// Transfer learning, from a checkpoint whose head is for other classes and whose body has another name:
 ///
@@ -33,20 +33,20 @@ pub type Rename = Arc<dyn Fn(&str) -> String + Send + Sync>;
 /// ```
 #[derive(Clone)]
 pub struct LoadOptions {
-    /// Whether a name that only the file or only the model has is an error; otherwise they are returned, and the
-    /// variables that the file does not have keep their values. Default: true.
+    /// Whether a name that only the file or only the model has is an error. Otherwise such names are returned, and
+    /// variables that the file lacks keep their values. Default: true.
     pub strict: bool,
-    /// Where in a file of PyTorch's the state dict is. Default (None): under `state_dict`, `model_state_dict`, `model`,
-    /// `module` or `net`, the first of them that holds tensors, or else at the top.
+    /// The key of the state dict in a PyTorch file. Default (None): the first of `state_dict`, `model_state_dict`,
+    /// `model`, `module` and `net` that holds tensors, or else the top level.
     pub key: Option<String>,
-    /// What the names of the file become. Default: none, they stay.
+    /// Maps the file's names to the model's. Default: none, names stay.
     pub rename: Option<Rename>,
-    /// What is not loaded, also if `strict`: such variables keep their values, whether the file has them or not and in
-    /// whatever shape, and such tensors of the file are passed over. Default: nothing.
+    /// Selects names that are not loaded, even if `strict`: such variables keep their values, whatever the file has
+    /// under these names, and such tensors of the file are ignored. Default: nothing.
     pub skip: NamePredicate,
-    /// Which of the file's tensors are passed over where the model has no such variable, also if `strict`; beside
-    /// `num_batches_tracked`, which PyTorch's batch norms have and candle's do not, and which is always among them.
-    /// Default: nothing.
+    /// Selects tensors of the file that are ignored if the model has no such variable, even if `strict`.
+    /// `num_batches_tracked`, which PyTorch's batch norms have and candle's do not, is always ignored. Default:
+    /// nothing.
     pub ignored: NamePredicate,
 }
 
@@ -69,42 +69,42 @@ impl fmt::Debug for LoadOptions {
     }
 }
 
-/// What [`load_with`] found. All names are sorted, and are those that the model has or would have.
+/// The result of [`load_with`]. All names are sorted, and are the model's, or the names that the model would have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// The variables that have got their values from the file.
+    /// The variables that were loaded from the file.
     pub loaded: Vec<String>,
-    /// The variables that the file does not have.
+    /// The variables that are missing from the file.
     pub missing: Vec<String>,
-    /// The file's tensors that the model has no variable for.
+    /// The file's tensors without a variable in the model.
     pub unexpected: Vec<String>,
-    /// The file's tensors that the model has no variable for, and that were passed over because of
-    /// [`LoadOptions::ignored`].
+    /// The file's tensors without a variable in the model that were ignored because of [`LoadOptions::ignored`].
     pub ignored: Vec<String>,
-    /// The variables, and the file's tensors, that were left out because of [`LoadOptions::skip`].
+    /// The variables and the file's tensors that were skipped because of [`LoadOptions::skip`].
     pub skipped: Vec<String>,
 }
 
-/// Reads a checkpoint into the variables of `varmap`, converting floating-point values to each one's dtype. The model and
-/// the file must have the same names and shapes: [`load_with`] can do with less.
+/// Reads a checkpoint into the variables of `varmap`, converting floating-point values to each one's dtype. The model
+/// and the file must have the same names and shapes; [`load_with`] can be more lenient.
 ///
 /// # Errors
-/// In all cases the variables have kept their values. [`Error::CheckpointMismatch`] lists all names that are missing or
-/// too many, and all that have another shape; [`Error::CheckpointFile`] says what is wrong with the file; [`Error::Io`].
+/// After every error the variables have their previous values. [`Error::CheckpointMismatch`] lists all missing and
+/// surplus names, and all with another shape; [`Error::CheckpointFile`] says what is wrong with the file;
+/// [`Error::Io`].
 pub fn load(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
-    load_with(varmap, path, &LoadOptions::default()).map(|_| ())
+    load_with(varmap, path, LoadOptions::default()).map(|_| ())
 }
 
-/// [`load`] with options of one's own.
+/// Like [`load`], with options.
 ///
 /// # Errors
-/// As with [`load`]. Shapes have to fit also where `strict` is off, but for what is skipped.
-pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: &LoadOptions) -> Result<LoadReport> {
-    Prepared::new(varmap, path.as_ref(), options)?.apply()
+/// As with [`load`]. Shapes must match even if `strict` is off, except for skipped names.
+pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: LoadOptions) -> Result<LoadReport> {
+    Prepared::new(varmap, path.as_ref(), &options)?.apply()
 }
 
-/// [`load_with`] for tensors that the program has: those that [`read`](super::read) returned, changed as the model needs
-/// them. `options.key` has no meaning here.
+/// Like [`load_with`], for tensors in memory: those that [`read`](super::read) returned, changed as the model needs
+/// them. `options.key` has no effect here.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -122,20 +122,20 @@ pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: &LoadOptions)
 /// let weight = tensors["weight"].narrow(0, 0, 2)?;
 /// tensors.insert("weight".to_string(), weight);
 /// tensors.insert("bias".to_string(), Tensor::zeros(2, DType::F32, &Device::Cpu)?);
-/// checkpoint::load_tensors(&varmap, tensors, &LoadOptions::default())?;
+/// checkpoint::load_tensors(&varmap, tensors, LoadOptions::default())?;
 /// # std::fs::remove_file(&folder).unwrap();
 /// # Ok(())
 /// # }
 /// ```
 ///
 /// # Errors
-/// As with [`load_with`], with "the map of tensors" in the place of a path.
-pub fn load_tensors(varmap: &VarMap, tensors: HashMap<String, Tensor>, options: &LoadOptions) -> Result<LoadReport> {
+/// As with [`load_with`], with "the map of tensors" in place of a path.
+pub fn load_tensors(varmap: &VarMap, tensors: HashMap<String, Tensor>, options: LoadOptions) -> Result<LoadReport> {
     let readable = tensors.into_iter().map(|(name, tensor)| (name, Ok(tensor))).collect();
-    Prepared::of(varmap, Path::new("the map of tensors"), readable, options)?.apply()
+    Prepared::of(varmap, Path::new("the map of tensors"), readable, &options)?.apply()
 }
 
-/// A checkpoint that was read and fits: nothing has been changed yet.
+/// A checkpoint that has been read and fits. Nothing has been changed yet.
 pub(super) struct Prepared {
     report: LoadReport,
     values: Vec<(String, Var, Tensor)>,
@@ -146,7 +146,7 @@ impl Prepared {
         Self::of(varmap, path, read_file(path, options.key.as_deref())?, options)
     }
 
-    /// Of the tensors of the file `path`.
+    /// Prepares the tensors of the file `path`.
     fn of(varmap: &VarMap, path: &Path, file: HashMap<String, Readable>, options: &LoadOptions) -> Result<Self> {
         let vars = lock(varmap.data()).clone();
         let mut file = own_names(path, file, |name| vars.contains_key(name), options.rename.as_ref())?;
@@ -168,7 +168,7 @@ impl Prepared {
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
                 continue;
             }
-            // By way of f32, which holds every float8: candle may not come back from converting float8 to f64.
+            // Converts by way of f32, which holds every float8: candle may hang when it converts float8 to f64.
             let tensor = if tensor.dtype() == DType::F8E4M3 { tensor.to_dtype(DType::F32) } else { Ok(tensor) }
                 .and_then(|tensor| tensor.to_dtype(var.dtype()))
                 .map_err(|error| unreadable(path, format!("{name}: {error}")))?;

@@ -1,9 +1,9 @@
-//! Checkpoints that just load: weights under the model's own names, from this crate and from PyTorch.
+//! Checkpoints: weights under the model's own names, from this crate and from PyTorch, and the states of whole runs.
 //!
 //! [`save`] writes a safetensors file with the names of the `VarMap`. [`load`] reads such files, and those that
-//! `torch.save` writes (`.pt`, `.pth`, `.bin`; which it is, the file's first bytes say), into the variables of a model
-//! that has been built. The prefixes that PyTorch's wrappers leave in names, `module.` (DistributedDataParallel,
-//! DataParallel) and `_orig_mod.` (torch.compile), are taken off.
+//! `torch.save` writes (`.pt`, `.pth`, `.bin`), into the variables of a model that has been built; it tells the
+//! formats apart by a file's first bytes. It removes the prefixes that PyTorch's wrappers leave in names, `module.`
+//! (DistributedDataParallel, DataParallel) and `_orig_mod.` (torch.compile).
 //!
 //! ```
 //! use candle_core::{DType, Device};
@@ -23,31 +23,31 @@
 //!
 //! # Another head
 //! A checkpoint whose head is for other classes loads with [`LoadOptions::skip`], one with other names with
-//! [`LoadOptions::rename`]; the [`LoadReport`] says what was left out. What has to be changed itself is [`read`], changed,
-//! and given to [`load_tensors`].
+//! [`LoadOptions::rename`]; the [`LoadReport`] says what was left out. To change the tensors themselves, [`read`]
+//! them, and pass them to [`load_tensors`].
 //!
 //! # A whole run
-//! A [`Checkpointer`] saves model, optimizer, schedule and whatever else a run has to remember, together and in the
-//! background, and loads the newest of its checkpoints after a restart.
+//! A [`Checkpointer`] saves the model, the optimizer, the schedule and all other states of a run together, in the
+//! background, and loads the newest checkpoint after a restart.
 //!
 //! # With several ranks
-//! [`save_distributed`] and [`load_distributed`] are called by every rank, and fail on every rank alike. With
-//! DistributedDataParallel the variables are there once the model is built; every rank then loads the same file.
+//! Every rank calls [`save_distributed`] and [`load_distributed`], which succeed on all ranks or fail on all. With
+//! DistributedDataParallel the variables exist once the model is built; every rank then loads the same file.
 //!
-//! # What is in a checkpoint
-//! The variables, buffers among them. The state of an optimizer has a file of its own (see [`StateDict`]).
+//! # Contents of a checkpoint
+//! All variables, including buffers. The state of an optimizer has its own file (see [`StateDict`]).
 //!
 //! Booleans are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
-//! error where the model has a variable of that name, or where all tensors are asked for ([`read`]); otherwise it counts
+//! error if the model has a variable of that name, or if all tensors are requested ([`read`]); otherwise it counts
 //! like any other name.
 //!
 //! # Memory and trust
-//! Tensors are read one by one: reading takes little more memory than they do. Tensors of a file of PyTorch's that share a
-//! storage there share its memory here as well, where they are contiguous.
+//! Tensors are read one by one: reading takes little more memory than they do. Contiguous tensors that share a
+//! storage in a PyTorch file share memory here too.
 //!
-//! A pickle is read without running any of it, however deep it is. Many of its tensors may be views of the same values: a
-//! file whose tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
-//! holds names and shapes, takes about a hundred times its own size while it is read.
+//! A pickle is read without running any of it, however deep it is. Many of its tensors may be views of the same
+//! values: a file whose tensors would need more than 16 times its size in memory (and one MiB) is refused. The pickle
+//! itself, which holds names and shapes, takes about a hundred times its own size while it is read.
 mod checkpointer;
 mod distributed;
 mod error;
@@ -57,7 +57,7 @@ mod load;
 mod model;
 mod pickle;
 
-pub use crate::state::{PerRank, RankZero, Serde, StateDict};
+pub use crate::state::{Parts, PerRank, RankZero, Serde, StateDict};
 #[cfg(any(test, fuzzing))]
 pub(crate) use checkpointer::fuzz_index;
 pub use checkpointer::{Checkpointer, CheckpointerOptions, SaveHandle};
@@ -77,29 +77,29 @@ use std::fs::File;
 use std::io::{Read, Seek};
 use std::path::Path;
 
-/// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
-/// its name, so that there is never half a file, and the old one stays if something fails. What killed saves to the same
-/// file have left is removed. Symbolic links are followed, and a file that is there keeps its permissions.
+/// Writes the variables of `varmap` to a safetensors file. A temporary file in the same folder is written first and
+/// then takes the file's name, so there is never half a file, and an old one stays if something fails. Leftovers of
+/// killed saves to the same file are removed. Symbolic links are followed, and an existing file keeps its
+/// permissions.
 ///
-/// Of several ranks, one does this. It does not know whether the others are well, and on GPUs not even whether the last
-/// collectives ended well: [`save_distributed`] does, before it replaces a file.
+/// Only one of several ranks should call this. It does not know whether the other ranks have failed or, on GPUs,
+/// whether the last collectives succeeded; [`save_distributed`] checks both before it replaces a file.
 ///
 /// # Errors
-/// [`Error::Io`] says what the system refused.
+/// Returns [`Error::Io`] with the operation that the system refused.
 pub fn save(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     save_tensors(&tensors(varmap), path)
 }
 
-/// [`save`] for any tensors, such as an average of weights.
+/// Like [`save`], for any tensors, such as an average of weights.
 ///
 /// # Errors
-/// As with [`save`]; a dtype that candle cannot write is [`Error::Parameter`].
+/// As with [`save`], and [`Error::Parameter`] for a dtype that candle cannot write.
 pub fn save_tensors(tensors: &HashMap<String, Tensor>, path: impl AsRef<Path>) -> Result<()> {
     write_safetensors(path.as_ref(), tensors)
 }
 
-/// Reads the tensors of a checkpoint to the CPU, under the model's names: those of the file without the prefixes of
-/// PyTorch's wrappers.
+/// Reads the tensors of a checkpoint to the CPU, under the file's names without the prefixes of PyTorch's wrappers.
 ///
 /// # Errors
 /// [`Error::CheckpointFile`], [`Error::Io`].
@@ -114,7 +114,8 @@ fn tensors(varmap: &VarMap) -> HashMap<String, Tensor> {
     vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()
 }
 
-/// Takes PyTorch's prefixes off the names, where the model does not know them as they are, and then maps them by `rename`.
+/// Removes PyTorch's prefixes from names that the model does not have as they are, and then maps the names by
+/// `rename`.
 fn own_names(
     path: &Path,
     file: HashMap<String, Readable>,
@@ -129,7 +130,10 @@ fn own_names(
             let reason = match rename {
                 None => format!("it has {own} twice, with and without a prefix of PyTorch's wrappers"),
                 Some(_) => {
-                    format!("two of its names become {own}, by `rename` and without the prefixes of PyTorch's wrappers")
+                    format!(
+                        "two of its names become {own} after `rename` and without the prefixes of PyTorch's \
+                             wrappers"
+                    )
                 }
             };
             return Err(unreadable(path, reason));
@@ -138,7 +142,7 @@ fn own_names(
     Ok(renamed)
 }
 
-/// `module.` in front, and `_orig_mod.` wherever a part of the model was compiled.
+/// Removes `module.` at the beginning, and `_orig_mod.` wherever a part of the model was compiled.
 fn without_prefixes(name: &str, is_known: &impl Fn(&str) -> bool) -> String {
     let mut parts: Vec<&str> = name.split('.').filter(|part| *part != "_orig_mod").collect();
     while parts.len() > 1 && parts[0] == "module" && !is_known(&parts.join(".")) {
@@ -147,15 +151,15 @@ fn without_prefixes(name: &str, is_known: &impl Fn(&str) -> bool) -> String {
     parts.join(".")
 }
 
-/// The tensors of a file, with the names that they have there.
+/// The tensors of a file, under the file's names.
 fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>> {
     let io = |error| Error::io(format!("reading {}", path.display()), error);
     let mut file = File::open(path).map_err(io)?;
     let mut start = Vec::new();
     file.by_ref().take(16).read_to_end(&mut start).map_err(io)?;
     file.rewind().map_err(io)?;
-    // Eight bytes that say how long the following JSON is. They may begin with PK: this comes first. In a zip archive, a
-    // method of compression that does not exist would be there.
+    // A safetensors file begins with the length of its JSON header in eight bytes. These may spell PK, so this check
+    // comes before the one for zip archives, where the same bytes would be an unknown compression method.
     if start.get(8) == Some(&b'{') {
         let parsed: Parsed = parse_safetensors(&mut file).map_err(io)?;
         return parsed.map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
@@ -168,9 +172,10 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
     } else if start.starts_with(&[0x80]) {
         "it is in the format of PyTorch before 1.6: load it in PyTorch and write it again with torch.save, or as safetensors"
     } else if start.starts_with(b"version https:/") {
-        "it is a pointer of Git LFS and not the file itself: run `git lfs pull`"
+        "it is a Git LFS pointer, not the file itself: run `git lfs pull`"
     } else {
-        "it is neither a safetensors file nor one that torch.save has written, or its beginning is damaged"
+        "it is neither a safetensors file nor a file of torch.save, or its beginning is damaged: load another file, or write \
+         this one again"
     };
     Err(unreadable(path, reason))
 }
@@ -189,7 +194,7 @@ mod tests {
         assert_eq!(own("encoder.module.weight", &[]), "encoder.module.weight");
         assert_eq!(own("modules.0.weight", &[]), "modules.0.weight");
         assert_eq!(own("module", &[]), "module");
-        // A model's own part of that name stays.
+        // A model may have a module of that name, which stays.
         assert_eq!(own("module.module.weight", &["module.weight"]), "module.weight");
     }
 }

@@ -1,4 +1,4 @@
-//! The variables of a model as a state among others.
+//! The variables of a model as a state.
 use super::{LoadOptions, load_tensors, tensors};
 use crate::Result;
 use crate::state::StateDict;
@@ -14,6 +14,6 @@ impl StateDict for VarMap {
     }
 
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
-        load_tensors(self, state.clone(), &LoadOptions::default()).map(drop)
+        load_tensors(self, state.clone(), LoadOptions::default()).map(drop)
     }
 }

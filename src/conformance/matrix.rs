@@ -208,7 +208,7 @@ pub(super) fn same_bits(rank: &Rank) -> Outcome {
             let other = all.narrow(0, number * count, count)?;
             rank.assert_equal(&other, &first).map_err(|fault| {
                 let (here, dtype) = (rank.number(), dtype.as_str());
-                Fault::new(format!("{dtype}[{count}], on rank {number} and here, rank {here}: {}", fault.reason))
+                Fault::new(format!("{dtype}[{count}], on rank {number} and on this rank, {here}: {}", fault.reason))
             })?;
         }
         rank.assert_equal(&sum(0)?, &first)?;

@@ -10,7 +10,7 @@
 //! # let quick = |options| ConformanceOptions { world_sizes: vec![2], counts: vec![3], ..options };
 //! let options = ConformanceOptions::default();
 //! # let options = quick(options);
-//! conformance::run(&options, |store, rank, world_size| {
+//! conformance::run(options, |store, rank, world_size| {
 //!     Ok(Box::new(CpuCommunicator::new(store, rank, world_size, CpuOptions::default())?))
 //! })?;
 //! # Ok(())
@@ -44,11 +44,11 @@ use std::sync::atomic::AtomicUsize;
 /// # Errors
 /// Returns the first fault, as [`Error::RankFailed`], with the case, the call, and what was expected. If the engine
 /// never returns from a call, neither does this function.
-pub fn run<M>(options: &ConformanceOptions, make: M) -> Result<()>
+pub fn run<M>(options: ConformanceOptions, make: M) -> Result<()>
 where
     M: Fn(Arc<dyn Store>, usize, usize) -> Result<Box<dyn Communicator>> + Sync,
 {
-    check(options)?;
+    check(&options)?;
     for &world_size in &options.world_sizes {
         let stores: [Arc<dyn Store>; 2] = std::array::from_fn(|_| Arc::new(HashStore::new(options.timeout)) as _);
         let come = AtomicUsize::new(0);
@@ -58,7 +58,7 @@ where
                 communicator.map_err(|error| failed(rank, world_size, &"making a group", error.into()))
             };
             let (first, second) = (connect(&stores[0])?, connect(&stores[1])?);
-            run_cases(options, [&*first, &*second], Some(&come))
+            run_cases(&options, [&*first, &*second], Some(&come))
         };
         on_ranks(world_size, test, |_, _| ())?;
     }
@@ -71,9 +71,10 @@ where
 /// # Errors
 /// Returns the errors of [`run`] on the rank that finds the fault, which then [aborts](Communicator::abort) both
 /// groups.
-pub fn run_rank(options: &ConformanceOptions, groups: [&dyn Communicator; 2]) -> Result<()> {
-    check(&ConformanceOptions { world_sizes: vec![groups[0].world_size()], ..options.clone() })?;
-    run_cases(options, groups, None)
+pub fn run_rank(options: ConformanceOptions, groups: [&dyn Communicator; 2]) -> Result<()> {
+    let options = ConformanceOptions { world_sizes: vec![groups[0].world_size()], ..options };
+    check(&options)?;
+    run_cases(&options, groups, None)
 }
 
 fn check(options: &ConformanceOptions) -> Result<()> {

@@ -1,9 +1,10 @@
 //! Batches that move to another device.
 use crate::Result;
 use candle_core::{Device, Tensor};
+use half::{bf16, f16};
 
-/// A batch of tensors, which [`StatefulDataLoader::iter_on`](super::StatefulDataLoader::iter_on) moves to a device: a
-/// tensor, or a tuple, a list or an option of such. Batches of a program's own types implement it in a few lines:
+/// A batch, whose tensors a [`DataLoader`](super::DataLoader) moves to its device: a tensor, a number or a string, or a tuple, a
+/// list or an option of such. A program's own types implement it in a few lines:
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -47,11 +48,17 @@ impl<B: Batch> Batch for Option<B> {
     }
 }
 
-impl Batch for String {
-    fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(self)
-    }
+macro_rules! no_tensors {
+    ($($type:ty)+) => {$(
+        impl Batch for $type {
+            fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+                Ok(self)
+            }
+        }
+    )+};
 }
+
+no_tensors!(() bool u8 u16 u32 u64 usize i8 i16 i32 i64 isize f16 bf16 f32 f64 String);
 
 macro_rules! tuple {
     ($($field:ident $value:ident)+) => {

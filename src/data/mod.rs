@@ -1,15 +1,16 @@
-//! Which samples a rank sees, and in which batches: [`DistributedSampler`], [`DataLoader`], [`StatefulDataLoader`] with
-//! worker threads, and PyTorch's permutation, [`randperm`]. `docs/data.md` shows how they are used.
+//! Each rank's part of a dataset, in batches: [`DataLoader`], [`DistributedSampler`], [`TensorDataset`], and PyTorch's
+//! permutation, [`randperm`]. `docs/data.md` shows how they are used.
 mod batch;
 mod collate;
 mod dataset;
+mod iter;
 mod loader;
+mod options;
 mod randperm;
 mod recipe;
 mod sampler;
 mod state;
-mod stateful;
-mod stateful_iter;
+mod tensor_dataset;
 #[cfg(feature = "cuda")]
 mod upload;
 mod workers;
@@ -17,9 +18,10 @@ mod workers;
 pub use batch::Batch;
 pub use collate::{Collate, default_collate};
 pub use dataset::Dataset;
-pub use loader::{Batches, DataLoader, LoaderOptions};
+pub use iter::LoaderIter;
+pub use loader::DataLoader;
+pub use options::LoaderOptions;
 pub use randperm::{Permutation, randperm};
-pub use sampler::{DistributedSampler, SamplerIter, SamplerOptions};
+pub use sampler::{DistributedSampler, Remainder, SamplerIter, SamplerOptions};
 pub use state::LoaderState;
-pub use stateful::StatefulDataLoader;
-pub use stateful_iter::LoaderIter;
+pub use tensor_dataset::{Row, TensorDataset};

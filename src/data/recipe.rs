@@ -11,7 +11,7 @@ pub(super) struct Recipe<D, F> {
     pub(super) dataset: Arc<D>,
     pub(super) collate: F,
     pub(super) seed: u64,
-    pub(super) epoch: usize,
+    pub(super) epoch: u64,
     pub(super) rank: usize,
 }
 

@@ -12,35 +12,42 @@ pub struct SamplerOptions {
     /// As in PyTorch, only the low 32 bits of the sum count. The sum wraps, so that a negative seed of PyTorch's can be
     /// given as `seed as u64`.
     pub seed: u64,
-    /// Where the dataset cannot be split evenly: drop its tail, fewer samples than there are ranks. Default: false.
-    pub drop_last: bool,
-    /// Where the dataset cannot be split evenly and nothing is dropped: repeat its head until it can be. Default: true.
-    ///
-    /// Without padding every sample is there exactly once, as an evaluation needs it, and some ranks have one sample
-    /// less than others. So they may have fewer batches as well: do nothing per batch that all ranks have to do
-    /// together, such as [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward).
-    pub padding: bool,
+    /// What to do if the ranks cannot all get the same number of samples. Default: [`Remainder::Pad`].
+    pub remainder: Remainder,
 }
 
 impl Default for SamplerOptions {
     fn default() -> Self {
-        Self { shuffle: true, seed: 0, drop_last: false, padding: true }
+        Self { shuffle: true, seed: 0, remainder: Remainder::default() }
     }
 }
 
-/// Deals the indices of a dataset out to the ranks: each rank gets the same number, and all of them together get every
-/// index (but for the tail that `drop_last` drops). Without [`padding`](SamplerOptions::padding), the first ranks may
-/// get one more than the others.
+/// What a [`DistributedSampler`] does if the length of the dataset is not a multiple of the number of ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Remainder {
+    /// Repeat the head of the epoch until it is: PyTorch's default.
+    #[default]
+    Pad,
+    /// Drop the tail of the epoch, fewer samples than there are ranks: PyTorch's `drop_last=True`.
+    Drop,
+    /// Give the first ranks one sample more than the others. Each sample is there exactly once, as an evaluation needs it.
+    ///
+    /// Some ranks may then have one batch less than others, so nothing that all ranks do together, such as
+    /// [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward), may happen once per batch.
+    Uneven,
+}
+
+/// Deals the indices of a dataset out to the ranks: together they get every index, and each rank gets the same number.
+/// [`SamplerOptions::remainder`] says what happens if the dataset cannot be split evenly.
 ///
 /// The indices are those of PyTorch's `torch.utils.data.DistributedSampler`, bit for bit: the dataset in the order of
 /// [`randperm`](super::randperm)`(len, seed + epoch)`, padded from its own head or cut, and every `world_size`-th of it
-/// from `rank` on. Where that would leave every rank without a sample, and training on nothing would end well, the sampler is
-/// an error, unlike PyTorch's.
+/// from `rank` on. Unlike PyTorch's, the sampler is an error if no rank would get a sample.
 ///
 /// ```
 /// use candle_ddp::data::{DistributedSampler, SamplerOptions};
 ///
-/// let mut sampler = DistributedSampler::new(10, 4, 1, SamplerOptions { shuffle: false, ..Default::default() })?;
+/// let mut sampler = DistributedSampler::new(10, 1, 4, SamplerOptions { shuffle: false, ..Default::default() })?;
 /// assert_eq!(sampler.iter().collect::<Vec<_>>(), [1, 5, 9]);
 /// sampler.set_epoch(1); // another order in each epoch, where the sampler shuffles
 /// # Ok::<(), candle_ddp::Error>(())
@@ -51,35 +58,34 @@ pub struct DistributedSampler {
     world_size: usize,
     rank: usize,
     options: SamplerOptions,
-    epoch: usize,
+    epoch: u64,
 }
 
 impl DistributedSampler {
-    /// The sampler of `rank` over a dataset of `len` samples.
+    /// The sampler of rank `rank` of `world_size` over a dataset of `len` samples.
     ///
     /// # Errors
-    /// [`Error::RankOutOfRange`]; [`Error::InvalidArgument`] if `world_size` or `len` is 0, or if `drop_last` drops the whole
-    /// dataset.
-    pub fn new(len: usize, world_size: usize, rank: usize, options: SamplerOptions) -> Result<Self> {
+    /// [`Error::RankOutOfRange`]; [`Error::InvalidArgument`] if `world_size` or `len` is 0, or if [`Remainder::Drop`] drops
+    /// the whole dataset.
+    pub fn new(len: usize, rank: usize, world_size: usize, options: SamplerOptions) -> Result<Self> {
         if world_size == 0 {
-            return Err(Error::invalid("world_size", "a sampler needs at least one rank"));
+            return Err(Error::invalid("world_size", "it must be at least 1, not 0"));
         }
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
         if len == 0 {
-            let reason = "the dataset is empty, so that there is nothing to train on or to evaluate: was it read from the right \
-                          place?";
+            let reason = "the dataset must not be empty: was it read from the right place?";
             return Err(Error::invalid("len", reason));
         }
-        if options.drop_last && len < world_size {
+        if options.remainder == Remainder::Drop && len < world_size {
             let reason = format!(
-                "it drops all of the dataset, which has {len} sample(s) for {world_size} ranks: set drop_last to false, or use \
-                 fewer ranks"
+                "Remainder::Drop would drop the whole dataset, which has {len} sample(s) for {world_size} ranks: choose another \
+                 remainder, or use fewer ranks"
             );
-            return Err(Error::invalid("drop_last", reason));
+            return Err(Error::invalid("remainder", reason));
         }
-        let padded = options.padding && !options.drop_last;
+        let padded = options.remainder == Remainder::Pad;
         if padded && len.div_ceil(world_size).checked_mul(world_size).is_none() {
             return Err(Error::invalid(
                 "len",
@@ -92,13 +98,14 @@ impl DistributedSampler {
     }
 
     /// Chooses the permutation of the next [`iter`](Self::iter): `seed + epoch`. Call it before each epoch, with the
-    /// same number on all ranks; without it every epoch has the same order. It does nothing where nothing is shuffled.
-    pub fn set_epoch(&mut self, epoch: usize) {
+    /// same number on all ranks; without it every epoch has the same order. It has no effect without `shuffle`.
+    pub fn set_epoch(&mut self, epoch: u64) {
         self.epoch = epoch;
     }
 
     /// How many indices this rank gets (PyTorch's `num_samples`): the dataset's length over the number of ranks,
-    /// rounded up, or down with `drop_last`. Without padding, it is rounded up on the first ranks and down on the others.
+    /// rounded up, or down with [`Remainder::Drop`]. With [`Remainder::Uneven`], it is rounded up on the first ranks and down
+    /// on the others.
     pub fn len(&self) -> usize {
         self.len_after(0)
     }
@@ -110,10 +117,10 @@ impl DistributedSampler {
 
     /// How many indices all ranks get together, padding included (PyTorch's `total_size`).
     pub fn total_size(&self) -> usize {
-        match self.options {
-            SamplerOptions { drop_last: true, .. } => self.dataset_len / self.world_size * self.world_size,
-            SamplerOptions { padding: true, .. } => self.dataset_len.div_ceil(self.world_size) * self.world_size,
-            _ => self.dataset_len,
+        match self.options.remainder {
+            Remainder::Drop => self.dataset_len / self.world_size * self.world_size,
+            Remainder::Pad => self.dataset_len.div_ceil(self.world_size) * self.world_size,
+            Remainder::Uneven => self.dataset_len,
         }
     }
 
@@ -129,14 +136,14 @@ impl DistributedSampler {
     /// number of ranks may have changed since. They are dealt out as a whole epoch is: `iter_after(0)` is
     /// [`iter`](Self::iter).
     ///
-    /// Since ranks consume an order from its beginning, and the order does not depend on their number, this goes on
+    /// Since ranks consume an order from its beginning, and the order does not depend on their number, this continues
     /// exactly where a run stopped, also with another `world_size`: the ranks get every sample that was left, once, and
     /// fewer than `world_size` of them are padding or dropped.
     pub fn iter_after(&self, consumed: usize) -> SamplerIter {
         let remaining = self.len_after(consumed);
         let shuffle = self.options.shuffle && remaining > 0;
         SamplerIter {
-            permutation: shuffle.then(|| randperm(self.dataset_len, self.options.seed.wrapping_add(self.epoch as u64))),
+            permutation: shuffle.then(|| randperm(self.dataset_len, self.options.seed.wrapping_add(self.epoch))),
             dataset_len: self.dataset_len,
             world_size: self.world_size,
             next: consumed.saturating_add(self.rank),
@@ -156,10 +163,10 @@ impl DistributedSampler {
 
     fn rank_len_after(&self, rank: usize, consumed: usize) -> usize {
         let left = self.dataset_len.saturating_sub(consumed);
-        match self.options {
-            SamplerOptions { drop_last: true, .. } => left / self.world_size,
-            SamplerOptions { padding: true, .. } => left.div_ceil(self.world_size),
-            _ => left.saturating_sub(rank).div_ceil(self.world_size),
+        match self.options.remainder {
+            Remainder::Drop => left / self.world_size,
+            Remainder::Pad => left.div_ceil(self.world_size),
+            Remainder::Uneven => left.saturating_sub(rank).div_ceil(self.world_size),
         }
     }
 
@@ -178,13 +185,13 @@ impl DistributedSampler {
         self.rank
     }
 
-    /// The seed: that of the options, unless a loader has taken over another from a checkpoint.
+    /// The seed of the options, or of the checkpoint that a loader has resumed from.
     pub fn seed(&self) -> u64 {
         self.options.seed
     }
 
     /// The epoch that [`set_epoch`](Self::set_epoch) chose; 0 at first.
-    pub fn epoch(&self) -> usize {
+    pub fn epoch(&self) -> u64 {
         self.epoch
     }
 

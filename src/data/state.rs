@@ -5,9 +5,10 @@ use crate::state::{self, Loader, StateDict};
 use candle_core::Tensor;
 use std::collections::HashMap;
 
-/// How far a training run has come in its data: the state of a [`StatefulDataLoader`](super::StatefulDataLoader), or that of a
-/// loop that reads the samples itself, with [`indices`](Self::indices) and [`advance`](Self::advance). It says nothing of ranks and batches, so that it fits any number and any
-/// size of them. It fits a dataset of another length between two epochs only, since the order of the samples is another.
+/// How far a training run has come in its data: the state of a [`DataLoader`](super::DataLoader), or of a loop
+/// that reads the samples itself, with [`indices`](Self::indices) and [`advance`](Self::advance). It does not depend on the
+/// number of ranks or the batch size, so both may change. The length of the dataset may change only between two epochs,
+/// because the order of the samples changes with it.
 ///
 /// The order of an epoch's samples does not depend on the number of ranks, which take turns in it. So all ranks together have
 /// consumed the beginning of that order, and any number of ranks can continue from there: every sample of the epoch is seen,
@@ -36,20 +37,19 @@ pub struct LoaderState {
     /// The seed of the permutations and of the augmentation.
     pub seed: u64,
     /// The epoch.
-    pub epoch: usize,
-    /// How many samples of this epoch's order all ranks have consumed together: those of the batches that the loader has
-    /// delivered, not of those that it has read ahead. Padding does not count, so that this is at most the length of
-    /// the dataset.
+    pub epoch: u64,
+    /// How many samples of this epoch's order all ranks have consumed together. Batches that the loader has delivered count;
+    /// batches that it has only read ahead do not. Padding does not count, so this is at most the length of the dataset.
     ///
-    /// Each rank computes it from the number of its batches, in the belief that the other ranks have consumed as many: ask for
-    /// the state when all of them have, such as between two training steps. It is then the same on all ranks.
+    /// Each rank computes it from the number of its own batches and assumes that the other ranks have consumed as many. So ask
+    /// for the state when they have, such as between two training steps. It is then the same on all ranks.
     pub consumed: usize,
     /// How many samples the dataset has.
     pub dataset_len: usize,
 }
 
 impl LoaderState {
-    /// The part of rank `rank` of `world_size` in what is left of the epoch: the indices of a shuffling and padding
+    /// The remaining indices of the epoch for rank `rank` of `world_size`: those of a shuffling and padding
     /// [`DistributedSampler`], [after](DistributedSampler::iter_after) the samples that have been consumed. If they cannot be
     /// split evenly, the head of the epoch is repeated.
     ///
@@ -57,7 +57,7 @@ impl LoaderState {
     /// Those of [`DistributedSampler::new`].
     pub fn indices(&self, rank: usize, world_size: usize) -> Result<SamplerIter> {
         let options = SamplerOptions { seed: self.seed, ..Default::default() };
-        let mut sampler = DistributedSampler::new(self.dataset_len, world_size, rank, options)?;
+        let mut sampler = DistributedSampler::new(self.dataset_len, rank, world_size, options)?;
         sampler.set_epoch(self.epoch);
         Ok(sampler.iter_after(self.consumed))
     }
@@ -78,7 +78,7 @@ impl StateDict for LoaderState {
         let mut dict = state::begin("LoaderState")?;
         // All 64 bits, as a number that may be negative.
         dict.insert("seed".to_string(), state::list(&[self.seed as i64])?);
-        dict.insert("epoch".to_string(), state::count(self.epoch as u64)?);
+        dict.insert("epoch".to_string(), state::count(self.epoch)?);
         dict.insert("consumed".to_string(), state::count(self.consumed as u64)?);
         dict.insert("dataset_len".to_string(), state::count(self.dataset_len as u64)?);
         Ok(dict)
@@ -87,7 +87,7 @@ impl StateDict for LoaderState {
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, "LoaderState")?;
         let seed = loader.list::<i64>("seed", 1)?[0] as u64;
-        let (epoch, consumed) = (loader.count("epoch")? as usize, loader.count("consumed")? as usize);
+        let (epoch, consumed) = (loader.count("epoch")?, loader.count("consumed")? as usize);
         let dataset_len = loader.count("dataset_len")? as usize;
         loader.finish()?;
         *self = Self { seed, epoch, consumed, dataset_len };
@@ -105,7 +105,7 @@ mod tests {
             for rank in 0..world_size {
                 let begin = LoaderState { seed: 5, epoch: 2, consumed: 0, dataset_len };
                 let options = SamplerOptions { seed: 5, ..Default::default() };
-                let mut sampler = DistributedSampler::new(dataset_len, world_size, rank, options).unwrap();
+                let mut sampler = DistributedSampler::new(dataset_len, rank, world_size, options).unwrap();
                 sampler.set_epoch(2);
                 let whole: Vec<usize> = sampler.iter().collect();
                 for steps in (0..=whole.len()).filter(|steps| steps * world_size <= dataset_len) {

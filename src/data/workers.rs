@@ -7,8 +7,18 @@ use super::recipe::Recipe;
 use super::{Dataset, LoaderOptions, SamplerIter};
 use crate::panic::{lock, wait};
 use crate::{Error, Result};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
+
+thread_local! {
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread is a worker of a loader.
+pub(super) fn is_worker() -> bool {
+    IS_WORKER.get()
+}
 
 /// The batches of one epoch. Dropping it ends the workers: each after the sample or
 /// the batch that it is working on, which nobody waits for.
@@ -82,7 +92,7 @@ impl<S: Send + 'static, T: Send + 'static> Workers<S, T> {
         let recipe = Arc::new(recipe);
         for number in 0..count {
             let (shared, recipe) = (workers.0.clone(), recipe.clone());
-            // A pool of its own for each worker: candle's and our operations compute on rayon's current pool, which is
+            // A separate pool for each worker: candle's and our operations compute on rayon's current pool, which is
             // then this one thread, instead of competing with training for the threads of the global pool.
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(1)
@@ -102,11 +112,12 @@ impl<S: Send + 'static, T: Send + 'static> Workers<S, T> {
     }
 }
 
-/// What a worker does.
+/// The work of a worker thread.
 fn work<D: Dataset, T, F>(shared: &Shared<D::Sample, T>, recipe: &Recipe<D, F>)
 where
     F: Fn(Vec<D::Sample>) -> Result<T>,
 {
+    IS_WORKER.set(true);
     while let Some(job) = shared.take() {
         let sample = recipe.read(job.index);
         if let Some(Complete { indices, samples }) = shared.put(&job, sample) {
@@ -228,7 +239,7 @@ impl<S, T> Drop for Workers<S, T> {
         window.closed = true;
         let batches = std::mem::take(&mut window.batches);
         self.0.moved.notify_all();
-        // What was read ahead is freed without the lock.
+        // Samples that were read ahead are freed without the lock.
         drop(window);
         drop(batches);
     }

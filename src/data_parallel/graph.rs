@@ -82,7 +82,7 @@ fn with_backward<T>(work: impl FnOnce(&mut Backward) -> T) -> Result<T> {
     BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or_else(outside)
 }
 
-/// A forward pass's inputs: their parts for each replica, and what the gradients need.
+/// A forward pass's inputs: their parts for each replica, and the data for the gradients.
 pub(super) struct Inputs {
     originals: Vec<Tensor>,
     /// For each input that needs a gradient, the leaf variables that replace it on the replicas.
@@ -95,7 +95,7 @@ impl Inputs {
     pub(super) fn cut(inputs: &[&Tensor], devices: &[Device]) -> Result<Self> {
         let rows = |tensor: &Tensor| tensor.dims().first().copied();
         let Some(first) = inputs.first() else {
-            return Err(Error::invalid("inputs", "at least one tensor is needed to split over the devices"));
+            return Err(Error::invalid("inputs", "there must be at least one tensor to split over the devices"));
         };
         if let Some(other) = inputs.iter().find(|input| rows(input) != rows(first)) {
             let reason = format!(
@@ -180,7 +180,7 @@ impl Pass {
         Arc::as_ptr(self) as usize
     }
 
-    /// Creates a scalar between the outputs and what they depend on. candle reaches it after all outputs and then
+    /// Creates a scalar between the outputs and their inputs. candle reaches it after all outputs and then
     /// continues to the inputs.
     fn token(self: &Arc<Self>, root: &Var, inputs: &[Tensor]) -> Result<Tensor> {
         let mut sum = root.as_tensor().clone();

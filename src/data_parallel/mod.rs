@@ -16,6 +16,7 @@ pub use graph::backward;
 pub use replica::{Replica, replicate};
 pub use scatter_gather::{gather, scatter};
 
+use crate::optim::Parameters;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
@@ -63,7 +64,7 @@ impl fmt::Debug for DataParallelOptions {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_ddp::DataParallel;
+/// use candle_ddp::data_parallel::DataParallel;
 /// use candle_nn::{Optimizer, SGD, VarMap, linear, loss};
 ///
 /// # fn main() -> candle_ddp::Result<()> {
@@ -241,7 +242,7 @@ impl<M: Sync> DataParallel<M> {
     /// # use candle_core::{Device, Module, Tensor};
     /// # use candle_nn::{Linear, VarMap, linear};
     /// # let (devices, varmap) = ([Device::Cpu, Device::Cpu], VarMap::new());
-    /// # let dp = candle_ddp::DataParallel::new(&devices, &devices[0], &varmap, |vb| linear(4, 2, vb))?;
+    /// # let dp = candle_ddp::data_parallel::DataParallel::new(&devices, &devices[0], &varmap, |vb| linear(4, 2, vb))?;
     /// # let x = Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu)?;
     /// # let mask = Tensor::ones((3, 2), candle_core::DType::F32, &Device::Cpu)?;
     /// let outputs = dp.call(&[&x, &mask], |net: &Linear, inputs| {
@@ -275,6 +276,25 @@ impl<M: Sync> DataParallel<M> {
 impl<M: ModuleT + Sync> ModuleT for DataParallel<M> {
     fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
         Ok(self.one(xs, |module, xs| module.forward_t(xs, train))?)
+    }
+}
+
+/// All [`named_parameters`](DataParallel::named_parameters).
+impl<M> From<&DataParallel<M>> for Parameters {
+    fn from(model: &DataParallel<M>) -> Self {
+        model.named_parameters().into()
+    }
+}
+
+impl<M> fmt::Debug for DataParallel<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let devices: Vec<_> = self.replicas.iter().map(Replica::device).collect();
+        f.debug_struct("DataParallel")
+            .field("devices", &devices)
+            .field("output_device", &self.output_device)
+            .field("parameters", &self.parameters().len())
+            .field("buffers", &self.named_buffers().len())
+            .finish_non_exhaustive()
     }
 }
 

@@ -9,6 +9,7 @@ use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// A model on one of several devices.
@@ -64,6 +65,15 @@ impl<M> Replica<M> {
     }
 }
 
+impl<M> fmt::Debug for Replica<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replica")
+            .field("device", self.device())
+            .field("variables", &self.local_variables.variables.len())
+            .finish_non_exhaustive()
+    }
+}
+
 /// Builds a model on each of `devices`. Unlike PyTorch's `replicate`, which runs in every forward pass, this is done
 /// once; [`parallel_apply`](super::parallel_apply) updates the replicas. The variables are those of `varmap`, on the
 /// first device; missing ones are created with dtype `dtype`. Every replica must request the same variables.
@@ -81,7 +91,7 @@ where
     Error: From<E>,
 {
     let Some(first) = devices.first() else {
-        return Err(Error::invalid("devices", "at least one device is needed"));
+        return Err(Error::invalid("devices", "there must be at least one device"));
     };
     check_distinct(&devices.iter().map(Device::location).collect::<Vec<_>>())?;
     check_streams(devices)?;

@@ -13,10 +13,13 @@ use candle_core::{Device, Tensor};
 /// Returns an error if the tensor has no dimensions, if there are no devices, or if a copy fails.
 pub fn scatter(tensor: &Tensor, devices: &[Device]) -> Result<Vec<Tensor>> {
     let Some(&rows) = tensor.dims().first() else {
-        return Err(Error::invalid("tensor", "it has no dimension 0 to split over the devices"));
+        return Err(Error::invalid(
+            "tensor",
+            "it must have a dimension 0 to split over the devices, but it is a scalar",
+        ));
     };
     if devices.is_empty() {
-        return Err(Error::invalid("devices", "at least one device is needed"));
+        return Err(Error::invalid("devices", "there must be at least one device"));
     }
     let size = rows.div_ceil(devices.len()).max(1);
     let parts = (0..rows.max(1)).step_by(size).map(|start| tensor.narrow(0, start, size.min(rows - start)));
@@ -31,7 +34,7 @@ pub fn scatter(tensor: &Tensor, devices: &[Device]) -> Result<Vec<Tensor>> {
 /// Returns an error if there are no tensors, or if their dtypes differ or their shapes differ in more than dimension 0.
 pub fn gather(tensors: &[Tensor], output_device: &Device) -> Result<Tensor> {
     let Some(first) = tensors.first() else {
-        return Err(Error::invalid("tensors", "at least one tensor is needed"));
+        return Err(Error::invalid("tensors", "there must be at least one tensor"));
     };
     for (index, tensor) in tensors.iter().enumerate().skip(1) {
         if tensor.dtype() != first.dtype()

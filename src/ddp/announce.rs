@@ -1,15 +1,20 @@
-//! What a backward pass tells ranks that have no inputs left.
-use super::core::Core;
+//! Announces backward passes to ranks that have no inputs left.
+use super::model::DistributedModel;
 use super::order::Member;
-use crate::process_group::{Active, Operation};
+use crate::process_group::{Active, Kind, Operation};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// Tells ranks without inputs that a backward pass of `models` comes next, if those that send gradients are in a join. Returns
-/// the ranks that have inputs.
-pub(super) fn announce(models: &[Member]) -> Result<Option<Active>> {
-    let adds_up = models.iter().any(|model| model.synchronises && model.adds_up);
-    let models: Vec<&Core> = models.iter().filter(|model| model.synchronises).map(|model| model.core).collect();
+/// Tells ranks without inputs that a backward pass of `models` comes next, if the models that send gradients are in a
+/// join. Returns the ranks that have inputs.
+pub(super) fn announce(models: &[Member], is_weighted: bool) -> Result<Option<Active>> {
+    let kind = match models.iter().any(|model| model.synchronises && model.adds_up) {
+        true => Kind::AddsUp,
+        false if is_weighted => Kind::Weighted,
+        false => Kind::Plain,
+    };
+    let models: Vec<&DistributedModel> =
+        models.iter().filter(|model| model.synchronises).map(|model| model.core).collect();
     let Some(join) = models.iter().find_map(|model| model.group().current_join()) else { return Ok(None) };
     let mut mask = 0;
     for model in &models {
@@ -18,17 +23,17 @@ pub(super) fn announce(models: &[Member]) -> Result<Option<Active>> {
         let Some(place) = place.filter(|_| is_joined) else {
             let parameter = model.variables.parameters.first().map_or("", |parameter| &parameter.name);
             let reason = format!(
-                "the one with the parameter {parameter} is not in the join in which it is trained: give all models to it, \
-                 `candle_ddp::join(&[&a, &b], …)`"
+                "the model with the parameter {parameter} is trained inside a join that does not include it: pass all \
+                 models to the join, `candle_ddp::join(&[&a, &b], …)`"
             );
             return Err(Error::invalid("models", reason));
         };
         mask |= 1 << place;
     }
-    models[0].group().announce(Operation::Backward { models: mask, adds_up })
+    models[0].group().announce(Operation::Backward { models: mask, kind })
 }
 
-/// Returns the place of `model` among those of the join that its group is in.
-pub(super) fn place(model: &Core) -> Option<usize> {
+/// Returns the position of `model` among the models of its group's current join.
+pub(super) fn place(model: &DistributedModel) -> Option<usize> {
     model.group().current_join()?.models.iter().position(|number| *number == model.number)
 }

@@ -1,28 +1,16 @@
 //! Backward passes of one model or of several models in one graph.
-use super::core::Core;
+use super::count;
 use super::graph::Graph;
+use super::model::DistributedModel;
 use super::order::Member;
 use super::pass::Pass;
 use super::reducer::Gradient;
 use super::sync;
-use crate::process_group::Active;
+use crate::process_group::{Active, Kind};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashSet;
-
-/// A [`DistributedDataParallel`](crate::DistributedDataParallel) with any module; [`backward`] takes a list of these.
-pub trait DistributedModel: sealed::HasCore {}
-
-impl<T: sealed::HasCore> DistributedModel for T {}
-
-pub(super) mod sealed {
-    use crate::ddp::core::Core;
-
-    pub trait HasCore {
-        fn core(&self) -> &Core;
-    }
-}
 
 /// Computes the gradients of a loss that depends on several models in one backward pass, and averages each model's
 /// gradients over the ranks of its group. Examples are a generator and a discriminator, an encoder and a decoder, or a
@@ -35,8 +23,8 @@ pub(super) mod sealed {
 /// # fn main() -> candle_ddp::Result<()> {
 /// candle_ddp::spawn(2, |pg| {
 ///     let options = DdpOptions::default;
-///     let encoder = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, |vb| linear(8, 2, vb), options())?;
-///     let decoder = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, |vb| linear(2, 8, vb), options())?;
+///     let encoder = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(8, 2, vb), options())?;
+///     let decoder = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(2, 8, vb), options())?;
 ///     let mut optimizer = SGD::new([encoder.parameters(), decoder.parameters()].concat(), 0.1)?;
 ///     let x = Tensor::randn(0f32, 1.0, (4, 8), pg.device())?;
 ///     let loss = (decoder.forward(&encoder.forward(&x)?)? - &x)?.sqr()?.mean_all()?;
@@ -51,16 +39,25 @@ pub(super) mod sealed {
 ///
 /// Otherwise this works like [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward). Every
 /// rank must call it with the same models in the same order. Buckets are sent model by model; in the first pass with
-/// these models, the ranks agree on the order in which rank 0's gradients become complete. (Models of different groups
-/// are sent in the given order: give the one nearest to the loss first.) A model under
+/// these models, the ranks agree on the order in which rank 0's gradients become complete. (Models of different
+/// groups are sent in the given order: put the one nearest to the loss first.) A model under
 /// [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing. A variable that belongs to two of the models
 /// gets the sum of both gradients.
 ///
 /// # Errors
 /// Returns the errors of `DistributedDataParallel::backward`, and [`Error::InvalidArgument`] on all ranks, before any
 /// gradient is sent, if ranks gave different models or a different order.
-pub fn backward(loss: &Tensor, models: &[&dyn DistributedModel]) -> Result<GradStore> {
-    run(loss, &cores(models))
+pub fn backward(loss: &Tensor, models: &[&DistributedModel]) -> Result<GradStore> {
+    run(loss, models, None)
+}
+
+/// Like [`backward`], for a loss that is a sum over `count` samples of this rank: see
+/// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted).
+///
+/// # Errors
+/// Returns the errors of [`backward`] and of `DistributedDataParallel::backward_weighted`.
+pub fn backward_weighted(loss_sum: &Tensor, models: &[&DistributedModel], count: f64) -> Result<GradStore> {
+    run(loss_sum, models, Some(count))
 }
 
 /// Like [`backward`], but adds the gradients to those in `grads`; see
@@ -68,27 +65,23 @@ pub fn backward(loss: &Tensor, models: &[&dyn DistributedModel]) -> Result<GradS
 ///
 /// # Errors
 /// Returns the errors of [`backward`] and of `DistributedDataParallel::backward_into`.
-pub fn backward_into(loss: &Tensor, models: &[&dyn DistributedModel], grads: &mut GradStore) -> Result<()> {
-    run_into(loss, &cores(models), grads)
-}
-
-pub(super) fn cores<'a>(models: &[&'a dyn DistributedModel]) -> Vec<&'a Core> {
-    models.iter().map(|model| model.core()).collect()
+pub fn backward_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut GradStore) -> Result<()> {
+    run_into(loss, models, grads)
 }
 
 /// Runs a backward pass.
-pub(super) fn run(loss: &Tensor, models: &[&Core]) -> Result<GradStore> {
-    average(loss, &mut Pass::new(loss, models, None))
+pub(super) fn run(loss: &Tensor, models: &[&DistributedModel], count: Option<f64>) -> Result<GradStore> {
+    average(loss, &mut Pass::new(loss, models, None, count))
 }
 
 /// Runs a backward pass and adds its gradients to those in `grads`, which are unchanged if it fails.
-pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -> Result<()> {
+pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut GradStore) -> Result<()> {
     if models.iter().any(|model| model.marks().has_local(grads)) {
-        let reason = "it holds this rank's own sums, of a backward pass under no_sync. The buckets hold them as well, and \
-                      the next synchronised pass averages them: hand on another store, or GradStore::default()";
+        let reason = "it holds this rank's own sums from a backward pass under no_sync. The buckets hold these sums as \
+                      well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
         return Err(Error::invalid("grads", reason));
     }
-    let mut pass = Pass::new(loss, models, Some(grads));
+    let mut pass = Pass::new(loss, models, Some(grads), None);
     let mut new = average(loss, &mut pass)?;
     for model in pass.models.iter().filter(|model| !model.synchronises) {
         named(model.core).for_each(|(_, var)| drop(new.remove(var)));
@@ -97,7 +90,7 @@ pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -
     let mut added: HashSet<TensorId> = pass.graph.iter().flat_map(Graph::variables).collect();
     for model in pass.synchronised() {
         added.extend(named(model).map(|(_, var)| var.id()));
-        // Sums have memory of their own, so the buckets can be reused.
+        // Sums have their own memory, so the buckets can be reused.
         let becomes_view = |(_, var): (_, &Var)| new.get(var).is_some() && grads.get(var).is_none();
         let has_views = model.reducer.is_sharded() || named(model).any(becomes_view);
         let mark = model.marks().take(&mut new).filter(|_| has_views);
@@ -118,7 +111,8 @@ pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -
 /// Runs `pass`, which begins at `loss`, and returns the averaged gradients.
 fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     check(pass)?;
-    check_reached(pass).inspect_err(|error| pass.abort(&error.to_string()))?;
+    let checked = pass.count.map_or(Ok(()), count::check).and_then(|()| check_reached(pass));
+    checked.inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.announce()?;
     pass.run(|pass| {
         pass.begin()?;
@@ -137,16 +131,17 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
             None => Ok(grads),
             Some(name) => Err(Error::parameter(
                 name,
-                "the loss depends on its variable not only through the model: that gradient would not be averaged. Compute \
-                 with the model's own tensor, in `ddp.call(|model| …)`, or leave the variable to each rank with is_ignored",
+                "the loss also uses its variable directly, not only through the model, and that gradient would not be \
+                 averaged: compute with the model's own tensor, in `ddp.call(|model| …)`, or leave the variable to \
+                 each rank with Role::Ignored",
             )),
         }
     })
 }
 
 /// Takes part, with zeros, in a backward pass that the `active` ranks run and this one does not.
-pub(super) fn shadow(models: &[&Core], adds_up: bool, active: &Active) -> Result<()> {
-    Pass::shadow(models, adds_up, active).run(|pass| {
+pub(super) fn shadow(models: &[&DistributedModel], kind: Kind, active: &Active) -> Result<()> {
+    Pass::shadow(models, kind, active).run(|pass| {
         pass.begin()?;
         let buffers = broadcast_buffers(pass)?;
         for model in pass.synchronised() {
@@ -159,11 +154,11 @@ pub(super) fn shadow(models: &[&Core], adds_up: bool, active: &Active) -> Result
     })
 }
 
-/// Checks that the loss depends on one of the models, so that no rank trains nothing without a word.
+/// Checks that the loss depends on one of the models, so that no rank silently trains nothing.
 fn check_reached(pass: &Pass) -> Result<()> {
     let is_reached =
         |graph: &Graph| pass.models.iter().any(|model| graph.completes(model.core.reducer.identity()).is_some());
-    if pass.graph.iter().any(is_reached) {
+    if pass.graph.iter().any(is_reached) || pass.count == Some(0.) {
         return Ok(());
     }
     for Member { core: model, .. } in &pass.models {
@@ -180,21 +175,29 @@ fn check_reached(pass: &Pass) -> Result<()> {
 /// Checks everything that can be checked before anything is sent.
 fn check(pass: &Pass) -> Result<()> {
     if pass.models.is_empty() {
-        return Err(Error::invalid("models", "there is none to train: give at least one"));
+        return Err(Error::invalid("models", "the list is empty: give at least one model"));
     }
     for (index, Member { core: model, .. }) in pass.models.iter().enumerate() {
         let first = || model.variables.parameters.first().map_or("", |parameter| &parameter.name);
         if pass.models[..index].iter().any(|other| std::ptr::eq(other.core, *model)) {
-            return Err(Error::invalid("models", format!("the one with the parameter {} is given twice", first())));
+            return Err(Error::invalid(
+                "models",
+                format!(
+                    "the model with the parameter {} is given twice: give each \
+                                                         model once",
+                    first()
+                ),
+            ));
         }
         if model.reducer.identity().is_frozen() {
             let reason = format!(
-                "the one with the parameter {} is frozen, by a guard that its `freeze` returned: drop the guard before the \
+                "the model with the parameter {} is frozen by a guard from its `freeze`: drop the guard before the \
                  backward pass that trains this model",
                 first()
             );
             return Err(Error::invalid("models", reason));
         }
+        model.reducer.check_accumulated(pass.count.is_some())?;
     }
     let identities: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();
     // The graph also contains the variables behind replicas, which may belong to another model too.
@@ -206,17 +209,17 @@ fn check(pass: &Pass) -> Result<()> {
     }
 }
 
-/// Starts to broadcast the buffers. The backward pass does not read them, so it hides that.
+/// Starts to broadcast the buffers. The backward pass does not read them, so it hides the broadcast.
 fn broadcast_buffers<'a>(pass: &Pass<'a>) -> Result<Vec<sync::Broadcast<'a>>> {
     let models = pass.synchronised().filter(|model| model.options.broadcast_buffers);
-    let broadcast = |model: &'a Core| {
+    let broadcast = |model: &'a DistributedModel| {
         let vars = model.variables.buffers.iter().map(|buffer| &buffer.var);
         sync::broadcast(model.reducer.groups(), vars, pass.root())
     };
     models.map(broadcast).collect()
 }
 
-/// Waits for the buckets of all models, and puts what is in them into `grads`.
+/// Waits for the buckets of all models, and puts their gradients into `grads`.
 fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
     let mut inserted = HashSet::new();
     for Member { core: model, synchronises, .. } in &pass.models {
@@ -240,14 +243,14 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
     Ok(())
 }
 
-/// Ends what comes after the gradients.
+/// Finishes the buffers' broadcasts, and checks the counts and the used flags, once the gradients are there.
 fn finish(buffers: Vec<sync::Broadcast>, pass: &Pass) -> Result<()> {
     buffers.into_iter().try_for_each(sync::Broadcast::finish)?;
-    pass.synchronised().try_for_each(|model| model.reducer.check_used())
+    pass.synchronised().try_for_each(|model| model.reducer.check_result())
 }
 
-/// Removes from `grads` the gradients that do not come through hooks: those of models that compute with the variables
-/// themselves. Returns the name of a parameter whose variable the loss uses directly, beside its replica.
+/// Removes from `grads` the gradients that do not come through hooks, because their models compute with the variables
+/// themselves. Returns the name of a parameter whose variable the loss uses directly, in addition to its replica.
 fn take_unhooked(grads: &mut GradStore, pass: &Pass) -> Result<Option<String>> {
     let models = || pass.models.iter().map(|model| model.core);
     for model in models() {
@@ -267,7 +270,7 @@ fn take_unhooked(grads: &mut GradStore, pass: &Pass) -> Result<Option<String>> {
 }
 
 /// Warns if the program may have expected gradients to accumulate, as in PyTorch.
-fn warn_of_lost(model: &Core) -> Result<()> {
+fn warn_of_lost(model: &DistributedModel) -> Result<()> {
     let is_held = model.marks().is_last_held();
     let lost = model.first_gradients().are_lost(&model.variables.parameters, is_held)?;
     if lost && model.group().rank() == 0 {
@@ -276,12 +279,12 @@ fn warn_of_lost(model: &Core) -> Result<()> {
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
              has changed since. If the program expects them to be added to those of the second pass: `backward` returns \
              the gradients of its own loss, and `ddp.backward_into(&loss, &mut grads)` adds to those of an earlier one. \
-             (A skipped step, or one with a learning rate of 0, looks the same.)"
+             (A skipped step, one with a learning rate of 0, or an optimizer without this parameter looks the same.)"
         );
     }
     Ok(())
 }
 
-fn named(model: &Core) -> impl Iterator<Item = (&String, &Var)> {
+fn named(model: &DistributedModel) -> impl Iterator<Item = (&String, &Var)> {
     model.variables.parameters.iter().map(|parameter| (&parameter.name, &parameter.var))
 }

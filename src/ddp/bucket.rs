@@ -1,21 +1,23 @@
 //! Assignment of gradients to buckets, and the buckets' storage.
+use super::count;
 use crate::backend::{Label, Work};
 use crate::error::GRADIENTS;
 use crate::kernels::Assignment;
+use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What the assignment to buckets needs to know about a parameter.
+/// The facts about a parameter that determine its bucket.
 #[derive(Clone, Debug)]
 pub(crate) struct ParameterInfo {
     pub(super) name: String,
     pub(super) shape: Shape,
     /// The dtype in which its gradient is all-reduced.
     pub(super) dtype: DType,
-    /// The dtype in which its gradient arrives: that of the tensor the model computes with.
+    /// The dtype in which its gradient arrives, which is the dtype of the tensor the model computes with.
     pub(super) arrives_as: DType,
     /// The dtype in which its gradient is returned: the variable's.
     pub(super) leaves_as: DType,
@@ -38,14 +40,14 @@ pub(crate) struct BucketCaps {
 }
 
 impl BucketCaps {
-    /// Converts sizes in MiB, as in PyTorch's `bucket_cap_mb`; 0 puts every parameter into a bucket of its own.
+    /// Converts sizes in MiB, as in PyTorch's `bucket_cap_mb`; 0 gives every parameter its own bucket.
     pub(super) fn from_mib(first: f64, others: f64) -> Result<Self> {
         let bytes = |argument, mib: f64| {
             if mib >= 0.0 {
                 // The cast saturates: infinity means one bucket for all parameters.
                 Ok((mib * MIB) as usize)
             } else {
-                Err(Error::invalid(argument, format!("{mib} is not a size in MiB: it must be 0 or more")))
+                Err(Error::invalid(argument, format!("it must be a size in MiB of at least 0, not {mib}")))
             }
         };
         Ok(Self { first: bytes("first_bucket_mb", first)?, others: bytes("bucket_cap_mb", others)? })
@@ -54,11 +56,11 @@ impl BucketCaps {
 
 /// Assigns parameters to buckets. `order` is the order in which their gradients are expected.
 ///
-/// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the open
-/// bucket of its kind, which closes at its cap; the first bucket of a kind has a smaller cap, so that communication
-/// begins early (PyTorch's `compute_bucket_assignment_by_size`). The last buckets are small too, each with at most half
-/// of what is left, because little or no computation hides their all-reduce. The buckets are returned in the order in
-/// which they are expected to fill up.
+/// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the
+/// open bucket of its kind, which closes at its cap; the first bucket of a kind has a smaller cap, so that
+/// communication begins early (PyTorch's `compute_bucket_assignment_by_size`). The last buckets are small too, each
+/// with at most half of the remaining bytes, because little or no computation hides their all-reduce. The buckets are
+/// returned in the order in which they are expected to fill up.
 pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCaps) -> Vec<Vec<usize>> {
     struct Open {
         kind: (DType, DType, DeviceLocation),
@@ -116,6 +118,23 @@ fn label(parameters: &[ParameterInfo], number: usize, members: &[usize]) -> Labe
     })
 }
 
+/// What a rank tells the others in a synchronised pass.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Message {
+    /// Whether it was asked to stop.
+    pub(super) is_stop_asked: bool,
+    /// Its count, in a weighted pass.
+    pub(super) count: Option<f64>,
+}
+
+/// Where a bucket carries a count.
+struct CountRoom {
+    /// A view that follows the used flags.
+    slots: Tensor,
+    /// A view of the whole bucket with it.
+    sent: Tensor,
+}
+
 /// A flat tensor with the gradients of some parameters, followed by the used flags: one element per parameter, which
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
@@ -126,10 +145,15 @@ pub(super) struct Bucket {
     pub(super) members: Vec<usize>,
     /// Views of `tensor` in the members' shapes.
     pub(super) gradients: Vec<Tensor>,
-    /// A view of `tensor` after the gradients.
-    pub(super) used_flags: Tensor,
-    /// The used flags of a rank that used all members, which is the common case; made once.
-    pub(super) all_used: Tensor,
+    /// A view of `tensor` without the used flags.
+    pub(super) flat: Tensor,
+    /// A view of `tensor` after the gradients: the used flags, and in the first bucket one more flag, which says whether
+    /// this rank was asked to stop.
+    flags: Tensor,
+    /// The flags of a rank that used all members and was not asked to stop, which is the common case; made once.
+    usual_flags: Tensor,
+    /// The room for the count of a weighted pass, which only the first bucket has.
+    count: Option<CountRoom>,
     /// Whether each member's gradient has arrived in this backward pass.
     pub(super) arrived: Vec<bool>,
     pub(super) missing: usize,
@@ -150,13 +174,21 @@ impl Bucket {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
-        let (with_flags, in_parts) = (elements + members.len(), elements.next_multiple_of(world_size));
-        let storage = Tensor::zeros(with_flags.max(in_parts), dtype, device)?;
+        let flags = members.len() + usize::from(number == 0);
+        let (with_flags, in_parts) = (elements + flags, elements.next_multiple_of(world_size));
+        let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
+        let storage = Tensor::zeros((with_flags + for_count).max(in_parts), dtype, device)?;
         let tensor = storage.narrow(0, 0, with_flags)?;
         let gradients = copy::views(&tensor, members.iter().map(|index| &parameters[*index].shape))?;
+        let count = (number == 0).then(|| -> Result<_> {
+            let slots = storage.narrow(0, with_flags, for_count)?;
+            Ok(CountRoom { slots, sent: storage.narrow(0, 0, with_flags + for_count)? })
+        });
         Ok(Self {
-            used_flags: tensor.narrow(0, elements, members.len())?,
-            all_used: used_flags(&vec![true; members.len()], 1.0 / world_size as f64, dtype, device)?,
+            flat: tensor.narrow(0, 0, elements)?,
+            count: count.transpose()?,
+            flags: tensor.narrow(0, elements, flags)?,
+            usual_flags: flag_tensor((0..flags).map(|flag| flag < members.len()), world_size, dtype, device)?,
             parts: storage.narrow(0, 0, in_parts)?,
             arrived: vec![false; members.len()],
             missing: members.len(),
@@ -174,14 +206,42 @@ impl Bucket {
         self.arrivals.push(Arrival { slot, gradient: gradient.clone(), factor, accumulate });
         self.arrived[slot] = true;
         self.missing -= 1;
-        // On a CPU each gradient is copied at once, while it is in the cache. On a GPU all of a bucket are copied by
-        // one launch, since launches are what costs time.
+        // On a CPU each gradient is copied at once, while it is in the cache. On a GPU one launch copies all
+        // gradients of a bucket, since launches dominate the cost.
         if self.tensor.device().is_cpu() || self.missing == 0 { self.flush() } else { Ok(()) }
+    }
+
+    /// Writes what the bucket carries besides the gradients: which members this rank `used` (None: all), whether it was
+    /// asked to stop, and the count of a weighted pass. Returns what is to be sent.
+    pub(super) fn seal(&self, used: Option<&[bool]>, message: Message, group: &ProcessGroup) -> Result<&Tensor> {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let (dtype, device) = (self.tensor.dtype(), self.tensor.device());
+        let Message { is_stop_asked, count } = message;
+        if used.is_none() && !is_stop_asked {
+            copy::copy(&self.flags, &self.usual_flags)?;
+        } else {
+            let used = (0..self.members.len()).map(|slot| used.is_none_or(|used| used[slot]));
+            let flags = used.chain([is_stop_asked]).take(self.flags.elem_count());
+            copy::copy(&self.flags, &flag_tensor(flags, world_size, dtype, device)?)?;
+        }
+        let (Some(room), Some(count)) = (&self.count, count) else { return Ok(&self.tensor) };
+        copy::copy(&room.slots, &count::encode(count, rank, world_size, dtype, device)?)?;
+        Ok(&room.sent)
+    }
+
+    /// In the first bucket after the all-reduce: above zero if any rank was asked to stop.
+    pub(super) fn stop_flag(&self) -> Result<Tensor> {
+        Ok(self.flags.narrow(0, self.members.len(), 1)?)
+    }
+
+    /// The count of all ranks, after the all-reduce of a weighted pass.
+    pub(super) fn total_count(&self) -> Result<f64> {
+        self.count.as_ref().map_or(Ok(0.), |room| count::decode(&room.slots))
     }
 
     /// Whether any rank used the member `slot`, after the all-reduce.
     pub(super) fn anybody_used(&self, slot: usize) -> Result<bool> {
-        Ok(self.used_flags.narrow(0, slot, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
+        Ok(self.flags.narrow(0, slot, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
     }
 
     /// Copies all gradients that have arrived into the bucket.
@@ -199,14 +259,17 @@ impl Bucket {
         Ok(())
     }
 
-    /// The members' gradients in the dtypes of their variables: views of the bucket if it has that dtype, otherwise
-    /// views of one converted copy.
-    pub(super) fn converted(&self, parameters: &[ParameterInfo]) -> Result<Vec<Tensor>> {
+    /// The members' gradients times `factor`, in the dtypes of their variables: views of the bucket if it has that dtype,
+    /// otherwise views of one converted copy.
+    pub(super) fn converted(&self, parameters: &[ParameterInfo], factor: f64) -> Result<Vec<Tensor>> {
         let dtype = parameters[self.members[0]].leaves_as;
         if dtype == self.tensor.dtype() {
+            copy::scale(&self.flat, factor)?;
             return Ok(self.gradients.clone());
         }
-        Ok(copy::views(&self.tensor.to_dtype(dtype)?, self.gradients.iter().map(Tensor::shape))?)
+        let flat = self.flat.to_dtype(dtype)?;
+        copy::scale(&flat, factor)?;
+        Ok(copy::views(&flat, self.gradients.iter().map(Tensor::shape))?)
     }
 
     /// Returns the first member whose gradient contains an infinity or a NaN, and which of the two.
@@ -215,8 +278,7 @@ impl Bucket {
         let is_finite = |tensor: &Tensor| -> Result<bool> {
             Ok(!tensor.affine(0., 0.)?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?.is_nan())
         };
-        let elements = self.tensor.elem_count() - self.members.len();
-        if elements == 0 || is_finite(&self.tensor.narrow(0, 0, elements)?)? {
+        if self.flat.elem_count() == 0 || is_finite(&self.flat)? {
             return Ok(None);
         }
         for (member, gradient) in self.members.iter().zip(&self.gradients) {
@@ -237,10 +299,11 @@ impl Bucket {
     }
 }
 
-/// Returns used flags: `scale` for each parameter that this rank used, 0 for the others.
-pub(super) fn used_flags(used: &[bool], scale: f64, dtype: DType, device: &Device) -> Result<Tensor> {
-    let values: Vec<f64> = used.iter().map(|used| if *used { scale } else { 0.0 }).collect();
-    Ok(Tensor::from_vec(values, used.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+/// Returns flags whose sum over the ranks is at most 1.
+fn flag_tensor(flags: impl Iterator<Item = bool>, world_size: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    let values: Vec<f64> = flags.map(|flag| if flag { 1.0 / world_size as f64 } else { 0.0 }).collect();
+    let length = values.len();
+    Ok(Tensor::from_vec(values, length, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
 }
 
 #[cfg(test)]
@@ -278,7 +341,7 @@ mod tests {
         let parameters = parameters(&[(10, DType::F32); 16]);
         let order: Vec<usize> = (0..16).collect();
         let sizes: Vec<usize> = plan(&parameters, &order, caps(40, 160)).iter().map(Vec::len).collect();
-        // After the first bucket: at most 4 (the cap), and never more than half of what is left.
+        // After the first bucket: at most 4 (the cap), and never more than half of the rest.
         assert_eq!(sizes, [1, 4, 4, 4, 2, 1]);
     }
 

@@ -11,7 +11,7 @@ pub(super) enum FirstGradients {
     ToCome,
     /// The gradients exist, and no variable has changed so far.
     Unused,
-    /// Nothing is left to check.
+    /// There is nothing more to check.
     Settled,
 }
 

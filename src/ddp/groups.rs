@@ -5,7 +5,7 @@ use candle_core::Device;
 use std::sync::OnceLock;
 
 /// The group that a model was built with and, if that group works on GPUs and the model has variables on the CPU, a
-/// second group of the same ranks for these. PyTorch likewise has a backend for each device type
+/// second group of the same ranks for those variables. PyTorch likewise has a backend for each device type
 /// (`"cpu:gloo,cuda:nccl"`).
 pub(crate) struct Groups {
     main: ProcessGroup,

@@ -1,14 +1,15 @@
-//! Guards that decide, while they live, what backward passes do with a model.
-use super::core::Core;
+//! Guards that decide, while they live, how backward passes treat a model.
+use super::model::DistributedModel;
 use std::sync::atomic::Ordering;
 
 /// While this guard lives, gradients accumulate instead of being averaged: see
 /// [`DistributedDataParallel::no_sync`](crate::DistributedDataParallel::no_sync).
+#[derive(Debug)]
 #[must_use = "gradients are synchronised again as soon as the guard is dropped"]
-pub struct NoSync<'a>(&'a Core);
+pub struct NoSync<'a>(&'a DistributedModel);
 
 impl<'a> NoSync<'a> {
-    pub(super) fn begin(core: &'a Core) -> Self {
+    pub(super) fn begin(core: &'a DistributedModel) -> Self {
         core.no_sync.fetch_add(1, Ordering::Relaxed);
         Self(core)
     }
@@ -22,11 +23,12 @@ impl Drop for NoSync<'_> {
 
 /// While this guard lives, a model's parameters get no gradients: see
 /// [`DistributedDataParallel::freeze`](crate::DistributedDataParallel::freeze).
+#[derive(Debug)]
 #[must_use = "the model's parameters get gradients again as soon as the guard is dropped"]
-pub struct Freeze<'a>(&'a Core);
+pub struct Freeze<'a>(&'a DistributedModel);
 
 impl<'a> Freeze<'a> {
-    pub(super) fn begin(core: &'a Core) -> Self {
+    pub(super) fn begin(core: &'a DistributedModel) -> Self {
         core.reducer.identity().freeze();
         Self(core)
     }

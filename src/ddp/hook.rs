@@ -6,8 +6,8 @@ use crate::tensor::{copy, function};
 use candle_core::{DType, Tensor, Var};
 use std::sync::{Arc, OnceLock};
 
-/// Creates the replica of `var` in the dtype `dtype`; its gradient goes to `reducer` as that of parameter `index`,
-/// called `name`.
+/// Creates the replica of `var` in the dtype `dtype`; its gradient goes to `reducer` as the gradient of parameter
+/// `index`, called `name`.
 ///
 /// candle has no backward hooks, but a custom operation sees the gradient of its result exactly once, when it is
 /// complete. So the model holds the result of such an operation on the variable: a copy, which must be kept up to date.

@@ -11,7 +11,7 @@ use std::fmt;
 ///
 /// ```no_run
 /// # fn step<M>(ddp: &candle_ddp::DistributedDataParallel<M>, rank: usize) -> candle_ddp::Result<()> {
-/// use candle_ddp::optim::StateDict;
+/// use candle_ddp::checkpoint::StateDict;
 /// if let Some(mut hook) = ddp.comm_hook_state() {
 ///     hook.save(format!("hook-{rank}.safetensors"))?;
 ///     hook.load(format!("hook-{rank}.safetensors"))?; // after register_comm_hook, in a world of the same size
@@ -38,15 +38,15 @@ impl StateDict for CommHookState<'_> {
         self.reducer.with_comm_hook(|hook| hook.load_state_dict(state))
     }
 
-    /// What the hook remembers on this rank.
+    /// Returns the hook's state on this rank.
     fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
         self.state_dict().map(Some)
     }
 
-    /// Takes over this rank's own.
+    /// Loads this rank's own state.
     ///
     /// # Errors
-    /// Also [`Error::InvalidArgument`] when they are of a world of another size.
+    /// Also [`Error::InvalidArgument`] when the states are from a world of another size.
     fn load_sharded_state_dict(
         &mut self,
         shards: &[HashMap<String, Tensor>],
@@ -55,8 +55,8 @@ impl StateDict for CommHookState<'_> {
     ) -> Result<()> {
         if shards.len() != world_size {
             let reason = format!(
-                "this hook state is from the hooks of {} ranks, and there are {world_size}: resume with as many ranks, or do not \
-                 load it",
+                "these are the hook states of {} ranks, but the group has {world_size}: resume with as many ranks as \
+                 before, or do not load them",
                 shards.len()
             );
             return Err(Error::invalid("shards", reason));

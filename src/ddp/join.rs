@@ -1,6 +1,5 @@
-//! Training with different numbers of batches: ranks that have no more take part in the others' collectives.
-use super::backward::{DistributedModel, cores};
-use super::core::Core;
+//! Training with different numbers of batches: ranks without further batches take part in the others' collectives.
+use super::model::DistributedModel;
 use super::{backward, sync, verify};
 use crate::backend::Label;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
@@ -12,15 +11,15 @@ use std::fmt;
 /// Options of [`join`]. All ranks must give the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JoinOptions {
-    /// Whether sums of gradients are divided by the number of all ranks while some have no inputs left, so that a rank
-    /// without inputs counts as one whose gradients are zero. If not, they are divided by the number of those that have some.
-    /// A communication hook divides as it always does. Default: true.
+    /// Whether sums of gradients are divided by the number of all ranks while some have no inputs left, so that a
+    /// rank without inputs counts as one whose gradients are zero. If false, they are divided by the number of ranks
+    /// that have inputs. A communication hook divides as it always does. Default: true.
     pub divide_by_initial_world_size: bool,
-    /// Whether the first rank that runs out of inputs ends the loops of all: their next `backward` returns
+    /// Whether the first rank that runs out of inputs ends the loops of all ranks: their next `backward` returns
     /// [`Error::InputsExhausted`] before anything is sent. Default: false.
     pub throw_on_early_termination: bool,
-    /// Whether the join does anything at all: false is for runs in which all ranks are known to have as many batches.
-    /// Default: true.
+    /// Whether the join does anything at all: false is for runs in which all ranks are known to have the same number
+    /// of batches. Default: true.
     pub enable: bool,
 }
 
@@ -30,11 +29,11 @@ impl Default for JoinOptions {
     }
 }
 
-/// What is known at the end of a [`join`].
+/// The result of a [`join`].
 pub struct Joined<T> {
     /// The value that the closure returned.
     pub value: T,
-    /// The rank whose model all have now: the lowest of those that trained longest.
+    /// The rank whose model all ranks have now: the lowest of the ranks that trained longest.
     pub last: usize,
     /// Whether some ranks ran out of inputs before others.
     pub was_uneven: bool,
@@ -71,23 +70,24 @@ impl<T: fmt::Debug> fmt::Debug for Joined<T> {
     }
 }
 
-/// [`DistributedDataParallel::join`](crate::DistributedDataParallel::join) for several models, which belong to one group:
-/// for backward passes of one of them, and for those of several by [`candle_ddp::backward`](crate::backward()).
+/// [`DistributedDataParallel::join`](crate::DistributedDataParallel::join) for several models of one group. Backward
+/// passes inside of it may train one of them, or several by [`candle_ddp::backward`](crate::backward()).
 ///
 /// # Errors
-/// Returns those of `DistributedDataParallel::join`, and [`Error::InvalidArgument`] if the models belong to different groups.
+/// Returns the errors of `DistributedDataParallel::join`, and [`Error::InvalidArgument`] if the models belong to
+/// different groups.
 pub fn join<T>(
-    models: &[&dyn DistributedModel],
+    models: &[&DistributedModel],
     options: JoinOptions,
     body: impl FnOnce() -> Result<T>,
 ) -> Result<Joined<T>> {
-    run(&cores(models), options, &mut (), |()| body(), |(), _, _| Ok(false))
+    run(models, options, &mut (), |()| body(), |(), _, _| Ok(false))
 }
 
 /// Runs `body`, and then takes part in the operations of the ranks whose bodies have not returned. `shadow` is given each
 /// operation first, and says whether it has taken part in it.
 pub(crate) fn run<T, C>(
-    models: &[&Core],
+    models: &[&DistributedModel],
     options: JoinOptions,
     context: &mut C,
     body: impl FnOnce(&mut C) -> Result<T>,
@@ -124,10 +124,10 @@ pub(crate) fn run<T, C>(
     Ok(Joined { value, last: last.root(), was_uneven: last.count() < group.world_size(), group: group.clone() })
 }
 
-/// Takes part in what the other ranks do, until no rank has inputs left.
+/// Takes part in the other ranks' operations until no rank has inputs left.
 fn take_part<C>(
     group: &ProcessGroup,
-    models: &[&Core],
+    models: &[&DistributedModel],
     join: &Join,
     context: &mut C,
     shadow: &mut impl FnMut(&mut C, Operation, &Active) -> Result<bool>,
@@ -140,9 +140,9 @@ fn take_part<C>(
             continue;
         }
         match operation {
-            Operation::Backward { models: mask, adds_up } => {
+            Operation::Backward { models: mask, kind } => {
                 let chosen = models.iter().enumerate().filter(|(index, _)| (mask >> index) & 1 == 1);
-                backward::shadow(&chosen.map(|(_, model)| *model).collect::<Vec<_>>(), adds_up, &active)?;
+                backward::shadow(&chosen.map(|(_, model)| *model).collect::<Vec<_>>(), kind, &active)?;
                 passes += 1;
             }
             Operation::Unscale => {
@@ -150,15 +150,15 @@ fn take_part<C>(
                 Label::UNSCALE.during(|| group.all_reduce(&finite, ReduceOp::Max))?;
             }
             Operation::Step | Operation::ClipGradNorm => {
-                let reason = "a ZeroRedundancyOptimizer is used inside of it: give it to the join, \
-                              `optimizer.join(&ddp, options, |optimizer| …)`";
+                let reason = "a ZeroRedundancyOptimizer steps inside this join, which does not include it: use the \
+                              optimizer's own join, `optimizer.join(&ddp, options, |optimizer| …)`";
                 return Err(Error::invalid("join", reason));
             }
         }
         if passes == MANY {
             log::warn!(
-                "rank {} ran out of inputs {MANY} backward passes ago, and other ranks go on: give ranks about the same number \
-                 of batches",
+                "rank {} ran out of inputs {MANY} backward passes ago, and other ranks are still training: give all \
+                 ranks about the same number of batches",
                 group.rank()
             );
         }
@@ -167,13 +167,13 @@ fn take_part<C>(
 }
 
 /// The group of all models.
-fn check<'a>(models: &[&'a Core]) -> Result<&'a ProcessGroup> {
+fn check<'a>(models: &[&'a DistributedModel]) -> Result<&'a ProcessGroup> {
     let Some(first) = models.first() else {
-        return Err(Error::invalid("models", "there is none to train: give at least one"));
+        return Err(Error::invalid("models", "the list is empty: give at least one model"));
     };
     let group = first.group();
     if models.iter().any(|model| !model.group().is_same(group)) {
-        return Err(Error::invalid("models", "they belong to different process groups, and a join has one"));
+        return Err(Error::invalid("models", "all models of a join must belong to the same process group"));
     }
     if models.len() > Operation::MODELS {
         return Err(Error::invalid("models", format!("a join has at most {} models", Operation::MODELS)));

@@ -32,7 +32,7 @@ impl MixedPrecision {
             if let Some(dtype) = dtype
                 && !DTYPES.contains(&dtype)
             {
-                let reason = format!("{field} is {}, where f32, f64, f16 or bf16 is expected", dtype.as_str());
+                let reason = format!("{field} must be f32, f64, f16 or bf16, not {}", dtype.as_str());
                 return Err(Error::invalid("mixed_precision", reason));
             }
         }

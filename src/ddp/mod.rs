@@ -4,7 +4,8 @@ mod announce;
 mod backward;
 mod bucket;
 pub mod comm_hook;
-mod core;
+mod construct;
+mod count;
 mod first;
 mod gradients;
 mod graph;
@@ -14,6 +15,7 @@ mod hook;
 mod hook_state;
 mod join;
 mod mixed_precision;
+mod model;
 mod options;
 mod order;
 mod parameter;
@@ -25,26 +27,23 @@ mod sync;
 mod usage;
 mod verify;
 
-pub use crate::variables::NamePredicate;
-pub use backward::{DistributedModel, backward, backward_into};
+pub use backward::{backward, backward_into, backward_weighted};
 pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
-pub use options::{DdpOptions, Unused};
+pub use model::DistributedModel;
+pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 
 use crate::process_group::{Active, Operation, ProcessGroup};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Module, ModuleT, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::{Module, ModuleT, Tensor, Var};
 use comm_hook::{CommHook, CommHookState, CommHookTraffic};
-use core::Core;
-use graph::Registration;
-use parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
-use registry::Registry;
-use std::collections::HashSet;
+use parameter::{Buffer, Frozen, Parameter};
+use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// A model whose gradients are averaged over the ranks of a process group: PyTorch's `DistributedDataParallel`.
@@ -65,94 +64,10 @@ use std::sync::Arc;
 /// while the others are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
-    core: Box<Core>,
+    core: Box<DistributedModel>,
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Builds a model whose variables live in `varmap`, with the dtype `dtype`, on the device of `group`; missing
-    /// variables are created. If the group works on GPUs, a part of the model may be on the CPU:
-    /// `vb.set_device(Device::Cpu)`. Every rank must call this, and starts with rank 0's values. With
-    /// [`DdpOptions::mixed_precision`] the model computes with copies of the variables in another dtype.
-    ///
-    /// A closure that ends in `Ok(…)` must name its error type:
-    ///
-    /// ```
-    /// # use candle_core::DType;
-    /// # use candle_ddp::{DdpOptions, DistributedDataParallel};
-    /// # use candle_nn::{Linear, VarBuilder, VarMap, linear};
-    /// struct Net(Linear);
-    ///
-    /// # fn main() -> candle_ddp::Result<()> {
-    /// # candle_ddp::spawn(2, |pg| {
-    /// let build = |vb: VarBuilder| {
-    ///     let head = linear(4, 2, vb.pp("head"))?;
-    ///     Ok::<_, candle_core::Error>(Net(head))
-    /// };
-    /// let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
-    /// # assert_eq!(ddp.parameters().len(), 2);
-    /// # Ok(())
-    /// # })?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// Returns the same error on every rank: [`Error::RankFailed`] if `build` failed on one of them,
-    /// [`Error::Mismatch`] with the first difference if they built different models or gave different options.
-    pub fn new<E>(
-        group: &ProcessGroup,
-        varmap: &VarMap,
-        dtype: DType,
-        build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
-        options: DdpOptions,
-    ) -> Result<Self>
-    where
-        Error: From<E>,
-    {
-        let reducer = Arc::new(Reducer::new(group.clone()));
-        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), dtype);
-        let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(dtype);
-        let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
-        let built = build(builder).map_err(Error::from);
-        let (module, core) = Core::connect(reducer, built, registry.seal(), options)?;
-        Ok(Self { module, core: Box::new(core) })
-    }
-
-    /// Wraps a model that was not built from a `VarBuilder` and computes with the variables themselves, given with
-    /// their names. Its gradients enter the buckets only after the backward pass, so communication does not overlap it,
-    /// and a `loss.backward()` instead of [`backward`](Self::backward) goes unnoticed.
-    ///
-    /// # Errors
-    /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
-    pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
-        let reducer = Arc::new(Reducer::new(group.clone()));
-        let mut variables = Variables::default();
-        let (mut names, mut ids) = (HashSet::new(), HashSet::new());
-        let mut built = Ok(module);
-        if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
-            let reason = "a model made without DDP's VarBuilder computes with its variables as they are: use `new`, or set \
-                          reduce_dtype alone";
-            built = Err(Error::invalid("mixed_precision", reason));
-        }
-        for (name, var) in vars {
-            if !names.insert(name.clone()) || !ids.insert(var.id()) {
-                built = Err(Error::parameter(name, "it is in `vars` twice: give every variable once, under one name"));
-                break;
-            }
-            match options.role(&name, var.dtype()) {
-                Role::Parameter => {
-                    let held = HeldAs::Variable(Registration::new(&var, reducer.identity(), &name));
-                    variables.parameters.push(Parameter { name, var, held });
-                }
-                Role::Frozen => variables.frozen.push(Frozen { name, var, converted: None }),
-                Role::Buffer => variables.buffers.push(Buffer { name, var }),
-                Role::Ignored => variables.ignored.push(Buffer { name, var }),
-            }
-        }
-        let (module, core) = Core::connect(reducer, built, variables, options)?;
-        Ok(Self { module, core: Box::new(core) })
-    }
-
     /// Runs `f` on the model, with every parameter up to date. Use it for evaluation, and for models whose forward pass
     /// takes other arguments than one tensor.
     ///
@@ -170,7 +85,7 @@ impl<M> DistributedDataParallel<M> {
         self.phase("forward", || f(&self.module)).map_err(|error| self.explain(error.into()))
     }
 
-    /// Adds to an error of two dtypes where the other one comes from.
+    /// Adds an explanation to an error about two dtypes, under mixed precision.
     fn explain(&self, error: Error) -> Error {
         match (error, self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype)) {
             (Error::Candle(error), Some(dtype)) if is_dtype_mismatch(&error) => Error::Candle(error.context(format!(
@@ -253,7 +168,55 @@ impl<M> DistributedDataParallel<M> {
     /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients. Nothing of the
     /// pass is left to the next one, and gradients that had accumulated under `no_sync` are dropped.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        backward::run(loss, &[&self.core])
+        backward::run(loss, &[&self.core], None)
+    }
+
+    /// Like [`backward`](Self::backward), for a loss that is a sum over `count` samples, tokens or pixels of this rank. The
+    /// gradients are those of the mean over all samples of all ranks, `Σ loss_sum / Σ count`, while `backward` gives
+    /// the mean of the ranks' means, in which a sample counts more on a rank that has few. `count` may also be a sum of
+    /// weights. A rank without samples gives a loss of 0 and a count of 0; such a loss need not depend on the model.
+    ///
+    /// Under [`no_sync`](Self::no_sync) the counts accumulate with the gradients, so micro-batches of different sizes
+    /// need no division:
+    ///
+    /// ```
+    /// # use candle_core::{D, DType, Tensor};
+    /// # use candle_ddp::DistributedDataParallel;
+    /// # use candle_nn::{VarMap, linear};
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// # candle_ddp::spawn(2, |pg| {
+    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
+    /// # let micro_batches = [3, 5].map(|rows| Tensor::ones((rows + pg.rank(), 4), DType::F32, pg.device()).unwrap());
+    /// let (last, others) = micro_batches.split_last().expect("at least one");
+    /// let loss_sum = |x: &Tensor| ddp.forward(x)?.sqr()?.sum_all().map_err(candle_ddp::Error::from);
+    /// {
+    ///     let _guard = ddp.no_sync();
+    ///     for x in others {
+    ///         ddp.backward_weighted(&loss_sum(x)?, x.dim(0)? as f64)?;
+    ///     }
+    /// }
+    /// let grads = ddp.backward_weighted(&loss_sum(last)?, last.dim(0)? as f64)?;
+    /// # assert!(grads.get(&ddp.parameters()[0]).is_some());
+    /// # Ok(())
+    /// # })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The count travels with the gradients, and needs no call of its own. In a [`join`](Self::join), ranks without
+    /// inputs count nothing, whatever the options. A [communication hook](comm_hook) must return a mean over the
+    /// ranks, as those here do; with a local one, each rank divides by its own count. A
+    /// [`GradScaler`](crate::amp::GradScaler) scales `loss_sum`; since gradients of a sum are larger, its scale settles
+    /// lower. The mean loss itself is a quotient of two sums:
+    /// [`all_reduce_scalars`](ProcessGroup::all_reduce_scalars). On a GPU the call waits for the sum of the counts.
+    ///
+    /// # Errors
+    /// Returns the errors of `backward`, and on every rank [`Error::NothingCounted`] if the counts of all ranks add up
+    /// to 0; the group still works. A count that is negative, infinite or NaN is [`Error::InvalidArgument`] on its rank and
+    /// ends the group. Micro-batches of one step must all be weighted or none of them; if ranks differ in that, the
+    /// group ends.
+    pub fn backward_weighted(&self, loss_sum: &Tensor, count: f64) -> Result<GradStore> {
+        backward::run(loss_sum, &[&self.core], Some(count))
     }
 
     /// Like [`backward`](Self::backward), but adds the gradients to those in `grads`: for one step after several
@@ -299,7 +262,7 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// candle computes the gradients anyway, and they are dropped. A model that is never trained costs less with
-    /// [`DdpOptions::is_frozen`] or without DDP.
+    /// [`Role::Frozen`] or without DDP.
     pub fn freeze(&self) -> Freeze<'_> {
         Freeze::begin(&self.core)
     }
@@ -325,18 +288,40 @@ impl<M> DistributedDataParallel<M> {
         NoSync::begin(&self.core)
     }
 
-    /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync), where a program gives them up: otherwise
-    /// they are part of the next synchronised pass, in a later epoch or after a checkpoint was loaded too. Under a
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), drops the averaged gradients as well if no step
-    /// has used them. Every rank must call it. (Gradients in a `GradStore` end with the store.) PyTorch's `zero_grad`.
+    /// [`no_sync`](Self::no_sync) unless `sync` is true, for loops that accumulate gradients. Keep the guard until the pass is
+    /// done:
+    ///
+    /// ```no_run
+    /// # use candle_ddp::optim::Optimizer;
+    /// # fn train<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, optimizer: &mut impl Optimizer, batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {
+    /// for (index, x) in batches.iter().enumerate() {
+    ///     let is_last = index % 4 == 3;
+    ///     let _guard = ddp.sync_if(is_last);
+    ///     let grads = ddp.backward(&(ddp.forward(x)?.mean_all()? / 4.)?)?;
+    ///     if is_last {
+    ///         optimizer.step(&grads)?;
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn sync_if(&self, sync: bool) -> Option<NoSync<'_>> {
+        if sync { None } else { Some(self.no_sync()) }
+    }
+
+    /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync). Otherwise they become part of the
+    /// next synchronised pass, even in a later epoch or after a checkpoint is loaded. Under a
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), drops the averaged gradients as well if no
+    /// step has used them. Every rank must call it. (Gradients in a `GradStore` end with the store.) PyTorch's
+    /// `zero_grad`.
     pub fn zero_grad(&self) {
         self.core.reducer.discard();
     }
 
-    /// Runs `body`, the training loop of this rank, where ranks have different numbers of batches: PyTorch's
-    /// `with model.join():`. A rank whose `body` has returned takes part in the backward passes of the others, with zeros
-    /// for gradients, until the last one has returned. Then all take over the model of a rank that trained longest. Every
-    /// rank must call this.
+    /// Runs `body`, this rank's training loop, when ranks have different numbers of batches: PyTorch's `with
+    /// model.join():`. A rank whose `body` has returned takes part in the backward passes of the others, with zeros
+    /// for gradients, until the last one has returned. Then all ranks take the model of a rank that trained longest.
+    /// Every rank must call this.
     ///
     /// ```
     /// # use candle_core::{DType, Tensor};
@@ -345,8 +330,8 @@ impl<M> DistributedDataParallel<M> {
     /// # fn main() -> candle_ddp::Result<()> {
     /// # candle_ddp::spawn(2, |pg| {
     /// # let build = |vb| linear(4, 2, vb);
-    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
-    /// # let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
+    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+    /// # let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
     /// # let batches = vec![Tensor::ones((8, 4), DType::F32, pg.device())?; 3 + pg.rank()];
     /// let joined = ddp.join(JoinOptions::default(), || {
     ///     for x in &batches {
@@ -362,22 +347,22 @@ impl<M> DistributedDataParallel<M> {
     /// # }
     /// ```
     ///
-    /// Inside of it, each backward pass that averages gradients begins with one small collective, by which ranks learn who
-    /// has inputs left. Passes under [`no_sync`](Self::no_sync) send nothing, and what a rank has accumulated when its
-    /// inputs end goes into the next pass of the others. While rank 0 has no inputs, buffers are those of the lowest rank
-    /// that has some. Forward passes in evaluation may differ from rank to rank, as always.
+    /// Inside of it, each backward pass that averages gradients begins with one small collective, by which ranks
+    /// learn who has inputs left. Passes under [`no_sync`](Self::no_sync) send nothing, and gradients that a rank has
+    /// accumulated when its inputs end go into the next pass of the others. While rank 0 has no inputs, buffers come
+    /// from the lowest rank that has some. Forward passes in evaluation may differ from rank to rank, as always.
     ///
-    /// `body` calls no collectives of its own: sums of losses, for example, belong behind the join. A
-    /// [`GradScaler`](crate::GradScaler) works, and [`Joined::sync`] brings it and the optimizer up to date;
-    /// a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) has a `join` of its own. `SyncBatchNorm` is
-    /// refused in training mode, as PyTorch's `join` does not support it either: its statistics need all ranks in the middle
-    /// of each forward pass.
+    /// `body` must not call other collectives: sum losses, for example, after the join. A
+    /// [`GradScaler`](crate::amp::GradScaler) works, and [`Joined::sync`] brings it and the optimizer up to date; a
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) has its own `join`. `SyncBatchNorm` is
+    /// refused in training mode, as PyTorch's `join` does not support it either: its statistics need all ranks in the
+    /// middle of each forward pass.
     ///
     /// # Errors
     /// An error or panic of `body` on one rank ends the group, as with
-    /// [`abort_on_error`](ProcessGroup::abort_on_error). Every rank gets [`Error::Mismatch`] if ranks gave different options,
-    /// and [`Error::InputsExhausted`] with [`JoinOptions::throw_on_early_termination`]. Inside of another join of the same
-    /// group, returns [`Error::InvalidArgument`].
+    /// [`abort_on_error`](ProcessGroup::abort_on_error). Every rank gets [`Error::Mismatch`] if ranks gave different
+    /// options, and [`Error::InputsExhausted`] with [`JoinOptions::throw_on_early_termination`]. Inside another join
+    /// of the same group, returns [`Error::InvalidArgument`].
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
         join::run(&[&self.core], options, &mut (), |()| body(), |(), _, _| Ok(false))
     }
@@ -429,11 +414,19 @@ impl<M> DistributedDataParallel<M> {
         self.averaged_parameters().into_iter().chain(ignored).collect()
     }
 
-    /// The [frozen](DdpOptions::is_frozen) variables with the model's names for them, in the order in which the model
+    /// The [frozen](Role::Frozen) variables with the model's names for them, in the order in which the model
     /// requested them. Together with [`named_parameters`](Self::named_parameters) and
     /// [`named_buffers`](Self::named_buffers), these are all variables of the model.
     pub fn named_frozen(&self) -> Vec<(String, Var)> {
         self.core.variables.frozen.iter().map(|Frozen { name, var, .. }| (name.clone(), var.clone())).collect()
+    }
+
+    /// All variables of the model but its buffers, with the model's names for them: the
+    /// [`named_parameters`](Self::named_parameters), then the [frozen](Self::named_frozen) ones. For averages of
+    /// weights and everything else that concerns a whole model, part of which may be thawed later. PyTorch's
+    /// `named_parameters`, in which those without `requires_grad` are as well.
+    pub fn named_weights(&self) -> Vec<(String, Var)> {
+        self.named_parameters().into_iter().chain(self.named_frozen()).collect()
     }
 
     /// The parameters whose gradients are averaged.
@@ -464,8 +457,11 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-impl<M> backward::sealed::HasCore for DistributedDataParallel<M> {
-    fn core(&self) -> &Core {
+/// In lists of models, where their modules' types do not matter: see [`backward`](crate::backward()).
+impl<M> Deref for DistributedDataParallel<M> {
+    type Target = DistributedModel;
+
+    fn deref(&self) -> &DistributedModel {
         &self.core
     }
 }
@@ -486,5 +482,11 @@ fn is_dtype_mismatch(error: &candle_core::Error) -> bool {
         DTypeMismatchBinaryOp { .. } => true,
         Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => is_dtype_mismatch(inner),
         _ => false,
+    }
+}
+
+impl<M> fmt::Debug for DistributedDataParallel<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.core.fmt(f)
     }
 }

@@ -1,5 +1,4 @@
 use super::mixed_precision::MixedPrecision;
-use super::parameter::Role;
 use crate::trace;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use candle_core::DType;
@@ -15,33 +14,23 @@ const NAN_CHECK_VARIABLE: &str = "CANDLE_DDP_NAN_CHECK";
 /// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart: ranks may use different parameters in every
 /// step. [`unused`](Self::unused) is about parameters that no rank uses at all.
 /// Gradients are always views of the buckets (`gradient_as_bucket_view`).
-///
-/// If several predicates select a variable, ignored takes precedence over buffer, and buffer over frozen.
 #[derive(Clone)]
 pub struct DdpOptions {
-    /// The size in MiB of the gradients that are all-reduced together. 0 puts every parameter into a bucket of its own.
+    /// The dtype of the variables that the model is built with. Default: f32.
+    pub dtype: DType,
+    /// The size in MiB of the gradients that are all-reduced together. 0 gives every parameter its own bucket.
     /// Default: 25.
     pub bucket_cap_mb: f64,
     /// The size in MiB of the first bucket, which is smaller so that communication begins early. Default: 1.
     pub first_bucket_mb: f64,
-    /// Whether all ranks take rank 0's buffers, such as running means, in every synchronised backward pass, so that
-    /// they are equal before the next forward pass, as in PyTorch. Default: true.
+    /// Whether all ranks take rank 0's buffers, such as running means, in every synchronised backward pass, as in
+    /// PyTorch. They are then equal before the next forward pass. Default: true.
     pub broadcast_buffers: bool,
-    /// Which variables are frozen, as by PyTorch's `requires_grad_(False)` before the model is wrapped. At construction
-    /// all ranks take rank 0's values; after that, frozen variables are not sent. They are not among the
-    /// [`parameters`](crate::DistributedDataParallel::parameters), so optimizers do not get them, and candle's backward
-    /// pass skips what depends on nothing else. Buffers stay buffers. To thaw variables, rebuild DDP and the optimizer
-    /// from the same `VarMap`. Default: none.
-    pub is_frozen: NamePredicate,
-    /// Which variables are buffers in addition to those of batch norms: they have no gradient, and the model gets the
-    /// variables themselves. Variables of integer type are always buffers. Default: none.
-    pub is_buffer: NamePredicate,
-    /// Whether variables whose names end in `running_mean`, `running_var` or `num_batches_tracked` are buffers, whatever
-    /// `is_buffer` says. Default: true. With false, `is_buffer` alone decides.
-    pub batch_norm_buffers: bool,
-    /// Which variables DDP leaves alone: they are neither broadcast nor averaged, the model gets the variables
-    /// themselves, and `backward` returns this rank's own gradients for them. Default: none.
-    pub is_ignored: NamePredicate,
+    /// The role of the variable of this name. Default: every variable is a [`Role::Parameter`].
+    ///
+    /// Some variables are buffers whether the function says `Parameter`, `Frozen` or `Buffer`: those of integer type, and the
+    /// statistics of batch norms, whose names end in `running_mean`, `running_var` or `num_batches_tracked`.
+    pub role: Arc<dyn Fn(&str) -> Role + Send + Sync>,
     /// Which parameters may get no gradient on any rank in the first synchronised backward pass. Default: none; a parameter
     /// without a gradient is [`Error::UnusedParameters`](crate::Error::UnusedParameters) on every rank.
     pub unused: Unused,
@@ -56,7 +45,7 @@ pub struct DdpOptions {
     pub trace: Option<PathBuf>,
     /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:
     /// PyTorch's `TORCH_NCCL_NAN_CHECK`. Every bucket is checked before it is sent, which on a GPU waits for the gradients
-    /// in it. Do not use it with a [`GradScaler`](crate::GradScaler), which expects infinities. When it is off, it costs
+    /// in it. Do not use it with a [`GradScaler`](crate::amp::GradScaler), which expects infinities. When it is off, it costs
     /// nothing. Default: whether the environment variable `CANDLE_DDP_NAN_CHECK` is set to something other than `0`.
     pub nan_check: bool,
 }
@@ -64,13 +53,11 @@ pub struct DdpOptions {
 impl Default for DdpOptions {
     fn default() -> Self {
         Self {
+            dtype: DType::F32,
             bucket_cap_mb: 25.0,
             first_bucket_mb: 1.0,
             broadcast_buffers: true,
-            is_frozen: Arc::new(|_| false),
-            is_buffer: Arc::new(|_| false),
-            batch_norm_buffers: true,
-            is_ignored: Arc::new(|_| false),
+            role: Arc::new(|_| Role::Parameter),
             unused: Unused::default(),
             mixed_precision: None,
             init_seed: None,
@@ -82,15 +69,10 @@ impl Default for DdpOptions {
 
 impl DdpOptions {
     pub(super) fn role(&self, name: &str, dtype: DType) -> Role {
-        let is_buffer = || (self.is_buffer)(name) || (self.batch_norm_buffers && is_batch_norm_buffer(name));
-        if (self.is_ignored)(name) {
-            Role::Ignored
-        } else if !dtype.is_float() || is_buffer() {
-            Role::Buffer
-        } else if (self.is_frozen)(name) {
-            Role::Frozen
-        } else {
-            Role::Parameter
+        match (self.role)(name) {
+            Role::Ignored => Role::Ignored,
+            _ if !dtype.is_float() || is_batch_norm_buffer(name) => Role::Buffer,
+            role => role,
         }
     }
 }
@@ -98,10 +80,10 @@ impl DdpOptions {
 impl fmt::Debug for DdpOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DdpOptions")
+            .field("dtype", &self.dtype)
             .field("bucket_cap_mb", &self.bucket_cap_mb)
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
-            .field("batch_norm_buffers", &self.batch_norm_buffers)
             .field("unused", &self.unused)
             .field("mixed_precision", &self.mixed_precision)
             .field("init_seed", &self.init_seed)
@@ -111,13 +93,33 @@ impl fmt::Debug for DdpOptions {
     }
 }
 
-/// Which parameters the loss need not depend on. Frozen, buffer and ignored variables are no parameters here.
+/// How DDP treats a variable. The default is [`Parameter`](Self::Parameter).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Role {
+    /// It is trained: its gradient is averaged over the ranks.
+    #[default]
+    Parameter,
+    /// It is not trained, as after PyTorch's `requires_grad_(False)` before the model is wrapped. At construction all ranks take
+    /// rank 0's value; after that, it is not sent. It is not among the
+    /// [`parameters`](crate::DistributedDataParallel::parameters), so optimizers do not get it, and candle's backward pass skips
+    /// what depends on nothing else. To thaw variables, rebuild DDP from the same `VarMap`.
+    Frozen,
+    /// It has no gradient, and the model gets the variable itself: PyTorch's `register_buffer`. See
+    /// [`DdpOptions::broadcast_buffers`].
+    Buffer,
+    /// DDP leaves it alone: it is neither broadcast nor averaged, the model gets the variable itself, and `backward` returns this
+    /// rank's own gradient for it. PyTorch's `_ddp_params_and_buffers_to_ignore`.
+    Ignored,
+}
+
+/// Which parameters the loss need not depend on. Frozen, buffer and ignored variables do not count as parameters
+/// here.
 ///
-/// A parameter that stays without a gradient is never trained, and nothing else shows it: often an operation between it and
-/// the loss has no backward pass in candle. So it is an error unless the program expects it. Parameters are checked in the
-/// first synchronised backward pass, with gradients accumulated under `no_sync` before it. Later passes may leave out any
-/// parameter. On every rank, the loss must depend on some
-/// parameter in every pass, unless all are allowed to be unused.
+/// A parameter without a gradient is never trained, and nothing else shows it; often an operation between it and the
+/// loss has no backward pass in candle. So this is an error unless the program allows it. Parameters are checked in
+/// the first synchronised backward pass, together with gradients accumulated under `no_sync` before it. Later passes
+/// may leave out any parameter. On every rank, the loss must depend on some parameter in every pass, unless all are
+/// allowed to be unused.
 #[derive(Clone, Default)]
 pub enum Unused {
     /// None may be unused.

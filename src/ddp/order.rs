@@ -1,6 +1,6 @@
 //! The order in which the models of one backward pass send their buckets.
-use super::core::Core;
 use super::graph::Graph;
+use super::model::DistributedModel;
 use super::reducer::permutation;
 use super::verify;
 use crate::backend::Label;
@@ -11,7 +11,7 @@ use candle_core::Tensor;
 /// A model in a backward pass.
 #[derive(Clone, Copy)]
 pub(super) struct Member<'a> {
-    pub(super) core: &'a Core,
+    pub(super) core: &'a DistributedModel,
     /// Whether its gradients are averaged. Otherwise they accumulate, under `no_sync`.
     pub(super) synchronises: bool,
     /// Whether its gradients are added to those of the last pass.
@@ -45,12 +45,14 @@ pub(super) fn agree<'a>(models: &[Member<'a>], graph: Option<&Graph>, root: usiz
             order.sort_by_key(end);
             let of_root = Tensor::new(order, group.device())?;
             Label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
-            let order = permutation(&of_root.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
-                rank: root,
-                reason: "what it sent is not an order of models: all ranks of a group must make the same calls in the same \
+            let order =
+                permutation(&of_root.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
+                    rank: root,
+                    reason:
+                        "it did not send an order of models: all ranks of a group must make the same calls in the same \
                          order"
-                    .to_string(),
-            })?;
+                            .to_string(),
+                })?;
             orders.push((numbers, order));
             let (_, order) = &orders[orders.len() - 1];
             order

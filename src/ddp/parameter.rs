@@ -10,7 +10,7 @@ pub(super) struct Parameter {
     pub(super) held: HeldAs,
 }
 
-/// What a model computes with instead of a variable.
+/// The tensor that a model computes with instead of a variable.
 pub(super) enum HeldAs {
     /// A replica, if the model was built from a `VarBuilder`.
     Replica(Tensor),
@@ -39,18 +39,6 @@ pub(super) struct Variables {
     pub(super) frozen: Vec<Frozen>,
     pub(super) buffers: Vec<Buffer>,
     pub(super) ignored: Vec<Buffer>,
-}
-
-/// How DDP treats a variable.
-pub(super) enum Role {
-    /// Its gradient is averaged over the ranks.
-    Parameter,
-    /// It is not trained.
-    Frozen,
-    /// It has no gradient; rank 0's value is broadcast.
-    Buffer,
-    /// DDP leaves it alone.
-    Ignored,
 }
 
 impl Parameter {

@@ -1,11 +1,11 @@
-//! All that belongs to one backward pass.
-use super::core::Core;
+//! The state of one backward pass.
 use super::graph::Graph;
+use super::model::DistributedModel;
 use super::order::Member;
 use super::reducer::{Part, Reducer};
 use super::{announce, order};
 use crate::panic::panic_message;
-use crate::process_group::Active;
+use crate::process_group::{Active, Kind};
 use crate::rendezvous::count_step;
 use crate::tensor::function;
 use crate::{Error, Result};
@@ -19,41 +19,51 @@ use std::sync::Arc;
 pub(super) struct Pass<'a> {
     /// In the order in which their buckets are sent.
     pub(super) models: Vec<Member<'a>>,
-    /// What candle visits. None on a rank without inputs, which takes part with zeros.
+    /// The tensors that candle visits. None on a rank without inputs, which takes part with zeros.
     pub(super) graph: Option<Graph<'a>>,
+    /// This rank's count, if the pass is weighted.
+    pub(super) count: Option<f64>,
     /// The ranks that have inputs. None outside of a join, where all have.
     active: Option<Active>,
     /// The reducers in which this pass has begun.
     begun: Vec<&'a Reducer>,
     has_succeeded: bool,
-    /// Sums of gradients beside candle's graph.
+    /// Sums of gradients outside candle's graph.
     _sums: function::Pass,
 }
 
 impl<'a> Pass<'a> {
-    /// A backward pass from `loss`. `kept` holds the gradients to which the new ones will be added.
-    pub(super) fn new(loss: &'a Tensor, models: &[&'a Core], kept: Option<&GradStore>) -> Self {
-        let member = |core: &&'a Core| Member {
+    /// A backward pass from `loss`. `kept` holds the gradients to which the new ones will be added; `count` is this
+    /// rank's in a weighted pass.
+    pub(super) fn new(
+        loss: &'a Tensor,
+        models: &[&'a DistributedModel],
+        kept: Option<&GradStore>,
+        count: Option<f64>,
+    ) -> Self {
+        let member = |core: &&'a DistributedModel| Member {
             core,
             synchronises: core.synchronises(),
             adds_up: kept.is_some_and(|kept| core.marks().has_last(kept)),
         };
-        Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), None)
+        Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), count, None)
     }
 
     /// The pass of the `active` ranks, in which this one takes part with zeros.
-    pub(super) fn shadow(models: &[&'a Core], adds_up: bool, active: &Active) -> Self {
-        let member = |core: &&'a Core| Member { core, synchronises: true, adds_up };
-        Self::of(models.iter().map(member).collect(), None, Some(active.clone()))
+    pub(super) fn shadow(models: &[&'a DistributedModel], kind: Kind, active: &Active) -> Self {
+        let adds_up = kind == Kind::AddsUp;
+        let member = |core: &&'a DistributedModel| Member { core, synchronises: true, adds_up };
+        let count = (kind == Kind::Weighted).then_some(0.);
+        Self::of(models.iter().map(member).collect(), None, count, Some(active.clone()))
     }
 
-    fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, active: Option<Active>) -> Self {
+    fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, count: Option<f64>, active: Option<Active>) -> Self {
         let (begun, has_succeeded) = (Vec::new(), false);
-        Self { models, graph, active, begun, has_succeeded, _sums: function::Pass::begin() }
+        Self { models, graph, count, active, begun, has_succeeded, _sums: function::Pass::begin() }
     }
 
     /// The models that send gradients.
-    pub(super) fn synchronised(&self) -> impl Iterator<Item = &'a Core> {
+    pub(super) fn synchronised(&self) -> impl Iterator<Item = &'a DistributedModel> {
         self.models.iter().filter(|model| model.synchronises).map(|model| model.core)
     }
 
@@ -64,7 +74,7 @@ impl<'a> Pass<'a> {
 
     /// Tells ranks without inputs that this pass comes next.
     pub(super) fn announce(&mut self) -> Result<()> {
-        self.active = announce::announce(&self.models)?;
+        self.active = announce::announce(&self.models, self.count.is_some())?;
         if self.active.is_some() {
             // Ranks without inputs know no other order.
             self.models.sort_by_key(|model| announce::place(model.core));
@@ -81,7 +91,7 @@ impl<'a> Pass<'a> {
         match &result {
             Ok(Ok(_)) if self.synchronised().next().is_some() => count_step(),
             // All ranks have this error, after their last collective.
-            Ok(Ok(_) | Err(Error::UnusedParameters { rank: None, .. })) => {}
+            Ok(Ok(_) | Err(Error::UnusedParameters { rank: None, .. } | Error::NothingCounted { .. })) => {}
             Ok(Err(error)) => self.abort(&format!("backward failed: {error}")),
             Err(panic) => self.abort(&format!("backward failed: {}", panic_message(&**panic))),
         }
@@ -97,6 +107,8 @@ impl<'a> Pass<'a> {
             reducer.begin(Part {
                 synchronises,
                 adds_up,
+                count: self.count,
+                total: None,
                 is_held: core.marks().is_last_held(),
                 active: self.active.clone().unwrap_or_else(of_all),
                 successor: if synchronises { successor.replace(Arc::clone(reducer)) } else { None },
@@ -114,7 +126,7 @@ impl<'a> Pass<'a> {
     /// Ends the groups whose other ranks wait for this one. In a world of one, the program may try again, with a smaller
     /// batch for example.
     pub(super) fn abort(&self, reason: &str) {
-        let groups = self.synchronised().map(Core::group);
+        let groups = self.synchronised().map(DistributedModel::group);
         groups.filter(|group| group.world_size() > 1).for_each(|group| group.abort(reason));
     }
 }

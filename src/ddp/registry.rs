@@ -1,7 +1,7 @@
 //! The `VarBuilder` that a model is built with under DDP: it hands out replicas and records what was requested.
 use super::hook;
-use super::options::DdpOptions;
-use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
+use super::options::{DdpOptions, Role};
+use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::reducer::Reducer;
 use crate::Error;
 use crate::panic::lock;
@@ -28,14 +28,12 @@ pub(super) struct Registry {
     varmap: VarMap,
     reducer: Arc<Reducer>,
     options: DdpOptions,
-    /// The dtype of new variables unless the model requests another.
-    dtype: DType,
     registered: Arc<Mutex<Registered>>,
 }
 
 impl Registry {
-    pub(super) fn new(varmap: VarMap, reducer: Arc<Reducer>, options: DdpOptions, dtype: DType) -> Self {
-        Self { varmap, reducer, options, dtype, registered: Arc::default() }
+    pub(super) fn new(varmap: VarMap, reducer: Arc<Reducer>, options: DdpOptions) -> Self {
+        Self { varmap, reducer, options, registered: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Registered> {
@@ -56,9 +54,9 @@ impl Registry {
         // A layer that requests another dtype than its VarBuilder's has a reason for it.
         let usual = mixed.param_dtype == Some(asked);
         match self.options.role(name, asked) {
-            Role::Parameter | Role::Frozen if usual => (self.dtype, Some(asked)),
-            Role::Buffer if asked.is_float() && (usual || asked == self.dtype) => {
-                (mixed.buffer_dtype.unwrap_or(self.dtype), None)
+            Role::Parameter | Role::Frozen if usual => (self.options.dtype, Some(asked)),
+            Role::Buffer if asked.is_float() && (usual || asked == self.options.dtype) => {
+                (mixed.buffer_dtype.unwrap_or(self.options.dtype), None)
             }
             _ => (asked, None),
         }
@@ -74,7 +72,7 @@ impl Registry {
     ) -> candle_core::Result<Tensor> {
         if registered.sealed {
             candle_core::bail!(
-                "{name} was asked for after DistributedDataParallel was built: ask for every variable while the model \
+                "{name} was requested after DistributedDataParallel was built: request every variable while the model \
                  is constructed, so that all ranks know all parameters"
             )
         }
@@ -85,8 +83,8 @@ impl Registry {
                     && var.dtype() != dtype
                 {
                     let reason = format!(
-                        "it is a buffer of dtype {} in the VarMap, where mixed_precision.buffer_dtype says {}: \
-                         convert it there, or leave buffer_dtype unset",
+                        "it is a buffer of dtype {} in the VarMap, but mixed_precision.buffer_dtype is {}: convert it \
+                         in the VarMap, or leave buffer_dtype unset",
                         var.dtype().as_str(),
                         dtype.as_str()
                     );

@@ -7,8 +7,8 @@ use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::Var;
 
-/// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none. Every
-/// rank gets the same result; in PyTorch only the mismatching rank raises an error, and the others hang.
+/// Checks that all ranks built the same model with the same options; `model` is this rank's, or the reason why it has
+/// none. Every rank gets the same result; in PyTorch only the mismatching rank raises an error, and the others hang.
 pub(super) fn same_model(
     group: &ProcessGroup,
     options: &DdpOptions,
@@ -21,7 +21,8 @@ pub(super) fn same_model(
     }
 }
 
-/// Checks that all ranks register the same communication hook; `described` is this rank's, or why it cannot have one.
+/// Checks that all ranks register the same communication hook; `described` is this rank's, or the reason why it
+/// cannot have one.
 pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Result<String, &Error>) -> Result<()> {
     match Label::DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
         None => Ok(()),
@@ -42,7 +43,7 @@ pub(super) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
     }
 }
 
-/// Checks that all ranks begin the same join, by what each has `described`.
+/// Checks that all ranks begin the same join, which each has `described`.
 pub(super) fn same_join(group: &ProcessGroup, described: String) -> Result<()> {
     match Label::JOIN_NEW.during(|| group.compare(Ok(described), "it could not begin"))? {
         None => Ok(()),

@@ -1,4 +1,4 @@
-//! Which processes belong to a generation, and the group that they make.
+//! The processes that belong to a generation, and the group that they form.
 use super::options::ElasticOptions;
 use crate::deadline::deadline_after;
 use crate::error::Failure;
@@ -11,7 +11,7 @@ use crate::{Error, Result};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Why a group is aborted that has not failed.
+/// The reason for aborting a group that has not failed.
 const OTHER_GENERATION: &str = "another generation has begun";
 
 /// Who decides which processes belong to a generation.
@@ -19,13 +19,13 @@ const OTHER_GENERATION: &str = "another generation has begun";
 enum Arbiter {
     /// `ddprun`, which replaces processes.
     Agent,
-    /// The ranks that are left.
+    /// The surviving ranks.
     Survivors,
-    /// Nobody: torchrun starts all of them again.
+    /// Nobody: torchrun restarts all of them.
     Restart,
 }
 
-/// This process among those of its run.
+/// The membership of this process in its run.
 pub(super) struct Membership {
     options: ElasticOptions,
     joining: Joining,
@@ -41,17 +41,18 @@ pub(super) struct Membership {
     /// The present generation; `None` before the first.
     generation: Option<u64>,
     members: Vec<Member>,
-    /// Of the present group, if it was made.
+    /// The watch over the present group, if that was made.
     watch: Arc<Watch>,
-    /// The rank of the last group, or of the one that was to be made, for which it failed.
+    /// The rank because of which the last group failed, or could not be made.
     gone: Option<usize>,
-    /// The last group until the next generation is decided: no rank that lives on closes its connections before.
+    /// The last group, until the next generation is decided: no surviving rank closes its connections earlier.
     left: Option<ProcessGroup>,
-    /// Tells the others when this process is gone, where they agree themselves.
+    /// Tells the others when this process is gone, if they agree among themselves.
     _will: Option<LastWill>,
 }
 
-/// The wait for what follows the present generation, which may be decided while its group is well: with more ranks, say.
+/// The wait for the entry after the present generation. It may be decided while the group is well, for example to add
+/// ranks.
 #[derive(Default)]
 struct Watch(Mutex<Watched>);
 
@@ -80,7 +81,7 @@ impl Membership {
         let least = told.map_or(world_size, |told| told.min_world_size);
         let min_world_size = options.min_world_size.unwrap_or(least);
         if min_world_size == 0 || min_world_size > world_size {
-            let reason = format!("it is {min_world_size}, and must be from 1 to the world size, {world_size}");
+            let reason = format!("it must be between 1 and the world size, {world_size}, but is {min_world_size}");
             return Err(Error::invalid("min_world_size", reason));
         }
         let calls = run.count_call();
@@ -92,7 +93,8 @@ impl Membership {
             }
         };
         if calls > 0 && arbiter == Arbiter::Agent {
-            return Err(Error::invalid("elastic::run", "a process makes one call: put both loops into one function"));
+            let reason = "a process may call it only once: put both loops into one function";
+            return Err(Error::invalid("elastic::run", reason));
         }
         let log = Generations::new(prefix.as_str(), run.store());
         if arbiter == Arbiter::Agent {
@@ -132,27 +134,28 @@ impl Membership {
         self.options.start_over
     }
 
-    /// Whether processes of this run have trained before, of which none may be left.
+    /// Whether processes of this run have trained before, even if none of them remains.
     pub(super) fn has_begun(&self) -> Result<bool> {
         match self.arbiter {
             Arbiter::Agent => Ok(self.run.store().check(&[BEGUN])?),
-            // Without a replacement, there is no generation that nobody has survived.
+            // Without replacements, every generation has a survivor of the one before.
             Arbiter::Survivors => Ok(false),
             Arbiter::Restart => Ok(self.is_first_call && self.run.restart_count() > 0),
         }
     }
 
-    /// Takes note that this process trains.
+    /// Records that this process trains.
     pub(super) fn note_begun(&self) -> Result<()> {
         if self.arbiter == Arbiter::Agent { Ok(self.run.store().set(BEGUN, b"")?) } else { Ok(()) }
     }
 
-    /// Whether there is another generation when a peer is gone.
+    /// Whether another generation follows when a peer is gone.
     pub(super) fn continues(&self) -> bool {
         self.arbiter != Arbiter::Restart
     }
 
-    /// The group of the next generation; `None` when all ranks have finished. `lost` is why the last one ended.
+    /// The group of the next generation; `None` when all ranks have finished. `lost` is the reason for the end of the
+    /// last one.
     pub(super) fn next(&mut self, lost: Option<&Error>) -> Result<Option<ProcessGroup>> {
         let timeout = self.options.init.timeout;
         let deadline = deadline_after(timeout);
@@ -170,7 +173,7 @@ impl Membership {
                     return Ok(None);
                 }
                 Decision::Failed { rank, reason } => {
-                    // The reason is known here; the others may have to do without it.
+                    // This rank knows the reason; the others may not.
                     let _ = self.hear_last();
                     let error = Failure::PeerFailed { peer: rank, reason }.into();
                     job::tell_error(Some(self.rank()), &error, Some);
@@ -208,7 +211,7 @@ impl Membership {
         self.newest(decision)
     }
 
-    /// The newest of the decisions from the present one on.
+    /// The newest decision, starting from the present one.
     fn newest(&mut self, mut decision: Decision) -> Result<Decision> {
         while matches!(decision, Decision::Members(_)) {
             let next = self.generation() + 1;
@@ -237,8 +240,8 @@ impl Membership {
         match self.log.store().wait(&[&key], Some(left)) {
             Err(rendezvous::Error::StoreTimeout { store, timeout, .. }) => {
                 let reason = format!(
-                    "the last group has failed ({reason}), and ddprun has not replaced a rank since: no process has ended. \
-                     Look for one that is stopped, or cannot be reached"
+                    "the last group has failed ({reason}), but no process has ended since, so ddprun has replaced \
+                     none. Look for one that is stopped, or cannot be reached"
                 );
                 let operation = format!("waiting for generation {number} on rank {}", self.own.rank);
                 Err(rendezvous::Error::StoreTimeout { operation, store, timeout, reason }.into())
@@ -248,7 +251,7 @@ impl Membership {
         }
     }
 
-    /// Those of the members `absent` whose processes are known to have ended: by their connections, or by their last wills.
+    /// The members among `absent` whose processes are known to have ended, from their connections or their last wills.
     fn gone_of(&self, absent: &[usize]) -> Result<Vec<usize>> {
         let mut known = self.left.as_ref().map(ProcessGroup::gone).unwrap_or_default();
         known.extend(self.gone);
@@ -261,7 +264,7 @@ impl Membership {
         Ok(gone)
     }
 
-    /// Agrees with the other ranks that are left. Waits for those that are not known to be gone, and leaves time for the
+    /// Agrees with the other surviving ranks. Waits for those that are not known to be gone, and leaves time for the
     /// meeting that follows.
     fn agree(&self, number: u64, reason: &str) -> Result<Decision> {
         const POLL: Duration = Duration::from_millis(20);
@@ -290,7 +293,7 @@ impl Membership {
             }
             let rank = self.members[gone.first().or(absent.first()).copied().unwrap_or(own)].rank;
             let reason = format!(
-                "{reason}. The {left} rank(s) that are left are fewer than min_world_size ({min_world_size}), and nothing \
+                "{reason}. The {left} remaining rank(s) are fewer than min_world_size ({min_world_size}), and nothing \
                  here replaces a process: start the program with ddprun --max-restarts, or lower min_world_size"
             );
             return Ok(self.log.decide(number, &Decision::Failed { rank, reason })?);
@@ -316,8 +319,8 @@ impl Membership {
         Ok(pg)
     }
 
-    /// Aborts the group when the launcher has begun another generation or ended the run: the group itself may be well, or may
-    /// learn only later that a rank is gone.
+    /// Aborts the group when the launcher has begun another generation or ended the run: the group may be well, or may
+    /// learn later that a rank is gone.
     fn watch(&mut self, pg: &ProcessGroup) -> Result<()> {
         self.watch = Arc::default();
         if self.arbiter != Arbiter::Agent {
@@ -344,18 +347,18 @@ impl Membership {
         thread.map(drop).map_err(|error| Error::io("starting a thread that waits for the next generation", error))
     }
 
-    /// Whether the present group was aborted because of what follows this generation.
+    /// Whether the present group was aborted because another generation follows, or the run has ended.
     pub(super) fn is_superseded(&self) -> bool {
         *lock(&self.watch.0) == Watched::Superseded
     }
 
-    /// Waits until all ranks have finished, and returns whether they have; false if the group has failed before.
+    /// Waits until all ranks have finished, and returns whether they have; false if the group fails first.
     pub(super) fn finish(&self, pg: &ProcessGroup) -> Result<bool> {
         if self.arbiter == Arbiter::Restart {
-            // The launcher does not know that the others would have to be started again.
+            // The launcher does not know that it would have to restart the others.
             return Ok(true);
         }
-        // On a GPU, it may turn out only now that a collective has failed.
+        // On a GPU, a failed collective may only show now.
         if let Err(error) = pg.settle() {
             return if pg.failure().is_some() { Ok(false) } else { Err(error) };
         }
@@ -375,8 +378,8 @@ impl Membership {
         }
     }
 
-    /// Takes note of the last entry of the log. The process that hosts the store waits a moment until the others have, since
-    /// the store ends with it.
+    /// Reads the last entry of the log. The process that hosts the store waits a moment until the others have read it,
+    /// since the store ends with it.
     pub(super) fn hear_last(&self) -> Result<()> {
         const PATIENCE: Duration = Duration::from_secs(2);
         let until = Instant::now() + PATIENCE;
@@ -390,11 +393,11 @@ impl Membership {
 
     /// Ends the run because of this process.
     pub(super) fn fail(&self, reason: &str) {
-        // The group gets the reason from this rank itself.
+        // The group gets the reason directly from this rank.
         *lock(&self.watch.0) = Watched::Left;
         let decision = Decision::Failed { rank: self.own.rank, reason: reason.to_string() };
         let mut number = self.generation() + 1;
-        // Where the others have gone on already, they learn of it in their next generation.
+        // If the others have already continued, they learn of it in their next generation.
         while let Ok(Decision::Members(_)) = self.log.decide(number, &decision) {
             number += 1;
         }
@@ -403,13 +406,13 @@ impl Membership {
     /// Leaves the group of a generation that has ended.
     pub(super) fn leave(&mut self, pg: ProcessGroup) {
         *lock(&self.watch.0) = Watched::Left;
-        pg.goes_on();
-        // Nobody is waited for, where this rank has learned of the end from the log alone.
+        pg.survives_failure();
+        // If this rank has learned of the end from the log alone, it waits for nobody.
         pg.abort(OTHER_GENERATION);
         if pg.handles() > 1 {
             log::warn!(
                 "rank {}: the program has kept {} handle(s) to the group of generation {}, which has ended: drop \
-                 DistributedDataParallel and all else that was made with it before the training function returns",
+                 DistributedDataParallel and everything else made with it before the training function returns",
                 self.own.rank,
                 pg.handles() - 1,
                 self.generation()
@@ -423,7 +426,7 @@ impl Membership {
         Error::RankFailed {
             rank,
             reason: format!(
-                "the other ranks have gone on without this process (generation {}): it came too late, or was taken for dead",
+                "the other ranks continued without this process (generation {}): it was late, or considered dead",
                 self.generation()
             ),
         }
@@ -435,7 +438,8 @@ fn will_key(rank: usize) -> String {
     format!("gone/{rank}")
 }
 
-/// Has the store tell the others when this process is gone. Not every store can: they learn of it from the connections then.
+/// Asks the store to tell the others when this process is gone. If the store cannot, they learn of it from their
+/// connections.
 fn leave_will(log: &Generations, rank: usize) -> Option<LastWill> {
     log.store().last_will(&will_key(rank), b"gone").unwrap_or_else(|error| {
         log::debug!("rank {rank}: leaving a last will with the store: {error}");
@@ -443,13 +447,13 @@ fn leave_will(log: &Generations, rank: usize) -> Option<LastWill> {
     })
 }
 
-/// An error of the store, with the reason for which it was asked.
+/// Adds to an error of the store the failure after which the store was needed.
 fn with_cause(error: Error, lost: &str) -> Error {
     match error {
         Error::Rendezvous(rendezvous::Error::Store { operation, store, reason }) => rendezvous::Error::Store {
             operation,
             store,
-            reason: format!("{reason}. It was asked because the last group had failed: {lost}"),
+            reason: format!("{reason}. The store was needed because the last group had failed: {lost}"),
         }
         .into(),
         error => error,

@@ -1,14 +1,15 @@
-//! Training that goes on when a rank dies, in the processes of the ranks that are left.
+//! Training that continues in the surviving processes when a rank dies.
 //!
-//! [`run`] makes the process group and calls the training loop with it. When the group fails because a peer is gone, the loop
-//! returns the group's error. The ranks that are left then make another group, with a process that takes the place of the one
-//! that died or without it, go back to the last commit of the rank that is furthest, and call the loop again. Processes,
-//! models and data stay where they are. `docs/elastic.md` has a whole program.
+//! [`run`] makes the process group and calls the training loop with it. When the group fails because a peer is gone,
+//! the loop returns the group's error. The surviving ranks then form another group, either without the dead process or
+//! with one that takes its place. They return to the last commit of the rank that is furthest ahead, and call the loop
+//! again. Processes, models and data stay where they are. `docs/elastic.md` has a whole program.
 //!
 //! ```no_run
+//! use candle_ddp::checkpoint::{Parts, StateDict};
 //! use candle_ddp::data::LoaderState;
-//! use candle_ddp::elastic::{self, Parts};
-//! use candle_ddp::optim::{AdamW, StateDict};
+//! use candle_ddp::elastic;
+//! use candle_ddp::optim::AdamW;
 //! use candle_ddp::{InitOptions, ProcessGroup, Result};
 //! use candle_nn::VarMap;
 //!
@@ -33,7 +34,7 @@
 //! fn train(pg: &ProcessGroup, state: &mut elastic::State<Training>) -> Result<()> {
 //!     // let ddp = DistributedDataParallel::new(pg, &state.varmap, …)?;
 //!     for epoch in state.progress.epoch..10 {
-//!         // … for every batch that is left of the epoch: forward, backward, optimizer.step …
+//!         // … for every remaining batch of the epoch: forward, backward, optimizer.step …
 //!         state.commit()?;
 //!     }
 //!     Ok(())
@@ -50,12 +51,13 @@ mod synchronise;
 mod tests;
 
 pub use options::ElasticOptions;
-pub use state::{Parts, State};
+pub use state::State;
 
 use crate::backend::Label;
 use crate::error::Failure;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
+use crate::state::Parts;
 use crate::{Error, Result};
 use membership::Membership;
 use std::fmt::Display;
@@ -63,30 +65,32 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 use synchronise::{Entrance, synchronise};
 
-/// Joins this process to the others of its job and calls `train`, again and again until it has ended well on all ranks:
-/// Horovod Elastic's `hvd.elastic.run`.
+/// Joins this process to the others of its job and calls `train`, repeatedly if necessary, until it has succeeded on
+/// all ranks: Horovod Elastic's `hvd.elastic.run`.
 ///
-/// `train` gets the group of the present generation of ranks, and `state` as of the last commit. It makes everything that
-/// depends on the group, such as [`DistributedDataParallel`](crate::DistributedDataParallel) and samplers, and calls
-/// [`State::commit`] after each step. When it is called again, the world size and this process's rank may be others.
+/// `train` gets the group of the present generation of ranks, and `state` as of the last commit. It makes everything
+/// that depends on the group, such as [`DistributedDataParallel`](crate::DistributedDataParallel) and samplers, and
+/// calls [`State::commit`] after each step. When it is called again, the world size and this process's rank may have
+/// changed.
 ///
-/// What follows when a rank dies depends on who started it:
-/// - `ddprun --max-restarts N` starts a process in its place, which has the same rank and gets the state from the others. When
-///   all restarts are used up, the others go on without it, down to [`ElasticOptions::min_world_size`]. When all ranks die at
-///   once, nobody has a commit any more: the run continues from the program's checkpoint ([`State::on_total_loss`]), or
-///   starts from scratch and says so, unless [`ElasticOptions::start_over`] is false.
-/// - Under Slurm (without `--kill-on-bad-exit`), mpirun or by hand, the ranks that are left agree through the store and go
-///   on without it, down to `min_world_size`. If rank 0 hosted the store (`env://`, `tcp://`), its death ends all.
-/// - torchrun starts all ranks again. `run` then returns the group's error, and the new processes continue from the program's
-///   checkpoint, as after the loss of all ranks.
+/// What follows when a rank dies depends on how it was started:
+/// - `ddprun --max-restarts N` starts a process in its place, which has the same rank and gets the state from the
+///   others. When all restarts are used up, the others continue without it, down to [`ElasticOptions::min_world_size`].
+///   When all ranks die at once, no commit survives: the run continues from the program's checkpoint
+///   ([`State::on_total_loss`]), or starts from scratch and says so, unless [`ElasticOptions::start_over`] is false.
+/// - Under Slurm (without `--kill-on-bad-exit`), mpirun or by hand, the surviving ranks agree through the store and
+///   continue without it, down to `min_world_size`. If rank 0 hosted the store (`env://`, `tcp://`), its death ends the
+///   run.
+/// - torchrun restarts all ranks. `run` then returns the group's error, and the new processes continue from the
+///   program's checkpoint, as after the loss of all ranks.
 ///
-/// A process makes one call.
+/// A process may call this only once.
 ///
 /// # Errors
-/// An error of the program itself, which is what `train` returns while the group is well, is not retried: the other ranks get
-/// it as [`Failure::PeerFailed`]. The same holds for a panic, and for [`Failure::Desync`] and [`Failure::TimedOut`], after
-/// which all ranks are still there. When too few ranks are left, or the store is gone, every rank gets an error that says so,
-/// at the latest after [`InitOptions::timeout`](crate::InitOptions::timeout).
+/// An error of the program itself, that is, one that `train` returns while the group is well, is not retried: the other
+/// ranks get it as [`Failure::PeerFailed`]. The same holds for a panic, and for [`Failure::Desync`] and
+/// [`Failure::TimedOut`], after which all ranks still exist. When too few ranks remain, or the store is gone, every
+/// rank gets an error that says so, at the latest after [`InitOptions::timeout`](crate::InitOptions::timeout).
 pub fn run<S, T, E>(
     options: impl Into<ElasticOptions>,
     state: &mut State<S>,
@@ -116,10 +120,10 @@ where
                 membership.note_begun()?;
             }
             is_new = false;
-            // Until all have it, the commit may be lost with a single rank.
+            // Until all ranks have the commit, it may be lost with a single one.
             Label::ELASTIC.during(|| pg.barrier())?;
             if !membership.continues() {
-                // Nobody goes on without this rank.
+                // Nobody continues without this rank.
                 state.shards.unlink();
             }
             train(&pg, state)
@@ -160,7 +164,7 @@ fn finished_without() -> Error {
     Error::RankFailed { rank: 0, reason: "all other ranks have finished before this one began".to_string() }
 }
 
-/// The failure of the group, of which this rank may learn a moment after a group that was split off has failed.
+/// The failure of the group. If a group that was split off has failed, this rank may learn of it a moment later.
 fn failure_of(pg: &ProcessGroup) -> Option<Error> {
     const PATIENCE: Duration = Duration::from_millis(500);
     let until = Instant::now() + PATIENCE;
@@ -184,7 +188,7 @@ fn is_lost_peer(failure: &Error, pg: &ProcessGroup) -> bool {
 
 /// Ends the run on all ranks.
 fn fail(membership: &Membership, pg: &ProcessGroup, reason: &str) {
-    // First the log, so that whoever sees the group fail finds the reason there.
+    // The log comes first, so that any rank that sees the group fail finds the reason there.
     membership.fail(reason);
     pg.fail(reason);
     let _ = membership.hear_last();

@@ -1,8 +1,8 @@
-//! Which rank holds which shards. All ranks compute the same from what they have told each other.
+//! Which rank holds which shards. All ranks compute the same placement from their reports.
 use std::collections::HashMap;
 
-/// The ranks in the order in which each mirrors the one before it, the first the last. Neighbours are on different hosts where
-/// all hosts have equally many ranks, so that the end of a host loses no shard.
+/// The ranks in an order in which each mirrors the one before it, and the first mirrors the last. If all hosts have
+/// equally many ranks, neighbours are on different hosts, so the loss of a host loses no shard.
 pub(super) fn ring(hosts: &[&str]) -> Vec<usize> {
     let mut on_host = HashMap::new();
     let mut order: Vec<(usize, usize)> = Vec::new();
@@ -27,12 +27,12 @@ pub(super) fn mirrored(ring: &[usize], rank: usize) -> usize {
     ring[(place + ring.len() - 1) % ring.len()]
 }
 
-/// The rank that takes over a shard of another group: its own, if that group had as many ranks.
+/// The rank that takes over a shard of another group: the one with the same number, if that group had as many ranks.
 pub(super) fn owner(shard: usize, world_size: usize) -> usize {
     shard % world_size
 }
 
-/// A shard that a rank has to send to another one.
+/// A shard that one rank must send to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Transfer {
     pub(super) shard: usize,
@@ -40,8 +40,8 @@ pub(super) struct Transfer {
     pub(super) to: usize,
 }
 
-/// How the `shards` shards of a commit get to their owners and mirrors, where `held` are those that each rank has; or a shard
-/// that is lost.
+/// How the `shards` shards of a commit get to their owners and mirrors, if each rank holds those in `held`. `Err` is a
+/// shard that is lost.
 pub(super) fn transfers(shards: usize, held: &[&[usize]], ring: &[usize]) -> Result<Vec<Transfer>, usize> {
     let mut transfers = Vec::new();
     for shard in 0..shards {

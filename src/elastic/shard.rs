@@ -1,4 +1,5 @@
-//! One rank's part of the states that are spread over the ranks: in few tensors, so that it is quick to copy and to send.
+//! One rank's part of the states that are spread over the ranks, in few tensors, so that it is quick to copy and to
+//! send.
 use crate::state::Dict;
 use crate::tensor::copy::copy_all;
 use crate::{Error, Result};
@@ -57,7 +58,7 @@ impl Layout {
 }
 
 impl Shard {
-    /// A copy of `live`: in the storage of `spare`, if that fits. What is not on the CPU is on `device`.
+    /// Copies `live` into the storage of `spare`, if that fits. Tensors that are not on the CPU are on `device`.
     pub(super) fn copy_of(live: &BTreeMap<String, Tensor>, spare: Option<Self>, device: &Device) -> Result<Self> {
         let shard = Self::empty(Layout::of(live), spare, device)?;
         let places = shard.layout.entries.iter().map(|entry| shard.view(entry)).collect::<Result<Vec<_>>>()?;
@@ -66,7 +67,7 @@ impl Shard {
         Ok(shard)
     }
 
-    /// A shard that is going to be filled.
+    /// A shard to be filled.
     pub(super) fn empty(layout: Layout, spare: Option<Self>, device: &Device) -> Result<Self> {
         if let Some(spare) = spare.filter(|spare| spare.layout == layout) {
             return Ok(spare);
@@ -86,7 +87,7 @@ impl Shard {
         Ok(self.flats[entry.flat].narrow(0, entry.offset, elements)?.reshape(entry.shape.as_slice())?)
     }
 
-    /// The tensors of the part `name`, in storage of their own; none if it is not there.
+    /// The tensors of the part `name`, in their own storage; none if the shard does not have that part.
     pub(super) fn part(&self, name: &str) -> Result<Dict> {
         let prefix = format!("{name}/");
         let of_the_part =

@@ -1,4 +1,4 @@
-//! What a rank holds of the states that are spread over the ranks: its own part, and that of the rank that it mirrors.
+//! A rank's share of the states that are spread over the ranks: its own shard, and the one that it mirrors.
 use super::placement::{self, Transfer, owner};
 use super::shard::{Layout, Shard};
 use crate::backend::Label;
@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 
 /// The shards of the last two commits.
 ///
-/// Ranks are at most one commit apart, and a rank that is ahead cannot go on before all others have followed. So what all
-/// ranks that are left have in common is the last commit of the rank that is furthest behind: each of them has its own shard
-/// of that commit, and the one that it mirrors.
+/// Ranks are at most one commit apart, and a rank that is ahead cannot continue before all others have followed. So the
+/// surviving ranks all have the last commit of the rank that is furthest behind: each of them has its own shard of that
+/// commit, and the one that it mirrors.
 #[derive(Debug, Default)]
 pub(super) struct Shards {
     link: Option<Link>,
@@ -31,7 +31,7 @@ pub(super) struct Held {
     shards: BTreeMap<usize, Shard>,
 }
 
-/// What a rank tells the others of [`Held`].
+/// A rank's report about [`Held`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Holding {
     pub(super) commit: u64,
@@ -39,7 +39,7 @@ pub(super) struct Holding {
     shards: Vec<usize>,
 }
 
-/// The neighbours in the group of the present generation.
+/// This rank's neighbours in the group of the present generation.
 #[derive(Debug)]
 struct Link {
     group: ProcessGroup,
@@ -66,8 +66,8 @@ impl Shards {
         self.held.iter().any(|held| held.commit == commit)
     }
 
-    /// Copies this rank's part of the states, and exchanges it with the neighbours. Every rank must call it. Without a group,
-    /// there is nobody to go on without this rank, and nothing is copied.
+    /// Copies this rank's part of the states, and exchanges it with the neighbours. Every rank must call it. Without a
+    /// group, no rank could continue after this one's end, so nothing is copied.
     pub(super) fn commit(&mut self, commit: u64, live: &BTreeMap<String, Tensor>) -> Result<()> {
         self.held.retain(|held| held.commit < commit);
         let mut spare = match self.held.len() {
@@ -87,8 +87,8 @@ impl Shards {
         Ok(())
     }
 
-    /// Gives `part` its state as of commit `commit`. Every rank must call it; they communicate if the commit was that of a
-    /// group of another size. Returns false if the part is not in that commit.
+    /// Gives `part` its state as of commit `commit`. Every rank must call it; they communicate if a group of another
+    /// size made the commit. Returns false if the part is not in that commit.
     pub(super) fn restore(&self, commit: u64, name: &str, part: &mut dyn StateDict) -> Result<bool> {
         let held = self.held.iter().find(|held| held.commit == commit);
         let (Some(Link { group, .. }), Some(held)) = (&self.link, held) else { return Ok(false) };
@@ -110,8 +110,8 @@ impl Shards {
         Ok(true)
     }
 
-    /// Brings the shards of commit `commit` to where the ranks of a new group need them; `holdings` are what its ranks have.
-    /// Nothing changes here before [`settle`](Self::settle).
+    /// Brings the shards of commit `commit` to the ranks of a new group that need them; `holdings` say what these ranks
+    /// have. Nothing changes here before [`settle`](Self::settle).
     pub(super) fn gather(
         &self,
         commit: u64,
@@ -151,14 +151,14 @@ impl Shards {
         Ok(Some(Held { commit, world_size, shards }))
     }
 
-    /// Begins a generation with what was [gathered](Self::gather).
+    /// Begins a generation with the [gathered](Self::gather) shards.
     pub(super) fn settle(&mut self, gathered: Option<Held>, ring: &[usize], group: &ProcessGroup) {
         self.held = gathered.into_iter().collect();
         let (to, from) = (placement::mirror(ring, group.rank()), placement::mirrored(ring, group.rank()));
         self.link = Some(Link { group: group.clone(), to, from, sent: None, received: None });
     }
 
-    /// Lets go of the group.
+    /// Releases the group.
     pub(super) fn unlink(&mut self) {
         self.link = None;
     }
@@ -166,15 +166,15 @@ impl Shards {
 
 fn lost(shard: usize, commit: u64) -> Error {
     Error::Unavailable {
-        what: format!("what rank {shard} held in commit {commit} of the states that are sharded over the ranks"),
-        hint: "its process has ended, and that of the rank that mirrored it as well: go on from the last checkpoint"
+        what: format!("the shard of rank {shard} in commit {commit} (of the states that are sharded over the ranks)"),
+        hint: "its process has ended, and so has the rank that mirrored it: continue from the last checkpoint"
             .to_string(),
     }
 }
 
 impl Link {
-    /// Sends this rank's shard to the rank that mirrors it, and receives the one that this rank mirrors: into `spare`, if that
-    /// fits.
+    /// Sends this rank's shard to the rank that mirrors it, and receives the one that this rank mirrors, into `spare`
+    /// if that fits.
     fn exchange(&mut self, own: &Shard, spare: Option<Shard>) -> Result<Shard> {
         let cpu = self.group.cpu_group()?;
         // The layout stays the same from one commit to the next.
@@ -194,7 +194,7 @@ impl Link {
         Ok(received)
     }
 
-    /// Exchanges what is new of the layouts.
+    /// Exchanges the layouts that have changed.
     fn exchange_layout(&self, cpu: &ProcessGroup, news: Option<&Layout>) -> Result<Option<Layout>> {
         let invalid =
             |error: serde_json::Error| Error::invalid("parts", format!("their layout cannot be sent: {error}"));

@@ -1,8 +1,8 @@
-//! What a training run consists of, and its last commit.
+//! The state of a training run, and its last commit.
 use super::shards::Shards;
 use crate::backend::Label;
 use crate::process_group::{ProcessGroup, WeakProcessGroup};
-use crate::state::{Dict, StateDict, fingerprint};
+use crate::state::{Dict, Parts, StateDict, fingerprint};
 use crate::tensor::copy::copy_all;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -10,44 +10,39 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// What training needs to go on: the variables, the optimizer, schedules, generators, how far it has come. Each part has a
-/// name of its own, without a slash, and is the same on all ranks: what differs is an error in the first commit. A part of which
-/// each rank has its own ([`PerRank`](crate::checkpoint::PerRank), a [`Generator`](crate::seed::Generator) of `for_rank`) is
-/// mirrored on another rank, as in [`State::commit_with`].
+/// A training run with its last commit, to which the surviving ranks return when one is gone: Horovod's
+/// `hvd.elastic.State`. It dereferences to the value from which it was made.
 ///
-/// Parts that depend on the group, such as a [`GradScaler`](crate::GradScaler), are made in the training loop:
-/// [`State::restore`] and [`State::commit_with`] are for them.
-pub trait Parts {
-    /// The parts with their names, always the same ones.
-    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)>;
-}
-
-/// A training run with its last commit, to which the ranks that are left go back when one is gone: Horovod's
-/// `hvd.elastic.State`. It dereferences to what it was made of.
+/// The [parts](Parts) of that value are the state that training needs to continue: the variables, the optimizer, schedules,
+/// generators, the position in the data. They must be the same on all ranks; if not, the first commit returns an error. A part
+/// that each rank has for itself ([`PerRank`](crate::checkpoint::PerRank), a [`Generator`](crate::seed::Generator) of
+/// `for_rank`) is mirrored on another rank, as in [`commit_including`](Self::commit_including). Parts that depend on the group,
+/// such as a [`GradScaler`](crate::amp::GradScaler), are made in the training loop; use [`restore`](Self::restore) and
+/// `commit_including` for them.
 ///
 /// A commit is a copy of all parts on their own devices: it takes as much memory as the variables and the states of the
-/// optimizer, and the time to copy them. Where a step is much faster than that, commit every few steps; what came after the
-/// last commit is then done again.
+/// optimizer, and the time to copy them. If a step is much faster than that, commit every few steps; after a failure,
+/// the steps since the last commit are repeated.
 #[derive(Debug)]
 pub struct State<S> {
     inner: S,
     commits: u64,
-    /// `part/key` of all parts that are the same on all ranks. In storage of its own.
+    /// `part/key` of all parts that are the same on all ranks, in their own storage.
     committed: Dict,
-    /// The parts that are spread over the ranks, or each rank's own.
+    /// The parts that are spread over the ranks, or that each rank has for itself.
     pub(super) shards: Shards,
-    /// The names of these.
+    /// The names of these parts.
     sharded: BTreeSet<String>,
-    /// Parts of which the state of one rank is good for all.
+    /// The parts of which one rank's state serves all ranks.
     rank_zeros: BTreeSet<String>,
     /// The group of the present generation.
     group: WeakProcessGroup,
-    /// The ranks of this generation have found the parts of a commit to be the same.
+    /// Whether the ranks of this generation have found the parts of a commit to be equal.
     is_compared: bool,
     load_last: Option<LoadLast<S>>,
 }
 
-/// What the program does to load its last checkpoint.
+/// The program's function that loads its last checkpoint.
 struct LoadLast<S>(Box<Load<S>>);
 
 type Load<S> = dyn FnMut(&mut State<S>, &ProcessGroup) -> Result<bool> + Send;
@@ -59,7 +54,7 @@ impl<S> fmt::Debug for LoadLast<S> {
 }
 
 impl<S: Parts> State<S> {
-    /// A run that begins with `inner`: new, or loaded from a checkpoint.
+    /// A run that begins with `inner`, which is new, or loaded from a checkpoint.
     pub fn new(inner: S) -> Self {
         Self {
             inner,
@@ -74,15 +69,15 @@ impl<S: Parts> State<S> {
         }
     }
 
-    /// Says how the run continues when all of its ranks are lost at once, and every commit with them: `load` gives the state
-    /// the last checkpoint of this run, and returns whether there was one. All ranks of the generation that follows call it,
-    /// with its group, before they train. It also runs when torchrun has started all ranks again. If it returns true on some
-    /// ranks only, all get what these have loaded.
+    /// Sets how the run continues when all of its ranks, and so every commit, are lost at once. `load` gives the state
+    /// the last checkpoint of this run, and returns whether there was one. All ranks of the next generation call it,
+    /// with its group, before they train. It also runs when torchrun has restarted all ranks. If it returns true on
+    /// some ranks only, all ranks get the state that these have loaded.
     ///
     /// ```
-    /// use candle_ddp::elastic::{Parts, State};
+    /// use candle_ddp::checkpoint::{Parts, StateDict};
+    /// use candle_ddp::elastic::State;
     /// # use candle_ddp::data::LoaderState;
-    /// # use candle_ddp::optim::StateDict;
     /// # struct Training(LoaderState);
     /// # impl Parts for Training {
     /// #     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
@@ -106,39 +101,44 @@ impl<S: Parts> State<S> {
         self
     }
 
-    /// How many commits there were, on all ranks and over all generations.
+    /// The number of commits so far, on all ranks and over all generations.
     pub fn commits(&self) -> u64 {
         self.commits
     }
 
-    /// Ends a step: from here on the ranks go on when one is gone. Call it on all ranks, after the optimizer's step and
-    /// whatever belongs to it, such as that of the schedule and counting the samples. There must be a collective of all ranks
-    /// between two commits, as in a backward pass of DDP: then a commit is one of all ranks, or one of a rank that is ahead of
-    /// the others by one, whose state they get.
+    /// Ends a step: if a rank is lost later, the others continue from here. Call it on all ranks, after the optimizer's
+    /// step and everything that belongs to it, such as the schedule's step and counting the samples. There must be a
+    /// collective of all ranks between two commits, as in a backward pass of DDP. Then either all ranks have made a
+    /// commit, or some are one commit ahead and the others get their state.
     ///
-    /// Waits until a GPU has done the step, since it may turn out only then that the group has failed in it.
+    /// Waits until a GPU has done the step, since only then it is known whether the group failed in it.
     ///
     /// The first commit of each generation compares the parts of all ranks.
     ///
     /// # Errors
-    /// The parts', the device's when memory runs out, and the group's. On every rank, [`Error::PartDiffers`] for a part that is
-    /// not the same on all ranks.
+    /// Returns errors of the parts, of the device when memory runs out, and of the group. Returns
+    /// [`Error::PartDiffers`], on every rank, for a part that is not the same on all ranks.
     pub fn commit(&mut self) -> Result<()> {
-        self.commit_with(&[])
+        self.commit_parts(Vec::new())
     }
 
-    /// [`commit`](Self::commit) with parts that belong to the present group, under names of their own; always the same.
+    /// Like [`commit`](Self::commit), with additional parts that belong to the present group. Their names must differ
+    /// from the others, and every call must give the same ones.
     ///
-    /// Parts that are spread over the ranks, such as a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)
-    /// ([`StateDict::sharded_state_dict`]), are mirrored: each rank sends its shard to the next rank, on another host where
-    /// there are several, and keeps that of the one before. When a rank dies, the rank that mirrors it has its shard. This
-    /// rank then needs memory for four shards, its own and the other one of the last two commits, and sends and receives one
-    /// in each commit.
+    /// Parts that are spread over the ranks, such as a
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) ([`StateDict::sharded_state_dict`]), are
+    /// mirrored: each rank sends its shard to the next rank, on another host if there are several, and keeps the shard
+    /// of the one before. When a rank dies, the rank that mirrors it has its shard. Each rank then needs memory for
+    /// four shards, its own and the mirrored one of the last two commits, and sends and receives one in each commit.
     ///
     /// # Errors
-    /// As with `commit`; with sharded parts also those of the group.
-    pub fn commit_with(&mut self, more: &[(&str, &dyn StateDict)]) -> Result<()> {
-        // The last commit is overwritten only by what is known to be right.
+    /// Returns the errors of `commit`; with sharded parts also errors of the group.
+    pub fn commit_including(&mut self, mut more: impl Parts) -> Result<()> {
+        self.commit_parts(more.parts())
+    }
+
+    fn commit_parts(&mut self, more: Vec<(&str, &mut dyn StateDict)>) -> Result<()> {
+        // The last commit is only overwritten by parts that are known to be right.
         if let Some(group) = self.group.upgrade() {
             group.settle()?;
         }
@@ -151,7 +151,7 @@ impl<S: Parts> State<S> {
         Ok(())
     }
 
-    /// Finds parts that ranks have computed for themselves, before a rank dies and the others get those of one rank.
+    /// Finds parts that ranks have computed separately, before a rank dies and the others get one rank's.
     fn compare(&mut self, group: &ProcessGroup) -> Result<()> {
         let fingerprints = self.fingerprints();
         let fingerprints = Label::ELASTIC.during(|| group.agree(fingerprints))?;
@@ -170,14 +170,14 @@ impl<S: Parts> State<S> {
         Ok(parts)
     }
 
-    /// Gives `part`, which [`commit_with`](Self::commit_with) commits under this name, its state as of the last commit; call
-    /// it when the part has been made. Returns false before the first such commit.
+    /// Gives `part`, which [`commit_including`](Self::commit_including) commits under this name, its state as of the last commit.
+    /// Call it when the part has been made. Returns false before the first such commit.
     ///
-    /// Every rank must call it for a part that is spread over the ranks. Where their number has changed, each rank needs memory
-    /// for the whole of such a state for a moment.
+    /// Every rank must call it for a part that is spread over the ranks. If their number has changed, each rank briefly
+    /// needs memory for the whole of such a state.
     ///
     /// # Errors
-    /// The part's; with sharded parts also those of the group.
+    /// Returns the part's errors; with sharded parts also errors of the group.
     pub fn restore(&self, name: &str, part: &mut dyn StateDict) -> Result<bool> {
         if part.sharded_state_dict()?.is_some() {
             return self.shards.restore(self.commits, name, part);
@@ -190,14 +190,14 @@ impl<S: Parts> State<S> {
         Ok(true)
     }
 
-    /// What it was made of.
+    /// The value from which this was made.
     pub fn into_inner(self) -> S {
         self.inner
     }
 
-    /// The state before the first step, unless there were commits.
+    /// Returns to the state before the first step, unless there were commits.
     pub(super) fn commit_first(&mut self) -> Result<()> {
-        if self.committed.is_empty() { self.take(self.commits, &[]) } else { Ok(()) }
+        if self.committed.is_empty() { self.take(self.commits, Vec::new()) } else { Ok(()) }
     }
 
     /// Loads the program's last checkpoint, and returns whether there was one.
@@ -206,14 +206,14 @@ impl<S: Parts> State<S> {
         let loaded = load.0(self, pg);
         self.load_last = Some(load);
         if loaded? {
-            self.take(self.commits, &[])?;
+            self.take(self.commits, Vec::new())?;
             return Ok(true);
         }
         Ok(false)
     }
 
-    /// Copies everything, as commit `commit`.
-    fn take(&mut self, commit: u64, more: &[(&str, &dyn StateDict)]) -> Result<()> {
+    /// Copies all parts, as commit `commit`.
+    fn take(&mut self, commit: u64, more: Vec<(&str, &mut dyn StateDict)>) -> Result<()> {
         let (mut live, mut sharded) = (Named::default(), Named::default());
         let mut rank_zeros = BTreeSet::new();
         let mut add = |name: &str, part: &dyn StateDict| {
@@ -226,12 +226,12 @@ impl<S: Parts> State<S> {
             }
         };
         self.inner.parts().into_iter().try_for_each(|(name, part)| add(name, part))?;
-        more.iter().try_for_each(|(name, part)| add(name, *part))?;
+        more.into_iter().try_for_each(|(name, part)| add(name, part))?;
         if let Some(name) = sharded.names.iter().find(|name| live.names.contains(*name)) {
             return Err(twice(name));
         }
         self.shards.commit(commit, &sharded.tensors)?;
-        // Nothing changes before all is known to fit.
+        // Nothing changes before everything is known to fit.
         let mut copies = Vec::new();
         let mut committed = Dict::new();
         for (key, tensor) in live.tensors {
@@ -254,7 +254,7 @@ impl<S: Parts> State<S> {
         Ok(())
     }
 
-    /// A copy, since a part may keep what it is given, and the next commit overwrites what this one has.
+    /// Copies the part's tensors, since a part may keep the tensors it is given, and the next commit overwrites these.
     fn committed_part(&self, name: &str) -> Result<Dict> {
         let prefix = format!("{name}/");
         let of_the_part = self.committed.iter().filter_map(|(key, tensor)| Some((key.strip_prefix(&prefix)?, tensor)));
@@ -276,13 +276,13 @@ impl<S: Parts> State<S> {
         &self.committed
     }
 
-    /// Takes over another rank's commit, and goes back to it.
+    /// Takes over another rank's commit, and returns to it.
     pub(super) fn adopt(&mut self, commits: u64, committed: Dict) -> Result<()> {
         (self.commits, self.committed) = (commits, committed);
         self.roll_back()
     }
 
-    /// Goes back to the last commit, but for what each rank has of its own.
+    /// Returns to the last commit, except for the parts that each rank has for itself.
     pub(super) fn roll_back(&mut self) -> Result<()> {
         let names: Vec<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
         for name in names {
@@ -296,8 +296,8 @@ impl<S: Parts> State<S> {
         Ok(())
     }
 
-    /// Goes back to the last commit of what each rank has of its own, which the shards of this generation hold. Before there is
-    /// such a commit, what the ranks begin with becomes one. Every rank must call it.
+    /// Returns to the last commit of the parts that each rank has for itself, from the shards of this generation. If
+    /// there is no such commit yet, the ranks' initial state becomes one. Every rank must call it.
     pub(super) fn roll_back_own(&mut self) -> Result<()> {
         if self.shards.has(self.commits) {
             for (name, part) in self.inner.parts() {
@@ -346,12 +346,11 @@ fn twice(name: &str) -> Error {
 
 const COMMITS: &str = "commits";
 
-/// The last commit: for a checkpoint, from which a run can begin that has lost all its ranks.
+/// The last commit, for a checkpoint from which a run that has lost all its ranks can begin.
 impl<S: Parts> StateDict for State<S> {
     /// # Errors
-    /// [`Error::InvalidArgument`] if the commit has parts that are spread over the ranks, or each rank's own: no rank has them
-    /// whole, and a
-    /// [`Checkpointer`](crate::checkpoint::Checkpointer) writes them.
+    /// [`Error::InvalidArgument`] if the commit has parts that are spread over the ranks, or that each rank has for
+    /// itself: no rank has them whole. A [`Checkpointer`](crate::checkpoint::Checkpointer) writes them.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         if !self.sharded.is_empty() {
             let names = self.sharded.iter().map(String::as_str).collect::<Vec<_>>().join(", ");

@@ -1,11 +1,11 @@
 //! Bringing all ranks of a generation to the same commit.
 use super::placement::ring;
 use super::shards::Holding;
-use super::state::{Parts, State};
+use super::state::State;
 use crate::backend::Label;
 use crate::host::host_name;
 use crate::process_group::ProcessGroup;
-use crate::state::summary;
+use crate::state::{Parts, summary};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -20,15 +20,15 @@ pub(super) struct Entrance {
     pub(super) is_new: bool,
     /// Processes of this run have trained before.
     pub(super) has_begun: bool,
-    /// Without a rank that was there before, and without a checkpoint, the run starts from scratch.
+    /// Whether the run starts from scratch if no rank was there before, and there is no checkpoint.
     pub(super) start_over: bool,
 }
 
-/// What a rank has.
+/// A rank's report about its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Standing {
     commits: u64,
-    /// It was there in an earlier generation. Of ranks without a commit, one that was counts.
+    /// It was there in an earlier generation. Among ranks without a commit, such a rank takes precedence.
     is_old: bool,
     has_begun: bool,
     /// It has loaded a checkpoint after all ranks were lost.
@@ -39,10 +39,10 @@ struct Standing {
     parts: BTreeMap<String, u64>,
 }
 
-/// Gives all ranks the commit of the one that is furthest, and has them go back to it.
+/// Gives all ranks the commit of the rank that is furthest ahead, and makes them return to it.
 ///
-/// Where parts are spread over the ranks, it is the commit of the rank that is furthest behind: all others still have their
-/// shards of that.
+/// If parts are spread over the ranks, it is instead the commit of the rank that is furthest behind: all others still
+/// have their shards of it.
 pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, entrance: Entrance) -> Result<()> {
     let mut all = standings(state, pg, entrance, false)?;
     if all.iter().all(|standing| !standing.is_old) && all.iter().any(|standing| standing.has_begun) {
@@ -71,7 +71,7 @@ pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, ent
     Ok(())
 }
 
-/// What all ranks have.
+/// The reports of all ranks.
 fn standings<S: Parts>(
     state: &State<S>,
     pg: &ProcessGroup,
@@ -80,7 +80,7 @@ fn standings<S: Parts>(
 ) -> Result<Vec<Standing>> {
     let Entrance { is_new, has_begun, .. } = entrance;
     let (commits, host, shards) = (state.commits(), host_name(), state.shards.holdings());
-    // All ranks gather, also one that cannot read its own commit.
+    // All ranks gather, even one that cannot read its own commit.
     let fingerprints = if is_new { Ok(BTreeMap::new()) } else { state.fingerprints() };
     let fingerprints = Label::ELASTIC.during(|| pg.agree(fingerprints))?;
     let parts = fingerprints.iter().map(|(name, fingerprint)| (name.clone(), summary(fingerprint))).collect();
@@ -88,7 +88,8 @@ fn standings<S: Parts>(
     Label::ELASTIC.during(|| pg.all_gather_object(&own))
 }
 
-/// Says from where the run continues of which no rank is left, or ends it. `root` has the state that all take over.
+/// Announces from where the run continues after all its ranks were lost, or ends it. All ranks take over the state of
+/// `root`.
 fn begin_again(root: &Standing, pg: &ProcessGroup, entrance: Entrance) -> Result<()> {
     let Entrance { generation, start_over, .. } = entrance;
     let lost = "all ranks of the run were lost, and every commit with them";
@@ -114,15 +115,15 @@ fn begin_again(root: &Standing, pg: &ProcessGroup, entrance: Entrance) -> Result
     Ok(())
 }
 
-/// Tells of parts that have become different since the first commit of a generation, which compares them.
+/// Warns of parts that have come to differ since the first commit of a generation, which compares them.
 fn warn_of_differences(all: &[Standing], root: usize) {
     let same_commit = |standing: &&Standing| standing.is_old && standing.commits == all[root].commits;
     for (name, hash) in &all[root].parts {
         let other = all.iter().filter(same_commit).any(|standing| standing.parts.get(name) != Some(hash));
         if other {
             log::warn!(
-                "the part {name:?} was not the same on all ranks in commit {}: all ranks go on with that of rank {root}. \
-                 PerRank(part) keeps each rank's own, and RankZero(part) says that one rank's is good for all",
+                "the part {name:?} was not the same on all ranks in commit {}: all ranks continue with rank {root}'s. \
+                 Use PerRank(part) to keep each rank's own, or RankZero(part) if one rank's serves all ranks",
                 all[root].commits
             );
         }

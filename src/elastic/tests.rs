@@ -2,13 +2,13 @@
 #![allow(clippy::unwrap_used)]
 mod shards;
 
+use super::State;
 use super::synchronise::{Entrance, synchronise};
-use super::{Parts, State};
 use crate::amp::{GradScaler, GradScalerOptions};
-use crate::data::{Dataset, DistributedSampler, LoaderOptions, LoaderState, SamplerOptions, StatefulDataLoader};
+use crate::data::{DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, SamplerOptions};
 use crate::process_group::{ProcessGroup, spawn};
 use crate::seed::Generator;
-use crate::state::{RankZero, StateDict};
+use crate::state::{Parts, RankZero, StateDict};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarMap;
 use std::sync::Mutex;
@@ -181,7 +181,7 @@ fn parts_of_a_group_are_committed_with_the_others() {
         let mut first = scaler(8.)?;
         assert!(!state.restore("scaler", &mut first)?);
         if pg.rank() == 0 {
-            state.commit_with(&[("scaler", &first)])?;
+            state.commit_including(("scaler", &mut first))?;
         }
         synchronise(&mut state, &pg, entrance(pg.rank() == 1))?;
         let mut second = scaler(2.)?;
@@ -230,7 +230,7 @@ fn noisy(states: Noises) -> (Noises, Vec<Vec<Vec<u64>>>) {
 }
 
 #[test]
-fn each_rank_goes_on_with_its_own_random_numbers() {
+fn each_rank_continues_with_its_own_random_numbers() {
     for lost in 0..3 {
         let (mut states, first) = noisy(vec![None, None, None]);
         states[lost] = None;
@@ -286,7 +286,7 @@ fn parts_that_differ_are_an_error_in_the_first_commit() {
 }
 
 #[test]
-fn a_loader_goes_on_in_the_middle_of_an_epoch_with_other_ranks() {
+fn a_loader_continues_in_the_middle_of_an_epoch_with_other_ranks() {
     struct Numbers;
     impl Dataset for Numbers {
         type Sample = usize;
@@ -301,14 +301,14 @@ fn a_loader_goes_on_in_the_middle_of_an_epoch_with_other_ranks() {
     }
     let loader = |world_size, rank| {
         let in_order = SamplerOptions { shuffle: false, ..Default::default() };
-        let sampler = DistributedSampler::new(12, world_size, rank, in_order).unwrap();
+        let sampler = DistributedSampler::new(12, rank, world_size, in_order).unwrap();
         let options = LoaderOptions { batch_size: 2, ..Default::default() };
-        StatefulDataLoader::new(Numbers, sampler, options, |samples: Vec<usize>| Ok(samples)).unwrap()
+        DataLoader::from_sampler(Numbers, sampler, options, |samples: Vec<usize>| Ok(samples)).unwrap()
     };
-    let (mut state, old) = (state(1.), loader(2, 0));
+    let (mut state, mut old) = (state(1.), loader(2, 0));
     for batch in old.iter().take(1) {
         assert_eq!(batch.unwrap(), [0, 2]);
-        state.commit_with(&[("loader", &old)]).unwrap();
+        state.commit_including(("loader", &mut old)).unwrap();
     }
     let mut new = loader(3, 1);
     assert!(state.restore("loader", &mut new).unwrap());

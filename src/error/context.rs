@@ -1,12 +1,12 @@
-//! Errors of the operating system, with what was being done.
+//! Errors of the operating system, with the operation that failed.
 use super::{Error, Result};
 use std::fmt::Display;
 use std::io;
 
-/// Makes an [`Error::Io`] of an error of the standard library, with what was being done.
+/// Turns an error of the standard library into an [`Error::Io`] that names the failed operation.
 ///
 /// ```
-/// use candle_ddp::error::Context;
+/// use candle_ddp::Context;
 ///
 /// fn open(path: &str) -> candle_ddp::Result<std::fs::File> {
 ///     std::fs::File::open(path).with_context(|| format!("opening {path}"))
@@ -15,13 +15,13 @@ use std::io;
 /// assert!(error.starts_with("opening /nowhere/data: "), "{error}");
 /// ```
 pub trait Context<T> {
-    /// `context` says what was being done, to what: "reading labels.csv".
+    /// `context` names the operation and its object: "reading labels.csv".
     ///
     /// # Errors
     /// [`Error::Io`].
     fn context(self, context: impl Display) -> Result<T>;
 
-    /// [`context`](Self::context), with a text that is made only if there is an error.
+    /// Like [`context`](Self::context), but builds the text only if there is an error.
     ///
     /// # Errors
     /// [`Error::Io`].

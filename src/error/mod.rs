@@ -1,5 +1,6 @@
 //! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
 mod context;
+mod convert;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -10,7 +11,7 @@ pub use candle_ddp_rendezvous::Failure;
 pub(crate) use candle_ddp_rendezvous::error::{GRADIENTS, RankError, SHORTAGE_HINT, is_shortage, ranks, some};
 pub use context::Context;
 
-use crate::{rendezvous, tensor};
+use crate::rendezvous;
 use candle_core::DType;
 use candle_ddp_rendezvous::error::Printable;
 use std::fmt;
@@ -24,17 +25,17 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Everything that can go wrong, with the data a program needs to react.
 ///
 /// `Display` gives the whole message, which includes the cause. So only candle's own errors have a
-/// [`source`](std::error::Error::source), and reports that follow sources, as those of `anyhow` do, repeat nothing.
-/// `Debug` puts the variant's name before the message, for logs. This is also what Rust shows of an error that `main`
+/// [`source`](std::error::Error::source), and reports that follow sources, such as `anyhow`'s, repeat nothing.
+/// `Debug` puts the variant's name before the message, for logs. Rust also shows this form of an error that `main`
 /// returns:
 ///
 /// ```text
 /// Error: PeerGone: rank 1 is gone: its connection to rank 0 closed during all_reduce(f32[3]). Look for …
 /// ```
 ///
-/// A group that has failed returns [`Error::Group`], whatever the reason was; make a new group to go on. After an
-/// [`Error::InvalidArgument`], [`Error::InvalidTensor`], [`Error::RankFailed`] or [`Error::Mismatch`] the group is as good
-/// as before.
+/// A group that has failed returns [`Error::Group`], whatever the reason was; make a new group to continue. After an
+/// [`Error::InvalidArgument`], [`Error::InvalidTensor`], [`Error::RankFailed`] or [`Error::Mismatch`], the group still
+/// works.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -45,18 +46,18 @@ pub enum Error {
     /// The operating system refused something.
     #[error("{context}: {error}")]
     Io {
-        /// What was being done, to what.
+        /// The operation and its object.
         context: String,
         /// The system's reason.
         error: std::io::Error,
     },
 
-    /// An argument that cannot be honoured.
+    /// An invalid argument.
     #[error("{argument}: {}", Printable(reason))]
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
-        /// Why it cannot be honoured, and what would be.
+        /// Why it is invalid, and what would be valid.
         reason: String,
     },
 
@@ -78,7 +79,7 @@ pub enum Error {
         hint: String,
     },
 
-    /// The ranks could not meet, or a store of theirs failed.
+    /// The ranks could not meet, or their store failed.
     #[error(transparent)]
     Rendezvous(rendezvous::Error),
 
@@ -90,7 +91,7 @@ pub enum Error {
         rank: usize,
         /// The ranks that it could not connect to.
         peers: Vec<usize>,
-        /// How long the construction of the group was given.
+        /// The time-out of the group's construction.
         timeout: Duration,
         /// Why.
         reason: String,
@@ -114,7 +115,7 @@ pub enum Error {
         operation: String,
         /// The dtype that was given.
         dtype: DType,
-        /// Those that work.
+        /// The supported dtypes.
         supported: &'static str,
     },
 
@@ -122,9 +123,9 @@ pub enum Error {
     #[error(transparent)]
     Group(#[from] Failure),
 
-    /// NCCL, or the CUDA driver under it, refused something while a group was being made.
+    /// NCCL, or the CUDA driver below it, failed while a group was being made.
     #[error(
-        "rank {rank}: {operation} failed: {}. With NCCL_DEBUG=INFO in the environment NCCL says more",
+        "rank {rank}: {operation} failed: {}. Set NCCL_DEBUG=INFO in the environment for details from NCCL",
         Printable(reason)
     )]
     Nccl {
@@ -133,6 +134,17 @@ pub enum Error {
         /// The function that failed.
         operation: String,
         /// Its reason.
+        reason: String,
+    },
+
+    /// An engine outside this crate failed while a group was being made.
+    #[error("rank {rank}: {operation} failed: {}", Printable(reason))]
+    Engine {
+        /// This rank.
+        rank: usize,
+        /// The function of the engine's library that failed.
+        operation: String,
+        /// Its reason, and what to do.
         reason: String,
     },
 
@@ -146,10 +158,11 @@ pub enum Error {
         reason: String,
     },
 
-    /// Some ranks did not come to a [`monitored_barrier`](crate::ProcessGroup::monitored_barrier). The group still works.
+    /// Some ranks did not come to a [`monitored_barrier`](crate::ProcessGroup::monitored_barrier). The group still
+    /// works.
     #[error(
-        "rank {rank}: rank(s) {} did not come to monitored_barrier within {timeout:?}: look for their first error, or \
-         for what they do instead, in their output",
+        "rank {rank}: rank(s) {} did not come to monitored_barrier within {timeout:?}: look in their output for their \
+         first error, or for what they do instead",
         ranks(missing)
     )]
     MonitoredBarrier {
@@ -162,19 +175,24 @@ pub enum Error {
     },
 
     // DistributedDataParallel
-    /// A rank has no inputs left, while others have, in a [`join`](crate::DistributedDataParallel::join) that lets this end
-    /// the loops of all. All ranks return the same, and the group still works.
+    /// A rank has no inputs left while others still have some, in a [`join`](crate::DistributedDataParallel::join)
+    /// whose options let this end the loops of all. All ranks return the same error, and the group still works.
     #[error(
-        "rank {rank} has no inputs left, and other ranks have: with JoinOptions.throw_on_early_termination, this ends the \
-         loops of all ranks"
+        "rank {rank} has no inputs left, but other ranks have some: with JoinOptions.throw_on_early_termination, this \
+         ends the loops of all ranks"
     )]
     InputsExhausted {
         /// The lowest rank without inputs.
         rank: usize,
     },
 
-    /// Ranks differ in something that must be the same on all of them, such as the model. All ranks return the same.
-    #[error("the {what} of rank {rank} differs from that of rank 0: {}", Printable(difference))]
+    /// Ranks differ in something that must be the same on all of them, such as the model. All ranks return the same
+    /// error.
+    #[error(
+        "the {what} of rank {rank} differs from that of rank 0: {}. All ranks must have the same one: it may depend on the \
+         rank, on a file that differs between hosts, or on the program's version",
+        Printable(difference)
+    )]
     Mismatch {
         /// What differs: `"model"`, `"communication hook"`, …
         what: &'static str,
@@ -188,47 +206,59 @@ pub enum Error {
     #[error(
         "a backward pass that {wrapper} did not start reached {reached}: call its own method, as in \
          ddp.backward(&loss), and give the gradients to optimizer.step, instead of loss.backward() or \
-         optimizer.backward_step(&loss). A DistributedDataParallel model that is not to be trained is kept out with \
+         optimizer.backward_step(&loss). To keep a DistributedDataParallel model out of the training, hold \
          `let _frozen = ddp.freeze();` until the backward pass is over"
     )]
     BackwardOutside {
         /// `"DistributedDataParallel"` or `"DataParallel"`.
         wrapper: &'static str,
-        /// What was reached first, and what would be lost.
+        /// The part of the model that was reached first, and what would be lost.
         reached: String,
     },
 
-    /// A backward pass of one DDP model would go through another, of which it was not told. Nothing has been sent.
+    /// A backward pass of one DDP model would go through another, which the call does not name. Nothing has been sent.
     #[error(
         "the loss depends on {parameter} of another DistributedDataParallel model, whose gradients this backward pass \
          would not average: train both models with candle_ddp::backward(&loss, &[&a, &b]), or keep the other one's \
-         parameters out with `let _frozen = b.freeze();` until the backward pass is over. Nothing was sent"
+         parameters out by holding `let _frozen = b.freeze();` until the backward pass is over. Nothing was sent"
     )]
     OtherModelInGraph {
         /// The other model's name for its parameter.
         parameter: String,
     },
 
-    /// Parameters of a DistributedDataParallel model that get no gradient, and so would never be trained. See
+    /// Some parameters of a DistributedDataParallel model get no gradient, and so would never be trained. See
     /// [`DdpOptions::unused`](crate::DdpOptions::unused).
     #[error(
-        "{} of {total} parameters get no gradient {}: {}. Either the loss does not depend on them, or it depends on them only \
-         through an operation that has no backward pass: a detach, a multiplication by the number 0, or candle_nn's layer_norm, \
-         rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one; the package candle-ddp-nn under the name \
-         candle-nn changes a whole program). If this is meant, as for experts or early exits, allow it with \
-         DdpOptions.unused; variables that are not to be trained belong to DdpOptions.is_frozen",
+        "{} of {total} parameters get no gradient {}: {}. Either the loss does not depend on them, or it depends on \
+         them only through an operation that has no backward pass: a detach, a multiplication by the number 0, or \
+         candle_nn's layer_norm, rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one; the package \
+         candle-ddp-nn under the name candle-nn changes a whole program). If this is meant, as for experts or early \
+         exits, allow it with DdpOptions.unused; exclude variables that must not be trained with DdpOptions.role",
         unused.len(),
         on_ranks(*rank),
         by_prefix(unused)
     )]
     UnusedParameters {
-        /// The rank whose loss depends on no parameter of the model; nothing was sent, and the group has ended. None if no
-        /// rank used the parameters in the first synchronised backward pass; all ranks return this, and the group still works.
+        /// The rank whose loss depends on no parameter of the model; nothing was sent, and the group has ended. `None`
+        /// if no rank used the parameters in the first synchronised backward pass; then all ranks return this error,
+        /// and the group still works.
         rank: Option<usize>,
         /// The names of the parameters.
         unused: Vec<String>,
         /// The number of the model's parameters.
         total: usize,
+    },
+
+    /// The counts that all ranks gave to [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) add up to
+    /// nothing that gradients can be divided by. All ranks return this error, and the group still works.
+    #[error(
+        "the counts of all ranks in backward_weighted add up to {total}, so there is no mean: skip this step, on all ranks, if \
+         no rank has anything to count, or give the count of what loss_sum is a sum over"
+    )]
+    NothingCounted {
+        /// The sum of the counts, with those accumulated under `no_sync`.
+        total: f64,
     },
 
     /// A parameter that DDP cannot handle as asked.
@@ -241,10 +271,10 @@ pub enum Error {
     },
 
     // Data
-    /// A sample of a dataset that could not be read, or samples that could not be made into a batch.
+    /// A sample of a dataset could not be read, or samples could not be made into a batch.
     #[error("{}: {}", samples(indices), Printable(reason))]
     Samples {
-        /// The sample's index in the dataset; of a batch, those of all its samples, in their order.
+        /// The sample's index in the dataset; for a batch, the indices of all its samples, in order.
         indices: Vec<usize>,
         /// The error of the dataset or the collate function, or its panic message.
         reason: String,
@@ -254,7 +284,7 @@ pub enum Error {
     /// A replica of DataParallel returned an error or panicked.
     #[error("replica {replica} on device {device} failed: {reason}")]
     Replica {
-        /// The replica's number, which is its device's in the list of devices.
+        /// The replica's number: its device's position in the list of devices.
         replica: usize,
         /// Its device.
         device: String,
@@ -282,36 +312,41 @@ pub enum Error {
     },
 
     /// A checkpoint of another model.
-    #[error("{} does not fit the model{}", path.display(), list(&[("missing from the file", missing), ("not in the model", unexpected), ("different", different)]))]
+    #[error(
+        "{} does not fit the model{}. Build the model that saved it, or use LoadOptions: `rename` maps names, `skip` \
+         leaves variables as they are, and without `strict` only the names that both have are loaded",
+        path.display(),
+        list(&[("missing from the file", missing), ("not in the model", unexpected), ("different", different)])
+    )]
     CheckpointMismatch {
         /// The file.
         path: PathBuf,
-        /// The model's variables that the file does not have.
+        /// The model's variables that are not in the file.
         missing: Vec<String>,
-        /// The file's tensors that the model has no variable for.
+        /// The file's tensors for which the model has no variable.
         unexpected: Vec<String>,
-        /// Those that have another shape or kind of dtype: the name, what the file has, and what the model needs.
+        /// The tensors with another shape or kind of dtype: the name, what the file has, and what the model needs.
         different: Vec<String>,
     },
 
     /// A part of a checkpoint, or of an elastic run, that should be the same on all ranks.
     #[error(
-        "the part {part:?} is not the same on all ranks: {} on {} differ from rank 0's. Reduce or broadcast what ranks have \
-         computed for themselves. A part of which each rank has its own is saved as PerRank(part), random numbers with \
-         seed::Generator::for_rank, and one of which rank 0's is good for all as RankZero(part)",
+        "the part {part:?} is not the same on all ranks: {} on {} differ from rank 0's. Reduce or broadcast values \
+         that ranks have computed separately. Use PerRank(part) for a part that each rank has for itself, \
+         RankZero(part) if rank 0's serves all ranks, and seed::Generator::for_rank for random numbers",
         some(names),
         ranks_named(ranks)
     )]
     PartDiffers {
         /// The name of the part.
         part: String,
-        /// The ranks that have another state than rank 0.
+        /// The ranks whose state differs from rank 0's.
         ranks: Vec<usize>,
         /// The tensors of the part that differ, sorted.
         names: Vec<String>,
     },
 
-    /// A checkpoint does not have a part, or the part does not take over what was saved of it.
+    /// A checkpoint does not have a part, or the part cannot load its saved state.
     #[error("the part {part:?} of the checkpoint {}: {error}", folder.display())]
     CheckpointPart {
         /// The checkpoint's folder.
@@ -328,7 +363,7 @@ pub enum Error {
     GradScaler {
         /// The method.
         call: &'static str,
-        /// What is wrong, and what the right order is.
+        /// What is wrong, and the right order.
         reason: String,
     },
 
@@ -337,9 +372,9 @@ pub enum Error {
     Kernel {
         /// The source.
         file: &'static str,
-        /// What was being done.
+        /// The operation.
         operation: String,
-        /// Why: the compiler's messages, or the driver's.
+        /// The compiler's messages, or the driver's.
         reason: String,
     },
 }
@@ -366,7 +401,7 @@ impl Error {
         }
     }
 
-    /// The rank because of which there is this error, as the group numbers it.
+    /// The rank that caused this error, as numbered in the group.
     fn culprit(&self) -> Option<usize> {
         match self {
             Self::Group(failure) => failure.culprit(),
@@ -379,7 +414,8 @@ impl Error {
         }
     }
 
-    /// This error as the launcher of `rank` gets it. `number` gives the launcher's number of a rank that the error names.
+    /// This error as reported to the launcher of `rank`. `number` returns the launcher's number of a rank that the
+    /// error names.
     pub(crate) fn of_rank(&self, rank: usize, number: impl Fn(usize) -> Option<usize>) -> RankError {
         RankError {
             rank,
@@ -389,7 +425,7 @@ impl Error {
         }
     }
 
-    /// The variant's name; of a group's failure or an error of the rendezvous, that of its reason.
+    /// The variant's name; for a group's failure or an error of the rendezvous, the name of that.
     fn name(&self) -> &'static str {
         macro_rules! names {
             ($($variant:ident)+) => {
@@ -401,82 +437,15 @@ impl Error {
             };
         }
         names!(
-            Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl RankFailed MonitoredBarrier InputsExhausted
-            Mismatch BackwardOutside OtherModelInGraph UnusedParameters Parameter Samples Replica
+            Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl Engine RankFailed MonitoredBarrier InputsExhausted
+            Mismatch BackwardOutside OtherModelInGraph UnusedParameters NothingCounted Parameter Samples Replica
             DataFile CheckpointFile CheckpointMismatch PartDiffers CheckpointPart GradScaler Kernel
         )
-    }
-}
-
-impl From<rendezvous::Error> for Error {
-    fn from(error: rendezvous::Error) -> Self {
-        match error {
-            rendezvous::Error::Io { context, error } => Self::Io { context, error },
-            rendezvous::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
-            rendezvous::Error::RankOutOfRange { rank, world_size } => Self::RankOutOfRange { rank, world_size },
-            rendezvous::Error::Group(failure) => Self::Group(failure),
-            rendezvous::Error::Cancelled(error) => match error.downcast() {
-                Ok(error) => *error,
-                Err(error) => Self::Rendezvous(rendezvous::Error::Cancelled(error)),
-            },
-            error => Self::Rendezvous(error),
-        }
-    }
-}
-
-/// For waits in a store that are cancelled.
-impl From<Error> for rendezvous::Error {
-    fn from(error: Error) -> Self {
-        match error {
-            Error::Rendezvous(error) => error,
-            Error::Group(failure) => Self::Group(failure),
-            error => Self::Cancelled(Box::new(error)),
-        }
     }
 }
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {self}", self.name())
-    }
-}
-
-impl From<tensor::Error> for Error {
-    fn from(error: tensor::Error) -> Self {
-        match error {
-            tensor::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
-            tensor::Error::Unavailable { what, hint } => Self::Unavailable { what, hint },
-            tensor::Error::UnsupportedDType { operation, dtype, supported } => {
-                Self::UnsupportedDType { operation, dtype, supported }
-            }
-            tensor::Error::Kernel { file, operation, reason } => Self::Kernel { file, operation, reason },
-            tensor::Error::Candle(error) => error.into(),
-            error => Self::Candle(error.into()),
-        }
-    }
-}
-
-/// An error of ours that went through candle's `Result` comes out as what it was.
-impl From<candle_core::Error> for Error {
-    fn from(error: candle_core::Error) -> Self {
-        let candle_core::Error::Io(error) = error else { return Self::Candle(error) };
-        let error = error.downcast::<Self>().or_else(|error| error.downcast::<tensor::Error>().map(Self::from));
-        #[cfg(feature = "vision")]
-        let error = error.or_else(|error| error.downcast::<candle_ddp_vision::Error>().map(Self::from));
-        match error {
-            Ok(error) => error,
-            Err(error) => Self::Candle(candle_core::Error::Io(error)),
-        }
-    }
-}
-
-/// So that model code, which speaks candle's `Result`, can use `?` on ours. It travels as an `io::Error` of kind `Other`:
-/// that shows its text and gives it back, where candle's own `Wrapped` keeps the text only.
-impl From<Error> for candle_core::Error {
-    fn from(error: Error) -> Self {
-        match error {
-            Error::Candle(error) => error,
-            error => candle_core::Error::Io(std::io::Error::other(error)),
-        }
     }
 }

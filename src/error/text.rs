@@ -1,4 +1,4 @@
-//! How lists of names are written in messages.
+//! How messages show lists of names.
 use candle_ddp_rendezvous::error::some;
 
 /// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
@@ -15,7 +15,8 @@ pub(super) fn on_ranks(rank: Option<usize>) -> String {
     rank.map_or("on any rank".to_string(), |rank| format!("on rank {rank}"))
 }
 
-/// Few names as they are; many by the longest common beginnings that leave few: `encoder.0.* (16), encoder.1.* (16), head`.
+/// Few names as they are; many names as their longest common prefixes, as long as these are few: `encoder.0.* (16),
+/// encoder.1.* (16), head`.
 pub(super) fn by_prefix(names: &[String]) -> String {
     const FEW: usize = 8;
     let parts = |name: &str| name.split('.').count();

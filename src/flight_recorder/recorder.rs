@@ -13,7 +13,7 @@ pub(crate) trait Recorded: Send + Sync {
     fn record(&self) -> (Vec<CallRecord>, Option<String>);
 }
 
-/// What one rank of a job remembers of the calls of all its groups.
+/// The remembered calls of all groups of one rank of a job.
 pub(crate) struct FlightRecorder {
     options: FlightRecorderOptions,
     rank: usize,
@@ -36,7 +36,7 @@ pub(crate) struct Recording {
     pub(crate) recorder: Arc<FlightRecorder>,
     /// The group's name, the same on all ranks.
     pub(crate) name: String,
-    /// The group's ranks, as they are numbered in the group of all.
+    /// The group's ranks, as numbered in the group of all ranks.
     pub(crate) ranks: Vec<usize>,
 }
 
@@ -125,7 +125,7 @@ impl Recording {
         groups.push(Registered { name, ranks, group });
     }
 
-    /// Returns the recording of a group that is made out of this one; `ranks` are numbered as in this one.
+    /// Returns the recording of a group that is split off this one; `ranks` are numbered as in this one.
     pub(crate) fn of_subgroup(&self, name: &str, ranks: &[usize]) -> Self {
         let ranks = ranks.iter().filter_map(|rank| self.ranks.get(*rank).copied()).collect();
         Self { recorder: Arc::clone(&self.recorder), name: format!("{}/{name}", self.name), ranks }

@@ -13,7 +13,8 @@ pub(super) trait Listener: Send + Sync {
 /// The recorders of this process that write on the signal.
 static RECORDERS: Mutex<Vec<Weak<dyn Listener>>> = Mutex::new(Vec::new());
 
-/// Has `recorder` write on every SIGUSR1 for as long as it lives. The handler, one for the process, only wakes a thread.
+/// Makes `recorder` write on every SIGUSR1 for as long as it lives. The process has one handler, which only wakes a
+/// thread.
 pub(super) fn on_sigusr1(recorder: Weak<dyn Listener>) -> Result<()> {
     static IS_LISTENING: Mutex<bool> = Mutex::new(false);
     let mut is_listening = lock(&IS_LISTENING);
@@ -30,7 +31,7 @@ pub(super) fn on_sigusr1(recorder: Weak<dyn Listener>) -> Result<()> {
         *is_listening = true;
     }
     let mut recorders = lock(&RECORDERS);
-    // Each generation of an elastic run has a recorder of its own.
+    // Each generation of an elastic run has its own recorder.
     recorders.retain(|recorder| recorder.strong_count() > 0);
     recorders.push(recorder);
     Ok(())

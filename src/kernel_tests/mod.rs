@@ -1,5 +1,7 @@
 //! Comparison of the kernels' arithmetic, without a GPU, with that of the CPU kernels.
 mod norm;
+#[path = "../../tests/common/skip.rs"]
+mod skip;
 
 use crate::kernels::host::Host;
 use crate::kernels::table::{CHUNK, Entry, Table};
@@ -14,6 +16,15 @@ use half::{bf16, f16};
 /// Sizes below, at and above the boundaries of threads and chunks.
 const SIZES: [usize; 9] = [1, 255, 0, 256, 257, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77];
 const STEPS: u64 = 6;
+
+/// Returns the machine that runs kernels on the CPU. Without a compiler for them, reports that `test` is skipped.
+fn host(test: &str) -> Option<Host> {
+    let host = Host::new();
+    if host.is_none() {
+        skip::skip(test, "it needs a C++ compiler, `c++`, and glibc");
+    }
+    host
+}
 
 /// Returns reproducible values in -1..1.
 fn values(count: usize, seed: u64) -> Vec<f64> {
@@ -78,7 +89,7 @@ fn grad_store(vars: &[Var], gradients: &[Option<Vec<f64>>]) -> GradStore {
 }
 
 fn scalars_of<R: UpdateRule>(rule: &R, moment: Moment) -> Scalars {
-    rule.scalars(moment)
+    rule.fused().unwrap().scalars(moment)
 }
 
 /// Compares parameters after a few steps. `E` is their dtype, `S` that of the states. Two groups alternate, and one
@@ -131,10 +142,11 @@ fn trains_alike<E: WithDType, S: WithDType, R: UpdateRule>(host: &Host, groups: 
         for (entry, &number) in entries.iter_mut().zip(&present) {
             steps[number] += 1;
             let options = &groups[number % 2];
-            let gradient_scale = options.max_grad_norm().map_or(1., |max| if norm > max { max / norm } else { 1. });
+            let gradient_scale =
+                options.fused().unwrap().max_grad_norm().map_or(1., |max| if norm > max { max / norm } else { 1. });
             entry.scalars = scalars_of(options, Moment { step: steps[number], gradient_scale });
         }
-        program::update_whole(host, R::RULE, E::DTYPE, &entries).unwrap();
+        program::update_whole(host, groups[0].fused().unwrap().rule(), E::DTYPE, &entries).unwrap();
     }
     for (number, (var, size)) in vars.iter().zip(SIZES).enumerate() {
         let expected: Vec<f64> = var.to_dtype(DType::F64).unwrap().to_vec1().unwrap();
@@ -163,7 +175,7 @@ const EXACT: [f64; 4] = [0.; 4];
 
 #[test]
 fn adam_and_adamw_match_the_cpu() {
-    let Some(host) = Host::new("adam_and_adamw_match_the_cpu") else { return };
+    let Some(host) = host("adam_and_adamw_match_the_cpu") else { return };
     let options = ParamsAdamW { lr: 0.05, ..Default::default() };
     let other = ParamsAdamW { weight_decay: 0.3, beta1: 0.7, eps: 1e-3, ..options.clone() };
     trains_alike_in_all_dtypes(&host, [options, other], EXACT);
@@ -174,7 +186,7 @@ fn adam_and_adamw_match_the_cpu() {
 
 #[test]
 fn sgd_matches_the_cpu() {
-    let Some(host) = Host::new("sgd_matches_the_cpu") else { return };
+    let Some(host) = host("sgd_matches_the_cpu") else { return };
     let plain = ParamsSgd { lr: 0.1, weight_decay: 0.1, ..Default::default() };
     let momentum = ParamsSgd { momentum: 0.9, ..plain.clone() };
     let dampened = ParamsSgd { dampening: 0.4, ..momentum.clone() };
@@ -185,7 +197,7 @@ fn sgd_matches_the_cpu() {
 
 #[test]
 fn lamb_matches_the_cpu() {
-    let Some(host) = Host::new("lamb_matches_the_cpu") else { return };
+    let Some(host) = host("lamb_matches_the_cpu") else { return };
     // The sums have a different order, so 16-bit parameters may be rounded differently.
     let tolerances = [1e-6, 1e-12, 2e-3, 1.6e-2];
     let options = ParamsLamb { lr: 0.05, ..Default::default() };
@@ -199,7 +211,7 @@ fn lamb_matches_the_cpu() {
 /// As under ZeRO, where the other part's sums come from another rank.
 #[test]
 fn lamb_in_two_parts_matches_lamb_in_one() {
-    let Some(host) = Host::new("lamb_in_two_parts_matches_lamb_in_one") else { return };
+    let Some(host) = host("lamb_in_two_parts_matches_lamb_in_one") else { return };
     let (size, cut) = (2 * CHUNK + 100, CHUNK + 31);
     let scalars = scalars_of(&ParamsLamb::default(), Moment { step: 3, gradient_scale: 0.5 });
     let update = |whole: bool| {
@@ -322,7 +334,7 @@ fn copies_convert_like_the_cpu() {
         copies::<E, f16>(host);
         copies::<E, bf16>(host);
     }
-    let Some(host) = Host::new("copies_convert_like_the_cpu") else { return };
+    let Some(host) = host("copies_convert_like_the_cpu") else { return };
     from_all::<f32>(&host);
     from_all::<f64>(&host);
     from_all::<f16>(&host);
@@ -331,7 +343,7 @@ fn copies_convert_like_the_cpu() {
 
 #[test]
 fn gradients_are_measured_and_changed() {
-    let Some(host) = Host::new("gradients_are_measured_and_changed") else { return };
+    let Some(host) = host("gradients_are_measured_and_changed") else { return };
     gradients_in::<f32>(&host, 0.);
     gradients_in::<f64>(&host, 0.);
     gradients_in::<f16>(&host, 1.3e-7);
@@ -340,7 +352,7 @@ fn gradients_are_measured_and_changed() {
 
 #[test]
 fn empty_input_needs_no_launch() {
-    let Some(host) = Host::new("nothing_to_work_on_is_no_launch") else { return };
+    let Some(host) = host("nothing_to_work_on_is_no_launch") else { return };
     for entries in [&[][..], &[Entry::default()]] {
         program::update_whole(&host, Rule::Lamb, DType::F32, entries).unwrap();
         program::update(&host, Rule::Lamb, DType::F32, entries, &[]).unwrap();
@@ -356,7 +368,7 @@ fn empty_input_needs_no_launch() {
 
 #[test]
 fn the_number_of_launches_is_constant() {
-    let Some(host) = Host::new("the_number_of_launches_is_constant") else { return };
+    let Some(host) = host("the_number_of_launches_is_constant") else { return };
     let mut memory = [1, 2, 3].map(|seed| Memory::<f32>::new((0..40).map(|_| values(300, seed))));
     for count in [1, 40] {
         let entries: Vec<Entry> = (0..count)
@@ -380,7 +392,7 @@ fn the_number_of_launches_is_constant() {
 /// Comparison with the crate `half`. NaNs stay NaNs, possibly with different bits.
 #[test]
 fn numbers_of_16_bits_are_converted_exactly() {
-    let Some(host) = Host::new("numbers_of_16_bits_are_converted_exactly") else { return };
+    let Some(host) = host("numbers_of_16_bits_are_converted_exactly") else { return };
     let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
     let (from_f16, from_bf16) = (host.widen("host_from_f16"), host.widen("host_from_bf16"));
     for bits in 0..=u16::MAX {

@@ -1,5 +1,5 @@
 //! Comparison of the norm kernels, without a GPU, with the norms on the CPU.
-use super::{Memory, values};
+use super::{Memory, host, values};
 use crate::kernels::host::Host;
 use crate::kernels::norm::{Backward, Forward, Rows, backward, forward};
 use crate::nn::LayerNorm;
@@ -42,7 +42,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
             bias: if with_bias { narrow.address(1) } else { 0 },
             y: wide.address(2),
         };
-        let mut statistics = forward(host, of_rows, addresses).unwrap();
+        let statistics = forward(host, of_rows, addresses).unwrap();
         let addresses = Backward {
             x: wide.address(0),
             weight: narrow.address(0),
@@ -51,7 +51,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
             d_weight: narrow.address(2),
             d_bias: narrow.address(3),
         };
-        backward(host, of_rows, &mut statistics, addresses).unwrap();
+        backward(host, of_rows, &statistics, addresses).unwrap();
 
         let var = |values: Vec<f64>, shape: &[usize], dtype| {
             Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap()
@@ -77,7 +77,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
 
 #[test]
 fn norms_match_the_cpu() {
-    let Some(host) = Host::new("norms_match_the_cpu") else { return };
+    let Some(host) = host("norms_match_the_cpu") else { return };
     norms_alike::<f32, f32>(&host, 2e-6);
     norms_alike::<f64, f64>(&host, 1e-12);
     norms_alike::<f16, f32>(&host, 1e-3);

@@ -1,9 +1,11 @@
 //! Adam, and Adam with decoupled weight decay.
-use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
+use super::kernel::{Fused, Kernel, Moment, MomentRates, Slices, Sums, bias_correction, moments};
+use super::rule::{UpdateRule, fraction, not_negative};
+use super::update::update_copies;
 use crate::Result;
 use crate::kernels::{Rule, Scalars, scalars};
 use crate::tensor::{Element, Real};
-use candle_core::WithDType;
+use candle_core::{Tensor, WithDType};
 use candle_nn::ParamsAdamW;
 
 /// Options of [`Adam`](super::Adam), with the meaning and defaults of PyTorch's `torch.optim.Adam` (`amsgrad` off):
@@ -79,8 +81,10 @@ fn check(lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64) -> Result
     not_negative("weight_decay", weight_decay)
 }
 
-impl Kernel for ParamsAdam {
+impl UpdateRule for ParamsAdam {
     const NAME: &'static str = "Adam";
+
+    const ELEMENTWISE: bool = true;
 
     fn states(&self) -> &'static [&'static str] {
         MOMENTS
@@ -98,8 +102,18 @@ impl Kernel for ParamsAdam {
         self.lr = learning_rate;
     }
 
+    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
+        update_copies(self, parameter, gradient, states, step)
+    }
+
+    fn fused(&self) -> Option<Fused<'_>> {
+        Some(Fused::new(self))
+    }
+}
+
+impl Kernel for ParamsAdam {
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
+    fn apply<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
         let decay = Decay { coupled: self.weight_decay, decoupled: 0. };
         update(self.clone(), decay, moment, slices);
     }
@@ -111,8 +125,10 @@ impl Kernel for ParamsAdam {
     }
 }
 
-impl Kernel for ParamsAdamW {
+impl UpdateRule for ParamsAdamW {
     const NAME: &'static str = "AdamW";
+
+    const ELEMENTWISE: bool = true;
 
     fn states(&self) -> &'static [&'static str] {
         MOMENTS
@@ -130,8 +146,18 @@ impl Kernel for ParamsAdamW {
         self.lr = learning_rate;
     }
 
+    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
+        update_copies(self, parameter, gradient, states, step)
+    }
+
+    fn fused(&self) -> Option<Fused<'_>> {
+        Some(Fused::new(self))
+    }
+}
+
+impl Kernel for ParamsAdamW {
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
+    fn apply<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
         let Self { lr, beta1, beta2, eps, weight_decay } = *self;
         let decay = Decay { coupled: 0., decoupled: weight_decay };
         update(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment, slices);

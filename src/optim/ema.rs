@@ -1,5 +1,5 @@
 //! Exponential moving averages of weights.
-use super::fused::state_dtype;
+use super::rule::state_dtype;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::borrow::zip;
 use crate::tensor::{DTYPES, Element, dispatch};
@@ -15,7 +15,6 @@ use std::collections::HashMap;
 /// given.
 ///
 /// Under DDP all ranks have the same weights and so the same average, without communication.
-#[derive(Debug)]
 pub struct Ema {
     decay: f64,
     updates: u64,
@@ -24,13 +23,23 @@ pub struct Ema {
     replaced: Option<Vec<Tensor>>,
 }
 
-#[derive(Debug)]
 struct Slot {
     name: String,
     var: Var,
     /// The variable's storage in one dimension.
     flat: Tensor,
     average: Tensor,
+}
+
+impl std::fmt::Debug for Ema {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ema")
+            .field("decay", &self.decay)
+            .field("updates", &self.updates)
+            .field("parameters", &self.slots.len())
+            .field("is_applied", &self.replaced.is_some())
+            .finish_non_exhaustive()
+    }
 }
 
 impl Ema {

@@ -1,28 +1,22 @@
 //! The optimizer around an update rule: parameters, groups, counters and state.
 use super::clip;
+use super::kernel::Moment;
 use super::optimizer::{Optimizer, check_learning_rates};
-use super::rule::{Moment, UpdateRule, limit};
-use super::update::{self, Part};
+use super::parameters::{ParameterGroup, Parameters};
+use super::rule::{self, UpdateRule, limit, state_dtype};
+use super::update::{self, Part, misfit};
 use crate::error::describe;
 use crate::kernels;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::DTYPES;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Tensor, TensorId, Var};
 use std::collections::{HashMap, HashSet};
 
-/// Parameters that are trained with the same options.
-#[derive(Clone, Debug)]
-pub struct ParameterGroup<R> {
-    /// The parameters with their names.
-    pub parameters: Vec<(String, Var)>,
-    /// Their options.
-    pub options: R,
-}
-
 /// An optimizer that reads parameter, gradient and state in one pass: [`AdamW`](super::AdamW), [`Adam`](super::Adam),
-/// [`Sgd`](super::Sgd) and [`Lamb`](super::Lamb).
+/// [`Sgd`](super::Sgd) and [`Lamb`](super::Lamb). With an [`UpdateRule`] of your own, it updates one parameter after the
+/// other by candle's operations.
 ///
 /// Parameters may be f32, f64, f16 or bf16. 16-bit parameters are updated in f32 arithmetic and have f32 state.
 /// Variables of integer type are left alone. As in PyTorch, a step does not change parameters without a gradient, nor
@@ -31,9 +25,8 @@ pub struct ParameterGroup<R> {
 /// On a GPU all parameters of a dtype are updated together, with as many kernel launches as a single parameter needs:
 /// one, or three for LAMB, which also waits once for the norm of the gradients if `max_grad_norm` is set.
 ///
-/// An optimizer made with [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups) can be saved. It
-/// implements [`Optimizer`] and also candle's trait of that name, whose [`new`](candle_nn::Optimizer::new) takes
-/// variables without names.
+/// An optimizer can be saved if its parameters have names. It implements [`Optimizer`] and also candle's trait of that
+/// name.
 #[derive(Debug)]
 pub struct FusedOptimizer<R> {
     groups: Vec<Group<R>>,
@@ -46,8 +39,14 @@ struct Group<R> {
     slots: Vec<Slot>,
 }
 
+/// The parameters that an optimizer has already.
+#[derive(Default)]
+struct Seen {
+    names: HashSet<String>,
+    variables: HashSet<TensorId>,
+}
+
 /// A parameter and its state.
-#[derive(Debug)]
 struct Slot {
     name: String,
     var: Var,
@@ -56,6 +55,18 @@ struct Slot {
     /// One-dimensional, each with its own storage.
     states: Vec<Tensor>,
     steps: u64,
+}
+
+/// Shows the parameter without its values.
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let parameter = describe(self.var.dtype(), self.var.shape());
+        f.debug_struct("Slot")
+            .field("name", &self.name)
+            .field("parameter", &parameter)
+            .field("steps", &self.steps)
+            .finish()
+    }
 }
 
 impl Slot {
@@ -71,11 +82,7 @@ impl Slot {
     fn gradient(&self, grads: &GradStore) -> Result<Option<Tensor>> {
         let Some(gradient) = grads.get(&self.var) else { return Ok(None) };
         if gradient.shape() != self.var.shape() || !gradient.device().same_device(self.var.device()) {
-            let is = describe(gradient.dtype(), gradient.shape());
-            let needed = describe(self.var.dtype(), self.var.shape());
-            let (at, belongs) = (gradient.device().location(), self.var.device().location());
-            let reason = format!("its gradient is {is} on {at:?}, but {needed} on {belongs:?} is needed");
-            return Err(Error::parameter(&self.name, reason));
+            return Err(Error::parameter(&self.name, format!("its gradient {}", misfit(gradient, &self.var))));
         }
         Ok(Some(gradient.detach().to_dtype(self.var.dtype())?.contiguous()?.flatten_all()?))
     }
@@ -86,68 +93,96 @@ impl Slot {
     }
 }
 
-/// The dtype of arithmetic and state for parameters of `dtype`; None if there is no kernel for it.
-pub(super) fn state_dtype(dtype: DType) -> Option<DType> {
-    match dtype {
-        DType::F64 => Some(DType::F64),
-        DType::F32 | DType::F16 | DType::BF16 => Some(DType::F32),
-        _ => None,
-    }
-}
-
 /// The dtype of `R`'s state for a parameter, if `R` can update it.
 pub(super) fn state_dtype_of<R: UpdateRule>(name: &str, var: &Var) -> Result<DType> {
     let Some(dtype) = state_dtype(var.dtype()) else {
         let (dtype, supported) = (var.dtype(), DTYPES.map(|dtype| dtype.as_str()).join(", "));
-        let reason = format!("{} has no kernel for {dtype:?} (supported: {supported})", R::NAME);
+        let reason = format!("its dtype must be one that {} can update ({supported}), but is {dtype:?}", R::NAME);
         return Err(Error::parameter(name, reason));
     };
     if !var.device().is_cpu() && !kernels::take(var.device(), var.dtype()) {
-        let reason = format!("{} has no kernel for {:?}", R::NAME, var.device().location());
+        let reason = format!("{} cannot update it on {:?}", R::NAME, var.device().location());
         return Err(Error::parameter(name, reason));
     }
     if !var.is_contiguous() {
-        let reason = "its variable is not contiguous: make it from a contiguous tensor";
+        let reason = "its variable must be contiguous: make it from a contiguous tensor";
         return Err(Error::parameter(name, reason));
     }
     Ok(dtype)
 }
 
 impl<R: UpdateRule> FusedOptimizer<R> {
-    /// An optimizer for parameters with names, such as those of
-    /// [`named_parameters`](crate::DistributedDataParallel::named_parameters).
+    /// An optimizer for the parameters of a `&DistributedDataParallel`, a `Vec<(String, Var)>`, or a `Vec<Var>`. With
+    /// the last, it cannot be saved, and error messages refer to variables by index.
+    ///
+    /// ```
+    /// # use candle_ddp::DistributedDataParallel;
+    /// # use candle_ddp::optim::{AdamW, ParamsAdamW};
+    /// # use candle_nn::{VarMap, linear};
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// # candle_ddp::spawn(2, |pg| {
+    /// # let build = |vb| linear(4, 2, vb);
+    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+    /// let optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
+    /// # Ok(())
+    /// # })?;
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for invalid options; [`Error::Parameter`] for a parameter that is given
-    /// twice, has a dtype without a kernel, or is not contiguous.
-    pub fn from_named(parameters: Vec<(String, Var)>, options: R) -> Result<Self> {
-        Self::from_groups(vec![ParameterGroup { parameters, options }])
+    /// twice, has a dtype that cannot be trained, or is not contiguous.
+    pub fn new(parameters: impl Into<Parameters>, options: R) -> Result<Self> {
+        let Parameters { variables, named } = parameters.into();
+        let group = ParameterGroup { parameters: variables, options };
+        Ok(Self { named, ..Self::from_groups(vec![group])? })
     }
 
     /// An optimizer with separate options for each group of parameters.
     ///
     /// # Errors
-    /// Returns the errors of [`from_named`](Self::from_named).
+    /// Returns the errors of [`new`](Self::new).
     pub fn from_groups(groups: Vec<ParameterGroup<R>>) -> Result<Self> {
-        let (mut names, mut variables) = (HashSet::new(), HashSet::new());
-        let mut built = Vec::with_capacity(groups.len());
-        for ParameterGroup { parameters, options } in groups {
-            options.check()?;
-            let mut slots = Vec::with_capacity(parameters.len());
-            for (name, var) in parameters {
-                if !names.insert(name.clone()) {
-                    return Err(Error::parameter(name, "two parameters have this name"));
-                }
-                if !variables.insert(var.id()) {
-                    return Err(Error::parameter(name, "its variable is given twice, and would be updated twice"));
-                }
-                if var.dtype().is_float() {
-                    slots.push(Slot::new(name, var, &options)?);
-                }
+        let (mut optimizer, mut seen) =
+            (Self { groups: Vec::with_capacity(groups.len()), named: true }, Seen::default());
+        groups.into_iter().try_for_each(|group| optimizer.push(group, &mut seen))?;
+        Ok(optimizer)
+    }
+
+    /// Trains the parameters of `group` as well, with its options and without state: PyTorch's `add_param_group`, for
+    /// layers that are thawed during training. The state of the others is kept. A schedule takes up the new group with
+    /// its next step.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new), also for a parameter that the optimizer has already. It is then
+    /// unchanged.
+    pub fn add_param_group(&mut self, group: ParameterGroup<R>) -> Result<()> {
+        let mut seen = Seen {
+            names: self.slots().map(|slot| slot.name.clone()).collect(),
+            variables: self.slots().map(|slot| slot.var.id()).collect(),
+        };
+        self.push(group, &mut seen)
+    }
+
+    /// Adds a group whose parameters have not been `seen`.
+    fn push(&mut self, group: ParameterGroup<R>, seen: &mut Seen) -> Result<()> {
+        let ParameterGroup { parameters, options } = group;
+        rule::check(&options)?;
+        let mut slots = Vec::with_capacity(parameters.len());
+        for (name, var) in parameters {
+            if !seen.names.insert(name.clone()) {
+                return Err(Error::parameter(name, "two parameters have this name"));
             }
-            built.push(Group { options, slots });
+            if !seen.variables.insert(var.id()) {
+                return Err(Error::parameter(name, "its variable is given twice, and would be updated twice"));
+            }
+            if var.dtype().is_float() {
+                slots.push(Slot::new(name, var, &options)?);
+            }
         }
-        Ok(Self { groups: built, named: true })
+        self.groups.push(Group { options, slots });
+        Ok(())
     }
 
     /// The options of each group.
@@ -162,7 +197,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// Returns [`Error::InvalidArgument`] for a group that does not exist, invalid options, or options that need
     /// another state.
     pub fn set_options(&mut self, group: usize, options: R) -> Result<()> {
-        options.check()?;
+        rule::check(&options)?;
         let count = self.groups.len();
         let Some(group) = self.groups.get_mut(group) else {
             return Err(Error::invalid("group", format!("there is no group {group}: the optimizer has {count}")));
@@ -192,7 +227,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             .iter()
             .map(|group| group.slots.iter().map(|slot| slot.gradient(grads)).collect())
             .collect::<Result<_>>()?;
-        let norm = if self.options().any(|options| options.max_grad_norm().is_some()) {
+        let norm = if self.options().any(|options| rule::max_grad_norm(options).is_some()) {
             clip::norm(gradients.iter().flatten().flatten(), clip::NormType::L2)?
         } else {
             0.
@@ -203,7 +238,9 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             for (slot, gradient) in slots.iter().zip(gradients) {
                 let Some(gradient) = gradient.clone() else { continue };
                 let moment = Moment { step: slot.steps + 1, gradient_scale };
-                parts.push(Part { rule: options, moment, parameter: &slot.flat, gradient, states: &slot.states });
+                let Slot { name, var, flat: parameter, states, .. } = slot;
+                let shape = var.shape();
+                parts.push(Part { rule: options, name, moment, parameter, shape, gradient, states });
             }
         }
         update::update_whole(&parts)?;
@@ -244,8 +281,7 @@ impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
 
     /// An optimizer for variables without names. It cannot be saved, and error messages refer to variables by index.
     fn new(vars: Vec<Var>, options: R) -> candle_core::Result<Self> {
-        let parameters = vars.into_iter().enumerate().map(|(index, var)| (format!("#{index}"), var)).collect();
-        Ok(Self { named: false, ..Self::from_named(parameters, options)? })
+        Ok(Self::new(vars, options)?)
     }
 
     /// Updates every parameter that has a gradient.
@@ -318,8 +354,9 @@ impl<R> FusedOptimizer<R> {
         if self.named {
             return Ok(());
         }
-        let reason = "an optimizer made without names cannot be saved or loaded, since the order of a VarMap's variables \
-                      differs from run to run: make it with from_named(ddp.named_parameters(), options)";
+        let reason = "they must have names for an optimizer to be saved or loaded, since the order of a VarMap's \
+                      variables differs from run to run: pass new() the DistributedDataParallel, or pairs of name and \
+                      variable";
         Err(Error::invalid("parameters", reason))
     }
 }

@@ -1,11 +1,13 @@
 //! LAMB: Adam with a step length in proportion to the parameter's norm.
 use super::adam::MOMENTS;
-use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
+use super::kernel::{Fused, Kernel, Moment, MomentRates, Slices, Sums, bias_correction, moments};
+use super::rule::{UpdateRule, fraction, not_negative};
 use super::sums::sum_of_squares;
+use super::update::update_copies;
 use crate::kernels::{Rule, Scalars, scalars};
 use crate::tensor::{Element, Real};
 use crate::{Error, Result};
-use candle_core::WithDType;
+use candle_core::{Tensor, WithDType};
 
 /// Options of [`Lamb`](super::Lamb), with the meaning and defaults of Apex's `FusedLAMB`.
 ///
@@ -60,7 +62,7 @@ impl Default for ParamsLamb {
 /// Number of elements processed at a time.
 const BLOCK: usize = 1024;
 
-impl Kernel for ParamsLamb {
+impl UpdateRule for ParamsLamb {
     const NAME: &'static str = "Lamb";
 
     fn states(&self) -> &'static [&'static str] {
@@ -89,6 +91,16 @@ impl Kernel for ParamsLamb {
         self.lr = learning_rate;
     }
 
+    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
+        update_copies(self, parameter, gradient, states, step)
+    }
+
+    fn fused(&self) -> Option<Fused<'_>> {
+        Some(Fused::new(self))
+    }
+}
+
+impl Kernel for ParamsLamb {
     fn max_grad_norm(&self) -> Option<f64> {
         self.max_grad_norm
     }
@@ -126,7 +138,7 @@ impl Kernel for ParamsLamb {
 
     /// Applies the update, which is computed again instead of stored, with the trust ratio from the sums.
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, [norm, update_norm]: Sums, slices: Slices<'_, '_, E>) {
+    fn apply<E: Element>(&self, moment: Moment, [norm, update_norm]: Sums, slices: Slices<'_, '_, E>) {
         let [m, v] = slices.states else { return };
         let ratio = if norm != 0. && update_norm != 0. { (norm / update_norm).sqrt() } else { 1. };
         let rate = E::Real::from_f64(self.lr * ratio);

@@ -1,9 +1,10 @@
-//! Fused optimizers (AdamW, Adam, SGD and LAMB), gradient clipping, learning-rate schedules, and averages of weights.
-//! All have PyTorch's semantics (LAMB: Apex's).
+//! Fused optimizers (AdamW, Adam, SGD and LAMB), optimizers from your own [`UpdateRule`], gradient clipping,
+//! learning-rate schedules, and averages of weights. All have PyTorch's semantics (LAMB: Apex's).
 //!
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
-//! use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW, StateDict};
+//! use candle_ddp::checkpoint::StateDict;
+//! use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW};
 //! use candle_nn::{VarBuilder, VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
@@ -37,8 +38,10 @@ mod averager;
 mod clip;
 mod ema;
 mod fused;
+mod kernel;
 mod lamb;
 mod optimizer;
+mod parameters;
 mod plateau;
 mod rule;
 mod schedule;
@@ -47,18 +50,18 @@ mod sums;
 mod update;
 mod zero;
 
-pub use crate::state::StateDict;
 pub use adam::ParamsAdam;
 pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
 pub use ema::Ema;
-pub use fused::{FusedOptimizer, ParameterGroup};
-pub use lamb::ParamsLamb;
-pub use optimizer::Optimizer;
-pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
+pub use fused::FusedOptimizer;
 #[cfg(test)]
-pub(crate) use rule::Moment;
+pub(crate) use kernel::Moment;
+pub use lamb::ParamsLamb;
+pub use optimizer::{KnownState, Optimizer};
+pub use parameters::{ParameterGroup, Parameters};
+pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
 pub use rule::UpdateRule;
 pub use schedule::{
     Anneal, CosineAnnealingLr, LrScheduler, MultiStepLr, OneCycleLr, ParamsCosineAnnealingLr, ParamsMultiStepLr,

@@ -3,10 +3,12 @@ use super::rule::not_negative;
 use crate::amp::GradScaler;
 use crate::backend::Label;
 use crate::process_group::ProcessGroup;
-use crate::state::StateDict;
 use crate::state::file::{WriteJob, read_safetensors};
+use crate::state::{KIND, StateDict};
 use crate::{Error, Result};
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 /// An optimizer: [`FusedOptimizer`](super::FusedOptimizer) (AdamW, Adam, SGD, LAMB) or
@@ -21,11 +23,11 @@ use std::path::Path;
 /// # fn main() -> Result<()> {
 /// # let zero = true;
 /// # candle_ddp::spawn(2, |pg| {
-/// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, |vb| linear(4, 2, vb), DdpOptions::default())?;
+/// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 2, vb))?;
 /// let params = ParamsAdamW::default();
 /// let mut optimizer: Box<dyn Optimizer> = match zero {
 ///     true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-///     false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+///     false => Box::new(AdamW::new(&ddp, params)?),
 /// };
 /// # let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
 /// # let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
@@ -91,6 +93,30 @@ pub trait Optimizer: StateDict {
         scaler.unscale(grads)
     }
 
+    /// Loads what a state has of this optimizer's parameters, by name, and reports the rest: for a state that was saved
+    /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
+    /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
+    /// may be others. [`load_state_dict`](StateDict::load_state_dict) takes only a state of the same parameters.
+    ///
+    /// # Errors
+    /// Returns those of `load_state_dict` for a state of another kind of optimizer, or of a parameter of another shape.
+    /// Nothing is changed then.
+    fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
+        let mut own = self.state_dict()?;
+        let names = |dict: &HashMap<String, Tensor>| dict.keys().filter_map(|key| parameter(key)).collect();
+        let (mine, theirs): (BTreeSet<String>, BTreeSet<String>) = (names(&own), names(state));
+        let is_known = |key: &String| parameter(key).is_some_and(|name| mine.contains(&name) && theirs.contains(&name));
+        own.retain(|key, _| !is_known(key) && key != KIND);
+        let known = state.iter().filter(|(key, _)| is_known(key) || *key == KIND);
+        own.extend(known.map(|(key, tensor)| (key.clone(), tensor.clone())));
+        self.load_state_dict(&own)?;
+        Ok(KnownState {
+            loaded: mine.intersection(&theirs).cloned().collect(),
+            new: mine.difference(&theirs).cloned().collect(),
+            gone: theirs.difference(&mine).cloned().collect(),
+        })
+    }
+
     /// Writes the state to one safetensors file. Every rank of `group` must call it; rank 0 writes. As with
     /// [`save_distributed`](crate::checkpoint::save_distributed), an existing file is replaced only once all ranks have
     /// confirmed success, and writing may take longer than the group's time-out. The file depends neither on the number
@@ -115,6 +141,24 @@ pub trait Optimizer: StateDict {
         let loaded = self.load_state_dict(&dict);
         Label::OPTIMIZER_LOAD.during(|| group.agree(loaded))
     }
+}
+
+/// What [`Optimizer::load_known`] did with each parameter. The names are sorted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KnownState {
+    /// The parameters whose state was loaded.
+    pub loaded: Vec<String>,
+    /// The optimizer's parameters that the state does not know.
+    pub new: Vec<String>,
+    /// The state's parameters that the optimizer does not train.
+    pub gone: Vec<String>,
+}
+
+/// The parameter to which the entry `key` of an optimizer's state belongs.
+fn parameter(key: &str) -> Option<String> {
+    let (name, _) = key.strip_prefix("state.")?.rsplit_once('.')?;
+    Some(name.to_string())
 }
 
 /// Checks that there is one for each of the `groups`.
@@ -148,6 +192,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).unscale(scaler, grads)
     }
 
+    fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
+        (**self).load_known(state)
+    }
+
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         (**self).save_distributed(group, path)
     }
@@ -168,6 +216,6 @@ impl GradScaler {
         if self.is_scaled() {
             optimizer.unscale(self, grads)?;
         }
-        self.step_with(grads, |grads| optimizer.step(grads))
+        self.step_if_finite(grads, |grads| optimizer.step(grads))
     }
 }

@@ -28,7 +28,7 @@ pub trait Schedule {
 /// ```
 /// # use candle_ddp::optim::{Optimizer, ParamsSgd, ParamsStepLr, Sgd, StepLr};
 /// # fn main() -> candle_ddp::Result<()> {
-/// let mut optimizer = Sgd::from_named(vec![], ParamsSgd { lr: 0.1, ..Default::default() })?;
+/// let mut optimizer = Sgd::new(Vec::<candle_core::Var>::new(), ParamsSgd { lr: 0.1, ..Default::default() })?;
 /// let mut schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 2, gamma: 0.5 })?;
 /// for epoch in 0..4 {
 ///     // … optimizer.step(&grads)? for every batch …
@@ -76,11 +76,13 @@ impl<S: Schedule> LrScheduler<S> {
         self.step += 1;
     }
 
-    /// Advances to the next step and sets the learning rates of `optimizer`.
+    /// Advances to the next step and sets the learning rates of `optimizer`. Groups that the optimizer has got since the
+    /// last step have their current learning rates as base rates.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] if the number of the optimizer's groups has changed.
+    /// Returns [`Error::InvalidArgument`] if the optimizer has fewer groups than before.
     pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<()> {
+        self.base.extend(optimizer.learning_rates().into_iter().skip(self.base.len()));
         self.advance();
         optimizer.set_learning_rates(&self.learning_rates())
     }

@@ -1,9 +1,11 @@
 //! Stochastic gradient descent.
-use super::rule::{Kernel, Moment, Slices, Sums, not_negative};
+use super::kernel::{Fused, Kernel, Moment, Slices, Sums};
+use super::rule::{UpdateRule, not_negative};
+use super::update::update_copies;
 use crate::kernels::{Rule, Scalars, scalars};
 use crate::tensor::{Element, Real};
 use crate::{Error, Result};
-use candle_core::WithDType;
+use candle_core::{Tensor, WithDType};
 
 /// Options of [`Sgd`](super::Sgd), with the meaning and defaults of PyTorch's `torch.optim.SGD`.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,8 +28,10 @@ impl Default for ParamsSgd {
     }
 }
 
-impl Kernel for ParamsSgd {
+impl UpdateRule for ParamsSgd {
     const NAME: &'static str = "Sgd";
+
+    const ELEMENTWISE: bool = true;
 
     fn states(&self) -> &'static [&'static str] {
         if self.momentum == 0. { &[] } else { &["momentum_buffer"] }
@@ -54,8 +58,18 @@ impl Kernel for ParamsSgd {
         self.lr = learning_rate;
     }
 
+    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
+        update_copies(self, parameter, gradient, states, step)
+    }
+
+    fn fused(&self) -> Option<Fused<'_>> {
+        Some(Fused::new(self))
+    }
+}
+
+impl Kernel for ParamsSgd {
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
+    fn apply<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
         let real = E::Real::from_f64;
         let (lr, decay, scale) = (real(self.lr), real(self.weight_decay), real(moment.gradient_scale));
         let pairs = slices.parameter.iter_mut().zip(slices.gradient);

@@ -5,11 +5,6 @@ use crate::backend::{Collective, ReduceOp, Work};
 use candle_core::Tensor;
 
 impl ProcessGroup {
-    /// Waits until every rank has called it.
-    pub fn barrier(&self) -> Result<()> {
-        self.run(Collective::Barrier)
-    }
-
     /// Sends `tensor` to rank `peer`, which must call `recv`. Returns when `tensor` may be changed again.
     pub fn send(&self, tensor: &Tensor, peer: usize) -> Result<()> {
         self.run(Collective::Send { tensor: tensor.clone(), peer })
@@ -20,7 +15,7 @@ impl ProcessGroup {
         self.start(Collective::Send { tensor: tensor.clone(), peer })
     }
 
-    /// Receives into `tensor` what rank `peer` sends.
+    /// Receives data from rank `peer` into `tensor`.
     pub fn recv(&self, tensor: &Tensor, peer: usize) -> Result<()> {
         self.run(Collective::Recv { tensor: tensor.clone(), peer })
     }
@@ -28,18 +23,6 @@ impl ProcessGroup {
     /// [`recv`](Self::recv), without waiting.
     pub fn irecv(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
         self.start(Collective::Recv { tensor: tensor.clone(), peer })
-    }
-
-    /// Gathers all ranks' `input`, in rank order, into `output` on rank `root`, where it has `world_size` × the
-    /// elements of `input`; the other ranks pass `None`.
-    pub fn gather(&self, output: Option<&Tensor>, input: &Tensor, root: usize) -> Result<()> {
-        self.run(Collective::Gather { output: output.cloned(), input: input.clone(), root })
-    }
-
-    /// Scatters `input` of rank `root`, which has `world_size` × the elements of `output`, in rank order into all
-    /// ranks' `output`; the other ranks pass `None` as `input`.
-    pub fn scatter(&self, output: &Tensor, input: Option<&Tensor>, root: usize) -> Result<()> {
-        self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
     }
 }
 
@@ -66,7 +49,7 @@ collectives! {
     /// Replaces every rank's `tensor` by the reduction of all, bit-identical on all ranks.
     all_reduce / all_reduce_async = AllReduce { tensor: &Tensor => tensor.clone(), op: ReduceOp => op }
 
-    /// Replaces every rank's `tensor` by that of rank `root`.
+    /// Replaces every rank's `tensor` by a copy of rank `root`'s.
     broadcast / broadcast_async = Broadcast { tensor: &Tensor => tensor.clone(), root: usize => root }
 
     /// Replaces the `tensor` of rank `root` by the reduction of all; the others do not change.
@@ -85,4 +68,19 @@ collectives! {
     /// Sends part `p` of `input` to rank `p`, and receives part `p` of `output` from rank `p`. The `world_size` parts
     /// have equal sizes: PyTorch's `all_to_all_single`.
     all_to_all / all_to_all_async = AllToAll { output: &Tensor => output.clone(), input: &Tensor => input.clone() }
+
+    /// Gathers all ranks' `input`, in rank order, into `output` on rank `root`, where it has `world_size` × the elements of
+    /// `input`; the other ranks pass `None`.
+    gather / gather_async = Gather {
+        output: Option<&Tensor> => output.cloned(), input: &Tensor => input.clone(), root: usize => root
+    }
+
+    /// Scatters `input` of rank `root`, which has `world_size` × the elements of `output`, in rank order into all ranks'
+    /// `output`; the other ranks pass `None` as `input`.
+    scatter / scatter_async = Scatter {
+        output: &Tensor => output.clone(), input: Option<&Tensor> => input.cloned(), root: usize => root
+    }
+
+    /// Waits until every rank has called it.
+    barrier / barrier_async = Barrier {}
 }

@@ -1,4 +1,4 @@
-//! Finds differences in what must be the same on all ranks.
+//! Finds differences in values that must be the same on all ranks.
 use super::ProcessGroup;
 use crate::state::summary;
 use crate::{Error, Result};
@@ -26,10 +26,11 @@ impl ProcessGroup {
 type Fingerprint = BTreeMap<String, u64>;
 
 impl ProcessGroup {
-    /// Compares the hashes of states by their names, of which all ranks have the same. Every rank must call it.
+    /// Compares the hashes of states by their names, which are the same on all ranks. Every rank must call it.
     ///
     /// # Errors
-    /// On every rank, [`Error::PartDiffers`] for the first state that is not the same on all ranks; those of the group.
+    /// Returns [`Error::PartDiffers`], on every rank, for the first state that is not the same on all ranks, and errors
+    /// of the group.
     pub(crate) fn compare_states(&self, states: &[(&str, &Fingerprint)]) -> Result<()> {
         if self.world_size() == 1 || states.is_empty() {
             return Ok(());
@@ -38,7 +39,7 @@ impl ProcessGroup {
         let all: Vec<Vec<u64>> = self.all_gather_object(&summaries)?;
         let differs = |state: &usize| all.iter().any(|theirs| theirs.get(*state) != all[0].get(*state));
         let Some(first) = (0..states.len()).find(differs) else { return Ok(()) };
-        // Which of its tensors they are is asked only now.
+        // Which of its tensors differ is only asked now.
         let (part, own) = states[first];
         let all: Vec<Fingerprint> = self.all_gather_object(own)?;
         let ranks = (1..all.len()).filter(|rank| all[*rank] != all[0]).collect();

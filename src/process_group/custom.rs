@@ -1,4 +1,4 @@
-//! Groups over engines outside this crate.
+//! Groups over external engines.
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
 use crate::backend::Communicator;
@@ -13,7 +13,7 @@ use std::time::Duration;
 pub struct CustomOptions {
     /// The device of the tensors that the engine takes. Default: the CPU.
     pub device: Device,
-    /// How long a collective may take, as [`ProcessGroup::timeout`] returns it. It is up to the engine to enforce it.
+    /// How long a collective may take, as [`ProcessGroup::timeout`] returns it. Enforcing it is up to the engine.
     /// Default: 10 minutes.
     pub timeout: Duration,
     /// This process's rank on its host. Default: 0.
@@ -30,8 +30,9 @@ impl Default for CustomOptions {
 
 impl ProcessGroup {
     /// Creates a group over an engine outside this crate, such as MPI or UCX, from this rank's `communicator` and a
-    /// `store` that the ranks of the group share and nothing else uses. [`rendezvous`](crate::rendezvous::rendezvous)
-    /// provides a store and this process's rank.
+    /// `store` that the ranks of the group share and nothing else uses, such as a
+    /// [`TcpStore`](crate::rendezvous::TcpStore). Under a launcher, the function `rendezvous` of the crate
+    /// [candle-ddp-rendezvous](https://docs.rs/candle-ddp-rendezvous) gives a store and this process's rank.
     ///
     /// Most of this crate works over such a group. [`new_group`](Self::new_group) requires an engine that
     /// implements [`Communicator::split`]. Layers that communicate in their forward pass, such as `SyncBatchNorm`,

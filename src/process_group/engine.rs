@@ -60,7 +60,7 @@ pub(super) fn communicator(
     let (store, timeout) = (engine_store(&store, settings), settings.timeout);
     if settings.backend == Backend::Custom {
         return Err(Error::Unavailable {
-            what: "another group over an engine from outside".to_string(),
+            what: "another group over an external engine".to_string(),
             hint: "the engine does not support it: implement Communicator::split".to_string(),
         });
     }

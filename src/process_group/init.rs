@@ -1,6 +1,7 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
 use super::job::{self, Job};
+use super::stop::StopSignals;
 use super::threads::{self, Affinity};
 use crate::backend::{Construction, nccl};
 use crate::error::{Failure, ranks};
@@ -23,7 +24,7 @@ pub struct InitOptions {
     pub rank: Option<usize>,
     /// The number of ranks. Default: from the environment.
     pub world_size: Option<usize>,
-    /// How long to wait for the other ranks, and how long a collective may take. Default: 10 minutes.
+    /// How long to wait for the other ranks, and how long each collective may take. Default: 10 minutes.
     pub timeout: Duration,
     /// The device of this rank's tensors. Default: chosen by the engine.
     pub device: Option<Device>,
@@ -34,14 +35,20 @@ pub struct InitOptions {
     /// The parent is the thread that started this process. The setting belongs to the thread that calls
     /// [`init_process_group`] and ends with it. The death of a parent before the call goes unnoticed.
     pub die_with_parent: bool,
-    /// What this rank remembers of its calls, and where it writes that. Default: the last 2000, and the folder that
+    /// How many calls this rank remembers, and where it writes them. Default: the last 2000, and the folder that
     /// `CANDLE_DDP_FLIGHT_RECORDER` names.
     pub flight_recorder: FlightRecorderOptions,
-    /// The secret that ranks prove to each other and to the store, so that nobody else gets in. Default: that of the
-    /// environment ([`Secret::from_env`]), which `ddprun` sets. Without one, anyone who reaches the store can use it.
+    /// The secret that ranks prove to each other and to the store, so that no other process can join. Default: the one
+    /// in the environment ([`Secret::from_env`]), which `ddprun` sets. Without one, anyone who reaches the store can
+    /// use it.
     pub secret: Option<Secret>,
-    /// Whether a process that was started without a launcher is an error. By default it is a world of one rank, so that
-    /// `cargo run` works, and a warning says so. That is for `env://` where none of a launcher's variables is set.
+    /// The signals that ask all ranks to stop, so that they can save their state first: see
+    /// [`ProcessGroup::stop_requested`]. They count from the beginning of this call on. Default: none, and signals do
+    /// what they usually do.
+    pub stop_signals: StopSignals,
+    /// Whether a process that was started without a launcher is an error. This concerns `env://` if none of a
+    /// launcher's variables is set. By default, the process is a world of one rank, so that `cargo run` works, and a
+    /// warning says so.
     pub require_launcher: bool,
 }
 
@@ -57,6 +64,7 @@ impl Default for InitOptions {
             die_with_parent: false,
             flight_recorder: FlightRecorderOptions::default(),
             secret: None,
+            stop_signals: StopSignals::default(),
             require_launcher: false,
         }
     }
@@ -87,7 +95,8 @@ impl InitOptions {
 /// each would use all processors. rayon's threads are then limited to the rank's share, unless they are already
 /// running, and a warning says so.
 ///
-/// A process that was started without a launcher is a world of one rank, unless [`InitOptions::require_launcher`] is set.
+/// A process that was started without a launcher is a world of one rank, unless [`InitOptions::require_launcher`] is
+/// set.
 ///
 /// # Errors
 /// Returns an error if the environment is incomplete or contradictory, if an engine is not available, or if ranks do
@@ -118,6 +127,7 @@ pub(crate) struct Joining {
 impl Joining {
     /// Chooses the engine.
     pub(crate) fn new(options: &InitOptions) -> Result<Self> {
+        options.stop_signals.handle()?;
         if options.die_with_parent {
             super::parent::die_with_parent()?;
         }
@@ -130,7 +140,7 @@ impl Joining {
         })
     }
 
-    /// Connects this process to the ranks that it has met, which have the numbers `ranks` for the launcher.
+    /// Connects this process to the ranks that it has met, which the launcher numbers as `ranks`.
     pub(crate) fn join(&self, found: Rendezvous, watcher: InitWatcher, ranks: Vec<usize>) -> Result<ProcessGroup> {
         let made = self.connect(found, &watcher, Job::new(ranks));
         watcher.conclude(made, Error::failure).inspect(|_| job::take_back())
@@ -209,8 +219,8 @@ fn choose(
         (Backend::Cpu, _) => Ok(Backend::Cpu),
         (Backend::Nccl, Some(true)) => Err(Error::invalid(
             "device",
-            "Backend::Nccl moves tensors on GPUs, and this is the CPU: give Device::new_cuda(…), or None and the engine \
-             chooses",
+            "Backend::Nccl moves tensors on GPUs, but this is the CPU: give Device::new_cuda(…), or None to let the \
+             engine choose",
         )),
         (Backend::Nccl, _) => {
             // Whether there is a GPU is checked after the rendezvous, so that a rank without one can tell the others.
@@ -218,7 +228,7 @@ fn choose(
             Ok(Backend::Nccl)
         }
         (Backend::Custom, _) => {
-            Err(Error::invalid("backend", "pass an engine from outside to ProcessGroup::with_communicator instead"))
+            Err(Error::invalid("backend", "pass an external engine to ProcessGroup::with_communicator instead"))
         }
     }
 }
@@ -230,8 +240,8 @@ fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<Vec<Affi
     let missing = |absent: Vec<usize>, late: rendezvous::Error| match late {
         rendezvous::Error::StoreTimeout { store, timeout, .. } => {
             let reason = format!(
-                "rank(s) {} have not chosen their devices. Look for the first error in their output, or give them more time \
-                 (timeout)",
+                "rank(s) {} have not chosen their devices. Look for the first error in their output, or give them more \
+                 time (timeout)",
                 ranks(&absent)
             );
             let operation = format!("init_process_group of rank {rank}");

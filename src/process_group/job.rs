@@ -1,4 +1,4 @@
-//! What a rank tells its launcher when it fails.
+//! How a failing rank reports to its launcher.
 use crate::panic::lock;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
@@ -9,13 +9,13 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The job of a launcher to which a group belongs, and all groups that are split off from it.
+/// The launcher's job to which a group belongs, as do all groups that are split off from it.
 pub(crate) struct Job {
     /// The launcher's number of each rank of the group of all ranks.
     pub(super) ranks: Vec<usize>,
-    /// The last errors of calls that name a rank: the program may return one in its own words.
+    /// The last errors of calls that name a rank: the program may return one of them in its own words.
     named: Mutex<VecDeque<RankError>>,
-    /// The launcher has been told how this rank fails, or need not be.
+    /// Whether the launcher has been told how this rank fails, or need not be.
     is_told: AtomicBool,
 }
 
@@ -25,7 +25,7 @@ impl Job {
         Self { ranks, named: Mutex::default(), is_told: AtomicBool::new(false) }
     }
 
-    /// Takes note of an error that names a rank.
+    /// Records an error that names a rank.
     pub(super) fn note(&self, error: RankError) {
         const MOST: usize = 16;
         let mut named = lock(&self.named);
@@ -35,18 +35,18 @@ impl Job {
         named.push_back(error);
     }
 
-    /// The last of the errors that `is` holds for.
+    /// The last recorded error for which `is` returns true.
     pub(super) fn noted(&self, is: impl Fn(&RankError) -> bool) -> Option<RankError> {
         lock(&self.named).iter().rev().find(|error| is(error)).cloned()
     }
 
-    /// The launcher is told, or need not be; returns whether that was so before.
+    /// Records that the launcher is told, or need not be; returns whether that was already so.
     pub(super) fn end(&self) -> bool {
         self.is_told.swap(true, Ordering::Relaxed)
     }
 }
 
-/// Tells the launcher how this rank fails, if it wants to know. A problem with that is not the program's.
+/// Tells the launcher how this rank fails, if it asked for that. If this goes wrong, the program does not fail for it.
 pub(super) fn tell(told: Option<RankError>) {
     let Some((told, path)) = told.zip(path()) else { return };
     let write = || -> Result<()> {
@@ -55,12 +55,12 @@ pub(super) fn tell(told: Option<RankError>) {
         Ok(file.commit()?)
     };
     if let Err(error) = write() {
-        log::warn!("rank {}: the launcher does not learn why this rank fails: {error}", told.rank);
+        log::warn!("rank {}: cannot tell the launcher why this rank fails: {error}", told.rank);
     }
 }
 
-/// Tells the launcher of an error of this process while it has no group. `number` gives the launcher's number of a rank that
-/// the error names.
+/// Tells the launcher of an error of this process while it has no group. `number` returns the launcher's number of a
+/// rank that the error names.
 pub(crate) fn tell_error(rank: Option<usize>, error: &Error, number: impl Fn(usize) -> Option<usize>) {
     let own = || std::env::var("RANK").ok()?.trim().parse().ok();
     if let Some(rank) = rank.or_else(own) {
@@ -68,7 +68,7 @@ pub(crate) fn tell_error(rank: Option<usize>, error: &Error, number: impl Fn(usi
     }
 }
 
-/// Takes back what this process has told the launcher, because it has a new group.
+/// Withdraws this process's report to the launcher, because it has a new group.
 pub(crate) fn take_back() {
     if let Some(path) = path()
         && let Err(error) = std::fs::remove_file(&path)

@@ -1,4 +1,4 @@
-//! What ranks tell those that have run out of inputs: which collectives come next.
+//! How ranks with inputs announce their next collectives to ranks that have run out.
 use super::ProcessGroup;
 use crate::backend::Label;
 use crate::panic::lock;
@@ -6,12 +6,11 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::sync::{Arc, Mutex};
 
-/// Something for which a training step needs all ranks, also those that have no inputs left.
+/// An operation of a training step that needs all ranks, including those that have no inputs left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// A backward pass that averages gradients: bit `i` stands for the `i`-th model of the join.
-    /// `adds_up` says that its gradients are added to those of the last one.
-    Backward { models: u64, adds_up: bool },
+    Backward { models: u64, kind: Kind },
     /// `ZeroRedundancyOptimizer::step`
     Step,
     /// `ZeroRedundancyOptimizer::clip_grad_norm`
@@ -20,7 +19,17 @@ pub(crate) enum Operation {
     Unscale,
 }
 
-/// The ranks that take part in an operation with inputs of their own, in order: at least one.
+/// The kinds of backward passes that average gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Plain = 1,
+    /// Its gradients are added to the previous pass's.
+    AddsUp = 5,
+    /// Its gradients are divided by a count.
+    Weighted = 6,
+}
+
+/// The ranks that take part in an operation with their own inputs, in order: at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Active {
     ranks: Vec<usize>,
@@ -36,7 +45,7 @@ pub(crate) struct Join {
     throw_on_early_termination: bool,
     /// The ranks that were active in the last operation. Before the first, all are.
     last: Mutex<Active>,
-    /// The first rank without inputs, once that has ended the loops of all.
+    /// The first rank without inputs, once it has ended the loops of all ranks.
     exhausted: Mutex<Option<usize>>,
 }
 
@@ -48,13 +57,12 @@ pub(crate) struct JoinGuard {
 
 impl Operation {
     const NOTHING: i64 = 0;
-    /// As many models fit into a number beside the kind of the operation.
+    /// The number of models that fit into a code together with the kind of the operation.
     pub(crate) const MODELS: usize = 60;
 
     fn encode(self) -> i64 {
         match self {
-            Self::Backward { models, adds_up: false } => 1 + ((models as i64) << 3),
-            Self::Backward { models, adds_up: true } => 5 + ((models as i64) << 3),
+            Self::Backward { models, kind } => kind as i64 + ((models as i64) << 3),
             Self::Step => 2,
             Self::ClipGradNorm => 3,
             Self::Unscale => 4,
@@ -63,7 +71,9 @@ impl Operation {
 
     fn decode(code: i64) -> Option<Self> {
         match (code & 7, code >> 3) {
-            (kind @ (1 | 5), models) => Some(Self::Backward { models: models as u64, adds_up: kind == 5 }),
+            (1, models) => Some(Self::Backward { models: models as u64, kind: Kind::Plain }),
+            (5, models) => Some(Self::Backward { models: models as u64, kind: Kind::AddsUp }),
+            (6, models) => Some(Self::Backward { models: models as u64, kind: Kind::Weighted }),
             (2, 0) => Some(Self::Step),
             (3, 0) => Some(Self::ClipGradNorm),
             (4, 0) => Some(Self::Unscale),
@@ -115,7 +125,7 @@ impl ProcessGroup {
     ) -> Result<JoinGuard> {
         let mut current = lock(&self.0.join);
         if current.is_some() {
-            let reason = "its group is in a join already: give all models to one, `candle_ddp::join(&[&a, &b], …)`";
+            let reason = "its group is already in a join: give all models to one, `candle_ddp::join(&[&a, &b], …)`";
             return Err(Error::invalid("join", reason));
         }
         let (last, exhausted) = (Mutex::new(Active::all(self.world_size())), Mutex::default());
@@ -129,8 +139,8 @@ impl ProcessGroup {
         lock(&self.0.join).clone()
     }
 
-    /// Tells the ranks that have no inputs left what comes next, and returns which ranks have some; outside of a join,
-    /// nothing is sent. A rank calls it before each operation.
+    /// Announces this rank's next operation to the ranks that have no inputs left, and returns which ranks still have
+    /// some; outside a join, nothing is sent. A rank calls it before each operation.
     ///
     /// # Errors
     /// Returns [`Error::InputsExhausted`] if that ends the loops of all ranks.
@@ -139,10 +149,11 @@ impl ProcessGroup {
         Ok(self.exchange(&join, Some(operation))?.map(|(_, active)| active))
     }
 
-    /// Returns what the ranks that have inputs left do next, for a rank that has none; `None` if no rank has any.
+    /// Returns the next operation of the ranks that still have inputs, for a rank that has none; `None` if no rank has
+    /// any.
     ///
     /// # Errors
-    /// Returns those of [`announce`](Self::announce).
+    /// Returns the errors of [`announce`](Self::announce).
     pub(crate) fn await_announcement(&self, join: &Join) -> Result<Option<(Operation, Active)>> {
         self.exchange(join, None)
     }
@@ -155,7 +166,7 @@ impl ProcessGroup {
         let codes = all.to_vec1::<i64>()?;
         let (active, exhausted): (Vec<usize>, Vec<usize>) =
             (0..codes.len()).partition(|rank| codes[*rank] != Operation::NOTHING);
-        // Ranks that do different things find out in the collectives that follow.
+        // Ranks that do different things learn of it in the following collectives.
         let Some(&root) = active.first() else { return Ok(None) };
         let operation = Operation::decode(codes[root]).ok_or_else(|| Error::RankFailed {
             rank: root,
@@ -185,13 +196,18 @@ mod tests {
     #[test]
     fn operations_can_be_encoded_and_decoded() {
         let models = (1 << Operation::MODELS) - 1;
-        let backward = |models, adds_up| Operation::Backward { models, adds_up };
-        for operation in
-            [backward(1, false), backward(models, true), Operation::Step, Operation::ClipGradNorm, Operation::Unscale]
-        {
+        let backward = |models, kind| Operation::Backward { models, kind };
+        for operation in [
+            backward(1, Kind::Plain),
+            backward(models, Kind::AddsUp),
+            backward(models, Kind::Weighted),
+            Operation::Step,
+            Operation::ClipGradNorm,
+            Operation::Unscale,
+        ] {
             let code = operation.encode();
             assert!(code > Operation::NOTHING && Operation::decode(code) == Some(operation), "{operation:?}");
         }
-        assert_eq!([0, 10, 6].map(Operation::decode), [None; 3]);
+        assert_eq!([0, 10, 7].map(Operation::decode), [None; 3]);
     }
 }

@@ -17,7 +17,7 @@ impl ProcessGroup {
     /// it makes progress: it runs on a separate thread while the ranks report that they are alive. Every rank must call
     /// it. If one fails, the others' work is cancelled and its results are dropped.
     ///
-    /// On return, everything that the group did before is known to have succeeded.
+    /// When it returns, everything that the group did before is known to have succeeded.
     pub(crate) fn agree_on_long_work<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Progress) -> Result<T> + Send + 'static,

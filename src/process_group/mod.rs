@@ -14,20 +14,25 @@ mod on_error;
 mod parent;
 mod reports;
 pub(crate) mod spawn;
+mod stop;
 mod subgroups;
 mod tensors;
 mod threads;
+mod varied;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;
 pub(crate) use init::Joining;
 pub use init::{InitOptions, init_process_group};
-pub(crate) use join::{Active, Join, Operation};
+pub(crate) use join::{Active, Join, Kind, Operation};
 #[cfg(test)]
 pub(crate) use long_work::tests::queued;
+pub use on_error::run;
 pub(crate) use reports::{LONGEST_REPORT, report_length};
 pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
+pub(crate) use stop::Stop;
+pub use stop::StopSignals;
 
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::flight_recorder::Recording;
@@ -54,19 +59,19 @@ use std::time::Duration;
 /// NCCL, the first calls may wait until the ranks are connected.
 ///
 /// # Errors
-/// A call returns [`Error::Group`] with the [`Failure`](crate::error::Failure), on every rank and within the group's time-out, if ranks make
-/// different calls, or if a rank is gone, reports an error of its own, or does not call in time. The group is then
-/// broken, and all later calls return the same cause. For a tensor that the group does not accept, only the calling
-/// rank gets an error, [`Error::InvalidTensor`] or [`Error::UnsupportedDType`], before anything is sent.
+/// A call returns [`Error::Group`] with the [`Failure`](crate::Failure), on every rank and within the group's
+/// time-out, if ranks make different calls, or if a rank is gone, reports its own error, or does not call in time. The
+/// group is then broken, and all later calls return the same cause. For a tensor that the group does not accept, only
+/// the calling rank gets an error, [`Error::InvalidTensor`] or [`Error::UnsupportedDType`], before anything is sent.
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
 
-/// A handle to a group that does not keep it.
+/// A handle to a group that does not keep the group alive.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WeakProcessGroup(Weak<Inner>);
 
 impl WeakProcessGroup {
-    /// The group, if it is still there.
+    /// The group, if it still exists.
     pub(crate) fn upgrade(&self) -> Option<ProcessGroup> {
         self.0.upgrade().map(ProcessGroup)
     }
@@ -77,11 +82,11 @@ struct Inner {
     communicator: Box<dyn Communicator>,
     store: Arc<dyn Store>,
     settings: Settings,
-    /// For the flight recorder, if there is one.
+    /// The recording for the flight recorder, if there is one.
     recording: Option<Recording>,
     /// The job of a launcher, if the ranks are its processes.
     job: Option<Arc<Job>>,
-    /// The ranks of this group, numbered as in the group of all ranks.
+    /// The ranks of this group, as numbered in the group of all ranks.
     global_ranks: Vec<usize>,
     /// The number of subgroups created so far. It is the same on every rank, so it identifies the next one's keys.
     subgroups: AtomicU64,
@@ -91,8 +96,9 @@ struct Inner {
     join: Mutex<Option<Arc<Join>>>,
     companion: Mutex<Option<ProcessGroup>>,
     cpu: Mutex<Option<ProcessGroup>>,
-    /// The program itself has ended it.
+    /// Whether the program itself has ended the group.
     was_aborted: AtomicBool,
+    stop: Stop,
 }
 
 impl ProcessGroup {
@@ -131,6 +137,7 @@ impl ProcessGroup {
             companion: Mutex::default(),
             cpu: Mutex::default(),
             was_aborted: AtomicBool::new(false),
+            stop: Stop::default(),
         }))
     }
 
@@ -204,14 +211,14 @@ impl ProcessGroup {
         self.0.was_aborted.load(Ordering::Relaxed)
     }
 
-    /// A handle that does not keep the group.
+    /// A handle that does not keep the group alive.
     pub(crate) fn downgrade(&self) -> WeakProcessGroup {
         WeakProcessGroup(Arc::downgrade(&self.0))
     }
 
-    /// Waits until a GPU has done all that it was given, and returns the failure of the group, if any. Until then, the results
-    /// of collectives may be missing although [`Work::wait`] has returned: the host does not wait for them, and a failure ends
-    /// them on the GPU.
+    /// Waits until a GPU has done all its work, and returns the failure of the group, if any. Until then, the results
+    /// of collectives may be missing although [`Work::wait`] has returned: the host does not wait for them, and a
+    /// failure ends them on the GPU.
     pub(crate) fn settle(&self) -> Result<()> {
         if self.device().is_cpu() {
             return Ok(());
@@ -231,13 +238,13 @@ impl ProcessGroup {
     }
 
     /// Starts any collective. The methods named after the collectives are easier to read.
-    pub fn start(&self, collective: Collective) -> Result<Work> {
+    pub(crate) fn start(&self, collective: Collective) -> Result<Work> {
         in_place::check(self.rank(), &collective)?;
         self.0.communicator.start(collective).map_err(|error| self.names_a_rank(error))
     }
 
     /// Runs any collective. The methods named after the collectives are easier to read.
-    pub fn run(&self, collective: Collective) -> Result<()> {
+    pub(crate) fn run(&self, collective: Collective) -> Result<()> {
         in_place::check(self.rank(), &collective)?;
         self.0.communicator.run(collective).map_err(|error| self.names_a_rank(error))
     }
@@ -246,7 +253,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Returns an error of the GPU.
-    pub fn measure_spans(&self) -> Result<()> {
+    pub(crate) fn measure_spans(&self) -> Result<()> {
         self.0.communicator.measure_spans()
     }
 
@@ -256,7 +263,7 @@ impl ProcessGroup {
     }
 
     /// Ends the group on every rank: work in flight and all later calls fail with `reason`, here and on the peers. Use
-    /// it after an error that prevents this rank from making calls that the others wait for;
+    /// it after an error that prevents this rank from making calls for which the others wait;
     /// [`abort_on_error`](Self::abort_on_error) does so when a whole program fails.
     pub fn abort(&self, reason: &str) {
         if self.0.communicator.failure().is_none() {
@@ -265,8 +272,8 @@ impl ProcessGroup {
         self.supersede(reason);
     }
 
-    /// [`abort`](Self::abort) because of something outside the group: without first waiting for the reason of a failure, if the
-    /// engine is looking for one.
+    /// [Aborts](Self::abort) because of something outside the group: if the engine is looking for the reason of a
+    /// failure, does not wait for that.
     pub(crate) fn supersede(&self, reason: &str) {
         self.0.communicator.abort(reason);
         // Does not wait for the lock: a thread that holds it is connecting, and learns of the failure from this group

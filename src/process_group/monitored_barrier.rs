@@ -7,17 +7,17 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 impl ProcessGroup {
-    /// Waits until every rank has come here, for at most `timeout` (`None`: the group's), and otherwise names those that
-    /// have not: PyTorch's `monitored_barrier`, with any engine, for finding out where ranks part. Every rank must call it,
-    /// with the same arguments.
+    /// Waits until every rank has come here, for at most `timeout` (`None`: the group's), and otherwise names the ranks
+    /// that have not: PyTorch's `monitored_barrier`. It works with any engine, and is for finding out where ranks part.
+    /// Every rank must call it, with the same arguments.
     ///
-    /// It goes through the group's store and leaves the engine alone: work in flight need not be over, and the group still
-    /// works after an error. It takes much longer than [`barrier`](Self::barrier).
+    /// It goes through the group's store and leaves the engine alone: work in flight need not be complete, and the
+    /// group still works after an error. It takes much longer than [`barrier`](Self::barrier).
     ///
     /// # Errors
-    /// Returns [`Error::MonitoredBarrier`] on every rank that came. It names all ranks that are missing with
-    /// `wait_all_ranks`, and the lowest of them without. A rank that comes after others have given up gets their error. If
-    /// the group has failed, returns its failure at once.
+    /// Returns [`Error::MonitoredBarrier`] on every rank that came. With `wait_all_ranks` it names all missing ranks,
+    /// otherwise the lowest of them. A rank that comes after others have given up gets their error. If the group has
+    /// failed, returns its failure at once.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let number = self.0.barriers.fetch_add(1, Ordering::Relaxed);
@@ -26,7 +26,7 @@ impl ProcessGroup {
         store.set(&key(number, self.rank()), b"")?;
         let keys: Vec<String> = (0..self.world_size()).map(|rank| key(number, rank)).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        // The key under which the first rank that gives up says which ranks it missed.
+        // Under this key, the first rank that gives up says which ranks it missed.
         let verdict = format!("monitored_barrier/{number}/missing");
         let missing: Option<Vec<usize>> = match store.wait_cancellable(&keys, Some(timeout), &|| Ok(self.failed()?)) {
             Ok(()) => {
@@ -39,7 +39,7 @@ impl ProcessGroup {
             }
             Err(rendezvous::Error::StoreTimeout { .. }) => {
                 let missing = absent_ranks(store, 0..self.world_size(), &|rank| key(number, rank))?;
-                // Where none is missing, the last rank came at the last moment, unless others had given up already.
+                // If none is missing, the last rank came at the last moment, unless others had given up already.
                 if missing.is_empty() { read(store, &verdict)? } else { Some(decide(store, &verdict, &missing)?) }
             }
             Err(error) => return Err(error.into()),

@@ -1,4 +1,4 @@
-//! Sends numbers and values of the program between ranks: metrics, options, decisions.
+//! Sends numbers and values of the program between ranks, such as metrics, options and decisions.
 use super::{LONGEST_REPORT, ProcessGroup, report_length};
 use crate::backend::{Label, ReduceOp};
 use crate::cbor;
@@ -41,10 +41,10 @@ impl ProcessGroup {
         Ok(reduced)
     }
 
-    /// Returns the `object` of rank `root` on every rank; the others pass `None`. Use it for options that one rank has
-    /// read, or a decision that one rank has made. PyTorch's `broadcast_object_list`, for one object.
+    /// Returns the `object` of rank `root` on every rank; the others pass `None`. Use it for options that only one rank
+    /// has read, or a decision that only one rank has made. PyTorch's `broadcast_object_list`, for one object.
     ///
-    /// Objects are sent as CBOR of at most 64 MiB. Numbers arrive as they are, NaN and infinities as well.
+    /// Objects are sent as CBOR of at most 64 MiB. Numbers arrive unchanged, including NaN and infinities.
     ///
     /// ```
     /// # fn main() -> candle_ddp::Result<()> {
@@ -65,7 +65,7 @@ impl ProcessGroup {
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
             let object =
-                object.ok_or_else(|| Error::invalid("object", format!("rank {root} is the root, and has none")));
+                object.ok_or_else(|| Error::invalid("object", format!("rank {root} is the root, but has none")));
             object.and_then(to_bytes)
         });
         let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref().map_err(|error| error as _)));
@@ -97,8 +97,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// If a rank's object cannot be sent, that rank gets [`Error::InvalidArgument`], and the others get
-    /// [`Error::RankFailed`]. A rank to whose `T` another rank's bytes do not belong gets [`Error::InvalidArgument`]. Also
-    /// returns errors of the group.
+    /// [`Error::RankFailed`]. A rank that cannot read another rank's bytes as a `T` gets [`Error::InvalidArgument`].
+    /// Also returns errors of the group.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_bytes(object);
         let reports = Label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()));
@@ -130,7 +130,7 @@ fn to_bytes(object: &impl Serialize) -> Result<Vec<u8>> {
     // A leading mark that says the report is not an error takes one byte.
     if bytes.len() >= LONGEST_REPORT {
         let reason = format!(
-            "it has {} bytes as CBOR, and less than {LONGEST_REPORT} can be sent: send large data as tensors",
+            "it has {} bytes as CBOR, but must have less than {LONGEST_REPORT}: send large data as tensors",
             bytes.len()
         );
         return Err(Error::invalid("object", reason));
@@ -140,7 +140,7 @@ fn to_bytes(object: &impl Serialize) -> Result<Vec<u8>> {
 
 fn from_bytes<T: DeserializeOwned>(bytes: &[u8], rank: usize) -> Result<T> {
     cbor::decode(bytes).map_err(|reason| {
-        Error::invalid("object", format!("what rank {rank} sent cannot be read as the type asked for: {reason}"))
+        Error::invalid("object", format!("the bytes from rank {rank} cannot be read as the requested type: {reason}"))
     })
 }
 

@@ -4,7 +4,7 @@ use crate::rendezvous::{decode_reports, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// Every rank's report in rank order, or the first rank that has an error instead, and its text.
+/// Every rank's report in rank order, or the first rank that has an error instead, and the error's text.
 type Reports<T> = std::result::Result<Vec<T>, (usize, String)>;
 
 impl ProcessGroup {
@@ -19,15 +19,15 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns every rank's report in rank order, or the first rank that has an error instead, and its text. Every rank
-    /// must call it.
+    /// Returns every rank's report in rank order, or the first rank that has an error instead, and the error's text.
+    /// Every rank must call it.
     pub(crate) fn gather_reports(&self, report: std::result::Result<&str, &Error>) -> Result<Reports<String>> {
         let reports = self.gather_byte_reports(report.map(str::as_bytes))?;
         let text = |report: Vec<u8>| String::from_utf8_lossy(&report).into_owned();
         Ok(reports.map(|reports| reports.into_iter().map(text).collect()))
     }
 
-    /// [`gather_reports`](Self::gather_reports) for reports that are no text.
+    /// Like [`gather_reports`](Self::gather_reports), for reports that are not text.
     pub(super) fn gather_byte_reports(&self, report: std::result::Result<&[u8], &Error>) -> Result<Reports<Vec<u8>>> {
         Ok(decode_reports(self.all_gather_bytes(&encode_report(report.map_err(|error| error as _)))?))
     }
@@ -54,14 +54,14 @@ impl ProcessGroup {
 /// Far more than the report of any model.
 pub(crate) const LONGEST_REPORT: usize = 64 << 20;
 
-/// Checks the length that rank `rank` sent for its report. It may be any number if that rank is in another call that
-/// looks alike.
+/// Checks the length that rank `rank` sent for its report. If that rank is in another call that looks alike, it may be
+/// any number.
 pub(crate) fn report_length(rank: usize, length: i64) -> Result<usize> {
     usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::RankFailed {
         rank,
         reason: format!(
-            "it sent {length} as the length of a report, which is 0 to {LONGEST_REPORT} bytes: all ranks of a group must make the \
-             same calls in the same order"
+            "it sent {length} as the length of a report, which must be 0 to {LONGEST_REPORT} bytes: all ranks of a \
+             group must make the same calls in the same order"
         ),
     })
 }

@@ -47,7 +47,7 @@ pub fn spawn<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T
 pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     let SpawnOptions { world_size, timeout } = options;
     if world_size == 0 {
-        return Err(Error::invalid("world_size", "a group needs at least one rank"));
+        return Err(Error::invalid("world_size", "it must be at least 1, not 0"));
     }
     let store: Arc<dyn Store> = Arc::new(HashStore::new(timeout));
     let secret = Secret::random()?;

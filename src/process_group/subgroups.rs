@@ -1,4 +1,4 @@
-//! Groups that are made out of another one.
+//! Groups that are split off from another one.
 use super::engine::{self, Settings};
 use super::{Backend, ProcessGroup};
 use crate::backend::{Communicator, Construction, Split};
@@ -31,7 +31,7 @@ impl ProcessGroup {
             }
         }
         if ranks.is_empty() {
-            return Err(Error::invalid("ranks", "a group needs at least one rank"));
+            return Err(Error::invalid("ranks", "the list must name at least one rank"));
         }
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
         let place = ranks.iter().position(|rank| *rank == self.rank());
@@ -57,17 +57,22 @@ impl ProcessGroup {
         if let Some(companion) = &*companion {
             return Ok(companion.clone());
         }
-        let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
+        Ok(companion.insert(self.duplicate("companion")?).clone())
+    }
+
+    /// A second group of the same ranks over the same engine, whose keys have the given `prefix`.
+    fn duplicate(&self, prefix: &str) -> Result<Self> {
+        let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
         let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
         let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings))?;
-        let recording = self.recording_of("companion", &self.all_ranks());
+        let recording = self.recording_of(prefix, &self.all_ranks());
         let (rank, world_size) = (Some(self.rank()), self.world_size());
         let Some(made) = self.member(duplicate, &store, rank, world_size, recording.as_ref())? else {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
             return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
         };
         let job = self.0.job.clone();
-        Ok(companion.insert(Self::around(made, store, global_ranks, settings, recording, job)).clone())
+        Ok(Self::around(made, store, global_ranks, settings, recording, job))
     }
 
     /// A group of the same ranks for tensors in host memory, over the CPU engine: PyTorch's second backend in
@@ -87,18 +92,27 @@ impl ProcessGroup {
         Ok(cpu.insert(self.connect_cpu("cpu-group")?).clone())
     }
 
-    /// A group of the same ranks for tensors in host memory, over the CPU engine, whose calls a thread in the background
-    /// makes: it has connections of its own, and goes on when this one fails or is aborted. Every call makes another one, and
-    /// waits for that of every other rank.
+    /// A group of the same ranks for tensors in host memory, for the calls of a background thread: over the CPU engine, or
+    /// over an engine from outside that takes such tensors, since that may be the only one whose network is there. It has
+    /// separate connections, and continues when this one fails or is aborted. Every call makes another such group, and
+    /// waits for the same call on every other rank.
     ///
     /// # Errors
-    /// As with [`cpu_group`](Self::cpu_group).
+    /// Returns the same errors as [`cpu_group`](Self::cpu_group).
     pub(crate) fn background_group(&self) -> Result<Self> {
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
-        self.connect_cpu(&format!("background{number}"))
+        let prefix = format!("background{number}");
+        if self.backend() == Backend::Custom && self.device().is_cpu() {
+            match self.duplicate(&prefix) {
+                // An engine that makes no further groups.
+                Err(Error::Unavailable { .. }) => {}
+                made => return made,
+            }
+        }
+        self.connect_cpu(&prefix)
     }
 
-    /// A group of the same ranks over the CPU engine. `prefix` is that of its keys.
+    /// A group of the same ranks over the CPU engine, whose keys have the given `prefix`.
     fn connect_cpu(&self, prefix: &str) -> Result<Self> {
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
         let settings = Settings { backend: Backend::Cpu, device: Device::Cpu, ..self.0.settings.clone() };
@@ -110,8 +124,8 @@ impl ProcessGroup {
         Self::connect(construction, store, global_ranks, self.rank(), settings, job)
     }
 
-    /// This rank's handle to a group that was split off, in which it has the number `place`. If this group's engine
-    /// cannot split, the new group gets its own connections.
+    /// This rank's handle to a group that was split off, in which it has rank `place`. If this group's engine cannot
+    /// split, the new group gets its own connections.
     fn member(
         &self,
         split: Split,

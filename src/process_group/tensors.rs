@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::str::FromStr;
 
 impl ProcessGroup {
-    /// Returns rank `root`'s `tensors` on every rank: on the CPU or on the group's device, as they are there. Every rank
-    /// must call it; what the others give does not matter.
+    /// Returns rank `root`'s `tensors` on every rank: on the CPU or on the group's device, depending on where they are
+    /// on `root`. Every rank must call it; the others' `tensors` are ignored.
     pub(crate) fn broadcast_tensors(
         &self,
         tensors: &HashMap<String, Tensor>,

@@ -11,7 +11,7 @@ const VARIABLE: &str = "RAYON_NUM_THREADS";
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Affinity {
     host: String,
-    /// Their numbers; empty if the system does not tell.
+    /// Their numbers; empty if the system does not provide them.
     cpus: Vec<RangeInclusive<usize>>,
 }
 
@@ -47,18 +47,19 @@ fn sharers(rank: usize, affinities: &[Affinity]) -> Vec<usize> {
     (0..affinities.len()).filter(shares).collect()
 }
 
-/// The number of threads that each of `ranks` ranks should have that share `usable` processors. None if something else
-/// limits them, namely `variable`, the value of `RAYON_NUM_THREADS`.
+/// The number of threads that each of `ranks` ranks should have if they share `usable` processors. `None` if they are
+/// already limited by `variable`, the value of `RAYON_NUM_THREADS`.
 fn fair_share(variable: Option<&str>, usable: usize, ranks: usize) -> Option<usize> {
     let is_limited = variable.and_then(|value| value.parse::<NonZeroUsize>().ok()).is_some();
     (ranks > 1 && !is_limited).then_some((usable / ranks).max(1))
 }
 
-/// Limits the threads of this process to its share of the processors, if several ranks would each use all of them; the
-/// first of these ranks warns. Launchers set the variable; it may be missing for ranks started by hand or by Slurm.
+/// Limits the threads of this process to its share of the processors if several ranks would each use all of them; the
+/// first of these ranks logs a warning. Launchers set the variable; it may be missing for ranks started by hand or by
+/// Slurm.
 ///
-/// Matrix products and convolutions run on rayon's threads. At this point an environment variable can no longer be set
-/// safely.
+/// Matrix products and convolutions run on rayon's threads. At this point, it is no longer safe to set an environment
+/// variable.
 pub(super) fn limit(rank: usize, affinities: &[Affinity]) {
     let variable = std::env::var(VARIABLE).ok();
     let sharers = sharers(rank, affinities);
@@ -72,7 +73,7 @@ pub(super) fn limit(rank: usize, affinities: &[Affinity]) {
     let ranks = sharers.len();
     let done = match limited {
         true => format!("this crate has limited rayon to {share} thread(s) for each rank"),
-        false => format!("rayon has {now} threads in each rank already, which slow each other down"),
+        false => format!("rayon already has {now} threads in each rank, which slow each other down"),
     };
     log::warn!(
         "{ranks} ranks share the {usable} processors of this host, and {VARIABLE} is not set: {done}. Set \

@@ -9,11 +9,12 @@ use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
 
-/// A `VarBuilder` that makes variables in `varmap` as candle's `VarBuilder::from_varmap` does, but with values that can be
-/// repeated: those of [`init`]. Variables that are there already are handed out as they are.
+/// A `VarBuilder` that makes variables in `varmap` like candle's `VarBuilder::from_varmap`, but with reproducible
+/// values: those of [`init`]. Existing variables are returned unchanged.
 ///
 /// [`DdpOptions::init_seed`](crate::DdpOptions::init_seed) does the same for a model under DistributedDataParallel. For
-/// [`DataParallel`](crate::DataParallel), build the model once with this `VarBuilder` first, which fills the `VarMap`.
+/// [`DataParallel`](crate::data_parallel::DataParallel), build the model once with this `VarBuilder` first, which fills the
+/// `VarMap`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -32,12 +33,12 @@ pub fn var_builder(varmap: &VarMap, seed: u64, dtype: DType, device: &Device) ->
     VarBuilder::from_backend(Box::new(Seeded { varmap: varmap.clone(), seed }), dtype, device.clone())
 }
 
-/// A tensor with the values that `init` asks for, from a seed. They depend on `seed`, `name`, the shape and `init` alone:
-/// neither on rank, device and dtype (but for rounding) nor on what else was drawn before. Distributions and bounds are
-/// those of candle's [`Init`]; the numbers are a [`Generator`]'s.
+/// A tensor with the values that `init` asks for, from a seed. They depend only on `seed`, `name`, the shape and
+/// `init`, and not on the rank, the device, the dtype (except for rounding) or earlier random numbers. Distributions
+/// and bounds are those of candle's [`Init`]; the numbers come from a [`Generator`].
 ///
 /// # Errors
-/// Random values in a dtype of integers; the device's.
+/// Returns an error for random values in an integer dtype, and the device's errors.
 pub fn init(
     init: Init,
     seed: u64,
@@ -66,7 +67,7 @@ pub fn init(
     Ok(tensor?)
 }
 
-/// `VarMap::get`, whose new variables have the values of [`init`] if there is a seed.
+/// Like `VarMap::get`, but new variables have the values of [`init`] if there is a seed.
 pub(crate) fn get(
     varmap: &VarMap,
     seed: Option<u64>,
@@ -81,7 +82,7 @@ pub(crate) fn get(
     if let Some(var) = vars.get(name) {
         if var.shape() != &shape {
             let (is, needed) = (describe(var.dtype(), var.shape()), describe(dtype, &shape));
-            candle_core::bail!("{name} is {is} in the VarMap, and was asked for as {needed}")
+            candle_core::bail!("{name} is {is} in the VarMap, but the model requested it as {needed}")
         }
         return Ok(var.as_tensor().clone());
     }

@@ -5,12 +5,12 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::HashMap;
 
-/// `seed` and `offset`. Not which rank the generator was made for: one file fits all ranks that have drawn equally many
-/// numbers. Where each rank's is saved, also the `sequence`.
+/// Contains `seed` and `offset`, but not the rank that the generator was made for: one file fits all ranks that have
+/// drawn equally many numbers. If each rank saves its own, the state also contains the `sequence`.
 impl StateDict for Generator {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin(KIND)?;
-        // All 64 bits, as a number that may be negative.
+        // All 64 bits, as a signed number.
         dict.insert(SEED.to_string(), state::list(&[self.seed() as i64])?);
         dict.insert(OFFSET.to_string(), state::list(&[self.offset() as i64])?);
         Ok(dict)
@@ -33,7 +33,7 @@ impl StateDict for Generator {
         Ok(Some(dict))
     }
 
-    /// In a world of another size, the generator of a rank that was not there has the seed of the others, or its own if those
+    /// In a world of another size, the generator of a new rank gets the seed of the others, or keeps its own if those
     /// differ.
     fn load_sharded_state_dict(
         &mut self,
@@ -56,7 +56,10 @@ impl StateDict for Generator {
             return Ok(());
         }
         let Some((first, ..)) = saved.iter().flatten().next().copied() else {
-            return Err(Error::invalid("shards", "no rank has saved a generator in them"));
+            return Err(Error::invalid(
+                "shards",
+                "no rank has saved a generator in them: load the shards of a generator",
+            ));
         };
         let is_common = saved.iter().flatten().all(|(seed, ..)| *seed == first);
         let seed = own.map(|(seed, ..)| seed).or(is_common.then_some(first)).unwrap_or(self.seed());
@@ -80,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_generator_goes_on_where_it_was() {
+    fn a_saved_generator_continues_where_it_was() {
         let mut generator = Generator::for_rank(u64::MAX, 1);
         drawn(&mut generator, 10);
         let state = generator.state_dict().unwrap();
@@ -88,7 +91,7 @@ mod tests {
         let mut other = Generator::for_rank(3, 1);
         other.load_state_dict(&state).unwrap();
         assert_eq!(drawn(&mut other, 10), expected);
-        // Of another rank: other numbers, from the same place.
+        // Another rank draws other numbers, from the same offset.
         let mut other = Generator::for_rank(3, 0);
         other.load_state_dict(&state).unwrap();
         assert_eq!((other.seed(), other.offset()), (u64::MAX, 10));

@@ -1,4 +1,4 @@
-//! Files of tensors, which are there as a whole or not at all.
+//! Files of tensors, which appear complete or not at all.
 mod safetensors;
 
 pub(crate) use candle_ddp_rendezvous::file::{
@@ -13,7 +13,7 @@ mod tests {
     use super::*;
     use crate::Error;
 
-    /// Of the state of an optimizer, everything is wanted.
+    /// An optimizer's state must be loaded completely.
     #[test]
     fn a_tensor_that_cannot_be_read_is_named() {
         let file = tempfile::NamedTempFile::new().unwrap();

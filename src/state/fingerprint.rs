@@ -1,4 +1,4 @@
-//! Hashes of states, by which ranks find out whether theirs are the same.
+//! Hashes of states, by which ranks compare them.
 use super::Dict;
 use crate::Result;
 use crate::hash::content_64;
@@ -8,12 +8,12 @@ use candle_core::{Device, Tensor};
 use safetensors::tensor::View;
 use std::collections::BTreeMap;
 
-/// The hash of each tensor: of its dtype, its shape, and its values bit for bit.
+/// A hash of each tensor's dtype, shape and values, bit for bit.
 pub(crate) fn fingerprint(dict: &Dict) -> Result<BTreeMap<String, u64>> {
     dict.iter().map(|(name, tensor)| Ok((name.clone(), of_tensor(tensor)?))).collect()
 }
 
-/// One hash of them all.
+/// One hash of all tensors.
 pub(crate) fn summary(fingerprint: &BTreeMap<String, u64>) -> u64 {
     content_64(format!("{fingerprint:?}").as_bytes())
 }

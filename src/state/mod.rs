@@ -1,11 +1,13 @@
-//! What is saved and loaded: files that are there as a whole or not at all, and dicts of named tensors.
+//! Saving and loading: dicts of named tensors, and files that appear complete or not at all.
 pub(crate) mod file;
 mod fingerprint;
+mod parts;
 mod per_rank;
 mod state_dict;
 mod values;
 
 pub(crate) use fingerprint::{fingerprint, summary};
+pub use parts::Parts;
 pub use per_rank::{PerRank, RankZero};
 pub use state_dict::StateDict;
 pub(crate) use state_dict::*;

@@ -2,8 +2,8 @@
 use super::state_dict::{Dict, StateDict};
 use crate::{Error, Result};
 
-/// A part of which each rank has its own: a [`Checkpointer`](crate::checkpoint::Checkpointer) saves that of every rank, and
-/// gives it back to the same rank. Without this, a part that differs from rank to rank is an error
+/// A state that differs between ranks: a [`Checkpointer`](crate::checkpoint::Checkpointer) saves every rank's own,
+/// and loads it on the same rank. Without this wrapper, a state that differs between ranks is an error
 /// ([`Error::PartDiffers`](crate::Error::PartDiffers)).
 ///
 /// A [`Generator`](crate::seed::Generator) of [`for_rank`](crate::seed::Generator::for_rank) does not need it.
@@ -16,9 +16,9 @@ use crate::{Error, Result};
 /// candle_ddp::spawn(2, |pg| {
 ///     let mut seen = PerRank(10 * pg.rank() as u64); // samples that this rank has read
 ///     let mut checkpointer = Checkpointer::new(&pg, &folder, Default::default())?;
-///     checkpointer.save(1, &[("seen", &seen)])?.wait()?;
+///     checkpointer.save(1, ("seen", &mut seen))?.wait()?;
 ///     seen.0 = 0;
-///     checkpointer.load_latest(&mut [("seen", &mut seen)])?;
+///     checkpointer.load_latest(("seen", &mut seen))?;
 ///     assert_eq!(seen.0, 10 * pg.rank() as u64);
 ///     Ok(())
 /// })?;
@@ -46,16 +46,16 @@ impl<S: StateDict> StateDict for PerRank<S> {
     }
 
     /// # Errors
-    /// As with [`load_state_dict`](StateDict::load_state_dict), and [`Error::InvalidArgument`] in a world of another size:
-    /// nobody knows which rank goes on with which state.
+    /// As with [`load_state_dict`](StateDict::load_state_dict), and [`Error::InvalidArgument`] in a world of another
+    /// size, where no state belongs to a rank.
     fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
         if self.0.sharded_state_dict()?.is_some() {
             return self.0.load_sharded_state_dict(shards, rank, world_size);
         }
         if shards.len() != world_size {
             let reason = format!(
-                "each of {} ranks has saved its own (PerRank), which {world_size} ranks cannot share out: go on with {} \
-                 ranks, or leave the part out of what is loaded",
+                "each of {} ranks has saved its own state (PerRank), which {world_size} ranks cannot share out: resume \
+                 with {} ranks, or do not load this part",
                 shards.len(),
                 shards.len()
             );
@@ -65,10 +65,10 @@ impl<S: StateDict> StateDict for PerRank<S> {
     }
 }
 
-/// A part of which rank 0's state is saved and given to all ranks, although others may have another one: the variables of a
-/// model whose running statistics are not broadcast, for example. Nothing is compared.
+/// A state of which rank 0's version is saved and loaded on all ranks, even if it differs between ranks: the
+/// variables of a model whose running statistics are not broadcast, for example. Nothing is compared.
 ///
-/// [`PerRank`] keeps what each rank has.
+/// [`PerRank`] keeps each rank's own state instead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RankZero<S>(pub S);
 
@@ -81,7 +81,7 @@ impl<S: StateDict> StateDict for RankZero<S> {
         self.0.load_state_dict(state)
     }
 
-    /// What is spread over the ranks has no state of rank 0 alone.
+    /// A state that is spread over the ranks has no version of rank 0 alone.
     fn sharded_state_dict(&self) -> Result<Option<Dict>> {
         self.0.sharded_state_dict()
     }
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(value.0, 2.0);
         let error = value.load_sharded_state_dict(&shards, 0, 2).unwrap_err().to_string();
         assert!(error.contains("each of 3 ranks") && error.contains("2 ranks cannot share out"), "{error}");
-        // Without the wrapper, it is another kind of state.
+        // Without the wrapper, the state has another kind.
         let error = 1.5f64.load_sharded_state_dict(&shards, 0, 3).unwrap_err().to_string();
         assert!(error.contains("as 3 shards") && error.contains("PerRank"), "{error}");
         assert!(RankZero(1.5).is_rank_zeros() && !PerRank(1.5).is_rank_zeros());

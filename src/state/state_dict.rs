@@ -1,4 +1,4 @@
-//! Saving and loading what a training run has to remember beside the weights.
+//! Saving and loading the states of a training run.
 use crate::state::file::{read_safetensors, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -9,10 +9,10 @@ use std::path::Path;
 pub(crate) type Dict = HashMap<String, Tensor>;
 
 /// Something whose state can be saved and loaded: the variables of a model (`VarMap`), an optimizer, a learning-rate
-/// schedule, an average of weights, a [`GradScaler`](crate::GradScaler), a random generator, a number. A program can keep
-/// several in a list of `&dyn StateDict`, and gives them to a [`Checkpointer`](crate::checkpoint::Checkpointer).
+/// schedule, an average of weights, a [`GradScaler`](crate::amp::GradScaler), a random generator, a number. A
+/// [`Checkpointer`](crate::checkpoint::Checkpointer) saves several, with their names ([`Parts`](crate::checkpoint::Parts)).
 ///
-/// PyTorch's `Stateful`. A program's own states need two methods; where serde is at hand,
+/// PyTorch's `Stateful`. A program's own states need two methods. For types that implement serde's traits,
 /// [`Serde`](crate::checkpoint::Serde) has them already:
 ///
 /// ```
@@ -35,23 +35,23 @@ pub(crate) type Dict = HashMap<String, Tensor>;
 /// }
 /// ```
 pub trait StateDict {
-    /// The state as named tensors; those of parameters share storage with the live state, so that they change with it.
+    /// The state as named tensors. Tensors of parameters share storage with the live state and change with it.
     ///
     /// # Errors
-    /// When there is no way to name a part of it.
+    /// Returns an error if a part of the state cannot be named.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
 
-    /// Takes over a state. What does not fit is refused, and then nothing has changed.
+    /// Loads a state. A state that does not fit is an error, and changes nothing.
     ///
     /// # Errors
-    /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
+    /// [`Error::Parameter`] names an entry that is missing, is surplus, or has another shape or dtype.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
 
-    /// This rank's part of a state that is spread over the ranks, as that of
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), or its own of a state that differs from rank to rank
-    /// ([`PerRank`](crate::checkpoint::PerRank)). `None`, the default: all ranks have the same state, which a
-    /// [`Checkpointer`](crate::checkpoint::Checkpointer) checks. Whether it is `None` is the same on all ranks, and the call
-    /// does not communicate.
+    /// This rank's part of a state that is spread over the ranks, like that of
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), or this rank's own version of a state that
+    /// differs between ranks ([`PerRank`](crate::checkpoint::PerRank)). `None`, the default, means that all ranks
+    /// have the same state, which a [`Checkpointer`](crate::checkpoint::Checkpointer) checks. All ranks must agree on
+    /// whether it is `None`. The call does not communicate.
     ///
     /// # Errors
     /// As with [`state_dict`](Self::state_dict).
@@ -59,13 +59,13 @@ pub trait StateDict {
         Ok(None)
     }
 
-    /// Takes over what [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any size, in rank
-    /// order, as rank `rank` of a world of `world_size`. The call does not communicate. An empty part is one that this rank
-    /// is known not to need.
+    /// Loads the parts that [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any
+    /// size, in rank order, as rank `rank` of a world of `world_size`. The call does not communicate. A part that
+    /// this rank is known not to need may be empty.
     ///
     /// # Errors
-    /// As with [`load_state_dict`](Self::load_state_dict). By default always: a state that is not spread over ranks takes no
-    /// parts.
+    /// As with [`load_state_dict`](Self::load_state_dict). The default always returns an error: a state that is not
+    /// spread over ranks takes no parts.
     fn load_sharded_state_dict(
         &mut self,
         shards: &[HashMap<String, Tensor>],
@@ -87,10 +87,11 @@ pub trait StateDict {
         false
     }
 
-    /// Writes the state to a safetensors file: to a temporary one in the same folder first, which then takes its name,
-    /// so that there is never half a file, whatever happens meanwhile. One rank of several does this. It does not know
-    /// whether the others are well: give the file a new name, and remember that one only after a
-    /// [`save_distributed`](crate::checkpoint::save_distributed) of the weights, as the training loop in `docs/checkpoints.md` does.
+    /// Writes the state to a safetensors file. A temporary file in the same folder is written first and then takes
+    /// the file's name, so there is never half a file. Only one of several ranks should call this. It does not know
+    /// whether the other ranks have failed: give the file a new name, and remember that name only after a
+    /// [`save_distributed`](crate::checkpoint::save_distributed) of the weights, as the training loop in
+    /// `docs/checkpoints.md` does.
     ///
     /// # Errors
     /// As with [`state_dict`](Self::state_dict), and [`Error::Io`].
@@ -101,7 +102,7 @@ pub trait StateDict {
         write_safetensors(path.as_ref(), &self.state_dict()?)
     }
 
-    /// Reads what [`save`](Self::save) wrote.
+    /// Loads a file that [`save`](Self::save) wrote.
     ///
     /// # Errors
     /// As with [`load_state_dict`](Self::load_state_dict), and [`Error::Io`].
@@ -113,20 +114,20 @@ pub trait StateDict {
     }
 }
 
-/// A state that is being loaded; it keeps track of which entries were asked for.
+/// A state that is being loaded. It keeps track of the requested entries.
 pub(crate) struct Loader<'a> {
     state: &'a HashMap<String, Tensor>,
     taken: std::collections::HashSet<String>,
 }
 
 impl<'a> Loader<'a> {
-    /// `kind` is what the state must be of.
+    /// `kind` is the required kind of the state.
     pub(crate) fn new(state: &'a HashMap<String, Tensor>, kind: &str) -> Result<Self> {
         let mut loader = Self { state, taken: Default::default() };
         let found = loader.values::<u8>(KIND)?;
         if found != kind.as_bytes() {
             let found = String::from_utf8_lossy(&found);
-            return Err(Error::parameter(KIND, format!("this is the state of {found}, and not of {kind}")));
+            return Err(Error::parameter(KIND, format!("it must be the state of {kind}, not of {found}")));
         }
         Ok(loader)
     }
@@ -140,8 +141,8 @@ impl<'a> Loader<'a> {
             }
             None => Err(Error::parameter(
                 key,
-                "it is missing from the state: this is that of another model, or of one of \
-                                               which fewer parameters were trained",
+                "it is missing from the state, which is of another model, or of one with fewer trained parameters: \
+                 load a state that was saved for the same parameters",
             )),
         }
     }
@@ -151,7 +152,7 @@ impl<'a> Loader<'a> {
         let tensor = self.tensor(key)?;
         if tensor.dtype() != T::DTYPE || tensor.rank() != 1 {
             let is = crate::error::describe(tensor.dtype(), tensor.shape());
-            return Err(Error::parameter(key, format!("it is {is} instead of a list of {}", T::DTYPE.as_str())));
+            return Err(Error::parameter(key, format!("it must be a list of {}, not {is}", T::DTYPE.as_str())));
         }
         Ok(tensor.to_vec1()?)
     }
@@ -161,7 +162,7 @@ impl<'a> Loader<'a> {
         let values = self.values(key)?;
         if values.len() != count {
             let reason =
-                format!("the state has {} values where {count} belong: it is that of something else", values.len());
+                format!("the state must have {count} values here, not {}: it is from another object", values.len());
             return Err(Error::parameter(key, reason));
         }
         Ok(values)
@@ -170,7 +171,7 @@ impl<'a> Loader<'a> {
     /// One value that cannot be negative.
     pub(crate) fn count(&mut self, key: &str) -> Result<u64> {
         let value = self.list::<i64>(key, 1)?[0];
-        u64::try_from(value).map_err(|_| Error::parameter(key, format!("it cannot be negative, and is {value}")))
+        u64::try_from(value).map_err(|_| Error::parameter(key, format!("it must not be negative, but is {value}")))
     }
 
     /// A tensor of this shape and dtype.
@@ -179,7 +180,10 @@ impl<'a> Loader<'a> {
         if tensor.shape() != shape || tensor.dtype() != dtype {
             let describe = crate::error::describe;
             let (is, needed) = (describe(tensor.dtype(), tensor.shape()), describe(dtype, shape));
-            let reason = format!("the state holds {is}, and {needed} is needed: this is that of another model");
+            let reason = format!(
+                "it must be {needed}, but the state has {is}: load the state that was saved with this \
+                                  model"
+            );
             return Err(Error::parameter(key, reason));
         }
         Ok(tensor)
@@ -192,27 +196,29 @@ impl<'a> Loader<'a> {
             return Ok(learning_rates);
         }
         let reason = format!(
-            "the state is that of an optimizer with {} group(s) of parameters, and this one has {groups}: make it with the \
-             same groups as the one that was saved. To freeze and thaw parameters, keep one optimizer over all of them \
-             (docs/migrating.md, \"Freezing\")",
+            "the state is from an optimizer with {} parameter group(s), and this one has {groups}: create it with the \
+             same groups as the saved one. After freezing or thawing parameters, load_known \
+             loads what both have (docs/migrating.md, \"Freezing\")",
             learning_rates.len()
         );
         Err(Error::parameter(key, reason))
     }
 
-    /// Refuses a state in which something was not asked for.
+    /// Refuses a state with entries that were not requested.
     pub(crate) fn finish(self) -> Result<()> {
         match self.state.keys().filter(|key| !self.taken.contains(*key)).min() {
-            Some(key) => {
-                Err(Error::parameter(key, "the state has it, and nothing here has that name: it is of another model"))
-            }
+            Some(key) => Err(Error::parameter(
+                key,
+                "the state contains it, but nothing here has that name: load the state that \
+                                           was saved with this model",
+            )),
             None => Ok(()),
         }
     }
 }
 
-/// The key under which a state says what it belongs to.
-const KIND: &str = "kind";
+/// The key of a state's kind.
+pub(crate) const KIND: &str = "kind";
 
 /// The beginning of a state of `kind`.
 pub(crate) fn begin(kind: &str) -> Result<HashMap<String, Tensor>> {

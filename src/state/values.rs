@@ -1,4 +1,4 @@
-//! States of programs: numbers, what serde can write, and states behind a lock.
+//! The programs' own states: numbers, values that serde can write, and states behind a lock.
 use super::state_dict::{Dict, Loader, StateDict, begin, list};
 use crate::cbor;
 use crate::panic::lock;
@@ -7,10 +7,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::sync::{Arc, Mutex};
 
-/// The key of a state that is one value.
+/// The key of a state with a single value.
 const VALUE: &str = "value";
 
-/// Numbers are saved bit for bit, infinities and NaN as well. One that has another type in the file is refused.
+/// Numbers are saved bit for bit, including infinities and NaN. A number of another type in the file is an error.
 macro_rules! numbers {
     ($($number:ty as $saved:ty),*) => {$(
         impl StateDict for $number {
@@ -33,11 +33,11 @@ macro_rules! numbers {
 
 numbers!(f64 as f64, f32 as f32, u64 as i64, usize as i64, i64 as i64, u32 as u32, i32 as i32);
 
-/// Makes a [`StateDict`] of anything that serde can write: options, lists, maps, structs. Numbers are saved as they are, NaN and
-/// infinities as well.
+/// Makes a [`StateDict`] of anything that serde can write: options, lists, maps, structs. Numbers are saved exactly,
+/// including NaN and infinities.
 ///
-/// It is saved as CBOR (RFC 8949), whose maps are sorted by their keys: the same `HashMap` has the same state on all ranks.
-/// A `HashSet` has no such order; save a `BTreeSet` instead.
+/// It is saved as CBOR (RFC 8949) with maps sorted by key: equal `HashMap`s have the same state on all ranks. A
+/// `HashSet` has no such order; save a `BTreeSet` instead.
 ///
 /// ```
 /// use candle_ddp::checkpoint::{Serde, StateDict};
@@ -59,7 +59,7 @@ const SERDE: &str = "CBOR";
 
 impl<T: Serialize + DeserializeOwned> StateDict for Serde<T> {
     /// # Errors
-    /// [`Error::InvalidArgument`] for what could not be read again.
+    /// [`Error::InvalidArgument`] for a value that could not be read again.
     fn state_dict(&self) -> Result<Dict> {
         let invalid = |reason: String| Error::invalid("value", format!("it cannot be saved: {reason}"));
         let bytes = cbor::encode(&self.0).map_err(invalid)?;
@@ -79,7 +79,7 @@ impl<T: Serialize + DeserializeOwned> StateDict for Serde<T> {
     }
 }
 
-/// Calls the methods of the state inside.
+/// Calls the methods of the wrapped state.
 macro_rules! forward {
     ($self:ident => $shared:expr, $exclusive:expr) => {
         fn state_dict(&$self) -> Result<Dict> {
@@ -151,7 +151,7 @@ mod tests {
         check(Box::new(generator(3)), Box::new(generator(4)));
     }
 
-    /// Each `HashMap` has an order of its own.
+    /// Each `HashMap` has its own order.
     #[test]
     fn equal_maps_have_equal_states() {
         let map = || Serde((0..100).map(|key| (key.to_string(), f64::from(key))).collect::<HashMap<_, _>>());
@@ -163,7 +163,9 @@ mod tests {
     #[test]
     fn what_is_of_another_kind_is_refused() {
         let state = 1.5f64.state_dict().unwrap();
-        assert!(1u64.load_state_dict(&state).unwrap_err().to_string().contains("this is the state of f64"));
+        assert!(
+            1u64.load_state_dict(&state).unwrap_err().to_string().contains("it must be the state of u64, not of f64")
+        );
         let text = Serde(vec![1.5]).state_dict().unwrap();
         let error = Serde(String::new()).load_state_dict(&text).unwrap_err().to_string();
         assert!(error.contains("a value of another type"), "{error}");

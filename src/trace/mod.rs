@@ -5,8 +5,9 @@
 //! for the GPU, so a step takes longer than without a trace; a bucket is shown as ready when the host has reached that
 //! point. `ddprun --merge-traces FOLDER` merges the files of all ranks.
 //!
-//! A run replaces the files of an earlier one in the same folder, and each generation of an elastic run those of the one before.
-//! The calls of a run that has failed are in the files of the [flight recorder](crate::flight_recorder).
+//! A run replaces the files of an earlier one in the same folder; each generation of an elastic run replaces the files
+//! of the one before.
+//! The calls of a failed run are in the files of the [flight recorder](crate::flight_recorder).
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 use crate::backend::Work;
@@ -24,7 +25,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// The environment variable for the trace folder, used if the options do not set one.
-pub const FOLDER_VARIABLE: &str = "CANDLE_DDP_TRACE";
+pub(crate) const FOLDER_VARIABLE: &str = "CANDLE_DDP_TRACE";
 
 /// A row of a rank's timeline.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +65,7 @@ impl Trace {
     fn create(folder: &Path, path: PathBuf, rank: usize) -> Result<Self> {
         let failed = |error| Error::io(format!("creating the folder of traces {}", folder.display()), error);
         std::fs::create_dir_all(folder).map_err(failed)?;
-        // A new file takes the place of an old one, which may be a link, or still be written by a process that is ending.
+        // A new file replaces an old one, which may be a link, or still be written by a process that is ending.
         let prepared = PreparedFile::create_over_links(&path)?;
         prepared.fill(&Progress::default(), |file| {
             // The format allows a list without its end, so the file is valid at any time.

@@ -9,7 +9,7 @@ const MODELS: &str = "beit bert bigcode blip blip_text clip convnext dac deberta
     phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe recurrent_gemma repvgg resnet rwkv_v5 rwkv_v6 segformer siglip smol snac \
     stable_lm starcoder2 t5 trocr vgg vit whisper with_tracing xlm_roberta";
 
-/// What these use.
+/// The files that these use.
 const HELPERS: &str = "fused_moe quantized_nn quantized_var_builder utils";
 
 fn main() -> Result<(), Box<dyn Error>> {

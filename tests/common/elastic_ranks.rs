@@ -4,30 +4,31 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use crate::common::{fill, floats, tensor};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::LoaderState;
-use candle_ddp::elastic::{self, ElasticOptions, Parts, State};
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StateDict, StepLr};
+use candle_ddp::elastic::{self, ElasticOptions, State};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StepLr};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result};
+use candle_ddp::{DistributedDataParallel, Error, InitOptions, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// What happens to ranks, as a list of `RANK WHERE COMMIT`: the folder of the test remembers what has happened.
+/// The events of ranks, as a list of `RANK WHERE COMMIT`. The folder of the test records those that have happened.
 pub(crate) const EVENTS: &str = "CANDLE_DDP_TEST_ELASTIC";
 pub(crate) const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 pub(crate) const MIN: &str = "CANDLE_DDP_TEST_MIN";
-/// How many seconds ranks that agree themselves wait for each other.
+/// The seconds for which ranks without a launcher wait for each other.
 pub(crate) const LAST_CALL: &str = "CANDLE_DDP_TEST_LAST_CALL";
-/// What follows when all ranks were lost: `load` the checkpoint that rank 0 writes after each commit, or `end`.
+/// The reaction to the loss of all ranks: `load` the checkpoint that rank 0 writes after each commit, or `end`.
 pub(crate) const ALL_LOST: &str = "CANDLE_DDP_TEST_ALL_LOST";
 /// The number of GPUs, if ranks train on these.
 pub(crate) const GPUS: &str = "CANDLE_DDP_TEST_GPUS";
 pub(crate) const SAMPLES: usize = 50;
 pub(crate) const BATCH: usize = 2;
-pub(crate) const EPOCHS: usize = 4;
+pub(crate) const EPOCHS: u64 = 4;
 
 pub(crate) struct Net(Linear, Linear);
 
@@ -70,7 +71,7 @@ impl Training {
         let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         drop(vars);
         named.sort_by(|(name, _), (other, _)| name.cmp(other));
-        let mut optimizer = AdamW::from_named(named, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
+        let mut optimizer = AdamW::new(named, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
         let schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 5, gamma: 0.7 }).unwrap();
         let progress = LoaderState { seed: 11, dataset_len: SAMPLES, ..Default::default() };
         Self { varmap, optimizer, schedule, noise: Generator::new(7), progress }
@@ -94,7 +95,7 @@ fn first_time(what: &str, rank: usize, commit: u64) -> bool {
     std::fs::File::create_new(folder().join(format!("{what}-{rank}-{commit}"))).is_ok()
 }
 
-/// Does what the test wants to happen here.
+/// Carries out the event that the test has planned here.
 pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
     let events = std::env::var(EVENTS).unwrap();
     for event in events.split(',').filter(|event| !event.is_empty()) {
@@ -142,7 +143,7 @@ fn append(name: &str, line: &str) {
 pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
     event("begin", own, state.commits())?;
     append(&format!("entered-{own}"), &format!("{} {}", std::process::id(), resources()));
-    let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
     let data = tensor(&[SAMPLES, 4], 1).to_device(pg.device())?;
     while state.progress.epoch < EPOCHS {
         let mine: Vec<usize> = state.progress.indices(pg.rank(), pg.world_size())?.take(BATCH).collect();
@@ -170,13 +171,13 @@ pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) 
     Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
 }
 
-/// How many threads, and open files, this process has.
+/// The numbers of threads and open files of this process.
 fn resources() -> String {
     let count = |folder: &str| std::fs::read_dir(folder).unwrap().count();
     format!("{} {}", count("/proc/self/task"), count("/proc/self/fd"))
 }
 
-/// Where this rank trains.
+/// The device on which this rank trains.
 fn device() -> Device {
     let number = |name| -> Option<usize> { std::env::var(name).ok()?.parse().ok() };
     match (number(GPUS), number("LOCAL_RANK").or_else(|| number("SLURM_LOCALID"))) {

@@ -1,16 +1,20 @@
 //! Helpers that several test files share.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::{DataParallel, ProcessGroup, Result, SpawnOptions, spawn_with};
+use candle_ddp::data_parallel::DataParallel;
+use candle_ddp::{ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
 mod port;
 mod process;
+mod skip;
 #[allow(unused_imports)] // as above
 pub(crate) use port::free_port;
 #[allow(unused_imports)]
 pub(crate) use process::{ddprun, example, test_arguments, test_process};
+#[allow(unused_imports)]
+pub(crate) use skip::{skip, skip_unless};
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
@@ -48,7 +52,7 @@ pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Returns the peak memory of `work` in addition to what this process already uses.
+/// Returns the peak memory of `work` in addition to the memory that this process already uses.
 pub(crate) fn peak_memory<T>(work: impl FnOnce() -> T) -> u64 {
     let kilobytes = |field: &str| -> u64 {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -21,8 +21,8 @@ pub(crate) fn test_arguments(module: &str, name: &str) -> [String; 5] {
     ["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"].map(str::to_string)
 }
 
-/// The launcher: beside this program where scripts/gpu_suite.sh has packed both. Otherwise cargo builds it, since it is
-/// another package than that of these tests.
+/// The launcher: next to this program where scripts/gpu_suite.sh has packed both. Otherwise cargo builds it, since it is
+/// another package than these tests.
 pub(crate) fn ddprun() -> &'static Path {
     static DDPRUN: OnceLock<PathBuf> = OnceLock::new();
     DDPRUN.get_or_init(|| {

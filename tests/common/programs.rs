@@ -48,7 +48,7 @@ pub(crate) type Ddp = DistributedDataParallel<Mlp>;
 
 pub(crate) fn wrap(pg: &ProcessGroup, sizes: [usize; 3], seed: u64, options: &DdpOptions) -> Result<Ddp> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Mlp::new(sizes, vb), options.clone())?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Mlp::new(sizes, vb), options.clone())?;
     fill(&varmap, seed);
     Ok(ddp)
 }

@@ -1,4 +1,5 @@
 //! A Python interpreter with PyTorch, for the interoperability tests.
+use crate::common::skip_unless;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -14,14 +15,10 @@ pub(crate) fn python(test: &str) -> Option<PathBuf> {
     if imports {
         return Some(python);
     }
-    let python = python.display();
-    assert!(
-        std::env::var_os("CANDLE_DDP_REQUIRE_PYTORCH").is_none(),
-        "{test}: {python} cannot import torch.distributed, and CANDLE_DDP_REQUIRE_PYTORCH is set"
+    let reason = format!(
+        "{} cannot import torch.distributed (set CANDLE_DDP_PYTHON to an interpreter that can)",
+        python.display()
     );
-    // `eprintln!` would be captured by the test harness.
-    let line =
-        format!("SKIPPED {test}: {python} cannot import PyTorch (set CANDLE_DDP_PYTHON to an interpreter that can)\n");
-    let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+    skip_unless("CANDLE_DDP_REQUIRE_PYTORCH", test, reason);
     None
 }

@@ -1,8 +1,8 @@
 //! A world of one rank without an engine: `Backend::Single` on any device.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp::{Backend, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
 use candle_nn::{Linear, Module, ModuleT, VarBuilder, VarMap, linear};
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
         let norm = sync_batch_norm(pg, 6, 1e-5, vb.pp("norm"))?;
         Ok(Net(linear(4, 6, vb.pp("first"))?, norm, linear(6, 2, vb.pp("last"))?))
     };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, build)?;
     fill(&varmap, 5);
     let x = tensor(&[8, 4], 1).to_device(pg.device())?;
     for _ in 0..3 {

@@ -15,7 +15,7 @@ pub(crate) fn wrap(pg: &ProcessGroup, shapes: Shapes, dtype: DType, options: Ddp
         let weight = |(name, shape): &(&str, &[usize])| vb.get(*shape, name);
         Ok::<_, Error>(Weights(shapes.iter().map(weight).collect::<candle_core::Result<_>>()?))
     };
-    DistributedDataParallel::new(pg, &VarMap::new(), dtype, build, options)
+    DistributedDataParallel::with_options(pg, &VarMap::new(), build, DdpOptions { dtype, ..options })
 }
 
 /// Runs a backward pass in which the gradient of parameter `i` is `gradients[i]`; with `None`, the parameter is not

@@ -2,10 +2,10 @@
 //! conformance suite except for cases that need calls in the background.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Module, Tensor};
-use candle_ddp::backend::{Collective, Communicator, ReduceOp, Split, Work};
+use candle_ddp::backend::{Collective, Communicator, Split};
 use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{HashStore, Store};
-use candle_ddp::{Backend, CustomOptions, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Backend, CustomOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Work};
 use candle_nn::{VarMap, linear};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -166,7 +166,7 @@ fn an_engine_from_outside_conforms() {
     let make = |store, rank, world_size| -> Result<Box<dyn Communicator>> {
         Ok(Box::new(StoreCommunicator::new(store, rank, world_size)))
     };
-    conformance::run(&options(), make).unwrap();
+    conformance::run(options(), make).unwrap();
 }
 
 /// Works like the engine above, with deliberate faults.
@@ -209,7 +209,7 @@ fn faults_of_an_engine_are_named() {
         let make = |store, rank, world_size| -> Result<Box<dyn Communicator>> {
             Ok(Box::new(Faulty(StoreCommunicator::new(store, rank, world_size))))
         };
-        conformance::run(&options, make).map_err(|error| error.to_string())
+        conformance::run(options, make).map_err(|error| error.to_string())
     };
     assert_eq!(fault(Case::AllReduce), Ok(()));
     let text = "rank 0 failed: broadcast, 2 ranks, f16[7]: element 6 is 0 where 13 is expected";
@@ -218,13 +218,12 @@ fn faults_of_an_engine_are_named() {
     assert_eq!(fault(Case::ReduceScatter), Err(text.to_string()));
     let options = ConformanceOptions { world_sizes: vec![0], ..options() };
     let unused = |_, _, _| -> Result<Box<dyn Communicator>> { unreachable!() };
-    assert!(matches!(conformance::run(&options, unused), Err(Error::InvalidArgument { argument: "world_sizes", .. })));
+    assert!(matches!(conformance::run(options, unused), Err(Error::InvalidArgument { argument: "world_sizes", .. })));
 }
 
 fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
-    let ddp =
-        DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(4, 3, vb.pp("fc")), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(4, 3, vb.pp("fc")))?;
     fill(&varmap, 1);
     for step in 0..3 {
         let x = tensor(&[2, 4], 10 * step + pg.rank() as u64);

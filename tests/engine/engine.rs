@@ -81,7 +81,7 @@ impl Engine {
             options.cases = vec![Case::AllReduce, Case::Broadcast, Case::SameBits, Case::InOrder, Case::TwoGroups];
         }
         let conforms =
-            conformance::run(&options, |store, rank, world_size| Ok(Box::new(self.connect(store, rank, world_size)?)));
+            conformance::run(options, |store, rank, world_size| Ok(Box::new(self.connect(store, rank, world_size)?)));
         conforms.unwrap_or_else(|error| panic!("{}: {error}", self.name));
     }
 

@@ -1,4 +1,4 @@
-//! What a rank remembers of its calls, as files.
+//! The flight recorder: a rank's last calls, as files.
 use crate::common::ranks;
 use candle_core::{DType, Tensor};
 use candle_ddp::{ReduceOp, Result};

@@ -1,4 +1,4 @@
-//! The CPU engine in all its arrangements: the conformance suite, and what only this engine guarantees.
+//! The CPU engine in all its arrangements: the conformance suite, and the guarantees of this engine alone.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #![allow(clippy::duplicate_mod)] // `failures` runs the same tests over each kind of connection
 #[path = "../common/mod.rs"]
@@ -18,6 +18,7 @@ mod secret;
 #[path = "../common/single.rs"]
 mod single;
 mod slices;
+mod varied;
 
 /// Defines one `#[test]` for each arrangement and case.
 macro_rules! suite {

@@ -6,7 +6,7 @@ use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, InitOptions, init_process_group};
 use std::time::Duration;
 
-/// Options for a world of one with a store of its own.
+/// Options for a world of one with its own store.
 fn alone(folder: &std::path::Path, backend: Backend) -> InitOptions {
     InitOptions {
         backend,
@@ -24,9 +24,7 @@ fn no_gpu(test: &str) -> bool {
     if nccl::device_count().is_err() {
         return true;
     }
-    // `eprintln!` would be captured by the test harness.
-    let line = format!("SKIPPED {test}: it needs a machine without a GPU\n");
-    let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+    crate::common::skip(test, "it needs a machine without a GPU");
     false
 }
 
@@ -98,7 +96,7 @@ fn a_tensor_device_that_is_not_a_gpu_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let options = InitOptions { device: Some(Device::Cpu), ..alone(folder.path(), Backend::Nccl) };
     let error = init_process_group(options).unwrap_err().to_string();
-    assert!(error.contains("Backend::Nccl moves tensors on GPUs, and this is the CPU"), "{error}");
+    assert!(error.contains("Backend::Nccl moves tensors on GPUs, but this is the CPU"), "{error}");
 }
 
 #[cfg(not(feature = "nccl"))]

@@ -1,10 +1,10 @@
-//! Ranks whose connections go through a proxy that delays, stalls, resets and corrupts what passes: the results are right,
-//! or all ranks get an error in time.
+//! Ranks whose connections go through a proxy that delays, stalls, resets and corrupts data: the results are right, or all
+//! ranks get an error in time.
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
-use candle_ddp::backend::{Collective, Communicator, ReduceOp};
+use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{HashStore, Store};
-use candle_ddp::{Error, Result};
+use candle_ddp::{Error, ReduceOp, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Barrier, Mutex};
@@ -25,7 +25,7 @@ enum Kind {
 
 const KINDS: [Kind; 3] = [Kind::Data, Kind::Direct, Kind::Control];
 
-/// What happens to the bytes that pass.
+/// The effect on the bytes that pass.
 #[derive(Clone, Copy, Debug)]
 enum Weather {
     Clear,
@@ -37,7 +37,7 @@ enum Weather {
     Stalled(Option<Kind>),
     /// Connections of this kind are reset, or all.
     Reset(Option<Kind>),
-    /// The byte behind so many others that the higher rank sends next on this connection is inverted.
+    /// One byte is inverted: the one after this many others that the higher rank sends next on this connection.
     Corrupt(Kind, usize),
 }
 
@@ -83,7 +83,7 @@ impl Network {
         address
     }
 
-    /// Passes on what comes from one side, until that ends.
+    /// Forwards the bytes of one side until it ends.
     fn pass(&self, mut from: TcpStream, mut to: TcpStream, kind: Kind, upwards: bool) {
         let mut buffer = vec![0; 1 << 16];
         loop {
@@ -154,22 +154,24 @@ fn on_two_ranks<T: Send>(
             scope.spawn(move || body(network, rank, CpuCommunicator::new(store, rank, 2, options)))
         };
         let ranks = [0, 1].map(rank);
-        let published = stores[0].get("addr/0").unwrap();
+        let [published, second] = [0, 1].map(|rank| stores[rank].get(&format!("addr/{rank}")).unwrap());
         let (address, rest) = std::str::from_utf8(&published).unwrap().split_once(' ').unwrap();
         let proxy = network.proxy(address.parse().unwrap());
         stores[1].set("addr/0", format!("{proxy} {rest}").as_bytes()).unwrap();
+        stores[0].set("addr/1", &second).unwrap();
+        stores.iter().for_each(|store| store.set("complete", b"").unwrap());
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
-/// Like [`on_two_ranks`] in clear weather, with communicators whose calls have much time.
+/// Like [`on_two_ranks`] in clear weather, with communicators whose calls have a long time-out.
 fn on_two_patient_ranks<T: Send>(body: impl Fn(&Network, CpuCommunicator) -> T + Sync) -> Vec<T> {
     on_two_ranks(Weather::Clear, options(PATIENCE, PATIENCE), |network, _, communicator| {
         body(network, communicator.unwrap())
     })
 }
 
-/// Sums as many elements, of which rank r has r + 1 everywhere, and returns the sums.
+/// Sums this many elements, which are all r + 1 on rank r, and returns the sums.
 fn all_reduce(communicator: &CpuCommunicator, elements: usize) -> Result<Vec<f32>> {
     let tensor = Tensor::full(communicator.rank() as f32 + 1.0, elements, &Device::Cpu)?;
     communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
@@ -278,7 +280,7 @@ fn every_byte_of_a_header_counts() {
     });
 }
 
-/// As in Gloo and NCCL: TCP's checksum is all that protects the payload. `docs/troubleshooting.md` says so.
+/// As in Gloo and NCCL, only TCP's checksum protects the payload. `docs/troubleshooting.md` says so.
 #[test]
 fn a_corrupted_payload_is_not_noticed() {
     let sums = on_two_patient_ranks(|network, communicator| {
@@ -310,7 +312,7 @@ fn corrupted_handshakes_make_no_group() {
         for kind in KINDS {
             for byte in (0..48).step_by(5) {
                 scope.spawn(move || {
-                    // Where the other rank is taken for a stranger, it is waited for.
+                    // A rank that takes the other one for a stranger still waits for it.
                     let options = options(PATIENCE, TIMEOUT);
                     let weather = Weather::Corrupt(kind, byte);
                     let results = on_two_ranks(weather, options, |_, _, communicator| communicator.err());

@@ -74,7 +74,7 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
     let texts = [
         "path contains invalid UTF-8",
         "path contains invalid UTF-8",
-        "rank 1 is the root, and has none",
+        "rank 1 is the root, but has none",
         "67108869 bytes",
         "67108869",
     ];
@@ -95,8 +95,8 @@ fn an_object_of_another_type_is_an_error_on_all_ranks() {
         Ok(error.to_string())
     });
     let found = found.unwrap();
-    assert!(found[0].contains("what rank 1 sent cannot be read as"), "{}", found[0]);
-    assert!(found[1].contains("what rank 0 sent cannot be read as"), "{}", found[1]);
+    assert!(found[0].contains("the bytes from rank 1 cannot be read as"), "{}", found[0]);
+    assert!(found[1].contains("the bytes from rank 0 cannot be read as"), "{}", found[1]);
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! The process group's public methods: every collective, subgroups, ranks as threads, and refused arguments.
 use crate::common::{floats, ranks};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::error::Failure;
 use candle_ddp::rendezvous::Store;
-use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with};
+use candle_ddp::{
+    Backend, Error, Failure, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with,
+};
 use std::time::Duration;
 
 /// Rank r's values: r·100, r·100 + 1, …
@@ -120,6 +121,26 @@ fn works_may_be_waited_for_in_any_order() {
         first.synchronize()?;
         assert_eq!(floats(&a)[999], 2.0 * 999.0 + 100.0);
         assert_eq!(floats(&b)[9], 109.0);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gather_scatter_and_barrier_have_a_form_that_does_not_wait() {
+    ranks(3, |pg| {
+        let (root, input, output) = (1, mine(&pg, 2), zeros(2));
+        let all = (pg.rank() == root).then(|| zeros(6));
+        let gathered = pg.gather_async(all.as_ref(), &input, root)?;
+        let over = pg.barrier_async()?;
+        gathered.wait()?;
+        if let Some(all) = &all {
+            assert_eq!(floats(all), [0.0, 1.0, 100.0, 101.0, 200.0, 201.0]);
+        }
+        // Back to where it came from.
+        let scattered = pg.scatter_async(&output, all.as_ref(), root)?;
+        [over, scattered].iter().try_for_each(candle_ddp::Work::wait)?;
+        assert_eq!(floats(&output), floats(&input));
         Ok(())
     })
     .unwrap();
@@ -315,7 +336,7 @@ fn a_rank_in_another_call_is_an_error_and_not_a_panic() {
             return pg.all_gather(&all, &Tensor::new(&[1i64 << 40], &Device::Cpu)?);
         }
         let (varmap, build) = (candle_nn::VarMap::new(), |vb: candle_nn::VarBuilder<'static>| vb.get(1, "w"));
-        candle_ddp::DistributedDataParallel::new(&pg, &varmap, DType::F32, build, Default::default()).map(drop)
+        candle_ddp::DistributedDataParallel::new(&pg, &varmap, build).map(drop)
     });
     let text = error.unwrap_err().to_string();
     let expected = "rank 1 called all_gather(i64[1]) where rank 0 called all_gather(i64[1]) for \

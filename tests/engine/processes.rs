@@ -30,7 +30,7 @@ const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 /// The scenario whose calls time out soon.
 const STOPPED: &str = "stopped";
 
-/// Where ranks meet, and write down what came of it.
+/// The folder in which ranks meet and write down their results.
 fn store_in(folder: &Path) -> FileStore {
     FileStore::open(folder.join("store"), PATIENCE).unwrap()
 }
@@ -62,7 +62,7 @@ fn rank_process() {
 }
 
 /// Processes that are killed when the test ends. A store ends with its last user, so the test uses it as long as the ranks:
-/// they may all end before the test reads what they wrote down.
+/// they may all end before the test reads their results.
 struct Ranks(Vec<Child>, FileStore);
 
 impl Drop for Ranks {
@@ -131,10 +131,10 @@ fn slices_of_one_tensor_cross_between_processes() {
 
 #[test]
 fn every_survivor_names_a_killed_rank_at_once() {
-    for (transport, segments) in TRANSPORTS.into_iter().zip([WORLD_SIZE, 0, 2]) {
+    for (transport, segments) in TRANSPORTS.into_iter().zip([1, 0, 1]) {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start(folder.path(), transport);
-        // Each rank maps the shared memory of every rank on its host once, and no more.
+        // Each rank maps the shared memory of its host once, and no more.
         for rank in &ranks.0 {
             let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
             assert_eq!(maps.matches("/memfd:candle-ddp-").count(), segments, "{transport:?}: {maps}");
@@ -169,7 +169,7 @@ fn every_survivor_names_a_stopped_rank_in_time() {
     }
 }
 
-/// Shared memory has no name that could be left behind, and no open descriptor that a child could inherit.
+/// Shared memory has no name that could be left behind, and no descriptor that a child could inherit.
 #[test]
 fn nothing_is_left_of_killed_ranks() {
     let named = || -> Vec<String> {
@@ -184,7 +184,13 @@ fn nothing_is_left_of_killed_ranks() {
         assert!(maps.contains("/memfd:candle-ddp-"), "it does not use shared memory: {maps}");
         for descriptor in std::fs::read_dir(format!("/proc/{}/fd", rank.id())).unwrap().flatten() {
             let target = std::fs::read_link(descriptor.path()).unwrap_or_default();
-            assert!(!target.to_string_lossy().contains("candle-ddp-"), "{target:?} is still open");
+            if target.to_string_lossy().contains("candle-ddp-") {
+                let number = descriptor.file_name().into_string().unwrap();
+                let info = std::fs::read_to_string(format!("/proc/{}/fdinfo/{number}", rank.id())).unwrap();
+                let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
+                let closes = i32::from_str_radix(flags, 8).unwrap() & 0o2000000 != 0;
+                assert!(closes, "{target:?} stays open in a child: {flags}");
+            }
         }
     }
     for rank in &mut ranks.0 {
@@ -288,7 +294,7 @@ fn broadcast_after_a_death(communicator: &CpuCommunicator, store: &FileStore) ->
     communicator.run(Collective::Barrier)
 }
 
-/// Returns what the given ranks wrote down.
+/// Returns the results that the given ranks wrote down.
 fn errors_of(folder: &Path, ranks: impl IntoIterator<Item = usize>) -> Vec<String> {
     let store = store_in(folder);
     let error = |rank| String::from_utf8(store.get(&format!("error/{rank}")).unwrap()).unwrap();

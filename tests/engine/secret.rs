@@ -1,6 +1,6 @@
 //! Ranks of the CPU engine that have a secret, and strangers at their connections.
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{self, HashStore, Secret, Store};
 use candle_ddp::{Error, InitOptions, ReduceOp, Result};
@@ -11,8 +11,9 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The sizes of a greeting (a handshake and a random number), of a reply, and of a proof.
-const GREETING: usize = 56 + 32;
+/// The sizes of a handshake, of a greeting (a handshake and a random number), of a reply, and of a proof.
+const HANDSHAKE: usize = 56;
+const GREETING: usize = HANDSHAKE + 32;
 const REPLY: usize = GREETING + PROOF;
 const PROOF: usize = 32;
 
@@ -26,7 +27,7 @@ fn store() -> Arc<dyn Store> {
 
 /// Joins, and reduces once.
 fn join(store: &Arc<dyn Store>, rank: usize, size: usize, secret: Option<Secret>, timeout: Duration) -> Result<f32> {
-    let options = CpuOptions { timeout, secret, ..CpuOptions::default() };
+    let options = CpuOptions { timeout, secret, transport: CpuTransport::Tcp, ..CpuOptions::default() };
     let group = CpuCommunicator::new(Arc::clone(store), rank, size, options)?;
     let tensor = Tensor::full(1f32 + rank as f32, 100, &Device::Cpu)?;
     group.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
@@ -48,11 +49,41 @@ fn published(store: &Arc<dyn Store>) -> (SocketAddr, Vec<u8>, String) {
     let text = String::from_utf8(store.get("addr/0").unwrap()).unwrap();
     let (address, digits) = text.split_once(' ').unwrap();
     let byte = |index| u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).unwrap();
-    let handshake = (0..digits.len() / 2).map(byte).collect();
+    let handshake = (0..HANDSHAKE).map(byte).collect();
     (address.parse().unwrap(), handshake, digits.to_string())
 }
 
-/// What a caller sends first that says that it is `rank`, and wants a connection of this kind.
+/// Publishes the card of a rank that calls later, so that the others listen: rank 0's card, with this number and a proof. The
+/// address is that of nobody.
+fn announce(store: &Arc<dyn Store>, rank: u8, size: i64, secret: Option<&Secret>) {
+    let (_, _, digits) = published(store);
+    let byte = |index| u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).unwrap();
+    let mut card: Vec<u8> = (0..digits.len() / 2).map(byte).collect();
+    card[16] = rank;
+    let (signed, proof) = card.split_at_mut(digits.len() / 2 - PROOF);
+    if let Some(secret) = secret {
+        let (handshake, info) = signed.split_at(HANDSHAKE);
+        proof.copy_from_slice(&secret.prove("candle-ddp engine card", &[handshake, info]));
+    }
+    let digits: String = card.iter().map(|byte| format!("{byte:02x}")).collect();
+    store.set(&format!("addr/{rank}"), format!("127.0.0.1:1 {digits}").as_bytes()).unwrap();
+    if store.add("count", 1).unwrap() == size {
+        store.set("complete", b"").unwrap();
+    }
+}
+
+/// Starts a rank that was announced.
+fn start_announced<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    store: &Arc<dyn Store>,
+    rank: usize,
+    size: usize,
+) -> ScopedJoinHandle<'scope, Result<f32>> {
+    store.delete(&format!("addr/{rank}")).unwrap();
+    start(scope, store, rank, size)
+}
+
+/// The greeting of a caller that claims to be `rank` and wants a connection of this kind.
 fn greeting(handshake: &[u8], rank: u8, kind: u8) -> Vec<u8> {
     let mut greeting = [handshake, &[5; 32]].concat();
     (greeting[16], greeting[20]) = (rank, kind);
@@ -65,7 +96,7 @@ fn call(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// What comes until the other end closes the connection.
+/// The bytes that arrive until the other end closes the connection.
 fn rest(mut stream: TcpStream) -> usize {
     let mut bytes = Vec::new();
     match stream.read_to_end(&mut bytes) {
@@ -84,45 +115,55 @@ fn ranks_with_the_same_secret_connect() {
 }
 
 #[test]
-fn a_rank_with_another_secret_or_none_is_refused() {
-    for other in [Some(Secret::random().unwrap()), None] {
-        let (store, timeout, none) = (store(), Duration::from_secs(5), other.is_none());
-        std::thread::scope(|scope| {
-            let rank_0 = scope.spawn(|| join(&store, 0, 2, secret(), timeout));
-            let rank_1 = scope.spawn(|| join(&store, 1, 2, other, timeout));
-            let (error_0, error_1) = (rank_0.join().unwrap().unwrap_err(), rank_1.join().unwrap().unwrap_err());
-            assert_eq!(matches!(error_1, Error::Rendezvous(rendezvous::Error::Secret { .. })), !none, "{error_1:?}");
-            let expected =
-                if none { "it has a secret, and this rank has none" } else { "it has another secret than this" };
-            assert!(error_1.to_string().contains(expected), "{error_1}");
-            // Rank 0 does not know whether it was the peer, and waits for another one.
-            let expected = "said that it is rank 1, but did not prove that it has the secret of this rank: give all ranks the same";
-            assert!(error_0.to_string().contains(expected), "{error_0}");
+fn a_rank_with_another_secret_or_none_is_refused_on_both_sides() {
+    let another = "it has another secret than this rank: give all ranks the same";
+    let (has, none) = ("it has a secret, but this rank has none", "it has none, but this rank has a secret");
+    for (secrets, expected) in [
+        ([secret(), Some(Secret::random().unwrap())], [another, another]),
+        ([secret(), None], [none, has]),
+        ([None, secret()], [has, none]),
+    ] {
+        let store = store();
+        let errors = std::thread::scope(|scope| {
+            let rank = |rank: usize| {
+                let (store, secret) = (&store, secrets[rank].clone());
+                scope.spawn(move || join(store, rank, 2, secret, TIMEOUT).unwrap_err())
+            };
+            [rank(0), rank(1)].map(|rank| rank.join().unwrap())
         });
+        for (error, expected) in errors.iter().zip(expected) {
+            assert_eq!(matches!(error, Error::Rendezvous(rendezvous::Error::Secret { .. })), expected == another);
+            assert!(error.to_string().contains(expected), "{error}");
+        }
     }
 }
 
 #[test]
-fn the_other_way_round_too() {
-    let (store, timeout) = (store(), Duration::from_secs(5));
+fn a_stranger_is_named_if_its_rank_is_missing() {
+    let store = store();
     std::thread::scope(|scope| {
-        let rank_0 = scope.spawn(|| join(&store, 0, 2, None, timeout));
-        let rank_1 = scope.spawn(|| join(&store, 1, 2, secret(), timeout));
-        let (error_0, error_1) = (rank_0.join().unwrap().unwrap_err(), rank_1.join().unwrap().unwrap_err());
-        assert!(error_0.to_string().contains("it has a secret, and this rank has none"), "{error_0}");
-        assert!(error_1.to_string().contains("it has none, and this rank has a secret"), "{error_1}");
+        let rank_0 = scope.spawn(|| join(&store, 0, 2, secret(), Duration::from_secs(5)));
+        announce(&store, 1, 2, secret().as_ref());
+        let (address, handshake, _) = published(&store);
+        let mut stranger = call(address);
+        stranger.write_all(&[greeting(&handshake, 1, 0), vec![0; PROOF]].concat()).unwrap();
+        assert_eq!(rest(stranger), REPLY);
+        let error = rank_0.join().unwrap().unwrap_err().to_string();
+        let expected = "claims to be rank 1, but did not prove that it has the secret of this rank: give all ranks";
+        assert!(error.contains(expected), "{error}");
     });
 }
 
-/// A stranger who knows all that is in the store, and what is sent, but not the secret.
+/// A stranger who knows the store's contents and all traffic, but not the secret.
 #[test]
 fn who_only_knows_the_group_gets_nowhere() {
     let store = store();
     std::thread::scope(|scope| {
         let rank_0 = start(scope, &store, 0, 2);
+        announce(&store, 1, 2, secret().as_ref());
         let (address, handshake, _) = published(&store);
         let greeting = |rank, kind| greeting(&handshake, rank, kind);
-        // Rank 0 proves that it knows the secret, and the stranger says the same.
+        // Rank 0 proves that it knows the secret, and the stranger repeats that proof.
         let mut reflecting = call(address);
         reflecting.write_all(&greeting(1, 0)).unwrap();
         let mut reply = [0; REPLY];
@@ -130,7 +171,8 @@ fn who_only_knows_the_group_gets_nowhere() {
         assert_eq!(reply[..16], handshake[..16]);
         reflecting.write_all(&reply[GREETING..]).unwrap();
         assert_eq!(rest(reflecting), 0);
-        // The proof of one connection, rank or kind is none for another. Rank 0 is there to prove anything it is asked for.
+        // A proof is valid only for its connection, rank and kind. Rank 0 proves anything it is asked
+        // for.
         for (rank, kind) in [(1, 0), (1, 2), (0, 0), (7, 1)] {
             let mut other = call(address);
             other.write_all(&[greeting(rank, kind), reply[GREETING..].to_vec()].concat()).unwrap();
@@ -143,7 +185,7 @@ fn who_only_knows_the_group_gets_nowhere() {
         let mut foreign = call(address);
         foreign.write_all(&[world, vec![0; PROOF]].concat()).unwrap();
         assert_eq!(rest(foreign), REPLY);
-        // One that says that it has no secret learns nothing at all.
+        // A stranger that claims to have no secret learns nothing at all.
         let mut without = greeting(1, 0);
         without[32] = 0;
         let mut plain = call(address);
@@ -161,13 +203,13 @@ fn who_only_knows_the_group_gets_nowhere() {
         assert!(refused);
         let started = Instant::now();
         drop(unproved);
-        let rank_1 = start(scope, &store, 1, 2);
+        let rank_1 = start_announced(scope, &store, 1, 2);
         assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));
         assert!(started.elapsed() < TIMEOUT);
     });
 }
 
-/// A stranger who says what `greeting` says, proves nothing, and keeps its connection, if there is a place for it.
+/// A stranger who sends `greeting`, proves nothing, and keeps its connection, if it is accepted.
 fn occupy(address: SocketAddr, greeting: &[u8]) -> Option<TcpStream> {
     let mut stranger = call(address);
     stranger.write_all(greeting).unwrap();
@@ -179,40 +221,18 @@ fn strangers_that_prove_nothing_hold_up_a_peer_only_for_a_while() {
     let store = store();
     std::thread::scope(|scope| {
         let rank_0 = start(scope, &store, 0, 2);
+        announce(&store, 1, 2, secret().as_ref());
         let (address, handshake, _) = published(&store);
         let greeting = greeting(&handshake, 1, 0);
         let strangers: Vec<_> = (0..20).map(|_| occupy(address, &greeting)).collect();
         assert_eq!(strangers.iter().flatten().count(), 12, "all places are taken");
-        let rank_1 = start(scope, &store, 1, 2);
+        let rank_1 = start_announced(scope, &store, 1, 2);
         assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));
     });
 }
 
-#[test]
-fn a_peer_that_gave_way_while_it_waited_for_another_one_calls_again() {
-    let store = store();
-    std::thread::scope(|scope| {
-        let rank_0 = start(scope, &store, 0, 3);
-        let (address, handshake, _) = published(&store);
-        let greeting = greeting(&handshake, 1, 0);
-        let rank_2 = start(scope, &store, 2, 3);
-        store.get("addr/2").unwrap();
-        // The last of these get a place when the calls of rank 2, which waits for rank 1, have had their time.
-        let started = Instant::now();
-        let mut strangers = Vec::new();
-        while strangers.len() < 18 {
-            assert!(started.elapsed() < TIMEOUT / 2);
-            strangers.extend(occupy(address, &greeting));
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        drop(strangers);
-        let ranks = [rank_0, start(scope, &store, 1, 3), rank_2];
-        ranks.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap(), 6.));
-    });
-}
-
-/// Forwards connections to `to`, three of which make a peer, and returns what each client has sent before the first reply
-/// and right after it.
+/// Forwards connections to `to`, three of which make a peer, and returns the bytes that each client sent before the first
+/// reply and right after it.
 fn record(listener: &TcpListener, to: SocketAddr, kept: &Mutex<Vec<Vec<u8>>>) {
     std::thread::scope(|scope| {
         for _ in 0..3 {
@@ -250,6 +270,7 @@ fn a_replayed_handshake_is_refused() {
     std::thread::scope(|scope| {
         // Rank 2 comes last, so that rank 0 listens until then.
         let rank_0 = start(scope, &store, 0, 3);
+        announce(&store, 2, 3, secret().as_ref());
         let (address, _, digits) = published(&store);
         let proxy = listener.local_addr().unwrap();
         store.set("addr/0", format!("{proxy} {digits}").as_bytes()).unwrap();
@@ -267,7 +288,7 @@ fn a_replayed_handshake_is_refused() {
             assert_eq!(rest(replay), REPLY, "refused after rank 0's own proof");
         }
         store.set("addr/0", format!("{address} {digits}").as_bytes()).unwrap();
-        let rank_2 = start(scope, &store, 2, 3);
+        let rank_2 = start_announced(scope, &store, 2, 3);
         for rank in [rank_0, rank_1, rank_2] {
             assert_eq!(rank.join().unwrap().unwrap(), 6.);
         }

@@ -12,7 +12,7 @@ pub(crate) fn overlapping_slices_are_refused_while_one_is_in_flight(engine: &Eng
         let received = first.start(Collective::Recv { tensor: part(0), peer }).unwrap();
         let send = |start| Collective::Send { tensor: part(start), peer };
         let reduce = |start| Collective::AllReduce { tensor: part(start), op: ReduceOp::Sum };
-        // Neither rank sends what the other receives until both have checked the refusals.
+        // Neither rank sends data to the other until both have checked the refusals.
         let refusals = [
             first.run(send(9)).err(),
             first.start(send(5)).err(),

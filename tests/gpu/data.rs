@@ -1,10 +1,8 @@
-//! `StatefulDataLoader::iter_on`: pinned memory, copies on a stream of their own, and the order between that and candle's.
+//! Batches of a `DataLoader` for a GPU: pinned memory, copies on a separate stream, and the order between that and candle's.
 use super::fences::{assert_all, keep_busy};
 use super::launch::gpus;
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::data::{
-    Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader, default_collate,
-};
+use candle_ddp::data::{DataLoader, Dataset, DistributedSampler, LoaderOptions, SamplerOptions, default_collate};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
 
@@ -31,15 +29,15 @@ impl Dataset for Constant {
     }
 }
 
-/// Trains two epochs, and checks that each batch holds what it should, before and after other work on candle's stream.
+/// Trains two epochs, and checks that each batch holds the right samples, before and after other work on candle's stream.
 fn read(device: &Device, num_workers: usize) -> Result<()> {
-    let sampler = DistributedSampler::new(SAMPLES, 1, 0, SamplerOptions { shuffle: false, ..Default::default() })?;
+    let sampler = DistributedSampler::new(SAMPLES, 0, 1, SamplerOptions { shuffle: false, ..Default::default() })?;
     let options = LoaderOptions { batch_size: BATCH, num_workers, ..Default::default() };
-    let loader = StatefulDataLoader::new(Constant, sampler, options, default_collate)?;
+    let loader = DataLoader::from_sampler(Constant, sampler, options, default_collate)?.to_device(device);
     for epoch in 0..2 {
         // Freed memory of the same size, which candle's stream still writes when the copy could begin.
         let mut kept = Vec::new();
-        for (number, batch) in loader.iter_on(device).enumerate() {
+        for (number, batch) in loader.iter().enumerate() {
             let first = number * BATCH;
             let (images, labels, names) = match batch {
                 Err(error) if number == 2 => {
@@ -51,7 +49,7 @@ fn read(device: &Device, num_workers: usize) -> Result<()> {
             assert!(images.device().same_device(device) && labels.device().same_device(device));
             let count = BATCH.min(SAMPLES - first);
             assert_eq!(names.len(), count);
-            // Reads the batch at once, and then keeps the stream busy, so that the next copy must wait or go beside it.
+            // Reads the batch at once, and then keeps the stream busy, so that the next copy must wait, or run at the same time.
             let sums = (images.sum(1)? / ELEMENTS as f64)?;
             kept.push((first, sums, labels));
             if number % 2 == 0 {
@@ -68,10 +66,10 @@ fn read(device: &Device, num_workers: usize) -> Result<()> {
             let sums: Vec<u32> = sums.to_vec1::<f32>()?.into_iter().map(|sum| sum.round() as u32).collect();
             assert_eq!(sums, expected, "epoch {epoch}, {num_workers} workers");
         }
-        assert_eq!(loader.epoch(), epoch + 1);
+        assert_eq!(loader.current_epoch(), epoch + 1);
     }
     // An iterator that is dropped with a copy on its way.
-    let mut batches = loader.iter_on(device);
+    let mut batches = loader.iter();
     batches.next().transpose()?;
     drop(batches);
     Ok(device.synchronize()?)
@@ -86,23 +84,23 @@ fn batches_arrive_whole_and_in_order() {
     }
 }
 
-/// What a GPU does not compute with stays a copy as candle makes it, and other dtypes keep their bits.
+/// Dtypes without CUDA kernels are copied by candle, and all dtypes keep their bits.
 #[test]
 fn every_dtype_keeps_its_values() {
     let Some(_) = gpus("every_dtype_keeps_its_values") else { return };
     let device = Device::new_cuda(0).unwrap();
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16, DType::U8, DType::U32, DType::I64] {
         let sampler =
-            DistributedSampler::new(6, 1, 0, SamplerOptions { shuffle: false, ..Default::default() }).unwrap();
+            DistributedSampler::new(6, 0, 1, SamplerOptions { shuffle: false, ..Default::default() }).unwrap();
         let options = LoaderOptions { batch_size: 6, num_workers: 1, ..Default::default() };
         let collate = move |indices: Vec<usize>| {
             let indices: Vec<f32> = indices.into_iter().map(|index| index as f32).collect();
-            // Not contiguous, beside an empty one.
+            // Not contiguous, next to an empty one.
             let matrix = Tensor::from_vec(indices, (2, 3), &Device::Cpu)?.t()?.to_dtype(dtype)?;
             Ok((matrix.t()?, matrix.narrow(0, 0, 0)?))
         };
-        let loader = StatefulDataLoader::new(0..6, sampler, options, collate).unwrap();
-        let (matrix, empty) = loader.iter_on(&device).next().unwrap().unwrap();
+        let loader = DataLoader::from_sampler(0..6, sampler, options, collate).unwrap().to_device(&device);
+        let (matrix, empty) = loader.iter().next().unwrap().unwrap();
         assert_eq!((matrix.dtype(), matrix.dims(), empty.dims()), (dtype, &[2, 3][..], &[0, 2][..]));
         let values = matrix.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
         assert_eq!(values, [[0., 1., 2.], [3., 4., 5.]], "{dtype:?}");

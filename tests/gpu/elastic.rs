@@ -16,13 +16,13 @@ fn rank_of_another_test() {
     run_as_rank(|own, device| State::new(Training::new(own, device)), train);
 }
 
-/// Under ddprun, on one GPU each if there are enough. NCCL writes what becomes of its communicators to a file per process.
+/// Under ddprun, on one GPU each if there are enough. NCCL writes the history of its communicators to a file per process.
 fn launched(gpus: usize, world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Run {
     let variables: Vec<String> =
         environment(gpus, world_size).into_iter().map(|(name, value)| format!("{name}={value}")).collect();
     let mut all = [options, &["env"]].concat();
     all.extend(variables.iter().map(String::as_str));
-    // What differs from rank to rank.
+    // The part that differs from rank to rank.
     let host = if gpus < world_size { "NCCL_HOSTID=rank$RANK" } else { "" };
     let shell = format!("NCCL_DEBUG_FILE=${FOLDER}/nccl-%p {host} exec \"$0\" \"$@\"");
     all.extend(["sh", "-c", &shell]);
@@ -37,7 +37,7 @@ fn environment(gpus: usize, world_size: usize) -> Vec<(&'static str, String)> {
     variables
 }
 
-/// What has become of the communicators of a process, in order, with their numbers of ranks: `Init 3`, `Abort 3`.
+/// The history of a process's communicators, in order, with their numbers of ranks: `Init 3`, `Abort 3`.
 fn communicators(folder: &Path, process: &str) -> Vec<String> {
     let lines = read(folder, &format!("nccl-{process}"));
     let event = |line: &str| {
@@ -97,16 +97,16 @@ fn without_replacement_the_others_go_on_over_a_smaller_communicator() {
     let Some(gpus) = gpus("without_replacement_the_others_go_on_over_a_smaller_communicator") else { return };
     let run = launched(gpus, 3, &[], "0 kill-backward 2", Some(2));
     run.succeeded();
-    assert!(run.stderr().contains("the other 2 rank(s) go on without it"), "{}", run.stderr());
+    assert!(run.stderr().contains("the other 2 rank(s) continue without it"), "{}", run.stderr());
     assert_went_on(run.folder.path());
     let run =
         launched(gpus, 3, &["--max-restarts", "1"], "1 kill-forward 1,2 kill-forward 2,0 kill-forward 3", Some(2));
     assert_eq!(run.output.status.code(), Some(128 + 9), "{}", run.stderr());
     let error = run.read("error-1");
-    assert!(error.contains("the 1 rank(s) that are left are fewer than min_world_size (2)"), "{error}");
+    assert!(error.contains("the 1 remaining rank(s) are fewer than min_world_size (2)"), "{error}");
 }
 
-/// Nobody but NCCL tells the others.
+/// Only NCCL reports it to the others.
 #[test]
 fn without_a_launcher_the_ranks_that_are_left_go_on() {
     let Some(gpus) = gpus("without_a_launcher_the_ranks_that_are_left_go_on") else { return };

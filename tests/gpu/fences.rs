@@ -1,7 +1,7 @@
 //! Failures if either fence between candle's stream and NCCL's is missing.
 use super::left_out;
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
 use std::time::{Duration, Instant};
 
@@ -79,7 +79,7 @@ pub(crate) fn backward(pg: &ProcessGroup) -> Result<()> {
     let build = |vb: VarBuilder| -> candle_core::Result<Net> {
         Ok(Net(vb.get_with_hints(COUNT, "a", Init::Const(0.5))?, vb.get_with_hints(COUNT, "b", Init::Const(0.5))?))
     };
-    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), build)?;
     left_out::begin(pg.device());
     for round in 1..=ROUNDS {
         let x = Tensor::full((pg.rank() + round) as f32, COUNT, pg.device())?;

@@ -1,5 +1,5 @@
 //! Ranks as processes, on one or several GPUs.
-use crate::common::test_process;
+use crate::common::{skip, skip_unless, test_process};
 use candle_ddp::backend::nccl::device_count;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ const JOB: &str = "CANDLE_DDP_TEST_JOB";
 /// The folder in which ranks rendezvous and write their results.
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
-/// NCCL accepts several ranks on one GPU if each seems to be on a host of its own.
+/// NCCL accepts several ranks on one GPU if each seems to be on its own host.
 pub(crate) const SHARED: [(&str, &str); 12] = [
     ("CANDLE_DDP_ALLOW_SHARED_GPU", "1"),
     ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
@@ -35,18 +35,11 @@ pub(crate) fn gpus(test: &str) -> Option<usize> {
         Ok(count) => return Some(count),
         Err(reason) => reason,
     };
-    assert!(std::env::var_os("CANDLE_DDP_REQUIRE_GPU").is_none(), "{test}: {reason}");
-    skip(test, &reason.to_string());
+    skip_unless("CANDLE_DDP_REQUIRE_GPU", test, reason);
     None
 }
 
-fn skip(test: &str, reason: &str) {
-    // `eprintln!` would be captured by the test harness.
-    let line = format!("SKIPPED {test}: {reason}\n");
-    let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
-}
-
-/// Returns whether the GPU is that of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is
+/// Returns whether the GPU is the one of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is
 /// skipped.
 pub(crate) fn emulated(test: &str) -> bool {
     let emulated = is_emulated();
@@ -56,7 +49,7 @@ pub(crate) fn emulated(test: &str) -> bool {
     emulated
 }
 
-/// Whether the GPU is that of `tests/emulated_gpu`.
+/// Whether the GPU is the one of `tests/emulated_gpu`.
 pub(crate) fn is_emulated() -> bool {
     std::env::var("LD_PRELOAD").is_ok_and(|libraries| libraries.contains("emulated_gpu"))
 }
@@ -88,6 +81,15 @@ impl Worker {
     /// Reports a result to the test.
     pub(crate) fn report(&self, text: &str) {
         std::fs::write(report_of(&self.folder, self.rank), text).unwrap();
+    }
+
+    /// Waits until another rank has reported its result.
+    pub(crate) fn await_report(&self, rank: usize) {
+        let deadline = Instant::now() + PATIENCE;
+        while !report_of(&self.folder, rank).exists() {
+            assert!(Instant::now() < deadline, "rank {rank} reports nothing");
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Signals to the test that this rank is in the middle of its job.

@@ -1,6 +1,6 @@
 //! A convolutional model of this crate's layers under DistributedDataParallel, compared with the CPU.
 use super::common::{assert_close, fill, floats, tensor, var};
-use candle_core::{DType, IndexOp, Module, Tensor};
+use candle_core::{IndexOp, Module, Tensor};
 use candle_ddp::nn::{
     BatchNorm, Conv2d, InterpolateMode, Linear, MaxPool2dOptions, adaptive_avg_pool2d, batch_norm, conv2d,
     conv2d_no_bias, cross_entropy, interpolate, linear, max_pool2d,
@@ -63,7 +63,7 @@ pub(crate) fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
     let targets: Vec<i64> = mine.map(|sample| sample as i64 * 2 % 5).collect();
     let targets = Tensor::new(targets, pg.device())?;
     let options = DdpOptions { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0001, ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     let variance = var(&varmap, "norm.running_var");
     variance.set(&(variance.as_tensor() + 2.0)?)?;

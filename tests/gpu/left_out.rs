@@ -16,7 +16,7 @@ pub(crate) const VARIABLE: &str = "CANDLE_DDP_TEST_LEFT_OUT";
 pub(crate) enum Waits {
     /// candle's, for results.
     Candles,
-    /// Those of NCCL and of copies to the GPU, for what they read or overwrite.
+    /// The streams of NCCL and of copies to the GPU, for the memory that they read or overwrite.
     Others,
 }
 
@@ -45,15 +45,22 @@ pub(crate) fn begin(device: &Device) {
     LEFT_OUT.store(waits, Ordering::Relaxed);
 }
 
+static WAITS: AtomicUsize = AtomicUsize::new(0);
+
+/// How often any stream was made to wait for an event.
+pub(crate) fn waits() -> usize {
+    WAITS.load(Ordering::Relaxed)
+}
+
 type WaitEvent = unsafe extern "C" fn(*mut c_void, *mut c_void, c_uint) -> c_int;
 
 unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
-/// The driver's function, or that of an emulated GPU.
+/// The function of the driver, or of an emulated GPU.
 fn driver() -> WaitEvent {
-    /// `RTLD_NEXT`: the first definition after that of this program.
+    /// `RTLD_NEXT`: the first definition after this program's own.
     const NEXT: *mut c_void = usize::MAX as *mut c_void;
     const NAME: &CStr = c"cuStreamWaitEvent";
     static FOUND: OnceLock<WaitEvent> = OnceLock::new();
@@ -70,6 +77,7 @@ fn driver() -> WaitEvent {
 /// The requirements are those of the driver's function of the same name.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, flags: c_uint) -> c_int {
+    WAITS.fetch_add(1, Ordering::Relaxed);
     let is_candles = stream as usize == CANDLE.load(Ordering::Relaxed);
     if LEFT_OUT.load(Ordering::Relaxed) == if is_candles { 1 } else { 2 } {
         return 0; // CUDA_SUCCESS

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Ranks are processes: this test binary starts itself, with an environment variable that names the job. If there are
-//! fewer GPUs than ranks, ranks share GPUs over the loopback interface, as if each were on a host of its own, which is
+//! fewer GPUs than ranks, ranks share GPUs over the loopback interface, as if each were on its own host, which is
 //! slow but correct. Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used)]
@@ -16,6 +16,7 @@ mod elastic;
 #[path = "../common/elastic_ranks.rs"]
 mod elastic_ranks;
 mod fences;
+mod hazards;
 mod launch;
 mod layers;
 mod left_out;
@@ -44,7 +45,7 @@ fn conforms(worker: &Worker, cases: &[Case]) {
     };
     let (first, second) = (communicator("first engine"), communicator("second engine"));
     let options = ConformanceOptions { cases: cases.to_vec(), device: pg.device().clone(), ..Default::default() };
-    conformance::run_rank(&options, [&first, &second]).unwrap();
+    conformance::run_rank(options, [&first, &second]).unwrap();
 }
 
 /// Every collective.
@@ -106,6 +107,7 @@ fn rank_of_another_test() {
         "killed" => worker.report(&until_failure(&worker, &pg(300))),
         "desync" => worker.report(&disagree(&pg(3))),
         "wrong device" => wrong_device(&pg(20)),
+        _ if hazards::run(&worker, pg) => {}
         other => {
             let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
             report_floats(&worker, &toolbox::train(&pg(60), tool).unwrap());
@@ -170,7 +172,7 @@ fn auto_selects_nccl_if_there_is_a_gpu() {
 fn ranks_on_one_gpu_are_refused_by_name() {
     let Some(count) = gpus("ranks_on_one_gpu_are_refused_by_name") else { return };
     let reports = Ranks::start_without_sharing(count + 1, "auto", None).outputs();
-    let refusals = ["each rank needs one of its own", "are both on the GPU", "ended the group"];
+    let refusals = ["each rank needs its own", "are both on the GPU", "ended the group"];
     let refused = |report: &String| refusals.iter().any(|refusal| report.contains(refusal));
     assert!(reports.iter().all(refused), "{reports:#?}");
 }
@@ -265,7 +267,7 @@ fn without_a_fence_results_are_wrong() {
         (2, "fences of a backward pass", Waits::Others, "or averaged before it was complete"),
         (2, "fences of a backward pass", Waits::Candles, "a gradient was read before it was averaged"),
     ] {
-        // Chance decides whether that is the first call that goes wrong, or one of DDP's own.
+        // By chance, the first wrong call is that one, or one of DDP's.
         let mut outputs = Vec::new();
         let is_seen = (0..5).any(|_| {
             outputs = Ranks::start_in(world_size, job, |_| Some((VARIABLE, waits.name()))).outputs();
@@ -483,7 +485,7 @@ fn disagree(pg: &ProcessGroup) -> String {
     } else {
         pg.broadcast_async(&tensor(10), 0)
     };
-    // A second call is needed, because one of NCCL's calls may end without the other side if the data is small.
+    // The second call matters, because one of NCCL's calls may end without the other side if the data is small.
     work.and_then(|work| work.synchronize()).and_then(|()| pg.barrier()).unwrap_err().to_string()
 }
 

@@ -2,11 +2,13 @@
 use super::common::{assert_close, floats, values};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{
     AdamW, ClipOptions, FusedOptimizer, NormType, Optimizer, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd,
-    StateDict, UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
+    UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
 use candle_nn::{Linear, ParamsAdamW, VarBuilder, VarMap, linear};
 
 const STEPS: u64 = 100;
@@ -92,7 +94,7 @@ pub(crate) fn devices_mix(gpu: &Device) {
         .map(|number| (number.to_string(), Var::from_tensor(&tensor(10, 1, DType::F32, &mixed(number))).unwrap()))
         .collect();
     let vars: Vec<Var> = parameters.iter().map(|(_, var)| var.clone()).collect();
-    let mut optimizer = AdamW::from_named(parameters, ParamsAdamW::default()).unwrap();
+    let mut optimizer = AdamW::new(parameters, ParamsAdamW::default()).unwrap();
     let mut grads = Var::new(0f32, &Device::Cpu).unwrap().sqr().unwrap().backward().unwrap();
     for var in &vars {
         grads.insert(var, tensor(10, 2, DType::F32, var.device()));
@@ -104,11 +106,11 @@ pub(crate) fn devices_mix(gpu: &Device) {
     // A gradient on the wrong device.
     grads.insert(&vars[1], tensor(10, 2, DType::F32, &Device::Cpu));
     let error = optimizer.step(&grads).unwrap_err().to_string();
-    assert!(error.contains("parameter 1") && error.contains("is needed"), "{error}");
+    assert!(error.contains("parameter 1") && error.contains("must be"), "{error}");
 
     let on = |device: &Device| {
         let var = Var::from_tensor(&tensor(10, 1, DType::F32, device)).unwrap();
-        AdamW::from_named(vec![("w".into(), var)], ParamsAdamW::default()).unwrap()
+        AdamW::new(vec![("w".into(), var)], ParamsAdamW::default()).unwrap()
     };
     let (cpu, mut there) = (on(&Device::Cpu), on(gpu));
     there.load_state_dict(&cpu.state_dict().unwrap()).unwrap();
@@ -169,7 +171,7 @@ pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
         assert_eq!(scaler.unscale(&mut grads)?, !overflow);
         let expected: Vec<f32> = before.iter().map(|value| value / scale).collect();
         assert_eq!(floats(grads.get(&vars[4]).expect("it has one")), expected);
-        assert_eq!(scaler.step_with(&mut grads, |_| Ok(()))?, !overflow);
+        assert_eq!(scaler.step_if_finite(&mut grads, |_| Ok(()))?, !overflow);
         scaler.update()?;
     }
     assert_eq!(scaler.current_scale(), 2.);
@@ -185,12 +187,12 @@ pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
         let small = DdpOptions { bucket_cap_mb: 0.001, first_bucket_mb: 0.0005, ..Default::default() };
         let maps = [VarMap::new(), VarMap::new()];
         let [whole, sharded] = [0, 1].map(|number| {
-            let ddp = DistributedDataParallel::new(pg, &maps[number], DType::F32, net, small.clone());
+            let ddp = DistributedDataParallel::with_options(pg, &maps[number], net, small.clone());
             super::common::fill(&maps[number], 3);
             ddp
         });
         let (whole, sharded) = (whole?, sharded?);
-        let mut reference = FusedOptimizer::from_named(whole.named_parameters(), options.clone())?;
+        let mut reference = FusedOptimizer::new(whole.named_parameters(), options.clone())?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&sharded, options)?;
         for step in 0..20 {
             let x = tensor(8 * 30, 50 + step + 100 * pg.rank() as u64, DType::F32, pg.device()).reshape((8, 30))?;

@@ -2,14 +2,22 @@
 use super::common::{assert_close, fill, floats, tensor, var};
 use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Var};
-use candle_ddp::ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
+use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
 use candle_ddp::optim::{Ema, PeriodicModelAverager};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, spawn};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
 /// The tools under test, with tolerances for 16-bit arithmetic and for sums in another order.
-pub(crate) const TOOLS: [(&str, f32); 6] =
-    [("fp16", 3e-3), ("bf16", 2e-2), ("PowerSGD", 1e-3), ("top-k", 1e-4), ("Ema", 1e-4), ("averager", 1e-4)];
+pub(crate) const TOOLS: [(&str, f32); 8] = [
+    ("fp16", 3e-3),
+    ("bf16", 2e-2),
+    ("PowerSGD", 1e-3),
+    ("top-k", 1e-4),
+    ("Ema", 1e-4),
+    ("averager", 1e-4),
+    ("weighted", 1e-4),
+    ("varied", 1e-4),
+];
 const STEPS: usize = 6;
 const PER_RANK: usize = 4;
 
@@ -33,7 +41,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         return Ok(values(&varmap));
     }
     let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     match tool {
         "fp16" => ddp.register_comm_hook(Fp16Compress::default())?,
@@ -47,9 +55,20 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     }
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
     let mut ema = Ema::new(ddp.named_parameters(), 0.8)?;
-    for _ in 0..STEPS {
+    for step in 0..STEPS {
+        if tool == "weighted" {
+            // Another count on each rank and in each step.
+            let count = 1 + pg.rank() + step % 2;
+            let sum = ddp.forward(&x.narrow(0, 0, count)?)?.sqr()?.sum_all()?;
+            optimizer.step(&ddp.backward_weighted(&sum, count as f64)?)?;
+            continue;
+        }
         optimizer.step(&ddp.backward(&loss(ddp.forward(&x)?)?)?)?;
         ema.update()?;
+    }
+    if tool == "varied" {
+        let all = pg.all_gather_varied(&x.narrow(0, 0, 1 + pg.rank())?, 0)?;
+        return Ok(all.iter().flat_map(floats).collect());
     }
     let averages = ema.averages()?;
     let averages = averages.iter().flat_map(|(_, average)| floats(average));

@@ -1,9 +1,10 @@
 //! DistributedDataParallel on GPUs.
 use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result, Unused, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused, spawn};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -29,7 +30,7 @@ const PER_RANK: usize = 5;
 pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, mixed_precision, ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
@@ -69,10 +70,10 @@ pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
         on_cpu.get_with_hints(3, "running_mean", candle_nn::Init::Const(0.))?;
         Ok::<_, candle_core::Error>(Split(linear(4, 8, on_cpu)?, linear(8, 2, vb.pp("b"))?, pg.device().clone()))
     };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     assert!(var(&varmap, "a.weight").device().is_cpu() && !var(&varmap, "b.weight").device().is_cpu());
     let refused = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default()).err().map(|error| error.to_string());
-    assert!(refused.as_ref().is_some_and(|text| text.contains("works on one device")), "{refused:?}");
+    assert!(refused.as_ref().is_some_and(|text| text.contains("needs all variables on one device")), "{refused:?}");
     if hook {
         ddp.register_comm_hook(AllReduce::default())?;
     }
@@ -120,7 +121,7 @@ pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     const PASSES: usize = 3;
     let trace = Some(folder.to_path_buf());
     let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, trace, ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| Net::new(vb), options)?;
     let x = Tensor::ones((PER_RANK, 4), DType::F32, pg.device())?;
     for _ in 0..PASSES {
         ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
@@ -155,7 +156,7 @@ pub(crate) fn unused(pg: &ProcessGroup) -> Result<()> {
     };
     let varmap = VarMap::new();
     let options = DdpOptions { unused: Unused::Allow, ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     let x = Tensor::ones((2, 4), DType::F32, pg.device())?;
     for _ in 0..3 {
         let loss = ddp.call(|Branches(layers)| layers[pg.rank() % 2].forward(&x)?.sum_all())?;

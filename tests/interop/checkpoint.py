@@ -82,7 +82,7 @@ write("large.pt", {"w": torch.arange(300_000, dtype=torch.float32)[100_000:]}, {
 write("whole_model.pt", model, "state_dict()")
 write("list.pt", [torch.zeros(1)], "a list")
 write("one_tensor.pt", torch.zeros(1), "state_dict()")
-write("nothing.pt", {"epoch": 3}, "no tensors were found")
+write("nothing.pt", {"epoch": 3}, "it has no tensors at its top level")
 write("complex.pt", {"w": torch.zeros(2, dtype=torch.complex64)}, "w: ")
 write("sparse.pt", {"w": torch.eye(2).to_sparse()}, "w: ")
 write("unsigned.pt", {"w": torch.zeros(2, dtype=torch.uint16)}, "w: ")

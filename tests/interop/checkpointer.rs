@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Result};
+use candle_ddp::{DistributedDataParallel, Result};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::process::Command;
 
@@ -40,13 +40,13 @@ fn a_checkpoints_model_loads_in_pytorch_and_pytorchs_here() {
     let folder = tempfile::tempdir().unwrap();
     let x = Tensor::arange(0f32, 12., &Device::Cpu).unwrap().affine(0.1, -0.5).unwrap().reshape((3, 4)).unwrap();
     let outputs = candle_ddp::spawn(2, |pg| {
-        let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, Net::new, DdpOptions::default())?;
-        let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
+        let mut varmap = VarMap::new();
+        let ddp = DistributedDataParallel::new(&pg, &varmap, Net::new)?;
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
         let options = CheckpointerOptions::default();
         Checkpointer::new(&pg, folder.path(), options)?
-            .save(1, &[("model", &varmap), ("optimizer", &optimizer)])?
+            .save(1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?
             .wait()?;
         ddp.forward(&x)
     });
@@ -55,7 +55,7 @@ fn a_checkpoints_model_loads_in_pytorch_and_pytorchs_here() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let [before, after]: [Vec<f32>; 2] = serde_json::from_slice(&output.stdout).unwrap();
     assert_close(&outputs.unwrap()[0], &before);
-    // What PyTorch has changed and saved, in both formats.
+    // Tensors that PyTorch has changed and saved, in both formats.
     let load = |file: &str| -> Result<Tensor> {
         let varmap = VarMap::new();
         let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;

@@ -92,7 +92,7 @@ print(f"rank {rank} of {world} ends attempt {attempt}", flush=True)
 os._exit(0)  # PyTorch's own threads sometimes abort an interpreter that ends in good order
 "#;
 
-/// This is what torchrun promises. Whether it succeeds depends on luck: its ranks may find the keys of those that have ended.
+/// torchrun promises this. Whether it succeeds depends on luck: its ranks may find the keys of those that have ended.
 #[test]
 fn a_pytorch_program_whose_worker_was_killed_is_restarted() {
     let Some(python) = crate::pytorch::python("a_pytorch_program_whose_worker_was_killed_is_restarted") else { return };

@@ -1,4 +1,4 @@
-//! The example `bert_classifier`: what it loads, freezes and writes, and its parts.
+//! The example `bert_classifier`: its files, its frozen layers, and its parts.
 use crate::common::example;
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_ddp::optim::Schedule;
@@ -19,7 +19,7 @@ mod schedule;
 #[path = "../../examples/bert_classifier/text.rs"]
 mod text;
 
-/// Trains, and returns whether that succeeded and what is printed.
+/// Trains, and returns whether that succeeded, and the output.
 fn train(ranks: usize, arguments: &[&str]) -> (bool, String) {
     let output = Command::new(crate::common::ddprun())
         .args(["--standalone", "--nproc-per-node", &ranks.to_string()])
@@ -49,7 +49,7 @@ fn last_metrics(path: &Path) -> Value {
     serde_json::from_str(std::fs::read_to_string(path).unwrap().lines().last().unwrap()).unwrap()
 }
 
-/// Writes the weights as `BertModel` of old had them: no `bert.`, gamma and beta, no head, and what pre-training adds.
+/// Writes the weights as the old `BertModel` named them: no `bert.`, gamma and beta, no head, and the layers of pre-training.
 fn write_old(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for name in ["config.json", "vocab.txt"] {
@@ -77,7 +77,7 @@ fn an_exported_model_is_loaded_and_frozen_as_asked() {
     let reached = last_metrics(&metrics)["validation_accuracy"].as_f64().unwrap();
     assert!(reached >= 0.9, "{printed}");
 
-    // All of it, the head as well: it classifies as before, and what is frozen stays bit for bit, in mixed precision too.
+    // All of it, including the head: it classifies as before, and frozen parts keep their bits, in mixed precision too.
     let frozen = "bert.embeddings,encoder.layer.0";
     let arguments =
         ["--lr", "1e-7", "--epochs", "1", "--freeze", frozen, "--amp", "bf16", "--metrics", &path(&metrics)];
@@ -162,7 +162,7 @@ fn sentences_are_padded_and_masked() {
     assert_eq!(ids.to_vec2::<u32>().unwrap(), [[2, 5, 8, 6, 7, 3], [2, 6, 3, 0, 0, 0], [2, 1, 3, 0, 0, 0]]);
     assert_eq!(mask.to_vec2::<u32>().unwrap(), [[1; 6], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]);
     assert_eq!(classes.to_vec1::<u32>().unwrap(), [7, 8, 9]);
-    // Longer sentences are cut. Words with capitals in the vocabulary keep those of the sentences.
+    // Longer sentences are cut. Words with capitals in the vocabulary keep the capitals of the sentences.
     let cased = vocabulary.to_string() + "Song\n";
     let (ids, ..) = batch(&cased, &["play play Song play play play"]);
     assert_eq!(ids.to_vec2::<u32>().unwrap(), [[2, 5, 5, 9, 5, 3]]);

@@ -1,4 +1,4 @@
-//! The examples `char_gpt` and `generate`: trained on many ranks, used by a program that has candle alone.
+//! The examples `char_gpt` and `generate`: trained on many ranks, used by a program that only has candle.
 use crate::common::example;
 use crate::common::{assert_close, floats};
 use candle_core::{DType, Device, Module, Tensor, safetensors};
@@ -18,8 +18,19 @@ mod model;
 #[path = "../../examples/generate/plain.rs"]
 mod plain;
 
-/// A model small enough for a test.
-const SMALL: [&str; 8] = ["--layers", "2", "--width", "32", "--context", "32", "--batch-size", "4"];
+/// A model small enough for a test, and a text that does not change.
+const SMALL: [&str; 10] = [
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--context",
+    "32",
+    "--batch-size",
+    "4",
+    "--data",
+    concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE"),
+];
 
 fn run(command: &mut Command) -> String {
     let output = command.output().unwrap();
@@ -28,7 +39,7 @@ fn run(command: &mut Command) -> String {
     stdout.into_owned()
 }
 
-/// Trains, and returns what is printed.
+/// Trains, and returns the output.
 fn char_gpt(ranks: usize, arguments: &[&str]) -> String {
     let mut command = Command::new(crate::common::ddprun());
     command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example("char_gpt"));
@@ -47,7 +58,7 @@ fn a_model_of_four_ranks_is_the_same_in_plain_candle() {
     let trained = char_gpt(4, &["--steps", "4", "--export", to, "--metrics", to_metrics]);
     let used = run(Command::new(example("generate")).arg(&exported));
 
-    // The weights, bit for bit: those of all four ranks, of the file, and of the program that has loaded it.
+    // The weights, bit for bit, of all four ranks, of the file, and of the program that has loaded it.
     let weights = safetensors::load(exported.join("model.safetensors"), &Device::Cpu).unwrap();
     let parameters = Hash::of_variables(weights.clone()).unwrap().to_string();
     assert_eq!(lines(&metrics).last().unwrap()["parameter_hash"], parameters.as_str());
@@ -61,7 +72,8 @@ fn a_model_of_four_ranks_is_the_same_in_plain_candle() {
     let vocabulary = config["vocabulary"].as_str().unwrap().chars().count();
     let config = plain::Config { vocabulary, context: 32, width: 32, heads: 4, layers: 2 };
     let vb = || VarBuilder::from_tensors(weights.clone(), DType::F32, &Device::Cpu);
-    let x = Tensor::arange(0u32, 64, &Device::Cpu).unwrap().reshape((2, 32)).unwrap();
+    let x: Vec<u32> = (0..64).map(|index| index % vocabulary as u32).collect();
+    let x = Tensor::from_vec(x, (2, 32), &Device::Cpu).unwrap();
     let ours = model::Gpt::new(config, vb()).unwrap().forward(&x).unwrap();
     let plain = plain::Gpt::new(config, vb()).unwrap().forward(&x).unwrap();
     assert_close(&floats(&ours), &floats(&plain), 1e-5, "logits");
@@ -86,7 +98,7 @@ fn the_loss_falls_and_zero_trains_the_same() {
         char_gpt(2, &[&arguments[..], &["--metrics", metrics.to_str().unwrap()]].concat());
         let lines = lines(&metrics);
         let loss = |step: usize| lines[step - 1]["loss"].as_f64().unwrap();
-        assert!(loss(1) > 4.5 && loss(30) < 4., "{} {}", loss(1), loss(30));
+        assert!(loss(30) < loss(1) - 0.3, "{} {}", loss(1), loss(30));
         hashes.push(lines[30]["parameter_hash"].clone());
     }
     assert_eq!(hashes[0], hashes[1]);
@@ -102,7 +114,7 @@ fn a_resumed_run_ends_as_it_would_have_ended() {
     let end = || lines(&metrics).last().unwrap()["parameter_hash"].clone();
     char_gpt(2, &arguments);
     let uninterrupted = end();
-    // As if the run had ended before its last checkpoint: it goes on after step 4.
+    // As if the run had ended before its last checkpoint: it continues after step 4.
     std::fs::remove_dir_all(checkpoints.join("step-00000006")).unwrap();
     std::fs::remove_file(&metrics).unwrap();
     char_gpt(2, &[&arguments[..], &["--resume"]].concat());

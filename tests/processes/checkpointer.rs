@@ -2,11 +2,11 @@
 //!
 //! The processes are this test binary itself.
 use crate::common::{fill, floats, free_port, ranks, tensor, test_process};
-use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
+use candle_core::{Device, Tensor, Var};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
 use candle_nn::{VarMap, linear};
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// The folder of a rank's run.
 const FOLDER: &str = "CANDLE_DDP_TEST_CHECKPOINTER";
-/// Until which step it trains; unset for one that saves until it is killed.
+/// The last step to train; unset for a run that saves until it is killed.
 const STEPS: &str = "CANDLE_DDP_TEST_STEPS";
 
 /// The entry point of ranks.
@@ -81,6 +81,12 @@ struct Saving {
     number: u64,
 }
 
+impl Parts for Saving {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        vec![("model", &mut self.varmap), ("own", &mut self.own), ("number", &mut self.number)]
+    }
+}
+
 impl Saving {
     fn new() -> Self {
         let varmap = VarMap::new();
@@ -90,9 +96,7 @@ impl Saving {
 
     /// Loads the newest checkpoint, and checks that all of its parts are of one step.
     fn load(&mut self, checkpointer: &mut Checkpointer) -> Result<u64> {
-        let parts: &mut [(&str, &mut dyn StateDict)] =
-            &mut [("model", &mut self.varmap), ("own", &mut self.own), ("number", &mut self.number)];
-        let step = checkpointer.load_latest(parts)?.unwrap_or(0);
+        let step = checkpointer.load_latest(&mut *self)?.unwrap_or(0);
         let weights = floats(&self.varmap.data().lock().unwrap()["w"]);
         let mut values = [weights, floats(&self.own.0), vec![self.number as f32]].concat();
         values.dedup();
@@ -101,7 +105,7 @@ impl Saving {
     }
 }
 
-/// The file in which a rank tells which step's `save` has returned, so that the one before is durable.
+/// The file in which a rank records the step whose `save` has returned, so that the one before is durable.
 fn progress(folder: &Path, rank: usize) -> std::path::PathBuf {
     folder.join(format!("progress{rank}"))
 }
@@ -116,13 +120,13 @@ fn save_until_killed(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     for step in first + 1.. {
         state.varmap.data().lock().unwrap()["w"].set(&filled(step, 20_000))?;
         (state.own, state.number) = (Own(filled(step, 5_000)), step);
-        checkpointer.save(step, &[("model", &state.varmap), ("own", &state.own), ("number", &state.number)])?;
+        checkpointer.save(step, &mut state)?;
         progress.write_all_at(&step.to_le_bytes(), 0).unwrap();
     }
     Ok(())
 }
 
-/// Kills ranks of a saving run at random moments, and looks at what there is to load.
+/// Kills ranks of a saving run at random moments, and checks the checkpoints that are left.
 fn kill(times: u64) {
     let folder = tempfile::tempdir().unwrap();
     let mut random = Generator::new(u64::from(std::process::id()));
@@ -149,7 +153,7 @@ fn kill(times: u64) {
             }
         }
         while !ranks_.iter_mut().all(|child| child.try_wait().unwrap().is_some()) {
-            assert!(Instant::now() < deadline, "a rank goes on without the other");
+            assert!(Instant::now() < deadline, "a rank continues without the other");
             std::thread::sleep(Duration::from_millis(1));
         }
         let run = folder.path().join("run");
@@ -191,20 +195,20 @@ fn two_hundred_killed_saves_leave_a_whole_checkpoint() {
     kill(200);
 }
 
-/// Goes on from the newest checkpoint to step `steps`, and saves.
+/// Continues from the newest checkpoint to step `steps`, and saves.
 fn train(pg: &ProcessGroup, folder: &Path, steps: u64) -> Result<()> {
     let mut varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(5, 3, vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(5, 3, vb))?;
     fill(&varmap, 7);
     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
     let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })?;
-    let done = checkpointer.load_latest(&mut [("model", &mut varmap), ("optimizer", &mut optimizer)])?.unwrap_or(0);
+    let done = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?.unwrap_or(0);
     for step in done..steps {
         let x = tensor(&[6, 5], 10 * step + pg.rank() as u64);
         optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
     }
     // Dropping the checkpointer waits for it.
-    checkpointer.save(steps, &[("model", &varmap), ("optimizer", &optimizer)]).map(drop)
+    checkpointer.save(steps, (("model", &mut varmap), ("optimizer", &mut optimizer))).map(drop)
 }
 
 #[test]

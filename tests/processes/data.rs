@@ -1,9 +1,9 @@
-//! Processes under the real launcher that are killed in the middle of an epoch, and others that go on.
+//! Processes under the real launcher that are killed in the middle of an epoch, and others that continue.
 //!
 //! The processes are this test binary itself.
 use crate::common::test_arguments;
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader, randperm};
-use candle_ddp::optim::StateDict;
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::data::{DataLoader, Dataset, LoaderOptions, SamplerOptions, randperm};
 use candle_ddp::seed::Generator;
 use candle_ddp::{InitOptions, Result, init_process_group};
 use std::fs::OpenOptions;
@@ -41,13 +41,12 @@ fn rank_of_another_test() {
     rank(Path::new(&std::env::var_os(FOLDER).unwrap())).unwrap();
 }
 
-/// Reads an epoch, writes down what it has consumed, and saves where it is after every step.
+/// Reads an epoch, and after every step writes down the samples it has consumed and saves its position.
 fn rank(folder: &Path) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
-    let options = SamplerOptions { seed: 3, ..Default::default() };
-    let sampler = DistributedSampler::new(SAMPLES, pg.world_size(), pg.rank(), options)?;
-    let options = LoaderOptions { batch_size: 3, num_workers: 3, ..Default::default() };
-    let mut loader = StatefulDataLoader::new(Slow, sampler, options, Ok)?;
+    let sampler = SamplerOptions { seed: 3, ..Default::default() };
+    let options = LoaderOptions { batch_size: 3, num_workers: 3, sampler, ..Default::default() };
+    let mut loader = DataLoader::with_collate(Slow, &pg, options, Ok)?;
     let state = folder.join("loader.safetensors");
     if state.exists() {
         loader.load(&state)?;
@@ -70,7 +69,7 @@ fn rank(folder: &Path) -> Result<()> {
             rustix::process::kill_process(me, rustix::process::Signal::KILL).unwrap();
         }
     }
-    assert_eq!(loader.epoch(), 1);
+    assert_eq!(loader.current_epoch(), 1);
     Ok(())
 }
 
@@ -89,7 +88,7 @@ fn killed_runs_go_on_with_other_numbers_of_ranks() {
     for (before, after) in [(1, 3), (4, 2)] {
         let folder = tempfile::tempdir().unwrap();
         assert!(!run(folder.path(), before, Some(4)), "{before} ranks were not killed");
-        assert!(run(folder.path(), after, None), "{after} ranks do not go on");
+        assert!(run(folder.path(), after, None), "{after} ranks do not continue");
         let mut counts = vec![0; SAMPLES];
         for file in std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()) {
             if file.extension().is_none() {
@@ -97,7 +96,7 @@ fn killed_runs_go_on_with_other_numbers_of_ranks() {
                 consumed.lines().for_each(|index| counts[index.parse::<usize>().unwrap()] += 1);
             }
         }
-        // What is left after the kill is padded to a multiple of the ranks, from the head of the order.
+        // The remaining samples after the kill are padded to a multiple of the ranks, from the head of the order.
         let left = SAMPLES - 4 * 3 * before;
         let mut expected = vec![1; SAMPLES];
         let padding = left.next_multiple_of(after) - left;

@@ -59,7 +59,8 @@ fn rank_of_another_test() {
     };
     match job.as_str() {
         "init" => report(&pg.barrier().map_or_else(|error| error.to_string(), |()| "all is well".to_string())),
-        "train" => report(&train(&pg).unwrap()),
+        "train" => report(&train(&pg, false).unwrap()),
+        "weighted" => report(&train(&pg, true).unwrap()),
         "gan" => {
             let weights = gan(&pg, &DdpOptions::default()).unwrap();
             report(&weights.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
@@ -87,7 +88,7 @@ fn rank_of_another_test() {
     }
 }
 
-/// What a rank does between the rendezvous and connecting to its peers: `panic`, or wait for the file `go`.
+/// A rank's action between the rendezvous and connecting to its peers: `panic`, or wait for the file `go`.
 const PAUSE: &str = "CANDLE_DDP_TEST_PAUSE";
 
 /// A logger is the program's own code that runs in the middle of initialisation.
@@ -113,16 +114,22 @@ impl log::Log for Interrupting {
     fn flush(&self) {}
 }
 
-/// Trains five steps and returns the final parameters.
-fn train(pg: &ProcessGroup) -> Result<String> {
+/// Trains five steps and returns the final parameters. If `uneven`, ranks have different numbers of rows, and each row
+/// counts once.
+fn train(pg: &ProcessGroup, uneven: bool) -> Result<String> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| Net::new(vb))?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
-    let x = tensor(&[pg.world_size() * 5, 4], 1).i(pg.rank() * 5..(pg.rank() + 1) * 5)?;
+    let begin = |rank: usize| if uneven { 5 * rank * rank / pg.world_size() } else { 5 * rank };
+    let x = tensor(&[pg.world_size() * 5, 4], 1).i(begin(pg.rank())..begin(pg.rank() + 1))?;
     for _ in 0..5 {
-        let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
-        optimizer.step(&ddp.backward(&loss)?)?;
+        let squares = ddp.forward(&x)?.sqr()?;
+        let grads = match uneven {
+            true => ddp.backward_weighted(&squares.sum_all()?, squares.elem_count() as f64)?,
+            false => ddp.backward(&squares.mean_all()?)?,
+        };
+        optimizer.step(&grads)?;
     }
     let parameters: Vec<f32> = ddp.parameters().iter().flat_map(|var| floats(var)).collect();
     Ok(parameters.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))
@@ -219,6 +226,7 @@ fn processes_under_the_launcher_train_like_one() {
         }
         let expected: Vec<f32> = vars.iter().flat_map(|var| floats(var)).collect();
         assert_close(&launched("train", world), &expected, 1e-5, &format!("{world} processes"));
+        assert_close(&launched("weighted", world), &expected, 1e-5, &format!("{world} processes, uneven"));
     }
 }
 
@@ -282,7 +290,7 @@ fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size:
     command
 }
 
-/// Returns with what error initialisation ended on a rank.
+/// Returns the error with which initialisation ended on a rank.
 fn outcome(job: &str, folder: &Path, rank: usize, process: &mut Child) -> String {
     process.wait().unwrap();
     std::fs::read_to_string(folder.join(format!("{job}-rank{rank}"))).unwrap()
@@ -352,7 +360,7 @@ fn the_death_of_a_rank_during_initialisation_is_noticed() {
 #[test]
 fn an_error_or_a_panic_during_initialisation_is_reported_to_all_ranks() {
     let transport = ("CANDLE_DDP_CPU_TRANSPORT", "none");
-    let refused = "CANDLE_DDP_CPU_TRANSPORT=\"none\": it is one of auto, tcp, shm (on host ";
+    let refused = "CANDLE_DDP_CPU_TRANSPORT=\"none\": it must be auto, tcp or shm (on host ";
     for (failing, (variable, value), expected) in [
         // The rank that hosts the store, and other ranks.
         (0, transport, refused),

@@ -3,11 +3,10 @@
 //! The processes are this test binary itself.
 use crate::common::{assert_close, fill, floats, tensor, test_arguments};
 use candle_core::{DType, Device, Module, Tensor};
-use candle_ddp::flight_recorder::FOLDER_VARIABLE;
+use candle_ddp::flight_recorder::FlightRecorderOptions;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, FlightRecorderOptions, InitOptions, JoinOptions, ProcessGroup, ReduceOp,
-    Result, init_process_group,
+    DistributedDataParallel, InitOptions, JoinOptions, ProcessGroup, ReduceOp, Result, init_process_group,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::path::{Path, PathBuf};
@@ -16,6 +15,8 @@ use std::time::Duration;
 
 /// The variable that names a rank's job.
 const JOB: &str = "CANDLE_DDP_TEST_DIAGNOSTICS_JOB";
+/// The variable that names the folder of the flight records.
+const FOLDER: &str = "CANDLE_DDP_FLIGHT_RECORDER";
 const RESULT: &str = "CANDLE_DDP_TEST_RESULT";
 
 /// The entry point of ranks.
@@ -49,9 +50,9 @@ fn batch(rank: usize, step: usize) -> Tensor {
 /// Rank r has r + 1 batches.
 fn uneven(pg: &ProcessGroup) -> Result<()> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(4, 2, vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(4, 2, vb))?;
     fill(&varmap, 3);
-    let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW { lr: 0.1, ..Default::default() })?;
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.1, ..Default::default() })?;
     let joined = ddp.join(JoinOptions::default(), || {
         (0..=pg.rank()).try_for_each(|step| {
             let grads = ddp.backward(&ddp.forward(&batch(pg.rank(), step))?.sqr()?.mean_all()?)?;
@@ -76,7 +77,7 @@ fn processes_with_different_numbers_of_batches_train_like_one() {
     fill(&varmap, 3);
     let named = ["weight", "bias"].map(|name| (name.to_string(), varmap.data().lock().unwrap()[name].clone()));
     let vars: Vec<_> = named.iter().map(|(_, var)| var.clone()).collect();
-    let mut optimizer = AdamW::from_named(named.into(), ParamsAdamW { lr: 0.1, ..Default::default() }).unwrap();
+    let mut optimizer = AdamW::new(named.to_vec(), ParamsAdamW { lr: 0.1, ..Default::default() }).unwrap();
     for step in 0..WORLD {
         let losses = (step..WORLD).map(|rank| net.forward(&batch(rank, step))?.sqr()?.mean_all());
         let losses = losses.collect::<candle_core::Result<Vec<_>>>().unwrap();
@@ -100,7 +101,7 @@ fn wait_for_files(files: &[PathBuf]) {
 }
 
 fn records(ranks: std::ops::Range<usize>) -> Vec<PathBuf> {
-    let folder = PathBuf::from(std::env::var(FOLDER_VARIABLE).unwrap());
+    let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
     ranks.map(|rank| folder.join(format!("rank{rank}.flight.json"))).collect()
 }
 
@@ -116,7 +117,7 @@ fn diverge(pg: &ProcessGroup) {
             pg.broadcast(&tensor(10), 0)
         }
         3 => {
-            // Its own too: it is told of the others' failure.
+            // Its own too: it learns of the others' failure.
             wait_for_files(&records(0..4));
             Ok(())
         }
@@ -134,7 +135,7 @@ fn the_launcher_explains_who_parted() {
     let folder = tempfile::tempdir().unwrap();
     // The recorder creates the folder.
     let records = folder.path().join("a/b");
-    let output = launch("diverge", 4, &[(FOLDER_VARIABLE, &records), (RESULT, folder.path())]);
+    let output = launch("diverge", 4, &[(FOLDER, &records), (RESULT, folder.path())]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let explain = |folder: &Path| {
         let output = Command::new(crate::common::ddprun()).arg("--explain").arg(folder).output().unwrap();
@@ -156,13 +157,13 @@ fn the_launcher_explains_who_parted() {
     assert!(code == Some(2) && text.contains("CANDLE_DDP_FLIGHT_RECORDER=FOLDER"), "{text}");
 }
 
-/// Each rank signals itself, and goes on.
+/// Each rank signals itself, and continues.
 fn signal(pg: &ProcessGroup) -> Result<()> {
     use rustix::process::{Signal, getpid, kill_process};
     pg.barrier()?;
     kill_process(getpid(), Signal::USR1).unwrap();
     wait_for_files(&records(pg.rank()..pg.rank() + 1));
-    let file = Path::new(&std::env::var(FOLDER_VARIABLE).unwrap()).join(format!("rank{}.flight.json", pg.rank()));
+    let file = Path::new(&std::env::var(FOLDER).unwrap()).join(format!("rank{}.flight.json", pg.rank()));
     let text = std::fs::read_to_string(file).unwrap();
     assert!(text.contains("\"reason\":\"SIGUSR1\"") && text.contains("\"operation\":\"barrier\""), "{text}");
     pg.barrier()
@@ -171,7 +172,7 @@ fn signal(pg: &ProcessGroup) -> Result<()> {
 #[test]
 fn a_signal_has_the_files_written_and_the_ranks_go_on() {
     let folder = tempfile::tempdir().unwrap();
-    let output = launch("signal", 2, &[(FOLDER_VARIABLE, folder.path())]);
+    let output = launch("signal", 2, &[(FOLDER, folder.path())]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
 }

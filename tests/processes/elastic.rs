@@ -43,7 +43,7 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     let folder = tempfile::tempdir().unwrap();
     let (folder, port) = (folder.path(), crate::common::free_port());
     let events = "0 wait-forward 3,0 wait-forward 6";
-    // Who comes first is given the first ranks.
+    // The first node to come gets the first ranks.
     let first = node(folder, port, events, "candle_ddp/nodes/welcome/0");
     let mut second = node(folder, port, events, "candle_ddp/nodes/welcome/1");
     let entered = |rank: usize| {
@@ -57,7 +57,7 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     std::fs::write(folder.join("go-3"), "").unwrap();
     wait_for("steps without the second node", || waits(6));
     assert_eq!((entered(0), entered(2)), (2, 1));
-    // It is admitted by a generation of its own.
+    // It is admitted by its own generation.
     let third = node(folder, port, events, "candle_ddp/agent/0/generation/2");
     std::fs::write(folder.join("go-6"), "").unwrap();
     let outputs = [first, third].map(|node| node.wait_with_output().unwrap());
@@ -71,11 +71,11 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     }
     let replaced = processes(folder, 2);
     assert!(replaced.len() == 2 && replaced[0] != replaced[1], "{replaced:?}");
-    assert!(run.stderr().contains("The other 2 rank(s) go on without it"), "{}", run.stderr());
-    assert!(run.stderr().contains("the others go on with it, 4 ranks in all"), "{}", run.stderr());
+    assert!(run.stderr().contains("The other 2 rank(s) continue without it"), "{}", run.stderr());
+    assert!(run.stderr().contains("the others continue with it, 4 ranks in all"), "{}", run.stderr());
 }
 
-/// The processes of a rank are replaced on the node where they were, while all others go on.
+/// The processes of a rank are replaced on the node where they were, while all others continue.
 #[test]
 fn a_rank_of_another_node_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
@@ -123,7 +123,7 @@ fn when_all_ranks_die_at_once_the_run_says_from_where_it_continues() {
     };
     let lost = "all ranks of the run were lost, and every commit with them: generation ";
 
-    // With the program's checkpoint, the result is that of an undisturbed run.
+    // With the program's checkpoint, the result equals an undisturbed run's.
     let (calm, run) = (launched("0", "", None), launched("6", &twice, Some("load")));
     calm.succeeded();
     run.succeeded();
@@ -134,7 +134,7 @@ fn when_all_ranks_die_at_once_the_run_says_from_where_it_continues() {
         let expected = format!("continues from the program's checkpoint, commit {commit}");
         assert_eq!(stderr.matches(&expected).count(), 1, "{stderr}");
     }
-    assert!(!stderr.contains("others go on"), "{stderr}");
+    assert!(!stderr.contains("others continue"), "{stderr}");
 
     // Without one, it starts over, and says so once.
     let run = launched("3", &die(4), None);
@@ -166,8 +166,8 @@ fn survivors_keep_their_process_and_nothing_piles_up() {
     let entered = run.read("entered-0");
     let resources: Vec<Vec<usize>> =
         entered.lines().map(|line| line.split(' ').skip(1).map(|count| count.parse().unwrap()).collect()).collect();
-    // The second one has what was made once, such as the threads that compute. A connection may be opened or closed in that
-    // moment, but what is left over from each generation would be seven by the last.
+    // The second one has everything that is made once, such as the threads that compute. A connection may be opened or closed in that
+    // moment, but a leftover of each generation would be seven by the last.
     assert!(resources[8].iter().zip(&resources[1]).all(|(last, second)| *last < second + 4), "{resources:?}");
 }
 
@@ -185,11 +185,11 @@ fn without_restarts_the_others_go_on_down_to_the_smallest_world_size() {
     let run = launched(4, &[], "2 kill-forward 1,0 kill-backward 4", Some(2));
     run.succeeded();
     result(run.folder.path(), &[1, 3]);
-    assert!(run.stderr().contains("the other 2 rank(s) go on without it"), "{}", run.stderr());
+    assert!(run.stderr().contains("the other 2 rank(s) continue without it"), "{}", run.stderr());
     let run = launched(3, &["--max-restarts", "1"], "1 kill-forward 1,2 kill-forward 2,0 kill-forward 3", Some(2));
     assert_eq!(run.output.status.code(), Some(128 + 9), "{}", run.stderr());
     let expected = "rank 0 ended the group: its process was killed by SIGKILL, all restarts are used up \
-                    (--max-restarts 1), and the 1 rank(s) that are left are fewer than min_world_size (2)";
+                    (--max-restarts 1), and the 1 remaining rank(s) are fewer than min_world_size (2)";
     assert!(run.read("error-1").contains(expected), "{}", run.read("error-1"));
 }
 
@@ -238,12 +238,12 @@ fn under_slurm_the_ranks_that_are_left_see_every_sample() {
             step.1.push((numbers[2], numbers[3..].to_vec()));
         }
     }
-    let mut seen = vec![vec![0; SAMPLES]; EPOCHS];
+    let mut seen = vec![vec![0; SAMPLES]; EPOCHS as usize];
     for (epoch, samples) in steps.into_values().flat_map(|(_, ranks)| ranks) {
         samples.into_iter().for_each(|sample| seen[epoch][sample] += 1);
     }
     assert!(seen.iter().flatten().all(|count| *count >= 1), "{seen:?}");
-    // Only what pads an epoch is seen twice.
+    // Only the padding of an epoch is seen twice.
     let twice: Vec<usize> = seen.iter().map(|epoch| epoch.iter().sum::<usize>() - SAMPLES).collect();
     assert!(twice.iter().all(|count| *count <= 3), "{twice:?}");
 }
@@ -282,7 +282,7 @@ fn two_ranks_that_die_together_are_not_waited_for() {
             } else {
                 for rank in [0, 3] {
                     let error = read(folder.path(), &format!("error-{rank}"));
-                    assert!(error.contains("The 2 rank(s) that are left are fewer than min_world_size (3)"), "{error}");
+                    assert!(error.contains("The 2 remaining rank(s) are fewer than min_world_size (3)"), "{error}");
                 }
             }
         }

@@ -1,19 +1,21 @@
-//! `elastic::run` with an optimizer whose state is sharded over the ranks, and random numbers of each rank; ranks are killed.
+//! `elastic::run` with an optimizer whose state is sharded over the ranks, and random numbers of each rank; ranks are
+//! killed.
 use crate::common::{floats, tensor};
 use crate::elastic_ranks::{BATCH, Net, Run, SAMPLES, event, result, run_as_rank, variables};
 use candle_core::{DType, Device, IndexOp, Tensor};
+use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::LoaderState;
-use candle_ddp::elastic::{Parts, State};
-use candle_ddp::optim::{Optimizer, ParamsAdamW, StateDict, ZeroRedundancyOptimizer};
+use candle_ddp::elastic::State;
+use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DistributedDataParallel, ProcessGroup, Result};
 use candle_nn::VarMap;
 
-const EPOCHS: usize = 2;
+const EPOCHS: u64 = 2;
 
 struct Training {
     varmap: VarMap,
-    /// Of each rank, which draws as many numbers in each step as no other.
+    /// Of each rank: each draws a different number of numbers in a step.
     noise: Generator,
     progress: LoaderState,
 }
@@ -25,7 +27,7 @@ impl Parts for Training {
 }
 
 fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
-    let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?;
     assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
     let data = tensor(&[SAMPLES, 4], 1);
@@ -42,7 +44,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
         optimizer.set_learning_rate(optimizer.learning_rate() * 0.99)?;
         state.progress.advance(mine.len() * pg.world_size());
         event("step", own, state.commits())?;
-        state.commit_with(&[("optimizer", &optimizer)])?;
+        state.commit_including(("optimizer", &mut optimizer))?;
         event("commit", own, state.commits())?;
     }
     Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
@@ -89,7 +91,7 @@ fn what_a_rank_and_its_mirror_held_is_lost_when_they_die_together() {
     assert!(!run.output.status.success());
     for rank in 0..3 {
         let error = run.read(&format!("error-{rank}"));
-        let expected = "what rank 1 held in commit 4 of the states that are sharded over the ranks is not available";
+        let expected = "the shard of rank 1 in commit 4 (of the states that are sharded over the ranks) is not";
         assert!(error.contains(expected), "{error}");
     }
 }

@@ -1,14 +1,12 @@
 //! A rank of `scripts/fault_matrix.py`: it trains under the launcher, and has a fault at a given moment.
 //!
-//! The script starts this test binary, says what is to happen in environment variables, and does from outside what a
-//! process cannot do to itself. Both tell each other how far they are by files in a folder.
+//! The script starts this test binary, plans the fault in environment variables, and causes from outside the faults that a
+//! process cannot cause itself. Both report their progress to each other by files in a folder.
 use crate::common::{fill, floats, tensor};
-use candle_core::{DType, Device, Module, Tensor};
+use candle_core::{Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
-};
+use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::collections::HashMap;
@@ -35,7 +33,7 @@ const STEPS: u64 = 4;
 const FORWARD: u64 = 2;
 const CHECKPOINT: u64 = 3;
 
-/// What is to happen, and what has.
+/// The planned fault, and the progress so far.
 struct Plan {
     fault: String,
     moment: String,
@@ -43,7 +41,7 @@ struct Plan {
     rank: usize,
     folder: PathBuf,
     step: AtomicU64,
-    /// What takes up the descriptors of this process.
+    /// Files that take up the descriptors of this process.
     descriptors: Mutex<Vec<File>>,
     /// Limits of this process, to be restored.
     limits: Mutex<Vec<(Resource, Rlimit)>>,
@@ -90,7 +88,7 @@ impl Plan {
         self.tell("reached", "");
     }
 
-    /// Has the fault, if it is to happen here.
+    /// Causes the fault, if it is planned here.
     fn at(&self, moment: &str) -> candle_core::Result<()> {
         if !self.is_victim(moment) || LIMITS.contains(&self.fault.as_str()) {
             return Ok(());
@@ -107,7 +105,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Takes away what the system grants to this process, if it is to happen here.
+    /// Takes away a resource of this process, if the fault is planned here.
     fn limit(&self, moment: &str) {
         if !self.is_victim(moment) || !LIMITS.contains(&self.fault.as_str()) {
             return;
@@ -228,19 +226,19 @@ impl Module for Net {
 
 fn train(pg: &ProcessGroup, plan: &Plan) -> Result<()> {
     let mut varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| Net::new(vb))?;
     if plan.fault == "descriptors" {
         plan.lift_limits();
     }
     fill(&varmap, 3);
-    let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
-    // It makes a group of its own.
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+    // It makes its own group.
     let mut checkpointer =
         Checkpointer::new(pg, plan.folder.join("run"), CheckpointerOptions { resume: true, ..Default::default() })?;
     plan.lift_limits();
     let mut mine = own(plan, 0);
     let loaded =
-        checkpointer.load_latest(&mut [("model", &mut varmap), ("optimizer", &mut optimizer), ("own", &mut mine)])?;
+        checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("own", &mut mine)))?;
     let first = loaded.unwrap_or(0);
     assert!(floats(&mine.0).iter().all(|value| *value == first as f32), "a mixture of checkpoints");
     plan.tell(&format!("loaded{}", plan.rank), &first.to_string());
@@ -252,11 +250,12 @@ fn train(pg: &ProcessGroup, plan: &Plan) -> Result<()> {
             all_reduces(pg, plan)?;
         }
         plan.lift_limits();
-        let mine = own(plan, step);
+        let mut mine = own(plan, step);
         if step == CHECKPOINT {
             plan.limit("checkpoint");
         }
-        let save = checkpointer.save(step, &[("model", &varmap), ("optimizer", &optimizer), ("own", &mine)])?;
+        let save =
+            checkpointer.save(step, (("model", &mut varmap), ("optimizer", &mut optimizer), ("own", &mut mine)))?;
         if step == CHECKPOINT {
             plan.at("checkpoint")?;
         }

@@ -1,4 +1,4 @@
-//! What the example programs for images have around their loops, with the smallest of them.
+//! The code around the loops of the example programs for images, with the smallest of them.
 use crate::common::example;
 use serde_json::Value;
 use std::path::Path;
@@ -50,7 +50,7 @@ fn a_resumed_run_ends_as_it_would_have_ended() {
     // As if the run had ended in its second epoch.
     std::fs::remove_dir_all(checkpoints.join("step-00000002")).unwrap();
     let resumed = cifar10_resnet18(home.path(), &[&arguments[..], &["--resume"]].concat());
-    // The metrics go on in the same file, which has all that the first run wrote.
+    // The metrics continue in the same file, which has all that the first run wrote.
     assert_eq!(resumed[..lines.len()], lines);
     let resumed = &resumed[lines.len()..];
     assert_eq!(resumed[0]["step"], 6);

@@ -1,4 +1,4 @@
-//! A job under the real launcher while strangers do all they can to its store: it goes on, and they cost little.
+//! A job under the real launcher while strangers attack its store: it continues, and they cost little.
 //!
 //! `CANDLE_DDP_LOAD` sets how many connections each kind of stranger holds or makes (default 300); with 10000, the test needs
 //! `ulimit -n 20000`.
@@ -23,7 +23,7 @@ fn load() -> usize {
     std::env::var("CANDLE_DDP_LOAD").map_or(300, |count| count.parse().unwrap())
 }
 
-/// A rank: makes group after group, whose ranks find each other by the store, until it is told to end.
+/// A rank: makes group after group, whose ranks find each other by the store, until the test ends it.
 #[test]
 #[ignore = "started by other tests"]
 fn rank() {
@@ -98,7 +98,7 @@ fn field(bytes: &[u8]) -> Vec<u8> {
     [&(bytes.len() as u64).to_le_bytes(), bytes].concat()
 }
 
-/// What a kind of stranger sends, by the number of its connection.
+/// The bytes that a kind of stranger sends, by the number of its connection.
 type Bytes = Box<dyn Fn(usize) -> Vec<u8> + Send + Sync>;
 
 /// The kinds of strangers.
@@ -136,7 +136,7 @@ fn a_job_goes_on_while_strangers_attack_its_store() {
     let port = wait_for("the store", || number(&path("port"))) as u16;
     let rounds = |more: u64| {
         let now = number(&path("round")).unwrap_or(0);
-        wait_for("the job to go on", || number(&path("round")).filter(|round| *round >= now + more))
+        wait_for("the job to continue", || number(&path("round")).filter(|round| *round >= now + more))
     };
     rounds(3);
     let started = Instant::now();
@@ -144,7 +144,7 @@ fn a_job_goes_on_while_strangers_attack_its_store() {
     let count = load();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Strangers that come again and again, all the time.
+        // Strangers that reconnect all the time.
         for (_, bytes) in kinds() {
             let stop = &stop;
             scope.spawn(move || {

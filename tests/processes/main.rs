@@ -23,3 +23,4 @@ mod load;
 mod programs;
 mod small_data;
 mod status;
+mod stop;

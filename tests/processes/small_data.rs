@@ -67,7 +67,7 @@ fn start(home: &Path, version: &str, runs: usize) -> Child {
         .unwrap()
 }
 
-/// Waits for the run, and returns what it prints if it fails.
+/// Waits for the run, and returns its output if it fails.
 fn end(run: Child) -> std::result::Result<(), String> {
     let output = run.wait_with_output().unwrap();
     let printed = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -98,7 +98,7 @@ fn another_version_is_made_beside_it() {
     end(start(home.path(), "1", 1)).unwrap();
     end(start(home.path(), "2", 1)).unwrap();
     assert_eq!(names(home.path()), ["made-v1", "made-v2"]);
-    // What is there is not made again: nobody would come to write beside it.
+    // Existing data are not made again: nobody would come to write next to them.
     end(start(home.path(), "1", 2)).unwrap();
     let first = fs::read_to_string(home.path().join("candle-ddp/made-v1/first")).unwrap();
     assert_eq!(first, "1");

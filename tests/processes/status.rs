@@ -13,7 +13,7 @@ fn ddprun() -> Command {
     command
 }
 
-/// The status of the run on this port, once both ranks have told of steps in `generation`.
+/// The status of the run on this port, once both ranks have reported steps in `generation`.
 fn status(port: &str, generation: &str) -> String {
     let mut text = String::new();
     wait_for(&format!("steps in generation {generation}"), || {
@@ -40,7 +40,7 @@ fn step(columns: &[&str]) -> u64 {
     columns[4].parse().unwrap()
 }
 
-/// Rank 1 is killed while rank 0 waits; it is replaced, and the run goes on.
+/// Rank 1 is killed while rank 0 waits; it is replaced, and the run continues.
 #[test]
 fn the_status_shows_progress_and_the_last_failure() {
     let folder = tempfile::tempdir().unwrap();

@@ -3,9 +3,10 @@ use crate::common::{assert_close, floats, ranks, tensor};
 use crate::programs::{Ddp, gradients, wrap};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
+use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{AdamW, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 
 fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
@@ -137,9 +138,8 @@ fn the_gradient_of_a_shared_variable_stays_whichever_model_it_came_from() {
         let varmap = VarMap::new();
         let options = || DdpOptions { unused: Unused::Allow, ..Default::default() };
         let build = |vb: VarBuilder| Ok::<_, candle_core::Error>((vb.get(3, "shared")?, vb.get(3, "own")?));
-        let a = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options())?;
-        let b =
-            DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb: VarBuilder| vb.get(3, "shared"), options())?;
+        let a = DistributedDataParallel::with_options(&pg, &varmap, build, options())?;
+        let b = DistributedDataParallel::with_options(&pg, &varmap, |vb: VarBuilder| vb.get(3, "shared"), options())?;
         let of_b = |factor: f64| b.call(|shared| (shared * factor)?.sum_all());
         let mut grads = GradStore::default();
         let loss = (a.call(|(_, own)| own.sum_all())? + of_b(2.)?)?;
@@ -174,7 +174,7 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
         ranks(2, |pg| {
             let ddp = ddp(&pg)?;
             let options = ParamsAdamW { lr: 0.05, ..Default::default() };
-            let mut plain = AdamW::from_named(ddp.named_parameters(), options.clone())?;
+            let mut plain = AdamW::new(&ddp, options.clone())?;
             let mut shards = if sharded { Some(ZeroRedundancyOptimizer::new(&ddp, options)?) } else { None };
             for step in 0..4 {
                 // A new store must not contain gradients of an earlier pass, even after sums were accumulated on it.

@@ -2,8 +2,9 @@
 //! for the replicas.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
+use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 
 /// Two layers; the second may be left out.
@@ -25,7 +26,7 @@ fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| net(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| net(vb), options)?;
     fill(&varmap, 7);
     Ok((ddp, varmap))
 }
@@ -38,7 +39,7 @@ fn batch(rank: usize) -> Tensor {
     tensor(&[5, 4], 100 + rank as u64)
 }
 
-/// The gradients of plain candle's model, whose variables are those of `wrap` rounded to `dtype`.
+/// The gradients of plain candle's model, whose variables have the values of `wrap`, rounded to `dtype`.
 fn reference(dtype: DType, rank: usize) -> Vec<Tensor> {
     let varmap = VarMap::new();
     let net = net(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
@@ -88,7 +89,7 @@ fn masters_accumulate_updates_too_small_for_the_replicas() {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| vb.get_with_hints(1, "w", candle_nn::Init::Const(1.0));
         let options = options(Some(DType::BF16), Some(DType::F32), None);
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
         let mut optimizer = SGD::new(ddp.parameters(), 0.001)?;
         // bf16 has no value between 1 and 1.0078: steps of a thousandth would all be rounded away.
         for _ in 0..8 {
@@ -144,11 +145,11 @@ fn forward_converts_floating_point_inputs() {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| linear(4, 2, vb);
         let mixed = options(Some(DType::BF16), None, None);
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, mixed.clone())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, mixed.clone())?;
         assert_eq!(ddp.forward(&batch(0))?.dtype(), DType::BF16);
         assert_eq!(ddp.forward_t(&batch(0), true)?.dtype(), DType::BF16);
         let build = |vb: VarBuilder<'static>| candle_nn::embedding(4, 2, vb);
-        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, mixed)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, mixed)?;
         assert_eq!(ddp.forward(&Tensor::new(&[1u32, 3], pg.device())?)?.dtype(), DType::BF16);
         Ok(())
     })
@@ -163,7 +164,7 @@ fn a_layer_that_asks_for_f32_gets_its_master() {
         };
         let mixed = options(Some(DType::BF16), None, None);
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, mixed)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, mixed)?;
         let output = ddp.call(|(low, high)| {
             let hidden = low.forward(&batch(pg.rank()).to_dtype(DType::BF16)?)?;
             high.forward(&hidden.to_dtype(DType::F32)?)
@@ -198,7 +199,7 @@ fn a_normalised_model_trains_as_in_f32() {
         let losses = ranks(2, |pg| {
             let varmap = VarMap::new();
             let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
-            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options.clone())?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options.clone())?;
             fill(&varmap, 7);
             var(&varmap, "norm.running_var").set(&Tensor::ones(8, buffers, pg.device())?)?;
             assert!(ddp.named_buffers().iter().all(|(_, var)| var.dtype() == buffers));
@@ -243,7 +244,7 @@ fn unsupported_options_are_refused_by_name() {
         Normed::new(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
         let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
         let bf16_buffers = options(Some(DType::BF16), None, Some(DType::BF16));
-        let refused = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, bf16_buffers).err().unwrap();
+        let refused = DistributedDataParallel::with_options(&pg, &varmap, build, bf16_buffers).err().unwrap();
         assert!(refused.to_string().contains("norm.running_mean"), "{refused}");
         // A model that holds the variables themselves instead of replicas.
         let vars = || Ok::<_, Error>(vec![("w".to_string(), Var::from_tensor(&batch(0))?)]);

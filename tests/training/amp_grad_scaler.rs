@@ -2,12 +2,14 @@
 use crate::common::{floats, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, safetensors};
-use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, StateDict};
-use candle_ddp::{Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
+use candle_ddp::{Error, ProcessGroup, Result};
 
 fn sgd(vars: Vec<Var>, lr: f64) -> Result<Sgd> {
-    let named = vars.into_iter().enumerate().map(|(index, var)| (format!("w{index}"), var)).collect();
-    Sgd::from_named(named, ParamsSgd { lr, ..Default::default() })
+    let named = vars.into_iter().enumerate().map(|(index, var)| (format!("w{index}"), var)).collect::<Vec<_>>();
+    Sgd::new(named, ParamsSgd { lr, ..Default::default() })
 }
 
 fn weight(value: f32) -> Vec<(String, Var)> {
@@ -23,7 +25,7 @@ fn backward(scaler: &GradScaler, var: &Var, overflow: bool) -> Result<GradStore>
     Ok(grads)
 }
 
-/// Trains one weight and returns what this rank sees; `overflows` gives, for each step, the rank that overflows.
+/// Trains one weight and returns this rank's observations; `overflows` gives, for each step, the rank that overflows.
 fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Vec<f32>)> {
     let named = weight(0.0);
     let var = named[0].1.clone();
@@ -111,7 +113,10 @@ fn calls_out_of_order_are_refused() {
         refused(scaler.load_state_dict(&dict), "load_state_dict");
         scaler.step(&mut optimizer, &mut grads)?;
         let again = scaler.step(&mut optimizer, &mut grads);
-        assert!(again.as_ref().is_err_and(|error| error.to_string().contains("step_with")), "what two optimizers need");
+        assert!(
+            again.as_ref().is_err_and(|error| error.to_string().contains("step_if_finite")),
+            "what two optimizers need"
+        );
         refused(again.map(drop), "step");
         refused(scaler.unscale(&mut grads).map(drop), "unscale");
         assert_eq!(floats(&var), [1.5], "the second step did nothing");
@@ -144,8 +149,9 @@ fn two_optimizers_step_together() {
                 let stepped = if together {
                     scaler.step(&mut one, &mut grads)?
                 } else {
-                    scaler
-                        .step_with(&mut grads, |grads| two.iter_mut().try_for_each(|optimizer| optimizer.step(grads)))?
+                    scaler.step_if_finite(&mut grads, |grads| {
+                        two.iter_mut().try_for_each(|optimizer| optimizer.step(grads))
+                    })?
                 };
                 assert_eq!(stepped, !overflow);
                 scaler.update()?;

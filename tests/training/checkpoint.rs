@@ -1,9 +1,8 @@
-//! Checkpoints: PyTorch's and our own, what does not fit, and what is damaged.
+//! Checkpoints: PyTorch's and our own, mismatches, and damage.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, ModuleT, Tensor, Var};
 use candle_ddp::checkpoint::{self, LoadOptions, LoadReport};
-use candle_ddp::error::Failure;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_ddp::{DistributedDataParallel, Error, Failure};
 use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -58,7 +57,7 @@ fn pytorchs_checkpoints_load_and_compute_the_same() {
     for file in ["checkpoint.pt", "checkpoint.safetensors", "checkpoint_run.pth"] {
         for dtype in [DType::F32, DType::F64] {
             let varmap = varmap(dtype);
-            let report = checkpoint::load_with(&varmap, golden(file), &LoadOptions::default()).unwrap();
+            let report = checkpoint::load_with(&varmap, golden(file), LoadOptions::default()).unwrap();
             assert_eq!(report.loaded, NAMES);
             assert_eq!(report.ignored, ["bn.num_batches_tracked"]);
             let net = Net::new(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
@@ -69,14 +68,14 @@ fn pytorchs_checkpoints_load_and_compute_the_same() {
     }
 }
 
-/// A model that is there already, as under DDP and DataParallel, computes with what was loaded.
+/// A model that exists already, as under DDP and DataParallel, computes with the loaded values.
 #[test]
 fn a_model_under_ddp_has_what_was_loaded() {
     let output = candle_core::safetensors::load(golden("checkpoint_output.safetensors"), &Device::Cpu).unwrap();
     let results = ranks(2, |pg| {
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, Net::new, DdpOptions::default())?;
-        checkpoint::load_distributed(&pg, &varmap, golden("checkpoint.pt"), &LoadOptions::default())?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, Net::new)?;
+        checkpoint::load_distributed(&pg, &varmap, golden("checkpoint.pt"), LoadOptions::default())?;
         ddp.forward_t(&output["x"], false)
     });
     for y in results.unwrap() {
@@ -143,7 +142,7 @@ fn what_does_not_fit_is_listed_and_changes_nothing() {
 
     // Not strict: the same, returned.
     let lenient = LoadOptions { strict: false, ..Default::default() };
-    let report = checkpoint::load_with(&varmap, file.path(), &lenient).unwrap();
+    let report = checkpoint::load_with(&varmap, file.path(), lenient.clone()).unwrap();
     assert_eq!(report.missing, ["conv.weight", "fc.bias"]);
     assert_eq!(report.unexpected, ["fc2.weight"]);
     assert_eq!(report.loaded.len(), 6);
@@ -154,7 +153,7 @@ fn what_does_not_fit_is_listed_and_changes_nothing() {
     let before = values(&varmap);
     tensors.insert("fc.bias".to_string(), tensor(&[2, 1], 1));
     tensors.insert("bn.bias".to_string(), Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
-    let (_, _, different) = mismatch(checkpoint::load_with(&varmap, save(&tensors).path(), &lenient));
+    let (_, _, different) = mismatch(checkpoint::load_with(&varmap, save(&tensors).path(), lenient));
     let expected =
         ["bn.bias (u32[3] in the file, f32[3] in the model)", "fc.bias (f32[2, 1] in the file, f32[2] in the model)"];
     assert_eq!(different, expected);
@@ -181,18 +180,18 @@ fn the_models_own_names_come_first() {
     }
     let error = checkpoint::read(save(&tensors(["module.a", "a"])).path()).unwrap_err().to_string();
     assert!(error.contains("it has a twice"), "{error}");
-    // What may be surplus is the caller's choice.
+    // The caller chooses the names that may be surplus.
     let all = LoadOptions { ignored: Arc::new(|name| name == "fc"), ..Default::default() };
     let mut more = tensors(["module.weight", "num_batches_tracked"]);
     more.insert("fc".to_string(), two(3.0));
-    let report = checkpoint::load_with(&varmap, save(&more).path(), &all).unwrap();
+    let report = checkpoint::load_with(&varmap, save(&more).path(), all.clone()).unwrap();
     assert_eq!(report.ignored, ["fc"]);
     more.insert("fc2".to_string(), two(3.0));
-    assert_eq!(mismatch(checkpoint::load_with(&varmap, save(&more).path(), &all)).1, ["fc2"]);
-    // Beside the default, which it does not replace.
+    assert_eq!(mismatch(checkpoint::load_with(&varmap, save(&more).path(), all.clone())).1, ["fc2"]);
+    // In addition to the default, which it does not replace.
     more.remove("fc2");
     more.insert("bn.num_batches_tracked".to_string(), two(3.0));
-    let report = checkpoint::load_with(&varmap, save(&more).path(), &all).unwrap();
+    let report = checkpoint::load_with(&varmap, save(&more).path(), all.clone()).unwrap();
     assert_eq!(report.ignored, ["bn.num_batches_tracked", "fc"]);
 }
 
@@ -219,11 +218,11 @@ fn a_checkpoint_with_another_head_and_other_names_loads() {
 
     // Without: everything that does not fit is named, and nothing is changed.
     let (missing, unexpected, different) =
-        mismatch(checkpoint::load_with(&varmap, file.path(), &LoadOptions::default()));
+        mismatch(checkpoint::load_with(&varmap, file.path(), LoadOptions::default()));
     assert_eq!(missing, ["encoder.a", "encoder.b", "head.bias"]);
     assert_eq!(unexpected, ["backbone.a", "backbone.b", "head.old"]);
     assert_eq!(different, ["head.weight (f32[2] in the file, f32[3] in the model)"]);
-    let (missing, unexpected, different) = mismatch(checkpoint::load_with(&varmap, file.path(), &skip));
+    let (missing, unexpected, different) = mismatch(checkpoint::load_with(&varmap, file.path(), skip));
     assert_eq!((missing.len(), unexpected.len(), different.len()), (2, 2, 0));
     assert_eq!(value("encoder.a"), [0.0, 0.0]);
 
@@ -234,9 +233,9 @@ fn a_checkpoint_with_another_head_and_other_names_loads() {
         assert_eq!((value("encoder.a"), value("head.weight")), (vec![1.0, 1.0], vec![0.0; 3]));
         var(&varmap, "encoder.a").zero_set().unwrap();
     };
-    check(checkpoint::load_with(&varmap, file.path(), &options).unwrap());
-    check(checkpoint::load_tensors(&varmap, saved, &options).unwrap());
-    let reports = ranks(2, |pg| checkpoint::load_distributed(&pg, &varmap, file.path(), &options)).unwrap();
+    check(checkpoint::load_with(&varmap, file.path(), options.clone()).unwrap());
+    check(checkpoint::load_tensors(&varmap, saved, options.clone()).unwrap());
+    let reports = ranks(2, |pg| checkpoint::load_distributed(&pg, &varmap, file.path(), options.clone())).unwrap();
     assert_eq!(reports[0], reports[1]);
     check(reports[0].clone());
 
@@ -247,15 +246,15 @@ fn a_checkpoint_with_another_head_and_other_names_loads() {
         Tensor::cat(&[&changed.remove("head.old").unwrap(), &changed["head.weight"].narrow(0, 0, 1).unwrap()], 0);
     changed.insert("head.weight".to_string(), head.unwrap());
     let lenient = LoadOptions { strict: false, ..Default::default() };
-    let report = checkpoint::load_tensors(&varmap, changed.clone(), &lenient).unwrap();
+    let report = checkpoint::load_tensors(&varmap, changed.clone(), lenient).unwrap();
     assert_eq!((report.loaded, report.missing.len()), (vec!["head.weight".to_string()], 3));
     assert_eq!(value("head.weight"), [1.0; 3]);
-    let error = checkpoint::load_tensors(&varmap, changed, &LoadOptions::default()).unwrap_err().to_string();
+    let error = checkpoint::load_tensors(&varmap, changed, LoadOptions::default()).unwrap_err().to_string();
     assert!(error.starts_with("the map of tensors does not fit the model") && error.contains("head.bias"), "{error}");
 
     // Two names that become one.
     let merge = LoadOptions { rename: Some(Arc::new(|_| "encoder.a".to_string())), ..Default::default() };
-    let error = checkpoint::load_with(&varmap, file.path(), &merge).unwrap_err().to_string();
+    let error = checkpoint::load_with(&varmap, file.path(), merge).unwrap_err().to_string();
     assert!(error.contains("two of its names become encoder.a"), "{error}");
 }
 
@@ -328,7 +327,7 @@ fn damaged_files_are_errors_and_never_panics() {
             match checkpoint::read(&damaged) {
                 Err(Error::CheckpointFile { .. }) => refused += 1,
                 Ok(read) => {
-                    // A zip archive has checksums, so that only what nobody reads may have changed.
+                    // A zip archive has checksums, so that only unread bytes may have changed.
                     let same = |(name, text): (&String, &String)| expected.get(name) == Some(text);
                     assert!(name.ends_with("safetensors") || texts(read).iter().all(same), "{position}");
                 }
@@ -343,7 +342,7 @@ fn damaged_files_are_errors_and_never_panics() {
 fn the_key_of_a_state_dict_can_be_given() {
     let load = |key: &str| {
         let options = LoadOptions { key: Some(key.to_string()), ..Default::default() };
-        checkpoint::load_with(&varmap(DType::F32), golden("checkpoint_run.pth"), &options)
+        checkpoint::load_with(&varmap(DType::F32), golden("checkpoint_run.pth"), options)
     };
     assert_eq!(load("model").unwrap().loaded, NAMES);
     let error = load("weights").unwrap_err().to_string();
@@ -362,9 +361,9 @@ fn all_ranks_learn_of_a_failure() {
         checkpoint::save_distributed(&pg, &varmap, &file)?;
         // Rank 1's host has no such file.
         let path = if pg.rank() == 1 { folder.path().join("elsewhere") } else { file.clone() };
-        let refused = checkpoint::load_distributed(&pg, &varmap, path, &LoadOptions::default());
+        let refused = checkpoint::load_distributed(&pg, &varmap, path, LoadOptions::default());
         assert_eq!(values(&varmap), before, "nobody has loaded anything");
-        let loaded = checkpoint::load_distributed(&pg, &varmap, &file, &LoadOptions::default())?;
+        let loaded = checkpoint::load_distributed(&pg, &varmap, &file, LoadOptions::default())?;
         Ok((broken, refused, loaded, values(&varmap)))
     })
     .unwrap();

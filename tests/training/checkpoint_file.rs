@@ -1,4 +1,4 @@
-//! Checkpoints as files: dtypes that candle does not have, and what is there before and after writing.
+//! Checkpoints as files: dtypes that candle does not have, and the folder before and after writing.
 use crate::common::{floats, peak_memory, test_arguments, test_process, var};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
@@ -64,7 +64,7 @@ fn a_dtype_that_candle_lacks_counts_only_where_it_is_wanted() {
     };
     let varmap = zeros(&["mask", "w"], DType::U8);
     let lenient = LoadOptions { strict: false, ..Default::default() };
-    let report = checkpoint::load_with(&varmap, &file, &lenient).unwrap();
+    let report = checkpoint::load_with(&varmap, &file, lenient.clone()).unwrap();
     assert_eq!((report.loaded, report.unexpected), (vec!["mask".into(), "w".into()], vec!["y".into(), "z".into()]));
     assert_eq!(var(&varmap, "mask").to_vec1::<u8>().unwrap(), [1, 0]);
     assert_eq!(var(&varmap, "w").to_vec1::<u8>().unwrap(), [3, 4]);
@@ -74,7 +74,7 @@ fn a_dtype_that_candle_lacks_counts_only_where_it_is_wanted() {
         other => panic!("{other:?}"),
     }
     let wants = zeros(&["w", "z"], DType::U8);
-    refused(checkpoint::load_with(&wants, &file, &lenient).map(|_| ()), "z");
+    refused(checkpoint::load_with(&wants, &file, lenient).map(|_| ()), "z");
     assert_eq!(var(&wants, "w").to_vec1::<u8>().unwrap(), [0, 0], "nothing has been loaded");
     refused(checkpoint::read(&file).map(|_| ()), "y");
 }
@@ -172,7 +172,7 @@ fn a_file_that_cannot_be_written_leaves_the_old_one() {
     assert!(matches!(checkpoint::save(&varmap, "/"), Err(Error::InvalidArgument { argument: "path", .. })));
 }
 
-/// Runs itself in a process that may not write files of more than a few blocks, which is what a full disk looks like.
+/// Runs itself in a process that may not write files of more than a few blocks, as on a full disk.
 #[test]
 fn a_full_disk_leaves_the_old_file() {
     const FILE: &str = "CANDLE_DDP_TEST_FULL_DISK";

@@ -1,4 +1,4 @@
-//! Files that `torch.save` writes, made by hand: what is in their pickles, and what must not be.
+//! Files like those of `torch.save`, made by hand: valid and invalid pickles.
 use crate::common::{floats, peak_memory, test_process, var};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
@@ -7,7 +7,7 @@ use candle_nn::{Init, VarMap};
 use std::collections::HashMap;
 use std::io::Write;
 
-/// A tensor of a dtype that has no class of storages: what `torch.save` writes for these.
+/// A tensor of a dtype that has no class of storages, as `torch.save` writes it.
 fn untyped(dtype: &str, offset: i32, shape: &[i32]) -> Vec<u8> {
     let strides: Vec<i32> = shape.iter().map(|_| 1).collect();
     let tensor = tensor("UntypedStorage", offset, shape, &strides, &global(&format!("torch\n{dtype}")));
@@ -142,7 +142,7 @@ fn pickles_are_checked() {
     assert!(text.contains("no data.pkl"), "{text}");
 }
 
-/// `_rebuild_tensor_v3` with arguments that are not known, uint16, complex numbers, and what lies outside.
+/// `_rebuild_tensor_v3` with arguments that are not known, uint16, complex numbers, and elements outside the storage.
 #[test]
 fn a_tensor_that_cannot_be_read_counts_only_where_it_is_wanted() {
     let v3 = [global("torch._utils\n_rebuild_tensor_v3"), b")R".to_vec()].concat();
@@ -163,12 +163,12 @@ fn a_tensor_that_cannot_be_read_counts_only_where_it_is_wanted() {
         };
         let lenient = LoadOptions { strict: false, ..Default::default() };
         let fits = varmap(&["w"]);
-        let report = checkpoint::load_with(&fits, file.path(), &lenient).unwrap();
+        let report = checkpoint::load_with(&fits, file.path(), lenient.clone()).unwrap();
         assert_eq!((report.loaded, report.unexpected), (vec!["w".into()], vec!["scale".into(), "scale2".into()]));
         assert_eq!(floats(&var(&fits, "w")), [0.0, 1.0]);
         let wants = varmap(&["scale2", "w"]);
         for (result, name) in [
-            (checkpoint::load_with(&wants, file.path(), &lenient).map(|_| ()), "scale2: "),
+            (checkpoint::load_with(&wants, file.path(), lenient.clone()).map(|_| ()), "scale2: "),
             (checkpoint::read(file.path()).map(|_| ()), "scale: "),
         ] {
             match result {
@@ -207,7 +207,7 @@ fn a_dict_under_two_keys_is_found_under_both() {
                 let varmap = VarMap::new();
                 varmap.get(2, "a", Init::Const(7.0), DType::F32, &Device::Cpu).unwrap();
                 let options = LoadOptions { strict: false, key: Some(key.to_string()), ..Default::default() };
-                assert_eq!(checkpoint::load_with(&varmap, file.path(), &options).unwrap().loaded, ["a"]);
+                assert_eq!(checkpoint::load_with(&varmap, file.path(), options).unwrap().loaded, ["a"]);
             }
         }
     }
@@ -216,7 +216,7 @@ fn a_dict_under_two_keys_is_found_under_both() {
     assert_eq!(read(&own).unwrap().len(), 1);
 }
 
-/// Beside the weights there may be objects of any kind: dicts and lists of classes of their own, and long integers.
+/// A file may hold other objects next to the weights: dicts and lists of the program's own classes, and long integers.
 #[test]
 fn other_objects_are_passed_over() {
     let object = |end: &[u8]| [&global("config\nConfig")[..], b")\x81", end].concat();
@@ -226,7 +226,7 @@ fn other_objects_are_passed_over() {
     let beside =
         [("hyper", &hyper[..]), ("queue", &queue), ("long", &long), ("state_dict", &dict(&[("w", &floats_of(2))]))];
     assert_eq!(floats(&read(&dict(&beside)).unwrap()["w"]), [0.0, 1.0]);
-    // The weights in a dict of a class of its own.
+    // The weights in a dict of the program's own class.
     let weights = object(&[b"(", &text("w")[..], &floats_of(2), b"u"].concat());
     assert_eq!(floats(&read(&weights).unwrap()["w"]), [0.0, 1.0]);
 }
@@ -408,7 +408,7 @@ fn reading_views_takes_little_more_memory_than_the_file() {
         assert!(peak < length + length / 3, "{peak} bytes for a file of {length}");
         return;
     }
-    // Large beside the pages of the program itself, which count as well.
+    // Large compared with the pages of the program itself, which count as well.
     let whole = 16 << 20;
     let views: Vec<_> = (0..60).map(|first| (first.to_string(), kept(&[whole - first], &[1]))).collect();
     let views: Vec<_> = views.iter().map(|(name, view)| (name.as_str(), &view[..])).collect();

@@ -1,13 +1,14 @@
-//! Checkpoints of whole runs: resumed in any world, damaged, removed, and what fails.
+//! Checkpoints of whole runs: resumed in any world, damaged, removed, and failures.
 use crate::common::{assert_close, fill, floats, ranks, tensor, test_arguments, var};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, SaveHandle, Serde, StateDict};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, SaveHandle, Serde, StateDict};
 use candle_ddp::nn::Dropout;
 use candle_ddp::optim::{
     AdamW, CosineAnnealingLr, Optimizer, ParamsAdamW, ParamsCosineAnnealingLr, ZeroRedundancyOptimizer,
 };
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Init, Linear, VarBuilder, VarMap, linear};
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -44,6 +45,21 @@ struct Run {
     losses: Serde<Vec<f32>>,
 }
 
+impl Parts for Run {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        let Self { varmap, optimizer, schedule, scaler, generator, best, losses, .. } = self;
+        vec![
+            ("model", varmap),
+            ("optimizer", optimizer),
+            ("schedule", schedule),
+            ("scaler", scaler),
+            ("dropout", generator),
+            ("best", best),
+            ("losses", losses),
+        ]
+    }
+}
+
 impl Run {
     fn new(pg: &ProcessGroup, zero: bool, p: f32, seed: u64) -> Result<Self> {
         let varmap = VarMap::new();
@@ -51,12 +67,12 @@ impl Run {
         // Buckets of a few parameters each.
         let options = DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() };
         let build = |vb| Net::new(vb, &generator, p);
-        let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+        let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
         fill(&varmap, seed);
         let params = ParamsAdamW { lr: 0.01, weight_decay: 0.1, ..Default::default() };
         let mut optimizer: Box<dyn Optimizer> = match zero {
             true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-            false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+            false => Box::new(AdamW::new(&ddp, params)?),
         };
         let params = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };
         let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
@@ -64,32 +80,6 @@ impl Run {
         let scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
         let (best, losses) = (f64::INFINITY, Serde(Vec::new()));
         Ok(Self { varmap, ddp, optimizer, schedule, scaler, generator, best, losses })
-    }
-
-    fn parts(&self) -> [(&str, &dyn StateDict); 7] {
-        let Self { varmap, optimizer, schedule, scaler, generator, best, losses, .. } = self;
-        [
-            ("model", varmap),
-            ("optimizer", optimizer),
-            ("schedule", schedule),
-            ("scaler", scaler),
-            ("dropout", generator),
-            ("best", best),
-            ("losses", losses),
-        ]
-    }
-
-    fn parts_mut(&mut self) -> [(&str, &mut dyn StateDict); 7] {
-        let Self { varmap, optimizer, schedule, scaler, generator, best, losses, .. } = self;
-        [
-            ("model", varmap),
-            ("optimizer", optimizer),
-            ("schedule", schedule),
-            ("scaler", scaler),
-            ("dropout", generator),
-            ("best", best),
-            ("losses", losses),
-        ]
     }
 
     fn train(&mut self, steps: std::ops::Range<u64>) -> Result<()> {
@@ -110,7 +100,7 @@ impl Run {
     }
 
     /// Everything, by name, as bits. All ranks call it.
-    fn state(&self) -> Result<Vec<(String, Vec<u64>)>> {
+    fn state(&mut self) -> Result<Vec<(String, Vec<u64>)>> {
         let mut state = Vec::new();
         for (part, dict) in self.parts() {
             for (name, tensor) in dict.state_dict()? {
@@ -153,8 +143,8 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
             let mut run = Run::new(&pg, zero, 0.3, 7)?;
             let mut checkpointer = checkpointer(&pg, folder.path())?;
             run.train(0..3)?;
-            let saved = checkpointer.save(3, &run.parts())?;
-            // What comes then is not in the checkpoint.
+            let saved = checkpointer.save(3, &mut run)?;
+            // Later changes are not in the checkpoint.
             run.train(3..4)?;
             assert_eq!((saved.step(), saved.wait()?), (3, folder.path().join("step-00000003")));
             assert!(saved.is_done());
@@ -165,7 +155,7 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
             let mut run = Run::new(&pg, zero, 0.3, 8)?;
             // The seed comes from the checkpoint.
             *run.generator.lock().unwrap() = Generator::for_rank(0, pg.rank());
-            assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut run.parts_mut())?, Some(3));
+            assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut run)?, Some(3));
             run.train(3..6)?;
             run.state()
         });
@@ -195,9 +185,9 @@ fn a_run_goes_on_in_a_world_of_another_size() {
         let found = ranks(world_size, |pg| {
             let mut run = Run::new(&pg, zero, 0., 7)?;
             let mut checkpointer = checkpointer(&pg, folder.path())?;
-            assert_eq!(checkpointer.load_latest(&mut run.parts_mut())?, (step > 0).then_some(step));
+            assert_eq!(checkpointer.load_latest(&mut run)?, (step > 0).then_some(step));
             run.train(step..step + 2)?;
-            checkpointer.save(step + 2, &run.parts())?;
+            checkpointer.save(step + 2, &mut run)?;
             Ok(run.weights())
         });
         weights = found.unwrap();
@@ -206,7 +196,7 @@ fn a_run_goes_on_in_a_world_of_another_size() {
     // Shards do not load into a plain optimizer, which says so.
     let error = ranks(1, |pg| {
         let mut run = Run::new(&pg, false, 0., 7)?;
-        checkpointer(&pg, folder.path())?.load_latest(&mut run.parts_mut())
+        checkpointer(&pg, folder.path())?.load_latest(&mut run)
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("as 1 shards") && error.contains("ZeroRedundancyOptimizer"), "{error}");
@@ -248,18 +238,18 @@ fn a_save_has_the_values_of_its_moment() {
         let mut handles: Vec<SaveHandle> = Vec::new();
         for step in 1..=5 {
             state.set(step as f32);
-            handles.push(checkpointer.save(step, &[("state", &state)])?);
+            handles.push(checkpointer.save(step, ("state", &mut state))?);
             state.set(-1.);
             // One at a time.
             assert!(handles[..handles.len() - 1].iter().all(SaveHandle::is_done));
         }
-        assert_eq!(checkpointer.load_latest(&mut [("state", &mut state)])?, Some(5));
+        assert_eq!(checkpointer.load_latest(("state", &mut state))?, Some(5));
         assert!(state.values().iter().all(|value| *value == 5.));
         if pg.rank() == 0 {
             std::fs::remove_file(folder.path().join("step-00000005/checkpoint.json")).unwrap();
         }
         pg.barrier()?;
-        assert_eq!(checkpointer.load_latest(&mut [("state", &mut state)])?, Some(4));
+        assert_eq!(checkpointer.load_latest(("state", &mut state))?, Some(4));
         assert!(state.values().iter().all(|value| *value == 4.));
         Ok(())
     })
@@ -274,14 +264,13 @@ fn the_newest_and_the_best_are_kept() {
         let mut state = Filled::new(0., 3);
         let options = CheckpointerOptions { keep: 2, every: 2, resume: true };
         let mut saver = Checkpointer::new(&pg, root, options.clone())?;
-        assert_eq!(saver.load_latest(&mut [("state", &mut state)])?, None);
-        assert_eq!(saver.load_best(&mut [("state", &mut state)])?, None);
+        assert_eq!(saver.load_latest(("state", &mut state))?, None);
+        assert_eq!(saver.load_best(("state", &mut state))?, None);
         for step in 1..=8u64 {
             state.set(step as f32);
-            let parts: &[(&str, &dyn StateDict)] = &[("state", &state)];
             let saved = match step {
-                2 | 4 => Some(saver.save_best(step, parts)?),
-                _ => saver.save_if_due(step, parts)?,
+                2 | 4 => Some(saver.save_best(step, ("state", &mut state))?),
+                _ => saver.save_if_due(step, ("state", &mut state))?,
             };
             assert_eq!(saved.is_some(), step % 2 == 0);
         }
@@ -289,31 +278,36 @@ fn the_newest_and_the_best_are_kept() {
         if pg.rank() == 0 {
             expect(root, &["step-00000004", "step-00000006", "step-00000008"]);
         }
-        assert_eq!(saver.load_best(&mut [("state", &mut state)])?, Some(4));
+        assert_eq!(saver.load_best(("state", &mut state))?, Some(4));
         assert_eq!(state.values(), [4.0; 3]);
         // To save an earlier step is a mistake, unless the later ones are moved away.
-        let error = saver.save(6, &[("state", &state)]).unwrap_err().to_string();
+        let error = saver.save(6, ("state", &mut state)).unwrap_err().to_string();
         assert!(error.contains("step-00000008 is of a later step than 6"), "{error}");
         drop(saver);
         let mut other = Checkpointer::new(&pg, root, options.clone())?;
-        let error = other.save(1, &[("state", &state)]).unwrap_err().to_string();
+        let error = other.save(1, ("state", &mut state)).unwrap_err().to_string();
         assert!(error.contains("step-00000008 is of a later step than 1"), "{error}");
         // The same step is saved once more.
-        assert_eq!(other.save(8, &[("state", &state)])?.wait()?, root.join("step-00000008-2"));
-        assert_eq!(other.load_latest(&mut [("state", &mut state)])?, Some(8));
+        assert_eq!(other.save(8, ("state", &mut state))?.wait()?, root.join("step-00000008-2"));
+        assert_eq!(other.load_latest(("state", &mut state))?, Some(8));
         assert_eq!(state.values(), [4.0; 3]);
         // Ranks that do not do the same.
         let every = 1 + pg.rank() as u64;
         let error =
             Checkpointer::new(&pg, root, CheckpointerOptions { every, ..options.clone() }).unwrap_err().to_string();
-        assert!(error.contains("ranks gave different ones") && error.contains("every: 2"), "{error}");
+        assert!(error.contains("all ranks must give the same options") && error.contains("every: 2"), "{error}");
         let error = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 0, ..options }).unwrap_err().to_string();
         assert!(error.contains("keep: it must be at least 1"), "{error}");
         let name = if pg.rank() == 0 { "state" } else { "other" };
-        let error = other.save(9, &[(name, &state)]).unwrap_err().to_string();
-        assert!(error.contains("ranks save different ones: part other, the same on all ranks on rank 1"), "{error}");
-        let error = other.save(9, &[("a/b", &state)]).unwrap_err().to_string();
-        assert!(error.contains("cannot be the name of a file"), "{error}");
+        let error = other.save(9, (name, &mut state)).unwrap_err().to_string();
+        assert!(
+            error.contains(
+                "all ranks must save the same parts of the same step: part other, the same on all ranks on rank 1"
+            ),
+            "{error}"
+        );
+        let error = other.save(9, ("a/b", &mut state)).unwrap_err().to_string();
+        assert!(error.contains("is not a valid part name"), "{error}");
         pg.barrier()
     })
     .unwrap();
@@ -326,10 +320,10 @@ fn what_is_damaged_is_passed_over() {
     let options = CheckpointerOptions { keep: 4, resume: true, ..Default::default() };
     ranks(2, |pg| {
         let mut checkpointer = Checkpointer::new(&pg, root, options.clone())?;
-        let state = Filled::new(0., 3);
+        let mut state = Filled::new(0., 3);
         for step in 1..=4 {
             state.set(step as f32);
-            checkpointer.save(step, &[("state", &state)])?;
+            checkpointer.save(step, ("state", &mut state))?;
         }
         Ok(())
     })
@@ -343,11 +337,11 @@ fn what_is_damaged_is_passed_over() {
     ranks(2, |pg| {
         let mut state = Filled::new(0., 3);
         let mut checkpointer = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 2, ..options.clone() })?;
-        assert_eq!(checkpointer.load_latest(&mut [("state", &mut state)])?, Some(1));
+        assert_eq!(checkpointer.load_latest(("state", &mut state))?, Some(1));
         assert_eq!(state.values(), [1.0; 3]);
         // Damaged ones are neither in the way nor counted.
         for step in 2..=3 {
-            checkpointer.save(step, &[("state", &state)])?;
+            checkpointer.save(step, ("state", &mut state))?;
         }
         checkpointer.finish()
     })
@@ -355,7 +349,7 @@ fn what_is_damaged_is_passed_over() {
     expect(root, &["step-00000002", "step-00000002-2", "step-00000003", "step-00000003-2", "step-00000004"]);
 }
 
-/// A number that only some take over.
+/// A number that only some ranks load.
 struct Choosy {
     value: f64,
     refuses: bool,
@@ -383,17 +377,14 @@ fn all_parts_are_loaded_on_all_ranks_or_none_on_any() {
             let mut checkpointer = checkpointer(&pg, folder.path())?;
             let mut run = Run::new(&pg, zero, 0.3, 7)?;
             run.train(0..2)?;
-            let choosy = Choosy { value: 1., refuses: false };
-            checkpointer.save(step, &[&run.parts()[..], &[("choosy", &choosy)]].concat())?;
+            let mut choosy = Choosy { value: 1., refuses: false };
+            checkpointer.save(step, (&mut run, ("choosy", &mut choosy)))?;
             let mut run = Run::new(&pg, zero, 0.3, 8)?;
             run.train(0..1)?;
             let before = run.state()?;
             let mut choosy = Choosy { value: 0., refuses: pg.rank() == 1 };
-            let mut load = |run: &mut Run, choosy: &mut Choosy| {
-                let mut parts: Vec<(&str, &mut dyn StateDict)> = run.parts_mut().into();
-                parts.push(("choosy", choosy));
-                checkpointer.load_latest(&mut parts)
-            };
+            let mut load =
+                |run: &mut Run, choosy: &mut Choosy| checkpointer.load_latest((&mut *run, ("choosy", &mut *choosy)));
             match (pg.rank(), load(&mut run, &mut choosy)) {
                 (1, Err(Error::CheckpointPart { part, error, .. })) => {
                     assert!(part == "choosy" && error.to_string().contains("it is refused"), "{error}");
@@ -408,11 +399,11 @@ fn all_parts_are_loaded_on_all_ranks_or_none_on_any() {
             assert!(run.state()? != before && choosy.value == 1.);
             // A part that is not there, and a model that is another one.
             let mut nothing = 0.;
-            let error = checkpointer.load_latest(&mut [("nothing", &mut nothing)]).unwrap_err().to_string();
-            assert!(error.contains(r#"has no part "nothing", but model, optimizer, "#), "{error}");
+            let error = checkpointer.load_latest(("nothing", &mut nothing)).unwrap_err().to_string();
+            assert!(error.contains(r#"has no part "nothing"; it has model, optimizer, "#), "{error}");
             let mut varmap = VarMap::new();
             varmap.get(2, "fc.bias", Init::Const(0.), DType::F32, &Device::Cpu)?;
-            let error = checkpointer.load_latest(&mut [("model", &mut varmap)]).unwrap_err().to_string();
+            let error = checkpointer.load_latest(("model", &mut varmap)).unwrap_err().to_string();
             assert!(error.contains("missing from the file (1): fc.bias"), "{error}");
             pg.barrier()
         })
@@ -426,7 +417,7 @@ fn the_model_loads_in_plain_candle() {
     let saved = ranks(2, |pg| {
         let mut run = Run::new(&pg, false, 0., 7)?;
         run.train(0..1)?;
-        checkpointer(&pg, folder.path())?.save(1, &run.parts())?;
+        checkpointer(&pg, folder.path())?.save(1, &mut run)?;
         Ok(run.weights())
     });
     let mut varmap = VarMap::new();
@@ -475,14 +466,14 @@ fn a_rank_without_a_state_is_an_error_on_all() {
     ranks(3, |pg| {
         let mut checkpointer = checkpointer(&pg, folder.path())?;
         let mut own = Own { elements: 2, fails: pg.rank() == 1 };
-        match (pg.rank(), checkpointer.save(1, &[("own", &own)])) {
+        match (pg.rank(), checkpointer.save(1, ("own", &mut own))) {
             (1, Err(Error::Io { error, .. })) => assert!(error.to_string().contains("no state today")),
             (_, Err(Error::RankFailed { rank: 1, reason })) => assert!(reason.contains("no state today"), "{reason}"),
             (rank, other) => panic!("rank {rank}: {other:?}"),
         }
         own.fails = false;
-        checkpointer.save(1, &[("own", &own)])?.wait()?;
-        checkpointer.load_latest(&mut [("own", &mut own)])?;
+        checkpointer.save(1, ("own", &mut own))?.wait()?;
+        checkpointer.load_latest(("own", &mut own))?;
         assert_eq!(own.elements, 6);
         pg.barrier()
     })
@@ -490,7 +481,7 @@ fn a_rank_without_a_state_is_an_error_on_all() {
     expect(folder.path(), &["step-00000001"]);
 }
 
-/// A link to nowhere takes the folder's place while the run goes on.
+/// A link to nowhere takes the folder's place while the run continues.
 #[test]
 fn a_folder_that_cannot_be_written_any_more_is_an_error_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
@@ -509,8 +500,8 @@ fn a_folder_that_cannot_be_written_any_more_is_an_error_on_all_ranks() {
             std::os::unix::fs::symlink(folder.path().join("deep/missing"), &root).unwrap();
         }
         pg.barrier()?;
-        let save = |checkpointer: &mut Checkpointer| checkpointer.save(1, &[("value", &1.5)]);
-        // Nobody asks the first handle: the next call tells.
+        let save = |checkpointer: &mut Checkpointer| checkpointer.save(1, ("value", &mut 1.5));
+        // Nobody asks the first handle: the next call reports it.
         save(&mut checkpointer)?;
         check(save(&mut checkpointer).unwrap_err());
         let handle = save(&mut checkpointer)?;
@@ -532,7 +523,7 @@ fn a_folder_that_cannot_be_written_any_more_is_an_error_on_all_ranks() {
     expect(&root, &["step-00000001"]);
 }
 
-/// Runs itself in a process that may not write files of more than a few blocks, which is what a full disk looks like.
+/// Runs itself in a process that may not write files of more than a few blocks, as on a full disk.
 #[test]
 fn a_full_disk_leaves_the_checkpoints_that_there_are() {
     const FOLDER: &str = "CANDLE_DDP_TEST_FULL_DISK_OF_A_CHECKPOINTER";
@@ -541,8 +532,8 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
         // Rank 1's part alone does not fit.
         ranks(2, |pg| {
             let mut checkpointer = checkpointer(&pg, Path::new(&folder))?;
-            let own = Own { elements: 10 + pg.rank() * 50_000, fails: false };
-            let handle = checkpointer.save(2, &[("value", &2.0), ("own", &own)])?;
+            let mut own = Own { elements: 10 + pg.rank() * 50_000, fails: false };
+            let handle = checkpointer.save(2, (("value", &mut 2.0), ("own", &mut own)))?;
             match (pg.rank(), handle.wait()) {
                 (1, Err(Error::Io { context, .. })) => assert!(context.contains("own-00001-of-00002"), "{context}"),
                 (0, Err(Error::RankFailed { rank: 1, reason })) => assert!(reason.contains("writing"), "{reason}"),
@@ -554,7 +545,7 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    ranks(1, |pg| checkpointer(&pg, folder.path())?.save(1, &[("value", &1.0)])?.wait()).unwrap();
+    ranks(1, |pg| checkpointer(&pg, folder.path())?.save(1, ("value", &mut 1.0))?.wait()).unwrap();
     let output = std::process::Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().unwrap())
@@ -568,7 +559,7 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
     let mut value = 0.;
     ranks(1, |pg| {
         let mut value = 0.;
-        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut [("value", &mut value)])?, Some(1));
+        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(("value", &mut value))?, Some(1));
         Ok(value)
     })
     .map(|values| value = values[0])
@@ -576,14 +567,14 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
     assert_eq!(value, 1.0);
 }
 
-/// An error in training does not take the checkpoint with it that is being written.
+/// An error in training does not spoil the checkpoint that is being written.
 #[test]
 fn a_save_ends_well_where_training_fails() {
     let folder = tempfile::tempdir().unwrap();
     let error = ranks(2, |pg| {
-        let state = Filled::new(3., 1 << 20);
+        let mut state = Filled::new(3., 1 << 20);
         let mut checkpointer = checkpointer(&pg, folder.path())?;
-        let _handle = checkpointer.save(3, &[("state", &state)])?;
+        let _handle = checkpointer.save(3, ("state", &mut state))?;
         if pg.rank() == 1 {
             pg.abort("a layer failed");
         }
@@ -592,7 +583,7 @@ fn a_save_ends_well_where_training_fails() {
     assert!(error.unwrap_err().to_string().contains("a layer failed"));
     ranks(1, |pg| {
         let mut state = Filled::new(0., 1 << 20);
-        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut [("state", &mut state)])?, Some(3));
+        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(("state", &mut state))?, Some(3));
         assert!(state.values().iter().all(|value| *value == 3.));
         Ok(())
     })

@@ -28,14 +28,14 @@ fn the_generator_of_each_rank_goes_on_where_it_was() {
     let undisturbed = ranks(3, |pg| {
         let mut noise = Generator::for_rank(7, pg.rank());
         let before = draw(&mut noise, 3 + 2 * pg.rank());
-        new(&pg, folder.path())?.save(1, &[("noise", &noise)])?.wait()?;
+        new(&pg, folder.path())?.save(1, ("noise", &mut noise))?.wait()?;
         Ok((before, draw(&mut noise, 4)))
     });
     let undisturbed = undisturbed.unwrap();
     let resumed = |world_size| {
         let drawn = ranks(world_size, |pg| {
             let mut noise = Generator::for_rank(0, pg.rank());
-            assert_eq!(going_on(&pg, folder.path())?.load_latest(&mut [("noise", &mut noise)])?, Some(1));
+            assert_eq!(going_on(&pg, folder.path())?.load_latest(("noise", &mut noise))?, Some(1));
             assert_eq!(noise.seed(), 7);
             Ok(draw(&mut noise, 4))
         });
@@ -56,18 +56,18 @@ fn a_part_that_differs_is_an_error_that_names_part_and_ranks() {
     let folder = tempfile::tempdir().unwrap();
     ranks(4, |pg| {
         let mut checkpointer = new(&pg, folder.path())?;
-        let varmap = VarMap::new();
+        let mut varmap = VarMap::new();
         let value = if pg.rank() % 2 == 1 { pg.rank() as f64 } else { 0. };
         varmap.get(2, "fc.bias", Init::Const(value), DType::F32, &Device::Cpu)?;
         varmap.get(2, "fc.weight", Init::Const(1.), DType::F32, &Device::Cpu)?;
-        let error = checkpointer.save(1, &[("best", &1.5), ("model", &varmap)]).unwrap_err().to_string();
+        let error = checkpointer.save(1, (("best", &mut 1.5), ("model", &mut varmap))).unwrap_err().to_string();
         assert!(error.contains("\"model\"") && error.contains("ranks 1, 3") && error.contains("fc.bias"), "{error}");
         assert!(!error.contains("fc.weight"), "{error}");
-        let loss = pg.rank() as f64;
-        let error = checkpointer.save(1, &[("best", &loss)]).unwrap_err().to_string();
+        let mut loss = pg.rank() as f64;
+        let error = checkpointer.save(1, ("best", &mut loss)).unwrap_err().to_string();
         assert!(error.contains("\"best\"") && error.contains("ranks 1, 2, 3"), "{error}");
         // The group is as good as before.
-        checkpointer.save(1, &[("best", &1.5)])?.wait()?;
+        checkpointer.save(1, ("best", &mut 1.5))?.wait()?;
         Ok(())
     })
     .unwrap();
@@ -81,15 +81,15 @@ fn a_part_may_be_each_ranks_own_or_rank_zeros() {
             (PerRank(pg.rank() as f64), RankZero(pg.rank() as f64), PerRank(Generator::new(pg.rank() as u64)));
         parts.2.0.next_u64();
         let mut checkpointer = new(&pg, folder.path())?;
-        checkpointer.save(1, &[("own", &parts.0), ("first", &parts.1), ("noise", &parts.2)])?.wait()?;
+        checkpointer.save(1, (("own", &mut parts.0), ("first", &mut parts.1), ("noise", &mut parts.2)))?.wait()?;
         parts = (PerRank(7.), RankZero(7.), PerRank(Generator::new(7)));
-        checkpointer.load_latest(&mut [("own", &mut parts.0), ("first", &mut parts.1), ("noise", &mut parts.2)])?;
+        checkpointer.load_latest((("own", &mut parts.0), ("first", &mut parts.1), ("noise", &mut parts.2)))?;
         assert_eq!((parts.0.0, parts.1.0), (pg.rank() as f64, 0.));
         assert_eq!((parts.2.0.seed(), parts.2.0.offset()), (pg.rank() as u64, 1));
         Ok(())
     })
     .unwrap();
-    let error = ranks(2, |pg| going_on(&pg, folder.path())?.load_latest(&mut [("own", &mut PerRank(0.))])).unwrap_err();
+    let error = ranks(2, |pg| going_on(&pg, folder.path())?.load_latest(("own", &mut PerRank(0.)))).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("\"own\"") && error.contains("each of 3 ranks"), "{error}");
 }
@@ -98,12 +98,13 @@ fn a_part_may_be_each_ranks_own_or_rank_zeros() {
 fn a_metric_that_is_not_a_number_is_saved() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
+        let mut loss = f64::NAN;
         let mut metrics = Serde((f64::NAN, vec![Some(f32::INFINITY), Some(f32::NAN), None]));
         let mut checkpointer = new(&pg, folder.path())?;
-        checkpointer.save(1, &[("metrics", &metrics), ("loss", &f64::NAN)])?.wait()?;
+        checkpointer.save(1, (("metrics", &mut metrics), ("loss", &mut loss)))?.wait()?;
         let before = format!("{metrics:?}");
         metrics = Serde((1., Vec::new()));
-        checkpointer.load_latest(&mut [("metrics", &mut metrics)])?;
+        checkpointer.load_latest(("metrics", &mut metrics))?;
         assert_eq!(format!("{metrics:?}"), before);
         Ok(())
     })
@@ -116,12 +117,12 @@ fn a_checkpoint_is_loaded_by_its_step() {
     ranks(2, |pg| {
         let mut checkpointer = new(&pg, folder.path())?;
         for step in [3, 4] {
-            checkpointer.save(step, &[("value", &(step as f64))])?;
+            checkpointer.save(step, ("value", &mut (step as f64)))?;
         }
         let mut value = 0.;
-        assert!(checkpointer.load_step(3, &mut [("value", &mut value)])?);
+        assert!(checkpointer.load_step(3, ("value", &mut value))?);
         assert_eq!(value, 3.);
-        assert!(!checkpointer.load_step(5, &mut [("value", &mut value)])?);
+        assert!(!checkpointer.load_step(5, ("value", &mut value))?);
         assert_eq!(value, 3.);
         Ok(())
     })
@@ -136,7 +137,7 @@ fn whole_checkpoints_are_listed_by_their_steps() {
         let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
         assert!(checkpointer.steps()?.is_empty());
         for step in [8, 30, 30, 200_000_000] {
-            checkpointer.save(step, &[("value", &(step as f64))])?;
+            checkpointer.save(step, ("value", &mut (step as f64)))?;
         }
         assert_eq!(checkpointer.steps()?, [8, 30, 200_000_000]);
         if pg.rank() == 0 {
@@ -154,9 +155,9 @@ fn a_run_from_scratch_does_not_begin_among_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
         let mut first = new(&pg, folder.path())?;
-        let error = first.load_latest(&mut [("value", &mut 0.)]).unwrap_err().to_string();
+        let error = first.load_latest(("value", &mut 0.)).unwrap_err().to_string();
         assert!(error.contains("from scratch") && error.contains("CheckpointerOptions::resume"), "{error}");
-        first.save(3, &[("value", &1.5)])?.wait()?;
+        first.save(3, ("value", &mut 1.5))?.wait()?;
         pg.barrier()?;
         let error = new(&pg, folder.path()).unwrap_err();
         let text = error.to_string();
@@ -187,7 +188,7 @@ fn a_folder_that_cannot_be_used_is_an_error_at_once_on_all_ranks() {
         })
         .unwrap();
     }
-    // What was probed leaves nothing behind.
+    // The probe leaves nothing behind.
     let fresh = folder.path().join("deep/fresh");
     ranks(2, |pg| new(&pg, &fresh).map(drop)).unwrap();
     assert_eq!(fresh.read_dir().unwrap().count(), 0);
@@ -197,15 +198,15 @@ fn a_folder_that_cannot_be_used_is_an_error_at_once_on_all_ranks() {
 fn a_foreign_checkpoint_is_named_with_its_part() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
-        let varmap = VarMap::new();
+        let mut varmap = VarMap::new();
         varmap.get(2, "fc.bias", Init::Const(1.), DType::F32, &Device::Cpu)?;
-        new(&pg, folder.path())?.save(3, &[("model", &varmap), ("optimizer", &2.5)])?.wait()?;
+        new(&pg, folder.path())?.save(3, (("model", &mut varmap), ("optimizer", &mut 2.5)))?.wait()?;
         let var = varmap.data().lock().unwrap()["fc.bias"].clone();
-        let mut optimizer = AdamW::from_named(vec![("fc.bias".to_string(), var)], ParamsAdamW::default())?;
-        let loaded = going_on(&pg, folder.path())?.load_latest(&mut [("optimizer", &mut optimizer)]);
+        let mut optimizer = AdamW::new(vec![("fc.bias".to_string(), var)], ParamsAdamW::default())?;
+        let loaded = going_on(&pg, folder.path())?.load_latest(("optimizer", &mut optimizer));
         let error = loaded.unwrap_err().to_string();
         assert!(error.contains("step-00000003") && error.contains("\"optimizer\""), "{error}");
-        assert!(error.contains("this is the state of f64"), "{error}");
+        assert!(error.contains("it must be the state of AdamW, not of f64"), "{error}");
         Ok(())
     })
     .unwrap();
@@ -215,14 +216,14 @@ fn a_foreign_checkpoint_is_named_with_its_part() {
 fn an_index_cannot_name_files_outside_of_its_folder() {
     let folder = tempfile::tempdir().unwrap();
     ranks(1, |pg| {
-        new(&pg, folder.path())?.save(3, &[("value", &2.5)])?.wait()?;
+        new(&pg, folder.path())?.save(3, ("value", &mut 2.5))?.wait()?;
         let (inside, index) =
             (folder.path().join("step-00000003"), folder.path().join("step-00000003/checkpoint.json"));
         std::fs::copy(inside.join("value.safetensors"), folder.path().join("victim.safetensors")).unwrap();
         let text = std::fs::read_to_string(&index).unwrap().replace("\"value.safetensors", "\"../victim.safetensors");
         std::fs::write(&index, text).unwrap();
         let mut value = 0.;
-        assert_eq!(going_on(&pg, folder.path())?.load_latest(&mut [("value", &mut value)])?, None);
+        assert_eq!(going_on(&pg, folder.path())?.load_latest(("value", &mut value))?, None);
         assert_eq!(value, 0.);
         Ok(())
     })
@@ -232,7 +233,7 @@ fn an_index_cannot_name_files_outside_of_its_folder() {
 #[test]
 fn a_file_of_torch_save_is_no_state_of_an_optimizer_and_the_error_says_so() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint.pt");
-    let mut optimizer = AdamW::from_named(Vec::new(), ParamsAdamW::default()).unwrap();
+    let mut optimizer = AdamW::new(Vec::<candle_core::Var>::new(), ParamsAdamW::default()).unwrap();
     let error = optimizer.load(path).unwrap_err().to_string();
     assert!(error.contains("torch.save") && error.contains("checkpoint.pt"), "{error}");
 }

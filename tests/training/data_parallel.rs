@@ -2,8 +2,8 @@
 use crate::common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Shape, Tensor, Var};
-use candle_ddp::data_parallel::{self, DataParallelOptions, gather, parallel_apply, replicate, scatter};
-use candle_ddp::{DataParallel, Error};
+use candle_ddp::Error;
+use candle_ddp::data_parallel::{self, DataParallel, DataParallelOptions, gather, parallel_apply, replicate, scatter};
 use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -344,7 +344,7 @@ fn the_varmap_has_the_models_own_names() {
     fill(&varmap, 9);
     assert_ne!(floats(&dp.forward(&x).unwrap()), expected);
     varmap.load(&file).unwrap();
-    assert_eq!(floats(&dp.forward(&x).unwrap()), expected, "all replicas have what was loaded");
+    assert_eq!(floats(&dp.forward(&x).unwrap()), expected, "all replicas have the loaded values");
 }
 
 /// Counts its live clones, one for each graph that holds it.
@@ -566,7 +566,7 @@ fn replicate_scatter_parallel_apply_and_gather_work_on_their_own() {
     // Gradients flow back through scatter and gather.
     let grad = |output: Tensor| floats(output.sqr().unwrap().sum_all().unwrap().backward().unwrap().get(&x).unwrap());
     assert_close(&grad(output), &grad(expected), 1e-5, "x");
-    // Replicas have storage of their own, even if the devices are the same.
+    // Replicas have their own storage, even if the devices are the same.
     let weights: Vec<&Tensor> = replicas.iter().map(|replica| replica.module().weight()).collect();
     assert_eq!(weights[0].id(), var(&varmap, "weight").id());
     fill(&varmap, 2);

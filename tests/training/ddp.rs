@@ -2,9 +2,8 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
-use candle_ddp::error::Failure;
 use candle_ddp::optim::{Optimizer as _, ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, ReduceOp, Result, Role, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -40,7 +39,7 @@ const NET_NAMES: [&str; 6] =
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 7);
     Ok((ddp, varmap))
 }
@@ -137,7 +136,7 @@ fn construction_broadcasts_the_values_of_rank_0() {
         let varmap = VarMap::new();
         Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
         fill(&varmap, 50 + pg.rank() as u64);
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| Net::new(vb))?;
         Ok(ddp.named_parameters().iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
     })
     .unwrap();
@@ -170,7 +169,7 @@ fn buckets_are_rebuilt_once_in_gradient_order() {
     let single = |names: [&str; 6]| names.map(|name| vec![name.to_string()]);
     ranks(2, |pg| {
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
         fill(&varmap, 7);
         let reverse = ["second.bias", "second.weight", "first.bias", "first.weight", "third.bias", "third.weight"];
         assert_eq!(ddp.buckets(), single(reverse));
@@ -213,7 +212,7 @@ impl Left {
 fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
     let out = ranks(2, |pg| {
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Left::new(vb), tiny())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| Left::new(vb), tiny())?;
         fill(&varmap, 3);
         let run = || ddp.backward(&loss(&ddp.call(|net| net.forward(&batch(pg.rank())))?)?);
         let grads = run()?;
@@ -235,7 +234,7 @@ fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
         for (actual, expected) in gradients.iter().zip(mean(&reference)) {
             assert_close(actual, &expected, 1e-6, "gradient");
         }
-        // `b` is used last, but on the left: its hook fires after that of `a`.
+        // `b` is used last, but on the left: its hook fires after `a`'s.
         assert_eq!(*buckets, [["a"], ["b"]]);
     }
 }
@@ -248,7 +247,7 @@ fn shared_weights_fire_once_with_the_sum_of_their_uses() {
     let build = |vb: VarBuilder| Ok::<_, candle_core::Error>(Tied(vb.get((4, 4), "w")?, vb.get((4, 4), "w")?));
     let out = ranks(2, |pg| {
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
         fill(&varmap, 3);
         assert_eq!(ddp.parameters().len(), 1);
         assert!(ddp.call(|net| Ok::<_, Error>(net.0.id() == net.1.id()))?);
@@ -536,7 +535,7 @@ fn buffers_are_the_variables_themselves_and_follow_rank_0() {
                 ))
             };
             let options = DdpOptions { broadcast_buffers, ..Default::default() };
-            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
             let names: Vec<_> = ddp.named_buffers().into_iter().map(|(name, _)| name).collect();
             assert_eq!(names, ["norm.running_mean", "norm.running_var"]);
             let before = floats(&var(&varmap, "norm.running_mean"));
@@ -550,15 +549,19 @@ fn buffers_are_the_variables_themselves_and_follow_rank_0() {
     }
 }
 
+fn with_role(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
+    DdpOptions { role: Arc::new(role), ..Default::default() }
+}
+
 #[test]
 fn ignored_parameters_stay_local_to_each_rank() {
     let out = ranks(2, |pg| {
-        let options = DdpOptions { is_ignored: Arc::new(|name| name.starts_with("second")), ..Default::default() };
+        let options = with_role(|name| if name.starts_with("second") { Role::Ignored } else { Role::Parameter });
         let varmap = VarMap::new();
         Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
         fill(&varmap, 7);
         var(&varmap, "second.bias").set(&Tensor::full(pg.rank() as f32, 8, &Device::Cpu)?)?;
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| Net::new(vb), options)?;
         let names: Vec<_> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names[4..], ["second.weight", "second.bias"]);
         let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
@@ -626,7 +629,7 @@ where
     ranks(3, |pg| {
         let (rank, varmap) = (pg.rank(), VarMap::new());
         let build = |vb| build(rank, vb);
-        let error = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options(rank)).err();
+        let error = DistributedDataParallel::with_options(&pg, &varmap, build, options(rank)).err();
         pg.barrier()?; // the group remains usable
         Ok(error.expect("an error"))
     })
@@ -658,10 +661,7 @@ fn every_rank_reports_a_model_that_could_not_be_built() {
         assert!(matches!(errors[rank], Error::RankFailed { rank: 1, .. }), "{}", errors[rank]);
         assert!(errors[rank].to_string().contains("no such file"), "{}", errors[rank]);
     }
-    for error in construction_errors(
-        |_, vb| linear(4, 6, vb.pp("ignored")),
-        |_| DdpOptions { is_ignored: Arc::new(|_| true), ..Default::default() },
-    ) {
+    for error in construction_errors(|_, vb| linear(4, 6, vb.pp("ignored")), |_| with_role(|_| Role::Ignored)) {
         let text = error.to_string();
         assert!(text.contains("no trainable parameter") && text.contains("handed to the closure"), "{text}");
     }
@@ -783,7 +783,8 @@ fn half_precision_models_reduce_in_their_own_dtype() {
         let out = ranks(2, |pg| {
             let varmap = VarMap::new();
             let build = |vb: VarBuilder| vb.get(16, "w");
-            let ddp = DistributedDataParallel::new(&pg, &varmap, dtype, build, DdpOptions::default())?;
+            let ddp =
+                DistributedDataParallel::with_options(&pg, &varmap, build, DdpOptions { dtype, ..Default::default() })?;
             let x = Tensor::from_vec(values(16, pg.rank() as u64), 16, &Device::Cpu)?.to_dtype(dtype)?;
             let grads = ddp.backward(&ddp.call(|w| (w * &x)?.sum_all())?)?;
             let gradient = grads.get(&var(&varmap, "w")).expect("a gradient").clone();
@@ -801,9 +802,9 @@ fn variables_requested_after_construction_are_refused() {
     ranks(1, |pg| {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| Ok::<_, Error>((linear(4, 2, vb.pp("known"))?, vb));
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
         let late = ddp.call(|(_, vb)| vb.get(3, "late")).unwrap_err().to_string();
-        assert!(late.contains("late was asked for after"), "{late}");
+        assert!(late.contains("late was requested after"), "{late}");
         ddp.call(|(_, vb)| vb.get((2, 4), "known.weight"))?;
         Ok(())
     })

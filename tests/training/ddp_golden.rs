@@ -1,7 +1,7 @@
 //! Two ranks reproduce the golden training run of PyTorch's DDP: the same losses on each rank and the same final
 //! weights.
 use crate::common::ranks;
-use candle_core::{DType, Result as CandleResult};
+use candle_core::Result as CandleResult;
 use candle_ddp::{DdpOptions, DistributedDataParallel};
 use candle_nn::{AdamW, Optimizer, SGD, VarMap};
 
@@ -10,7 +10,7 @@ fn train<O: Optimizer>(name: &str, config: impl Fn() -> O::Config + Sync, option
         let golden = crate::model::Golden::load()?;
         let varmap = VarMap::new();
         let ddp =
-            DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| crate::model::Net::new(vb), options.clone())?;
+            DistributedDataParallel::with_options(&pg, &varmap, |vb| crate::model::Net::new(vb), options.clone())?;
         golden.set_initial(&varmap)?;
         let mut optimizer = O::new(ddp.parameters(), config())?;
         let mut losses = Vec::new();

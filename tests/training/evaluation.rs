@@ -38,7 +38,7 @@ fn the_recipe_stops_early_with_the_best_model_on_all_ranks() {
     }
 }
 
-/// A loss that is no number is never the best one, but for the first epoch's.
+/// A NaN loss is never the best one, except in the first epoch.
 #[test]
 fn the_recipe_goes_on_after_a_loss_that_is_not_a_number() {
     let best_of = |losses: &'static [f64]| {

@@ -1,10 +1,10 @@
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, checkpoint};
 use candle_nn::{Linear, VarMap, linear, loss};
 use std::path::Path;
 
-/// What training ends with.
+/// The result of training.
 struct Trained {
     varmap: VarMap,
     /// Training loss and validation loss of each epoch.
@@ -21,11 +21,11 @@ fn train(
 ) -> Result<Trained> {
     let varmap = VarMap::new();
     let options = DdpOptions { init_seed: Some(42), ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(6, 1, vb.pp("fc")), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| linear(6, 1, vb.pp("fc")), options)?;
     let params = ParamsAdamW { lr: 0.01, weight_decay: 0.0, ..Default::default() };
     let mut optimizer: Box<dyn Optimizer> = match zero {
         true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+        false => Box::new(AdamW::new(&ddp, params)?),
     };
     let (best_file, last_file) = (folder.join("best.safetensors"), folder.join("last.safetensors"));
     let mut history = Vec::new();
@@ -40,7 +40,7 @@ fn train(
         }
         // The mean over the samples of all ranks, of which each may have had another number.
         let [sum, samples] = pg.all_reduce_scalars([sum, samples], ReduceOp::Sum)?;
-        // Rank 0 evaluates, and the others wait for what it has found: no longer than the group's time-out.
+        // Rank 0 evaluates, and the others wait for its result, no longer than the group's time-out.
         let found = if pg.rank() == 0 { Some(validate(&ddp)?) } else { None };
         let validation = pg.broadcast_object(found.as_ref(), 0)?;
         history.push((sum / samples, validation));
@@ -55,7 +55,7 @@ fn train(
             break;
         }
     }
-    checkpoint::load_distributed(pg, &varmap, &best_file, &Default::default())?;
+    checkpoint::load_distributed(pg, &varmap, &best_file, Default::default())?;
     Ok(Trained { varmap, history })
 }
 

@@ -1,13 +1,13 @@
 //! A backward pass that fails leaves nothing to the next, with this crate's layers and with candle's.
 use crate::common::{fill, floats, ranks, tensor};
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CustomOp1, Layout, Module, Shape, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, nn};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// An embedding whose weight is also that of the last layer, and layers with biases.
+/// An embedding that shares its weight with the last layer, and layers with biases.
 struct Net {
     embedding: nn::Embedding,
     hidden: nn::Linear,
@@ -57,7 +57,7 @@ impl CustomOp1 for Failing {
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParallel<Net>> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     Ok(ddp)
 }
@@ -128,7 +128,7 @@ fn a_nan_does_not_survive_the_pass_that_it_failed() {
     ranks(1, |pg| {
         let options = DdpOptions { nan_check: true, bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
         let build = |vb: VarBuilder| nn::linear(3, 2, vb.pp("a"));
-        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let pass = |x: &Tensor| -> Result<Vec<Vec<f32>>> {
             let grads = ddp.backward(&ddp.forward(x)?.sqr()?.mean_all()?)?;
             Ok(ddp.parameters().iter().map(|var| floats(grads.get(var).expect("a gradient"))).collect())

@@ -1,8 +1,10 @@
 //! Frozen parameters and buffers.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, ModuleT, Tensor, Var};
-use candle_ddp::optim::{self, AdamW, ParameterGroup, ParamsAdamW, StateDict, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
+use candle_ddp::amp::MixedPrecision;
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::optim::{self, AdamW, ParameterGroup, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Module, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::sync::Arc;
 
@@ -35,8 +37,12 @@ impl ModuleT for Net {
 
 type Ddp = DistributedDataParallel<Net>;
 
+fn with_role(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
+    DdpOptions { role: Arc::new(role), ..Default::default() }
+}
+
 fn frozen() -> DdpOptions {
-    DdpOptions { is_frozen: Arc::new(|name| name.starts_with("features.")), ..Default::default() }
+    with_role(|name| if name.starts_with("features.") { Role::Frozen } else { Role::Parameter })
 }
 
 fn filled() -> VarMap {
@@ -49,7 +55,7 @@ fn filled() -> VarMap {
 }
 
 fn wrap(pg: &ProcessGroup, varmap: &VarMap, options: DdpOptions) -> Result<Ddp> {
-    DistributedDataParallel::new(pg, varmap, DType::F32, |vb| Net::new(vb), options)
+    DistributedDataParallel::with_options(pg, varmap, |vb| Net::new(vb), options)
 }
 
 fn names(of: Vec<(String, Var)>) -> Vec<String> {
@@ -120,8 +126,12 @@ const PARAMS: ParamsAdamW = ParamsAdamW { lr: 0.05, beta1: 0.9, beta2: 0.999, ep
 /// As PyTorch does it: one optimizer over all parameters, of which the frozen ones have no gradient at first.
 fn train_plain_with_moments() -> Vec<f32> {
     let varmap = filled();
-    let named = [&FROZEN[..], &HEAD].concat().into_iter().map(|name| (name.to_string(), var(&varmap, name))).collect();
-    let mut optimizer = AdamW::from_named(named, PARAMS).unwrap();
+    let named = [&FROZEN[..], &HEAD]
+        .concat()
+        .into_iter()
+        .map(|name| (name.to_string(), var(&varmap, name)))
+        .collect::<Vec<_>>();
+    let mut optimizer = AdamW::new(named, PARAMS).unwrap();
     let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
     for step in 0..8 {
         let loss = net.forward_t(&tensor(X.0, X.1), false).unwrap().sqr().unwrap().mean_all().unwrap();
@@ -147,12 +157,12 @@ fn moments_stay_when_parameters_are_thawed() {
         let ddp = wrap(&pg, &varmap, frozen())?;
         let mut named: Vec<_> = varmap.data().lock().unwrap().iter().map(|(n, v)| (n.clone(), v.clone())).collect();
         named.sort_by(|(name, _), (other, _)| name.cmp(other));
-        let mut optimizer = AdamW::from_named(named, PARAMS)?;
+        let mut optimizer = AdamW::new(named, PARAMS)?;
         steps(&pg, &ddp, &mut optimizer)?;
         steps(&pg, &wrap(&pg, &varmap, DdpOptions::default())?, &mut optimizer)?;
         assert_close(&all(&varmap), &expected, 1e-5, "one optimizer");
 
-        // One that belongs to DDP takes over what the one before remembers.
+        // The one that belongs to DDP loads the state of the one before.
         for takes_over in [true, false] {
             let varmap = filled();
             let ddp = wrap(&pg, &varmap, frozen())?;
@@ -186,9 +196,9 @@ fn a_state_of_fewer_parameters_is_refused_with_what_to_do() {
     };
     let head = groups(&[&HEAD]).state_dict().unwrap();
     let error = groups(&[&FROZEN, &HEAD]).load_state_dict(&head).unwrap_err().to_string();
-    assert!(error.contains("1 group(s) of parameters, and this one has 2") && error.contains("thaw"), "{error}");
+    assert!(error.contains("1 parameter group(s), and this one has 2") && error.contains("thaw"), "{error}");
     let error = groups(&[&[&FROZEN[..], &HEAD].concat()]).load_state_dict(&head).unwrap_err().to_string();
-    assert!(error.contains("features.") && error.contains("fewer parameters were trained"), "{error}");
+    assert!(error.contains("features.") && error.contains("fewer trained parameters"), "{error}");
 }
 
 #[test]
@@ -220,7 +230,7 @@ fn frozen_parameters_follow_their_variables_in_any_dtype() {
                 Ok::<_, candle_core::Error>((linear(4, 2, vb.pp("features"))?, linear(4, 2, vb.pp("own"))?))
             };
             let options = DdpOptions { mixed_precision, ..frozen() };
-            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, both, options)?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, both, options)?;
             let weight = var(&varmap, "features.weight");
             weight.set(&Tensor::full(0.5f32, (2, 4), &Device::Cpu)?)?;
             let held = ddp.call(|(features, _)| Ok::<_, Error>(features.weight().clone()))?;
@@ -239,7 +249,7 @@ fn frozen_variables_of_a_model_without_a_builder_get_no_gradients() {
         let varmap = filled();
         let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
         let named = [&FROZEN[..], &HEAD, &STATISTICS].concat();
-        let named = named.into_iter().map(|name| (name.to_string(), var(&varmap, name))).collect();
+        let named = named.into_iter().map(|name| (name.to_string(), var(&varmap, name))).collect::<Vec<_>>();
         let ddp = DistributedDataParallel::from_vars(&pg, net, named, frozen())?;
         assert_eq!(names(ddp.named_parameters()), HEAD);
         let grads = ddp.backward(&ddp.forward_t(&tensor(&[5, 4], 1), false)?.sqr()?.mean_all()?)?;
@@ -255,36 +265,41 @@ fn ranks_must_freeze_the_same_and_not_everything() {
     let errors = ranks(2, |pg| {
         let other = if pg.rank() == 0 { frozen() } else { DdpOptions::default() };
         let error = wrap(&pg, &filled(), other).err();
-        let nothing = DdpOptions { is_frozen: Arc::new(|_| true), ..Default::default() };
+        let nothing = with_role(|_| Role::Frozen);
         Ok([error, wrap(&pg, &filled(), nothing).err()].map(|error| error.expect("an error")))
     })
     .unwrap();
     for [other, nothing] in errors {
         assert!(matches!(other, Error::Mismatch { rank: 1, .. }), "{other}");
-        assert!(nothing.to_string().contains("is_frozen"), "{nothing}");
+        assert!(nothing.to_string().contains("DdpOptions.role"), "{nothing}");
     }
     let errors = ranks(2, |pg| {
         let build = |vb: VarBuilder| {
             linear(4, 5 + pg.rank(), vb.pp("features"))?;
             linear(4, 2, vb.pp("head"))
         };
-        let error = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, frozen()).err();
+        let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, frozen()).err();
         Ok(error.expect("an error").to_string())
     })
     .unwrap();
     assert!(errors.iter().all(|text| text.contains("frozen 0: features.weight f32[6, 4] on rank 1")), "{errors:?}");
 }
 
-/// An `is_buffer` predicate adds to the buffers of batch norms.
+/// The statistics of batch norms are buffers, whatever role the program gives them, unless DDP ignores them.
 #[test]
-fn batch_norm_statistics_are_buffers_unless_switched_off() {
+fn batch_norm_statistics_are_buffers_unless_they_are_ignored() {
     ranks(1, |pg| {
-        let is_buffer = || -> candle_ddp::ddp::NamePredicate { Arc::new(|name| name == "head.bias") };
-        let options = DdpOptions { is_buffer: is_buffer(), ..Default::default() };
-        let buffers = names(wrap(&pg, &filled(), options)?.named_buffers());
-        assert_eq!(buffers, [&STATISTICS[..], &["head.bias"]].concat());
-        let options = DdpOptions { is_buffer: is_buffer(), batch_norm_buffers: false, ..Default::default() };
-        assert_eq!(names(wrap(&pg, &filled(), options)?.named_buffers()), ["head.bias"]);
+        for role in [Role::Parameter, Role::Frozen, Role::Buffer] {
+            let options = with_role(move |name| match name {
+                "head.bias" => Role::Buffer,
+                name if name.contains("running") => role,
+                _ => Role::Parameter,
+            });
+            let buffers = names(wrap(&pg, &filled(), options)?.named_buffers());
+            assert_eq!(buffers, [&STATISTICS[..], &["head.bias"]].concat());
+        }
+        let options = with_role(|name| if name.contains("running") { Role::Ignored } else { Role::Parameter });
+        assert!(wrap(&pg, &filled(), options)?.named_buffers().is_empty());
         Ok(())
     })
     .unwrap();

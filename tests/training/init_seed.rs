@@ -1,7 +1,8 @@
 //! Initial values from a seed, under DistributedDataParallel.
 use crate::common::{floats, ranks};
 use candle_core::{DType, Device};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, seed};
+use candle_ddp::amp::MixedPrecision;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, seed};
 use candle_nn::init::DEFAULT_KAIMING_NORMAL;
 use candle_nn::{Linear, VarBuilder, VarMap, batch_norm, linear};
 
@@ -14,7 +15,7 @@ fn build(world_size: usize, options: DdpOptions) -> Vec<Vec<(String, Vec<f32>)>>
             batch_norm(3, 1e-5, vb.pp("bn"))?;
             Ok((linear(7, 5, vb.pp("a"))?, linear(5, 2, vb.pp("b"))?))
         };
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, net, options.clone())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, net, options.clone())?;
         Ok(ddp.named_parameters().into_iter().map(|(name, var)| (name, floats(&var))).collect())
     });
     models.unwrap()

@@ -1,13 +1,12 @@
-//! Ranks with different numbers of batches: what `join` trains is what one process trains that sees the same batches.
+//! Ranks with different numbers of batches: `join` trains the same weights as one process that sees the same batches.
 use crate::common::{assert_close, floats, ranks, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
-use candle_ddp::error::Failure;
 use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, JoinOptions, ProcessGroup, ReduceOp,
-    Result, join,
+    DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, ReduceOp, Result, join,
 };
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -61,7 +60,8 @@ fn wrap(pg: &ProcessGroup) -> Result<(VarMap, Ddp)> {
     let varmap = VarMap::new();
     // A bucket for each parameter.
     let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F64, Net::new, options)?;
+    let ddp =
+        DistributedDataParallel::with_options(pg, &varmap, Net::new, DdpOptions { dtype: DType::F64, ..options })?;
     set_weights(&varmap);
     Ok((varmap, ddp))
 }
@@ -82,7 +82,7 @@ fn weights(varmap: &VarMap) -> Vec<f32> {
 }
 
 fn sgd(ddp: &Ddp) -> Result<Sgd> {
-    Sgd::from_named(ddp.named_parameters(), ParamsSgd { lr: 0.25, ..Default::default() })
+    Sgd::new(ddp, ParamsSgd { lr: 0.25, ..Default::default() })
 }
 
 /// The weights after one process has trained on the batches of all ranks. `update` is given the mean gradients.
@@ -92,8 +92,8 @@ fn single(batches: &[usize], divide_by_active: bool, params: ParamsAdamW, adam: 
     set_weights(&varmap);
     let named: Vec<(String, Var)> =
         NAMES.iter().map(|name| (name.to_string(), varmap.data().lock().unwrap()[*name].clone())).collect();
-    let mut adamw = AdamW::from_named(named.clone(), params).unwrap();
-    let mut sgd = Sgd::from_named(named, ParamsSgd { lr: 0.25, ..Default::default() }).unwrap();
+    let mut adamw = AdamW::new(named.clone(), params).unwrap();
+    let mut sgd = Sgd::new(named, ParamsSgd { lr: 0.25, ..Default::default() }).unwrap();
     for step in 0..*batches.iter().max().unwrap() {
         let active: Vec<usize> = (0..batches.len()).filter(|rank| batches[*rank] > step).collect();
         let losses = active.iter().map(|rank| {
@@ -188,7 +188,7 @@ fn optimizers_with_states_are_brought_up_to_date() {
     let params = ParamsAdamW { lr: 0.05, ..Default::default() };
     let results = ranks(3, |pg| {
         let (varmap, ddp) = wrap(&pg)?;
-        let mut optimizer = AdamW::from_named(ddp.named_parameters(), params.clone())?;
+        let mut optimizer = AdamW::new(&ddp, params.clone())?;
         let mut scaler = GradScaler::new(
             &pg,
             ddp.named_parameters(),
@@ -206,7 +206,7 @@ fn optimizers_with_states_are_brought_up_to_date() {
         joined.sync(&mut optimizer)?;
         joined.sync(&mut scaler)?;
         assert_eq!(scaler.current_scale(), 32.);
-        // Without its moments, a rank would go another way from here.
+        // Without its moments, a rank would diverge from here.
         let grads = ddp.backward(&loss(&ddp, pg.rank(), 9)?)?;
         optimizer.step(&grads)?;
         Ok((after, weights(&varmap)))
@@ -238,7 +238,7 @@ fn zero_steps_on_ranks_without_inputs() {
                         (0..mine).try_for_each(|step| step_of(optimizer, step))
                     })?;
                 } else {
-                    let mut optimizer = AdamW::from_named(ddp.named_parameters(), params.clone())?;
+                    let mut optimizer = AdamW::new(&ddp, params.clone())?;
                     ddp.join(JoinOptions::default(), || (0..mine).try_for_each(|step| step_of(&mut optimizer, step)))?;
                 }
                 Ok(weights(&varmap))
@@ -270,7 +270,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
                     (0..mine).try_for_each(|step| step_of(optimizer, step))
                 })?;
             } else {
-                let mut optimizer = AdamW::from_named(ddp.named_parameters(), params.clone())?;
+                let mut optimizer = AdamW::new(&ddp, params.clone())?;
                 ddp.join(JoinOptions::default(), || (0..mine).try_for_each(|step| step_of(&mut optimizer, step)))?;
             }
             Ok(weights(&varmap))
@@ -381,7 +381,7 @@ fn the_first_rank_without_inputs_can_end_all_loops() {
         };
         let error = train(if pg.rank() == 1 { 2 } else { 4 }).unwrap_err();
         assert!(matches!(error, Error::InputsExhausted { rank: 1 }), "{error}");
-        // The group goes on.
+        // The group continues.
         assert!(!train(2)?.was_uneven);
         pg.barrier()
     })
@@ -425,13 +425,17 @@ fn what_cannot_join_is_refused() {
         let ((_, ddp), (_, other)) = (wrap(&pg)?, wrap(&pg)?);
         let result = ddp.join(JoinOptions::default(), || {
             let error = other.backward(&loss(&other, pg.rank(), 0)?).unwrap_err().to_string();
-            assert!(error.contains("a.weight is not in the join") && error.contains("&[&a, &b]"), "{error}");
+            assert!(
+                error.contains("a.weight is trained inside a join that does not include it")
+                    && error.contains("&[&a, &b]"),
+                "{error}"
+            );
             let nested = ddp.join(JoinOptions { enable: true, ..Default::default() }, || Ok(())).unwrap_err();
-            assert!(nested.to_string().contains("in a join already"), "{nested}");
+            assert!(nested.to_string().contains("already in a join"), "{nested}");
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device());
             let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb)?;
             let error = norm.forward_t(&tensor(&[4, 3], 1), true).unwrap_err().to_string();
-            assert!(error.contains("inside of `join`"), "{error}");
+            assert!(error.contains("inside `join`"), "{error}");
             norm.forward_t(&tensor(&[4, 3], 1), false)?;
             Ok(())
         })?;
@@ -442,7 +446,7 @@ fn what_cannot_join_is_refused() {
         let half = pg.new_group(&[0, 1])?.unwrap();
         let (_, elsewhere) = wrap(&half)?;
         let error = join(&[&ddp, &elsewhere], JoinOptions::default(), || Ok(())).unwrap_err().to_string();
-        assert!(error.contains("different process groups"), "{error}");
+        assert!(error.contains("the same process group"), "{error}");
         Ok(())
     })
     .unwrap();
@@ -472,7 +476,7 @@ fn an_error_of_one_body_ends_all() {
 
 #[test]
 fn loops_of_different_lengths_without_a_join_are_named() {
-    const HINT: &str = "If ranks have different numbers of batches, train inside of `ddp.join`";
+    const HINT: &str = "If ranks have different numbers of batches, train inside `ddp.join`";
     type End = fn(&ProcessGroup) -> Result<()>;
     let ends: [(End, &str); 3] = [
         (|_| Ok(()), "rank 1 left the group after sequence"),
@@ -487,7 +491,12 @@ fn loops_of_different_lengths_without_a_join_are_named() {
             // There are no buffers, whose broadcast would come first.
             let varmap = VarMap::new();
             let build = |vb: VarBuilder| linear(3, 2, vb);
-            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F64, build, DdpOptions::default())?;
+            let ddp = DistributedDataParallel::with_options(
+                &pg,
+                &varmap,
+                build,
+                DdpOptions { dtype: DType::F64, ..Default::default() },
+            )?;
             for step in 0..3 - pg.rank() {
                 ddp.backward(&ddp.forward(&batch(pg.rank(), step).0)?.sqr()?.mean_all()?)?;
             }
@@ -512,6 +521,6 @@ fn a_collective_of_the_program_inside_of_a_join_is_named() {
         })
     });
     let text = error.unwrap_err().to_string();
-    let join = "for a join, in which the program calls no collectives of its own";
+    let join = "for a join, in which the program must call no collectives itself";
     assert!(text.contains(join), "{text}");
 }

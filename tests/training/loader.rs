@@ -1,79 +1,180 @@
-//! `DataLoader`: the batches of an order of indices.
-use candle_ddp::Error;
-use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+//! `DataLoader`: each rank's batches, from a group or from a sampler, and `TensorDataset`.
+use candle_core::{Device, Tensor};
+use candle_ddp::data::{
+    DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TensorDataset,
+};
+use candle_ddp::seed::Generator;
+use candle_ddp::{Error, Result, spawn};
+use std::ops::Range;
+
+type Indices = DataLoader<Range<usize>, Vec<usize>>;
+
+const IN_ORDER: SamplerOptions = SamplerOptions { shuffle: false, seed: 0, remainder: Remainder::Pad };
 
 fn options(batch_size: usize, drop_last: bool) -> LoaderOptions {
     LoaderOptions { batch_size, drop_last, ..Default::default() }
 }
 
-fn batches(order: impl IntoIterator<Item = usize>, batch_size: usize, drop_last: bool) -> Vec<Vec<usize>> {
-    let loader = DataLoader::new(options(batch_size, drop_last), |indices| Ok(indices.to_vec())).unwrap();
-    let order: Vec<usize> = order.into_iter().collect();
-    let batches: Vec<_> = loader.iter(order.iter().copied()).collect::<Result<_, _>>().unwrap();
-    assert_eq!(batches.len(), loader.num_batches(order.len()));
-    assert_eq!(batches.len(), loader.iter(order).len());
+/// The loader of rank 0 of 1.
+fn alone(len: usize, options: LoaderOptions) -> Result<Indices> {
+    DataLoader::from_sampler(0..len, DistributedSampler::new(len, 0, 1, IN_ORDER)?, options, Ok)
+}
+
+fn batches(loader: &Indices) -> Vec<Vec<usize>> {
+    let batches: Vec<_> = loader.iter().collect::<Result<_>>().unwrap();
+    assert_eq!(batches.len(), loader.num_batches());
+    assert_eq!(batches.len(), loader.iter().len());
     batches
 }
 
 #[test]
 fn the_last_batch_is_smaller_or_left_out() {
-    assert_eq!(batches(0..5, 2, false), [vec![0, 1], vec![2, 3], vec![4]]);
-    assert_eq!(batches(0..5, 2, true), [vec![0, 1], vec![2, 3]]);
-    assert_eq!(batches(0..4, 2, false), batches(0..4, 2, true));
-    assert_eq!(batches(0..3, 100, false), [vec![0, 1, 2]]);
-    assert!(batches(0..0, 1, false).is_empty());
+    let batches = |len, batch_size, drop_last| batches(&alone(len, options(batch_size, drop_last)).unwrap());
+    assert_eq!(batches(5, 2, false), [vec![0, 1], vec![2, 3], vec![4]]);
+    assert_eq!(batches(5, 2, true), [vec![0, 1], vec![2, 3]]);
+    assert_eq!(batches(4, 2, false), batches(4, 2, true));
+    assert_eq!(batches(3, 100, false), [vec![0, 1, 2]]);
 }
 
-/// Training on nothing would end well.
+/// Training on nothing would succeed.
 #[test]
 fn samples_that_make_no_batch_are_an_error() {
-    let loader = DataLoader::new(options(100, true), |indices| Ok(indices.to_vec())).unwrap();
-    let mut batches = loader.iter(0..3);
-    assert_eq!(batches.len(), 1);
-    match batches.next() {
-        Some(Err(Error::InvalidArgument { argument: "batch_size", reason })) => {
+    match alone(3, options(100, true)) {
+        Err(Error::InvalidArgument { argument: "batch_size", reason }) => {
             assert!(reason.contains("3 samples") && reason.contains("drop_last"), "{reason}");
         }
         other => panic!("{other:?}"),
     }
-    assert!(batches.next().is_none());
-    assert_eq!(loader.iter(0..0).count(), 0);
-    assert_eq!(loader.iter(0..105).map(Result::unwrap).count(), 1);
+    assert_eq!(batches(&alone(105, options(100, true)).unwrap()).len(), 1);
 }
 
 #[test]
 fn ranks_get_the_same_number_of_batches() {
     for len in 1..40 {
-        let counts: Vec<usize> = (0..3)
-            .map(|rank| {
-                let sampler = DistributedSampler::new(len, 3, rank, SamplerOptions::default()).unwrap();
-                batches(&sampler, 4, false).len()
-            })
-            .collect();
-        assert!(counts.iter().all(|&count| count == counts[0]), "{len} samples: {counts:?}");
+        let count = |rank| {
+            let sampler = DistributedSampler::new(len, rank, 3, SamplerOptions::default()).unwrap();
+            batches(&DataLoader::from_sampler(0..len, sampler, options(4, false), Ok).unwrap()).len()
+        };
+        assert!(count(0) == count(1) && count(0) == count(2), "{len} samples");
     }
 }
 
 #[test]
 fn an_error_is_reported_in_its_place() {
-    let loader = DataLoader::new(options(2, false), |indices| match indices {
+    let sampler = DistributedSampler::new(5, 0, 1, IN_ORDER).unwrap();
+    let collate = |indices: Vec<usize>| match indices[..] {
         [2, 3] => Err(Error::RankOutOfRange { rank: 2, world_size: 2 }),
-        indices => Ok(indices.len()),
-    })
-    .unwrap();
-    let results: Vec<_> = loader.iter(0..5).collect();
-    assert!(matches!(results[..], [Ok(2), Err(Error::RankOutOfRange { .. }), Ok(1)]), "{results:?}");
+        _ => Ok(indices.len()),
+    };
+    let loader = DataLoader::from_sampler(0..5, sampler, options(2, false), collate).unwrap();
+    let results: Vec<_> = loader.iter().collect();
+    assert!(matches!(results[..], [Ok(2), Err(Error::Samples { .. }), Ok(1)]), "{results:?}");
 }
 
 #[test]
-fn an_empty_batch_is_refused() {
-    let error = DataLoader::new(options(0, false), |_| Ok(())).err().unwrap();
-    assert!(matches!(error, Error::InvalidArgument { argument: "batch_size", .. }), "{error}");
+fn bad_options_are_refused() {
+    let refused = |options, name: &str| match alone(5, options) {
+        Err(Error::InvalidArgument { argument, .. }) => assert_eq!(argument, name),
+        other => panic!("{other:?}"),
+    };
+    refused(options(0, false), "batch_size");
+    refused(LoaderOptions { num_workers: 1, prefetch_factor: 0, ..options(1, false) }, "prefetch_factor");
+    // The sampler has its own.
+    refused(LoaderOptions { sampler: IN_ORDER, ..options(1, false) }, "options");
 }
 
 #[test]
-fn a_closure_has_no_workers() {
-    let options = LoaderOptions { num_workers: 1, ..Default::default() };
-    let error = DataLoader::new(options, |_| Ok(())).err().unwrap();
-    assert!(matches!(error, Error::InvalidArgument { argument: "num_workers", .. }), "{error}");
+fn a_group_makes_the_sampler() {
+    let seen = spawn(3, |pg| {
+        let sampler = SamplerOptions { seed: 5, ..Default::default() };
+        let loader: Indices = DataLoader::with_collate(0..10, &pg, LoaderOptions { sampler, ..options(2, false) }, Ok)?;
+        let mut expected = DistributedSampler::new(10, pg.rank(), 3, sampler)?;
+        for epoch in [4, 4, 7] {
+            expected.set_epoch(epoch);
+            let indices: Vec<usize> = loader.epoch(epoch).collect::<Result<Vec<_>>>()?.concat();
+            assert_eq!(indices, expected.iter().collect::<Vec<_>>(), "epoch {epoch}");
+            assert_eq!(loader.current_epoch(), epoch + 1);
+        }
+        Ok(loader.epoch(0).collect::<Result<Vec<_>>>()?.concat())
+    });
+    let mut seen = seen.unwrap().concat();
+    seen.sort();
+    seen.dedup();
+    assert_eq!(seen, (0..10).collect::<Vec<_>>());
+}
+
+/// Otherwise the ranks would run out of batches at different times, or see samples twice.
+#[test]
+fn ranks_with_other_data_or_options_are_told_so() {
+    type Case = (fn(usize) -> (usize, LoaderOptions), &'static str);
+    let cases: [Case; 3] = [
+        (|rank| (10 + rank, options(2, false)), "length of the dataset: 11 on rank 1"),
+        (|rank| (10, options(2 + rank, false)), "batch_size: 3"),
+        (
+            |rank| {
+                (10, LoaderOptions { sampler: SamplerOptions { seed: rank as u64, ..IN_ORDER }, ..options(2, false) })
+            },
+            "seed: 1",
+        ),
+    ];
+    for (case, expected) in cases {
+        let errors = spawn(2, |pg| {
+            let (len, options) = case(pg.rank());
+            Ok(DataLoader::with_collate(0..len, &pg, options, Ok).unwrap_err().to_string())
+        });
+        for error in errors.unwrap() {
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+    // Every rank learns of an error on one rank.
+    let errors = spawn(2, |pg| Ok(DataLoader::with_collate(0..10, &pg, options(pg.rank(), false), Ok).unwrap_err()));
+    for error in errors.unwrap() {
+        assert!(matches!(&error, Error::RankFailed { rank: 0, reason } if reason.contains("batch_size")), "{error}");
+    }
+}
+
+fn tensors() -> (Tensor, Tensor) {
+    let x = Tensor::arange(0f32, 20., &Device::Cpu).unwrap().reshape((10, 2)).unwrap();
+    (x, Tensor::arange(0u32, 10, &Device::Cpu).unwrap())
+}
+
+#[test]
+fn rows_of_tensors_stay_together() {
+    for num_workers in [0, 2] {
+        let seen = spawn(2, |pg| {
+            let data = TensorDataset::new(tensors())?;
+            assert_eq!(data.len(), 10);
+            let loader = DataLoader::new(data, &pg, LoaderOptions { num_workers, ..options(3, false) })?;
+            let mut seen = Vec::new();
+            for batch in loader.epoch(1) {
+                let (x, y) = batch?;
+                let y = y.to_vec1::<u32>()?;
+                assert_eq!(
+                    x.to_vec2::<f32>()?,
+                    y.iter().map(|y| vec![2. * *y as f32, 2. * *y as f32 + 1.]).collect::<Vec<_>>()
+                );
+                seen.extend(y);
+            }
+            Ok(seen)
+        });
+        let mut seen = seen.unwrap().concat();
+        seen.sort();
+        assert_eq!(seen, (0..10).collect::<Vec<_>>(), "{num_workers} workers");
+    }
+    let row = TensorDataset::new(tensors()).unwrap().get(4, &mut Generator::new(0)).unwrap();
+    let (x, y) = row.tensors().unwrap();
+    assert_eq!((x.to_vec1::<f32>().unwrap(), y.to_scalar::<u32>().unwrap()), (vec![8., 9.], 4));
+}
+
+#[test]
+fn tensors_without_common_rows_are_refused() {
+    let (x, y) = tensors();
+    for (tensors, expected) in [
+        (vec![x.clone(), y.narrow(0, 0, 9).unwrap()], "[10, 9]"),
+        (vec![x, y.get(0).unwrap()], "scalar"),
+        (vec![], "at least one tensor"),
+    ] {
+        let error = TensorDataset::new(tensors).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
 }

@@ -1,13 +1,14 @@
-//! `StatefulDataLoader`: its order, its augmentation, and runs that go on where others have stopped.
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, LoaderState, SamplerOptions, StatefulDataLoader};
-use candle_ddp::data::{default_collate, randperm};
-use candle_ddp::optim::StateDict;
+//! `DataLoader`: its order, its augmentation, and runs that continue where others stopped.
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::data::{
+    DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions, default_collate,
+    randperm,
+};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
 use proptest::prelude::*;
 
-type Collate = fn(Vec<usize>) -> Result<Vec<usize>>;
-type Indices = StatefulDataLoader<std::ops::Range<usize>, Collate>;
+type Indices = DataLoader<std::ops::Range<usize>, Vec<usize>>;
 
 /// The ranks and options of a run.
 #[derive(Debug, Clone, Copy)]
@@ -21,8 +22,8 @@ struct Run {
 impl Run {
     /// The loader of a rank. Its batches are indices.
     fn loader(&self, rank: usize) -> Indices {
-        let sampler = DistributedSampler::new(self.len, self.world_size, rank, self.sampler).unwrap();
-        StatefulDataLoader::new(0..self.len, sampler, self.loader, Ok as Collate).unwrap()
+        let sampler = DistributedSampler::new(self.len, rank, self.world_size, self.sampler).unwrap();
+        DataLoader::from_sampler(0..self.len, sampler, self.loader, Ok).unwrap()
     }
 
     fn loaders(&self) -> impl Iterator<Item = Indices> {
@@ -37,17 +38,17 @@ impl Run {
     }
 }
 
-/// Consumes `batches` batches, or what there is.
+/// Consumes `batches` batches, or all that remain.
 fn count(loader: &Indices, batches: usize, counts: &mut [usize]) {
     loader.iter().take(batches).for_each(|batch| batch.unwrap().into_iter().for_each(|index| counts[index] += 1));
 }
 
-/// Interrupts a run after `steps` steps in epoch 3 and goes on with another. Returns how many samples were consumed when it was
+/// Interrupts a run after `steps` steps in epoch 3 and continues with another. Returns how many samples were consumed when it was
 /// interrupted, and how often each was seen in the whole epoch.
 fn interrupted(first: Run, steps: usize, second: Run) -> (usize, Vec<usize>) {
     let mut counts = vec![0; first.len];
     let mut states = Vec::new();
-    for mut loader in first.loaders() {
+    for loader in first.loaders() {
         loader.set_epoch(3);
         // No more than there are, so that the loader is still in this epoch.
         count(&loader, steps.min(loader.num_batches()), &mut counts);
@@ -89,7 +90,7 @@ fn runs_go_on_with_another_number_of_ranks() {
             whole[..50_usize.next_multiple_of(after) - 50].iter().for_each(|index| expected[*index] += 1);
             assert_eq!(counts, expected, "{before} → {after} ranks, shuffle {shuffle}");
 
-            let sampler = SamplerOptions { drop_last: true, ..sampler };
+            let sampler = SamplerOptions { remainder: Remainder::Drop, ..sampler };
             let (_, counts) = interrupted(Run { sampler, ..first }, 1, Run { sampler, ..second });
             let mut expected = vec![1; 50];
             whole[50 / after * after..].iter().for_each(|index| expected[*index] = 0);
@@ -102,17 +103,19 @@ proptest! {
     #[test]
     fn an_interruption_changes_nothing(
         len in 1_usize..80, ranks in (1_usize..6, 1_usize..6), batch_sizes in (1_usize..9, 1_usize..9), steps in 0_usize..12,
-        (shuffle, drop_last, padding) in any::<(bool, bool, bool)>(), seed: u64,
+        shuffle: bool, remainder in prop_oneof![Just(Remainder::Pad), Just(Remainder::Drop), Just(Remainder::Uneven)], seed: u64,
     ) {
+        let drop_last = remainder == Remainder::Drop;
+        let padding = remainder == Remainder::Pad;
         prop_assume!(!drop_last || len >= ranks.0.max(ranks.1));
-        let sampler = SamplerOptions { shuffle, seed, drop_last, padding: padding || drop_last };
+        let sampler = SamplerOptions { shuffle, seed, remainder };
         let (first, second) = (run(len, ranks.0, batch_sizes.0, sampler), run(len, ranks.1, batch_sizes.1, sampler));
         // Without padding, ranks may end at different times: stop before.
-        let steps = if sampler.padding { steps } else { steps.min(len / ranks.0 / batch_sizes.0) };
+        let steps = if remainder != Remainder::Uneven { steps } else { steps.min(len / ranks.0 / batch_sizes.0) };
         let (consumed, counts) = interrupted(first, steps, second);
         let order = order(len, sampler);
 
-        // The head may be padding and the tail dropped: in either case fewer samples than ranks. What is between is there once.
+        // The head may be padding and the tail dropped: in either case fewer samples than ranks. Samples in between appear once.
         let left = len - consumed;
         let padded = if drop_last || !padding { 0 } else { left.next_multiple_of(ranks.1) - left };
         let first_padding = if consumed < len || drop_last { 0 } else { len.next_multiple_of(ranks.0) - len };
@@ -170,11 +173,11 @@ impl Dataset for Augmented {
 /// The batches of three epochs.
 fn augmented(rank: usize, num_workers: usize, seed: u64) -> Vec<Vec<(u32, i64)>> {
     let options = SamplerOptions { seed, ..Default::default() };
-    let sampler = DistributedSampler::new(40, 2, rank, options).unwrap();
+    let sampler = DistributedSampler::new(40, rank, 2, options).unwrap();
     let options = LoaderOptions { batch_size: 3, num_workers, ..Default::default() };
-    let loader = StatefulDataLoader::new(Augmented, sampler, options, default_collate).unwrap();
+    let loader = DataLoader::from_sampler(Augmented, sampler, options, default_collate).unwrap();
     let mut epochs = Vec::new();
-    while loader.epoch() < 3 {
+    while loader.current_epoch() < 3 {
         let mut samples = Vec::new();
         for batch in &loader {
             let (indices, numbers) = batch.unwrap();
@@ -195,7 +198,7 @@ fn augmentation_does_not_depend_on_the_workers() {
         for (epoch, samples) in expected.iter().enumerate() {
             assert_eq!(samples.len(), 20);
             for (index, number) in samples {
-                let mut random = Generator::for_sample(5, epoch, *index as usize, rank);
+                let mut random = Generator::for_sample(5, epoch as u64, *index as usize, rank);
                 assert_eq!(*number, random.next_u64() as i64);
             }
         }
@@ -216,9 +219,9 @@ fn every_epoch_and_rank_and_seed_draws_other_numbers() {
 
 #[test]
 fn what_was_read_ahead_is_not_consumed() {
-    let sampler = DistributedSampler::new(40, 2, 0, SamplerOptions::default()).unwrap();
+    let sampler = DistributedSampler::new(40, 0, 2, SamplerOptions::default()).unwrap();
     let options = LoaderOptions { batch_size: 3, num_workers: 2, prefetch_factor: 4, ..Default::default() };
-    let loader = StatefulDataLoader::new(Augmented, sampler, options, default_collate).unwrap();
+    let loader = DataLoader::from_sampler(Augmented, sampler, options, default_collate).unwrap();
     let at = |epoch, consumed| LoaderState { seed: 0, epoch, consumed, dataset_len: 40 };
     let mut batches = loader.iter();
     assert_eq!(loader.state(), at(0, 0));
@@ -226,7 +229,7 @@ fn what_was_read_ahead_is_not_consumed() {
         batches.next().unwrap().unwrap();
         assert_eq!(loader.state(), at(0, consumed));
     }
-    // The epoch is over when the loop is, so that a resumed run does what comes after the loop, or does not do it twice.
+    // The epoch is over when the loop is, so that a resumed run executes the code after the loop exactly once.
     assert!(batches.next().is_none());
     assert_eq!(loader.state(), at(1, 0));
     assert!(batches.next().is_none());
@@ -248,9 +251,9 @@ fn a_resumed_run_has_the_seed_of_the_run_before() {
 fn a_run_that_was_stopped_after_the_last_batch_ends_its_epoch() {
     let mut loader = run(12, 2, 3, SamplerOptions::default()).loader(0);
     loader.resume(LoaderState { epoch: 5, consumed: 12, ..loader.state() }).unwrap();
-    assert_eq!((loader.epoch(), loader.iter().len()), (5, 0));
+    assert_eq!((loader.current_epoch(), loader.iter().len()), (5, 0));
     assert!(loader.iter().next().is_none());
-    assert_eq!((loader.epoch(), loader.iter().len()), (6, 2));
+    assert_eq!((loader.current_epoch(), loader.iter().len()), (6, 2));
 }
 
 #[test]
@@ -259,7 +262,7 @@ fn a_loop_that_is_left_early_begins_the_epoch_anew() {
     let first: Vec<_> = loader.iter().take(2).map(Result::unwrap).collect();
     assert_eq!(loader.state().consumed, 4);
     assert_eq!(loader.iter().take(2).map(Result::unwrap).collect::<Vec<_>>(), first);
-    // But a resumed run goes on, however often it is asked how much is left, and in the same epoch only.
+    // But a resumed run continues, however often it is asked for its length, and in the same epoch only.
     loader.resume(loader.state()).unwrap();
     loader.set_epoch(0);
     assert_eq!([loader.iter().len(), loader.iter().len()], [4, 4]);
@@ -273,8 +276,8 @@ fn a_loop_that_is_left_early_begins_the_epoch_anew() {
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    let sampler = |len| DistributedSampler::new(len, 1, 0, SamplerOptions::default()).unwrap();
-    let new = |len, options| StatefulDataLoader::new(0..40, sampler(len), options, Ok as Collate).map(|_| ());
+    let sampler = |len| DistributedSampler::new(len, 0, 1, SamplerOptions::default()).unwrap();
+    let new = |len, options| DataLoader::from_sampler(0..40, sampler(len), options, Ok).map(|_| ());
     let refused = |argument: &str, result: Result<()>| match result {
         Err(Error::InvalidArgument { argument: found, .. }) => assert_eq!(found, argument),
         other => panic!("{argument}: {other:?}"),
@@ -300,8 +303,8 @@ fn what_does_not_fit_is_refused() {
 #[test]
 fn a_loader_without_a_batch_is_refused() {
     let new = |len, world_size, rank, sampler, loader| {
-        let sampler = DistributedSampler::new(len, world_size, rank, sampler)?;
-        StatefulDataLoader::new(0..len, sampler, loader, Ok as Collate)
+        let sampler = DistributedSampler::new(len, rank, world_size, sampler)?;
+        DataLoader::from_sampler(0..len, sampler, loader, Ok)
     };
     let reason = |result: Result<Indices>| match result {
         Err(Error::InvalidArgument { argument, reason }) => format!("{argument}: {reason}"),
@@ -323,10 +326,11 @@ fn a_loader_without_a_batch_is_refused() {
     // Nothing at all, and fewer samples than ranks.
     let found = reason(new(0, 2, 0, sampler, LoaderOptions::default()));
     assert!(found.starts_with("len: ") && found.contains("empty"), "{found}");
-    let found = reason(new(1, 2, 0, SamplerOptions { drop_last: true, ..sampler }, LoaderOptions::default()));
-    assert!(found.starts_with("drop_last: ") && found.contains("1 sample"), "{found}");
+    let found =
+        reason(new(1, 2, 0, SamplerOptions { remainder: Remainder::Drop, ..sampler }, LoaderOptions::default()));
+    assert!(found.starts_with("remainder: ") && found.contains("1 sample"), "{found}");
     // An evaluation may leave ranks without samples, and those with fewer than others without a batch.
-    let evaluation = SamplerOptions { shuffle: false, padding: false, ..sampler };
+    let evaluation = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..sampler };
     let counts = |len, loader| (0..3).map(move |rank| new(len, 3, rank, evaluation, loader).unwrap().iter().count());
     assert_eq!(counts(2, LoaderOptions::default()).collect::<Vec<_>>(), [1, 1, 0]);
     assert_eq!(counts(23, loader).collect::<Vec<_>>(), [1, 1, 0]);
@@ -343,13 +347,13 @@ fn the_state_of_a_run_with_another_dataset_is_refused() {
     first.iter().for_each(drop);
     let mut grown = loader(20);
     grown.load_state_dict(&first.state_dict().unwrap()).unwrap();
-    assert_eq!((grown.epoch(), grown.iter().len()), (1, 5));
+    assert_eq!((grown.current_epoch(), grown.iter().len()), (1, 5));
 }
 
 /// With one sample more on the first ranks, the last batches differ in length.
 #[test]
 fn all_ranks_have_the_same_state_without_padding_too() {
-    let evaluation = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
+    let evaluation = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
     let uneven = run(10, 4, 3, evaluation);
     let states: Vec<_> = (0..4)
         .map(|rank| {

@@ -1,4 +1,4 @@
-//! Errors about ranks that do different things: they name what each program wanted, not only the collectives.
+//! Errors about ranks that do different things: they name the purpose of each call, not only the collective.
 use crate::common::{ranks, tensor};
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
@@ -49,7 +49,7 @@ fn desync(first: Act, second: Act) -> Vec<String> {
             Ok((linear(3, 3, vb.pp("fc1"))?, linear(3, 2, vb.pp("fc2"))?, norm))
         };
         let options = DdpOptions { first_bucket_mb: 1., ..Default::default() };
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
         let job = Job { pg: &pg, varmap, ddp, folder: folder.path() };
         let error = if pg.rank() == 0 { first(&job) } else { second(&job) };
         Ok(error.unwrap_err().to_string())
@@ -82,7 +82,7 @@ fn a_bucket_is_named_by_its_parameters() {
     let errors = ranks(2, |pg| {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder| Ok::<_, Error>((linear(3, 3, vb.pp("fc1"))?, linear(3, 2, vb.pp("fc2"))?));
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
         if pg.rank() == 0 {
             return checkpoint::save_distributed(&pg, &varmap, folder.path().join("model"));
         }
@@ -93,7 +93,7 @@ fn a_bucket_is_named_by_its_parameters() {
         ddp.backward(&loss).map(drop)
     });
     let error = errors.unwrap_err().to_string();
-    let bucket = "all_reduce(f32[24]) for the gradients of fc2.bias, fc2.weight and 2 more parameters";
+    let bucket = "all_reduce(f32[25]) for the gradients of fc2.bias, fc2.weight and 2 more parameters";
     assert!(error.contains(bucket) && error.contains("for save_distributed"), "{error}");
 }
 

@@ -104,7 +104,7 @@ fn hooks_fire_once_under_ddp() {
             let varmap = VarMap::new();
             let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
             let build = |vb: VarBuilder| Net::new(kind, &vb);
-            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
             fill(&varmap);
             let mut all = Vec::new();
             for step in 0..3 {
@@ -130,7 +130,7 @@ fn the_checkpoint_returns_the_functions_error() {
     let error = checkpoint(&[x.as_tensor()], |_| candle_core::bail!("no such layer")).unwrap_err();
     assert!(error.to_string().contains("no such layer"), "{error}");
     let error = checkpoint(&[x.as_tensor()], |x| x[0].argmax(1)).unwrap_err().to_string();
-    assert!(error.contains("through which no gradient flows"), "{error}");
+    assert!(error.contains("must be floating-point for gradients to flow"), "{error}");
 }
 
 /// Hand-written activation checkpointing: a backward pass within another, which reaches a parameter a second time.
@@ -155,7 +155,7 @@ impl CustomOp1 for ByHand {
 fn a_gradient_that_arrives_twice_is_an_error() {
     let errors = ranks(1, |pg| {
         let build = |vb: VarBuilder| linear(6, 6, vb);
-        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         let y = ddp.call(|layer| {
             let y = layer.forward(&tensor(&[4, 6], 1))?;
             layer.forward(&y.apply_op1(ByHand(layer.clone()))?)

@@ -1,8 +1,8 @@
 //! Dropout with reproducible masks.
 use crate::layers;
 use candle_core::{DType, Device, Tensor};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::nn::{Dropout, dropout};
-use candle_ddp::optim::StateDict;
 use candle_ddp::seed::Generator;
 use std::sync::{Arc, Mutex};
 
@@ -48,7 +48,7 @@ fn it_is_a_drop_in_for_candles() {
     assert_eq!(generator.lock().unwrap().offset(), 3);
     for p in [1.0, -0.1, f32::NAN] {
         let error = dropout(&ones(4), p, &mut Generator::new(1)).unwrap_err().to_string();
-        assert!(error.contains("0 <= p < 1"), "{error}");
+        assert!(error.contains("at least 0 and less than 1"), "{error}");
     }
     assert_eq!(values(&dropout(&ones(4), 0.0, &mut Generator::new(1)).unwrap()), [1.0; 4]);
 }

@@ -64,8 +64,11 @@ fn embedding_is_a_drop_in_for_candles() {
         [floats(&y), floats(grads.get(ours.embeddings()).unwrap())].concat()
     });
     assert_close(&results[0], &results[1], 1e-6, "embedding");
-    refused(ours.forward(&Tensor::new(&[50u32], &Device::Cpu).unwrap()), "50 is not one of a table of 50");
-    refused(ours.forward(&Tensor::new(&[-1i64], &Device::Cpu).unwrap()), "-1 is not one");
+    refused(
+        ours.forward(&Tensor::new(&[50u32], &Device::Cpu).unwrap()),
+        "less than 50, the number of vectors in the table, but one is 50",
+    );
+    refused(ours.forward(&Tensor::new(&[-1i64], &Device::Cpu).unwrap()), "but one is -1");
     refused(ours.forward(&tensor(&[2], 1)), "u32, i64 or u8");
     assert_eq!(ours.forward(&Tensor::zeros((2, 0), DType::U32, &Device::Cpu).unwrap()).unwrap().dims(), [2, 0, 6]);
 }
@@ -89,7 +92,7 @@ fn attention_matches_pytorch() {
 fn bad_inputs_of_attention_are_refused() {
     let attend = |shapes: [&[usize]; 3], options| {
         let [q, k, v] = shapes.map(|shape| tensor(shape, 1));
-        scaled_dot_product_attention(&q, &k, &v, &options)
+        scaled_dot_product_attention(&q, &k, &v, options)
     };
     let all: [&[usize]; 3] = [&[1, 2, 3, 4], &[1, 2, 5, 4], &[1, 2, 5, 4]];
     let mask = |shape: &[usize]| Some(tensor(shape, 1));

@@ -2,7 +2,7 @@
 use crate::common::tensor;
 use crate::layers;
 use candle_core::{D, Device, Result, Tensor};
-use candle_ddp::nn::{CrossEntropyOptions, cross_entropy, cross_entropy_with_options, softmax, softmax_last_dim};
+use candle_ddp::nn::{CrossEntropyOptions, cross_entropy, cross_entropy_with, softmax, softmax_last_dim};
 
 #[test]
 fn softmax_matches_pytorch() {
@@ -50,11 +50,11 @@ fn bad_targets_are_refused() {
         assert!(error.contains(text), "{error}");
     };
     let targets = |targets: &[i64]| Tensor::new(targets, &Device::Cpu).unwrap();
-    refused(cross_entropy(&logits, &targets(&[0, 3])), "3 is neither one of 3 classes");
-    refused(cross_entropy(&logits, &targets(&[-1, 0])), "-1 is neither");
-    refused(cross_entropy(&logits, &targets(&[0, 1, 2])), "(N, …) are expected");
+    refused(cross_entropy(&logits, &targets(&[0, 3])), "a class from 0 to 2 or ignore_index, -100, but one is 3");
+    refused(cross_entropy(&logits, &targets(&[-1, 0])), "but one is -1");
+    refused(cross_entropy(&logits, &targets(&[0, 1, 2])), "they must be (N, C, …) and (N, …)");
     refused(cross_entropy(&logits, &tensor(&[2], 1)), "u32, i64 or u8");
-    let with = |options| cross_entropy_with_options(&logits, &targets(&[0, 1]), &options);
+    let with = |options| cross_entropy_with(&logits, &targets(&[0, 1]), options);
     refused(with(CrossEntropyOptions { label_smoothing: 1.5, ..Default::default() }), "1.5");
-    refused(with(CrossEntropyOptions { weight: Some(tensor(&[2], 1)), ..Default::default() }), "each of 3 classes");
+    refused(with(CrossEntropyOptions { weight: Some(tensor(&[2], 1)), ..Default::default() }), "one weight per class");
 }

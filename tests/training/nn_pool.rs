@@ -47,14 +47,14 @@ fn empty_batches_and_bad_inputs() {
         assert!(error.contains(text), "{error}");
     };
     let x = zeros(&[1, 2, 4, 4], DType::F32);
-    refused(max(&zeros(&[4, 4], DType::F32), (2, 2), (2, 2), (0, 0)), "f32[4, 4], where (N, C, H, W)");
-    refused(max(&zeros(&[1, 2, 0, 4], DType::F32), (2, 2), (2, 2), (0, 0)), "are not 0");
-    refused(max(&x, (0, 2), (2, 2), (0, 0)), "kernel 0");
-    refused(max(&x, (2, 2), (2, 0), (0, 0)), "stride 0");
-    refused(max(&x, (3, 3), (1, 1), (2, 1)), "more than half");
-    refused(max(&x, (7, 7), (1, 1), (1, 1)), "no window of 7");
+    refused(max(&zeros(&[4, 4], DType::F32), (2, 2), (2, 2), (0, 0)), "not f32[4, 4]");
+    refused(max(&zeros(&[1, 2, 0, 4], DType::F32), (2, 2), (2, 2), (0, 0)), "with H and W at least 1");
+    refused(max(&x, (0, 2), (2, 2), (0, 0)), "at least 1, not 0 and 2");
+    refused(max(&x, (2, 2), (2, 0), (0, 0)), "at least 1, not 2 and 0");
+    refused(max(&x, (3, 3), (1, 1), (2, 1)), "at most half");
+    refused(max(&x, (7, 7), (1, 1), (1, 1)), "smaller than the kernel, 7");
     refused(max(&zeros(&[1, 2, 4, 4], DType::U8), (2, 2), (2, 2), (0, 0)), "U8");
-    refused(adaptive_avg_pool2d(&x, (0, 1)), "must not be 0");
-    refused(interpolate(&x, (1, 0), InterpolateMode::Nearest), "must not be 0");
+    refused(adaptive_avg_pool2d(&x, (0, 1)), "must be at least 1 × 1");
+    refused(interpolate(&x, (1, 0), InterpolateMode::Nearest), "must be at least 1 × 1");
     refused(avg_pool2d(&zeros(&[1, 2, 4, 4], DType::U32), 2, AvgPool2dOptions::default()), "U32");
 }

@@ -312,7 +312,7 @@ fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Resu
     let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<BatchNorm>> {
         Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
     };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     fill(&varmap, 7);
     let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
     // The mean of these over the ranks is the mean over the whole batch: ranks with more rows weigh more.
@@ -348,7 +348,7 @@ fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_coll
             let norm = sync_batch_norm(&pg, 8, 1e-5, vb.pp("norm"))?;
             Ok((linear(4, 8, vb.pp("first"))?, norm, linear(8, 8, vb.pp("last"))?))
         };
-        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let x = tensor(&[5, 4], 1);
         for _ in 0..STEPS {
             let y = ddp.call(|(first, norm, last)| {
@@ -386,7 +386,7 @@ fn ending_the_group_ends_the_norms_collectives() {
     .unwrap();
 }
 
-/// The norm's first forward pass creates a group of its own, which the other rank never joins.
+/// The norm's first forward pass creates its own group, which the other rank never joins.
 #[test]
 fn ending_the_group_ends_the_norms_first_pass() {
     let over = std::sync::Barrier::new(2);
@@ -418,7 +418,7 @@ fn bad_input_is_named() {
         assert!(refused(Tensor::zeros((4, 3), DType::U8, &Device::Cpu)?).contains("batch normalisation"));
         // One row on one rank and none on the other: both ranks return the error.
         let error = refused(tensor(&[1 - pg.rank(), 3], 1));
-        assert!(error.contains("fewer than two values"), "{error}");
+        assert!(error.contains("at least two values"), "{error}");
         for (config, name) in [
             (BatchNormConfig { eps: -1.0, ..Default::default() }, "eps"),
             (BatchNormConfig { momentum: 1.5, ..Default::default() }, "momentum"),
@@ -436,7 +436,7 @@ fn its_errors_come_out_of_ddp_as_they_are() {
     ranks(1, |pg| {
         let (varmap, options) = (VarMap::new(), DdpOptions::default());
         let build = |vb| sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb);
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
         let error = ddp.forward_t(&tensor(&[2, 5], 1), true).unwrap_err();
         let argument = "the input of SyncBatchNorm";
         assert!(matches!(&error, Error::InvalidArgument { argument: found, .. } if *found == argument), "{error}");

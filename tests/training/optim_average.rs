@@ -1,8 +1,9 @@
 //! Averages of weights over time and over ranks.
 use crate::common::{assert_close, floats, ranks, values};
 use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_ddp::{DistributedDataParallel, Error};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear_no_bias};
 
 #[test]
@@ -146,7 +147,7 @@ fn post_local_sgd_averages_gradients_first_and_weights_later() {
     let found = ranks(2, |pg| {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder| linear_no_bias(2, 1, vb);
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
         let weights = ddp.parameters();
         weights[0].set(&Tensor::new(&[[1f32, 2.]], &Device::Cpu)?)?;
         let local = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
@@ -178,7 +179,8 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
         let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(&parameters).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the list of parameters of rank 1 differs from that of rank 0: b f32[3] on rank 1, b f32[2] on rank 0"
+            "the list of parameters of rank 1 differs from that of rank 0: b f32[3] on rank 1, b f32[2] on rank 0. \
+             All ranks must have the same one: it may depend on the rank, on a file that differs between hosts, or on the program's version"
         );
         Ok(())
     })

@@ -1,11 +1,13 @@
 //! Programs that choose their optimizer at run time.
 use crate::common::{assert_close, fill, floats, ranks, tensor};
-use candle_core::{DType, Module};
+use candle_core::Module;
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{
     AdamW, Lamb, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd, ParamsStepLr,
-    ReduceLrOnPlateau, Sgd, StateDict, StepLr, ZeroRedundancyOptimizer,
+    ReduceLrOnPlateau, Sgd, StepLr, ZeroRedundancyOptimizer,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -15,7 +17,7 @@ fn wrap(pg: &ProcessGroup) -> Result<Ddp> {
     let varmap = VarMap::new();
     let net = |vb: VarBuilder| Ok::<_, Error>([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
     let options = DdpOptions { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() };
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, net, options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, net, options)?;
     fill(&varmap, 1);
     Ok(ddp)
 }
@@ -28,8 +30,8 @@ fn choose(kind: &str, ddp: &Ddp) -> Result<Box<dyn Optimizer>> {
     Ok(match kind {
         "zero" => Box::new(ZeroRedundancyOptimizer::from_groups(ddp, groups)?),
         "adamw" => Box::new(AdamW::from_groups(groups)?),
-        "sgd" => Box::new(Sgd::from_named(named, ParamsSgd { lr: 0.02, ..Default::default() })?),
-        _ => Box::new(Lamb::from_named(named, ParamsLamb { lr: 0.02, ..Default::default() })?),
+        "sgd" => Box::new(Sgd::new(named, ParamsSgd { lr: 0.02, ..Default::default() })?),
+        _ => Box::new(Lamb::new(named, ParamsLamb { lr: 0.02, ..Default::default() })?),
     })
 }
 

@@ -1,6 +1,7 @@
 //! Optimizers, schedules, clipping and averages, compared with PyTorch's results: see golden/optim.md.
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
 
 use std::collections::HashMap;

@@ -1,13 +1,13 @@
-//! The recipe in docs/checkpoints.md for runs that go on where others ended.
+//! The recipe in docs/checkpoints.md for runs that continue where others ended.
 use crate::common::{floats, ranks};
 use candle_ddp::optim::Optimizer;
 include!("recipe.rs");
 
 /// Everything, the scaler's and the schedule's states among it, as values.
-fn state(training: &Training) -> Result<Vec<f64>> {
+fn state(training: &mut Training) -> Result<Vec<f64>> {
     let weights = training.ddp.parameters().into_iter().flat_map(|var| floats(&var)).map(f64::from);
     let mut states = vec![training.optimizer.learning_rate()];
-    for (_, part) in &training.parts()[1..] {
+    for (_, part) in training.parts().into_iter().skip(1) {
         let mut entries: Vec<_> = part.state_dict()?.into_iter().collect();
         entries.sort_by(|a, b| a.0.cmp(&b.0));
         for (_, tensor) in entries {
@@ -23,14 +23,14 @@ fn a_run_that_is_resumed_ends_as_one_without_a_break() {
     let results = ranks(2, |pg| {
         let (straight, broken) = (folder.path().join("straight"), folder.path().join("broken"));
         // The same first weights for both.
-        let start = Training::new(&pg)?;
+        let mut start = Training::new(&pg)?;
         for folder in [&straight, &broken] {
-            Checkpointer::new(&pg, folder, CheckpointerOptions::default())?.save(0, &start.parts())?;
+            Checkpointer::new(&pg, folder, CheckpointerOptions::default())?.save(0, &mut start)?;
         }
-        let fresh = state(&start)?;
-        let whole = state(&train(&pg, &straight, 5)?)?;
-        let part = state(&train(&pg, &broken, 2)?)?;
-        let resumed = state(&train(&pg, &broken, 5)?)?;
+        let fresh = state(&mut start)?;
+        let whole = state(&mut train(&pg, &straight, 5)?)?;
+        let part = state(&mut train(&pg, &broken, 2)?)?;
+        let resumed = state(&mut train(&pg, &broken, 5)?)?;
         assert!(whole != fresh && whole != part);
         assert_eq!(resumed, whole);
         Ok(resumed)

@@ -1,7 +1,7 @@
 //! `DistributedSampler` and `randperm` against PyTorch (tests/golden/sampler.json, written by
 //! scripts/golden_sampler.py), and the properties that training relies on.
 use candle_ddp::Error;
-use candle_ddp::data::{DistributedSampler, SamplerOptions, randperm};
+use candle_ddp::data::{DistributedSampler, Remainder, SamplerOptions, randperm};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -34,17 +34,16 @@ fn indices_are_pytorchs() {
         let options = SamplerOptions {
             shuffle: row["shuffle"].as_bool().unwrap(),
             seed: row["seed"].as_str().unwrap().parse().unwrap(),
-            drop_last: row["drop_last"].as_bool().unwrap(),
-            padding: true,
+            remainder: if row["drop_last"].as_bool().unwrap() { Remainder::Drop } else { Remainder::Pad },
         };
         let sampler =
-            DistributedSampler::new(number(row, "n"), number(row, "world_size"), number(row, "rank"), options);
+            DistributedSampler::new(number(row, "n"), number(row, "rank"), number(row, "world_size"), options);
         // Where PyTorch gives every rank nothing without a word.
         let Ok(mut sampler) = sampler else {
             assert_eq!(number(row, "num_samples"), 0, "{row}");
             continue;
         };
-        sampler.set_epoch(number(row, "epoch"));
+        sampler.set_epoch(number(row, "epoch") as u64);
         assert_eq!(sampler.len(), number(row, "num_samples"), "{row}");
         assert_eq!(sampler.total_size(), number(row, "total_size"), "{row}");
         assert_eq!(sampler.is_empty(), sampler.iter().next().is_none());
@@ -83,23 +82,23 @@ fn a_rank_outside_of_the_world_is_refused() {
     assert!(matches!(error, Error::RankOutOfRange { rank: 2, world_size: 2 }), "{error}");
     let error = DistributedSampler::new(10, 0, 0, SamplerOptions::default()).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument { argument: "world_size", .. }), "{error}");
-    let error = DistributedSampler::new(usize::MAX, 2, 0, SamplerOptions::default()).unwrap_err();
+    let error = DistributedSampler::new(usize::MAX, 0, 2, SamplerOptions::default()).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument { argument: "len", .. }), "{error}");
 }
 
 #[test]
 fn nothing_grows_with_the_dataset_when_it_is_not_shuffled() {
     // As a list, these indices would take exabytes.
-    let options = SamplerOptions { shuffle: false, drop_last: true, ..Default::default() };
-    let sampler = DistributedSampler::new(usize::MAX, 2, 1, options).unwrap();
+    let options = SamplerOptions { shuffle: false, remainder: Remainder::Drop, ..Default::default() };
+    let sampler = DistributedSampler::new(usize::MAX, 1, 2, options).unwrap();
     assert_eq!(sampler.len(), usize::MAX / 2);
     assert_eq!(sampler.iter().take(3).collect::<Vec<_>>(), [1, 3, 5]);
 }
 
-fn rank_indices(len: usize, world_size: usize, options: SamplerOptions, epoch: usize) -> Vec<Vec<usize>> {
+fn rank_indices(len: usize, world_size: usize, options: SamplerOptions, epoch: u64) -> Vec<Vec<usize>> {
     (0..world_size)
         .map(|rank| {
-            let mut sampler = DistributedSampler::new(len, world_size, rank, options).unwrap();
+            let mut sampler = DistributedSampler::new(len, rank, world_size, options).unwrap();
             sampler.set_epoch(epoch);
             assert_eq!(sampler.iter().len(), sampler.len());
             sampler.iter().collect()
@@ -110,10 +109,11 @@ fn rank_indices(len: usize, world_size: usize, options: SamplerOptions, epoch: u
 proptest! {
     #[test]
     fn ranks_share_the_dataset_fairly(
-        len in 1_usize..200, world_size in 1_usize..12, shuffle: bool, drop_last: bool, seed: u64, epoch in 0_usize..9,
+        len in 1_usize..200, world_size in 1_usize..12, shuffle: bool, drop_last: bool, seed: u64, epoch in 0_u64..9,
     ) {
         prop_assume!(!drop_last || len >= world_size);
-        let options = SamplerOptions { shuffle, seed, drop_last, padding: true };
+        let remainder = if drop_last { Remainder::Drop } else { Remainder::Pad };
+        let options = SamplerOptions { shuffle, seed, remainder };
         let ranks = rank_indices(len, world_size, options, epoch);
         let samples = if drop_last { len / world_size } else { len.div_ceil(world_size) };
         prop_assert!(ranks.iter().all(|indices| indices.len() == samples));
@@ -134,13 +134,13 @@ proptest! {
     fn without_its_padding_every_sample_is_seen_once(
         len in 1_usize..200, world_size in 1_usize..12, shuffle: bool, seed: u64,
     ) {
-        let options = SamplerOptions { shuffle, seed, drop_last: false, padding: false };
+        let options = SamplerOptions { shuffle, seed, remainder: Remainder::Uneven };
         let mut seen = Vec::new();
         for rank in 0..world_size {
-                let sampler = DistributedSampler::new(len, world_size, rank, options).unwrap();
+                let sampler = DistributedSampler::new(len, rank, world_size, options).unwrap();
                 prop_assert!((len / world_size..=len.div_ceil(world_size)).contains(&sampler.len()));
                 prop_assert_eq!((sampler.iter().len(), sampler.total_size()), (sampler.len(), len));
-                let padded = DistributedSampler::new(len, world_size, rank, SamplerOptions { padding: true, ..options });
+                let padded = DistributedSampler::new(len, rank, world_size, SamplerOptions { remainder: Remainder::Pad, ..options });
                 prop_assert!(padded.unwrap().iter().take(sampler.len()).eq(&sampler));
                 seen.extend(&sampler);
         }
@@ -149,13 +149,13 @@ proptest! {
     }
 
     #[test]
-    fn epochs_differ_and_repeat(len in 50_usize..200, world_size in 1_usize..5, seed: u64, epoch in 0_usize..9) {
+    fn epochs_differ_and_repeat(len in 50_usize..200, world_size in 1_usize..5, seed: u64, epoch in 0_u64..9) {
         let options = SamplerOptions { seed, ..Default::default() };
         let once = rank_indices(len, world_size, options, epoch);
         prop_assert_eq!(&once, &rank_indices(len, world_size, options, epoch));
         prop_assert_ne!(&once, &rank_indices(len, world_size, options, epoch + 1));
         // An epoch is nothing but a step of the seed.
-        let shifted = SamplerOptions { seed: seed.wrapping_add(epoch as u64), ..options };
+        let shifted = SamplerOptions { seed: seed.wrapping_add(epoch), ..options };
         prop_assert_eq!(&once, &rank_indices(len, world_size, shifted, 0));
     }
 

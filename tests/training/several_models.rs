@@ -189,7 +189,7 @@ fn models_must_be_the_same_on_all_ranks_and_each_only_once() {
     ranks(2, |pg| {
         let (a, b) = two(&pg)?;
         let loss = || loss(&b.forward(&a.forward(&x(pg.rank()))?)?);
-        let order: [&dyn candle_ddp::DistributedModel; 2] = if pg.rank() == 0 { [&a, &b] } else { [&b, &a] };
+        let order: [&candle_ddp::DistributedModel; 2] = if pg.rank() == 0 { [&a, &b] } else { [&b, &a] };
         let error = candle_ddp::backward(&loss()?, &order).unwrap_err();
         assert!(matches!(&error, Error::InvalidArgument { argument: "models", .. }), "{error}");
         assert!(error.to_string().contains("on rank 1") && error.to_string().contains("on rank 0"), "{error}");
@@ -210,8 +210,8 @@ fn a_variable_of_two_models_gets_the_sum_of_both_gradients() {
     let found = ranks(2, |pg| {
         let varmap = VarMap::new();
         let build = |vb| Mlp::new([4, 5, 4], vb);
-        let a = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
-        let b = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        let a = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
+        let b = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
         fill(&varmap, 1);
         let loss = loss(&b.forward(&a.forward(&x(pg.rank()))?)?)?;
         Ok(gradients(&candle_ddp::backward(&loss, &[&a, &b])?, &a.parameters()))
@@ -319,7 +319,7 @@ fn models_of_the_same_variables_may_exist_beside_each_other() {
     ranks(1, |pg| {
         let varmap = VarMap::new();
         let build = |vb| Mlp::new([4, 5, 4], vb);
-        let new = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        let new = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
         let _old = DistributedDataParallel::from_vars(&pg, (), new.named_parameters(), tiny())?;
         new.backward(&loss(&new.forward(&x(0))?)?)?;
         Ok(())

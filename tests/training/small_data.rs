@@ -14,7 +14,7 @@ mod folder;
 #[path = "../../examples/common/pictures.rs"]
 mod pictures;
 
-/// Returns FNV-1a over the names of all files in the folder and what is in them.
+/// Returns FNV-1a over the names and contents of all files in the folder.
 fn hash(root: &Path) -> u64 {
     let (mut folders, mut files) = (vec![root.to_path_buf()], Vec::<PathBuf>::new());
     while let Some(folder) = folders.pop() {

@@ -2,9 +2,8 @@
 use crate::common::ranks;
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::comm_hook::{CommHook, Fp16Compress, Noop};
-use candle_ddp::error::Failure;
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, nn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused, nn};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -23,7 +22,7 @@ type Ddp = DistributedDataParallel<Net>;
 
 fn wrap(pg: &ProcessGroup, unused: Unused) -> Result<Ddp> {
     let options = DdpOptions { unused, ..Default::default() };
-    DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, Net::new, options)
+    DistributedDataParallel::with_options(pg, &VarMap::new(), Net::new, options)
 }
 
 fn only(prefix: &'static str) -> Unused {
@@ -53,7 +52,7 @@ fn parameters_that_no_rank_used_are_an_error_on_all_ranks() {
     for world_size in [1, 2, 3] {
         ranks(world_size, |pg| {
             let ddp = wrap(&pg, Unused::Refuse)?;
-            // It stays one until all are used. The group works on.
+            // It remains one until all are used. The group remains usable.
             for _ in 0..2 {
                 assert_unused(step(&ddp, &[pg.rank() % 2, 0, 1]), &THIRD);
                 pg.barrier()?;
@@ -108,7 +107,7 @@ fn hooks_and_shards_know_of_them() {
         .unwrap();
     }
     with_hook(Fp16Compress::default(), |result| assert_unused(result, &THIRD));
-    // Ranks do not know what the others used.
+    // Ranks do not know which parameters the others used.
     with_hook(Noop, |result| result.unwrap());
     ranks(2, |pg| {
         let ddp = wrap(&pg, Unused::Refuse)?;
@@ -126,7 +125,7 @@ fn a_loss_that_depends_on_no_parameter_is_an_error_on_all_ranks() {
     let text = "6 of 6 parameters get no gradient on rank 1: first.weight, ";
     for first_is_complete in [true, false] {
         let results = ranks(3, |pg| {
-            // The end of the group may overtake what the other ranks still do before.
+            // The end of the group may overtake the other ranks' earlier work.
             let run = || {
                 let ddp = wrap(&pg, Unused::Refuse)?;
                 if first_is_complete {
@@ -172,7 +171,7 @@ fn layers_that_end_the_graph_are_noticed() {
                 };
                 Ok::<_, candle_core::Error>((linear(4, 4, vb.pp("fc"))?, norm, linear(4, 1, vb.pp("head"))?))
             };
-            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
             let x = Tensor::ones((2, 4), DType::F32, pg.device())?;
             let y = ddp.call(|(fc, norm, head)| head.forward(&norm.forward(&fc.forward(&x)?)?))?;
             match (ddp.backward(&y.sqr()?.mean_all()?), expected) {
@@ -188,7 +187,7 @@ fn layers_that_end_the_graph_are_noticed() {
     }
 }
 
-/// A large model's names are shown in short.
+/// The list of a large model's names is shortened.
 #[test]
 fn many_names_are_told_by_their_beginnings() {
     let mut unused = vec!["pooler.weight".to_string(), "pooler.bias".to_string()];

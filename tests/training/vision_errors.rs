@@ -43,7 +43,7 @@ fn a_damaged_image_is_an_error_or_is_skipped() {
     let text = error(get(&strict, 1));
     assert!(text.starts_with(&format!("{}: a damaged JPEG file", broken[0].display())), "{text}");
     let text = error(get(&strict, 3));
-    assert!(text.contains("b/3.jpg: a WebP file: only JPEG or PNG is read"), "{text}");
+    assert!(text.contains("b/3.jpg: a WebP file: the file must be JPEG or PNG"), "{text}");
     assert!(strict.skipped().is_empty());
 
     let patient = ImageFolder::new(root.path(), (), ImageFolderOptions { skip_corrupt: true }).unwrap();
@@ -52,7 +52,7 @@ fn a_damaged_image_is_an_error_or_is_skipped() {
     assert_eq!(labels, [0, 1, 1, 0, 0, 1]);
     assert_eq!(patient.skipped(), broken);
 
-    // A file that is gone is no damage.
+    // A missing file is not damage.
     fs::remove_file(root.path().join("a/0.jpg")).unwrap();
     assert!(matches!(get(&patient, 0), Err(Error::Io { .. })));
     // No image is left.
@@ -62,9 +62,9 @@ fn a_damaged_image_is_an_error_or_is_skipped() {
     assert!(text.contains("a/0.jpg: the file is empty"), "{text}");
     assert_eq!(patient.skipped().len(), 4);
     let text = error(get(&patient, 1));
-    assert!(text.ends_with("a/1.jpg: all 4 images are damaged, as this one is"), "{text}");
+    assert!(text.ends_with("a/1.jpg: all 4 images are damaged, including this one"), "{text}");
     for dataset in [&strict, &patient] {
-        assert_eq!(error(get(dataset, 4)), "index: 4 of 4 samples");
+        assert_eq!(error(get(dataset, 4)), "index: 4 must be less than the number of samples, 4");
     }
 }
 
@@ -77,7 +77,7 @@ fn every_truncated_file_is_damaged() {
     for name in ["Bee/420.jpg", "Bee/progressive.jpg", "Bee/restart.jpg", "ant/x/cmyk.jpg", "wasp/palette.png"] {
         let whole = fs::read(folder.join(name)).unwrap();
         assert!(Image::decode(&whole).is_ok());
-        // What follows the pixels of a PNG does not count.
+        // Data after the pixels of a PNG is ignored.
         let lost = if name.ends_with("png") { 13 } else { 1 };
         for len in (0..=whole.len() - lost).rev().take(40).chain((0..40).map(|part| whole.len() * part / 40)) {
             assert!(Image::decode(&whole[..len]).is_err(), "{name}: {len} of {} bytes", whole.len());
@@ -98,14 +98,17 @@ fn folders_that_are_something_else() {
     let root = small_folder();
     let open = |path: &Path| error(ImageFolder::new(path, (), Default::default()));
     assert!(open(&root.path().join("missing")).starts_with("reading the folder "));
-    assert!(open(&root.path().join("a")).ends_with("there are no folders in it: it needs one for each class"));
+    assert!(open(&root.path().join("a")).ends_with("it must contain a folder for each class, and contains none"));
     fs::create_dir_all(root.path().join("c/deeper")).unwrap();
     fs::write(root.path().join("c/jpg"), b"").unwrap();
-    assert!(open(root.path()).ends_with("there are no images (.jpg, .jpeg, .png) of the classes c"));
+    assert!(open(root.path()).ends_with("each class must have images (.jpg, .jpeg, .png), and these have none: c"));
 
     assert!(error(Ade20k::new(root.path(), Split::Train, ())).starts_with("reading the folder "));
     fs::create_dir_all(root.path().join("images/training")).unwrap();
-    assert!(error(Ade20k::new(root.path(), Split::Train, ())).ends_with("there are no images (.jpg) in it"));
+    assert!(
+        error(Ade20k::new(root.path(), Split::Train, ()))
+            .ends_with("the folder must contain images (.jpg), and has none")
+    );
     let image = root.path().join("images/training/x.jpg");
     fs::copy(golden().join("folder/Bee/420.jpg"), &image).unwrap();
     let text = error(Ade20k::new(root.path(), Split::Train, ()));
@@ -116,10 +119,10 @@ fn folders_that_are_something_else() {
     let annotation = root.path().join("annotations/training/x.png");
     fs::create_dir_all(annotation.parent().unwrap()).unwrap();
     for (file, reason) in [
-        ("mask.png", "and its annotation "),
-        ("folder/wasp/rgb.png", "a mask is a PNG file of 8-bit grey or of a palette, and this is one of Rgb"),
-        ("folder/wasp/grey.png", "and labels go from 0 to 150"),
-        ("folder/Bee/420.jpg", "a JPEG file: only PNG is read"),
+        ("mask.png", "must be that of its annotation "),
+        ("folder/wasp/rgb.png", "a mask must be a PNG file of 8-bit grey or with a palette, not of Rgb"),
+        ("folder/wasp/grey.png", "must be at most 150"),
+        ("folder/Bee/420.jpg", "a JPEG file: the file must be PNG"),
     ] {
         fs::copy(golden().join(file), &annotation).unwrap();
         let text = error(get(&Ade20k::new(root.path(), Split::Train, ()).unwrap(), 0));
@@ -127,7 +130,7 @@ fn folders_that_are_something_else() {
     }
 }
 
-/// Links that lead to a folder of the class again give it any number of paths.
+/// Links back to a folder of the class give it any number of paths.
 #[test]
 fn a_folder_with_links_to_itself_is_read_once() {
     let root = small_folder();
@@ -159,8 +162,8 @@ fn only_regular_files_are_read() {
     assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     std::os::unix::fs::symlink("/dev/zero", root.path().join("a/y.png")).unwrap();
     let strict = ImageFolder::new(root.path(), (), Default::default()).unwrap();
-    assert!(error(get(&strict, 2)).ends_with("a/x.png: it is a FIFO, and not a regular file"));
-    assert!(error(get(&strict, 3)).ends_with("a/y.png: it is a device, and not a regular file"));
+    assert!(error(get(&strict, 2)).ends_with("a/x.png: it must be a regular file, and is a FIFO"));
+    assert!(error(get(&strict, 3)).ends_with("a/y.png: it must be a regular file, and is a device"));
     let patient = ImageFolder::new(root.path(), (), ImageFolderOptions { skip_corrupt: true }).unwrap();
     assert_eq!(get(&patient, 2).unwrap().1, 1);
     assert_eq!(patient.skipped(), [fifo, root.path().join("a/y.png")]);
@@ -221,7 +224,7 @@ fn cifar_is_read_from_its_binary_files() {
         assert_eq!(get(&fine, index).unwrap(), (image.clone(), index as u32 % 100));
         assert_eq!(get(&coarse, index).unwrap(), (image, index as u32 % 20));
     }
-    assert_eq!(error(get(&ten, 10_000)), "index: 10000 of 10000 samples");
+    assert_eq!(error(get(&ten, 10_000)), "index: 10000 must be less than the number of samples, 10000");
 
     let text = error(Cifar10::new(root.path(), Split::Train, ()));
     assert!(text.starts_with("reading ") && text.contains("data_batch_1.bin"), "{text}");
@@ -229,7 +232,10 @@ fn cifar_is_read_from_its_binary_files() {
     damaged[3073 * 5] = 10;
     fs::write(root.path().join("test_batch.bin"), &damaged).unwrap();
     let text = error(Cifar10::new(root.path(), Split::Eval, ()));
-    assert!(text.ends_with("test_batch.bin: record 5 has the label 10, and there are only 10 classes"), "{text}");
+    assert!(
+        text.ends_with("test_batch.bin: the label of record 5, 10, must be less than the number of classes, 10"),
+        "{text}"
+    );
     fs::write(root.path().join("test_batch.bin"), &damaged[1..]).unwrap();
     let text = error(Cifar10::new(root.path(), Split::Eval, ()));
     assert!(
@@ -302,35 +308,36 @@ fn errors_of_a_programs_own_transforms_and_batches_come_out_as_what_they_were() 
 #[test]
 fn arguments_that_make_no_sense() {
     let image = || Image::new(4, 6, vec![7; 72]).unwrap();
-    assert_eq!(error(Image::new(2, 2, vec![0; 11])), "pixels: 11 bytes, and an image of 2×2 pixels needs 12");
+    assert_eq!(error(Image::new(2, 2, vec![0; 11])), "pixels: an image of 2×2 pixels must have 12 bytes, not 11");
     assert!(error(Image::new(usize::MAX, 2, vec![])).contains("are too many"));
-    assert!(error(Mask::new(0, 2, vec![])).contains("would be empty"));
+    assert!(error(Mask::new(0, 2, vec![])).contains("must be at least 1"));
     let try_out = |transform: &dyn Transform| error(transform.apply(&mut image(), None, &mut Generator::new(0)));
     let size = |height, width| Resize { size: ResizeSize::Exact(height, width) };
-    assert!(try_out(&size(0, 5)).contains("would be empty"));
+    assert!(try_out(&size(0, 5)).contains("must be at least 1"));
     assert!(try_out(&size(1 << 30, 1 << 30)).contains("are too many"));
     assert!(try_out(&RandomCrop { size: (4, 7), ..Default::default() }).contains("set pad_if_needed"));
-    assert!(try_out(&RandomCrop { size: (0, 0), ..Default::default() }).contains("would be empty"));
+    assert!(try_out(&RandomCrop { size: (0, 0), ..Default::default() }).contains("must be at least 1"));
     assert!(try_out(&RandomCrop { padding: usize::MAX, ..Default::default() }).contains("padding"));
     assert!(try_out(&RandomResize { min_size: 5, max_size: 5 }).starts_with("max_size: "));
     assert!(try_out(&RandomResizedCrop { scale: (0., 1.), ..Default::default() }).starts_with("scale: "));
     assert!(try_out(&RandomResizedCrop { ratio: (2., 1.), ..Default::default() }).starts_with("ratio: "));
-    assert!(
-        try_out(&ColorJitter { hue: 0.6, ..Default::default() }).ends_with("it is a number that goes from 0 to 0.5")
-    );
+    assert!(try_out(&ColorJitter { hue: 0.6, ..Default::default() }).ends_with("0.6 must be from 0 to 0.5"));
     assert!(try_out(&ColorJitter { contrast: f64::NAN, ..Default::default() }).starts_with("contrast: "));
     for p in [-0.1, 1.1, f64::NAN] {
-        assert!(try_out(&RandomHorizontalFlip { p }).ends_with("a probability goes from 0 to 1"));
+        assert!(try_out(&RandomHorizontalFlip { p }).ends_with("must be from 0 to 1"));
     }
     let flat = Normalize { std: [1., 0., 1.], ..Default::default() };
     for text in [error(flat.apply(&image())), error(flat.batch([&image()]))] {
-        assert!(text.starts_with("std: [1.0, 0.0, 1.0]: "), "{text}");
+        assert!(text.starts_with("std: [1.0, 0.0, 1.0] must not"), "{text}");
     }
     let other = Image::new(6, 4, vec![7; 72]).unwrap();
-    assert!(error(Normalize::default().batch([&image(), &other])).starts_with("images: number 1 of the batch has 6×4"));
-    assert!(error(Normalize::default().collate::<u32>(vec![])).starts_with("images: a batch needs at least one"));
+    assert!(
+        error(Normalize::default().batch([&image(), &other]))
+            .starts_with("images: all must have the same size: number 1 of the batch has 6×4")
+    );
+    assert!(error(Normalize::default().collate::<u32>(vec![])).starts_with("images: a batch must have at least one"));
 
-    // An error of a transform says of which file.
+    // An error of a transform names the file.
     let root = small_folder();
     let folder = ImageFolder::new(root.path(), RandomCrop::default(), Default::default()).unwrap();
     let text = error(get(&folder, 0));

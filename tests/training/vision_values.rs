@@ -21,7 +21,7 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// How many bytes differ by how much.
+/// The number of differing bytes by the size of the difference.
 fn differences(actual: &[u8], expected: &[u8]) -> [usize; 256] {
     assert_eq!(actual.len(), expected.len());
     let mut counts = [0; 256];

@@ -2,16 +2,14 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
+use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::comm_hook::Bf16Compress;
-use candle_ddp::error::Failure;
 use candle_ddp::optim::{
-    AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StateDict,
-    StepLr, UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
+    AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StepLr,
+    UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
 };
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
-    Unused,
-};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Role, Unused};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 /// Two layers, and a third that only some passes use. No number of ranks divides the sizes.
@@ -46,7 +44,7 @@ fn small() -> DdpOptions {
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 7);
     Ok(ddp)
 }
@@ -206,7 +204,7 @@ fn mixed_precision_has_full_masters_on_all_ranks() {
                         optimizer.step(&ddp.backward(&loss()?)?)?;
                     }
                 } else {
-                    let mut optimizer = AdamW::from_named(ddp.named_parameters(), adamw())?;
+                    let mut optimizer = AdamW::new(&ddp, adamw())?;
                     for _ in 0..3 {
                         optimizer.step(&ddp.backward(&loss()?)?)?;
                     }
@@ -243,7 +241,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         assert_eq!(scaler.current_scale(), 512.);
         // Without `unscale`, the step would use scaled gradients.
         let mut grads = backward(&ddp, 3, scaler.current_scale())?;
-        let error = scaler.step_with(&mut grads, |grads| optimizer.step(grads)).unwrap_err().to_string();
+        let error = scaler.step_if_finite(&mut grads, |grads| optimizer.step(grads)).unwrap_err().to_string();
         assert!(error.contains("unscale"), "{error}");
         Ok(values(&ddp))
     });
@@ -465,7 +463,7 @@ fn accumulated_gradients_and_schedules_work() {
                     schedule.step(&mut optimizer)?;
                 }
             } else {
-                let mut optimizer = FusedOptimizer::from_named(ddp.named_parameters(), options.clone())?;
+                let mut optimizer = FusedOptimizer::new(ddp.named_parameters(), options.clone())?;
                 let mut schedule = StepLr::new(&mut optimizer, halves)?;
                 for step in 0..3 {
                     optimizer.step(&micro_batches(&ddp, step)?)?;
@@ -480,7 +478,7 @@ fn accumulated_gradients_and_schedules_work() {
     assert_same(&run(true, 3), &run(false, 1), 1e-5);
 }
 
-/// An ignored parameter has an optimizer of its own, and both optimizers share a scaler.
+/// An ignored parameter has its own optimizer, and both optimizers share a scaler.
 #[test]
 fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
     for broken in [false, true] {
@@ -489,12 +487,13 @@ fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
                 let ones = candle_nn::Init::Const(1.);
                 Ok([vb.get_with_hints(3, "averaged", ones)?, vb.get_with_hints(3, "own", ones)?])
             };
-            let options = DdpOptions { is_ignored: std::sync::Arc::new(|name| name == "own"), ..Default::default() };
-            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+            let role = |name: &str| if name == "own" { Role::Ignored } else { Role::Parameter };
+            let options = DdpOptions { role: std::sync::Arc::new(role), ..Default::default() };
+            let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
             let named = ddp.named_parameters();
             let sgd = ParamsSgd { lr: 0.1, ..Default::default() };
             let mut zero = ZeroRedundancyOptimizer::new(&ddp, sgd.clone())?;
-            let mut own = FusedOptimizer::from_named(vec![named[1].clone()], sgd)?;
+            let mut own = FusedOptimizer::new(vec![named[1].clone()], sgd)?;
             let mut scaler = GradScaler::new(&pg, named.clone(), GradScalerOptions::default())?;
             let loss = ddp.call(|[averaged, own]| averaged.sum_all()? + own.sum_all()?)?;
             let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
@@ -502,7 +501,7 @@ fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
                 grads.insert(&named[1].1, Tensor::full(f32::NAN, 3, pg.device())?);
             }
             assert_eq!(zero.unscale(&mut scaler, &mut grads)?, !broken);
-            scaler.step_with(&mut grads, |grads| {
+            scaler.step_if_finite(&mut grads, |grads| {
                 zero.step(grads)?;
                 own.step(grads)
             })?;
@@ -540,7 +539,7 @@ fn an_incomplete_set_of_shards_is_refused() {
     .unwrap();
 }
 
-/// Rank 1 fails instead of saving. (Tests beside `write_together` cover failures during the write.)
+/// Rank 1 fails instead of saving. (Tests next to `write_together` cover failures during the write.)
 #[test]
 fn a_failed_rank_leaves_the_previous_files() {
     for shards in [false, true] {

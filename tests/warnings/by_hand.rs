@@ -1,13 +1,13 @@
-//! Ranks that were started by hand, without a launcher: what they take of the host.
+//! Ranks that were started by hand, without a launcher: the resources that they take.
 #![cfg(target_os = "linux")]
-use crate::common::{free_port, test_process};
+use crate::common::{free_port, skip, test_process};
 use crate::logger::{self, LOG};
 use candle_ddp::{InitOptions, init_process_group};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// The folder in which a rank leaves what it found.
+/// The folder in which a rank writes its findings.
 const FOLDER: &str = "CANDLE_DDP_TEST_BY_HAND";
 
 /// The addresses at which this process accepts connections.
@@ -85,7 +85,10 @@ fn run(early: bool, threads: Option<&str>) -> [Report; 2] {
 fn ranks_of_one_host_share_its_processors_and_listen_where_they_were_told() {
     let cpus = std::thread::available_parallelism().unwrap().get();
     if cpus < 2 {
-        return;
+        return skip(
+            "ranks_of_one_host_share_its_processors_and_listen_where_they_were_told",
+            "it needs two processors",
+        );
     }
     let share = cpus / 2;
     let [first, second] = run(false, None);
@@ -100,7 +103,7 @@ fn ranks_of_one_host_share_its_processors_and_listen_where_they_were_told() {
     let [first, second] = run(true, None);
     assert_eq!((first.0, second.0), (cpus, cpus));
     assert!(
-        first.1.len() == 1 && first.1[0].contains(&format!("has {cpus} threads in each rank already")),
+        first.1.len() == 1 && first.1[0].contains(&format!("already has {cpus} threads in each rank")),
         "{first:?}"
     );
 

@@ -3,7 +3,7 @@ use crate::common::ranks;
 use crate::logger::{self, LOG};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Var};
-use candle_ddp::{GradScaler, GradScalerOptions};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 
 #[test]
 fn a_scale_below_one_is_told_of_once_on_rank_0() {
@@ -24,4 +24,5 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
     .unwrap();
     let warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
     assert!(warnings.len() == 1 && warnings[0].starts_with("GradScaler: the scale fell to 0.5"), "{warnings:?}");
+    assert!(warnings[0].contains("Lower the learning rate") && warnings[0].contains("nan_check"), "{warnings:?}");
 }

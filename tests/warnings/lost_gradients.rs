@@ -1,15 +1,14 @@
 //! DDP says once, on rank 0, that the first gradients were dropped unused.
 use crate::common::{ranks, tensor};
 use crate::logger::{self, LOG};
-use candle_core::DType;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Result};
+use candle_ddp::{DistributedDataParallel, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarMap, linear};
 
 fn warnings(work: impl Fn(&DistributedDataParallel<Linear>) -> Result<()> + Sync) -> Vec<String> {
     LOG.0.lock().unwrap().clear();
     ranks(2, |pg| {
         let build = |vb| linear(4, 2, vb);
-        work(&DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?)
+        work(&DistributedDataParallel::new(&pg, &VarMap::new(), build)?)
     })
     .unwrap();
     std::mem::take(&mut *LOG.0.lock().unwrap())
@@ -31,6 +30,7 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
         Ok(())
     });
     assert!(lost.len() == 1 && lost[0].contains("backward_into") && lost[0].contains("weight"), "{lost:?}");
+    assert!(lost[0].contains("an optimizer without this parameter"), "{lost:?}");
     let lost = warnings(|ddp| {
         let losses = [loss(ddp)?, loss(ddp)?];
         losses.iter().try_for_each(|loss| ddp.backward(loss).map(drop))

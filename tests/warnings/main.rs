@@ -8,5 +8,6 @@ mod engine;
 #[path = "../common/logger.rs"]
 mod logger;
 mod lost_gradients;
+mod no_batch;
 mod secrets;
 mod shm_fallback;

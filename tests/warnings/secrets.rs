@@ -1,4 +1,4 @@
-//! What the process that hosts a store hears of clients whose secret is another one.
+//! The warnings of the process that hosts a store about clients with another secret.
 use crate::logger::{self, LOG};
 
 use candle_ddp::rendezvous::{Error, Secret, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
@@ -11,7 +11,7 @@ fn the_host_hears_of_every_client_that_its_secret_keeps_out() {
     for (own, theirs, expected) in [
         (secret("1"), secret("2"), "it has another secret than this job"),
         (secret("1"), None, "it does not have the job's secret"),
-        (None, secret("2"), "it has a secret, and this job has none"),
+        (None, secret("2"), "it has a secret, but this job has none"),
     ] {
         let options = TcpStoreServerOptions { secret: own, ..Default::default() };
         let server = TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), options).unwrap();

@@ -1,4 +1,4 @@
-//! Operation functions, each one operation forward and one backward.
+//! Activation functions, each with one operation forward and one backward.
 #[cfg(test)]
 use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
@@ -15,12 +15,13 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-/// How many elements a thread takes at a time.
+/// The number of elements that a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 14;
 /// The coefficient of the cube in the approximation of gelu.
 const CUBE: f64 = 0.044_715;
 
-/// max(x, 0), NaN where x is: `torch.nn.functional.relu`. Unlike with candle's `Tensor::relu`, the gradient at 0 is 0.
+/// max(x, 0), and NaN where x is NaN: `torch.nn.functional.relu`. Unlike with candle's `Tensor::relu`, the gradient
+/// at 0 is 0.
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16.
 ///
@@ -31,7 +32,7 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 }
 
 /// x × (1 + tanh(√(2 / π) × (x + 0.044715 x³))) / 2: `torch.nn.functional.gelu(x, approximate='tanh')`, and candle's
-/// `Tensor::gelu`. [`gelu_erf`] is what it approximates.
+/// `Tensor::gelu`. It approximates [`gelu_erf`].
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 ///
@@ -41,8 +42,8 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     Operation::Gelu.apply(x)
 }
 
-/// x × (1 + erf(x / √2)) / 2: `torch.nn.functional.gelu(x)`, and candle's `Tensor::gelu_erf`, whose gradient is right
-/// to six digits only.
+/// x × (1 + erf(x / √2)) / 2: `torch.nn.functional.gelu(x)`, and candle's `Tensor::gelu_erf`, whose gradient is
+/// accurate to only six digits.
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 ///
@@ -124,15 +125,15 @@ impl Module for Activation {
     }
 }
 
-/// ln(1 + e^x), finite for every finite x. candle's gradients of both terms add up to the right one at 0 as well.
+/// ln(1 + e^x), finite for every finite x. candle's gradients of both terms add up to the correct one at 0 too.
 pub(super) fn softplus(x: &Tensor) -> Result<Tensor> {
     x.relu()? + (x.abs()?.neg()?.exp()? + 1.0)?.log()?
 }
 
-/// x × tanh(ln(1 + e^x)): a drop-in for `candle_nn::ops::mish`, whose gradient is not a number for large x.
+/// x × tanh(ln(1 + e^x)): a drop-in for `candle_nn::ops::mish`, whose gradient is NaN for large x.
 ///
 /// # Errors
-/// candle's, for a dtype of integers.
+/// Returns candle's error for an integer dtype.
 pub fn mish(x: &Tensor) -> Result<Tensor> {
     x * softplus(x)?.tanh()?
 }
@@ -164,7 +165,7 @@ impl Operation {
         y
     }
 
-    /// `x` is the result in the case of relu.
+    /// For relu, `x` is the result.
     fn backward<T: Element>(self, x: &[T], dy: &[T]) -> Vec<T> {
         let mut dx = vec![T::from_f64(0.0); x.len()];
         let blocks = dx.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS));
@@ -184,7 +185,7 @@ impl Operation {
         elements: usize,
         tensors: &[Address],
     ) -> Result<()> {
-        // The order of the definitions in elementwise.cu.
+        // The same order as in elementwise.cu.
         let numbers = &[elements, self as usize];
         let grid = Grid::Threads(elements);
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
@@ -226,13 +227,13 @@ fn sigmoid<R: Real>(x: R) -> R {
     one / (one + (-x).exp())
 }
 
-/// Twice what gelu takes the hyperbolic tangent of: (1 + tanh(u)) / 2 is the sigmoid of 2u.
+/// Twice the argument of gelu's hyperbolic tangent: (1 + tanh(u)) / 2 is the sigmoid of 2u.
 #[inline(always)]
 fn gelu_argument<R: Real>(x: R) -> R {
     x * (R::from_f64(1.0) + R::from_f64(CUBE) * x * x) * R::from_f64((8.0 / PI).sqrt())
 }
 
-/// A number to calculate with.
+/// The type used for arithmetic.
 #[inline(always)]
 fn c<R: Real>(value: f64) -> R {
     R::from_f64(value)

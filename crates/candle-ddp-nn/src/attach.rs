@@ -1,10 +1,10 @@
-//! Values that were computed outside of candle's graph, with a backward pass: for devices on which a function is made of
-//! candle's operations, but its gradient is not candle's.
+//! Values that were computed outside candle's graph, with their own backward pass: for devices on which candle's
+//! operations compute a function but not its gradient.
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::copy::snapshot_tensor;
 use candle_ddp_tensor::function::{Function, apply};
 
-/// A copy of `value` that depends on `arguments`, whose gradients `backward` makes of the copy's.
+/// A copy of `value` that depends on `arguments`. `backward` computes their gradients from the copy's.
 pub(super) fn attach<F>(arguments: &[&Tensor], value: &Tensor, name: &'static str, backward: F) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Vec<Tensor>> + Send + Sync + 'static,

@@ -7,9 +7,9 @@ use candle_ddp_tensor::Error;
 /// Options of [`avg_pool2d`]. The default is PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AvgPool2dOptions {
-    /// How far windows are apart, in rows and columns; `None`, the default, is the size of a window.
+    /// The distance between windows, in rows and columns. `None`, the default: the size of a window.
     pub stride: Option<(usize, usize)>,
-    /// How many rows and columns of zeros are added at each border, at most half a window; none by default.
+    /// The number of rows and columns of zeros added at each border, at most half a window; 0 by default.
     pub padding: (usize, usize),
     /// Whether windows may reach beyond the (padded) input at the bottom and at the right; `false` by default.
     pub ceil_mode: bool,
@@ -26,8 +26,8 @@ impl Default for AvgPool2dOptions {
 /// The average of every window of `kernel` rows and columns (`2`, or `(2, 3)`): `torch.nn.functional.avg_pool2d`.
 ///
 /// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16; the sum is calculated in f32 (f64
-/// for f64). The result has the height (H + 2 × padding − kernel) / stride + 1, rounded down, and a width by the same
-/// rule. Unlike that of candle's `avg_pool2d`, the gradient is right for all sizes, and windows may overlap.
+/// for f64). The result has the height (H + 2 × padding − kernel) / stride + 1, rounded down, and its width follows
+/// the same rule. Unlike with candle's `avg_pool2d`, the gradient is correct for all sizes, and windows may overlap.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
@@ -66,9 +66,11 @@ pub fn adaptive_avg_pool2d(x: &Tensor, size: impl ToUsize2) -> Result<Tensor> {
     let (height, width) = plane(x, "the input of adaptive_avg_pool2d")?;
     let size = size.to_usize2();
     if size.0 == 0 || size.1 == 0 {
-        return Err(
-            Error::invalid("the size of adaptive_avg_pool2d", format!("it is {size:?}, and must not be 0")).into()
-        );
+        return Err(Error::invalid(
+            "the size of adaptive_avg_pool2d",
+            format!("it must be at least 1 × 1, not {size:?}"),
+        )
+        .into());
     }
     let axis = |input: usize, output: usize| {
         Axis::new(input, output, |index| {

@@ -1,4 +1,5 @@
 //! Batch normalisation of the local batch, or of the batches of all ranks together.
+use super::channels::cuda::{self, Parameters, Source};
 use super::channels::{self, After};
 pub use super::normalise::BatchNormGroup;
 use super::normalise::{Batch, Normalise, Statistics, combine};
@@ -12,15 +13,16 @@ use std::sync::Arc;
 /// Batch normalisation: `torch.nn.BatchNorm1d` to `3d`, and a drop-in for [`candle_nn::BatchNorm`] with the same names in the
 /// `VarMap` (`weight`, `bias`, `running_mean`, `running_var`). Made by [`batch_norm`].
 ///
-/// Takes tensors of two and more dimensions, the second of which are the channels: (N, C), (N, C, L), (N, C, H, W),
-/// (N, C, D, H, W). Means and variances are calculated in f32 (in f64 for f64 inputs) also for f16 and bf16; parameters and
-/// running statistics may be of another floating-point dtype than the input, as in mixed precision. The passes are fused
-/// loops on the CPU and kernels on CUDA.
+/// Takes tensors of two or more dimensions, the second of which is the channels: (N, C), (N, C, L), (N, C, H, W), (N,
+/// C, D, H, W). Means and variances are calculated in f32 for f16 and bf16 too (in f64 for f64 inputs). Parameters
+/// and running statistics may have another floating-point dtype than the input, as in mixed precision. The passes are
+/// fused loops on the CPU and kernels on CUDA.
 ///
-/// [`BatchNorm::forward_relu_t`] and [`BatchNorm::forward_add_relu_t`] do what usually follows in the same pass over memory.
+/// [`BatchNorm::forward_relu_t`] and [`BatchNorm::forward_add_relu_t`] also apply the usual next operation in the
+/// same pass over memory.
 ///
-/// As with candle's `BatchNorm`, PyTorch's `momentum=None` (a cumulative average) and `track_running_stats=False` are not
-/// offered.
+/// Like candle's `BatchNorm`, it lacks PyTorch's `momentum=None` (a cumulative average) and
+/// `track_running_stats=False`.
 #[derive(Clone, Debug)]
 pub struct BatchNorm {
     running_mean: Var,
@@ -41,22 +43,22 @@ enum Fused<'a> {
 /// A [`BatchNorm`] for inputs with `num_features` channels. `config` is candle's, or only its `eps`.
 ///
 /// # Errors
-/// A config that [`candle_nn::BatchNorm`] refuses as well, and whatever `vb` refuses.
+/// Returns an error for a config that [`candle_nn::BatchNorm`] refuses too, and the errors of `vb`.
 pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: VarBuilder) -> Result<BatchNorm> {
     let config = config.into();
     let get = |name, value| vb.get_with_hints(num_features, name, Init::Const(value));
-    // In this order, which is candle's: under DDP it numbers the parameters.
+    // The same order as candle's, since under DDP it numbers the parameters.
     let statistics = [get("running_mean", 0.)?, get("running_var", 1.)?];
     let weight_and_bias = if config.affine { Some((get("weight", 1.)?, get("bias", 0.)?)) } else { None };
     BatchNorm::of(num_features, config, statistics, weight_and_bias)
 }
 
 impl BatchNorm {
-    /// A layer of these parameters and running statistics, each of shape (`num_features`). Variables among the statistics are
-    /// shared; other tensors are copied.
+    /// A layer with these parameters and running statistics, each of shape (`num_features`). Statistics that are
+    /// variables are shared; other tensors are copied.
     ///
     /// # Errors
-    /// A tensor of another shape, or a negative `eps`.
+    /// Returns an error for a tensor of another shape or a negative `eps`.
     pub fn new(
         num_features: usize,
         running_mean: Tensor,
@@ -79,7 +81,7 @@ impl BatchNorm {
     /// [`BatchNorm::new`] with a `momentum` from 0 to 1.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`], and a momentum outside of 0 to 1.
+    /// As with [`BatchNorm::new`], and for a momentum outside 0 to 1.
     pub fn new_with_momentum(
         num_features: usize,
         running_mean: Tensor,
@@ -120,17 +122,21 @@ impl BatchNorm {
         weight_and_bias: Option<(Tensor, Tensor)>,
     ) -> Result<Self> {
         if config.eps < 0. {
-            return Err(Error::invalid("eps", format!("{} is negative", config.eps)).into());
+            return Err(Error::invalid("eps", format!("it must not be negative, but is {}", config.eps)).into());
         }
         if !(0. ..=1.).contains(&config.momentum) {
-            return Err(Error::invalid("momentum", format!("{} is not between 0 and 1", config.momentum)).into());
+            return Err(
+                Error::invalid("momentum", format!("it must be between 0 and 1, not {}", config.momentum)).into()
+            );
         }
         let parameters = weight_and_bias.iter().flat_map(|(weight, bias)| [("weight", weight), ("bias", bias)]);
         let statistics = [("running_mean", &running_mean), ("running_var", &running_var)];
         for (name, tensor) in statistics.into_iter().chain(parameters) {
             if tensor.dims() != [num_features] {
                 let is = describe(tensor.dtype(), tensor.shape());
-                return Err(Error::invalid(name, format!("it is {is}, where ({num_features}) is expected")).into());
+                return Err(
+                    Error::invalid(name, format!("it must have the shape ({num_features}), but is {is}")).into()
+                );
             }
         }
         // `from_tensor` shares a variable.
@@ -150,32 +156,25 @@ impl BatchNorm {
         let features = self.running_mean.dim(0)?;
         if x.rank() < 2 || x.dim(1)? != features {
             let is = describe(x.dtype(), x.shape());
-            let reason = format!("it is {is}, where (N, {features}) or (N, {features}, …) is expected");
+            let reason = format!("it must be (N, {features}) or (N, {features}, …), not {is}");
             return Err(Error::invalid(self.input(), reason).into());
         }
         if let Fused::AddRelu(z) = fused
             && (z.shape() != x.shape() || z.dtype() != x.dtype() || !z.device().same_device(x.device()))
         {
             let describe = |t: &Tensor| describe(t.dtype(), t.shape());
-            let reason =
-                format!("it is {} on {:?}, where the input is {}", describe(z), z.device().location(), describe(x));
-            return Err(Error::invalid("what is added to batch normalisation", reason).into());
+            let reason = format!(
+                "it must have the input's shape, dtype and device, but is {} on {:?}, and the input is {}",
+                describe(z),
+                z.device().location(),
+                describe(x)
+            );
+            return Err(Error::invalid("the tensor added to batch normalisation's output", reason).into());
         }
         let x = &x.contiguous()?;
-        let acc = channels::accumulator(x.dtype());
-        let Statistics { mean, variance, batch } = if train {
-            self.batch_statistics(x)?
-        } else {
-            let running = |var: &Var| var.as_detached_tensor().to_dtype(acc);
-            Statistics { mean: running(&self.running_mean)?, variance: running(&self.running_var)?, batch: None }
-        };
-        let inverse_deviation = (variance + self.config.eps)?.sqrt()?.recip()?;
-        let (weight, bias) = match &self.weight_and_bias {
-            Some((weight, bias)) => (weight.clone(), bias.clone()),
-            None => (mean.ones_like()?, mean.zeros_like()?),
-        };
-        let scale = (weight.detach().to_dtype(acc)? * &inverse_deviation)?.contiguous()?;
-        let shift = bias.detach().to_dtype(acc)?.contiguous()?;
+        let on = if x.device().is_cuda() { Self::statistics_on_gpu } else { Self::statistics_by_candle };
+        let Statistics { mean, inverse_deviation, scale, shift, batch } = on(self, x, train)?;
+        let parameters = self.weight_and_bias.as_ref();
         let normalised = |after| Normalise {
             x: x.detach(),
             mean,
@@ -184,44 +183,116 @@ impl BatchNorm {
             shift,
             batch,
             after,
-            parameters: [weight.dtype(), bias.dtype()],
+            parameters: parameters.map(|(weight, bias)| [weight.dtype(), bias.dtype()]),
         };
+        let mut arguments = vec![x];
+        arguments.extend(parameters.into_iter().flat_map(|(weight, bias)| [weight, bias]));
         match fused {
-            Fused::Nothing => normalised(After::Nothing).apply(&[x, &weight, &bias]),
-            Fused::Relu => normalised(After::Relu).apply(&[x, &weight, &bias]),
+            Fused::Nothing => normalised(After::Nothing).apply(&arguments),
+            Fused::Relu => normalised(After::Relu).apply(&arguments),
             Fused::AddRelu(z) => {
                 let z = z.contiguous()?;
-                normalised(After::AddRelu(z.detach())).apply(&[x, &weight, &bias, &z])
+                arguments.push(&z);
+                normalised(After::AddRelu(z.detach())).apply(&arguments)
             }
         }
     }
 
+    fn statistics_by_candle(&self, x: &Tensor, train: bool) -> Result<Statistics> {
+        let acc = channels::accumulator(x.dtype());
+        let (mean, variance, batch) = if train {
+            self.batch_statistics(x)?
+        } else {
+            let running = |var: &Var| var.as_detached_tensor().to_dtype(acc);
+            (running(&self.running_mean)?, running(&self.running_var)?, None)
+        };
+        let inverse_deviation = (variance + self.config.eps)?.sqrt()?.recip()?;
+        let (scale, shift) = match &self.weight_and_bias {
+            Some((weight, bias)) => {
+                let scale = (weight.detach().to_dtype(acc)? * &inverse_deviation)?;
+                (scale.contiguous()?, bias.detach().to_dtype(acc)?.contiguous()?)
+            }
+            None => (inverse_deviation.clone(), mean.zeros_like()?),
+        };
+        Ok(Statistics { mean, inverse_deviation, scale, shift, batch })
+    }
+
+    fn statistics_on_gpu(&self, x: &Tensor, train: bool) -> Result<Statistics> {
+        let contiguous =
+            |(weight, bias): &(Tensor, Tensor)| Ok::<_, candle_core::Error>([weight.contiguous()?, bias.contiguous()?]);
+        let weight_and_bias = self.weight_and_bias.as_ref().map(contiguous).transpose()?;
+        let parameters = Parameters {
+            weight_and_bias: weight_and_bias.as_ref().map(|[weight, bias]| [weight, bias]),
+            running: [&self.running_mean, &self.running_var],
+            eps: self.config.eps,
+            momentum: self.config.momentum,
+        };
+        let centred = self.config.remove_mean;
+        let of = |source, parameters| cuda::statistics(x, source, centred, parameters);
+        let (rows, batch) = if !train {
+            (of(Source::Running, Some(&parameters))?, None)
+        } else if let Some(group) = self.ranks() {
+            group.check(x)?;
+            let local = of(Source::Batch, None)?.narrow(0, 0, 2)?;
+            let (mean, variance, count) = self.of_all_ranks(x, &local, Some(&group))?;
+            let [mean, variance] = [mean.contiguous()?, variance.contiguous()?];
+            let rows = of(Source::Given([&mean, &variance, &count]), Some(&parameters))?;
+            (rows, Some(Batch { count: Some(count), group: Some(group), centred }))
+        } else {
+            if values(x)? < 2 {
+                return Err(self.too_few());
+            }
+            (of(Source::Batch, Some(&parameters))?, Some(Batch { count: None, group: None, centred }))
+        };
+        let row = |index| rows.get(index);
+        Ok(Statistics { mean: row(0)?, inverse_deviation: row(2)?, scale: row(3)?, shift: row(4)?, batch })
+    }
+
+    /// The ranks whose batches are normalised together, if there are several.
+    fn ranks(&self) -> Option<Arc<dyn BatchNormGroup>> {
+        self.group.clone().filter(|group| group.world_size() > 1)
+    }
+
     /// Means and variances of the whole batch, and the changes of the running statistics.
-    fn batch_statistics(&self, x: &Tensor) -> Result<Statistics> {
-        let group = self.group.clone().filter(|group| group.world_size() > 1);
+    fn batch_statistics(&self, x: &Tensor) -> Result<(Tensor, Tensor, Option<Batch>)> {
+        let group = self.ranks();
         if let Some(group) = &group {
             group.check(x)?;
         }
         let local = channels::moments(x, self.config.remove_mean)?;
-        let here = x.elem_count().checked_div(x.dim(1)?).unwrap_or(0);
-        let count = Tensor::new(&[here as f64], x.device())?.to_dtype(local.dtype())?;
-        let (mean, variance, count) = match &group {
-            None => (local.get(0)?, local.get(1)?, count),
-            Some(group) => combine(group.as_ref(), &local, &count)?,
-        };
-        // Only where it is possible at all is it worth waiting for a GPU.
-        if here < 2 && count.to_dtype(DType::F64)?.to_vec1::<f64>()?[0] < 2.0 {
-            let reason =
-                "in training mode, all ranks together have fewer than two values per channel, which have no variance";
-            return Err(Error::invalid(self.input(), reason).into());
-        }
+        let (mean, variance, count) = self.of_all_ranks(x, &local, group.as_ref())?;
         let unbiased = variance.broadcast_mul(&(&count / (&count - 1.0)?)?)?;
         if self.config.remove_mean {
             self.update(&self.running_mean, &mean)?;
         }
         self.update(&self.running_var, &unbiased)?;
-        let batch = Some(Batch { count, group, centred: self.config.remove_mean });
-        Ok(Statistics { mean, variance, batch })
+        Ok((mean, variance, Some(Batch { count: Some(count), group, centred: self.config.remove_mean })))
+    }
+
+    /// Means, variances and the number of values of the whole batch, from the `local` ones of `x`. Too few values are an error.
+    fn of_all_ranks(
+        &self,
+        x: &Tensor,
+        local: &Tensor,
+        group: Option<&Arc<dyn BatchNormGroup>>,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let here = values(x)?;
+        let count = Tensor::new(&[here as f64], x.device())?.to_dtype(local.dtype())?;
+        let (mean, variance, count) = match group {
+            None => (local.get(0)?, local.get(1)?, count),
+            Some(group) => combine(group.as_ref(), local, &count)?,
+        };
+        // Waiting for a GPU is only necessary if too few values are possible at all.
+        if here < 2 && count.to_dtype(DType::F64)?.to_vec1::<f64>()?[0] < 2.0 {
+            return Err(self.too_few());
+        }
+        Ok((mean, variance, count))
+    }
+
+    fn too_few(&self) -> candle_core::Error {
+        let reason =
+            "in training mode, all ranks together must have at least two values per channel: fewer have no variance";
+        Error::invalid(self.input(), reason).into()
     }
 
     fn update(&self, running: &Var, newest: &Tensor) -> Result<()> {
@@ -248,7 +319,7 @@ impl BatchNorm {
         self.running_var.as_tensor()
     }
 
-    /// What is added to variances.
+    /// The constant that is added to variances.
     pub fn eps(&self) -> f64 {
         self.config.eps
     }
@@ -258,7 +329,7 @@ impl BatchNorm {
         self.config.momentum
     }
 
-    /// The parameters, unless the layer was made without (`affine: false`).
+    /// The parameters; None if the layer was made without them (`affine: false`).
     pub fn weight_and_bias(&self) -> Option<(&Tensor, &Tensor)> {
         self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
     }
@@ -271,11 +342,11 @@ impl BatchNorm {
         self.normalise(x, train, Fused::Relu)
     }
 
-    /// relu(normalised x + z), in the same pass over memory: the end of a residual block. `z` is like `x`. (Apex's
-    /// `BatchNorm2d_NHWC` with `fuse_relu`.)
+    /// relu(normalised x + z), in the same pass over memory: the end of a residual block. `z` has the shape, dtype
+    /// and device of `x`. (Apex's `BatchNorm2d_NHWC` with `fuse_relu`.)
     ///
     /// # Errors
-    /// As `forward_t`; a `z` of another shape, dtype or device.
+    /// As with `forward_t`, and for a `z` of another shape, dtype or device.
     pub fn forward_add_relu_t(&self, x: &Tensor, z: &Tensor, train: bool) -> Result<Tensor> {
         self.normalise(x, train, Fused::AddRelu(z))
     }
@@ -283,9 +354,14 @@ impl BatchNorm {
 
 impl ModuleT for BatchNorm {
     /// # Errors
-    /// An input without channels, or with another number of them; in training fewer than two values per channel, which have
-    /// no variance.
+    /// Returns an error for an input without channels or with another number of channels and, in training, for fewer
+    /// than two values per channel, which have no variance.
     fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         self.normalise(x, train, Fused::Nothing)
     }
+}
+
+/// The number of values of each channel.
+fn values(x: &Tensor) -> Result<usize> {
+    Ok(x.elem_count().checked_div(x.dim(1)?).unwrap_or(0))
 }

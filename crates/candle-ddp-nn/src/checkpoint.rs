@@ -1,21 +1,21 @@
-//! Activation checkpointing: what lies between the inputs and the result of a function is computed again in the backward
-//! pass, instead of being kept.
+//! Activation checkpointing: the backward pass recomputes a function's intermediate results, which are not kept.
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::function::{Leaves, rerun};
 use candle_ddp_tensor::seed::Replay;
 
-/// Computes `function` of `inputs` and keeps nothing but these for the backward pass, which computes `function` once more:
-/// `torch.utils.checkpoint.checkpoint`. It takes the memory of what lies in between for the time of a forward pass more.
+/// Computes `function` of `inputs` and keeps only the inputs for the backward pass, which runs `function` again:
+/// `torch.utils.checkpoint.checkpoint`. This trades the memory of the intermediate results for the time of another
+/// forward pass.
 ///
-/// The result, its gradients and those of the parameters that `function` uses are those without a checkpoint. Under
-/// candle-ddp's `DistributedDataParallel` a parameter may be used in several checkpoints and outside of
-/// them; its gradient is averaged once, when it is complete. [`Dropout`](super::Dropout) and [`dropout`](super::dropout)
-/// use the same masks in both runs. What else `function` changes, it changes twice: the running statistics of batch
-/// normalisation, for example, as in PyTorch.
+/// The result and all gradients, including those of the parameters that `function` uses, are the same as without a
+/// checkpoint. Under candle-ddp's `DistributedDataParallel` a parameter may be used in several checkpoints and
+/// outside them; its gradient is averaged once, when it is complete. [`Dropout`](super::Dropout) and
+/// [`dropout`](super::dropout) use the same masks in both runs. Any other state that `function` changes, it changes
+/// twice: the running statistics of batch normalisation, for example, as in PyTorch.
 ///
-/// `function` gets its inputs without their graph. Gradients flow to `inputs` and to parameters, and to nothing else that
-/// `function` has captured. Candle's own dropout has other masks in the second run.
+/// `function` gets its inputs without their graph. Gradients flow to `inputs` and to parameters, but to no other
+/// captured tensors. candle's own dropout uses different masks in the second run.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Module, Tensor};
@@ -33,7 +33,8 @@ use candle_ddp_tensor::seed::Replay;
 /// ```
 ///
 /// # Errors
-/// Those of `function`; a result of no floating-point dtype; inputs on several devices.
+/// Returns the errors of `function`, and an error for a result that is not floating-point or inputs on several
+/// devices.
 pub fn checkpoint<F>(inputs: &[&Tensor], function: F) -> Result<Tensor>
 where
     F: Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
@@ -43,7 +44,14 @@ where
     let result = result?;
     if !result.dtype().is_float() {
         let is = candle_ddp_tensor::error::describe(result.dtype(), result.shape());
-        return Err(Error::invalid("function", format!("its result is {is}, through which no gradient flows")).into());
+        return Err(Error::invalid(
+            "function",
+            format!(
+                "its result must be floating-point for gradients to flow, not \
+                                                       {is}"
+            ),
+        )
+        .into());
     }
     let leaves = Leaves::of(&result);
     rerun("checkpoint", inputs, leaves, &result.detach(), move |inputs| replay.play(|| function(inputs)))

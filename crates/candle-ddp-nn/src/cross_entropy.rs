@@ -20,49 +20,48 @@ use std::sync::OnceLock;
 const TARGETS: &str = "the targets of cross_entropy";
 
 /// The mean of −log softmax(logits)\[target\]: `torch.nn.functional.cross_entropy`, and a drop-in for
-/// `candle_nn::loss::cross_entropy`. [`cross_entropy_with_options`] with the default options.
+/// `candle_nn::loss::cross_entropy`. [`cross_entropy_with`] with the default options.
 ///
 /// # Errors
-/// Those of [`cross_entropy_with_options`].
+/// Those of [`cross_entropy_with`].
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    cross_entropy_with_options(logits, targets, &CrossEntropyOptions::default())
+    cross_entropy_with(logits, targets, CrossEntropyOptions::default())
 }
 
 /// The cross entropy between logits and classes, as a scalar of the dtype of `logits`:
 /// `torch.nn.functional.cross_entropy`. One operation, which keeps one number per sample for the backward pass.
 ///
-/// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
-/// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`.
-/// Where all targets are ignored, the mean is NaN and the gradient zero.
+/// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for
+/// f64). `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or
+/// `ignore_index`. If all targets are ignored, the mean is NaN and the gradient zero.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, for targets of another dtype or
-/// outside of the classes, and a `label_smoothing` outside of 0 to 1;
-/// [`Error::UnsupportedDType`]. On a GPU, where looking at them would mean waiting, targets outside of the classes make the
-/// loss NaN instead.
-pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+/// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, targets of another dtype or out
+/// of range, and a `label_smoothing` outside 0 to 1; [`Error::UnsupportedDType`]. On a GPU, where a check would force
+/// a synchronisation, targets out of range make the loss NaN instead.
+pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntropyOptions) -> Result<Tensor> {
     let (shape, smoothing) = (logits.dims(), options.label_smoothing);
     if shape.len() < 2 || targets.dims() != [&shape[..1], &shape[2..]].concat() || shape[1] == 0 {
         let (logits, targets) = (describe(logits.dtype(), logits.shape()), describe(targets.dtype(), targets.shape()));
-        let reason = format!("{logits} and {targets}, where (N, C, …) and (N, …) are expected, and C is not 0");
+        let reason = format!("they must be (N, C, …) and (N, …) with C at least 1, not {logits} and {targets}");
         return Err(Error::invalid("logits and targets of cross_entropy", reason).into());
     }
     if !matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64) {
-        let reason = format!("they are {}, where u32, i64 or u8 is expected", targets.dtype().as_str());
+        let reason = format!("their dtype must be u32, i64 or u8, not {}", targets.dtype().as_str());
         return Err(Error::invalid(TARGETS, reason).into());
     }
     if !(0.0..=1.0).contains(&smoothing) {
-        return Err(Error::invalid("label_smoothing", format!("it is {smoothing}, not from 0 to 1")).into());
+        return Err(Error::invalid("label_smoothing", format!("it must be from 0 to 1, not {smoothing}")).into());
     }
     if let Some(weight) = &options.weight
         && weight.dims() != [shape[1]]
     {
         let (classes, weight) = (shape[1], describe(weight.dtype(), weight.shape()));
-        let reason = format!("they are {weight}, where one for each of {classes} classes is expected");
+        let reason = format!("they must have the shape ({classes}), one weight per class, not {weight}");
         return Err(Error::invalid("the weights of cross_entropy", reason).into());
     }
     if logits.device().is_cuda() {
-        return cuda::cross_entropy(logits, targets, options);
+        return cuda::cross_entropy(logits, targets, &options);
     }
     let targets = classes(targets, shape[1], options.ignore_index)?;
     let weights = match &options.weight {
@@ -84,15 +83,17 @@ fn classes(targets: &Tensor, count: usize, ignore_index: i64) -> Result<Vec<u32>
         _ if *target == ignore_index => Ok(IGNORED),
         Ok(class) if (class as usize) < count => Ok(class),
         _ => {
-            let reason =
-                format!("{target} is neither one of {count} classes nor ignore_index, which is {ignore_index}");
+            let reason = format!(
+                "every target must be a class from 0 to {} or ignore_index, {ignore_index}, but one is {target}",
+                count - 1
+            );
             Err(Error::invalid(TARGETS, reason).into())
         }
     };
     targets.iter().map(class).collect()
 }
 
-/// With candle's operations, all of which it differentiates right.
+/// The same by candle's operations, all of which have correct gradients in candle.
 #[cfg(test)]
 fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     let (acc, classes) = (accumulator(logits.dtype()), logits.dim(1)?);
@@ -129,7 +130,7 @@ fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -
     total.to_dtype(logits.dtype())
 }
 
-/// Without a share of every class: p × `by_p`.
+/// Without label smoothing: p × `by_p`.
 fn gradient_row<T: Element>(dx: &mut [T], x: &[T], norm: T::Real, by_p: T::Real) {
     vectorise!(move || {
         for (dx, x) in dx.iter_mut().zip(x) {
@@ -156,14 +157,14 @@ struct CrossEntropy {
     targets: Vec<u32>,
     weights: Vec<f64>,
     smoothing: f64,
-    /// What sums over samples are multiplied by.
+    /// The factor of sums over samples.
     scale: f64,
     /// log Σ e^x of each sample.
     normalisers: OnceLock<Vec<f64>>,
 }
 
 impl CrossEntropy {
-    /// What the target's, and what every class's negative log-probability counts.
+    /// The weights of the target's and of every class's negative log-probability.
     fn shares(&self, target: u32) -> (f64, f64) {
         match self.weights.get(target as usize) {
             Some(weight) => (weight * (1.0 - self.smoothing), self.smoothing / self.weights.len() as f64),
@@ -226,8 +227,7 @@ impl CrossEntropy {
         let blocks = dx.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
         let blocks = blocks.zip(self.targets.par_chunks_exact(inner)).zip(normalisers.par_chunks_exact(inner));
         blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|(((dx, x), targets), normalisers)| {
-            // For each sample: its normaliser, and what the probabilities and the weights of the classes are multiplied
-            // by.
+            // For each sample: its normaliser, and the factors of the classes' probabilities and weights.
             let (mut norm, mut by_p, mut by_weight) = ([zero; TILE], [zero; TILE], [zero; TILE]);
             for (tile, targets) in targets.chunks(TILE).enumerate() {
                 let (start, count) = (tile * TILE, targets.len());
@@ -309,7 +309,7 @@ mod tests {
                     let dx = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
                     [vec![loss.to_scalar::<f64>().unwrap()], dx].concat()
                 };
-                let loops = run(cross_entropy_with_options(&x, &targets, &options).unwrap());
+                let loops = run(cross_entropy_with(&x, &targets, options.clone()).unwrap());
                 let composite = run(composite(&x, &targets, &options).unwrap());
                 for (a, b) in loops.iter().zip(&composite) {
                     assert!((a - b).abs() <= 1e-12 * b.abs().max(1.0), "{a} and {b}, {shape:?}, case {case}");

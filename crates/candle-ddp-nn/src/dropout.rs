@@ -1,4 +1,4 @@
-//! Dropout whose masks can be repeated.
+//! Dropout with reproducible masks.
 #[cfg(test)]
 use super::attach::attach;
 use candle_core::backend::BackendStorage;
@@ -14,7 +14,7 @@ use candle_ddp_tensor::{Element, dispatch};
 use rayon::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How many elements a thread takes at a time; a multiple of four, the numbers in a block of the generator.
+/// The number of elements that a thread takes at a time; a multiple of four, the numbers in a block of the generator.
 const BLOCK_ELEMENTS: usize = 1 << 12;
 
 /// Makes each element zero with the probability `p`, and divides the others by 1 − p: `torch.nn.functional.dropout` in
@@ -28,7 +28,11 @@ const BLOCK_ELEMENTS: usize = 1 << 12;
 /// [`Error::UnsupportedDType`].
 pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> {
     if !(0.0..1.0).contains(&p) {
-        return Err(Error::invalid("the probability of dropout", format!("it is {p}, not in 0 <= p < 1")).into());
+        return Err(Error::invalid(
+            "the probability of dropout",
+            format!("it must be at least 0 and less than 1, not {p}"),
+        )
+        .into());
     }
     if p == 0.0 || x.elem_count() == 0 {
         return Ok(x.clone());
@@ -39,7 +43,7 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     op1(&x, mask)
 }
 
-/// With candle's operations.
+/// The same, by candle's operations.
 #[cfg(test)]
 fn by_candle(x: &Tensor, mask: Mask) -> Result<Tensor> {
     attach(&[x], &mask.composite(&x.detach())?, "dropout", move |dy| Ok(vec![mask.composite(dy)?]))
@@ -48,7 +52,7 @@ fn by_candle(x: &Tensor, mask: Mask) -> Result<Tensor> {
 /// A drop-in for `candle_nn::Dropout`: see [`dropout`].
 ///
 /// A layer of [`new`](Self::new) draws from the [process's generator](candle_ddp_tensor::seed::default_generator), which
-/// `candle_ddp::seed_everything` seeds for each rank. A layer of [`with_generator`](Self::with_generator) draws from the given one;
+/// `candle_ddp::seed::seed_everything` seeds for each rank. A layer of [`with_generator`](Self::with_generator) draws from the given one;
 /// for masks that differ from rank to rank, make it by [`Generator::for_rank`]. To continue with the same masks after a restart,
 /// save the generator with the checkpoint.
 #[derive(Clone, Debug)]
@@ -86,11 +90,11 @@ impl ModuleT for Dropout {
     }
 }
 
-/// Which elements stay, as a function of numbers that can be computed again.
+/// The elements that stay, as a function of numbers that can be recomputed.
 #[derive(Clone, Copy)]
 struct Mask {
     draw: Draw,
-    /// Elements whose number is less become zero.
+    /// Elements with a number below this become zero.
     threshold: u32,
     scale: f64,
 }
@@ -137,7 +141,7 @@ impl Mask {
         Ok(y)
     }
 
-    /// With candle's operations.
+    /// The same, by candle's operations.
     #[cfg(test)]
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let mut kept = vec![0u8; x.elem_count()];

@@ -12,14 +12,14 @@ use candle_ddp_tensor::{Element, dispatch};
 use candle_nn::{Init, VarBuilder};
 use rayon::prelude::*;
 
-/// About how many elements a thread takes at a time.
+/// The approximate number of elements that a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 15;
 
 /// A table of vectors that are looked up by their index: a drop-in for [`candle_nn::Embedding`], with the same name in
 /// the `VarMap` (`weight`), and PyTorch's `nn.Embedding`.
 ///
-/// The gradient of the table is dense. What belongs to the same vector is added up in f32 (f64 for f64), in the order of
-/// the indices, so that the result does not depend on the number of threads.
+/// The gradient of the table is dense. Contributions to the same vector are added up in f32 (f64 for f64), in the
+/// order of the indices, so the result does not depend on the number of threads.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -38,28 +38,31 @@ impl Embedding {
         &self.embeddings
     }
 
-    /// How long a vector is.
+    /// The length of a vector.
     pub fn hidden_size(&self) -> usize {
         self.hidden_size
     }
 }
 
 /// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An
-/// index outside of the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where a check would force a
+/// index outside the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where a check would force a
 /// synchronisation, its vector is NaN.
 impl Module for Embedding {
     fn forward(&self, indices: &Tensor) -> Result<Tensor> {
         let table = &self.embeddings;
         let (count, size) = table.dims2()?;
         if size != self.hidden_size {
-            let reason =
-                format!("it is {}, and hidden_size {}", describe(table.dtype(), table.shape()), self.hidden_size);
+            let reason = format!(
+                "it must be a matrix with rows of hidden_size elements, but is {}, and hidden_size is {}",
+                describe(table.dtype(), table.shape()),
+                self.hidden_size
+            );
             return Err(Error::invalid("the table of Embedding", reason).into());
         }
         let shape = [indices.dims(), &[size]].concat();
         let indices = indices.flatten_all()?;
         if !matches!(indices.dtype(), DType::U8 | DType::U32 | DType::I64) {
-            let reason = format!("they are {}, where u32, i64 or u8 is expected", indices.dtype().as_str());
+            let reason = format!("their dtype must be u32, i64 or u8, not {}", indices.dtype().as_str());
             return Err(Error::invalid("the indices of Embedding", reason).into());
         }
         if table.device().is_cuda() {
@@ -69,7 +72,10 @@ impl Module for Embedding {
         let index = |index: i64| match usize::try_from(index) {
             Ok(index) if index < count => Ok(index),
             _ => {
-                let reason = format!("{index} is not one of a table of {count} vectors");
+                let reason = format!(
+                    "every index must be less than {count}, the number of vectors in the table, but \
+                                      one is {index}"
+                );
                 Err(candle_core::Error::from(Error::invalid("the indices of Embedding", reason)))
             }
         };
@@ -106,7 +112,7 @@ impl Lookup {
         if d_table.is_empty() {
             return d_table;
         }
-        // By vector, and within a vector in their order.
+        // Sorted by vector, and by position for the same vector.
         let mut order: Vec<(usize, usize)> = self.indices.iter().copied().zip(0..).collect();
         order.par_sort_unstable();
         let rows = (BLOCK_ELEMENTS / size).max(1);
@@ -169,7 +175,7 @@ struct LookupOnCuda {
 }
 
 impl LookupOnCuda {
-    /// `rows`: vectors in the table; `items`: what the kernel has a thread for.
+    /// `rows`: vectors in the table; `items`: one per thread of the kernel.
     fn launch(
         &self,
         device: &CudaDevice,
@@ -196,7 +202,7 @@ impl CustomOp1 for LookupOnCuda {
         let (device, dtype, count) = (table.device(), table.dtype(), self.indices.elem_count());
         kernels::supported(dtype, self.name())?;
         if !self.indices.device().is_cuda() {
-            let reason = "they are on the CPU, and the table is on CUDA".to_string();
+            let reason = "they must be on the device of the table, CUDA, not on the CPU".to_string();
             return Err(Error::invalid("the indices of Embedding", reason).into());
         }
         let y = Output::new(device, dtype, (count, self.size))?;
@@ -209,7 +215,7 @@ impl CustomOp1 for LookupOnCuda {
         let (dy, device, dtype) = (dy.contiguous()?, table.device().as_cuda_device()?, table.dtype());
         let (rows, count) = (table.dim(0)?, self.indices.elem_count());
         if u32::try_from(count).is_err() {
-            let reason = format!("there are {count}, more than 2^32");
+            let reason = format!("there must be at most 2^32, not {count}");
             return Err(Error::invalid("the indices of Embedding", reason).into());
         }
         let d_table = Output::zeros(device, dtype, table.shape())?;

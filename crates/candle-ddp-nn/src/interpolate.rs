@@ -3,24 +3,26 @@ use super::resample::{Axis, plane, resample};
 use candle_core::{DType, Result, Tensor, ToUsize2};
 use candle_ddp_tensor::Error;
 
-/// Where [`interpolate`] takes its values from.
+/// The inputs from which [`interpolate`] computes an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InterpolateMode {
     /// The input that output `i` falls on: `i × (input / output)`, rounded down, calculated in f32 (f64 for f64).
     Nearest,
     /// The four inputs around it, weighted by their distance.
     Bilinear {
-        /// Whether the centres of the corner elements of input and output coincide; otherwise the corners of these
-        /// elements do, and what lies outside has the value at the border.
+        /// Whether the centres of the corner elements of input and output coincide. Otherwise their outer corners
+        /// coincide, and positions outside the input have the value at the border.
         align_corners: bool,
     },
 }
 
-/// Brings every plane to `size` rows and columns: `torch.nn.functional.interpolate(x, size, mode=…, align_corners=…)`.
+/// Resizes every plane to `size` rows and columns: `torch.nn.functional.interpolate(x, size, mode=…,
+/// align_corners=…)`.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. candle's `upsample_nearest2d` loses
-/// gradients where its input is used elsewhere as well, and `upsample_bilinear2d` has none; here both are right.
-/// PyTorch's `scale_factor` is `size` of that many times the input, for factors that make it a whole number.
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. candle's `upsample_nearest2d`
+/// loses gradients if its input is used elsewhere too, and `upsample_bilinear2d` has none; here both are correct. For
+/// PyTorch's `scale_factor`, set `size` to that multiple of the input's size; the factor must result in whole
+/// numbers.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
@@ -29,7 +31,9 @@ pub fn interpolate(x: &Tensor, size: impl ToUsize2, mode: InterpolateMode) -> Re
     let (height, width) = plane(x, "the input of interpolate")?;
     let size = size.to_usize2();
     if size.0 == 0 || size.1 == 0 {
-        return Err(Error::invalid("the size of interpolate", format!("it is {size:?}, and must not be 0")).into());
+        return Err(
+            Error::invalid("the size of interpolate", format!("it must be at least 1 × 1, not {size:?}")).into()
+        );
     }
     let axis = |input: usize, output: usize| match mode {
         InterpolateMode::Nearest => {
@@ -43,7 +47,7 @@ pub fn interpolate(x: &Tensor, size: impl ToUsize2, mode: InterpolateMode) -> Re
 }
 
 fn nearest(index: usize, input: usize, output: usize, dtype: DType) -> usize {
-    // PyTorch calculates in the precision of the input, and where the quotient is not exact, that decides.
+    // PyTorch calculates in the precision of the input, which decides the result if the quotient is not exact.
     let position = match dtype {
         DType::F64 => (index as f64 * (input as f64 / output as f64)) as usize,
         _ => (index as f32 * (input as f32 / output as f32)) as usize,
@@ -59,6 +63,6 @@ fn linear(index: usize, input: usize, output: usize, align_corners: bool) -> (us
     };
     let start = (position as usize).min(input - 1);
     let weight = (position - start as f64).min(1.0);
-    // At the border there is only one, which may be weighted with nothing but 1.
+    // At the border there is only one input, whose weight must be 1.
     if start + 1 == input { (start, vec![1.0]) } else { (start, vec![1.0 - weight, weight]) }
 }

@@ -1,15 +1,15 @@
 //! Caches of keys and values with the names and signatures of [`candle_nn::kv_cache`], through which gradients flow.
 //!
-//! candle's caches cut the graph: whatever they return has no gradient. Here a tensor that candle tracks stays tracked until
-//! [`reset`](KvCache::reset), which belongs before every forward pass that is trained. Without tracked tensors, the caches work as
-//! candle's.
+//! candle's caches cut the graph: the tensors that they return have no gradient. Here a tensor that candle tracks
+//! stays tracked until [`reset`](KvCache::reset); call that before every training forward pass. Without tracked
+//! tensors, the caches work like candle's.
 #[doc(no_inline)]
 pub use candle_nn::kv_cache::*;
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::kv_cache as plain;
 
-/// What was there before, and then `src`.
+/// Concatenates the earlier contents and `src`.
 fn join(before: Option<&Tensor>, src: &Tensor, dim: usize) -> Result<Tensor> {
     match before {
         None => src.contiguous(),
@@ -21,7 +21,7 @@ fn join(before: Option<&Tensor>, src: &Tensor, dim: usize) -> Result<Tensor> {
 #[derive(Clone, Debug)]
 pub struct Cache {
     plain: plain::Cache,
-    /// Everything, once something of it is tracked; then `plain` is empty.
+    /// The whole contents, once a part of it is tracked; `plain` is empty then.
     tracked: Option<Tensor>,
 }
 
@@ -36,26 +36,26 @@ impl Cache {
         self.plain.dim()
     }
 
-    /// The length for which there is room.
+    /// The length for which the cache has room.
     pub fn max_seq_len(&self) -> usize {
         self.plain.max_seq_len()
     }
 
-    /// The length of what is in the cache.
+    /// The length of the cached sequence.
     pub fn current_seq_len(&self) -> usize {
         let tracked = self.tracked.as_ref().and_then(|tracked| tracked.dim(self.dim()).ok());
         tracked.unwrap_or(self.plain.current_seq_len())
     }
 
-    /// The cache's memory, of which the beginning is in use.
+    /// The cache's memory, whose beginning is in use.
     pub fn all_data(&self) -> &Option<Tensor> {
         if self.tracked.is_some() { &self.tracked } else { self.plain.all_data() }
     }
 
-    /// What is in the cache, if anything was.
+    /// The contents of the cache, if there are any.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn current_data(&self) -> Result<Option<Tensor>> {
         if self.tracked.is_some() { Ok(self.tracked.clone()) } else { self.plain.current_data() }
     }
@@ -69,7 +69,7 @@ impl Cache {
     /// Adds `src` at the end.
     ///
     /// # Errors
-    /// A tensor that differs from the others in another dimension.
+    /// Returns an error if the tensor differs from the others in another dimension.
     pub fn append(&mut self, src: &Tensor) -> Result<()> {
         if self.tracked.is_none() && !src.track_op() {
             return self.plain.append(src);
@@ -103,12 +103,12 @@ impl KvCache {
         &self.v
     }
 
-    /// The keys, to be changed.
+    /// The keys, mutably.
     pub fn k_cache_mut(&mut self) -> &mut Cache {
         &mut self.k
     }
 
-    /// The values, to be changed.
+    /// The values, mutably.
     pub fn v_cache_mut(&mut self) -> &mut Cache {
         &mut self.v
     }
@@ -116,7 +116,7 @@ impl KvCache {
     /// All keys, if anything was appended.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn k(&self) -> Result<Option<Tensor>> {
         self.k.current_data()
     }
@@ -124,7 +124,7 @@ impl KvCache {
     /// All values, if anything was appended.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn v(&self) -> Result<Option<Tensor>> {
         self.v.current_data()
     }
@@ -132,14 +132,14 @@ impl KvCache {
     /// Adds keys and values at the end, and returns all of them.
     ///
     /// # Errors
-    /// Tensors that differ from the others in another dimension.
+    /// Returns an error if the tensors differ from the others in another dimension.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         self.k.append(k)?;
         self.v.append(v)?;
         Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())))
     }
 
-    /// The length of what is in the cache.
+    /// The length of the cached sequence.
     pub fn current_seq_len(&self) -> usize {
         self.k.current_seq_len()
     }
@@ -155,7 +155,7 @@ impl KvCache {
 #[derive(Clone, Debug)]
 pub struct RotatingCache {
     plain: plain::RotatingCache,
-    /// The same as in `plain`, once something of it is tracked.
+    /// The same contents as in `plain`, once a part of them is tracked.
     tracked: Option<Tensor>,
 }
 
@@ -175,25 +175,25 @@ impl RotatingCache {
         self.plain.max_seq_len()
     }
 
-    /// The place that is written next.
+    /// The place where the next element goes.
     pub fn offset(&self) -> usize {
         self.plain.offset()
     }
 
-    /// The length of all that was appended.
+    /// The total length of everything that was appended.
     pub fn current_seq_len(&self) -> usize {
         self.plain.current_seq_len()
     }
 
-    /// The positions of what is returned after `seq_len` more are appended.
+    /// The positions of the elements that [`append`](Self::append) would return for another `seq_len`.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
         self.plain.positions(seq_len)
     }
 
-    /// The mask of attention after `seq_len` more are appended, if one is needed: u8, not 0 for what is hidden.
+    /// The attention mask after another `seq_len` elements, if one is needed: u8, not 0 for hidden elements.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn attn_mask(&self, seq_len: usize, device: &Device) -> Result<Option<Tensor>> {
         self.plain.attn_mask(seq_len, device)
     }
@@ -206,7 +206,7 @@ impl RotatingCache {
     /// The ring, in the order of its places, if anything was appended.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn current_data(&self) -> Result<Option<Tensor>> {
         if self.tracked.is_some() { Ok(self.tracked.clone()) } else { self.plain.current_data() }
     }
@@ -220,7 +220,7 @@ impl RotatingCache {
     /// Writes `src` to the next places, and returns the ring, or `src` if it is longer than the ring.
     ///
     /// # Errors
-    /// A tensor that differs from the others in another dimension.
+    /// Returns an error if the tensor differs from the others in another dimension.
     pub fn append(&mut self, src: &Tensor) -> Result<Tensor> {
         let (dim, room, from) = (self.dim(), self.max_seq_len(), self.offset());
         let before = self.current_data()?;
@@ -234,7 +234,7 @@ impl RotatingCache {
             self.tracked = Some(src.narrow(dim, length - room, room)?.contiguous()?);
             return Ok(src.clone());
         }
-        // The places from `from` on are written, and after the last one the first.
+        // Places are written from `from` on, and after the last one from the first on.
         let wrapped = (from + length).saturating_sub(room);
         let mut parts = vec![src.narrow(dim, length - wrapped, wrapped)?];
         if let Some(before) = &before {
@@ -266,25 +266,25 @@ impl RotatingKvCache {
         Self { k: RotatingCache::new(dim, max_seq_len), v: RotatingCache::new(dim, max_seq_len) }
     }
 
-    /// The place that is written next.
+    /// The place where the next element goes.
     pub fn offset(&self) -> usize {
         self.k.offset()
     }
 
-    /// The length of all that was appended.
+    /// The total length of everything that was appended.
     pub fn current_seq_len(&self) -> usize {
         self.k.current_seq_len()
     }
 
-    /// The positions of what is returned after `seq_len` more are appended.
+    /// The positions of the elements that [`append`](Self::append) would return for another `seq_len`.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
         self.k.positions(seq_len)
     }
 
-    /// The mask of attention after `seq_len` more are appended, if one is needed: u8, not 0 for what is hidden.
+    /// The attention mask after another `seq_len` elements, if one is needed: u8, not 0 for hidden elements.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn attn_mask(&self, seq_len: usize, device: &Device) -> Result<Option<Tensor>> {
         self.k.attn_mask(seq_len, device)
     }
@@ -299,12 +299,12 @@ impl RotatingKvCache {
         &self.v
     }
 
-    /// The keys, to be changed.
+    /// The keys, mutably.
     pub fn k_cache_mut(&mut self) -> &mut RotatingCache {
         &mut self.k
     }
 
-    /// The values, to be changed.
+    /// The values, mutably.
     pub fn v_cache_mut(&mut self) -> &mut RotatingCache {
         &mut self.v
     }
@@ -312,7 +312,7 @@ impl RotatingKvCache {
     /// The keys, if anything was appended.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn k(&self) -> Result<Option<Tensor>> {
         self.k.current_data()
     }
@@ -320,7 +320,7 @@ impl RotatingKvCache {
     /// The values, if anything was appended.
     ///
     /// # Errors
-    /// candle's.
+    /// Returns candle's errors.
     pub fn v(&self) -> Result<Option<Tensor>> {
         self.v.current_data()
     }
@@ -328,7 +328,7 @@ impl RotatingKvCache {
     /// Writes keys and values to the next places, and returns the rings, or `k` and `v` if they are longer.
     ///
     /// # Errors
-    /// Tensors that differ from the others in another dimension.
+    /// Returns an error if the tensors differ from the others in another dimension.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         Ok((self.k.append(k)?, self.v.append(v)?))
     }
@@ -354,7 +354,7 @@ impl ConcatKvCache {
         Self { k: None, v: None, dim }
     }
 
-    /// The length of what is in the cache.
+    /// The length of the cached sequence.
     pub fn current_seq_len(&self) -> usize {
         self.k.as_ref().and_then(|k| k.dims().get(self.dim).copied()).unwrap_or(0)
     }
@@ -372,7 +372,7 @@ impl ConcatKvCache {
     /// Adds keys and values at the end, and returns all of them.
     ///
     /// # Errors
-    /// Tensors that differ from the others in another dimension.
+    /// Returns an error if the tensors differ from the others in another dimension.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let (k, v) = (join(self.k.as_ref(), k, self.dim)?, join(self.v.as_ref(), v, self.dim)?);
         (self.k, self.v) = (Some(k.clone()), Some(v.clone()));
@@ -419,7 +419,8 @@ mod tests {
         t.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// The rings of tracked tensors are those of tensors that are not, whatever the lengths, and gradients reach what is in them.
+    /// Rings of tracked tensors equal those of untracked ones, for all lengths, and gradients reach the tensors in
+    /// them.
     #[test]
     fn rings_are_candles_and_have_gradients() {
         for room in 1..6 {

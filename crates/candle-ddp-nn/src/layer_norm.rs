@@ -1,4 +1,4 @@
-//! Layer and RMS normalisation that can be trained, fast.
+//! Fast layer and RMS normalisation with gradients.
 use super::row_norm::row_norm;
 use candle_core::{Module, Result, Tensor};
 pub use candle_nn::LayerNormConfig;
@@ -7,10 +7,10 @@ use candle_nn::{Init, VarBuilder};
 /// Layer normalisation over the last dimension: a drop-in for [`candle_nn::LayerNorm`], with the same names in the
 /// `VarMap` (`weight`, `bias`; `gamma` and `beta` if those are there already), and PyTorch's `LayerNorm`.
 ///
-/// **candle's own layer gives no gradients**, neither to its parameters nor to what comes before it, where its input is
-/// contiguous: it takes a faster way then that has no backward pass, and does not say so. This one has a backward pass,
-/// and is fused in both directions, on the CPU and on CUDA. Calculates in f32 (f64 for f64 inputs),
-/// whatever the dtypes of input and parameters.
+/// **candle's own layer gives no gradients** to its parameters or to earlier layers if its input is contiguous: it
+/// then silently takes a faster path without a backward pass. This layer has a backward pass, and is fused in both
+/// directions, on the CPU and on CUDA. It calculates in f32 (f64 for f64 inputs), whatever the dtypes of input and
+/// parameters.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -30,27 +30,27 @@ impl LayerNorm {
         Self { weight, bias: None, remove_mean: true, eps }
     }
 
-    /// A layer that leaves the mean where it is.
+    /// A layer that does not subtract the mean.
     pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
         Self { weight, bias: None, remove_mean: false, eps }
     }
 
-    /// What normalised values are multiplied by.
+    /// The factor of the normalised values.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// What is added to them, if anything.
+    /// The bias, if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// What is added to variances.
+    /// The constant that is added to variances.
     pub fn eps(&self) -> f64 {
         self.eps
     }
 
-    /// Whether the mean is taken away.
+    /// Whether the mean is subtracted.
     pub fn remove_mean(&self) -> bool {
         self.remove_mean
     }
@@ -80,8 +80,8 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 }
 
 /// Division by the root of the mean square of the last dimension: a drop-in for [`candle_nn::RmsNorm`], with the same
-/// name in the `VarMap` (`weight`), and PyTorch's `RMSNorm`. What is said of [`LayerNorm`] holds for it: candle's own
-/// gives no gradients where its input is contiguous.
+/// name in the `VarMap` (`weight`), and PyTorch's `RMSNorm`. As with [`LayerNorm`], candle's own layer gives no
+/// gradients if its input is contiguous.
 #[derive(Clone, Debug)]
 pub struct RmsNorm(LayerNorm);
 
@@ -91,22 +91,23 @@ impl RmsNorm {
         Self(LayerNorm::rms_norm(weight, eps))
     }
 
-    /// The same as a layer norm that leaves the mean where it is.
+    /// The same layer as a layer norm that does not subtract the mean.
     pub fn into_inner(self) -> LayerNorm {
         self.0
     }
 
-    /// What normalised values are multiplied by.
+    /// The factor of the normalised values.
     pub fn weight(&self) -> &Tensor {
         self.0.weight()
     }
 
-    /// What is added to mean squares.
+    /// The constant that is added to mean squares.
     pub fn eps(&self) -> f64 {
         self.0.eps()
     }
 
-    /// `forward`, which always is differentiable here; candle's has this name for it.
+    /// The same as `forward`, which is always differentiable here. candle has this name for its differentiable
+    /// version.
     pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
         self.0.forward(xs)
     }

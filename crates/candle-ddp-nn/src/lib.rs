@@ -29,7 +29,7 @@ mod row_norm;
 mod rows;
 mod softmax;
 
-// What is not named below is candle's.
+// Everything that is not listed below is candle's.
 #[doc(no_inline)]
 pub use candle_nn::*;
 
@@ -42,7 +42,7 @@ pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
-pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with_options};
+pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding};
 pub use interpolate::{InterpolateMode, interpolate};

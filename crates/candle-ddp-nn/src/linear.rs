@@ -1,21 +1,21 @@
 //! Linear layers.
 mod cuda;
 
-use super::gemm::{Strides, gemm, product, threads};
+use super::gemm::{Strides, product, threads};
 use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::Error;
-use candle_ddp_tensor::borrow::{narrow_vec, tensor, with_wide};
+use candle_ddp_tensor::borrow::{narrow_vec, slice_tensor, with_slice};
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::{Real, dispatch, vectorise};
+use candle_ddp_tensor::{Element, dispatch, vectorise};
 use candle_nn::{Init, VarBuilder};
 
 /// y = x · Wᵀ + b: `torch.nn.Linear`, and a drop-in for [`candle_nn::Linear`] with the same names in the `VarMap`
 /// (`weight` of shape (out, in), `bias` of shape (out)). Made by [`linear`] and [`linear_no_bias`].
 ///
-/// Takes tensors of one and more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16 and
-/// bf16 are multiplied and added up in f32. The bias is added inside the matrix product; on CUDA, a kernel writes it to the
-/// output first.
+/// Takes tensors of one or more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16
+/// and bf16 are multiplied and added in f32. The bias is added inside the matrix product; on CUDA, a kernel writes it
+/// to the output first.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,
@@ -26,7 +26,7 @@ pub struct Linear {
 /// between ±1/√in.
 ///
 /// # Errors
-/// Whatever `vb` refuses.
+/// Returns the errors of `vb`.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     let weight = vb.get_with_hints((out_dim, in_dim), "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
     let bound = 1. / (in_dim as f64).sqrt();
@@ -37,7 +37,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 /// A [`Linear`] layer without a bias.
 ///
 /// # Errors
-/// Whatever `vb` refuses.
+/// Returns the errors of `vb`.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     let weight = vb.get_with_hints((out_dim, in_dim), "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
     Ok(Linear::new(weight, None))
@@ -46,13 +46,13 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
 /// [`linear`] or [`linear_no_bias`].
 ///
 /// # Errors
-/// Whatever `vb` refuses.
+/// Returns the errors of `vb`.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
     if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }
 
 impl Linear {
-    /// A layer of `weight`, of shape (out, in), and `bias`, of shape (out).
+    /// A layer with `weight`, of shape (out, in), and `bias`, of shape (out).
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias }
     }
@@ -70,14 +70,15 @@ impl Linear {
 
 impl Module for Linear {
     /// # Errors
-    /// An input of another width, dtype or device than the weight, or of a dtype that is not a floating-point one.
+    /// Returns an error for an input of another width, dtype or device than the weight, or of a dtype that is not
+    /// floating-point.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Self { weight, bias } = self;
         let (out, features) = weight.dims2()?;
         let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
         if x.rank() == 0 || x.dim(D::Minus1)? != features || !alike(x) {
             let reason = format!(
-                "it is {}, where the weight is {}: (…, {features}) is expected",
+                "it is {}, and the weight is {}: it must be (…, {features}) of the same dtype and on the same device",
                 describe_placed(x),
                 describe_placed(weight)
             );
@@ -87,7 +88,7 @@ impl Module for Linear {
             && (bias.dims() != [out] || !alike(bias))
         {
             let reason = format!(
-                "it is {}, where the weight is {}: ({out}) is expected",
+                "it is {}, and the weight is {}: it must be ({out}) of the same dtype and on the same device",
                 describe_placed(bias),
                 describe_placed(weight)
             );
@@ -103,7 +104,7 @@ impl Module for Linear {
     }
 }
 
-/// The product, and what its gradients need.
+/// The product, with the tensors that its gradients need.
 struct Product {
     x: Tensor,
     weight: Tensor,
@@ -128,14 +129,14 @@ impl Product {
             return Ok(cuda::forward((rows, features, out), &self.x, &self.weight, bias, shape)?.into_result());
         }
         let storage = dispatch!(self.x.dtype(), "Linear", T => {
-            let y = with_wide::<T, _>(&self.x, |x| with_wide::<T, _>(&self.weight, |weight| {
+            with_slice::<T, _>(&self.x, |x| with_slice::<T, _>(&self.weight, |weight| {
                 let (x, weight) = ((x, Strides::rows(features)), (weight, Strides::transposed(features)));
-                let Some(bias) = bias else { return product(extents, x, weight, threads()) };
-                let mut y = with_wide::<T, _>(bias, |bias| Ok(bias.repeat(rows)))?;
-                gemm(extents, &mut y, true, x, weight, threads())?;
-                Ok(y)
-            }))?;
-            Ok(T::to_cpu_storage_owned(narrow_vec::<T>(y)))
+                let y = match bias {
+                    Some(bias) => with_slice::<T, _>(bias, |bias| product(extents, x, weight, Some(bias), threads()))?,
+                    None => product(extents, x, weight, None, threads())?,
+                };
+                Ok(T::to_cpu_storage_owned(y))
+            }))
         })?;
         Ok((Storage::Cpu(storage), Shape::from(shape)))
     }
@@ -162,23 +163,24 @@ impl Function for Product {
             }
             return Ok(gradients);
         }
-        dispatch!(dy.dtype(), "Linear", T => with_wide::<T, _>(dy, |dy| {
+        dispatch!(dy.dtype(), "Linear", T => with_slice::<T, _>(dy, |dy| {
             if needed[0] {
-                let dx = with_wide::<T, _>(&self.weight, |weight| {
+                let dx = with_slice::<T, _>(&self.weight, |weight| {
                     let (dy, weight) = ((dy, Strides::rows(out)), (weight, Strides::rows(features)));
-                    product((rows, features, out), dy, weight, threads())
+                    product((rows, features, out), dy, weight, None, threads())
                 })?;
-                gradients[0] = Some(tensor::<T>(dx, self.x.shape()));
+                gradients[0] = Some(slice_tensor(dx, self.x.shape()));
             }
             if needed[1] {
-                let d_weight = with_wide::<T, _>(&self.x, |x| {
+                let d_weight = with_slice::<T, _>(&self.x, |x| {
                     let (dy, x) = ((dy, Strides::transposed(out)), (x, Strides::rows(features)));
-                    product((out, features, rows), dy, x, threads())
+                    product((out, features, rows), dy, x, None, threads())
                 })?;
-                gradients[1] = Some(tensor::<T>(d_weight, self.weight.shape()));
+                gradients[1] = Some(slice_tensor(d_weight, self.weight.shape()));
             }
             if needed.get(2) == Some(&true) {
-                gradients[2] = Some(tensor::<T>(column_sums(dy, out), &Shape::from(out)));
+                let sums = narrow_vec::<T>(column_sums(dy, out));
+                gradients[2] = Some(slice_tensor(sums, &Shape::from(out)));
             }
             Ok(gradients)
         }))
@@ -186,12 +188,12 @@ impl Function for Product {
 }
 
 /// The sums of the columns of rows of `columns` elements.
-fn column_sums<R: Real>(rows: &[R], columns: usize) -> Vec<R> {
-    let mut sums = vec![R::from_f64(0.0); columns];
+fn column_sums<T: Element>(rows: &[T], columns: usize) -> Vec<T::Real> {
+    let mut sums = vec![T::Real::default(); columns];
     if columns > 0 {
         vectorise!(|| {
             for row in rows.chunks_exact(columns) {
-                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += *value);
+                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.widen());
             }
         });
     }

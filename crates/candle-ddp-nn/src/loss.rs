@@ -6,11 +6,11 @@ pub use candle_nn::loss::*;
 use crate::activation::softplus;
 use candle_core::{Result, Tensor};
 
-/// The mean of ln(1 + e^x) − x × target: `torch.nn.functional.binary_cross_entropy_with_logits`, finite for every finite logit,
-/// which candle's is not. `logits` and `targets` have the same shape and dtype, and targets are from 0 to 1.
+/// The mean of ln(1 + e^x) − x × target: `torch.nn.functional.binary_cross_entropy_with_logits`, finite for every
+/// finite logit, unlike candle's. `logits` and `targets` have the same shape and dtype, and targets are from 0 to 1.
 ///
 /// # Errors
-/// Tensors of different shapes or dtypes.
+/// Returns an error for tensors of different shapes or dtypes.
 pub fn binary_cross_entropy_with_logit(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     (softplus(logits)? - (logits * targets)?)?.mean_all()
 }

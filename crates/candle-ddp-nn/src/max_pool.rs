@@ -11,15 +11,15 @@ use candle_ddp_tensor::{Element, dispatch, vectorise};
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
-/// About how many comparisons a thread makes at a time.
+/// The approximate number of comparisons that a thread makes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 14;
 
 /// Options of [`max_pool2d`]. The default is PyTorch's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MaxPool2dOptions {
-    /// How far windows are apart, in rows and columns; `None`, the default, is the size of a window.
+    /// The distance between windows, in rows and columns. `None`, the default: the size of a window.
     pub stride: Option<(usize, usize)>,
-    /// How many rows and columns of −∞ are added at each border, at most half a window; none by default.
+    /// The number of rows and columns of −∞ added at each border, at most half a window; 0 by default.
     pub padding: (usize, usize),
     /// Whether windows may reach beyond the (padded) input at the bottom and at the right; `false` by default.
     pub ceil_mode: bool,
@@ -27,9 +27,9 @@ pub struct MaxPool2dOptions {
 
 /// The maximum of every window of `kernel` rows and columns (`3`, or `(2, 3)`): `torch.nn.functional.max_pool2d`.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height (H + 2 ×
-/// padding − kernel) / stride + 1, rounded down, and a width by the same rule. The gradient goes to the first of equal
-/// maxima, row by row. A NaN in a window is its maximum; of several the last.
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height (H + 2
+/// × padding − kernel) / stride + 1, rounded down, and its width follows the same rule. The gradient goes to the
+/// first of equal maxima, row by row. A NaN in a window is its maximum; of several NaNs, the last.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
@@ -39,7 +39,9 @@ pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) 
     const INPUT: &str = "the input of max_pool2d";
     let (height, width) = plane(x, INPUT)?;
     if u32::try_from(height * width).is_err() {
-        return Err(Error::invalid(INPUT, format!("a plane has {height} × {width} elements, more than 2^32")).into());
+        return Err(
+            Error::invalid(INPUT, format!("a plane must have at most 2^32 elements, not {height} × {width}")).into()
+        );
     }
     let (kernel, MaxPool2dOptions { stride, padding, ceil_mode }) = (kernel.to_usize2(), options);
     let stride = stride.unwrap_or(kernel);
@@ -64,8 +66,9 @@ enum Indices {
 }
 
 impl MaxPool {
-    /// Tap by tap, which candle differentiates right. Places in the padding are replaced by the input next to them,
-    /// which is in the same window: neither the maximum nor which element comes first changes.
+    /// Compares tap by tap, with operations whose gradients are correct in candle. Places in the padding are replaced
+    /// by the input next to them, which is in the same window, so neither the maximum nor the first of equal maxima
+    /// changes.
     #[cfg(test)]
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let shape = with_planes(x.shape(), self.rows.count, self.columns.count);
@@ -170,12 +173,12 @@ impl MaxPool {
     }
 }
 
-/// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
+/// Compares the elements of a row, which begins at `start` of its plane, with their windows' maxima so far.
 fn compare_row<T: Element>(columns: &Windows, x: &[T], start: usize, best: &mut [T::Real], indices: &mut [u32]) {
     vectorise!(move || {
         let Windows { count, size, kernel, stride, padding } = *columns;
         for tap in 0..kernel {
-            // The windows whose tap lies in the row.
+            // The windows for which this tap lies in the row.
             let first = padding.saturating_sub(tap).div_ceil(stride).min(count);
             let last = (size + padding).saturating_sub(tap).div_ceil(stride).min(count).max(first);
             let offset = first * stride + tap - if first < last { padding } else { 0 };

@@ -1,4 +1,5 @@
 //! Normalising each channel with given statistics, of one batch or of the batches of all ranks.
+use super::channels::cuda::{self, Through};
 use super::channels::{self, After, Gate};
 use candle_core::{DType, Result, Shape, Storage, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
@@ -11,10 +12,10 @@ pub trait BatchNormGroup: Debug + Send + Sync {
     /// The number of ranks. One rank needs none of the other methods.
     fn world_size(&self) -> usize;
 
-    /// Called before anything is sent, with the input of the forward pass.
+    /// Checks the input of the forward pass before anything is sent.
     ///
     /// # Errors
-    /// The reason why the ranks cannot normalise this input together, such as its device.
+    /// Returns the reason why the ranks cannot normalise this input together, such as its device.
     fn check(&self, x: &Tensor) -> Result<()>;
 
     /// Gathers `mine`, of shape (n), from all ranks into a tensor of shape (world size, n), in the order of the ranks.
@@ -30,17 +31,21 @@ pub trait BatchNormGroup: Debug + Send + Sync {
     fn all_reduce(&self, sums: &Tensor) -> Result<()>;
 }
 
-/// What a batch is normalised with.
+/// What normalises a batch.
 pub(super) struct Statistics {
     pub(super) mean: Tensor,
-    pub(super) variance: Tensor,
+    pub(super) inverse_deviation: Tensor,
+    /// weight × inverse_deviation
+    pub(super) scale: Tensor,
+    /// bias
+    pub(super) shift: Tensor,
     pub(super) batch: Option<Batch>,
 }
 
-/// For statistics that are those of the batch itself, and through which its gradient flows.
+/// Set if the statistics are the batch's own, so that gradients flow through them.
 pub(super) struct Batch {
-    /// How many values each channel has on all ranks.
-    pub(super) count: Tensor,
+    /// The number of values of each channel on all ranks. None on a GPU if this is the only rank.
+    pub(super) count: Option<Tensor>,
     pub(super) group: Option<Arc<dyn BatchNormGroup>>,
     pub(super) centred: bool,
 }
@@ -59,7 +64,8 @@ pub(super) fn combine(group: &dyn BatchNormGroup, local: &Tensor, count: &Tensor
     Ok((mean, variance, count))
 }
 
-/// (x − mean) × scale + shift, and the operation that follows. The arguments are x, weight, bias and, if there is one, z.
+/// (x − mean) × scale + shift, and the operation that follows. The arguments are x, weight and bias, if there are any, and z, if
+/// there is one.
 pub(super) struct Normalise {
     pub(super) x: Tensor,
     pub(super) mean: Tensor,
@@ -72,7 +78,7 @@ pub(super) struct Normalise {
     pub(super) batch: Option<Batch>,
     pub(super) after: After,
     /// The dtypes of weight and bias.
-    pub(super) parameters: [DType; 2],
+    pub(super) parameters: Option<[DType; 2]>,
 }
 
 impl Normalise {
@@ -92,38 +98,59 @@ impl Function for Normalise {
     }
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters } = self;
+        let Self { x, mean, scale, shift, after, .. } = self;
         let (dy, gate) = match after {
             After::Nothing => (dy.clone(), None),
             After::Relu => (dy.clone(), Some(Gate { scale, shift })),
             After::AddRelu(z) => (channels::add_relu_gradient(x, z, dy, [mean, scale, shift])?, None),
         };
-        let local = channels::gradient_sums(x, &dy, mean, gate)?;
-        let d_bias = local.get(0)?;
-        let d_weight = (local.get(1)? * inverse_deviation)?;
-        let zeros = mean.zeros_like()?;
-        let (a, b) = match batch {
-            None => (zeros.clone(), zeros),
-            Some(Batch { count, group, centred }) => {
-                let all = match group {
-                    None => local,
-                    Some(group) => {
-                        let all = local.copy()?.detach();
-                        group.all_reduce(&all)?;
-                        all
-                    }
-                };
-                let means = all.broadcast_div(count)?;
-                let b = (means.get(1)? * inverse_deviation.sqr()?)?;
-                (if *centred { means.get(0)? } else { zeros }, b)
-            }
-        };
+        let on = if x.device().is_cuda() { Self::slopes_on_gpu } else { Self::slopes_by_candle };
+        let ([a, b], of_parameters) = on(self, &dy, gate)?;
         let dx = channels::input_gradient(x, &dy, [mean, scale, &a, &b], gate)?;
-        let [weight_dtype, bias_dtype] = *parameters;
-        let mut gradients = vec![Some(dx), Some(d_weight.to_dtype(weight_dtype)?), Some(d_bias.to_dtype(bias_dtype)?)];
+        let mut gradients = vec![Some(dx)];
+        gradients.extend(of_parameters.into_iter().map(Some));
         if let After::AddRelu(_) = after {
             gradients.push(Some(dy));
         }
         Ok(gradients)
+    }
+}
+
+impl Normalise {
+    /// The numbers a and b of [`channels::input_gradient`], and the gradients of weight and bias, if there are any.
+    fn slopes_by_candle(&self, dy: &Tensor, gate: Option<Gate>) -> Result<([Tensor; 2], Vec<Tensor>)> {
+        let Self { x, mean, inverse_deviation, batch, parameters, .. } = self;
+        let local = channels::gradient_sums(x, dy, mean, gate)?;
+        let mut gradients = Vec::new();
+        if let Some([weight, bias]) = *parameters {
+            let (d_bias, d_weight) = (local.get(0)?, (local.get(1)? * inverse_deviation)?);
+            gradients = vec![d_weight.to_dtype(weight)?, d_bias.to_dtype(bias)?];
+        }
+        let zeros = mean.zeros_like()?;
+        let Some(Batch { count: Some(count), group, centred }) = batch else {
+            return Ok(([zeros.clone(), zeros], gradients));
+        };
+        let all = match group {
+            None => local,
+            Some(group) => {
+                let all = local.copy()?.detach();
+                group.all_reduce(&all)?;
+                all
+            }
+        };
+        let means = all.broadcast_div(count)?;
+        let b = (means.get(1)? * inverse_deviation.sqr()?)?;
+        Ok(([if *centred { means.get(0)? } else { zeros }, b], gradients))
+    }
+
+    fn slopes_on_gpu(&self, dy: &Tensor, gate: Option<Gate>) -> Result<([Tensor; 2], Vec<Tensor>)> {
+        let Self { x, mean, inverse_deviation, batch, parameters, .. } = self;
+        let through = batch.as_ref().map_or(Through::Constants, |batch| Through::Batch { centred: batch.centred });
+        let (rows, gradients) = cuda::gradient_totals(x, dy, [mean, inverse_deviation], gate, *parameters, through)?;
+        if let Some(Batch { count: Some(count), group: Some(group), .. }) = batch {
+            group.all_reduce(&rows.narrow(0, 0, 2)?)?;
+            cuda::replace_slopes(x, &rows, inverse_deviation, count, through)?;
+        }
+        Ok(([rows.get(2)?, rows.get(3)?], gradients))
     }
 }

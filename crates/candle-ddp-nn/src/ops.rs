@@ -10,7 +10,7 @@ use crate::row_norm::row_norm;
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
 
-/// [`dropout`](crate::dropout()) with the process's generator.
+/// Calls [`dropout`](crate::dropout()) with the process's generator.
 ///
 /// # Errors
 /// As [`dropout`](crate::dropout()).
@@ -18,10 +18,10 @@ pub fn dropout(x: &Tensor, drop_p: f32) -> Result<Tensor> {
     Dropout::new(drop_p).forward(x, true)
 }
 
-/// `gamma` × elu(x): candle's, but in every floating-point dtype, and with gradients for large x.
+/// `gamma` × elu(x): like candle's, but for every floating-point dtype, and with gradients for large x.
 ///
 /// # Errors
-/// candle's.
+/// Returns candle's errors.
 pub fn selu(x: &Tensor, alpha: f32, gamma: f32) -> Result<Tensor> {
     x.elu(f64::from(alpha))? * f64::from(gamma)
 }
@@ -29,7 +29,7 @@ pub fn selu(x: &Tensor, alpha: f32, gamma: f32) -> Result<Tensor> {
 /// silu(a) × b of the two halves of the last dimension.
 ///
 /// # Errors
-/// A last dimension that is not even, and as [`silu`].
+/// Returns an error for an odd last dimension, and the errors of [`silu`].
 pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     let halves = x.chunk(2, candle_core::D::Minus1)?;
     match halves.as_slice() {
@@ -57,7 +57,7 @@ pub fn rms_norm(x: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
 /// softmax(q kᵀ × scale + mask) v, by [`scaled_dot_product_attention`], on every device. `softcapping` must be 1 (none).
 ///
 /// # Errors
-/// As [`scaled_dot_product_attention`]; another `softcapping`.
+/// As with [`scaled_dot_product_attention`], and for another `softcapping`.
 pub fn sdpa(
     q: &Tensor,
     k: &Tensor,
@@ -68,12 +68,17 @@ pub fn sdpa(
     softcapping: f32,
 ) -> Result<Tensor> {
     if softcapping != 1.0 {
-        return Err(
-            Error::invalid("softcapping", format!("it is {softcapping}, and must be 1: there is no other")).into()
-        );
+        return Err(Error::invalid(
+            "softcapping",
+            format!(
+                "it must be 1 (no soft cap), not {softcapping}: soft caps are not \
+                                                   supported"
+            ),
+        )
+        .into());
     }
-    // candle's needs no mask where there is `do_causal`.
+    // candle's function needs no mask with `do_causal`.
     let mask = mask.filter(|_| !do_causal).cloned();
     let options = AttentionOptions { mask, is_causal: do_causal, scale: Some(f64::from(scale)) };
-    scaled_dot_product_attention(q, k, v, &options)
+    scaled_dot_product_attention(q, k, v, options)
 }

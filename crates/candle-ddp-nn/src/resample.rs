@@ -1,5 +1,5 @@
-//! Linear maps of planes, height by height and width by width: what average pooling and interpolation are. Each row of
-//! the output is a weighted sum of rows of the input, each column of columns; the backward pass is the transpose.
+//! Linear maps of planes along height and width: average pooling and interpolation. Each row of the output is a
+//! weighted sum of rows of the input, each column of columns; the backward pass is the transpose.
 #[cfg(test)]
 use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
@@ -13,21 +13,21 @@ use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, dispatch, vectorise};
 use rayon::prelude::*;
 
-/// About how many elements a thread takes at a time.
+/// The approximate number of elements that a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 14;
 
-/// How the outputs along one dimension depend on the inputs.
+/// The dependence of the outputs along one dimension on the inputs.
 #[derive(Debug)]
 pub(super) struct Axis {
-    /// How many inputs there are.
+    /// The number of inputs.
     input: usize,
-    /// For each output: the first input that it depends on, and the weights of that and those behind it.
+    /// For each output: the first input that it depends on, and the weights of that input and the following ones.
     outputs: Vec<(usize, Vec<f64>)>,
 }
 
 impl Axis {
-    /// `output(i)` returns the first input that output `i` depends on, and the weights of that and those behind it, all
-    /// of which exist.
+    /// `output(i)` returns the first input that output `i` depends on, and the weights of that input and the
+    /// following ones, all of which must exist.
     pub(super) fn new(input: usize, outputs: usize, output: impl FnMut(usize) -> (usize, Vec<f64>)) -> Self {
         Self { input, outputs: (0..outputs).map(output).collect() }
     }
@@ -42,8 +42,8 @@ impl Axis {
         self.outputs.iter().map(|(start, weights)| (*start, convert(weights))).collect()
     }
 
-    /// For each output, or with `is_transposed` for each input, the terms that it is the sum of: inputs, or outputs, and
-    /// their weights.
+    /// For each output, or with `is_transposed` for each input, the terms of its sum: inputs (or outputs) with their
+    /// weights.
     fn terms(&self, is_transposed: bool) -> Vec<Vec<(usize, f64)>> {
         let mut terms = vec![Vec::new(); if is_transposed { self.input } else { self.output() }];
         for (output, (start, weights)) in self.outputs.iter().enumerate() {
@@ -91,13 +91,13 @@ pub(super) fn plane(x: &Tensor, argument: &'static str) -> Result<(usize, usize)
     match *x.dims() {
         [.., height, width] if matches!(x.rank(), 3 | 4) && height > 0 && width > 0 => Ok((height, width)),
         _ => {
-            let reason = format!("it is {is}, where (N, C, H, W) or (C, H, W) is expected, and H and W are not 0");
+            let reason = format!("it must be (N, C, H, W) or (C, H, W) with H and W at least 1, not {is}");
             Err(Error::invalid(argument, reason).into())
         }
     }
 }
 
-/// The shape of `x` with other planes.
+/// The shape of `x` with planes of another size.
 pub(super) fn with_planes(shape: &Shape, height: usize, width: usize) -> Shape {
     let rank = shape.rank();
     let mut dims = shape.dims().to_vec();
@@ -118,7 +118,7 @@ struct Resample {
 }
 
 impl Resample {
-    /// By products with matrices, whose gradients candle has right.
+    /// Uses matrix products, whose gradients are correct in candle.
     #[cfg(test)]
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let acc = accumulator(x.dtype());

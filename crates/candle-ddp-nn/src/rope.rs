@@ -16,7 +16,7 @@ use candle_ddp_tensor::{Element, dispatch};
 use candle_nn::rotary_emb;
 use rayon::prelude::*;
 
-/// About how many elements a thread takes at a time.
+/// The approximate number of elements that a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 14;
 
 /// Rotates the pairs (i, i + D / 2) of each vector by the angles of its position: a drop-in for
@@ -72,8 +72,8 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
         let [x, cos, sin] = [x, cos, sin].map(|t| describe(t.dtype(), t.shape()));
         let order = if kind == Kind::HalvesThd { "(B, T, H, D)" } else { "(B, H, T, D)" };
         let reason = format!(
-            "x is {x}, cos {cos} and sin {sin}, where {order} and twice (T′, D / 2) or (B, T′, D / 2), with T′ at least \
-             T, are expected, all of one dtype"
+            "x must be {order}, and cos and sin (T′, D / 2) or (B, T′, D / 2) with T′ at least T, all of one dtype, \
+             but they are {x}, {cos} and {sin}"
         );
         return Err(Error::invalid("the input of rope", reason).into());
     }
@@ -82,7 +82,7 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     op1(&x, Rope { kind, cos, sin })
 }
 
-/// With candle's kernels, which rotate back by the opposite angles.
+/// Uses candle's kernels, which rotate back by the opposite angles.
 #[cfg(test)]
 fn by_operations(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     let y = by_candle(&x.detach(), cos, sin, kind)?;
@@ -136,7 +136,7 @@ impl Rope {
         let wide = |t: &Tensor| t.to_dtype(accumulator(t.dtype()))?.flatten_all()?.to_vec1::<T::Real>();
         let (cos, sin) = (wide(&self.cos)?, wide(&self.sin)?);
         let (half, sign) = (size / 2, T::Real::from_f64(sign));
-        // Of one sample, if each has its own.
+        // The angles of one sample, if each has its own.
         let table = if self.cos.rank() == 3 { cos.len() / batch } else { 0 };
         let angles = |row: usize| {
             let position = if self.kind == Kind::HalvesThd { row / third % second } else { row % third };

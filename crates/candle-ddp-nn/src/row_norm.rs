@@ -1,6 +1,6 @@
-//! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows forward
-//! and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are calculated with in
-//! f32.
+//! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows
+//! forward and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are
+//! computed in f32.
 use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
@@ -14,9 +14,9 @@ use std::sync::OnceLock;
 
 /// Independent partial sums, so that the compiler can use vector instructions.
 const LANES: usize = 16;
-/// About how many elements a thread takes at a time.
+/// The approximate number of elements that a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 15;
-/// How many rows it takes at least, so that their sums for weight and bias are small beside them.
+/// The minimum number of rows that it takes, so that their sums for weight and bias are small in comparison.
 const BLOCK_ROWS: usize = 16;
 
 /// (x − mean) / √(variance + eps) × weight + bias over the last dimension; without `centred` the mean counts as zero.
@@ -24,7 +24,7 @@ pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: 
     let size = weight.dims1()?;
     let is = candle_ddp_tensor::error::describe(x.dtype(), x.shape());
     if x.rank() == 0 || x.dim(D::Minus1)? != size || size == 0 {
-        let reason = format!("it is {is}, where the last dimension must be {size}, as that of the weight, and not 0");
+        let reason = format!("its last dimension must be {size}, the size of the weight, and not 0, but it is {is}");
         return Err(Error::invalid("the input of a norm", reason).into());
     }
     let acc = accumulator(x.dtype());
@@ -39,7 +39,7 @@ pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: 
     }
 }
 
-/// With candle's operations.
+/// The same, by candle's operations.
 #[cfg(test)]
 fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
     let wide = x.to_dtype(weight.dtype())?;
@@ -54,7 +54,7 @@ fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centr
 struct RowNorm {
     eps: f64,
     centred: bool,
-    /// What the forward pass leaves for the backward pass.
+    /// Statistics that the forward pass keeps for the backward pass.
     statistics: OnceLock<Statistics>,
 }
 
@@ -64,7 +64,7 @@ enum Statistics {
     OnGpu(NormStatistics),
 }
 
-/// What `backward` returns: the gradients of x, weight and bias.
+/// The results of `backward`: the gradients of x, weight and bias.
 type Gradients = (Tensor, Tensor, Tensor);
 
 impl RowNorm {

@@ -1,19 +1,19 @@
-//! What loops over rows are made of, to be inlined into vector code. Each of these loops does one thing: the compiler
-//! makes vector code of an exponential function, or of independent partial sums, but not of both in one.
+//! The building blocks of loops over rows, to be inlined into vector code. Each of these loops does one thing: the
+//! compiler vectorises an exponential function, or independent partial sums, but not both in one loop.
 use candle_core::WithDType;
 use candle_ddp_tensor::{Element, Real};
 
 /// Independent partial results.
 const LANES: usize = 16;
 
-/// The larger one; NaN if there is one.
+/// The larger one; NaN if either is NaN.
 #[inline(always)]
 pub(super) fn larger<R: Real>(a: R, b: R) -> R {
     #[expect(clippy::eq_op)] // asks for NaN
     if (b > a) | (b != b) { b } else { a }
 }
 
-/// The largest element, and at least `start`; NaN if there is one.
+/// The maximum of the elements and `start`; NaN if an element is NaN.
 #[inline(always)]
 pub(super) fn maximum<T: Element>(x: &[T], start: T::Real) -> T::Real {
     let mut lanes = [start; LANES];

@@ -13,9 +13,9 @@ use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
 
-/// How many neighbouring columns are worked on together where the dimension is not the last.
+/// The number of neighbouring columns that are processed together if the dimension is not the last.
 pub(super) const TILE: usize = 128;
-/// About how many elements a thread takes at a time.
+/// The approximate number of elements that a thread takes at a time.
 pub(super) const BLOCK_ELEMENTS: usize = 1 << 14;
 
 /// e^x, divided by its sum over dimension `dim`: `torch.nn.functional.softmax`, and a drop-in for
@@ -29,7 +29,7 @@ pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     apply(x, dim.to_index(x.shape(), "softmax")?, false)
 }
 
-/// The logarithm of [`softmax`], calculated without the detour: `torch.nn.functional.log_softmax`, and a drop-in for
+/// The logarithm of [`softmax`], calculated directly: `torch.nn.functional.log_softmax`, and a drop-in for
 /// `candle_nn::ops::log_softmax`.
 ///
 /// # Errors
@@ -38,7 +38,8 @@ pub fn log_softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     apply(x, dim.to_index(x.shape(), "log_softmax")?, true)
 }
 
-/// [`softmax`] over the last dimension. `candle_nn::ops::softmax_last_dim`, whose place it takes, has no gradient.
+/// Computes [`softmax`] over the last dimension. It replaces `candle_nn::ops::softmax_last_dim`, which has no
+/// gradient.
 ///
 /// # Errors
 /// As with [`softmax`].
@@ -53,7 +54,7 @@ fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     op1(&x.contiguous()?, Softmax { dim, log })
 }
 
-/// With candle's operations, whose gradients are right as long as none goes through the maximum.
+/// Uses candle's operations, whose gradients are correct as long as none goes through the maximum.
 #[cfg(test)]
 pub(super) fn composite(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     let wide = x.to_dtype(accumulator(x.dtype()))?;
@@ -64,7 +65,7 @@ pub(super) fn composite(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     y.to_dtype(x.dtype())
 }
 
-/// A tensor's dimension, the product of those behind it, and of both.
+/// A tensor's dimension, the product of the later dimensions, and the product of both.
 pub(super) fn extents(shape: &Shape, dim: usize) -> (usize, usize, usize) {
     let inner: usize = shape.dims()[dim + 1..].iter().product();
     (shape.dims()[dim], inner, shape.dims()[dim] * inner)
@@ -79,7 +80,7 @@ pub(super) fn row_sum<T: Element>(x: &[T], to: &mut [T::Real]) -> (T::Real, T::R
     })
 }
 
-/// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no
+/// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart, without storing
 /// terms.
 pub(super) fn column_sums<T: Element>(x: &[T], inner: usize, max: &mut [T::Real], sums: &mut [T::Real]) {
     vectorise!(move || {
@@ -240,7 +241,8 @@ impl Softmax {
         let outer = shape.elem_count() / block;
         let (kernel, grid) =
             if inner == 1 { (rows, Grid::Blocks(outer)) } else { (columns, Grid::Threads(outer * inner)) };
-        let numbers = &[outer, count, inner, usize::from(self.log)];
+        let is_vector = usize::from(Address::vector(tensors, count, dtype) > 1);
+        let numbers = &[outer, count, inner, usize::from(self.log), is_vector];
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 }

@@ -4,11 +4,11 @@ use crate::{Error, Result};
 use std::sync::Mutex;
 
 /// A shared cancellation signal: ends all waits that use it, with a single reason.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Cancellation(Mutex<Option<Reason>>);
 
 /// Why a wait was cancelled.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub enum Reason {
     /// A rank failed.
     PeerFailed {
@@ -17,18 +17,18 @@ pub enum Reason {
         /// Its error.
         reason: String,
     },
-    /// The store does not answer any more.
+    /// The store no longer answers.
     StoreLost {
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
         /// Where the store is.
         store: String,
         /// Why it was lost.
         reason: String,
     },
-    /// Other ranks meet in another place.
+    /// The other ranks meet elsewhere.
     Superseded {
-        /// The key that says so.
+        /// The key that announces it.
         key: String,
     },
 }

@@ -9,7 +9,7 @@ pub fn deadline_after(timeout: Duration) -> Instant {
     deadline_from(Instant::now(), timeout)
 }
 
-/// The moment `timeout` from `now`, for those who have read the clock.
+/// The moment `timeout` after `now`, for callers that have already read the clock.
 pub fn deadline_from(now: Instant, timeout: Duration) -> Instant {
     now.checked_add(timeout).unwrap_or_else(|| now + LONGEST)
 }

@@ -1,9 +1,10 @@
 //! How many files and connections this process may have open.
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// More are not asked for: programs that close all descriptors they might have inherited count up to the limit.
+/// The limit is not raised beyond this, since some programs close every descriptor up to the limit that they might have
+/// inherited.
 const ENOUGH: u64 = 1 << 16;
-/// What a process opens otherwise, at least: its output, a few files, and connections to the store.
+/// The least number of other descriptors of a process: its output, a few files, and connections to the store.
 const OTHERS: usize = 16;
 
 /// The limit that [`raise_limit`] can reach; `None` if there is none.
@@ -13,7 +14,7 @@ pub fn limit() -> Option<usize> {
     Some(usize::try_from(raised).unwrap_or(usize::MAX))
 }
 
-/// Raises the soft limit (`ulimit -Sn`, often 1024) towards the hard one, as far as connections to very many ranks need it.
+/// Raises the soft limit (`ulimit -Sn`, often 1024) towards the hard one, so that connections to very many ranks fit.
 pub fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let Some(wanted) = limit().map(|limit| limit as u64).filter(|limit| current.is_some_and(|now| now < *limit)) else {
@@ -25,14 +26,14 @@ pub fn raise_limit() {
     }
 }
 
-/// How many are open.
+/// The number of open descriptors.
 pub fn open() -> usize {
-    // Where the system does not tell, it is at least standard input, output and error.
+    // Where the system does not report it, assume standard input, output and error.
     std::fs::read_dir("/proc/self/fd").map_or(3, |open| open.count())
 }
 
-/// Raises the limit, and says why it is too low nevertheless for `more` connections beside `open` descriptors. `purpose` is
-/// what the connections are for.
+/// Raises the limit. Returns an error message if it is still too low for `more` connections in addition to `open`
+/// descriptors. `purpose` says what the connections are for.
 pub fn check_limit(open: usize, more: usize, purpose: &str) -> Result<(), String> {
     raise_limit();
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
@@ -41,8 +42,9 @@ pub fn check_limit(open: usize, more: usize, purpose: &str) -> Result<(), String
         return Ok(());
     }
     Err(format!(
-        "it is {limit} on host {}, also after raising it to the hard limit, and this process needs {needed}: {more} for \
-         {purpose}. Raise the hard limit (`ulimit -Hn`, limits.conf, the container's or Slurm's settings)",
+        "it is {limit} on host {}, even after it was raised to the hard limit, but must be at least {needed}: this \
+         process needs {more} for {purpose}. Raise the hard limit (`ulimit -Hn`, limits.conf, the container's or \
+         Slurm's settings)",
         crate::host::host_name()
     ))
 }

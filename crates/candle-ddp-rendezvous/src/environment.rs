@@ -38,15 +38,15 @@ pub struct Environment {
     /// MASTER_ADDR: the host of rank 0. Under Slurm, defaults to the first node of the job step, and under an MPI to the
     /// loopback address if all ranks are on one host.
     pub master_addr: Option<String>,
-    /// MASTER_PORT: the store's port. Under Slurm and MPI, defaults to a port derived from the job's id. (MPICH gives none,
-    /// so that of the process that has started all ranks of a host takes its place.)
+    /// MASTER_PORT: the store's port. Under Slurm and MPI, defaults to a port derived from the job's id. (MPICH
+    /// provides no id; the id of the process that started all ranks of a host serves instead.)
     pub master_port: Option<u16>,
     /// TORCHELASTIC_RESTART_COUNT: how often the launcher has restarted all ranks; initially 0.
     pub restart_count: u64,
-    /// TORCHELASTIC_RUN_ID: the launcher's id of the run. Under Slurm, made from the ids of job and step, and under an MPI from
-    /// that of the job.
+    /// TORCHELASTIC_RUN_ID: the launcher's id of the run. Under Slurm, it is made from the ids of job and step, and
+    /// under an MPI from the job's id.
     pub run_id: Option<String>,
-    /// TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so no rank may.
+    /// TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so no rank hosts one.
     pub use_agent_store: bool,
     /// The launcher whose variables gave the rank.
     pub launcher: Launcher,
@@ -161,7 +161,7 @@ impl Variables<'_> {
         if let (Some(local), Some(world)) = (environment.local_world_size, environment.world_size)
             && local > world
         {
-            return Err(invalid(local_world_size, local, format!("it is greater than {world_size}={world}")));
+            return Err(invalid(local_world_size, local, format!("it must be at most {world_size}={world}")));
         }
         if launcher != Launcher::Torchrun
             && let Some(said) = self.count("WORLD_SIZE")?
@@ -190,8 +190,8 @@ impl Variables<'_> {
         }
     }
 
-    /// Returns the id of the job step, which is the same for all tasks. The components of a heterogeneous job are jobs
-    /// of their own, so such a job has no common id.
+    /// Returns the id of the job step, which is the same for all tasks. The components of a heterogeneous job are
+    /// separate jobs, so a heterogeneous job has no common id.
     fn slurm_run(&self) -> Option<String> {
         if self.has("SLURM_HET_SIZE") || self.has("SLURM_PACK_SIZE") {
             return None;
@@ -213,8 +213,8 @@ impl Variables<'_> {
         self.count("SLURM_NTASKS_PER_NODE")
     }
 
-    /// Where the ranks of an MPI job meet, unless the user says so. What Slurm says in its place may be another job of the
-    /// same allocation.
+    /// Sets where the ranks of an MPI job meet, unless the user did. Slurm's variables are not used: they may belong to
+    /// another job of the same allocation.
     fn mpi_master(&self, environment: &mut Environment) {
         let is_one_host = environment.world_size.is_some() && environment.world_size == environment.local_world_size;
         let job = match environment.launcher {
@@ -238,7 +238,7 @@ impl Variables<'_> {
                 let first = slurm::first_node(&list);
                 environment.master_addr =
                     Some(first.ok_or_else(|| {
-                        invalid(name, list, "it is not a list of nodes such as node[003-005,9],gpu-a")
+                        invalid(name, list, "it must be a list of nodes such as node[003-005,9],gpu-a")
                     })?);
                 break;
             }

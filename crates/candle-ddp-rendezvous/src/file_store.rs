@@ -37,6 +37,12 @@ pub struct FileStore {
     deadline: Option<Instant>,
 }
 
+impl std::fmt::Debug for FileStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileStore").field("path", &self.path).field("timeout", &self.timeout).finish_non_exhaustive()
+    }
+}
+
 struct State {
     log: FileLog,
     map: Map,

@@ -1,8 +1,8 @@
 //! The generations of an elastic run: which ranks belong to each, as one log of decisions in the store.
 //!
-//! Entry `n` says what follows generation `n - 1`: new members, or the end of the run. Whoever writes an entry first decides
-//! it, and all others read it; so no two processes ever act on different decisions. Under `ddprun` the launcher decides who
-//! belongs to a generation, and elsewhere the surviving ranks do.
+//! Entry `n` says what follows generation `n - 1`: new members, or the end of the run. Whoever writes an entry first
+//! decides it, and all others read it, so no two processes ever act on different decisions. Under `ddprun`, the
+//! launcher decides who belongs to a generation; elsewhere, the surviving ranks do.
 use super::{PrefixStore, Store};
 use crate::Result;
 use crate::json::{decide, encode, read};
@@ -16,14 +16,14 @@ pub const AGENT_VARIABLE: &str = "CANDLE_DDP_AGENT";
 /// workers are started again.
 pub const BEGUN: &str = "candle_ddp/begun";
 
-/// What `ddprun` tells a worker by [`AGENT_VARIABLE`].
+/// The value of [`AGENT_VARIABLE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Told {
-    /// How often it started all workers before.
+    /// How often it had started all workers before.
     pub attempt: u64,
-    /// How often it replaced this one since.
+    /// How often it has replaced this worker since then.
     pub incarnation: u64,
-    /// The smallest world size with which the run goes on, unless the program says otherwise.
+    /// The smallest world size with which the run continues, unless the program says otherwise.
     pub min_world_size: usize,
 }
 
@@ -43,7 +43,7 @@ pub enum Decision {
     Members(Vec<Member>),
     /// All ranks have finished.
     Done,
-    /// The run cannot go on, because of this rank.
+    /// The run cannot continue, because of this rank.
     Failed {
         /// Its rank in the first generation.
         rank: usize,
@@ -60,7 +60,7 @@ impl Decision {
 }
 
 /// The log of a run.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Generations {
     store: PrefixStore,
 }
@@ -74,7 +74,7 @@ impl Generations {
         Self { store: PrefixStore::new(prefix, store) }
     }
 
-    /// The prefix of the log that `ddprun` keeps for its workers; one for each time that it starts all of them.
+    /// The prefix of the log that `ddprun` keeps for its workers. Each start of all workers has its own.
     pub fn agent_prefix(attempt: u64) -> String {
         format!("candle_ddp/agent/{attempt}")
     }
@@ -84,7 +84,7 @@ impl Generations {
         format!("generation/{number}")
     }
 
-    /// The prefix, in the log's, of the keys of one generation.
+    /// The prefix, within the log's, of the keys of one generation.
     pub fn prefix_of(number: u64) -> String {
         format!("of/{number}")
     }

@@ -12,6 +12,12 @@ pub struct HashStore {
     timeout: Duration,
 }
 
+impl std::fmt::Debug for HashStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HashStore").field("timeout", &self.timeout).finish_non_exhaustive()
+    }
+}
+
 #[derive(Default)]
 struct Shared {
     map: Mutex<HashMap<String, Vec<u8>>>,

@@ -15,8 +15,8 @@ fn named(run_id: Option<&str>) -> Option<&str> {
     run_id.filter(|run_id| *run_id != NO_NAME)
 }
 
-/// Hosts the store of the run `run_id`. With `guests`, it serves clients that do not know `secret` as well, with keys of
-/// their own, until one proves that it knows it. The job's keys begin with `pairs`.
+/// Hosts the store of the run `run_id`. With `guests`, it also serves clients that do not know `secret`, with separate
+/// keys, until a client proves that it knows it. The job's keys begin with `pairs`.
 pub fn host(
     listening: &Listening,
     run_id: Option<&str>,
@@ -34,7 +34,7 @@ pub fn host(
 /// # Errors
 /// Returns [`Error::InvalidArgument`], with the number that is needed.
 pub fn check_room(ranks: usize) -> Result<()> {
-    // Three connections for each rank, which are three quarters of what the process may have open. Some are there already.
+    // Three connections for each rank may take three quarters of the limit. Some are open already.
     let purpose = format!("the store of {ranks} rank(s), which this process hosts");
     check_limit(0, 4 * ranks, &purpose).map_err(|reason| Error::invalid("ulimit -n", reason))
 }

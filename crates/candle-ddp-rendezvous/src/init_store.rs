@@ -41,7 +41,7 @@ pub(super) struct InitStore {
     limited: Mutex<Option<Arc<dyn Store>>>,
     pub(super) cancellation: Cancellation,
     pub(super) deadline: Instant,
-    /// Works as long as the group that uses this store.
+    /// Runs as long as the group that uses this store.
     _reporter: Option<Arc<Reporter>>,
 }
 
@@ -51,7 +51,7 @@ impl InitStore {
         Self { plain, limited, cancellation: Cancellation::default(), deadline, _reporter: None }
     }
 
-    /// Keeps `reporter` at work as long as this store.
+    /// Keeps `reporter` running as long as this store.
     pub(super) fn reporting(self, reporter: Option<Arc<Reporter>>) -> Self {
         Self { _reporter: reporter, ..self }
     }

@@ -1,9 +1,9 @@
 //! How ranks learn of each other's failures before they are connected.
 //!
-//! A rank whose initialisation fails sets the abort key, which a thread on each rank polls. If its process dies, a store that is
-//! a server of this crate sets the key by the rank's last will. The thread also writes this rank's heartbeat and monitors that
-//! of the next rank, so the store gets only a few requests per rank and second, however many ranks there are. If the next rank's
-//! heartbeat stops, its process is stopped, or died where no last will tells it.
+//! A rank whose initialisation fails sets the abort key, which a thread on each rank polls. If its process dies, a
+//! store server of this crate sets the key, as the rank's last will. The thread also writes this rank's heartbeat and
+//! monitors the next rank's, so the store gets only a few requests per rank and second, however many ranks there are.
+//! If the next rank's heartbeat stops, its process was stopped, or it died and the store knows no last wills.
 use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
@@ -71,6 +71,16 @@ pub struct InitWatcher {
     will: Option<LastWill>,
 }
 
+impl std::fmt::Debug for InitWatcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("InitWatcher")
+            .field("prefix", &self.prefix)
+            .field("rank", &self.rank)
+            .field("hosts", &self.hosts)
+            .finish_non_exhaustive()
+    }
+}
+
 struct Thread {
     stop: Sender<()>,
     ended: Receiver<()>,
@@ -84,8 +94,8 @@ impl InitWatcher {
         Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None, will: None }
     }
 
-    /// Starts the thread. The key `superseded`, in the store without the prefix, ends the initialisation of all ranks, since
-    /// another one takes its place.
+    /// Starts the thread. Once the key `superseded` is set, in the store without the prefix, another initialisation
+    /// takes the place of this one, which then ends on all ranks.
     pub(super) fn start(&mut self, world_size: usize, superseded: Option<String>) -> Result<()> {
         self.start_at(PACE, world_size, superseded)
     }
@@ -101,7 +111,9 @@ impl InitWatcher {
         let body = move || {
             let _end = end;
             let cancellation = &store.cancellation;
-            Poller { keys, superseded, cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
+            let (heartbeats, next) = (0, Next::Absent);
+            Poller { keys, superseded, cancellation, heard: &heard, rank, world_size, pace, heartbeats, next }
+                .run(&stopped);
         };
         let handle = std::thread::Builder::new()
             .name(format!("ddp-{rank}-init"))
@@ -111,7 +123,7 @@ impl InitWatcher {
         Ok(())
     }
 
-    /// Has the store report to the other ranks that this one failed, if its process ends without doing so.
+    /// Asks the store to report this rank's failure to the others if its process ends without reporting it.
     fn leave_will(&mut self, keys: &PrefixStore) {
         let reason = format!(
             "its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
@@ -223,37 +235,30 @@ struct Poller<'a> {
     heard: &'a AtomicBool,
     rank: usize,
     world_size: usize,
+    pace: Pace,
+    /// The number of heartbeats of this rank.
+    heartbeats: u64,
+    next: Next,
 }
 
-/// What is known of the next rank.
+/// What is known about the next rank.
 enum Next {
     /// It has not sent a heartbeat yet.
     Absent,
-    /// Its last heartbeat, and for how many checks that has not changed.
+    /// Its last heartbeat, and the number of checks since that changed.
     Alive(Vec<u8>, u32),
     Done,
 }
 
 impl Poller<'_> {
-    fn run(&self, pace: Pace, stopped: &Receiver<()>) {
-        let (mut heartbeats, mut failures, mut next) = (0, 0, Next::Absent);
+    fn run(mut self, stopped: &Receiver<()>) {
+        let mut failures = 0;
         for tick in 1.. {
-            match stopped.recv_timeout(pace.tick) {
+            match stopped.recv_timeout(self.pace.tick) {
                 Err(RecvTimeoutError::Timeout) => {}
                 _ => break,
             }
-            let look = || -> Result<bool> {
-                if self.check_abort()? || self.check_superseded()? {
-                    return Ok(true);
-                }
-                if tick % pace.ticks_per_heartbeat == 0 {
-                    heartbeats += 1;
-                    self.keys.set(&heartbeat_key(self.rank), format!("{heartbeats}").as_bytes())?;
-                    return self.watch(pace, &mut next);
-                }
-                Ok(false)
-            };
-            match { look }() {
+            match self.look(tick) {
                 Ok(true) => break,
                 Ok(false) => failures = 0,
                 Err(Error::Store { operation, store, reason }) => {
@@ -267,9 +272,26 @@ impl Poller<'_> {
                 Err(error) => log::debug!("rank {}: polling the store during initialisation: {error}", self.rank),
             }
         }
-        if let Err(error) = self.keys.set(&heartbeat_key(self.rank), DONE) {
+        if let Err(error) = self.finish() {
             log::debug!("rank {}: sending the last heartbeat of initialisation: {error}", self.rank);
         }
+    }
+
+    /// Does what is due at a tick. Returns whether the initialisation has ended for this rank.
+    fn look(&mut self, tick: u32) -> Result<bool> {
+        if self.check_abort()? || self.check_superseded()? {
+            return Ok(true);
+        }
+        if !tick.is_multiple_of(self.pace.ticks_per_heartbeat) {
+            return Ok(false);
+        }
+        self.heartbeats += 1;
+        self.keys.set(&heartbeat_key(self.rank), self.heartbeats.to_string().as_bytes())?;
+        self.watch()
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.keys.set(&heartbeat_key(self.rank), DONE)
     }
 
     /// Returns whether a rank has failed.
@@ -294,7 +316,8 @@ impl Poller<'_> {
     }
 
     /// Checks the next rank's heartbeat. Returns whether that rank is lost, which is then reported to all ranks.
-    fn watch(&self, pace: Pace, next: &mut Next) -> Result<bool> {
+    fn watch(&mut self) -> Result<bool> {
+        let next = &mut self.next;
         let peer = (self.rank + 1) % self.world_size;
         let key = heartbeat_key(peer);
         let missed = match next {
@@ -314,10 +337,10 @@ impl Poller<'_> {
         if matches!(next, Next::Alive(last, _) if last == DONE) {
             *next = Next::Done;
         }
-        if missed < pace.lost_after || matches!(next, Next::Done) {
+        if missed < self.pace.lost_after || matches!(next, Next::Done) {
             return Ok(false);
         }
-        let seconds = (pace.tick * pace.ticks_per_heartbeat * missed).as_secs_f64();
+        let seconds = (self.pace.tick * self.pace.ticks_per_heartbeat * missed).as_secs_f64();
         let reason = format!(
             "it gave no sign of life for {seconds} s during initialisation, according to rank {}: its process{} died or is \
              stopped. Look for the first error in its output",
@@ -341,92 +364,4 @@ impl Poller<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::FileStore;
-
-    const TIMEOUT: Duration = Duration::from_secs(120);
-    const FAST: Pace = Pace { tick: Duration::from_millis(5), ticks_per_heartbeat: 2, lost_after: 5 };
-    /// A live rank is not taken for lost, however busy the machine is.
-    const PATIENT: Pace = Pace { lost_after: 6000, ..FAST };
-
-    fn watcher(path: &std::path::Path, rank: usize, pace: Pace) -> InitWatcher {
-        let file = Arc::new(FileStore::open(path, TIMEOUT).unwrap());
-        let store = Arc::new(InitStore::new(file, Instant::now() + TIMEOUT));
-        let mut watcher = InitWatcher::new(store, "run", rank, false);
-        watcher.start_at(pace, 2, None).unwrap();
-        watcher
-    }
-
-    fn wait_for_failure(watcher: &InitWatcher) -> (usize, String) {
-        let start = Instant::now();
-        loop {
-            assert!(start.elapsed() < TIMEOUT, "the failure was not reported");
-            match watcher.check() {
-                Ok(()) => std::thread::sleep(Duration::from_millis(5)),
-                Err(Error::Group(Failure::PeerFailed { peer, reason })) => return (peer, reason),
-                Err(error) => panic!("{error}"),
-            }
-        }
-    }
-
-    #[test]
-    fn the_first_failure_is_reported_and_ends_waits() {
-        let folder = tempfile::tempdir().unwrap();
-        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, PATIENT));
-        let store = Arc::clone(&a.store);
-        let waiting = std::thread::spawn(move || store.get("never set"));
-        let error = b.conclude::<(), _>(Err(Error::invalid("device", "no GPU")), Error::failure).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error must not change: {error}");
-        let (peer, reason) = wait_for_failure(&a);
-        assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
-        assert!(matches!(waiting.join().unwrap(), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
-        assert!(a.conclude::<(), _>(a_failure(), Error::failure).is_err());
-    }
-
-    fn a_failure<T>() -> Result<T> {
-        Err(Error::invalid("device", "an echo"))
-    }
-
-    #[test]
-    fn a_rank_whose_heartbeat_stops_is_lost() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("store");
-        let keys = FileStore::open(&path, TIMEOUT).unwrap();
-        let a = watcher(&path, 0, FAST);
-        std::thread::sleep(FAST.tick * 30);
-        a.check().unwrap(); // rank 1 has not arrived yet
-        keys.set("run/join/host/1", b"node7 0123").unwrap();
-        keys.set("run/init/heartbeat/1", FIRST).unwrap();
-        let (peer, reason) = wait_for_failure(&a);
-        assert!(peer == 1 && reason.contains("no sign of life") && reason.contains("on host node7"), "{reason}");
-        assert!(keys.check(&["run/init/abort"]).unwrap());
-    }
-
-    #[test]
-    fn live_or_connected_ranks_are_not_lost() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("store");
-        // Three seconds.
-        let slow = Pace { lost_after: 300, ..FAST };
-        let [a, b] = [0, 1].map(|rank| watcher(&path, rank, slow));
-        std::thread::sleep(Duration::from_millis(3500));
-        b.check().unwrap();
-        b.conclude(Ok(()), Error::failure).unwrap();
-        std::thread::sleep(Duration::from_millis(3500));
-        a.conclude(Ok(()), Error::failure).unwrap();
-    }
-
-    #[test]
-    fn a_panic_is_reported() {
-        let folder = tempfile::tempdir().unwrap();
-        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, PATIENT));
-        let panicked = std::thread::spawn(move || {
-            let _b = b;
-            panic!("out of luck");
-        });
-        panicked.join().unwrap_err();
-        let (peer, reason) = wait_for_failure(&a);
-        assert!(peer == 1 && reason.contains("panicked during initialisation"), "{reason}");
-    }
-}
+mod tests;

@@ -5,10 +5,12 @@ use crate::error::some;
 use crate::host::{boot_id, host_name};
 use crate::json::{decide, decode};
 use crate::{Error, Result};
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Decided by the rank that completes the run (`None`), or by one that finds why it cannot complete.
+/// The rank that completes the run sets this to `None`; a rank that finds that the run cannot complete sets it to the
+/// reason.
 const OUTCOME: &str = "outcome";
 type Outcome = Option<String>;
 pub(super) const ARRIVED: &str = "arrived";
@@ -24,6 +26,11 @@ pub(super) fn host_key(rank: usize) -> String {
     format!("host/{rank}")
 }
 
+/// Where a rank finds its place on its host.
+fn place_key(rank: usize) -> String {
+    format!("place/{rank}")
+}
+
 /// A rank's request to join the run.
 pub(super) struct Join<'a> {
     pub(super) store: &'a dyn Store,
@@ -31,7 +38,7 @@ pub(super) struct Join<'a> {
     pub(super) name: String,
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// What the ranks on one host have in common; see [`host`].
+    /// The identity that the ranks of one host share; see [`host`].
     pub(super) host: String,
     /// The addresses of this rank's end and of the store's end of their connection.
     pub(super) addresses: Option<(IpAddr, IpAddr)>,
@@ -45,7 +52,7 @@ impl Join<'_> {
     /// # Errors
     ///
     /// Returns [`Error::Store`] on all ranks if two processes have the same rank or if world sizes differ, and
-    /// [`Error::RanksMissing`] if some have not come by the time-out.
+    /// [`Error::RanksMissing`] if some have not arrived by the time-out.
     pub(super) fn run(&self) -> Result<()> {
         match self.meet() {
             Err(Error::StoreTimeout { .. }) => Err(self.incomplete()),
@@ -61,7 +68,8 @@ impl Join<'_> {
         let agreed = decide(store, WORLD_SIZE, &world_size)?;
         if agreed != world_size {
             return self.give_up(format!(
-                "rank {rank} was started with world size {world_size}, but another rank with {agreed}"
+                "rank {rank} was started with world size {world_size}, but another rank with {agreed}: give all ranks \
+                 the same world size (WORLD_SIZE, or the launcher's options)"
             ));
         }
         store.set(&host_key(rank), self.host.as_bytes())?;
@@ -72,6 +80,7 @@ impl Join<'_> {
         }
         let arrived = store.add(ARRIVED, 1)?;
         if usize::try_from(arrived).is_ok_and(|arrived| arrived == world_size) {
+            self.publish_places()?;
             decide(store, OUTCOME, &Outcome::None)?;
         }
         let left = self.deadline.saturating_duration_since(Instant::now());
@@ -91,12 +100,33 @@ impl Join<'_> {
         Ok(Some(String::from_utf8_lossy(&reported).parse().unwrap_or(local)))
     }
 
-    /// Returns this rank's index among the ranks of its host, and their number.
-    pub(super) fn local_place(&self) -> Result<(usize, usize)> {
+    /// Tells every rank its place on its host. Only the last one to arrive reads the hosts of all.
+    fn publish_places(&self) -> Result<()> {
         let keys: Vec<String> = (0..self.world_size).map(host_key).collect();
         let hosts = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
-        let mine = |hosts: &[Vec<u8>]| hosts.iter().filter(|host| host.as_slice() == self.host.as_bytes()).count();
-        Ok((mine(hosts.get(..self.rank).unwrap_or_default()), mine(&hosts)))
+        let mut sizes = HashMap::<&[u8], usize>::new();
+        let local_ranks: Vec<usize> = hosts
+            .iter()
+            .map(|host| {
+                let size = sizes.entry(host).or_default();
+                *size += 1;
+                *size - 1
+            })
+            .collect();
+        let place = |(rank, (local_rank, host)): (usize, (&usize, &Vec<u8>))| {
+            (place_key(rank), format!("{local_rank} {}", sizes[host.as_slice()]))
+        };
+        let places: Vec<_> = local_ranks.iter().zip(&hosts).enumerate().map(place).collect();
+        let pairs: Vec<_> = places.iter().map(|(key, place)| (key.as_str(), place.as_bytes())).collect();
+        self.store.multi_set(&pairs)
+    }
+
+    /// Returns this rank's index among the ranks of its host, and their number.
+    pub(super) fn local_place(&self) -> Result<(usize, usize)> {
+        let place = self.store.get(&place_key(self.rank))?;
+        let text = String::from_utf8_lossy(&place);
+        let numbers = text.split_once(' ').and_then(|(rank, size)| Some((rank.parse().ok()?, size.parse().ok()?)));
+        numbers.ok_or_else(|| self.failed(format!("the store holds {text:?} as its place on its host")))
     }
 
     fn failed(&self, reason: String) -> Error {
@@ -116,16 +146,16 @@ impl Join<'_> {
         match absent_ranks(self.store, 0..world_size, &rank_key) {
             Ok(ranks) => {
                 let reason = format!(
-                    "{} of {world_size} ranks arrived, missing: {}. Check that they were started, look for the first error in \
-                     their output, or give them more time (timeout)",
+                    "{} of {world_size} ranks arrived, missing: {}. Check that they were started, look for the first \
+                     error in their output, or give them more time (timeout)",
                     world_size - ranks.len(),
                     some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>())
                 );
                 Error::RanksMissing { operation, store, timeout, ranks, reason }
             }
             Err(_) => {
-                let reason = "the store does not answer, so the missing ranks are unknown. Check that the process that hosts \
-                              it (rank 0, or the launcher) is running, and that its host can be reached";
+                let reason = "the store does not answer, so the missing ranks are unknown. Check that the process that \
+                              hosts it (rank 0, or the launcher) is running, and that its host can be reached";
                 Error::StoreTimeout { operation, store, timeout, reason: reason.to_string() }
             }
         }

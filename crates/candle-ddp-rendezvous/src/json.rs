@@ -1,20 +1,20 @@
-//! Values of the store that are JSON.
+//! JSON values in the store.
 use crate::{Error, Result, Store};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A value of the store. What is written here cannot fail to be JSON.
+/// Encodes a value for the store. The types that this crate encodes always have a JSON form.
 pub fn encode(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
-/// What [`encode`] has written as the value of `key`.
+/// Decodes the value of `key`, which [`encode`] wrote.
 pub fn decode<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| Error::Store {
         operation: format!("reading {key}"),
         store: "of the run".to_string(),
         reason: format!(
-            "another version of candle-ddp or ddprun has written it ({error}): use the same version everywhere in a run"
+            "another version of candle-ddp or ddprun wrote it ({error}): use the same version everywhere in a run"
         ),
     })
 }

@@ -3,9 +3,9 @@
 //!
 //! The entry point is [`rendezvous()`]. It returns a store for this run, the rank of this process, and its address.
 //!
-//! This is the part that [candle-ddp](https://docs.rs/candle-ddp) and its launcher, `ddprun`, have in common; programs use it
-//! as `candle_ddp::rendezvous`. It does not depend on candle. What is hidden from the documentation is for these two alone,
-//! and changes with them.
+//! This is the part that [candle-ddp](https://docs.rs/candle-ddp) and its launcher, `ddprun`, have in common; programs
+//! use its stores as `candle_ddp::rendezvous`. It does not depend on candle. Items hidden from the documentation are for these
+//! two only, and change with them.
 mod cancellation;
 #[doc(hidden)]
 pub mod deadline;
@@ -97,7 +97,7 @@ pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOpt
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// The seeds of what the fuzz targets in `fuzz/` read with this crate.
+/// Runs this crate's fuzz functions on the seeds in `fuzz/`.
 #[cfg(test)]
 mod fuzz_seeds {
     use std::path::Path;

@@ -38,7 +38,7 @@ pub struct Rendezvous {
     /// The address at which peers can reach this process, derived from its connection to the store; `None` with a
     /// [`FileStore`].
     pub address: Option<IpAddr>,
-    /// What the ranks prove to each other when they connect.
+    /// The secret that the ranks prove to each other when they connect.
     #[doc(hidden)]
     pub secret: Option<Secret>,
 }
@@ -58,8 +58,8 @@ impl std::fmt::Debug for Rendezvous {
 /// Waits for the other ranks: PyTorch's `init_process_group` up to the point where the store exists and all ranks have
 /// arrived.
 ///
-/// With a secret, nobody else can use the store, unless it is torchrun's, which knows none. A rank that has one refuses a
-/// store that does not prove that it knows it, and the other way round.
+/// With a secret, nobody else can use the store, unless torchrun hosts it, which knows no secrets. A rank with a secret
+/// refuses a store that does not prove that it knows it, and vice versa.
 ///
 /// Options take precedence over the init method's query, and that over the environment. Rank 0 hosts the
 /// [`TcpStoreServer`](super::TcpStoreServer) unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The server
@@ -71,8 +71,8 @@ impl std::fmt::Debug for Rendezvous {
 ///
 /// An error that would make the other ranks wait (a duplicate rank, a different world size) is returned on all ranks.
 /// After the time-out, the error names the missing ranks.
-pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
-    let (met, watcher) = meet(options)?;
+pub fn rendezvous(options: RendezvousOptions) -> Result<Rendezvous> {
+    let (met, watcher) = meet(&options)?;
     watcher.conclude(Ok(met), Error::failure)
 }
 
@@ -104,25 +104,36 @@ pub struct RunStore {
     prefix: String,
     timeout: Duration,
     secret: Option<Secret>,
-    /// Tells `ddprun` the progress of this rank, if that has started it.
+    /// Reports this rank's progress to `ddprun`, if that started it.
     reporter: Option<Arc<Reporter>>,
 }
 
-/// Some ranks that meet in the store of their run.
+impl std::fmt::Debug for RunStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunStore")
+            .field("name", &self.name)
+            .field("hosts", &self.hosts)
+            .field("prefix", &self.prefix)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A meeting of ranks in the store of their run.
+#[derive(Debug)]
 pub struct Meeting {
-    /// The prefix of their keys, which are theirs alone.
+    /// The prefix of their keys, which no other meeting uses.
     pub prefix: String,
-    /// This process among them.
+    /// This process's rank among them.
     pub rank: usize,
     /// Their number.
     pub world_size: usize,
-    /// Whether they are all ranks of the run, with the ranks that they have in it.
+    /// Whether all ranks of the run take part, with the same numbers as in the run.
     pub is_whole: bool,
     /// When the meeting fails.
     pub deadline: Instant,
-    /// Their generation, if they run elastically.
+    /// Their generation, in an elastic run.
     pub generation: Option<u64>,
-    /// A key that ends the meeting, since another one takes its place.
+    /// A key that ends the meeting, once another one takes its place.
     pub superseded: Option<String>,
 }
 
@@ -138,8 +149,8 @@ impl RunStore {
         };
         if plan.is_plain && secret.is_some() && rank == 0 {
             log::warn!(
-                "another launcher than ddprun hosts the store, without a secret: anyone who reaches it can use it. The \
-                 connections between ranks have the secret"
+                "a launcher other than ddprun hosts the store, without a secret: anyone who reaches it can use it. The \
+                 connections between ranks do require the secret"
             );
         }
         let (name, store): (String, Arc<dyn LimitedStore>) = match &plan.store {
@@ -198,17 +209,17 @@ impl RunStore {
         self.hosts
     }
 
-    /// Whether a launcher hosts the store, and so starts all ranks again when one is gone.
+    /// Whether a launcher hosts the store, and thus restarts all ranks when one is lost.
     pub fn launcher_hosts(&self) -> bool {
         matches!(self.plan.store, StoreLocation::Tcp { launcher_hosts: true, .. })
     }
 
-    /// How often the launcher has started all ranks again, or this one.
+    /// How often the launcher has restarted all ranks, or this one.
     pub fn restart_count(&self) -> u64 {
         self.plan.restart_count
     }
 
-    /// What `ddprun` has told this process. None where another launcher has started this rank.
+    /// What `ddprun` told this process; `None` if another launcher started this rank.
     pub fn agent(&self, told: Option<String>) -> Option<Told> {
         let told = told.filter(|_| self.launcher_hosts())?;
         let mut parts = told.rsplitn(4, '/');
@@ -218,7 +229,7 @@ impl RunStore {
         (self.plan.run_id.as_deref() == parts.next()).then_some(Told { attempt, incarnation, min_world_size })
     }
 
-    /// The prefix of the keys of call number `call`, of this start of the run.
+    /// The prefix of the keys of call number `call` in this start of the run.
     pub fn prefix(&self, call: u64) -> String {
         format!("{}/{}/{call}", self.prefix, self.plan.restart_count)
     }
@@ -269,7 +280,7 @@ impl RunStore {
     }
 }
 
-/// Says that there is no launcher. A program that was meant to have one would otherwise train alone without a word.
+/// Warns that there is no launcher. A program that should have one would otherwise train alone without a word.
 fn say_alone() {
     const TEXT: &str = "this process was started without a launcher, so it is the only rank (world size 1): for more, \
                         start it with `ddprun --nproc-per-node N PROGRAM`, torchrun, srun or mpirun";
@@ -277,7 +288,7 @@ fn say_alone() {
     SAID.call_once(|| warn_aloud(format_args!("{TEXT}")));
 }
 
-/// Begins to tell the progress of this rank, if `ddprun` has started it.
+/// Starts to report the progress of this rank, if `ddprun` started it.
 fn reporter(plan: &Plan, secret: Option<&Secret>) -> Option<Arc<Reporter>> {
     let StoreLocation::Tcp { host, port, launcher_hosts: true } = &plan.store else { return None };
     let place = Place { rank: plan.rank, host: host.clone(), port: *port, secret: secret.cloned() };

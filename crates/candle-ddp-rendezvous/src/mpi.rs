@@ -1,18 +1,18 @@
-//! What an MPI's launcher tells of a job beyond its ranks: an id, from which all ranks derive a port.
+//! The job id that an MPI launcher provides, from which all ranks derive a port.
 use crate::hash::fnv1a_64;
 
-/// The id of a job of Open MPI: the same for all its ranks, and for no other job that runs on this host.
+/// The id of an Open MPI job: the same on all its ranks, and different from every other job's on this host.
 pub(super) fn open_mpi_job(text: impl Fn(&str) -> Option<String>) -> Option<String> {
     text("PMIX_NAMESPACE").or_else(|| text("OMPI_MCA_ess_base_jobid"))
 }
 
-/// The same for a job of MPICH or Intel MPI whose ranks are all on this host. Their launcher, Hydra, gives jobs no id, but the
-/// ranks of a host have one proxy of it, perhaps with a shell between.
+/// The same for a job of MPICH or Intel MPI whose ranks are all on this host. Their launcher, Hydra, gives jobs no id.
+/// But all ranks of a host descend from one proxy process, perhaps with a shell in between.
 pub(super) fn hydra_job() -> Option<String> {
     ancestor(|name| name.starts_with("hydra_")).map(|pid| pid.to_string())
 }
 
-/// The closest ancestor of this process whose name is right. Linux only.
+/// The closest ancestor of this process for whose name `is_right` returns true. Linux only.
 fn ancestor(is_right: impl Fn(&str) -> bool) -> Option<u32> {
     let mut pid = std::process::id();
     loop {
@@ -29,7 +29,7 @@ fn ancestor(is_right: impl Fn(&str) -> bool) -> Option<u32> {
 
 /// Derives the same port on every rank of a job, below the ephemeral range of the system (from 32768).
 pub(super) fn port(job: &str) -> u16 {
-    // Jobs that follow each other have similar ids, and get very different ports.
+    // Consecutive jobs have similar ids, and get very different ports.
     let hash = fnv1a_64(job.as_bytes());
     10_000 + u16::try_from((hash ^ (hash >> 32)) % 20_000).unwrap_or_default()
 }

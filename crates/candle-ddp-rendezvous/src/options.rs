@@ -15,8 +15,8 @@ pub struct RendezvousOptions {
     /// The secret that ranks prove to each other and to the store; `None` takes it from the environment
     /// ([`Secret::from_env`]). Without one, anyone who reaches the store can use it.
     pub secret: Option<Secret>,
-    /// Whether a process that was started without a launcher (`env://`, and none of its variables is set) is an error.
-    /// Otherwise it is a world of one rank, and says so.
+    /// Whether it is an error if the process was started without a launcher (`env://`, and none of its variables is
+    /// set). Otherwise, the process is a world of one rank, and a warning says so.
     pub require_launcher: bool,
 }
 

@@ -15,12 +15,12 @@ pub(super) struct Plan {
     pub(super) restart_count: u64,
     /// The launcher's run id, if the launcher also determined this rank.
     pub(super) run_id: Option<String>,
-    /// Whether the store is that of a launcher that knows no secret.
+    /// Whether the store belongs to a launcher that knows no secret.
     pub(super) is_plain: bool,
 }
 
-/// The variable by which `ddprun` tells its workers the address of its own store: where this is not the master's, another
-/// launcher hosts the store.
+/// The variable in which `ddprun` gives its workers the address of its own store. If that is not the master's address,
+/// another launcher hosts the store.
 pub const STORE_VARIABLE: &str = "CANDLE_DDP_STORE";
 
 /// The location of the store.
@@ -70,7 +70,7 @@ impl Plan {
             Location::Environment => {
                 let hint = |what: &str| match environment.launcher {
                     Launcher::OpenMpi | Launcher::Mpich => format!(
-                        "it is {what} of rank 0, which MPI does not tell when there are several hosts. Add `-x \
+                        "it is {what} of rank 0, which MPI does not provide when there are several hosts. Add `-x \
                          MASTER_ADDR=HOST -x MASTER_PORT=29500` to mpirun (Open MPI), or `-genv MASTER_ADDR HOST -genv \
                          MASTER_PORT 29500` to mpiexec (MPICH, Intel MPI), where HOST is the name of the first host"
                     ),
@@ -109,17 +109,17 @@ impl Plan {
         {
             return Err(Error::invalid("init_method", "port 0 means any free port, which the other ranks cannot know"));
         }
-        // The local rank of the environment is only valid for its own rank.
+        // The environment's local rank is only valid for the environment's rank.
         let own = environment.rank == Some(rank) && environment.world_size == Some(world_size);
         let local = environment.local_rank.zip(environment.local_world_size).filter(|_| own);
         let local = if world_size == 1 { local.or(Some((0, 1))) } else { local };
         let Environment { restart_count, launcher, run_id, .. } = environment;
-        // The ranks of a job whose ranks come from options may have different variables.
+        // If ranks come from options, the variables may differ between the ranks of a job.
         let run_id = run_id.filter(|_| own && launcher != Launcher::None);
         Ok(Self { store, rank, world_size, local, restart_count, run_id, is_plain })
     }
 
-    /// Of a process that was started without a launcher.
+    /// The plan of a process that was started without a launcher.
     fn alone() -> Self {
         Self {
             store: StoreLocation::Memory,
@@ -220,7 +220,7 @@ mod tests {
         let own = |variables: &[(&'static str, &'static str)]| [variables, &master[..]].concat();
         assert_eq!(run_id(options("env://", None, None), &own(&slurm)).unwrap(), "slurm 77.3");
         assert_eq!(run_id(options("env://", None, None), &own(&mpi)), None);
-        // The components of a heterogeneous job have ids of their own.
+        // The components of a heterogeneous job have their own ids.
         let parts = [&slurm[..], &[("SLURM_HET_SIZE", "2")]].concat();
         assert_eq!(run_id(options("env://", None, None), &own(&parts)), None);
         let by_hand = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "1")];

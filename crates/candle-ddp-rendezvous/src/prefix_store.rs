@@ -10,6 +10,12 @@ pub struct PrefixStore {
     store: Arc<dyn Store>,
 }
 
+impl std::fmt::Debug for PrefixStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PrefixStore").field("prefix", &self.prefix).finish_non_exhaustive()
+    }
+}
+
 impl PrefixStore {
     /// Creates the namespace of `store`'s keys that begin with `prefix/`.
     pub fn new(prefix: impl Into<String>, store: Arc<dyn Store>) -> Self {

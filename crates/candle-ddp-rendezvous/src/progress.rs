@@ -1,5 +1,5 @@
-//! What a rank under `ddprun` tells about its progress: it writes a document into the store of the run, which
-//! `ddprun --status` reads.
+//! How a rank under `ddprun` reports its progress: it writes a document into the store of the run, which `ddprun
+//! --status` reads.
 use super::json::encode;
 use super::{Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;
@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The least time between two documents.
+/// The minimum time between two documents.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// How long a call of the store may take. Nobody waits for it.
+/// How long a call of the store may take. No other work waits for it.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of documents over which the speed is measured.
 const WINDOW: usize = 10;
@@ -28,24 +28,24 @@ pub fn count_step() {
     STEPS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// What a rank tells about itself.
+/// What a rank reports about itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankStatus {
     /// Its host.
     pub host: String,
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
     /// The generation that it has joined, if it runs elastically.
     pub generation: Option<u64>,
     /// The number of training steps of this process.
     pub steps: u64,
-    /// `None` before there are enough steps to tell.
+    /// `None` before it has made enough steps to measure.
     pub steps_per_second: Option<f64>,
-    /// When it was seen to have completed a step, in milliseconds since 1970.
+    /// When a new step was last seen to be complete, in milliseconds since 1970.
     pub last_step: Option<u64>,
 }
 
-/// The key of what rank `rank` tells.
+/// The key of the report of rank `rank`.
 pub fn rank_status_key(rank: usize) -> String {
     format!("candle_ddp/status/rank/{rank}")
 }
@@ -71,7 +71,7 @@ impl Place {
     }
 }
 
-/// The thread that tells the progress of this process, over a connection of its own. It ends when this is dropped.
+/// The thread that reports the progress of this process, over its own connection. It ends when this is dropped.
 pub(super) struct Reporter {
     generation: Arc<AtomicU64>,
     /// Closing it stops the thread.
@@ -79,7 +79,7 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    /// Without a thread, the progress stays unknown, and nothing else is missing.
+    /// Returns `None` if there is no thread. Then only the progress of this rank is unknown.
     pub(super) fn start(place: Place) -> Option<Self> {
         let (stop, stopped) = channel();
         let generation = Arc::new(AtomicU64::new(NO_GENERATION));
@@ -95,7 +95,7 @@ impl Reporter {
         }
     }
 
-    /// Takes note that this rank has joined a generation.
+    /// Records that this rank has joined a generation.
     pub(super) fn set_generation(&self, generation: u64) {
         self.generation.store(generation, Ordering::Relaxed);
     }
@@ -130,7 +130,7 @@ fn tell(store: &mut Option<TcpStore>, place: &Place, status: &RankStatus) -> Res
     store.set(&rank_status_key(place.rank), &encode(status))
 }
 
-/// The number of steps at different times.
+/// The numbers of steps at different times.
 #[derive(Default)]
 struct Speed {
     seen: VecDeque<(u64, Instant)>,

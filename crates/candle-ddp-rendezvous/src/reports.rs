@@ -1,5 +1,5 @@
-//! Small reports from every rank to every other one, as they are exchanged while a group is made: what a rank is or has, or
-//! the error for which it cannot take part. All ranks then come to the same conclusion.
+//! Small reports that all ranks exchange while a group is made. A report says what a rank is or has, or which error
+//! keeps it from taking part. So all ranks come to the same conclusion.
 use super::Store;
 use super::store::absent_ranks;
 use crate::{Error, Result};
@@ -9,10 +9,10 @@ use std::time::Duration;
 const GOOD: u8 = b'+';
 const BAD: u8 = b'-';
 
-/// All ranks' reports, in rank order; or the first rank that has an error instead, and the text of that error.
+/// All ranks' reports, in rank order; or the first rank that reported an error, and the error's text.
 pub type Reports = std::result::Result<Vec<Vec<u8>>, (usize, String)>;
 
-/// A rank's report, or its error, as the other ranks get it.
+/// Encodes a rank's report, or its error, for the other ranks.
 pub fn encode_report(report: std::result::Result<&[u8], &dyn Display>) -> Vec<u8> {
     let (sign, body) = match report {
         Ok(report) => (GOOD, report.to_vec()),
@@ -21,16 +21,16 @@ pub fn encode_report(report: std::result::Result<&[u8], &dyn Display>) -> Vec<u8
     [&[sign], body.as_slice()].concat()
 }
 
-/// What [`encode_report`] has made of a rank's report, or the text of that rank's error.
+/// Decodes what [`encode_report`] made: a rank's report, or the text of its error.
 pub fn decode_report(encoded: &[u8]) -> std::result::Result<Vec<u8>, String> {
     match encoded.split_first() {
         Some((&GOOD, report)) => Ok(report.to_vec()),
         Some((&BAD, reason)) => Err(String::from_utf8_lossy(reason).into_owned()),
-        _ => Err("it runs another version of candle-ddp".to_string()),
+        _ => Err("it runs another version of candle-ddp: use the same version on all ranks".to_string()),
     }
 }
 
-/// The reports of all ranks, encoded, in rank order.
+/// Decodes the reports of all ranks, in rank order.
 pub fn decode_reports(encoded: Vec<Vec<u8>>) -> Reports {
     let decode = |(rank, report): (usize, Vec<u8>)| decode_report(&report).map_err(|reason| (rank, reason));
     encoded.into_iter().enumerate().map(decode).collect()
@@ -48,19 +48,29 @@ pub struct StoreReports<'a> {
     pub world_size: usize,
 }
 
+impl std::fmt::Debug for StoreReports<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StoreReports")
+            .field("topic", &self.topic)
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .finish_non_exhaustive()
+    }
+}
+
 impl StoreReports<'_> {
     /// The key of the report of `rank`.
     pub fn key(&self, rank: usize) -> String {
         format!("{}/{rank}", self.topic)
     }
 
-    /// Tells the other ranks this one's report.
+    /// Publishes this rank's report to the other ranks.
     pub fn tell(&self, report: std::result::Result<&[u8], &dyn Display>) -> Result<()> {
         self.store.set(&self.key(self.rank), &encode_report(report))
     }
 
-    /// Waits until all ranks have told, at most for `timeout` (`None`: for the store's own), and returns their reports. If
-    /// some have not, the error is what `missing` makes of them and of the store's time-out.
+    /// Waits until all ranks have reported, at most for `timeout` (`None`: the store's own), and returns their reports.
+    /// If some have not, `missing` makes the error from these ranks and from the store's time-out.
     pub fn hear<E: From<Error>>(
         &self,
         timeout: Option<Duration>,

@@ -1,4 +1,4 @@
-//! What the processes of a job know and nobody else does.
+//! The secret that the processes of a job share.
 use crate::random::random_bytes;
 use crate::{Error, Result};
 use hmac::digest::{Key, KeyInit};
@@ -13,9 +13,9 @@ use std::sync::Arc;
 pub const VARIABLE: &str = "CANDLE_DDP_SECRET";
 pub const FILE_VARIABLE: &str = "CANDLE_DDP_SECRET_FILE";
 
-/// The least number of characters: 128 bits as hexadecimal digits.
+/// The minimum number of characters: 128 bits as hexadecimal digits.
 const LEAST: usize = 32;
-/// What to do about a secret that cannot be one.
+/// What to do about an invalid secret.
 const HOW: &str = "make one with `openssl rand -hex 32`";
 
 /// The secret of a job, by which its processes prove to each other that they belong to it.
@@ -44,7 +44,7 @@ impl Secret {
         Ok(Self(digits.into()))
     }
 
-    /// The secret `text`, without spaces around it.
+    /// The secret `text`, without surrounding spaces.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] if it has fewer than 32 characters.
@@ -80,7 +80,7 @@ impl Secret {
         let text = text.trim();
         match text.chars().count() {
             length if length < LEAST => {
-                Err(format!("the secret has {length} characters, and needs at least {LEAST}: {HOW}"))
+                Err(format!("the secret has {length} characters, but must have at least {LEAST}: {HOW}"))
             }
             _ if text.contains('\0') => Err(format!("the secret contains a zero byte: {HOW}")),
             _ => Ok(Self(text.into())),
@@ -105,8 +105,8 @@ impl Secret {
         mac
     }
 
-    /// What only an end of a connection that knows the secret can calculate. `role` tells the two ends and all protocols
-    /// apart; `parts` contain the random numbers of both ends.
+    /// A proof that only an end of a connection that knows the secret can compute. `role` distinguishes the two ends,
+    /// and all protocols; `parts` contain the random numbers of both ends.
     #[doc(hidden)]
     pub fn prove(&self, role: &str, parts: &[&[u8]]) -> [u8; PROOF] {
         self.mac(role, parts).finalize().into_bytes().into()
@@ -119,7 +119,7 @@ impl Secret {
     }
 }
 
-/// Shows that there is a secret, and nothing of it.
+/// Shows that there is a secret, but nothing of its value.
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(hidden)")

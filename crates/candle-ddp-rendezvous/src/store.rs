@@ -66,16 +66,16 @@ pub trait Store: Send + Sync {
     /// Returns the number of keys in the store, including those set by others.
     fn num_keys(&self) -> Result<usize>;
 
-    /// Leaves a last will (MQTT's term): when this process ends, or the value that is returned is dropped, the store does
-    /// `compare_set(key, b"", value)`. Each will takes a connection of its own.
+    /// Leaves a last will (MQTT's term): when this process ends, or the returned value is dropped, the store does
+    /// `compare_set(key, b"", value)`. Each will takes its own connection.
     ///
-    /// Returns `None` if the store does not notice the end of processes. The [`TcpStoreServer`](super::TcpStoreServer) of a job
-    /// does, once their connections have closed; PyTorch's does not.
+    /// Returns `None` if the store does not notice when processes end. The [`TcpStoreServer`](super::TcpStoreServer) of
+    /// a job does, once their connections have closed; PyTorch's does not.
     fn last_will(&self, _key: &str, _value: &[u8]) -> Result<Option<LastWill>> {
         Ok(None)
     }
 
-    /// Whether the store ends with this process, which other ranks may notice before they have read what it holds.
+    /// Whether the store ends with this process. Other ranks may notice that before they have read its content.
     fn is_hosted_here(&self) -> bool {
         false
     }
@@ -99,8 +99,8 @@ pub fn absent_ranks(store: &dyn Store, ranks: Range<usize>, key: &dyn Fn(usize) 
     Ok(absent)
 }
 
-/// Removes a key of a group that is of no more use. Otherwise the store of a job that makes groups again and again would
-/// grow. An error is of no importance here, and only logged.
+/// Removes a key that a group no longer needs. Otherwise the store of a job that keeps making groups would grow. An
+/// error does not matter here, and is only logged.
 pub fn discard(store: &dyn Store, key: &str) {
     if let Err(error) = store.delete(key) {
         log::debug!("removing {key} from the store: {error}");

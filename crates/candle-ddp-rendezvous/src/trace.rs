@@ -4,27 +4,27 @@ use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Merges the files `rank*.trace.json` in `folder` into `folder/trace.json`. Returns its path and the number of ranks
-/// in it. Incomplete files of ranks that were killed are included. A file whose last event was before the first one of
-/// another rank is of an earlier run: it is left out, with a warning.
+/// in it. Incomplete files of killed ranks are included. A file whose last event was before the first one of another
+/// rank belongs to an earlier run: it is left out, with a warning.
 ///
 /// # Errors
-/// Returns an error if the folder cannot be read or contains no trace, or if the file cannot be written, in which case
-/// none is left.
+/// Returns an error if the folder cannot be read or contains no trace, or if the file cannot be written; then no file
+/// is left.
 pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
     let (path, ranks, old) = merge_newest(folder)?;
     old.iter().for_each(|file| log::warn!("{}", left_out(file)));
     Ok((path, ranks))
 }
 
-/// Says that the file of an earlier run is not in the merged timeline.
+/// The warning that the file of an earlier run is not in the merged timeline.
 pub fn left_out(file: &Path) -> String {
     format!(
-        "{} is left out: it ends before the traces of the other ranks begin, so it is of an earlier run",
+        "{} is left out: it ends before the traces of the other ranks begin, so it belongs to an earlier run",
         file.display()
     )
 }
 
-/// As [`merge`], with the files that were left out.
+/// Like [`merge`], but also returns the files that were left out.
 pub fn merge_newest(folder: &Path) -> Result<(PathBuf, usize, Vec<PathBuf>)> {
     let failed = |error| Error::io(format!("reading the traces in {}", folder.display()), error);
     let entries = std::fs::read_dir(folder).map_err(failed)?.collect::<std::io::Result<Vec<_>>>().map_err(failed)?;
@@ -49,7 +49,7 @@ pub fn merge_newest(folder: &Path) -> Result<(PathBuf, usize, Vec<PathBuf>)> {
             events.extend(events_of(text));
         }
     }
-    // Written completely under another name first, so that a full disk leaves no torn file.
+    // Written completely under a temporary name first, so that a full disk leaves no torn file.
     let path = folder.join("trace.json");
     let prepared = PreparedFile::create_over_links(&path)?;
     prepared.fill(&Progress::default(), |file| writeln!(file, "[{}]", events.join(",\n")))?;
@@ -57,7 +57,7 @@ pub fn merge_newest(folder: &Path) -> Result<(PathBuf, usize, Vec<PathBuf>)> {
     Ok((path, ranks, old))
 }
 
-/// When the first event began and the last one ended, if there was one.
+/// When the first event began and the last one ended, if there were any.
 fn span_of(text: &str) -> Option<(f64, f64)> {
     let number = |event: &str, key: &str| {
         let rest = &event[event.find(key)? + key.len()..];
@@ -76,7 +76,7 @@ fn events_of(text: &str) -> impl Iterator<Item = &str> {
     lines.map(|line| line.trim_end_matches(',')).filter(|line| line.ends_with('}'))
 }
 
-/// A trace that was torn anywhere keeps its whole events.
+/// Checks that a trace that is torn anywhere keeps its whole events.
 #[cfg(any(test, fuzzing))]
 pub fn fuzz_events(data: &[u8]) {
     let text = String::from_utf8_lossy(data);

@@ -1,10 +1,10 @@
-//! Warnings that nobody may miss, and rate-limited ones of events that outsiders can cause, for example by connecting to a
-//! port: they must not flood the log.
+//! Warnings that nobody may miss, and rate-limited warnings about events that outsiders can cause, for example by
+//! connecting to a port: they must not flood the log.
 use std::fmt::Arguments;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// Warns also where the program does not show warnings of the log: the work of hours may be at stake.
+/// Warns on standard error even if the program does not show its log: hours of work may be at stake.
 pub fn warn_aloud(warning: Arguments<'_>) {
     if log::log_enabled!(log::Level::Warn) {
         log::warn!("{warning}");
@@ -18,9 +18,10 @@ pub fn warn_aloud(warning: Arguments<'_>) {
 const BURST: u32 = 10;
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// Writes warnings to the log, at most 10 in 10 seconds, and then how many it suppressed.
+/// Writes warnings to the log, at most 10 in 10 seconds, and then the number of those that it suppressed.
+#[derive(Debug)]
 pub struct Warnings {
-    /// Whose warnings these are, for the log.
+    /// The source of these warnings, for the log.
     source: String,
     /// The start of the period.
     start: Option<Instant>,

@@ -1,7 +1,7 @@
 //! Encodes and decodes little-endian fields.
 
 /// Appends fields to a buffer.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Writer(pub Vec<u8>);
 
 impl Writer {
@@ -22,7 +22,7 @@ impl Writer {
         self
     }
 
-    /// Writes text with its length in front, cut off at [`TEXT_LIMIT`].
+    /// Writes text with its length in front, cut at [`TEXT_LIMIT`].
     pub fn text(&mut self, value: &str) -> &mut Self {
         let value = cut(value);
         self.u32(value.len() as u32).bytes(value.as_bytes())
@@ -32,7 +32,7 @@ impl Writer {
 /// The longest text that is sent, in bytes.
 const TEXT_LIMIT: usize = 16 * 1024;
 
-/// As much of a text as is sent.
+/// The part of a text that is sent.
 pub fn cut(text: &str) -> &str {
     let mut end = text.len().min(TEXT_LIMIT);
     while !text.is_char_boundary(end) {
@@ -42,6 +42,7 @@ pub fn cut(text: &str) -> &str {
 }
 
 /// Reads fields from the front of a buffer; returns `None` if the buffer is too short.
+#[derive(Debug)]
 pub struct Reader<'a>(pub &'a [u8]);
 
 impl<'a> Reader<'a> {

@@ -13,7 +13,7 @@ pub fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Resu
     let values = storage.as_slice::<T>()?;
     match layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end)) {
         Some(values) => Ok(values),
-        None => candle_core::bail!("a contiguous tensor is needed, got {layout:?}"),
+        None => candle_core::bail!("the tensor must be contiguous: {layout:?}"),
     }
 }
 
@@ -22,7 +22,7 @@ pub fn slice_mut<'a, T: Element>(storage: &'a mut CpuStorage, layout: &Layout) -
     let dtype = candle_core::backend::BackendStorage::dtype(storage);
     match (T::values_mut(storage), layout.contiguous_offsets()) {
         (Some(values), Some((start, end))) if end <= values.len() => Ok(&mut values[start..end]),
-        _ => candle_core::bail!("a contiguous tensor of {:?} is needed, got {dtype:?}, {layout:?}", T::DTYPE),
+        _ => candle_core::bail!("the tensor must be contiguous and of dtype {:?}, not {dtype:?}, {layout:?}", T::DTYPE),
     }
 }
 
@@ -31,7 +31,7 @@ pub fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T]) -> R
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cpu(storage) => work(slice(storage, layout)?),
-        _ => candle_core::bail!("a tensor on the CPU is needed, got one on {:?}", tensor.device().location()),
+        _ => candle_core::bail!("the tensor must be on the CPU, not on {:?}", tensor.device().location()),
     }
 }
 

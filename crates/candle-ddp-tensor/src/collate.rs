@@ -2,14 +2,14 @@
 use candle_core::{Device, Result, Tensor};
 use half::{bf16, f16};
 
-/// A sample that batches can be made of, as PyTorch's `default_collate` makes them:
+/// A sample of a type that can be collated, as PyTorch's `default_collate` does it:
 ///
 /// | sample | batch of B |
 /// |---|---|
 /// | `Tensor`, of the same shape and dtype on the same device | `Tensor` with a new first dimension of B |
 /// | `u8`, `u32`, `i64`, `f16`, `bf16`, `f32`, `f64` | `Tensor` of shape \[B\] on the CPU |
 /// | `String` | `Vec<String>` |
-/// | a tuple of two to four such | the tuple of their batches |
+/// | a tuple of two to four of these | the tuple of their batches |
 ///
 /// ```
 /// use candle_ddp_tensor::collate::Collate;
@@ -20,13 +20,13 @@ use half::{bf16, f16};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub trait Collate: Sized {
-    /// What many samples become.
+    /// The type of a batch.
     type Batch;
 
     /// Makes a batch of samples, in their order.
     ///
     /// # Errors
-    /// Samples that do not fit together: candle's, of tensors that differ in shape, dtype or device, and of no tensors at all.
+    /// Returns candle's error if tensors differ in shape, dtype or device, or if there are no tensors.
     fn collate(samples: Vec<Self>) -> Result<Self::Batch>;
 }
 

@@ -1,10 +1,10 @@
-//! What tensors and kernels refuse.
+//! The errors of tensors and kernels.
 use candle_core::{DType, Shape, Tensor};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a function of this crate, or a layer that is made of them, refuses to work.
+/// The reason why a function of this crate, or a layer made of these functions, fails.
 ///
 /// Layers return candle's errors, and this one travels in them unchanged: `From` gives it back. In `candle-ddp`, it becomes
 /// the variant of the same name.
@@ -15,32 +15,32 @@ pub enum Error {
     #[error(transparent)]
     Candle(candle_core::Error),
 
-    /// An argument that cannot be honoured.
+    /// An invalid argument.
     #[error("{argument}: {reason}")]
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
-        /// Why it cannot be honoured, and what would be.
+        /// The reason why it is invalid, and the valid values.
         reason: String,
     },
 
-    /// Something asked for was not compiled in, or does not exist in this version.
+    /// A feature that was not compiled in, or that this version does not have.
     #[error("{what} is not available: {hint}")]
     Unavailable {
-        /// What was asked for.
+        /// The feature.
         what: String,
         /// How to get it.
         hint: String,
     },
 
-    /// A dtype that an operation has no kernel for.
+    /// A dtype for which an operation has no kernel.
     #[error("{operation} does not support dtype {dtype:?} (supported: {supported})")]
     UnsupportedDType {
         /// The operation.
         operation: String,
-        /// The dtype that was given.
+        /// The dtype of the tensor.
         dtype: DType,
-        /// Those that work.
+        /// The supported dtypes.
         supported: &'static str,
     },
 
@@ -49,9 +49,9 @@ pub enum Error {
     Kernel {
         /// The source.
         file: &'static str,
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
-        /// Why: the compiler's messages, or the driver's.
+        /// The messages of the compiler or the driver.
         reason: String,
     },
 }
@@ -63,7 +63,7 @@ impl Error {
     }
 }
 
-/// An error of ours that went through candle's `Result` comes out as what it was.
+/// An error of this crate that went through candle's `Result` comes out unchanged.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
         match error {
@@ -75,8 +75,8 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// So that model code, which returns candle's `Result`, can use `?` on ours. It travels as an `io::Error` of kind `Other`:
-/// that shows its text and gives it back, where candle's own `Wrapped` keeps the text only.
+/// Lets model code, which returns candle's `Result`, use `?` on errors of this crate. They travel as an `io::Error` of kind `Other`,
+/// which shows their text and returns them; candle's own `Wrapped` keeps only the text.
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
@@ -86,13 +86,13 @@ impl From<Error> for candle_core::Error {
     }
 }
 
-/// `f32[2, 3]`: how tensors are named in messages.
+/// Describes a tensor in messages: `f32[2, 3]`.
 #[doc(hidden)]
 pub fn describe(dtype: DType, shape: &Shape) -> String {
     format!("{}{:?}", dtype.as_str(), shape.dims())
 }
 
-/// `f32[2, 3] on Cpu`: how tensors are named where their devices matter.
+/// Describes a tensor in messages in which its device matters: `f32[2, 3] on Cpu`.
 #[doc(hidden)]
 pub fn describe_placed(tensor: &Tensor) -> String {
     format!("{} on {:?}", describe(tensor.dtype(), tensor.shape()), tensor.device().location())

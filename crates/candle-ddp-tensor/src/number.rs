@@ -15,7 +15,7 @@ pub trait Number: Copy {
 }
 
 /// The operations of reductions. Integers wrap; `smaller` and `larger` return NaN if an operand is NaN, and the first if both
-/// are. Which bits a sum or product has that is NaN is not defined: compilers may exchange its operands.
+/// are. The bits of a sum or product that is NaN are undefined: compilers may exchange the operands.
 pub trait Arithmetic: Copy + Default {
     /// The sum.
     fn plus(self, other: Self) -> Self;

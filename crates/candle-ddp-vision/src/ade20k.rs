@@ -5,25 +5,25 @@ use crate::{Error, Result};
 use candle_ddp_tensor::seed::Generator;
 use std::path::{Path, PathBuf};
 
-/// ADE20K as the scene parsing challenge has it: 20 210 images to train with and 2 000 to validate with, and the class of each
-/// of their pixels, one of 150.
+/// ADE20K in the version of the scene parsing challenge: 20 210 training images and 2 000 validation images, with one of 150
+/// classes for each pixel.
 ///
-/// The files are those of `ADEChallengeData2016.zip`, unpacked:
+/// The files come from `ADEChallengeData2016.zip`, unpacked:
 ///
 /// ```text
 /// images/training/ADE_train_00000001.jpg         annotations/training/ADE_train_00000001.png
 /// images/validation/ADE_val_00000001.jpg         annotations/validation/ADE_val_00000001.png
 /// ```
 ///
-/// A sample is the image and its mask. In the files, the classes are 1 to 150, and 0 is everything else. In a mask, the classes
-/// are 0 to 149, and everything else is [`IGNORE_INDEX`](super::IGNORE_INDEX), so that it counts neither in the loss nor in the evaluation.
+/// A sample is the image and its mask. The files have the classes 1 to 150, and 0 for everything else. A mask has the classes 0
+/// to 149, and [`IGNORE_INDEX`](super::IGNORE_INDEX) for everything else, so that it counts neither in the loss nor in the evaluation.
 pub struct Ade20k<T = ()> {
     /// Image and annotation.
     samples: Vec<(PathBuf, PathBuf)>,
     transform: T,
 }
 
-/// How many classes there are.
+/// The number of classes.
 const CLASSES: u8 = 150;
 
 impl<T: Transform> Ade20k<T> {
@@ -54,7 +54,7 @@ impl<T: Transform> Ade20k<T> {
             samples.push((image, annotation));
         }
         if samples.is_empty() {
-            return Err(Error::data_file(&images, "there are no images (.jpg) in it"));
+            return Err(Error::data_file(&images, "the folder must contain images (.jpg), and has none"));
         }
         Ok(Self { samples, transform })
     }
@@ -66,12 +66,12 @@ impl<T> Ade20k<T> {
         &self.samples
     }
 
-    /// How many samples there are.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.samples.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.samples.is_empty()
     }
@@ -81,16 +81,17 @@ impl<T: Transform> Ade20k<T> {
     /// The image and the mask of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are not so many samples; [`Error::Io`] if a file cannot be read; [`Error::DataFile`]
+    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; [`Error::Io`] if a file cannot be read; [`Error::DataFile`]
     /// if one is damaged, if image and mask differ in size, if a label is above 150, or if the transform fails.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, Mask)> {
         let sample = self.samples.get(index);
-        let (path, annotation) =
-            sample.ok_or_else(|| Error::invalid("index", format!("{index} of {} samples", self.samples.len())))?;
+        let (path, annotation) = sample.ok_or_else(|| {
+            Error::invalid("index", format!("{index} must be less than the number of samples, {}", self.samples.len()))
+        })?;
         let (mut image, mut mask) = (Image::open(path)?, Mask::open(annotation)?);
         if (image.height(), image.width()) != (mask.height(), mask.width()) {
             let reason = format!(
-                "it has {}×{} pixels (height × width), and its annotation {} has {}×{}",
+                "its size, {}×{} pixels (height × width), must be that of its annotation {}, {}×{}",
                 image.height(),
                 image.width(),
                 annotation.display(),
@@ -102,7 +103,7 @@ impl<T: Transform> Ade20k<T> {
         // 0 becomes 255, which is IGNORE_INDEX.
         mask.labels_mut().iter_mut().for_each(|label| *label = label.wrapping_sub(1));
         if let Some(label) = mask.labels().iter().find(|&&label| (CLASSES..u8::MAX).contains(&label)) {
-            let reason = format!("it has the label {}, and labels go from 0 to {CLASSES}", label + 1);
+            let reason = format!("its label {} must be at most {CLASSES}", label + 1);
             return Err(Error::data_file(annotation, reason));
         }
         self.transform

@@ -6,31 +6,31 @@ use std::fs;
 use std::path::Path;
 
 const SIDE: usize = 32;
-/// The bytes of an image: all red ones, row by row, then all green ones, then all blue ones.
+/// The number of bytes of an image: first all red ones, row by row, then all green ones, then all blue ones.
 const BYTES: usize = 3 * SIDE * SIDE;
 
-/// CIFAR-10: 50 000 images to train with and 10 000 to test with, of 32 × 32 pixels and of 10 classes. It is read into
-/// memory (154 MB and 31 MB).
+/// CIFAR-10: 50 000 training images and 10 000 test images of 32 × 32 pixels, in 10 classes. The images are read into memory
+/// (154 MB and 31 MB).
 ///
-/// The files are those of `cifar-10-binary.tar.gz`, <https://www.cs.toronto.edu/~kriz/cifar.html>, unpacked. A sample is the
+/// The files come from `cifar-10-binary.tar.gz`, <https://www.cs.toronto.edu/~kriz/cifar.html>, unpacked. A sample is the
 /// image and its class: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck.
 pub struct Cifar10<T = ()> {
     records: Records,
     transform: T,
 }
 
-/// CIFAR-100: 50 000 images to train with and 10 000 to test with, of 32 × 32 pixels and of 100 classes in 20 superclasses. It
-/// is read into memory (154 MB and 31 MB).
+/// CIFAR-100: 50 000 training images and 10 000 test images of 32 × 32 pixels, in 100 classes of 20 superclasses. The images are
+/// read into memory (154 MB and 31 MB).
 ///
-/// The files are those of `cifar-100-binary.tar.gz`, <https://www.cs.toronto.edu/~kriz/cifar.html>, unpacked; `fine_label_names.txt`
-/// and `coarse_label_names.txt` beside them have the names of the classes. A sample is the image and its class.
+/// The files come from `cifar-100-binary.tar.gz`, <https://www.cs.toronto.edu/~kriz/cifar.html>, unpacked; `fine_label_names.txt`
+/// and `coarse_label_names.txt` in the same folder have the names of the classes. A sample is the image and its class.
 pub struct Cifar100<T = ()> {
     records: Records,
     transform: T,
     labels: Cifar100Labels,
 }
 
-/// Which labels of CIFAR-100.
+/// The labels of CIFAR-100 that a dataset returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cifar100Labels {
     /// The 100 classes. The default.
@@ -42,7 +42,7 @@ pub enum Cifar100Labels {
 
 impl<T: Transform> Cifar10<T> {
     /// Reads `data_batch_1.bin` to `data_batch_5.bin` or `test_batch.bin` from `root`, or from the folder
-    /// `cifar-10-batches-bin` in it. They may have any number of records. `transform` is applied to each image; `()` changes nothing.
+    /// `cifar-10-batches-bin` in it. A file may have any number of records. `transform` is applied to each image; `()` changes nothing.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read; [`Error::DataFile`] if it does not consist of whole records, or has a label above 9.
@@ -76,12 +76,12 @@ impl<T: Transform> Cifar100<T> {
 }
 
 impl<T> Cifar10<T> {
-    /// How many samples there are.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -91,7 +91,7 @@ impl<T: Transform> Cifar10<T> {
     /// The image and the class of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are not so many samples; the transform's.
+    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; the transform's.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
@@ -100,12 +100,12 @@ impl<T: Transform> Cifar10<T> {
 }
 
 impl<T> Cifar100<T> {
-    /// How many samples there are.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -115,7 +115,7 @@ impl<T: Transform> Cifar100<T> {
     /// The image and the class of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are not so many samples; the transform's.
+    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; the transform's.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
@@ -127,7 +127,7 @@ impl<T: Transform> Cifar100<T> {
     }
 }
 
-/// Records of a few labels, a byte each, and an image.
+/// Records, each of which has a few labels of one byte, and an image.
 struct Records {
     bytes: Vec<u8>,
     labels: usize,
@@ -152,7 +152,9 @@ impl Records {
             }
             for (number, labels) in read.chunks_exact(record).enumerate() {
                 if let Some((label, below)) = labels.iter().zip(classes).find(|(label, below)| label >= below) {
-                    let reason = format!("record {number} has the label {label}, and there are only {below} classes");
+                    let reason = format!(
+                        "the label of record {number}, {label}, must be less than the number of classes, {below}"
+                    );
                     return Err(Error::data_file(&path, reason));
                 }
             }
@@ -167,7 +169,9 @@ impl Records {
 
     fn get(&self, index: usize) -> Result<(Image, &[u8])> {
         let record = self.bytes.chunks_exact(self.labels + BYTES).nth(index);
-        let record = record.ok_or_else(|| Error::invalid("index", format!("{index} of {} samples", self.len())))?;
+        let record = record.ok_or_else(|| {
+            Error::invalid("index", format!("{index} must be less than the number of samples, {}", self.len()))
+        })?;
         let (labels, planes) = record.split_at(self.labels);
         let pixels = (0..SIDE * SIDE).flat_map(|pixel| [0, 1, 2].map(|channel| planes[channel * SIDE * SIDE + pixel]));
         Ok((Image::trusted(SIDE, SIDE, pixels.collect()), labels))

@@ -1,4 +1,4 @@
-//! Images, datasets and transforms that cannot be used.
+//! The errors of images, datasets, transforms and models.
 use candle_ddp_tensor as tensor;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why an image, a dataset or a transform cannot be used.
+/// The reason why an image, a dataset, a transform or a model cannot be used.
 ///
 /// Transforms and [`Collate`](tensor::collate::Collate) return candle's errors, and this one travels in them unchanged: `From`
 /// gives it back. In `candle-ddp`, it becomes the variant of the same name.
@@ -20,18 +20,18 @@ pub enum Error {
     /// The operating system refused something.
     #[error("{context}: {error}")]
     Io {
-        /// What was being done, to what.
+        /// The operation that failed, and its object.
         context: String,
         /// The system's reason.
         error: io::Error,
     },
 
-    /// An argument that cannot be honoured.
+    /// An invalid argument.
     #[error("{argument}: {reason}")]
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
-        /// Why it cannot be honoured, and what would be.
+        /// The reason why it is invalid, and the valid values.
         reason: String,
     },
 
@@ -40,7 +40,7 @@ pub enum Error {
     DataFile {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong with it, and what to do.
+        /// The fault, and the remedy.
         reason: String,
     },
 }
@@ -76,7 +76,7 @@ impl From<tensor::Error> for Error {
     }
 }
 
-/// An error of ours that went through candle's `Result` comes out as what it was.
+/// An error of this crate that went through candle's `Result` comes out unchanged.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
         let candle_core::Error::Io(error) = error else { return Self::Candle(error) };

@@ -12,17 +12,17 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// torchvision's `IMG_EXTENSIONS`, so that indices are the same; those of other files than JPEG and PNG cannot be read.
+/// torchvision's `IMG_EXTENSIONS`, so that indices are the same. Only JPEG and PNG files can be read.
 const EXTENSIONS: [&[u8]; 9] = [b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp"];
 
 /// The options of an [`ImageFolder`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ImageFolderOptions {
-    /// Go on to the next image where one cannot be decoded, instead of returning an error. Default: false.
+    /// Replace an image that cannot be decoded by the next one, instead of returning an error. Default: false.
     ///
-    /// The dataset's length stays the same: in the place of a damaged image, [`ImageFolder::get`] returns the next one that can be
-    /// decoded. So ranks have as many batches as without damage. [`ImageFolder::skipped`] has the damaged ones. For an
-    /// evaluation this is not suited: it counts the other image twice.
+    /// The dataset's length stays the same: instead of a damaged image, [`ImageFolder::get`] returns the next one that can be
+    /// decoded, so ranks have as many batches as without damage. [`ImageFolder::skipped`] lists the damaged ones. Leave this off
+    /// in an evaluation, which would count the other image twice.
     pub skip_corrupt: bool,
 }
 
@@ -36,9 +36,9 @@ pub struct ImageFolderOptions {
 /// ```
 ///
 /// A sample is the image and its class, an index into [`classes`](Self::classes). Classes are sorted by name, and the images of
-/// a class by folder and name, byte by byte; links are followed. A folder that links lead to again counts once, with a warning,
-/// where torchvision reads it again. Files whose names do not end as those of images are left out.
-/// Files other than JPEG and PNG that torchvision reads (PPM, BMP, TIFF, WebP) have an index, and cannot be decoded.
+/// a class by folder and name, byte by byte; links are followed. A folder to which several paths lead counts once, with a warning;
+/// torchvision reads it again. Files without an image's extension are left out.
+/// Other files that torchvision reads (PPM, BMP, TIFF, WebP) have an index, but cannot be decoded.
 pub struct ImageFolder<T = ()> {
     classes: Vec<String>,
     samples: Vec<(PathBuf, u32)>,
@@ -49,7 +49,7 @@ pub struct ImageFolder<T = ()> {
 }
 
 impl<T: Transform> ImageFolder<T> {
-    /// Looks for images in `root`, once. `transform` is applied to each image that is read; `()` changes nothing.
+    /// Lists the images in `root`, once. `transform` is applied to each image that is read; `()` changes nothing.
     ///
     /// # Errors
     /// [`Error::Io`] if a folder cannot be read; [`Error::DataFile`] if `root` has no folders, if there are no images in one
@@ -59,12 +59,12 @@ impl<T: Transform> ImageFolder<T> {
         let mut classes = Vec::new();
         for (name, path) in entries(root)? {
             if is_folder(&path)? {
-                let reason = "the name of a class is its folder's, and this one is not UTF-8";
+                let reason = "the folder's name is the name of a class, and must be UTF-8";
                 classes.push(name.into_string().map_err(|_| Error::data_file(&path, reason))?);
             }
         }
         if classes.is_empty() {
-            return Err(Error::data_file(root, "there are no folders in it: it needs one for each class"));
+            return Err(Error::data_file(root, "it must contain a folder for each class, and contains none"));
         }
         let mut samples = Vec::new();
         let mut empty = Vec::new();
@@ -77,7 +77,7 @@ impl<T: Transform> ImageFolder<T> {
         }
         if !empty.is_empty() {
             const SHOWN: usize = 20;
-            let mut reason = "there are no images (.jpg, .jpeg, .png) of the classes ".to_string();
+            let mut reason = "each class must have images (.jpg, .jpeg, .png), and these have none: ".to_string();
             reason += &empty[..empty.len().min(SHOWN)].join(", ");
             if empty.len() > SHOWN {
                 reason += &format!(" and {} more", empty.len() - SHOWN);
@@ -104,17 +104,17 @@ impl<T> ImageFolder<T> {
         &self.samples
     }
 
-    /// How many samples there are.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.samples.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.samples.is_empty()
     }
 
-    /// The damaged images that were skipped so far, each once, in the order of their indices.
+    /// The damaged images that were skipped so far, each once, ordered by index.
     pub fn skipped(&self) -> Vec<&Path> {
         self.skipped.lock().iter().map(|&index| self.samples[index].0.as_path()).collect()
     }
@@ -124,13 +124,13 @@ impl<T: Transform> ImageFolder<T> {
     /// The image and the class of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are not so many samples; [`Error::Io`] if the file cannot be read;
+    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; [`Error::Io`] if the file cannot be read;
     /// [`Error::DataFile`] if it is damaged, or if the transform fails. With [`skip_corrupt`](ImageFolderOptions::skip_corrupt),
     /// damage is an error only if all images are damaged.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let len = self.samples.len();
         if index >= len {
-            return Err(Error::invalid("index", format!("{index} of {len} samples")));
+            return Err(Error::invalid("index", format!("{index} must be less than the number of samples, {len}")));
         }
         let mut last = None;
         for index in (index..len).chain(0..index) {
@@ -153,7 +153,8 @@ impl<T: Transform> ImageFolder<T> {
                 Err(error) => return Err(error),
             }
         }
-        let none = || Error::data_file(&self.samples[index].0, format!("all {len} images are damaged, as this one is"));
+        let none =
+            || Error::data_file(&self.samples[index].0, format!("all {len} images are damaged, including this one"));
         Err(last.unwrap_or_else(none))
     }
 }
@@ -168,7 +169,7 @@ fn images(folder: &Path) -> Result<Vec<PathBuf>> {
     while let Some(folder) = folders.pop() {
         let metadata = folder.metadata().map_err(|error| Error::reading_folder(&folder, error))?;
         if !seen.insert((metadata.dev(), metadata.ino())) {
-            log::warn!("{}: a link leads to this folder again, and its images count once", folder.display());
+            log::warn!("{}: several paths lead to this folder, and its images count once", folder.display());
             continue;
         }
         for (name, path) in entries(&folder)? {
@@ -186,7 +187,7 @@ fn images(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files.into_iter().map(|(folder, name)| folder.join(name)).collect())
 }
 
-/// Whether it is a folder or a link to one. A folder that cannot be looked at is an error: it would be missing on this rank.
+/// Whether it is a folder or a link to one. An inaccessible folder is an error: its images would be missing on this rank.
 fn is_folder(path: &Path) -> Result<bool> {
     match path.metadata() {
         Ok(metadata) => Ok(metadata.is_dir()),

@@ -2,11 +2,10 @@
 use super::scratch;
 use crate::{Error, Result};
 
-/// The label of pixels that belong to no class, for `ignore_index` of candle-ddp-nn's `CrossEntropyOptions`.
+/// The label of pixels without a class, for `ignore_index` of candle-ddp-nn's `CrossEntropyOptions`.
 pub const IGNORE_INDEX: i64 = 255;
 
-/// The most pixels that an image may have: 2^28 / 1.5, the number from which on Pillow takes a file for a decompression
-/// bomb.
+/// The largest number of pixels of an image: 2^28 / 1.5. Pillow takes a larger image for a decompression bomb.
 const MAX_PIXELS: usize = 2 * (1024 * 1024 * 1024 / 4 / 3);
 
 /// An image of bytes: RGB, row by row (height × width × 3).
@@ -26,80 +25,78 @@ pub struct Mask {
 }
 
 impl Image {
-    /// An image of its pixels.
+    /// An image of these pixels: `height * width * 3` bytes, row by row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are not `height * width * 3` bytes, if there are none, or if there are more than
-    /// 178 956 970 pixels.
+    /// [`Error::InvalidArgument`] for another number of bytes, for an empty image, and for more than 178 956 970 pixels.
     pub fn new(height: usize, width: usize, pixels: Vec<u8>) -> Result<Self> {
         check_bytes("pixels", height, width, 3, pixels.len())?;
         Ok(Self { height, width, pixels })
     }
 
-    /// How many rows it has.
+    /// The number of rows.
     pub fn height(&self) -> usize {
         self.height
     }
 
-    /// How many columns it has.
+    /// The number of columns.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// Its `height * width * 3` bytes.
+    /// The `height * width * 3` bytes.
     pub fn pixels(&self) -> &[u8] {
         &self.pixels
     }
 
-    /// Its bytes, for transforms that keep its size.
+    /// The bytes, for transforms that keep the size.
     pub fn pixels_mut(&mut self) -> &mut [u8] {
         &mut self.pixels
     }
 
-    /// For pixels whose number is right.
+    /// An image whose number of bytes is known to be right.
     pub(super) fn trusted(height: usize, width: usize, pixels: Vec<u8>) -> Self {
         debug_assert_eq!(pixels.len(), height * width * 3);
         Self { height, width, pixels }
     }
 
-    /// Puts another image in the place of this one, whose memory serves the next image that this thread reads.
+    /// Replaces this image by another one. Its memory serves the next image that this thread reads.
     pub(super) fn replace(&mut self, height: usize, width: usize, pixels: Vec<u8>) {
         scratch::give_back(std::mem::replace(self, Self::trusted(height, width, pixels)).pixels);
     }
 }
 
 impl Mask {
-    /// A mask of its labels.
+    /// A mask of these `height * width` labels, row by row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are not `height * width` of them, if there are none, or if there are more than
-    /// 178 956 970.
+    /// [`Error::InvalidArgument`] for another number of labels, for an empty mask, and for more than 178 956 970 pixels.
     pub fn new(height: usize, width: usize, labels: Vec<u8>) -> Result<Self> {
         check_bytes("labels", height, width, 1, labels.len())?;
         Ok(Self { height, width, labels })
     }
 
-    /// How many rows it has.
+    /// The number of rows.
     pub fn height(&self) -> usize {
         self.height
     }
 
-    /// How many columns it has.
+    /// The number of columns.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// Its `height * width` labels.
+    /// The `height * width` labels.
     pub fn labels(&self) -> &[u8] {
         &self.labels
     }
 
-    /// Its labels, for transforms that keep its size.
+    /// The labels, for transforms that keep the size.
     pub fn labels_mut(&mut self) -> &mut [u8] {
         &mut self.labels
     }
 
-    /// For labels whose number is right.
+    /// A mask whose number of labels is known to be right.
     pub(super) fn trusted(height: usize, width: usize, labels: Vec<u8>) -> Self {
         debug_assert_eq!(labels.len(), height * width);
         Self { height, width, labels }
@@ -118,18 +115,20 @@ impl std::fmt::Debug for Mask {
     }
 }
 
-/// Why no image can have this size, if none can.
+/// Returns the reason why no image can have this size, if there is one.
 pub(super) fn check_size(height: usize, width: usize) -> Result<(), String> {
     if height == 0 || width == 0 {
-        return Err(format!("an image of {height}×{width} pixels (height × width) would be empty"));
+        return Err(format!("height and width must be at least 1, not {height}×{width}"));
     }
     match height.checked_mul(width) {
         Some(pixels) if pixels <= MAX_PIXELS => Ok(()),
-        _ => Err(format!("{height}×{width} pixels are too many: an image may have {MAX_PIXELS}, as in Pillow")),
+        _ => {
+            Err(format!("{height}×{width} pixels are too many: an image must have at most {MAX_PIXELS}, as in Pillow"))
+        }
     }
 }
 
-/// Memory for an image of this size, with bytes of no meaning, or why no image can have it.
+/// Returns memory with arbitrary bytes for an image of this size, or the reason why no image can have it.
 pub(super) fn buffer(height: usize, width: usize) -> Result<Vec<u8>, String> {
     check_size(height, width)?;
     Ok(scratch::pixels(height * width * 3))
@@ -139,7 +138,7 @@ fn check_bytes(argument: &'static str, height: usize, width: usize, channels: us
     check_size(height, width).map_err(|reason| Error::invalid(argument, reason))?;
     let expected = height * width * channels;
     if found != expected {
-        let reason = format!("{found} bytes, and an image of {height}×{width} pixels needs {expected}");
+        let reason = format!("an image of {height}×{width} pixels must have {expected} bytes, not {found}");
         return Err(Error::invalid(argument, reason));
     }
     Ok(())

@@ -6,6 +6,7 @@ mod decode;
 mod error;
 mod folder;
 mod image;
+pub mod models;
 mod normalize;
 mod scratch;
 mod transform;
@@ -21,11 +22,24 @@ pub use transform::{
     Transform,
 };
 
-/// Which images of a dataset.
+/// The part of a dataset's images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
-    /// Those to train with.
+    /// The training images.
     Train,
-    /// Those to evaluate with: CIFAR's test set, ADE20K's validation set.
+    /// The images to evaluate with: CIFAR's test set, ADE20K's validation set.
     Eval,
 }
+
+/// Datasets show their length: their samples are too many, and their transforms need not have `Debug`.
+macro_rules! debug {
+    ($($dataset:ident)+) => {$(
+        impl<T> std::fmt::Debug for $dataset<T> {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.debug_struct(stringify!($dataset)).field("len", &self.len()).finish_non_exhaustive()
+            }
+        }
+    )+};
+}
+
+debug!(Ade20k Cifar10 Cifar100 ImageFolder);

@@ -32,7 +32,7 @@ impl Default for Normalize {
 }
 
 impl Normalize {
-    /// The mean and standard deviation of ImageNet, which nearly all published weights were trained with.
+    /// The mean and standard deviation of ImageNet, with which nearly all published weights were trained.
     pub const IMAGENET: Self = Self { mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225] };
 
     /// The image as a tensor of f32 and of shape (3, height, width), on the CPU.
@@ -48,7 +48,7 @@ impl Normalize {
     /// Images of the same size as a tensor of f32 and of shape (N, 3, height, width), on the CPU.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are none, if they differ in size, or if a standard deviation is 0.
+    /// [`Error::InvalidArgument`] if there are no images, if they differ in size, or if a standard deviation is 0.
     pub fn batch<'a>(&self, images: impl IntoIterator<Item = &'a Image, IntoIter: Clone>) -> Result<Tensor> {
         let images = images.into_iter();
         let (count, height, width) =
@@ -59,12 +59,11 @@ impl Normalize {
         Ok(Tensor::from_vec(values, (count, 3, height, width), &Device::Cpu)?)
     }
 
-    /// A batch of samples, for the data loader: the images by [`batch`](Self::batch), and what belongs to them as
-    /// [`Collate`] does it, classes as a tensor of u32 and of shape (N), and masks as one
-    /// of u8 and of shape (N, height, width).
+    /// A batch of samples, for the data loader: the images by [`batch`](Self::batch), and their targets by [`Collate`]. Classes
+    /// become a tensor of u32 and of shape (N), masks one of u8 and of shape (N, height, width).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are none, if images or masks differ in size, or if a standard deviation is 0.
+    /// [`Error::InvalidArgument`] if there are no samples, if images or masks differ in size, or if a standard deviation is 0.
     pub fn collate<L: Collate>(&self, samples: Vec<(Image, L)>) -> Result<(Tensor, L::Batch)> {
         let (images, labels): (Vec<_>, Vec<_>) = samples.into_iter().unzip();
         Ok((self.batch(&images)?, L::collate(labels)?))
@@ -73,7 +72,7 @@ impl Normalize {
     /// The value of each byte in each channel.
     fn tables(&self) -> Result<[[f32; 256]; 3]> {
         if self.std.contains(&0.) {
-            let reason = format!("{:?}: pixels are divided by it, so that no channel's may be 0", self.std);
+            let reason = format!("{:?} must not contain 0, since pixels are divided by it", self.std);
             return Err(Error::invalid("std", reason));
         }
         Ok(std::array::from_fn(|c| std::array::from_fn(|byte| (byte as f32 / 255. - self.mean[c]) / self.std[c])))
@@ -98,18 +97,18 @@ impl Collate for Mask {
     }
 }
 
-/// How many there are, and the height and width of all.
+/// Returns the number of sizes, and their common height and width.
 fn common_size(
     argument: &'static str,
     mut sizes: impl Iterator<Item = (usize, usize)>,
 ) -> Result<(usize, usize, usize)> {
-    let (height, width) = sizes.next().ok_or_else(|| Error::invalid(argument, "a batch needs at least one"))?;
+    let (height, width) = sizes.next().ok_or_else(|| Error::invalid(argument, "a batch must have at least one"))?;
     let mut count = 1;
     for (other_height, other_width) in sizes {
         if (other_height, other_width) != (height, width) {
             let reason = format!(
-                "number {count} of the batch has {other_height}×{other_width} pixels (height × width) and the first one \
-                 {height}×{width}: transforms such as RandomResizedCrop or CenterCrop give all the same size"
+                "all must have the same size: number {count} of the batch has {other_height}×{other_width} pixels (height × \
+                 width), the first one {height}×{width}. Transforms such as RandomResizedCrop and CenterCrop do that"
             );
             return Err(Error::invalid(argument, reason));
         }

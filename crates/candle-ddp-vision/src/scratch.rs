@@ -11,7 +11,7 @@ use std::io::Read;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Larger buffers are not kept.
+/// The size of the largest buffer that is kept, in bytes.
 const LARGEST: usize = 32 << 20;
 
 thread_local! {
@@ -20,17 +20,17 @@ thread_local! {
     static RESIZER: RefCell<Resizer> = RefCell::new(Resizer::new());
 }
 
-/// Reads a file, for `decode`. It must be a regular file: others may have no end, or keep the reader waiting for one.
+/// Reads a regular file for `decode`. Other files may have no end, or keep the reader waiting for it.
 pub(super) fn read<T>(path: &Path, decode: impl FnOnce(&[u8]) -> T) -> Result<T> {
     let mut bytes = FILE.take();
     bytes.clear();
     let failed = |error| Error::reading(path, error);
-    // Without this flag, opening a FIFO waits for somebody who writes to it.
+    // Without this flag, opening a FIFO waits for a writer.
     let flags = OFlags::NONBLOCK.bits() as i32;
     let mut file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
     let kind = file.metadata().map_err(failed)?.file_type();
     if !kind.is_file() {
-        return Err(Error::data_file(path, format!("it is {}, and not a regular file", name_of(kind))));
+        return Err(Error::data_file(path, format!("it must be a regular file, and is {}", name_of(kind))));
     }
     file.read_to_end(&mut bytes).map_err(failed)?;
     let decoded = decode(&bytes);
@@ -48,7 +48,7 @@ fn name_of(kind: FileType) -> &'static str {
     }
 }
 
-/// A buffer of this length, with bytes of no meaning.
+/// Returns a buffer of this length with arbitrary bytes.
 pub(super) fn pixels(len: usize) -> Vec<u8> {
     let kept = PIXELS.take();
     // The image may leave the thread with its buffer: it must not take much more memory than it needs.
@@ -66,14 +66,14 @@ pub(super) fn give_back(buffer: Vec<u8>) {
     keep(&PIXELS, buffer);
 }
 
-/// Keeps the larger one of this buffer and the one that is kept already, unless it is too large.
+/// Keeps the larger one of this buffer and the buffer kept so far, unless it is too large.
 fn keep(place: &'static std::thread::LocalKey<Cell<Vec<u8>>>, buffer: Vec<u8>) {
     let kept = place.take();
     let is_better = (kept.capacity() + 1..=LARGEST).contains(&buffer.capacity());
     place.set(if is_better { buffer } else { kept });
 }
 
-/// This thread's resizer, which has buffers of its own.
+/// Runs `work` with this thread's resizer, which has its own buffers.
 pub(super) fn with_resizer<T>(work: impl FnOnce(&mut Resizer) -> T) -> T {
     RESIZER.with_borrow_mut(|resizer| {
         let done = work(resizer);

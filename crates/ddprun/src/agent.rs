@@ -1,4 +1,4 @@
-//! What becomes of a run whose worker has ended: who is started again, and with whom the others go on.
+//! The consequences of a worker's end: the workers that are restarted, and those that continue.
 use super::config::Topology;
 use super::console::message;
 use super::environment::Incarnation;
@@ -14,19 +14,19 @@ use candle_ddp_rendezvous::{Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a call of the launcher's own store may take.
+/// The time-out of a call to the launcher's own store.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What follows the end of a worker.
+/// The consequence of a worker's end.
 pub(super) enum Verdict {
-    /// It has done its work, or the others go on without it.
-    GoOn,
+    /// It has done its work, or the others continue without it.
+    Continue,
     /// This worker takes its place.
     Replaced(Worker),
-    /// All workers are ended, and then started again.
+    /// All workers are ended, and then restarted.
     RestartAll,
-    /// The coordinator of all nodes has been told, and decides.
-    Told,
+    /// The coordinator of all nodes has the report, and decides.
+    Reported,
     /// The run has failed.
     Fail,
 }
@@ -36,7 +36,7 @@ pub(super) struct Agent<'a> {
     pub(super) starter: Starter<'a>,
     /// The store, if this machine hosts it.
     server: Option<TcpStoreServer>,
-    /// The connection to it of an agent without other nodes, once there was a reason to connect.
+    /// The connection to that store of an agent without other nodes, once it had a reason to connect.
     own_store: Option<Arc<dyn Store>>,
     /// The connection to the agents of the other nodes, if there are any.
     link: Option<Link>,
@@ -47,20 +47,20 @@ pub(super) struct Agent<'a> {
     failure: Option<(String, u8)>,
     /// The coordinator cannot be reached any more.
     is_lost: bool,
-    /// The members of an elastic run on this machine alone, once there was a reason to look.
+    /// The members of an elastic run on this machine alone, once the agent had a reason to look.
     members: Option<Members>,
     run_id: String,
     restarts: Restarts,
     restart_count: u32,
-    /// How often all workers were started again.
+    /// How often all workers were restarted.
     attempt: u64,
-    /// For `ddprun --status`, without other nodes.
+    /// The phase for `ddprun --status`, in a run without other nodes.
     phase: Phase,
     last_failure: Option<LastFailure>,
 }
 
 impl<'a> Agent<'a> {
-    /// `server` is the store that this machine hosts, if it does; `link` connects it to other nodes.
+    /// `server` is the store, if this machine hosts it; `link` connects it to other nodes.
     pub(super) fn new(starter: Starter<'a>, server: Option<TcpStoreServer>, link: Option<Link>) -> Self {
         let run_id = starter.config.run_id.clone();
         let restarts = Restarts { most: starter.config.max_restarts, used: 0 };
@@ -83,7 +83,7 @@ impl<'a> Agent<'a> {
         }
     }
 
-    /// Says that no more workers will be started.
+    /// Declares that no more workers will be started.
     pub(super) fn close(&mut self) {
         self.starter.intake = None;
     }
@@ -93,7 +93,7 @@ impl<'a> Agent<'a> {
         self.link.is_some()
     }
 
-    /// Tells the coordinator of all nodes something, if there is one.
+    /// Sends the coordinator of all nodes a message, if there is a coordinator.
     pub(super) fn tell(&self, message: Message) {
         if let Some(link) = &self.link {
             link.tell(message);
@@ -109,19 +109,19 @@ impl<'a> Agent<'a> {
             .map_or(Duration::ZERO, |rendezvous| rendezvous.pace.exit_barrier_timeout)
     }
 
-    /// This node has got a number.
+    /// Records this node's number.
     pub(super) fn joined(&mut self, slot: Slot) {
         self.slot = Some(slot);
     }
 
-    /// Takes this node's part in a round; returns whether it has one. `Err` says why it has lost it.
+    /// Takes part in a round; returns whether this node belongs to it. `Err` says why the other nodes dropped it.
     pub(super) fn enter(&mut self, round: Round) -> std::result::Result<bool, String> {
         let node_rank = round.slots.iter().position(|slot| Some(*slot) == self.slot);
         let was_member = self.slot.is_some_and(|slot| self.slots.contains(&slot));
         let nodes = round.slots.len();
         self.slots = round.slots;
         let Some(node_rank) = node_rank else {
-            let lost = "the other nodes have gone on without this one, which gave no sign of life in time, or whose \
+            let lost = "the other nodes continued without this one, because it gave no sign of life in time, or its \
                         connection to the store was cut";
             return if was_member { Err(lost.to_string()) } else { Ok(false) };
         };
@@ -131,12 +131,12 @@ impl<'a> Agent<'a> {
         Ok(true)
     }
 
-    /// Takes note that the run has failed on all nodes.
+    /// Records that the run has failed on all nodes.
     pub(super) fn set_failure(&mut self, reason: String, code: u8) {
         self.failure.get_or_insert((reason, code));
     }
 
-    /// Takes note that this node has lost the others.
+    /// Records that this node has lost the others.
     pub(super) fn set_lost(&mut self, reason: String) {
         self.is_lost = true;
         self.set_failure(reason, 1);
@@ -151,12 +151,12 @@ impl<'a> Agent<'a> {
         self.failure.as_ref()
     }
 
-    /// Reports what has failed on this node, and returns what has failed first on any.
+    /// Reports the first failure on this node, and returns the first one on any node.
     pub(super) fn root(&self, own: Option<Report>) -> Option<Report> {
         self.link.as_ref()?.root(own)
     }
 
-    /// Needs the other nodes no more.
+    /// Leaves the other nodes, which this one no longer needs.
     pub(super) fn leave(&mut self) {
         if let Some(link) = self.link.take() {
             link.leave();
@@ -165,8 +165,8 @@ impl<'a> Agent<'a> {
 
     /// The store of a run on this machine alone.
     fn own_store(&mut self) -> Result<Option<Arc<dyn Store>>> {
-        // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this agent would
-        // drive out.
+        // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this agent
+        // would drive out.
         let is_ours = |server: &&TcpStoreServer| self.link.is_none() && server.is_joined();
         let Some(server) = self.server.as_ref().filter(is_ours) else { return Ok(None) };
         let store = match &mut self.own_store {
@@ -191,7 +191,7 @@ impl<'a> Agent<'a> {
         self.starter.start(local_rank, &Incarnation { restart_count: self.restart_count, agent })
     }
 
-    /// The smallest world size of an elastic run whose program does not say it.
+    /// The smallest world size of an elastic run, unless its program sets one.
     fn min_world_size(&self) -> usize {
         let topology = self.starter.topology;
         match &self.starter.config.rendezvous {
@@ -200,7 +200,7 @@ impl<'a> Agent<'a> {
         }
     }
 
-    /// Starts the process with a rank of this node that follows the one that has ended.
+    /// Starts the next process with a rank of this node, after the previous one has ended.
     pub(super) fn start_again(&mut self, replacement: &Replacement) -> Result<Worker> {
         self.restart_count = replacement.restart_count;
         let topology = self.starter.topology;
@@ -208,7 +208,7 @@ impl<'a> Agent<'a> {
         self.start(local_rank, replacement.incarnation)
     }
 
-    /// Starts the workers of this node, which a run has admitted while it goes on.
+    /// Starts the workers of this node, which a run in progress has admitted.
     pub(super) fn start_admitted(&mut self, admission: &Admission, mut started: impl FnMut(Worker)) -> Result<()> {
         let Admission { attempt, restart_count, node_rank, nodes, ref incarnations, .. } = *admission;
         let local_world_size = self.starter.topology.local_world_size;
@@ -221,18 +221,18 @@ impl<'a> Agent<'a> {
         })
     }
 
-    /// Whether this is the number of this node.
+    /// Whether `slot` is the number of this node.
     pub(super) fn is_own(&self, slot: Slot) -> bool {
         self.slot == Some(slot)
     }
 
-    /// Starts all workers, which `started` gets one by one.
+    /// Starts all workers, and passes each to `started`.
     pub(super) fn start_all(&mut self, mut started: impl FnMut(Worker)) -> Result<()> {
         let topology = self.starter.topology;
         (0..topology.local_world_size).try_for_each(|local_rank| self.start(local_rank, 0).map(&mut started))
     }
 
-    /// Starts all workers again.
+    /// Restarts all workers.
     pub(super) fn restart_all(&mut self, started: impl FnMut(Worker)) -> Result<()> {
         if self.link.is_some() {
             // The coordinator has numbered this start, and has cleared the store.
@@ -241,7 +241,7 @@ impl<'a> Agent<'a> {
         self.attempt += 1;
         (self.members, self.own_store, self.phase) = (None, None, Phase::Running);
         if self.server.take().is_some() {
-            // A new store, since PyTorch's keys are the same in each attempt: it would connect to ranks that have ended.
+            // A new store, since PyTorch uses the same keys in each attempt and would connect to ranks that have ended.
             (self.server, self.starter.master_port) = store::host(self.starter.config, &self.status())?;
         }
         self.start_all(started)
@@ -249,16 +249,16 @@ impl<'a> Agent<'a> {
 
     /// Decides what follows the end of `worker`, while no other has failed.
     pub(super) fn on_exit(&mut self, worker: &mut Worker) -> Verdict {
-        let Some(ended) = worker.ended else { return Verdict::GoOn };
+        let Some(ended) = worker.ended else { return Verdict::Continue };
         let failed = ended.how != Exit::Code(0);
         if let Some(link) = &self.link {
             let (rank, how, code) = (worker.rank, ended.how.to_string(), ended.how.code());
             link.tell(Message::Exited(Exited { rank, how, code }));
-            return if failed { Verdict::Told } else { Verdict::GoOn };
+            return if failed { Verdict::Reported } else { Verdict::Continue };
         }
         let verdict = self.judge(worker, ended.how, failed).unwrap_or_else(|error| {
-            message(format_args!("rank {} {}, and cannot be replaced: {error}", worker.rank, ended.how));
-            if failed { Verdict::Fail } else { Verdict::GoOn }
+            message(format_args!("rank {} {} and cannot be replaced: {error}", worker.rank, ended.how));
+            if failed { Verdict::Fail } else { Verdict::Continue }
         });
         if failed {
             self.phase = match verdict {
@@ -272,7 +272,7 @@ impl<'a> Agent<'a> {
         verdict
     }
 
-    /// What there is to tell about a run on this machine alone.
+    /// The status of a run on this machine alone.
     fn status(&self) -> RunStatus {
         let config = self.starter.config;
         RunStatus {
@@ -295,33 +295,33 @@ impl<'a> Agent<'a> {
 
     fn judge(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Verdict> {
         let (rank, how) = (worker.rank, how.to_string());
-        // Without a connection, the workers cannot have one either.
+        // Without this connection, the workers cannot have connected either.
         let min_world_size = self.elastic().unwrap_or_else(|error| {
-            log::debug!("no connection to the own store: {error}");
+            log::debug!("cannot connect to this launcher's own store: {error}");
             None
         });
         let elastic = self.members.as_mut().zip(min_world_size);
         let end = End { rank, how: &how, what: &format!("rank {rank} {how}"), failed };
         let (verdict, reason) = judge::on_exit(elastic, end, &mut self.restarts)?;
         Ok(match verdict {
-            judge::Verdict::GoOn | judge::Verdict::EndRanks => Verdict::GoOn,
+            judge::Verdict::Continue | judge::Verdict::EndRanks => Verdict::Continue,
             judge::Verdict::Fail => Verdict::Fail,
             judge::Verdict::RestartAll => {
                 message(reason);
                 self.restart_count = self.restarts.used;
                 Verdict::RestartAll
             }
-            judge::Verdict::GoOnWithout => {
+            judge::Verdict::ScaleDown => {
                 message(reason);
                 worker.given_up = true;
-                Verdict::GoOn
+                Verdict::Continue
             }
             judge::Verdict::Replace => {
                 message(reason);
                 self.restart_count = self.restarts.used;
                 let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
                 self.start(worker.local_rank, incarnation).map(Verdict::Replaced).inspect_err(|error| {
-                    let reason = format!("its process {how}, and cannot be started again: {error}");
+                    let reason = format!("its process {how} and cannot be restarted: {error}");
                     // The workers are ended in any case.
                     let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
                 })?

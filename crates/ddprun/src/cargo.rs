@@ -6,12 +6,12 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, ExitStatus, Stdio};
 
-/// An example or a binary of the cargo package in the current folder.
+/// An example, a binary or a bench of the cargo package in the current folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CargoTarget {
     /// The target's name.
     pub(crate) name: String,
-    /// `"example"` or `"bin"`.
+    /// `"example"`, `"bin"` or `"bench"`.
     pub(crate) kind: &'static str,
     /// The package that contains the target; `None` leaves the choice to cargo.
     pub(crate) package: Option<String>,
@@ -51,7 +51,7 @@ impl CargoTarget {
         let mut cargo = command.spawn().map_err(|error| Error::Program {
             program,
             error,
-            hint: "--example and --bin need cargo: install it, or set CARGO to its path".into(),
+            hint: "--example, --bin and --bench need cargo: install it, or set CARGO to its path".into(),
         })?;
         let mut executable = None;
         if let Some(stdout) = cargo.stdout.take() {
@@ -96,5 +96,8 @@ mod tests {
         assert_eq!(found(&message("compiler-artifact", "a", "example", "null")), None);
         assert_eq!(found(&message("build-finished", "a", "example", "\"/x/a\"")), None);
         assert_eq!(found("warning: not JSON"), None);
+        let target = CargoTarget { kind: "bench", ..target };
+        let message = message("compiler-artifact", "a", "bench", "\"/x/a-1\"");
+        assert_eq!(target.executable(&message), Some("/x/a-1".into()));
     }
 }

@@ -16,7 +16,7 @@ Examples:
 Every worker gets torchrun's environment variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on. \
 Its standard input is empty. ddprun forwards its output line by line; if ddprun runs on a terminal, so does the worker.
 
-When a run ends, ddprun also ends every process that its workers started, even those in a session of their own: with \
+When a run ends, ddprun also ends every process that its workers started, even those in their own session: with \
 SIGTERM, then with SIGKILL after --shutdown-timeout. After a successful run it waits one second first, and names the \
 processes that it ends; start services that should outlive the run separately. If ddprun itself is killed by SIGKILL, \
 the kernel kills the workers, but grandchildren survive; use `exec` in wrapper scripts.
@@ -41,7 +41,7 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
     version,
     about = "Starts and supervises the ranks of a distributed program on this machine",
     long_about = None,
-    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...",
+    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...",
     after_help = AFTER_HELP,
     next_line_help = true,
     mut_args = |arg| arg.hide_env(true)
@@ -59,8 +59,8 @@ pub(crate) struct Cli {
     )]
     pub(crate) nproc_per_node: Processes,
 
-    /// Number of machines. Start ddprun once on each, with the same options and its own --node-rank. A range MIN:MAX needs
-    /// --rdzv-backend c10d: the run goes on while MIN are there, and takes in more up to MAX.
+    /// Number of machines. Start ddprun once on each, with the same options and its own --node-rank. A range MIN:MAX
+    /// needs --rdzv-backend c10d: the run continues while at least MIN are there, and admits more, up to MAX.
     #[arg(long, env = "PET_NNODES", value_name = "N|MIN:MAX", default_value = "1", help_heading = RANKS)]
     pub(crate) nnodes: String,
 
@@ -95,10 +95,11 @@ pub(crate) struct Cli {
     )]
     pub(crate) run_id: Option<String>,
 
-    /// Makes no secret for this run, and gives none to the workers: anyone who reaches the store can use it, as with torchrun.
-    /// By default, ddprun takes the secret in CANDLE_DDP_SECRET or in the file that CANDLE_DDP_SECRET_FILE names, which must
-    /// be the same on all machines, or makes one if the run is on this machine alone. PyTorch's programs know no secret: they
-    /// need this option where one is set, or where they share the store with programs of candle-ddp.
+    /// Makes no secret for this run, and gives none to the workers: anyone who reaches the store can use it, as with
+    /// torchrun. By default, ddprun takes the secret from CANDLE_DDP_SECRET or from the file that
+    /// CANDLE_DDP_SECRET_FILE names, which must be the same on all machines, or makes one if the run is on this machine
+    /// alone. PyTorch's programs know no secret: they need this option if one is set, or if they share the store with
+    /// programs of candle-ddp.
     #[arg(long, alias = "no_secret", help_heading = RANKS)]
     pub(crate) no_secret: bool,
 
@@ -108,14 +109,18 @@ pub(crate) struct Cli {
 
     /// Builds and runs this example of the current cargo package. cargo reports the path, so workspaces and
     /// CARGO_TARGET_DIR work. Arguments for the example follow `--`.
-    #[arg(long, value_name = "NAME", conflicts_with = "bin", help_heading = BUILD)]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["bin", "bench"], help_heading = BUILD)]
     pub(crate) example: Option<String>,
 
     /// Builds and runs this binary of the current cargo package. Arguments for the binary follow `--`.
-    #[arg(long, value_name = "NAME", help_heading = BUILD)]
+    #[arg(long, value_name = "NAME", conflicts_with = "bench", help_heading = BUILD)]
     pub(crate) bin: Option<String>,
 
-    /// Workspace package that contains the example or binary. [default: cargo's choice]
+    /// Builds and runs this bench of the current cargo package, one with `harness = false`. Arguments for it follow `--`.
+    #[arg(long, value_name = "NAME", help_heading = BUILD)]
+    pub(crate) bench: Option<String>,
+
+    /// Workspace package that contains the example, binary or bench. [default: cargo's choice]
     #[arg(short, long, value_name = "NAME", help_heading = BUILD)]
     pub(crate) package: Option<String>,
 
@@ -164,9 +169,9 @@ pub(crate) struct Cli {
     )]
     pub(crate) signals_to_handle: String,
 
-    /// How often ddprun starts workers again after one has failed. As with torchrun, all workers are ended and started
-    /// again, with TORCHELASTIC_RESTART_COUNT one higher. Of a program that runs candle_ddp::elastic::run, only the worker
-    /// that died is replaced; the others go on. [default: 0]
+    /// How often ddprun restarts workers after one has failed. As with torchrun, all workers are ended and restarted,
+    /// with TORCHELASTIC_RESTART_COUNT one higher. If the program runs candle_ddp::elastic::run, only the worker that
+    /// died is replaced; the others continue. [default: 0]
     #[arg(
         long,
         alias = "max_restarts",
@@ -178,9 +183,9 @@ pub(crate) struct Cli {
     )]
     pub(crate) max_restarts: u32,
 
-    /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of the node
-    /// that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs, workers are dealt
-    /// out evenly over the nodes.
+    /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
+    /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,
+    /// workers are distributed evenly over the nodes.
     #[arg(long, alias = "numa_binding", env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
     pub(crate) numa_binding: Option<Binding>,
 
@@ -205,29 +210,30 @@ pub(crate) struct Cli {
         long,
         alias = "merge_traces",
         value_name = "DIR",
-        conflicts_with_all = ["command", "example", "bin"],
+        conflicts_with_all = ["command", "example", "bin", "bench"],
         help_heading = OUTPUT
     )]
     pub(crate) merge_traces: Option<PathBuf>,
 
-    /// Says, from the files that all ranks wrote to this folder because of CANDLE_DDP_FLIGHT_RECORDER, which rank parted from
-    /// the others, and where. Starts no workers.
+    /// Says which rank parted from the others, and where, from the files that all ranks wrote to this folder because of
+    /// CANDLE_DDP_FLIGHT_RECORDER. Starts no workers.
     #[arg(
         long,
         value_name = "DIR",
-        conflicts_with_all = ["command", "example", "bin", "merge_traces"],
+        conflicts_with_all = ["command", "example", "bin", "bench", "merge_traces"],
         help_heading = OUTPUT
     )]
     pub(crate) explain: Option<PathBuf>,
 
-    /// Shows a run that is going on: its nodes and ranks, their steps and speed, the generation, the restarts that are used up,
-    /// and the last failure. HOST:PORT is that of its store: --rdzv-endpoint, or --master-addr and --master-port, which a run
-    /// on one machine needs for this. The run's secret is taken from CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE, which the
-    /// run must have been started with, or --no-secret. Starts no workers.
+    /// Shows the state of a running job: its nodes and ranks, their steps and speed, the generation, the restarts used,
+    /// and the last failure. HOST:PORT is the address of its store: --rdzv-endpoint, or --master-addr and
+    /// --master-port, which a run on one machine must have been given for this. The secret is read from
+    /// CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE; the run must have been started with the same one, or with
+    /// --no-secret. Starts no workers.
     #[arg(
         long,
         value_name = "HOST:PORT",
-        conflicts_with_all = ["command", "example", "bin", "merge_traces", "explain"],
+        conflicts_with_all = ["command", "example", "bin", "bench", "merge_traces", "explain"],
         help_heading = OUTPUT
     )]
     pub(crate) status: Option<String>,
@@ -245,10 +251,10 @@ pub(crate) struct Cli {
     #[arg(long, alias = "rdzv_endpoint", env = "PET_RDZV_ENDPOINT", value_name = "HOST[:PORT]", help_heading = RANKS)]
     pub(crate) rdzv_endpoint: Option<String>,
 
-    /// Times of the meeting, in seconds, as KEY=VALUE,…: join_timeout (600: for the machines that are needed),
-    /// last_call_timeout (30: for more of them), keep_alive_interval (0.5) and keep_alive_max_attempt (10): a machine is dead
-    /// after so many intervals without a sign of life; exit_barrier_timeout (300: how long a machine that has finished waits
-    /// for the others). is_host=true makes this machine host the store.
+    /// Times of the meeting, in seconds, as KEY=VALUE,…: join_timeout (600: for the required machines),
+    /// last_call_timeout (30: for more of them), keep_alive_interval (0.5) and keep_alive_max_attempt (10): a machine
+    /// is dead after so many intervals without a sign of life; exit_barrier_timeout (300: how long a machine that has
+    /// finished waits for the others). is_host=true makes this machine host the store.
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
     pub(crate) rdzv_conf: Option<String>,
 
@@ -268,7 +274,7 @@ pub(crate) struct Cli {
     #[arg(long, alias = "start_method", env = "PET_START_METHOD", value_name = "NAME", hide = true)]
     pub(crate) start_method: Option<String>,
 
-    /// The program and its arguments; with --example or --bin, only the arguments.
+    /// The program and its arguments; with --example, --bin or --bench, only the arguments.
     #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]
     pub(crate) command: Vec<OsString>,
 }

@@ -22,7 +22,7 @@ const DEFAULT_ENDPOINT_PORT: u16 = 29400;
 /// How the nodes of a run on several machines meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Rendezvous {
-    /// What all nodes must have in common.
+    /// The settings that all nodes must have in common.
     pub(super) terms: Terms,
     pub(super) pace: Pace,
     /// `--rdzv-backend static`: the number of nodes is fixed, and each knows its rank. Otherwise `c10d`.
@@ -94,13 +94,13 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// Signals that end the run.
     pub(crate) signals: Vec<i32>,
-    /// How often workers that failed are started again.
+    /// How often failed workers are restarted.
     pub(crate) max_restarts: u32,
-    /// What workers are bound to.
+    /// The processors to which workers are bound.
     pub(crate) numa_binding: Option<Binding>,
-    /// The GPU of each worker, as CUDA_VISIBLE_DEVICES names it, if workers are to see one each.
+    /// The GPU of each worker, as CUDA_VISIBLE_DEVICES names it, if each worker is to see only one.
     pub(crate) virtual_devices: Option<Vec<String>>,
-    /// What the processes of the run prove to each other.
+    /// The secret that the processes of the run prove to each other.
     pub(crate) secret: RunSecret,
     /// Whether the user wants no secret.
     pub(crate) no_secret: bool,
@@ -135,7 +135,7 @@ impl Config {
             None => format!("{}-{}", time::compact(SystemTime::now()), std::process::id()),
         };
         let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
-            let reason = format!("{} is not a non-negative number of seconds", cli.shutdown_timeout);
+            let reason = format!("{} must be a non-negative number of seconds", cli.shutdown_timeout);
             Error::usage("--shutdown-timeout", reason)
         })?;
         let signals = signal::parse_list(&cli.signals_to_handle)?;
@@ -197,7 +197,7 @@ fn virtual_devices(visible: Option<&str>, workers: usize) -> Result<Vec<String>>
     let Some(list) = visible else { return Ok((0..workers).map(|gpu| gpu.to_string()).collect()) };
     let devices: Vec<String> = list.split(',').map(|device| device.trim().to_owned()).collect();
     if list.trim().is_empty() || devices.len() < workers {
-        let reason = format!("each of {workers} workers needs a GPU of its own, but CUDA_VISIBLE_DEVICES is {list:?}");
+        let reason = format!("each of {workers} workers needs its own GPU, but CUDA_VISIBLE_DEVICES is {list:?}");
         return Err(Error::usage("--virtual-local-rank", reason));
     }
     Ok(devices.into_iter().take(workers).collect())
@@ -222,7 +222,7 @@ fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
             format!("the range {text} needs --rdzv-backend c10d and --rdzv-endpoint HOST[:PORT] on every node"),
         )),
         (Ok(least), Ok(most)) if least > 0 && least <= most => Ok((least, most)),
-        _ => Err(Error::usage("--nnodes", format!("{text:?} is not a positive number of machines, nor MIN:MAX"))),
+        _ => Err(Error::usage("--nnodes", format!("{text:?} must be a positive number of machines, or MIN:MAX"))),
     }
 }
 
@@ -230,7 +230,7 @@ fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Top
     // Elsewhere, nodes get their ranks when they meet.
     let node_rank = cli.node_rank.filter(|_| is_static).unwrap_or(0);
     if node_rank >= nodes {
-        let reason = format!("{node_rank} is not between 0 and {} (--nnodes {nodes})", nodes - 1);
+        let reason = format!("{node_rank} must be between 0 and {} (--nnodes {nodes})", nodes - 1);
         return Err(Error::usage("--node-rank", reason));
     }
     if nodes > 1 && cli.standalone {
@@ -317,12 +317,12 @@ fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(St
 }
 
 fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
-    let Cli { example, bin, package, features, profile, debug, command, .. } = cli;
+    let Cli { example, bin, bench, package, features, profile, debug, command, .. } = cli;
     let profile = if debug { Some("dev".into()) } else { profile };
-    let target = match (example, bin) {
-        (Some(name), _) => CargoTarget { name, kind: "example", package, features, profile },
-        (None, Some(name)) => CargoTarget { name, kind: "bin", package, features, profile },
-        (None, None) => {
+    let named = [("example", example), ("bin", bin), ("bench", bench)];
+    let target = match named.into_iter().find_map(|(kind, name)| Some((kind, name?))) {
+        Some((kind, name)) => CargoTarget { name, kind, package, features, profile },
+        None => {
             if package.is_some() || !features.is_empty() || profile.is_some() {
                 let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
                 return Err(Error::usage("--package, --features, --profile and --debug", reason));
@@ -403,7 +403,7 @@ mod tests {
             (&["-m", "train"], "python -m"),
             (&["--nnodes", "0", "x"], "a positive number of machines"),
             (&["--nnodes", "1:4", "x"], "--rdzv-backend c10d"),
-            (&["--nnodes", "4:1", "--rdzv-backend", "c10d", "x"], "nor MIN:MAX"),
+            (&["--nnodes", "4:1", "--rdzv-backend", "c10d", "x"], "or MIN:MAX"),
             (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "x"], "HOST[:PORT]"),
             (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:0", "x"], "port 0"),
             (&["--rdzv-backend", "etcd", "x"], "static or c10d"),

@@ -63,7 +63,7 @@ impl Console {
         self.printer(target).push(Piece::Output { source, target, bytes })
     }
 
-    /// Shows a message of ddprun on stderr, on a line of its own. Never blocks.
+    /// Shows a message of ddprun on stderr, on its own line. Never blocks.
     pub(super) fn message(&self, text: String) {
         // The message is lost if stderr has no reader.
         let _ = self.printer(Target::Stderr).push(Piece::Message(text));
@@ -80,7 +80,7 @@ impl Console {
     pub(super) fn finish(&self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
         /// The interval at which `interrupted` is polled.
         const TICK: Duration = Duration::from_millis(50);
-        /// How long the last message may take. Its reader may be as slow as the machine.
+        /// How long the last message may take. On a slow machine, its reader may be slow too.
         const LAST_MESSAGE: Duration = Duration::from_secs(30);
         let (mut least, mut since) = (usize::MAX, Instant::now());
         loop {
@@ -95,7 +95,7 @@ impl Console {
             if interrupted() || since.elapsed() >= patience {
                 message(format_args!("the output is not being read: {lost} bytes are lost"));
                 if left[1] == 0 {
-                    // Stderr is being read, however slowly its thread gets a processor.
+                    // Stderr is being read, even if its thread rarely gets a processor.
                     self.printer(Target::Stderr).wait(LAST_MESSAGE);
                 }
                 return;
@@ -110,13 +110,14 @@ fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     Some((metadata.dev(), metadata.ino()))
 }
 
-/// Shows a message of ddprun to the user. Never blocks. Names and errors in it may come from elsewhere, so control characters
-/// are left out.
+/// Shows a message of ddprun to the user. Never blocks. Control characters are left out, since names and errors in it
+/// may come from elsewhere.
 pub(super) fn message(text: impl std::fmt::Display) {
     Console::get().message(format!("ddprun: {}\n", plain(&text.to_string())));
 }
 
-/// Shows the warnings of the library to the user, such as foreign connections to the store or a secret that others can read.
+/// Shows the library's warnings to the user, for example about foreign connections to the store or a secret that others
+/// can read.
 pub(super) fn show_warnings() {
     if log::set_logger(&Warnings).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);

@@ -36,7 +36,7 @@ impl Descendants {
     pub(super) fn adopt() -> Self {
         let own = getpid();
         let own_group = read(own.as_raw_nonzero().get()).and_then(|process| process.group);
-        // Whatever group they are in: a child of the shell that became ddprun may be about to start a session of its own.
+        // They may be in any group: a child of the shell that became ddprun may be about to start its own session.
         let mut descendants = Self { own, own_group: None, earlier: Vec::new() };
         descendants.earlier = descendants.list().into_iter().map(|process| process.pid).collect();
         descendants.own_group = own_group;
@@ -66,7 +66,7 @@ impl Descendants {
         let mut found: Vec<Process> = Vec::new();
         let mut parents = vec![self.own];
         while let Some(parent) = parents.pop() {
-            // Workers lead process groups of their own, so a process in this process's group does not descend from a
+            // Workers lead their own process groups, so a process in this process's group does not descend from a
             // worker.
             let of_the_run = |process: &Process| {
                 process.group.is_some() && process.group != self.own_group && !self.earlier.contains(&process.pid)

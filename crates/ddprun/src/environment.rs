@@ -4,7 +4,7 @@ use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
 use std::ffi::OsString;
 use std::path::Path;
 
-/// What tells apart the workers that get the same rank one after the other.
+/// Distinguishes workers that successively get the same rank.
 #[derive(Debug, Clone)]
 pub(super) struct Incarnation {
     /// The number of restarts so far.
@@ -15,6 +15,11 @@ pub(super) struct Incarnation {
 
 /// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
+
+/// CUDA's settings for programs whose communication waits on the GPU. Kernels are loaded when the program starts: a kernel that is
+/// loaded later may wait for everything on the GPU, including a call that waits for another rank. And streams get queues of their
+/// own, 32 instead of 8: streams that share one wait for each other.
+const CUDA: [(&str, &str); 2] = [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
 
 /// How long mimalloc keeps freed memory before it returns it to the kernel, in milliseconds. A training step allocates what
 /// the last one freed: with the default of 10 ms, the kernel zeroes it again in every step. If memory were never returned, a
@@ -61,10 +66,9 @@ pub(super) fn variables(
     ];
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
-    let (name, milliseconds) = PURGE_DELAY;
-    if std::env::var_os(name).is_none() {
-        variables.push((name, milliseconds.into()));
-    }
+    let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
+    let defaults = CUDA.into_iter().chain([PURGE_DELAY]).filter(unset);
+    variables.extend(defaults.map(|(name, value)| (name, value.into())));
     variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));
     variables
 }

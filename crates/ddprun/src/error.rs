@@ -1,20 +1,20 @@
-//! What the launcher itself can fail in. What its workers fail in, they say themselves.
+//! The launcher's own errors. Workers report theirs themselves.
 use std::io::ErrorKind;
 
 /// The launcher's result.
 pub(super) type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A command line that makes no sense.
+/// The command line makes no sense.
 pub(super) const USAGE: u8 = 2;
-/// A program that is there but cannot be run, as shells have it.
+/// The program exists but cannot be run; the same code as in shells.
 const NOT_EXECUTABLE: u8 = 126;
-/// A program that is not there, as shells have it.
+/// The program does not exist; the same code as in shells.
 const NOT_FOUND: u8 = 127;
 
-/// Why the launcher cannot do its work.
+/// Why the launcher failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
-    /// An option, or its variable, that cannot be honoured: why, and what would be.
+    /// An option, or its environment variable, is invalid: why, and what would be valid.
     #[error("{option}: {reason}")]
     Usage { option: &'static str, reason: String },
 

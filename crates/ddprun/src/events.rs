@@ -1,4 +1,4 @@
-//! What the supervisor waits for: signals, and the end of the output.
+//! The events that the supervisor waits for: signals, and the end of the output.
 use super::console::Console;
 use super::error::{Error, Result};
 use super::nodes::News;
@@ -30,7 +30,8 @@ pub(super) struct Events {
 }
 
 impl Events {
-    /// Starts to turn signals into events: those that end a run, those for the workers, and those that supervision needs.
+    /// Starts to turn signals into events: those that end a run, those to forward to the workers, and those that
+    /// supervision needs.
     pub(super) fn listen(ending: &[i32]) -> Result<Self> {
         let (sender, receiver) = channel();
         // Signals that this process was started to ignore, as by nohup, stay ignored.
@@ -59,7 +60,7 @@ impl Events {
         })
     }
 
-    /// Returns what turns news of other nodes into events.
+    /// Returns the function that turns news of other nodes into events.
     pub(super) fn newsroom(&self) -> impl Fn(News) + Clone + Send + 'static {
         let sender = self.sender.clone();
         move |news| {

@@ -59,7 +59,7 @@ impl RunFolder {
     pub(super) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<()> {
         let path = self.worker(restart_count, local_rank);
         std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
-        // What an earlier worker has written there is not this one's error.
+        // An error that an earlier worker wrote there is not this one's.
         match remove_file(self.error_file(restart_count, local_rank)) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error(&path, error)),
             _ => Ok(()),
@@ -90,11 +90,11 @@ impl RunFolder {
     }
 }
 
-/// What a worker wrote to its error file.
+/// The content of a worker's error file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct WorkerError {
     pub(super) message: String,
-    /// What caused it, if the worker's program is one of candle-ddp.
+    /// The error's cause, if the worker's program uses candle-ddp.
     pub(super) told: Option<RankError>,
 }
 
@@ -109,7 +109,7 @@ impl WorkerError {
         (!message.is_empty()).then_some(Self { message, told })
     }
 
-    /// The rank because of which the worker failed, if its program knows.
+    /// The rank that made the worker fail, if its program knows.
     pub(super) fn culprit(&self) -> Option<usize> {
         self.told.as_ref()?.culprit
     }

@@ -1,10 +1,10 @@
-//! What follows when the process of a rank has ended, on one machine and on several: who is started again, and with whom the
-//! others go on.
+//! The consequences of the end of a rank's process, on one machine or several: the ranks that are restarted, and those that
+//! continue.
 use super::console::message;
 use super::members::{Members, Ranks};
 use candle_ddp_rendezvous::Result;
 
-/// How often workers may be started again, and how often they were.
+/// How often workers may be restarted, and how often they were.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Restarts {
     pub(super) most: u32,
@@ -28,24 +28,24 @@ pub(super) struct End<'a> {
     pub(super) failed: bool,
 }
 
-/// What follows.
+/// The consequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Nothing: the rank has done its work, or is not missed.
-    GoOn,
+    /// Nothing: the rank has done its work, or is not needed.
+    Continue,
     /// The other ranks cannot finish without it; they end by themselves.
     EndRanks,
     /// The run has failed.
     Fail,
-    /// All workers are ended, and then started again.
+    /// All workers are ended, and then restarted.
     RestartAll,
     /// A new process takes its place.
     Replace,
-    /// The other ranks go on without it.
-    GoOnWithout,
+    /// The other ranks continue without it: torchelastic's scale-down.
+    ScaleDown,
 }
 
-/// What follows, and why; the reason is empty where nothing needs to be said.
+/// Decides what follows, and why; the reason is empty if there is nothing to say.
 fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
     let End { rank, how, what, failed } = end;
     let Restarts { most, used } = restarts;
@@ -54,39 +54,37 @@ fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
         Ranks::With { .. } if !failed => {
             (Verdict::EndRanks, format!("its process {how} before all ranks had finished"))
         }
-        _ if !failed => (Verdict::GoOn, String::new()),
-        Ranks::Without => (Verdict::GoOn, String::new()),
+        _ if !failed => (Verdict::Continue, String::new()),
+        Ranks::Without => (Verdict::Continue, String::new()),
         Ranks::Over { finished: true } => (
             Verdict::Fail,
             format!(
-                "all ranks had finished elastic::run when rank {rank} {how}: what its program does after that may be missing, \
-                 and it is not started again"
+                "rank {rank} {how} after all ranks had finished elastic::run: it is not restarted, and the work that \
+                 its program does after elastic::run may be incomplete"
             ),
         ),
         Ranks::Over { finished: false } => (Verdict::Fail, String::new()),
-        Ranks::Fixed if restarts.are_left() => {
-            (Verdict::RestartAll, format!("{what}: all workers are started again {turn}"))
-        }
+        Ranks::Fixed if restarts.are_left() => (Verdict::RestartAll, format!("{what}: restarting all workers {turn}")),
         Ranks::Fixed => (Verdict::Fail, String::new()),
         Ranks::With { .. } if restarts.are_left() => {
             (Verdict::Replace, format!("{what}: a new process takes its place {turn}"))
         }
         Ranks::With { others, least } if others == 0 || others < least => {
             let used = match most {
-                0 => "ddprun starts none again (--max-restarts 0)".to_string(),
+                0 => "ddprun restarts none (--max-restarts 0)".to_string(),
                 _ => format!("all restarts are used up (--max-restarts {most})"),
             };
-            let few = format!("the {others} rank(s) that are left are fewer than min_world_size ({least})");
+            let few = format!("the {others} remaining rank(s) are fewer than min_world_size ({least})");
             (Verdict::Fail, format!("its process {how}, {used}, and {few}"))
         }
         Ranks::With { others, .. } => {
-            (Verdict::GoOnWithout, format!("{what}: the other {others} rank(s) go on without it"))
+            (Verdict::ScaleDown, format!("{what}: the other {others} rank(s) continue without it"))
         }
     }
 }
 
-/// Decides what follows and why, uses up a restart if it takes one, and tells the ranks of an elastic run: `elastic` has these,
-/// and the fewest of them that go on.
+/// Decides what follows and why, counts a restart if one is used, and informs the ranks of an elastic run. `elastic`
+/// holds these ranks, and the smallest number of them that may continue.
 pub(super) fn on_exit(
     elastic: Option<(&mut Members, usize)>,
     end: End,
@@ -101,7 +99,7 @@ pub(super) fn on_exit(
     let (verdict, reason) = judge(end, ranks, *restarts);
     let next = match verdict {
         Verdict::Replace => members.with_new([end.rank]),
-        Verdict::GoOnWithout => members.without(|rank| rank == end.rank),
+        Verdict::ScaleDown => members.without(|rank| rank == end.rank),
         Verdict::EndRanks | Verdict::Fail => {
             match ranks {
                 Ranks::With { .. } => members.fail(end.rank, reason.clone())?,
@@ -110,10 +108,10 @@ pub(super) fn on_exit(
             }
             return Ok((verdict, reason));
         }
-        Verdict::GoOn | Verdict::RestartAll => return Ok((verdict, reason)),
+        Verdict::Continue | Verdict::RestartAll => return Ok((verdict, reason)),
     };
     if !members.change(next)? {
-        // The ranks have ended the run in the meantime.
+        // Meanwhile, the ranks have ended the run.
         return Ok((Verdict::Fail, String::new()));
     }
     restarts.used += u32::from(verdict == Verdict::Replace);
@@ -138,10 +136,10 @@ mod tests {
                 Ranks::Fixed,
                 some,
                 Verdict::RestartAll,
-                "rank 1 exited with code 7: all workers are started again (restart 2 of 3)",
+                "rank 1 exited with code 7: restarting all workers (restart 2 of 3)",
             ),
             (FAILED, Ranks::Fixed, none, Verdict::Fail, ""),
-            (FINISHED, Ranks::Fixed, some, Verdict::GoOn, ""),
+            (FINISHED, Ranks::Fixed, some, Verdict::Continue, ""),
             (
                 FAILED,
                 few,
@@ -153,30 +151,30 @@ mod tests {
                 FAILED,
                 enough,
                 none,
-                Verdict::GoOnWithout,
-                "rank 1 exited with code 7: the other 2 rank(s) go on without it",
+                Verdict::ScaleDown,
+                "rank 1 exited with code 7: the other 2 rank(s) continue without it",
             ),
             (
                 FAILED,
                 few,
                 none,
                 Verdict::Fail,
-                "all restarts are used up (--max-restarts 3), and the 1 rank(s) that are left",
+                "all restarts are used up (--max-restarts 3), and the 1 remaining rank(s)",
             ),
-            (FAILED, few, Restarts { most: 0, used: 0 }, Verdict::Fail, "ddprun starts none again (--max-restarts 0)"),
-            (FAILED, Ranks::With { others: 0, least: 0 }, none, Verdict::Fail, "the 0 rank(s) that are left"),
+            (FAILED, few, Restarts { most: 0, used: 0 }, Verdict::Fail, "ddprun restarts none (--max-restarts 0)"),
+            (FAILED, Ranks::With { others: 0, least: 0 }, none, Verdict::Fail, "the 0 remaining rank(s)"),
             (FINISHED, enough, some, Verdict::EndRanks, "its process exited with code 0 before all ranks had finished"),
-            (FAILED, Ranks::Without, some, Verdict::GoOn, ""),
-            (FINISHED, Ranks::Without, some, Verdict::GoOn, ""),
+            (FAILED, Ranks::Without, some, Verdict::Continue, ""),
+            (FINISHED, Ranks::Without, some, Verdict::Continue, ""),
             (
                 FAILED,
                 over(true),
                 some,
                 Verdict::Fail,
-                "all ranks had finished elastic::run when rank 1 exited with code 7",
+                "rank 1 exited with code 7 after all ranks had finished elastic::run",
             ),
             (FAILED, over(false), some, Verdict::Fail, ""),
-            (FINISHED, over(true), some, Verdict::GoOn, ""),
+            (FINISHED, over(true), some, Verdict::Continue, ""),
         ] {
             let (judged, why) = judge(end, ranks, restarts);
             assert_eq!((judged, why.is_empty()), (verdict, reason.is_empty()), "{why}");

@@ -203,7 +203,7 @@ fn execute(config: &Config) -> Result<End> {
     let mut supervisor = Supervisor::new(config.shutdown_timeout);
     let link = store::link(config, server.as_ref(), master_port, &events)?;
     let mut agent = Agent::new(starter, server, link);
-    // Before there is output of workers.
+    // Before any output of workers.
     say_threads(config);
     if !agent.is_linked() {
         agent.start_all(|worker| supervisor.workers.push(worker))?;
@@ -216,7 +216,7 @@ fn execute(config: &Config) -> Result<End> {
         Outcome::Failure(_) | Outcome::Elsewhere => {
             let (workers, topology) = (&supervisor.workers, agent.starter.topology);
             let error = |worker: &Worker| folder.error(worker.restart_count, worker.local_rank);
-            // Who has ended well has told of nothing that counts.
+            // Errors told by a worker that succeeded do not count.
             let errors: Vec<_> =
                 workers.iter().map(|worker| error(worker).filter(|_| !worker.has_succeeded())).collect();
             let findings = Findings { workers, remains: &remains, errors: &errors, topology };
@@ -227,7 +227,7 @@ fn execute(config: &Config) -> Result<End> {
     Ok(End { code, patience, events: Some(events) })
 }
 
-/// The processors of each worker, if they are to be bound.
+/// The processors of each worker, if it is to be bound.
 fn cpus(config: &Config) -> Result<Vec<CpuSet>> {
     let Some(binding) = config.numa_binding else { return Ok(Vec::new()) };
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();

@@ -1,30 +1,30 @@
-//! The processes of an elastic run, as the launcher decides on them: a generation after the other, in one log.
+//! The processes of an elastic run, as the launcher decides on them: one generation after the other, in one log.
 use candle_ddp_rendezvous::Result;
 use candle_ddp_rendezvous::{Decision, Generations, Member, Store};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The newest generation that is known here.
+/// The newest known generation.
 pub(super) struct Members {
     log: Generations,
     generation: u64,
     members: Vec<Member>,
     /// The last process with each rank.
     last: BTreeMap<usize, u64>,
-    /// All ranks have ended their training well.
+    /// All ranks have completed their training.
     all_finished: bool,
 }
 
-/// The ranks of a run when the process of one of them has ended.
+/// The state of a run's ranks when the process of one of them has ended.
 #[derive(Clone, Copy)]
 pub(super) enum Ranks {
     /// They do not run elastically.
     Fixed,
-    /// They run elastically, and have ended their run; `finished` says whether they have all done their work.
+    /// They run elastically, and have ended their run; `finished` says whether all of them have done their work.
     Over { finished: bool },
-    /// They run elastically, and have gone on without this rank already.
+    /// They run elastically, and have already continued without this rank.
     Without,
-    /// They run elastically with this rank, `others` and no fewer than `least`.
+    /// They run elastically: this rank, and `others` more, which continue with no fewer than `least`.
     With { others: usize, least: usize },
 }
 
@@ -47,7 +47,7 @@ impl Members {
         self.log.announced()
     }
 
-    /// Takes note of what the ranks have decided; false if that was the end of the run.
+    /// Reads what the ranks have decided; returns false if the run has ended.
     pub(super) fn update(&mut self) -> Result<bool> {
         while let Some(decision) = self.log.get(self.generation + 1)? {
             let Decision::Members(members) = decision else {
@@ -59,7 +59,8 @@ impl Members {
         Ok(true)
     }
 
-    /// How the run stands when the process of `rank` has ended; it goes on with no fewer ranks than `least`.
+    /// The state of the run's ranks when the process of `rank` has ended. The run continues with no fewer ranks than
+    /// `least`.
     pub(super) fn ranks(&mut self, rank: usize, least: usize) -> Result<Ranks> {
         if !self.update()? {
             return Ok(Ranks::Over { finished: self.all_finished });
@@ -68,7 +69,7 @@ impl Members {
         Ok(if others < self.members.len() { Ranks::With { others, least } } else { Ranks::Without })
     }
 
-    /// The present members without those that are `gone`.
+    /// The present members without the `gone` ones.
     pub(super) fn without(&self, gone: impl Fn(usize) -> bool) -> Vec<Member> {
         self.members.iter().copied().filter(|member| !gone(member.rank)).collect()
     }
@@ -85,7 +86,7 @@ impl Members {
         members
     }
 
-    /// Begins another generation; false if the ranks have decided otherwise in the meantime.
+    /// Begins another generation; returns false if the ranks have decided otherwise in the meantime.
     pub(super) fn change(&mut self, members: Vec<Member>) -> Result<bool> {
         let decision = Decision::Members(members.clone());
         if self.log.decide(self.generation + 1, &decision)? != decision {

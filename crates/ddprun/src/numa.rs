@@ -8,7 +8,8 @@ use std::str::FromStr;
 /// The numbers of logical processors.
 type Cpus = BTreeSet<usize>;
 
-/// What a worker is bound to, in torchrun's words. All are near its GPU; without GPUs, the workers are dealt out evenly.
+/// The binding of a worker, in torchrun's words. All its processors are near its GPU; without GPUs, the workers are
+/// distributed evenly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Binding {
     /// All processors of a NUMA node.
@@ -63,13 +64,13 @@ impl System<'_> {
         let path = self.root.join(path);
         let text = std::fs::read_to_string(&path);
         text.map(|text| text.trim().to_owned()).map_err(|error| {
-            refuse(format!("this system does not tell where its cores are: {}: {error}", path.display()))
+            refuse(format!("this system does not provide the location of its cores: {}: {error}", path.display()))
         })
     }
 
     fn cpus(&self, path: &str) -> Result<Cpus> {
         let text = self.read(path)?;
-        parse_list(&text).ok_or_else(|| refuse(format!("{path} is no list of processors: {text:?}")))
+        parse_list(&text).ok_or_else(|| refuse(format!("{path} is not a list of processors: {text:?}")))
     }
 
     /// The processors of each NUMA node that this process may use.
@@ -98,10 +99,10 @@ impl System<'_> {
         let nodes = self.nodes()?;
         match node.parse::<usize>() {
             Ok(node) => Ok(node),
-            // The system does not tell, which does not matter if there is one node.
+            // The system does not provide it, which does not matter if there is one node.
             Err(_) if nodes.len() == 1 => Ok(nodes.into_keys().next().unwrap_or(0)),
             Err(_) => {
-                Err(refuse(format!("the system does not tell the NUMA node of GPU {gpu} ({bus}): it says {node}")))
+                Err(refuse(format!("the system does not provide the NUMA node of GPU {gpu} ({bus}): it says {node}")))
             }
         }
     }
@@ -122,9 +123,7 @@ impl System<'_> {
         let mut sets = Vec::with_capacity(workers);
         for (worker, node) in of_workers.iter().enumerate() {
             let cpus = nodes.get(node).ok_or_else(|| {
-                refuse(format!(
-                    "worker {worker} belongs to NUMA node {node}, of which ddprun may not use any processor"
-                ))
+                refuse(format!("worker {worker} belongs to NUMA node {node}, where ddprun may not use any processor"))
             })?;
             let place = of_workers[..worker].iter().filter(|other| *other == node).count();
             let sharing = of_workers.iter().filter(|other| *other == node).count();
@@ -155,7 +154,7 @@ impl System<'_> {
         Ok(socket)
     }
 
-    /// The part of worker `place` of `sharing` in the cores among `cpus`.
+    /// The part of the cores among `cpus` that worker `place` of the `sharing` workers gets.
     fn exclusive(&self, cpus: &Cpus, place: usize, sharing: usize) -> Result<Cpus> {
         let cores = self.groups(cpus, "topology/thread_siblings_list")?;
         if cores.len() < sharing {
@@ -165,7 +164,7 @@ impl System<'_> {
         Ok(cores[start..end].iter().flatten().copied().collect())
     }
 
-    /// `cpus`, divided into those that share what the file `what` of each lists.
+    /// `cpus`, divided into groups that share the list in the file `what` of each.
     fn groups(&self, cpus: &Cpus, what: &str) -> Result<Vec<Cpus>> {
         let mut groups: Vec<Cpus> = Vec::new();
         for cpu in cpus {
@@ -244,7 +243,7 @@ mod tests {
         let system = System { root: folder.path(), allowed: &allowed };
         let error =
             |workers, gpus: Option<&[usize]>, binding| system.bind(binding, workers, gpus).unwrap_err().to_string();
-        assert!(error(1, Some(&[0]), Binding::Node).contains("NUMA node 3, of which ddprun may not use"));
+        assert!(error(1, Some(&[0]), Binding::Node).contains("NUMA node 3, where ddprun may not use"));
         assert!(error(3, None, Binding::Exclusive).contains("3 workers share a NUMA node of 2 cores"));
         assert!(error(1, Some(&[7]), Binding::Node).contains("none is GPU 7"));
         let all = (0..16).collect();
@@ -254,7 +253,7 @@ mod tests {
         assert_eq!(system.bind(Binding::Node, 1, Some(&[2])).unwrap()[0], allowed);
         let empty = tempfile::tempdir().unwrap();
         let nowhere = System { root: empty.path(), allowed: &allowed };
-        assert!(nowhere.bind(Binding::Node, 1, None).unwrap_err().to_string().contains("does not tell where"));
+        assert!(nowhere.bind(Binding::Node, 1, None).unwrap_err().to_string().contains("does not provide"));
         assert_eq!(parse_list("0-2,7"), Some([0, 1, 2, 7].into()));
         assert_eq!(parse_list("x"), None);
         assert!("cores".parse::<Binding>().is_err());

@@ -81,13 +81,13 @@ impl Source {
         self.tail.end();
         if let Some(mut lines) = self.shown.take() {
             let rest = lines.finish();
-            // The stream has ended, so an error concerns nobody.
+            // The stream has ended, so an error no longer matters.
             let _ = console.show(index, self.target, rest);
         }
     }
 }
 
-/// Where new streams are handed to the thread that reads all of them. Dropping it says that no more will come.
+/// Hands new streams to the thread that reads all of them. Dropping it declares that no more will come.
 #[derive(Debug)]
 pub(super) struct Intake {
     sender: Sender<Source>,
@@ -108,7 +108,7 @@ pub(super) fn intake() -> std::io::Result<(Intake, Incoming)> {
 }
 
 impl Intake {
-    /// Has the thread read `source` as well.
+    /// Makes the thread read `source` as well.
     pub(super) fn add(&self, source: Source) {
         // The thread ends only after this end was dropped.
         if self.sender.send(source).is_ok() {
@@ -117,7 +117,7 @@ impl Intake {
     }
 }
 
-/// Adds a stream; that of a worker that took the place of another may take the place of the other's stream.
+/// Adds a stream. The stream of a worker that replaced another one may take the place of its predecessor's.
 fn insert(sources: &mut Vec<Source>, source: Source) {
     let same = |other: &Source| (other.local_rank, other.target) == (source.local_rank, source.target);
     match sources.iter_mut().find(|other| other.fd.is_none() && same(other)) {
@@ -126,7 +126,7 @@ fn insert(sources: &mut Vec<Source>, source: Source) {
     }
 }
 
-/// Forwards all output until the [`Intake`] was dropped, and then what is left in the pipes.
+/// Forwards all output until the [`Intake`] was dropped, and then what remains in the pipes.
 pub(super) fn forward(incoming: Incoming, console: &Console) -> Remains {
     let Incoming { receiver, woken } = incoming;
     let mut buffer = vec![0; CHUNK];
@@ -177,7 +177,7 @@ pub(super) fn forward(incoming: Incoming, console: &Console) -> Remains {
     for (index, source) in sources.iter_mut().enumerate() {
         source.end(index, console);
     }
-    // Of workers that were replaced, the last words of the latest one count.
+    // For a rank whose workers were replaced, the latest one's last lines count.
     sources.sort_by_key(|source| std::cmp::Reverse(source.restart_count));
     let mut remains = Remains::new();
     for Source { local_rank, target, tail, .. } in sources {

@@ -144,7 +144,7 @@ impl Writer {
             let mut queue = printer.wait_while(lock(&printer.queue), None, |queue| queue.pieces.is_empty());
             let Some(piece) = queue.pieces.pop_front() else { continue };
             drop(queue);
-            // Bytes that could not be written are also taken off the count here.
+            // Bytes that could not be written are also subtracted from the count here.
             let mut left = piece.len();
             let result = self.write(&piece, &mut left);
             let mut queue = lock(&printer.queue);
@@ -164,7 +164,7 @@ impl Writer {
         }
     }
 
-    /// Writes one piece. `left` counts the bytes of it that are still in the queue's count.
+    /// Writes one piece. `left` is the number of its bytes that are still in the queue's count.
     fn write(&mut self, piece: &Piece, left: &mut usize) -> io::Result<()> {
         let (start, bytes, target): (&[u8], &[u8], Target) = match piece {
             Piece::Message(text) => {

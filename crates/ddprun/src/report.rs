@@ -1,4 +1,4 @@
-//! What a run that has failed tells the user, and its exit code. With several nodes, all of them name the same failure.
+//! The report about a failed run, and its exit code. With several nodes, all of them name the same failure.
 use super::agent::Agent;
 use super::console::message;
 use super::nodes::Report;
@@ -8,7 +8,7 @@ use super::supervisor::Outcome;
 use candle_ddp_rendezvous::host::host_name;
 use candle_ddp_rendezvous::milliseconds;
 
-/// Shows what has failed, and returns the exit code.
+/// Shows the failure, and returns the exit code.
 pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8 {
     let workers = findings.workers;
     let first = match outcome {
@@ -35,7 +35,7 @@ pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8
         None => (None, code),
     };
     if let Some(reason) = agent.failure().map(|(reason, _)| reason).filter(|_| agent.is_lost()) {
-        // Without the other nodes, nobody knows whether a worker failed first or because of what has happened to them.
+        // Without the other nodes, nobody knows whether a worker failed first or because of them.
         let first = own.map(|own| own.text + &findings.others(cause.map(|cause| cause.worker)));
         let others = Some(findings.others(None)).filter(|text| !text.is_empty());
         let here = first.or(others.map(|others| format!("on this node{}:{others}", place(findings))));
@@ -57,7 +57,7 @@ pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8
     code
 }
 
-/// What this node tells the others about its first failure.
+/// This node's report to the others about its first failure.
 fn own_report(findings: &Findings, cause: Cause, code: u8) -> Option<Report> {
     let worker = findings.workers.get(cause.worker)?;
     Some(Report {

@@ -8,16 +8,18 @@ use super::worker::{Exit, Worker};
 pub(super) struct Cause {
     /// The index of the worker to report.
     pub(super) worker: usize,
-    /// The rank that the worker's error names, if it runs on another machine.
+    /// The rank that the worker's error names, if that rank runs on another machine.
     pub(super) elsewhere: Option<usize>,
 }
 
-/// Returns the cause of a failure in which worker `first` was the first to fail. `errors` has what each worker has told.
+/// Returns the cause of a failure in which worker `first` was the first to fail. `errors` holds what each worker has
+/// reported.
 ///
 /// The first worker to end need not be the cause: the other ranks learn of a failure at once, while the failing process
-/// needs time to write its error or release its memory. So a worker that was killed takes precedence. Otherwise, a worker
-/// that has told of another rank's failure points to that rank, which may not have failed itself: it may have left too
-/// early, or never joined a collective that timed out. What workers print is for people, and is not looked at.
+/// needs time to write its error or release its memory. So a worker that was killed takes precedence. Otherwise, a
+/// worker that has reported another rank's failure points to that rank, which may not have failed itself: it may have
+/// left too early, or never joined a collective that timed out. The output of workers is for people, and is not
+/// examined.
 pub(super) fn cause(workers: &[Worker], first: usize, errors: &[Option<WorkerError>], topology: &Topology) -> Cause {
     let killed = workers.iter().enumerate().filter(|(_, worker)| failed(worker) && was_killed(worker));
     if let Some((worker, _)) = killed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)) {
@@ -38,7 +40,7 @@ pub(super) fn cause(workers: &[Worker], first: usize, errors: &[Option<WorkerErr
     Cause { worker, elsewhere: None }
 }
 
-/// The rank that worker `index` has told to be the cause of its failure.
+/// The rank that worker `index` has reported as the cause of its failure.
 fn culprit(errors: &[Option<WorkerError>], index: usize) -> Option<usize> {
     errors.get(index)?.as_ref()?.culprit()
 }
@@ -49,14 +51,14 @@ pub(super) fn first(workers: &[Worker]) -> Option<usize> {
     failed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)).map(|(index, _)| index)
 }
 
-/// Returns whether the worker failed by itself, and not because ddprun ended it. Workers without which the others went on do
-/// not count.
+/// Returns whether the worker failed by itself, and not because ddprun ended it. Workers without which the others
+/// continued do not count.
 pub(super) fn failed(worker: &Worker) -> bool {
     !worker.given_up && worker.ended.is_some_and(|ended| !ended.asked_to_exit && ended.how != Exit::Code(0))
 }
 
-/// Returns whether the worker was killed from outside, or by a fault of its own. SIGABRT does not count, because
-/// processes also abort because of others.
+/// Returns whether the worker was killed from outside, or by its own fault, such as a segmentation fault. SIGABRT does
+/// not count, because processes also abort because of others.
 pub(super) fn was_killed(worker: &Worker) -> bool {
     const SIGABRT: i32 = signal_hook::consts::SIGABRT;
     worker.ended.is_some_and(|ended| matches!(ended.how, Exit::Signal(signal) if signal != SIGABRT))
@@ -67,8 +69,8 @@ pub(super) fn was_done(worker: &Worker) -> bool {
     worker.ended.is_some_and(|ended| !ended.asked_to_exit && ended.how == Exit::Code(0))
 }
 
-/// Whether a worker that others name may have caused their failure. If more workers were done than have failed, those that
-/// were done did the right thing, and the others made a call too many.
+/// Whether a worker that others name may have caused their failure. If more workers were done than have failed, the
+/// done ones were right, and the others made a call too many.
 fn may_be_to_blame(workers: &[Worker], index: usize) -> bool {
     let count = |is: fn(&Worker) -> bool| workers.iter().filter(|worker| is(worker)).count();
     !workers.get(index).is_some_and(was_done) || count(was_done) <= count(failed)

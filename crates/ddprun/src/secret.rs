@@ -5,15 +5,15 @@ use candle_ddp_rendezvous::Secret;
 use candle_ddp_rendezvous::secret::{FILE_VARIABLE, VARIABLE};
 use std::process::Command;
 
-/// What the processes of a run prove to each other.
+/// The secret that the processes of a run prove to each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum RunSecret {
-    /// Nothing.
+    /// None.
     None,
-    /// What the user has given to all machines. Only who knows it is served.
+    /// The user has given this secret to all machines. Only clients that know it are served.
     Given(Secret),
-    /// A secret of this run alone. The workers may be PyTorch's programs, which know none: the store serves those as well,
-    /// until a worker proves that it knows it.
+    /// A secret made for this run. The workers may be PyTorch's programs, which know no secrets: the store serves those
+    /// as well, until a worker proves that it knows it.
     Made(Secret),
 }
 
@@ -37,12 +37,12 @@ impl RunSecret {
         }
     }
 
-    /// Whether the store also serves clients that do not know the secret, with keys of their own.
+    /// Whether the store also serves clients that do not know the secret, with separate keys.
     pub(super) fn has_guests(&self) -> bool {
         matches!(self, Self::Made(_))
     }
 
-    /// Puts the secret, and no other, into the environment of a worker. Nobody but its user can read that.
+    /// Puts the secret, and no other, into the environment of a worker. Only the worker's user can read that.
     pub(super) fn give(&self, worker: &mut Command) {
         worker.env_remove(FILE_VARIABLE);
         match self.get() {
@@ -52,10 +52,10 @@ impl RunSecret {
     }
 }
 
-/// Says that a run over several machines has no secret, unless that is what the user wants.
+/// Warns that a run over several machines has no secret, unless the user asked for that.
 pub(super) fn say_none(port: u16) {
     message(format_args!(
-        "this run has no secret, so anyone who reaches port {port} can use its store: give all machines the same one in \
-         {VARIABLE}, or in a file named by {FILE_VARIABLE} (openssl rand -hex 32), or say --no-secret"
+        "this run has no secret, so anyone who reaches port {port} can use its store: give all machines the same \
+         secret in {VARIABLE}, or in a file named by {FILE_VARIABLE} (openssl rand -hex 32), or pass --no-secret"
     ));
 }

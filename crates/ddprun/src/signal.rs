@@ -31,8 +31,8 @@ pub(super) fn typed(signal: i32) -> Option<Signal> {
     Signal::from_named_raw(signal)
 }
 
-/// Signals that programs handle as they like, such as Slurm's warning before a job ends: they go to the workers, and do not
-/// end the run.
+/// Signals that programs use for their own purposes, such as Slurm's warning before a job ends: they are forwarded to
+/// the workers, and do not end the run.
 pub(super) const FOR_WORKERS: [i32; 2] = [SIGUSR1, SIGUSR2];
 
 /// Returns whether this process was started with `signal` ignored, as `nohup` does for SIGHUP. The signal must then

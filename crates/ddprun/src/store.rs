@@ -34,8 +34,8 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
 /// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until
 /// it is dropped.
 ///
-/// It listens only on the master address. Who has the secret can use it, and without one anyone who reaches it. It says
-/// `status` about the run from its beginning.
+/// It listens only on the master address. With a secret, only clients that know it can use the store; without one,
+/// anyone who reaches it can. It holds `status` about the run from its beginning.
 pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpStoreServer>, u16)> {
     let port = config.master_port.unwrap_or(0);
     let is_told = config.rendezvous.as_ref().and_then(|rendezvous| rendezvous.pace.is_host);
@@ -46,7 +46,7 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
     let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX)?;
-    // There is a warning if the address is not known to belong to this machine.
+    // If the address may not belong to this machine, there is a warning.
     if !is_static && !is_told.unwrap_or(listening.warning.is_none()) {
         return Ok((None, port));
     }
@@ -56,7 +56,7 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
     let status = String::from_utf8_lossy(&encode(status)).into_owned();
     let pairs = [(RUN_STATUS, status.as_str())];
     let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests(), &pairs) {
-        // Another ddprun of the run is on this machine, and was here first.
+        // Another ddprun of the run on this machine has started it.
         Err(candle_ddp_rendezvous::Error::Io { error, .. })
             if error.kind() == ErrorKind::AddrInUse && !is_static && is_told.is_none() =>
         {

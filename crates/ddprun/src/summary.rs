@@ -7,20 +7,25 @@ use super::root_cause::{Cause, failed, was_done};
 use super::tail::Tail;
 use super::time;
 use super::worker::{Ended, Exit, Worker};
+use signal_hook::consts::SIGKILL;
 use std::fmt::Write;
 
-/// What is known on this machine about a run that has failed.
+/// Explains a SIGKILL that ddprun did not send.
+const OUT_OF_MEMORY: &str =
+    "\n  SIGKILL often means that memory ran out: see dmesg, or the memory limit of the container or job";
+
+/// Everything that is known on this machine about a failed run.
 pub(super) struct Findings<'a> {
     pub(super) workers: &'a [Worker],
     pub(super) remains: &'a Remains,
-    /// What the workers have told about their failures.
+    /// The errors that the workers have reported.
     pub(super) errors: &'a [Option<WorkerError>],
     pub(super) topology: Topology,
 }
 
 impl Findings<'_> {
-    /// Describes the rank that caused the failure: how it ended, and its last output. `place` follows the rank; it says
-    /// where that is if there are several machines.
+    /// Describes the rank that caused the failure: how it ended, and its last output. `place` follows the rank; if
+    /// there are several machines, it names the machine.
     pub(super) fn first(&self, cause: Cause, place: &str) -> Option<String> {
         let worker = self.workers.get(cause.worker)?;
         let rank = worker.rank;
@@ -54,6 +59,9 @@ impl Findings<'_> {
                 write!(text, ", {:.1} s after the start, at {}", ended.after.as_secs_f64(), time::readable(ended.at));
         }
         let _ = write!(text, " (local rank {}, pid {})", worker.local_rank, worker.pid);
+        if let Some(Ended { how: Exit::Signal(SIGKILL), asked_to_exit: false, .. }) = ended {
+            text.push_str(OUT_OF_MEMORY);
+        }
         let tail = last_words(worker, self.remains);
         let mut lines = tail.map(Tail::lines).unwrap_or_default();
         if let Some(error) = error {
@@ -72,7 +80,7 @@ impl Findings<'_> {
         Some(text)
     }
 
-    /// Describes how the workers other than `first` ended, those that ended in the same way together.
+    /// Describes how the workers other than `first` ended. Those that ended in the same way share a line.
     pub(super) fn others(&self, first: Option<usize>) -> String {
         let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
         let ended = first.and_then(|first| self.workers.get(first)).and_then(|worker| worker.ended);
@@ -101,11 +109,11 @@ impl Findings<'_> {
         text
     }
 
-    /// Adds to `text` with which error a worker other than the first failed.
+    /// Adds to `text` the error of a worker other than the first.
     fn describe_error(&self, index: usize, worker: &Worker, text: &mut String) {
         let error = self.errors.get(index).and_then(Option::as_ref);
         if let Some(culprit) = error.and_then(WorkerError::culprit) {
-            // The worker has printed it, and it says no more than that.
+            // The worker has printed the error, which says no more than that.
             let _ = write!(text, " because of rank {culprit}");
         } else if let Some(error) = error {
             section(text, "with the error:", error.message.lines());
@@ -119,7 +127,7 @@ impl Findings<'_> {
     }
 }
 
-/// Returns the last lines of a worker's stderr; if there are none, those of its stdout or of the combined stream.
+/// Returns the last lines of a worker's stderr or, if there are none, of its stdout or the combined stream.
 fn last_words<'a>(worker: &Worker, remains: &'a Remains) -> Option<&'a Tail> {
     let own = remains.iter().filter(|(local_rank, ..)| *local_rank == worker.local_rank);
     let written = own.filter(|(.., tail)| !tail.lines().is_empty());

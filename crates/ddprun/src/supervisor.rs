@@ -28,13 +28,13 @@ const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// group.
 const SAME_REQUEST: Duration = Duration::from_millis(500);
 
-/// What follows another signal.
+/// The effect of another signal.
 const AGAIN: &str = "a second signal kills them at once";
 
 /// The phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// No worker runs, and other nodes decide what follows; at this time, this one stops waiting.
+    /// No worker runs, and other nodes decide what follows. At this time, this node stops waiting.
     Waiting(Option<Instant>),
     /// No worker has failed, or the other nodes decide what follows.
     Running,
@@ -53,7 +53,7 @@ pub(super) enum Outcome {
     Success,
     /// A worker failed: the index of the first that did.
     Failure(usize),
-    /// Another node decides: it has failed, or all start again.
+    /// Another node decides: it has failed, or all workers restart.
     Elsewhere,
     /// This process, or that of another node, received a signal that ends the run.
     Signalled(i32),
@@ -70,10 +70,10 @@ pub(super) struct Supervisor {
     phase: Phase,
     /// When this process first received a signal that ends the run.
     signalled: Option<Instant>,
-    /// When to name the processes that are being waited for.
+    /// When to name the processes that ddprun is waiting for.
     announce: Option<Instant>,
     outcome: Outcome,
-    /// All workers are started again once they have ended.
+    /// Whether to restart all workers once they have ended.
     restarting: bool,
     /// The other nodes have nothing more to decide.
     is_decided: bool,
@@ -154,7 +154,7 @@ impl Supervisor {
         agent.close();
         let deadline = Instant::now() + LAST_WAIT;
         let remains = remains.or_else(|| {
-            // Only a log file on a file system that hangs can keep the thread from finishing.
+            // Only a log file on a hanging file system can keep the thread from finishing.
             while let Some(event) = events.next(Some(deadline)) {
                 if let Event::Output(remains) = event {
                     return Some(remains);
@@ -237,7 +237,7 @@ impl Supervisor {
         message(format_args!("{name} forwarded to {}", self.names_of(&list)));
     }
 
-    /// The exit code of a run that a signal has ended: what the workers make of it.
+    /// The exit code of a run that a signal has ended; it depends on how the workers ended.
     pub(super) fn code_after(&self, signal: i32) -> u8 {
         let is_well = |worker: &Worker| worker.given_up || worker.has_succeeded();
         match !self.workers.is_empty() && self.workers.iter().all(is_well) {
@@ -246,7 +246,7 @@ impl Supervisor {
         }
     }
 
-    /// What follows when no worker is left, nor any process that they started.
+    /// Decides what follows when no worker remains, nor any process that they started.
     fn all_ended(&mut self, agent: &mut Agent) -> Next {
         if matches!(self.phase, Phase::Waiting(_)) {
             return Next::Wait;
@@ -275,7 +275,8 @@ impl Supervisor {
         let now = Instant::now();
         self.announce = Some(now + ANNOUNCE_AFTER);
         if self.outcome == Outcome::Success {
-            // Only after a success does this surprise the user, so the processes are named at once and not again.
+            // After a failure, ending processes is expected. After a success it is not, so they are named at once, and
+            // not again.
             self.announce = None;
             let (names, grace) = (self.names(), self.grace.as_secs_f64());
             message(format_args!(
@@ -288,7 +289,7 @@ impl Supervisor {
         self.phase = Phase::Ending(now.checked_add(self.grace));
     }
 
-    /// Names the processes that are being waited for.
+    /// Names the processes that ddprun is waiting for.
     fn announce(&mut self) {
         self.announce = None;
         let grace = self.grace.as_secs_f64();
@@ -324,7 +325,7 @@ impl Supervisor {
         self.descendants.signal(signal, workers.map(|worker| worker.pid));
     }
 
-    /// Takes note of one process that has ended: a worker, or an orphaned descendant.
+    /// Records the end of one process: a worker, or an orphaned descendant.
     fn reap_one(&mut self) -> Reaped {
         let (pid, status) = match wait(WaitOptions::NOHANG) {
             Ok(Some(ended)) => ended,
@@ -346,7 +347,7 @@ impl Supervisor {
         Reaped::Worker(index)
     }
 
-    /// Takes note of all processes that have ended. Returns whether no process is left.
+    /// Records all processes that have ended. Returns whether no process remains.
     fn reap(&mut self, agent: &mut Agent) -> bool {
         loop {
             let index = match self.reap_one() {
@@ -357,13 +358,13 @@ impl Supervisor {
             };
             let Some(worker) = self.workers.get_mut(index).filter(|_| self.phase == Phase::Running) else { continue };
             match agent.on_exit(worker) {
-                Verdict::GoOn => {}
+                Verdict::Continue => {}
                 Verdict::Replaced(replacement) => *worker = replacement,
                 Verdict::RestartAll => {
                     (self.outcome, self.restarting) = (Outcome::Failure(index), true);
                     self.end(Signal::TERM);
                 }
-                Verdict::Told => {
+                Verdict::Reported => {
                     if self.outcome == Outcome::Success {
                         self.outcome = Outcome::Failure(index);
                     }
@@ -376,7 +377,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts all workers again; returns whether that worked.
+    /// Restarts all workers; returns whether that worked.
     fn restart(&mut self, agent: &mut Agent) -> bool {
         let mut workers = Vec::with_capacity(self.workers.len());
         let started = agent.restart_all(|worker| workers.push(worker));
@@ -387,14 +388,14 @@ impl Supervisor {
                 true
             }
             Err(error) => {
-                message(format_args!("the workers cannot be started again: {error}"));
+                message(format_args!("the workers cannot be restarted: {error}"));
                 false
             }
         }
     }
 }
 
-/// What follows when no process is left.
+/// The next step when no process remains.
 enum Next {
     Over,
     /// Workers were started.
@@ -407,9 +408,9 @@ enum Reaped {
     /// A worker, by its index.
     Worker(usize),
     Other,
-    /// None has.
+    /// No process has ended.
     Nobody,
-    /// None is left.
+    /// No process remains.
     Childless,
 }
 

@@ -74,7 +74,7 @@ pub(super) struct Worker {
     /// The number of restarts before it was started.
     pub(super) restart_count: u32,
     pub(super) ended: Option<Ended>,
-    /// The other workers go on without it.
+    /// The other workers continue without it.
     pub(super) given_up: bool,
 }
 

@@ -11,7 +11,7 @@ use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long a caller has to send its greeting, and to prove that it has the secret where others wait to do so. A peer
+/// How long a caller has to send its greeting, and to prove that it has the secret if others wait to do so. A peer
 /// proves it at once, except while it waits for other ranks.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// How many callers may be silent at a time. The oldest of them gives way to another one.
@@ -43,8 +43,8 @@ impl<'a> Acceptor<'a> {
             let keep = !conversation.is_silent() || now.duration_since(conversation.since) < HANDSHAKE_TIME;
             if !keep {
                 let address = conversation.address;
-                warnings
-                    .warn(format_args!("rank {rank} closed the connection of {address}, which did not say who it is"));
+                let reason = "which did not identify itself";
+                warnings.warn(format_args!("rank {rank} closed the connection of {address}, {reason}"));
             }
             keep
         });
@@ -54,15 +54,15 @@ impl<'a> Acceptor<'a> {
 
     /// How long to wait for the existing connections before the listener is checked again.
     pub(super) fn patience(&self, conversations: &[Conversation]) -> Duration {
-        // No more bytes come from one whose greeting was read while others were accepted.
+        // A connection whose greeting was read while others were accepted receives no more bytes.
         if conversations.iter().any(|other| other.read == other.awaited()) {
             return Duration::ZERO;
         }
         if self.paused_until.is_some() { PAUSE } else { Duration::MAX }
     }
 
-    /// Accepts the waiting connections, up to [`ACCEPTED`]. However many strangers call, a peer's call is among the next
-    /// ones: those that have been silent the longest give way.
+    /// Accepts the waiting connections, up to [`ACCEPTED`]. However many strangers call, a peer's call is among the
+    /// next ones: those that have been silent the longest give way.
     pub(super) fn accept(&mut self, conversations: &mut Vec<Conversation>) -> Result<()> {
         let mut silent = silent(conversations);
         for _ in 0..ACCEPTED {
@@ -93,20 +93,20 @@ impl<'a> Acceptor<'a> {
         Ok(())
     }
 
-    /// Closes the connection that has been silent the longest, of those that really are: a greeting that has arrived is read
-    /// first. Returns whether one caller fewer is silent.
+    /// Closes the connection that has been silent the longest. A greeting that has already arrived is read first, so
+    /// only callers that really are silent are closed. Returns whether one caller fewer is silent.
     fn close_oldest(&mut self, conversations: &mut Vec<Conversation>) -> bool {
         let Some(oldest) = conversations.iter_mut().position(|other| other.is_silent()) else { return false };
         if let Heard::All = conversations[oldest].read() {
             return true;
         }
         let Conversation { address, .. } = conversations.remove(oldest);
-        self.refuse(address, "it has not said who it is, and others want to connect");
+        self.refuse(address, "it has not identified itself, and others want to connect");
         true
     }
 
-    /// Whether one more caller may prove that it has the secret, of at most `limit` at a time. One that has had its time for
-    /// that gives way. A peer that was turned away calls again.
+    /// Whether one more caller may prove that it has the secret, of at most `limit` at a time. A caller that has used
+    /// up its time for the proof gives way. A peer that was turned away calls again.
     pub(super) fn make_room(&mut self, conversations: &mut Vec<Conversation>, limit: usize) -> bool {
         if conversations.iter().filter(|other| other.is_proving()).count() < limit {
             return true;
@@ -120,19 +120,22 @@ impl<'a> Acceptor<'a> {
         true
     }
 
-    /// Warns of a caller that says that it is `rank` and does not prove that it knows the secret.
+    /// Warns of a caller that claims to be `rank` but does not prove that it knows the secret.
     pub(super) fn refuse_unproved(&mut self, address: SocketAddr, rank: usize) {
         self.unproved = Some((address, rank));
         self.refuse(
             address,
-            format_args!("it said that it is rank {rank}, and did not prove that it has the job's secret"),
+            format_args!("it claims to be rank {rank}, but did not prove that it has the job's secret"),
         );
     }
 
-    /// Tells, for an error, of the last one of these.
+    /// Describes the last such caller, for an error.
     pub(super) fn strangers(&self) -> String {
         self.unproved.map_or_else(String::new, |(address, rank)| {
-            format!(". {address} said that it is rank {rank}, but did not prove that it has the secret of this rank: {SAME_SECRET}")
+            format!(
+                ". {address} claims to be rank {rank}, but did not prove that it has the secret of this rank: \
+                 {SAME_SECRET}"
+            )
         })
     }
 
@@ -174,18 +177,18 @@ pub(super) struct Conversation {
     pub(super) socket: TcpStream,
     pub(super) address: SocketAddr,
     pub(super) stage: Stage,
-    /// How often the peer was called before, for this connection.
+    /// How often the peer was called for this connection before.
     pub(super) attempts: u32,
     since: Instant,
     buffer: [u8; REPLY],
     read: usize,
 }
 
-/// What is awaited on a connection.
+/// What this rank waits for on a connection.
 pub(super) enum Stage {
     /// The greeting of a caller.
     Greeting,
-    /// The reply to this rank's greeting: from whom it must be.
+    /// The reply to this rank's greeting, and the rank from which it must come.
     Reply { expected: Handshake, sent: Greeting },
     /// The proof of a caller, which has sent this handshake.
     Proof { caller: Handshake, exchange: Exchange },
@@ -194,7 +197,7 @@ pub(super) enum Stage {
 pub(super) enum Heard {
     Nothing,
     Closed,
-    /// All that was awaited.
+    /// All expected bytes.
     All,
 }
 
@@ -203,22 +206,22 @@ impl Conversation {
         Self { socket, address, stage, attempts: 0, since: Instant::now(), buffer: [0; REPLY], read: 0 }
     }
 
-    /// Whether the caller has not sent its whole greeting, as far as this end has read.
+    /// Whether the caller has not yet sent its whole greeting, as far as this end has read.
     fn is_silent(&self) -> bool {
         matches!(self.stage, Stage::Greeting) && self.read < GREETING
     }
 
-    /// Whether the caller is still to prove that it knows the secret.
+    /// Whether the caller must still prove that it knows the secret.
     pub(super) fn is_proving(&self) -> bool {
         matches!(self.stage, Stage::Proof { .. })
     }
 
-    /// Whether the caller has said that it is `peer`.
+    /// Whether the caller claims to be `peer`.
     pub(super) fn is_caller(&self, peer: usize) -> bool {
         matches!(&self.stage, Stage::Proof { caller, .. } if caller.rank == peer)
     }
 
-    /// How many bytes are awaited.
+    /// How many bytes this rank waits for.
     fn awaited(&self) -> usize {
         match self.stage {
             Stage::Greeting => GREETING,
@@ -227,7 +230,7 @@ impl Conversation {
         }
     }
 
-    /// What was heard.
+    /// The bytes that have arrived.
     pub(super) fn heard(&self) -> &[u8] {
         &self.buffer[..self.read]
     }
@@ -246,7 +249,7 @@ impl Conversation {
         }
     }
 
-    /// Reads no byte beyond those that are awaited: the group's own may follow.
+    /// Reads no byte beyond those expected: the group's own data may follow.
     pub(super) fn read(&mut self) -> Heard {
         let awaited = self.awaited();
         while self.read < awaited {

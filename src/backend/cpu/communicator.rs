@@ -1,10 +1,12 @@
 use super::algorithm::Tuning;
 use super::check::check;
-use super::connect::{Connections, Connector};
+use super::connect::Connections;
+use super::connector::Connector;
 use super::control::Control;
 use super::data_path::DataPath;
 use super::group::Group;
-use super::handshake::{HandshakeConfig, Kind};
+use super::handshake::HandshakeConfig;
+use super::host_monitor;
 use super::monitor;
 use super::options::{CpuOptions, or_environment};
 use super::transport::Transport;
@@ -12,7 +14,6 @@ use super::work_queue::WorkQueue;
 use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
-use crate::descriptors::{self, check_limit};
 use crate::error::Failure;
 use crate::rendezvous::{Secret, Store, loopback};
 use crate::{Error, Result};
@@ -49,7 +50,16 @@ pub struct CpuCommunicator {
     /// By peer. The queues for this rank itself are never used.
     sends: Vec<WorkQueue>,
     recvs: Vec<WorkQueue>,
-    monitor: Option<JoinHandle<()>>,
+    monitors: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for CpuCommunicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CpuCommunicator")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .finish_non_exhaustive()
+    }
 }
 
 impl CpuCommunicator {
@@ -109,13 +119,7 @@ impl CpuCommunicator {
         };
         let DataPath { connections, hosts, shm, layout } = match world_size {
             1 => DataPath::none(),
-            _ => {
-                let (more, peers) = (Kind::ALL.len() * (world_size - 1), world_size - 1);
-                check_limit(descriptors::open(), more, &format!("connections to {peers} other rank(s)"))
-                    .map_err(|reason| Error::invalid("ulimit -n", format!("rank {rank}: {reason}")))?;
-                let connections = connector.connect()?;
-                connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())?
-            }
+            _ => connector.join(transport, tune(Tuning::SHARED).segment, host.as_deref())?,
         };
         let tuning = match layout {
             None => tune(Tuning::TCP),
@@ -139,36 +143,53 @@ impl CpuCommunicator {
             collectives: queue_of(Channel::Collectives),
             sends: (0..world_size).map(|peer| queue_of(Channel::SendTo(peer))).collect(),
             recvs: (0..world_size).map(|peer| queue_of(Channel::RecvFrom(peer))).collect(),
-            monitor: None,
+            monitors: Vec::new(),
             group,
         };
-        if world_size > 1 {
-            communicator.monitor = Some(communicator.start_monitor()?);
-        }
+        communicator.start_monitors()?;
         // From here on, a failure ends the group, and all ranks are told.
         match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
-            Ok(()) => Ok(communicator),
+            Ok(()) => {
+                if world_size > 1 {
+                    connector.forget();
+                }
+                Ok(communicator)
+            }
             // The peer may have given up before it could tell the group.
             Err(error @ Error::Group(Failure::PeerGone { .. })) => Err(construction.cause(error)),
             Err(error) => Err(error),
         }
     }
 
-    fn start_monitor(&self) -> Result<JoinHandle<()>> {
+    /// Starts the threads that listen to the other ranks: one to those of other hosts, one to those of this host.
+    fn start_monitors(&mut self) -> Result<()> {
+        let rank = self.group.rank;
+        if self.group.control.has_links() {
+            self.start_monitor(format!("ddp-{rank}-monitor"), |group| monitor::run(group).map_err(|e| e.to_string()))?;
+        }
+        if self.group.shm.is_some() {
+            self.start_monitor(format!("ddp-{rank}-host"), host_monitor::run)?;
+        }
+        Ok(())
+    }
+
+    fn start_monitor(
+        &mut self,
+        name: String,
+        run: impl FnOnce(&Group) -> Result<(), String> + Send + 'static,
+    ) -> Result<()> {
         let group = self.group.clone();
         let body = move || {
-            let reason = match catch_unwind(AssertUnwindSafe(|| monitor::run(&group))) {
+            let reason = match catch_unwind(AssertUnwindSafe(|| run(&group))) {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => format!("its monitor cannot listen: {error}"),
                 Err(_) => "its monitor panicked".into(),
             };
             group.fail(Failure::PeerFailed { peer: group.rank, reason });
         };
-        let name = format!("ddp-{}-monitor", self.group.rank);
-        std::thread::Builder::new()
-            .name(name)
-            .spawn(body)
-            .map_err(|error| Error::io("starting a monitor thread", error))
+        let spawned = std::thread::Builder::new().name(name).spawn(body);
+        self.monitors.push(spawned.map_err(|error| Error::io("starting a monitor thread", error))?);
+        Ok(())
     }
 
     fn queue_of(&self, channel: Channel) -> &WorkQueue {
@@ -232,11 +253,11 @@ impl Drop for CpuCommunicator {
             self.abort("it left while its calls were not over");
         }
         self.queues().for_each(WorkQueue::close);
-        if let Some(monitor) = self.monitor.take() {
-            group.leave();
-            group.end_monitor();
+        group.leave();
+        group.end_monitors();
+        for monitor in self.monitors.drain(..) {
             if monitor.join().is_err() {
-                log::error!("rank {}: the monitor thread panicked", group.rank);
+                log::error!("rank {}: a monitor thread panicked", group.rank);
             }
         }
     }

@@ -1,26 +1,27 @@
-//! Establishes the connections between all ranks.
+//! Establishes the connections between ranks of different hosts, whose addresses are in their [cards](super::meeting).
 //!
-//! Every rank listens, and publishes its address and configuration in the store. Of two ranks, the higher one connects
-//! to the lower one, and both tell and prove who they are ([handshake](super::handshake)). What arrives is read in the order
-//! of arrival, so that no two ranks wait for each other and a refusal is noticed at once.
+//! Of two ranks, the higher one connects to the lower one, and both identify themselves and prove their identity
+//! ([handshake](super::handshake)). Data is read in the order of arrival, so no two ranks wait for each other, and a refusal
+//! is noticed at once.
 //!
 //! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
 use super::accept::{Acceptor, Conversation, Heard, Stage};
+use super::connector::{ABSENT, Connector};
 use super::handshake::{
-    End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
+    End, Exchange, GREETING, Greeting, Handshake, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
 };
+use super::hosts::Hosts;
 use super::keepalive::{give_up_after, keep_alive};
-use crate::backend::Construction;
+use super::meeting::Met;
 use crate::error::Failure;
 use crate::error::{SHORTAGE_HINT, is_shortage};
-use crate::random::random_bytes;
+use crate::rendezvous;
 use crate::rendezvous::secret::PROOF;
-use crate::rendezvous::{self, Secret, Store, absent_ranks, discard};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::io::{ErrorKind, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 /// The connections of one rank, non-blocking; by rank, `None` for itself.
@@ -30,59 +31,24 @@ pub(super) struct Connections {
     pub(super) control: Vec<Option<TcpStream>>,
 }
 
-/// One rank that is connecting to its group.
-pub(super) struct Connector<'a> {
-    pub(super) store: &'a dyn Store,
-    pub(super) rank: usize,
-    pub(super) config: HandshakeConfig,
-    pub(super) secret: Option<Secret>,
-    pub(super) address: IpAddr,
-    pub(super) timeout: Duration,
-    pub(super) deadline: Instant,
-    /// How long a host may be unreachable.
-    pub(super) lost_after: Duration,
-    /// Tells when missing ranks will not come.
-    pub(super) construction: Construction<'a>,
-}
+/// Why lower ranks are missing that this rank has called.
+const UNANSWERED: &str = "they do not answer: their processes are stopped, or a firewall blocks the connections";
 
-/// What to do about missing ranks.
-const ABSENT: &str = "Have they created this group too (new_group with the same ranks), or ended? Look for the first \
-                      error in their output";
-
-/// One of the three connections to a peer.
+/// The three connections to a peer.
 type Slots = [Option<TcpStream>; Kind::ALL.len()];
 
 impl Connector<'_> {
-    pub(super) fn connect(&self) -> Result<Connections> {
-        let context = || format!("rank {}: listening on {}", self.rank, self.address);
-        let listener = TcpListener::bind((self.address, 0)).map_err(|error| Error::io(context(), error))?;
-        listener.set_nonblocking(true).map_err(|error| Error::io(context(), error))?;
-        // All ranks of a large job call at the same moment; the standard library's queue holds 128.
-        rustix::net::listen(&listener, 4096).map_err(|error| Error::io(context(), error))?;
-        let own = listener.local_addr().map_err(|error| Error::io(context(), error))?;
-        let drawn = u64::from_le_bytes(random_bytes()?);
-        self.store.set(&key(self.rank), &publish(own, &self.handshake(drawn, Kind::Control)))?;
-
-        let mut nonce = drawn;
+    /// Connects to the ranks of other hosts.
+    pub(super) fn connect(&self, met: &Met, hosts: &Hosts) -> Result<Connections> {
+        let nonce = met.nonce;
+        let lower: Vec<usize> = (0..self.rank).filter(|peer| hosts.member(*peer).is_none()).collect();
         let mut conversations = Vec::new();
-        for peer in 0..self.rank {
-            let (address, published) = self.look_up(peer)?;
-            if peer == 0 {
-                nonce = published.nonce;
-            }
-            if let Some(difference) = published.config.difference(&self.config) {
-                // The peer should learn of it too.
-                let _ = self.call(peer, address, &greeting(&self.handshake(nonce, Kind::Control))?);
-                return Err(self.failed(&[peer], difference));
-            }
+        for (peer, address) in lower.iter().zip(self.addresses(&lower)?) {
             for kind in Kind::ALL {
-                conversations.push(self.greet(peer, address, nonce, kind)?);
+                conversations.push(self.greet(*peer, address, nonce, kind)?);
             }
         }
-        let slots = self.converse(&listener, nonce, conversations)?;
-        // Lower ranks do not call this address, and the higher ones have done so.
-        discard(self.store, &key(self.rank));
-
+        let slots = self.converse(&met.listener, hosts, nonce, conversations)?;
         let mut connections = Connections { data: vec![], direct: vec![], control: vec![] };
         for (peer, slots) in slots.into_iter().enumerate() {
             for socket in slots.iter().flatten() {
@@ -102,56 +68,13 @@ impl Connector<'_> {
         Ok(connections)
     }
 
-    fn handshake(&self, nonce: u64, kind: Kind) -> Handshake {
-        Handshake { nonce, rank: self.rank, kind, config: self.config }
-    }
-
-    fn left(&self) -> Duration {
-        // Sockets do not accept a time-out of zero.
-        self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
-    }
-
-    /// How long to wait for a peer before checking for cancellation.
-    pub(super) fn slice(&self) -> Duration {
-        self.left().min(Duration::from_millis(500))
-    }
-
-    pub(super) fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
-        Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
-    }
-
     /// The error of a peer whose connection has closed, or its root cause.
     pub(super) fn gone(&self, peer: usize) -> Error {
         let call = "the construction of the group".to_string();
         self.construction.cause(Failure::PeerGone { rank: self.rank, peer, call }.into())
     }
 
-    /// The address of `peer`, and the handshake that it published.
-    fn look_up(&self, peer: usize) -> Result<(SocketAddr, Handshake)> {
-        let key = key(peer);
-        match self.store.wait_cancellable(&[&key], Some(self.left()), &|| Ok(self.construction.check()?)) {
-            Err(rendezvous::Error::StoreTimeout { operation, store, reason, .. }) => {
-                return Err(match absent_ranks(self.store, peer..self.rank, &self::key) {
-                    Ok(absent) => self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}")),
-                    // The store does not answer.
-                    Err(_) => {
-                        rendezvous::Error::StoreTimeout { operation, store, timeout: self.timeout, reason }.into()
-                    }
-                });
-            }
-            result => result?,
-        }
-        let value = self.store.get(&key)?;
-        let text = String::from_utf8_lossy(&value);
-        let no_address = || self.failed(&[peer], format!("the store holds {text:?} as its address"));
-        let (address, handshake) = parse(&text).ok_or_else(no_address)?;
-        match Handshake::decode(&handshake) {
-            Ok(handshake) => Ok((address, handshake)),
-            Err(error) => Err(self.failed(&[peer], error.describe())),
-        }
-    }
-
-    /// Connects to `peer` and sends a greeting of its own for this connection.
+    /// Connects to `peer` and sends a separate greeting for this connection.
     fn greet(&self, peer: usize, address: SocketAddr, nonce: u64, kind: Kind) -> Result<Conversation> {
         let handshake = self.handshake(nonce, kind);
         let sent = greeting(&handshake)?;
@@ -160,8 +83,9 @@ impl Connector<'_> {
         Ok(Conversation::new(socket, address, stage))
     }
 
-    /// Greets again a peer that has closed the connection before it replied: it may have had no room for one more caller.
-    /// Otherwise it is gone. Without a secret it has room for every greeting that comes at once, and few attempts will do.
+    /// Sends the greeting again to a peer that closed the connection before it replied: it may have had no room for one
+    /// more caller. Otherwise it is gone. Without a secret, it has room for every greeting that comes at once, so few
+    /// attempts suffice.
     fn greet_again(&self, before: &Conversation, peer: &Handshake, nonce: u64) -> Result<Conversation> {
         const PAUSE: Duration = Duration::from_millis(20);
         const ATTEMPTS: u32 = 5;
@@ -203,14 +127,21 @@ impl Connector<'_> {
         Ok(socket)
     }
 
-    /// Accepts connections and reads handshakes and replies until there is a connection of each kind with each peer.
-    fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
+    /// Accepts connections and reads handshakes and replies until there is a connection of each kind with each rank of
+    /// another host.
+    fn converse(
+        &self,
+        listener: &TcpListener,
+        hosts: &Hosts,
+        nonce: u64,
+        mut conversations: Vec<Conversation>,
+    ) -> Result<Vec<Slots>> {
         let mut slots: Vec<Slots> = (0..self.config.world_size).map(|_| Slots::default()).collect();
         let mut acceptor = Acceptor::new(listener, self.rank);
         loop {
             self.construction.check()?;
             let missing: Vec<usize> = (0..slots.len())
-                .filter(|peer| *peer != self.rank && slots[*peer].iter().any(Option::is_none))
+                .filter(|peer| hosts.member(*peer).is_none() && slots[*peer].iter().any(Option::is_none))
                 .collect();
             if missing.is_empty() {
                 return Ok(slots);
@@ -218,7 +149,7 @@ impl Connector<'_> {
             let left = self.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
-                // A rank that waits for another one has called, and proves who it is afterwards.
+                // A rank that waits for another one has called, and proves its identity afterwards.
                 let called = |peer: &usize| conversations.iter().any(|other| other.is_caller(*peer));
                 let (called, absent): (Vec<usize>, Vec<usize>) = higher.iter().partition(|peer| called(peer));
                 let strangers = acceptor.strangers();
@@ -227,8 +158,8 @@ impl Connector<'_> {
                     (false, _) => {
                         self.failed(&absent, format!("they have not connected to this rank. {ABSENT}{strangers}"))
                     }
-                    (true, false) => self.failed(&lower, "they do not answer"),
-                    (true, true) => self.failed(&called, "they have connected to this rank, but not to all others"),
+                    (true, false) => self.failed(&lower, UNANSWERED),
+                    (true, true) => self.failed(&called, "they have connected to this rank, but wait for others"),
                 });
             }
             let listening = acceptor.prepare(&mut conversations);
@@ -280,9 +211,9 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, the caller is
-    /// a peer by that, and one with a different configuration is an error here and, through the reply, on that peer too. With
-    /// a secret, the connection joins those in `waiting`, for the proof, if there is room for one more.
+    /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, this
+    /// makes the caller a peer; one with a different configuration is an error here and, through the reply, on that
+    /// peer too. With a secret, the connection joins those in `waiting`, for the proof, if there is room for one more.
     fn welcome(
         &self,
         caller: Conversation,
@@ -353,7 +284,7 @@ impl Connector<'_> {
             Some(Some(_)) => Err(self.failed(
                 &[handshake.rank],
                 format!(
-                    "two processes say that they are this rank, one of them at {}: give each its own",
+                    "two processes say that they are this rank, one of them at {}: give each its own rank",
                     caller.address
                 ),
             )),
@@ -361,8 +292,8 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks the reply of a lower rank to `sent`, and proves that this rank knows the secret too. `false` if the peer has
-    /// replied and no longer waits for the proof.
+    /// Checks the reply of a lower rank to `sent`, and proves that this rank knows the secret too. Returns false if the
+    /// peer has replied and no longer waits for the proof.
     fn check_reply(&self, conversation: &Conversation, expected: &Handshake, sent: &Greeting) -> Result<bool> {
         let (address, reply) = (conversation.address, conversation.heard());
         let reason = match Handshake::decode(reply) {
@@ -391,23 +322,4 @@ impl Connector<'_> {
         };
         Err(self.failed(&[expected.rank], reason))
     }
-}
-
-fn key(rank: usize) -> String {
-    format!("addr/{rank}")
-}
-
-/// What a rank publishes in the store: its address, and its handshake in hexadecimal digits.
-fn publish(address: SocketAddr, handshake: &Handshake) -> Vec<u8> {
-    let digits: String = handshake.encode().iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{address} {digits}").into_bytes()
-}
-
-fn parse(value: &str) -> Option<(SocketAddr, [u8; Handshake::BYTES])> {
-    let (address, digits) = value.split_once(' ')?;
-    let mut handshake = [0; Handshake::BYTES];
-    for (index, byte) in handshake.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
-    }
-    Some((address.parse().ok()?, handshake))
 }

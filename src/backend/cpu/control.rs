@@ -1,4 +1,4 @@
-//! The control connections: small frames between the monitors of two ranks.
+//! The control connections: small frames between the monitors of two ranks on different hosts.
 use super::frame::Frame;
 use crate::panic::lock;
 use std::io::{ErrorKind, Read, Write};
@@ -6,9 +6,9 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 
-/// The control connections to all peers. Any thread may send; only the monitor reads.
+/// The control connections to the ranks of other hosts. Any thread may send; only the monitor reads.
 pub(super) struct Control {
-    /// By rank; `None` for this rank itself.
+    /// By rank; `None` for the ranks of this host.
     links: Vec<Option<Link>>,
     /// Wakes the monitor from its poll: one end is written to, the other one is polled.
     wake: UnixStream,
@@ -37,6 +37,11 @@ impl Control {
             Link { socket, unsent: Mutex::default(), hosts }
         };
         Ok(Self { links: sockets.into_iter().map(|socket| socket.map(link)).collect(), wake, woken })
+    }
+
+    /// Whether there are ranks on other hosts.
+    pub(super) fn has_links(&self) -> bool {
+        self.links.iter().any(Option::is_some)
     }
 
     pub(super) fn link(&self, peer: usize) -> Option<&Link> {

@@ -56,7 +56,7 @@ impl Frame {
     }
 }
 
-/// Cuts the bytes of a control connection into frames.
+/// Splits the bytes of a control connection into frames.
 #[derive(Default)]
 pub(super) struct FrameReader {
     buffer: Vec<u8>,
@@ -67,7 +67,7 @@ pub(super) struct FrameReader {
 pub(super) struct Malformed;
 
 impl FrameReader {
-    /// Far more than the texts and calls of a frame, whose sizes are limited.
+    /// Larger than the texts and calls of any frame, whose sizes are limited.
     const LIMIT: usize = 256 * 1024;
 
     pub(super) fn push(&mut self, bytes: &[u8]) {

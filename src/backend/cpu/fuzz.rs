@@ -1,10 +1,10 @@
-//! What the CPU engine makes of any bytes on its connections; run by `crate::fuzzing`.
+//! Feeds the CPU engine arbitrary bytes on its connections; run by `crate::fuzzing`.
 use super::frame::{Frame, FrameReader, Malformed};
 use super::handshake::Handshake;
 use super::shm::PeerInfo;
 use crate::backend::call::Header;
 
-/// The first byte says what the others are.
+/// The first byte selects what the others are.
 pub(crate) fn mesh(data: &[u8]) {
     let Some((kind, bytes)) = data.split_first() else { return };
     match kind % 4 {
@@ -17,7 +17,7 @@ pub(crate) fn mesh(data: &[u8]) {
         2 => {
             if let Some(header) = Header::decode(&padded(bytes)) {
                 assert_eq!(Header::decode(&header.encode()), Some(header));
-                // As in messages.
+                // As for messages.
                 assert!(!header.call.to_string().is_empty());
                 assert_eq!(header.call.describe_both(&header.call).0, header.call.describe_both(&header.call).1);
             }
@@ -35,7 +35,7 @@ fn padded<const N: usize>(bytes: &[u8]) -> [u8; N] {
     std::array::from_fn(|index| bytes.get(index).copied().unwrap_or(0))
 }
 
-/// The first byte says in how large pieces the others arrive.
+/// The first byte gives the size of the pieces in which the others arrive.
 fn frames(data: &[u8]) {
     let Some((piece, bytes)) = data.split_first() else { return };
     let whole = read(std::iter::once(bytes));

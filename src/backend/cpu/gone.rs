@@ -31,7 +31,10 @@ impl Ended {
             }
             Self::Broken(error) => lost(peer, hosts, call, &error.to_string()),
             Self::Malformed => {
-                format!("rank {peer} sent it something that is not a message of this engine, during {call}")
+                format!(
+                    "rank {peer} sent it something that is not a message of this engine, during {call}: run the same \
+                     candle-ddp on all ranks, and look for a proxy or a faulty network between the two"
+                )
             }
         };
         Some(Failure::PeerFailed { peer: rank, reason })
@@ -41,8 +44,8 @@ impl Ended {
 /// The text for a lost connection to `peer`, although its process may not have ended.
 pub(super) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String {
     format!(
-        "its connection to rank {peer} ({hosts}) was lost during {call}: {error}. The network between the two failed, or \
-         the host of rank {peer} did"
+        "its connection to rank {peer} ({hosts}) was lost during {call}: {error}. Either the network \
+         between the two failed, or the host of rank {peer}: check both"
     )
 }
 
@@ -119,7 +122,8 @@ mod tests {
             let begin = "rank 0 ended the group: its connection to rank 2 (from 10.0.0.1 to 10.0.0.3) was lost during \
                          barrier(), sequence 4: ";
             assert!(text.starts_with(begin) && text.contains(words), "{text}");
-            assert!(text.ends_with("The network between the two failed, or the host of rank 2 did"), "{text}");
+            let end = "Either the network between the two failed, or the host of rank 2: check both";
+            assert!(text.ends_with(end), "{text}");
         }
         assert!(lost(&Ended::Malformed).unwrap().contains("rank 2 sent it something that is not a message"));
     }

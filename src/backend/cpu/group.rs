@@ -4,15 +4,17 @@ use super::frame::Frame;
 use super::gone::{self, Ended, Gone};
 use super::hosts::Hosts;
 use super::shm::{ShmGroup, Sleeper};
-use super::state::{Peer, State};
+use super::state::{Peer, Query, State};
 use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
 use crate::backend::call::{Call, Channel, Header};
-use crate::backend::failure::{CallCounts, CallHistory, RankState, left_since};
+use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_since};
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
 use crate::panic::{lock, wait_timeout};
+use candle_ddp_rendezvous::json::encode;
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -24,7 +26,7 @@ pub(super) struct Group {
     pub(super) timeout: Duration,
     /// Which ranks share memory.
     pub(super) hosts: Hosts,
-    /// The memory that this rank shares with the others of its host, instead of data and direct connections.
+    /// The memory that this rank shares with the others of its host, instead of connections.
     pub(super) shm: Option<ShmGroup>,
     /// The connections for collectives.
     pub(super) data: Transport,
@@ -125,12 +127,12 @@ impl Group {
         let mut state = lock(&self.state);
         let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
         if let Some(first) = state.failure.clone() {
-            // A rank that fails as well needs no warning that the group had failed.
+            // A rank that fails as well need not be warned that the group had failed.
             state.untold &= !is_own;
             return first;
         }
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
-        // A running call returns the failure, and this rank knows its own actions.
+        // A running call returns the failure. If this rank caused it, it needs no warning.
         state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
         drop(state);
@@ -138,6 +140,9 @@ impl Group {
         // The reason is sent before the data connections close, since peers that see them close wait for the reason.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
+        if let Some(shm) = &self.shm {
+            shm.board.fail(&encode(&failure));
+        }
         self.locks.end();
         self.shm.iter().for_each(ShmGroup::close);
         self.data.close();
@@ -214,29 +219,34 @@ impl Group {
         let mut state = lock(&self.state);
         let id = state.next_query;
         state.next_query += 1;
-        state.queries.insert(id, vec![None; self.world_size]);
+        let asked = self.shm.as_ref().map(|shm| shm.board.ask());
+        state.queries.insert(id, Query { asked, answers: vec![None; self.world_size] });
         drop(state);
         self.peers().for_each(|peer| self.control.send(peer, &Frame::Query { id }));
         self.wait_until(Instant::now() + PATIENCE, |state| {
-            let answers = state.queries.get(&id)?;
+            let answers = &state.queries.get(&id)?.answers;
             let complete = self.peers().all(|peer| answers[peer].is_some() || state.peers[peer].closed);
             (complete || state.failure.is_some()).then_some(())
         });
         let mut state = lock(&self.state);
-        let mut answers = state.queries.remove(&id).unwrap_or_else(|| vec![None; self.world_size]);
+        let mut answers = state.queries.remove(&id).map_or_else(|| vec![None; self.world_size], |query| query.answers);
         answers[self.rank] = Some(state.collectives.report(self.locks.any()));
         answers.into_iter().enumerate().map(|(peer, answer)| state.rank_state(peer, answer)).collect()
     }
 
-    /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once they
-    /// have read it, or after a short while: if the connections closed earlier, the system might discard it.
+    /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once those of
+    /// other hosts have read it, or after a short while: if the connections closed earlier, the system might discard it.
     pub(super) fn leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(2);
+        self.look_for_failures();
         let state = lock(&self.state);
         let mut goodbyes = Vec::new();
+        if let Some(shm) = &self.shm {
+            shm.board.leave();
+        }
         if state.failure.is_none() {
             let collectives = state.collectives.begun();
-            for peer in self.peers() {
+            for peer in self.linked() {
                 let Peer { sends, recvs, .. } = &state.peers[peer];
                 let counts = CallCounts { collectives, sent: sends.begun(), received: recvs.begun() };
                 goodbyes.push((peer, Frame::Goodbye(counts)));
@@ -245,11 +255,11 @@ impl Group {
         drop(state);
         goodbyes.iter().for_each(|(peer, goodbye)| self.control.send(*peer, goodbye));
         self.wait_until(Instant::now() + PATIENCE, |state| {
-            self.peers().all(|peer| state.peers[peer].acknowledged || state.peers[peer].closed).then_some(())
+            self.linked().all(|peer| state.peers[peer].acknowledged || state.peers[peer].closed).then_some(())
         });
         let state = lock(&self.state);
         match &state.failure {
-            // Programs end in many ways after their last call.
+            // After its last call, a program may end without leaving the group: that is no failure.
             None | Some(Failure::PeerGone { .. }) => {}
             Some(failure) if state.untold && !std::thread::panicking() => {
                 let (rank, error) = (self.rank, Error::from(failure.clone()));
@@ -259,10 +269,31 @@ impl Group {
         }
     }
 
-    /// Tells the monitor to end.
-    pub(super) fn end_monitor(&self) {
+    /// Ends the group if a rank of this host has said why it failed. The monitor may not have looked yet.
+    fn look_for_failures(&self) {
+        let Some(shm) = &self.shm else { return };
+        for (member, peer) in self.neighbours() {
+            if shm.board.life(member).has_failed() {
+                self.on_told(shm.board.failure(member).as_deref(), peer);
+            }
+        }
+    }
+
+    /// The other ranks of this host: their numbers there, and their ranks.
+    pub(super) fn neighbours(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.hosts.members().iter().copied().enumerate().filter(|(_, peer)| *peer != self.rank)
+    }
+
+    /// The peers with a control connection: those of other hosts.
+    fn linked(&self) -> impl Iterator<Item = usize> {
+        self.peers().filter(|peer| self.control.link(*peer).is_some())
+    }
+
+    /// Tells the monitors to end.
+    pub(super) fn end_monitors(&self) {
         lock(&self.state).over = true;
         self.control.wake();
+        self.shm.iter().for_each(|shm| shm.board.ring_here());
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -277,9 +308,7 @@ impl Group {
                 self.control.send(peer, &Frame::Ack);
             }
             Frame::Goodbye(counts) => {
-                let mut state = lock(&self.state);
-                state.peers[peer].left = Some(counts);
-                self.fail_if_needed(state, peer);
+                self.leaves(lock(&self.state), peer, counts);
                 self.control.send(peer, &Frame::Ack);
             }
             Frame::Ack => {
@@ -291,10 +320,61 @@ impl Group {
                 self.control.send(peer, &Frame::Answer { id, report });
             }
             Frame::Answer { id, report } => {
-                if let Some(answers) = lock(&self.state).queries.get_mut(&id) {
-                    answers[peer] = Some(report);
+                if let Some(query) = lock(&self.state).queries.get_mut(&id) {
+                    query.answers[peer] = Some(report);
                 }
                 self.changed.notify_all();
+            }
+        }
+    }
+
+    /// Records that `peer` has left in good order, after so many calls.
+    fn leaves(&self, mut state: MutexGuard<State>, peer: usize, counts: CallCounts) {
+        state.peers[peer].left = Some(counts);
+        self.fail_if_needed(state, peer);
+    }
+
+    /// Called when `peer`, on this host, has left in good order: it has finished all its calls.
+    pub(super) fn on_left(&self, peer: usize) {
+        let mut state = lock(&self.state);
+        state.peers[peer].closed = true;
+        if let Some(finished) = self.finished_by(peer, &state) {
+            // Without the one with number 0.
+            let [collectives, sent, received] =
+                [finished.collectives, finished.sent, finished.received].map(|count| count.saturating_sub(1));
+            self.leaves(state, peer, CallCounts { collectives, sent, received });
+        }
+        self.changed.notify_all();
+    }
+
+    /// Called when `peer`, on this host, has said why the group failed.
+    pub(super) fn on_told(&self, failure: Option<&[u8]>, peer: usize) {
+        let told = failure.and_then(|failure| serde_json::from_slice(failure).ok());
+        let unknown = || {
+            let reason = format!("rank {peer} could not tell it why the group has failed: see the output of that rank");
+            Failure::PeerFailed { peer: self.rank, reason }
+        };
+        self.fail(told.unwrap_or_else(unknown));
+    }
+
+    /// This rank's progress, for the ranks of its host.
+    pub(super) fn report(&self) -> Vec<u8> {
+        let mut writer = Writer::default();
+        lock(&self.state).collectives.report(self.locks.any()).encode(&mut writer);
+        writer.0
+    }
+
+    /// Takes the answers that the ranks of this host have given.
+    pub(super) fn collect_answers(&self) {
+        let Some(shm) = &self.shm else { return };
+        let mut state = lock(&self.state);
+        for query in state.queries.values_mut() {
+            for (member, peer) in self.neighbours() {
+                if let (None, Some(asked)) = (&query.answers[peer], query.asked) {
+                    let answer = shm.board.answer_of(member, asked);
+                    query.answers[peer] = answer.and_then(|answer| ProgressReport::decode(&mut Reader(&answer)));
+                    self.changed.notify_all();
+                }
             }
         }
     }
@@ -314,7 +394,7 @@ impl Group {
         }
     }
 
-    /// Called when the control connection to `peer` has ended.
+    /// Called when the control connection to `peer` has ended, or its process on this host.
     pub(super) fn on_closed(&self, peer: usize, ended: Ended) {
         let mut state = lock(&self.state);
         state.peers[peer].closed = true;

@@ -5,7 +5,7 @@
 //! 2. The other one replies with its own greeting and, if there is a secret, its proof for both greetings.
 //! 3. With a secret, the one that connected sends its proof for both greetings.
 //!
-//! So a proof is for one connection, one direction, one pair of ranks, one kind of connection and one group.
+//! So a proof is valid for one connection, one direction, one pair of ranks, one kind of connection and one group only.
 use crate::Result;
 use crate::random::random_bytes;
 use crate::rendezvous::Secret;
@@ -34,11 +34,11 @@ pub(super) struct Handshake {
     pub(super) nonce: u64,
     pub(super) rank: usize,
     pub(super) kind: Kind,
-    /// What must be the same on all ranks.
+    /// The parameters that must be the same on all ranks.
     pub(super) config: HandshakeConfig,
 }
 
-/// What must be the same on all ranks.
+/// The parameters that must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HandshakeConfig {
     pub(super) world_size: usize,
@@ -60,7 +60,7 @@ impl Handshake {
     pub(super) const BYTES: usize = 56;
     const MAGIC: [u8; 4] = *b"cDDP";
     /// Increase it with every change to what is sent on any connection.
-    const VERSION: u32 = 7;
+    const VERSION: u32 = 8;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();
@@ -93,7 +93,7 @@ impl Handshake {
     }
 }
 
-/// What to do about ranks that do not have the same secret.
+/// What to do about ranks with different secrets.
 pub(super) const SAME_SECRET: &str = "give all ranks the same CANDLE_DDP_SECRET, or a file with it in CANDLE_DDP_SECRET_FILE; \
                                       ddprun gives it to its workers";
 
@@ -113,9 +113,9 @@ pub(super) fn greeting(handshake: &Handshake) -> Result<Greeting> {
 
 /// The two greetings of a connection, for which its ends give proofs.
 pub(super) struct Exchange {
-    /// That of the rank that connected.
+    /// The greeting of the rank that connected.
     pub(super) caller: Greeting,
-    /// The reply's.
+    /// The greeting in the reply.
     pub(super) callee: Greeting,
 }
 
@@ -141,7 +141,7 @@ impl Exchange {
         secret.prove(end.role(), &[&self.caller, &self.callee])
     }
 
-    /// Whether `proof` is that of this end.
+    /// Whether `proof` was made by this end.
     pub(super) fn verify(&self, secret: &Secret, end: End, proof: &[u8]) -> bool {
         secret.verify(end.role(), &[&self.caller, &self.callee], proof)
     }
@@ -165,7 +165,7 @@ impl HandshakeConfig {
     pub(super) fn difference(&self, other: &Self) -> Option<String> {
         if self.secret != other.secret {
             let [theirs, ours] = [self.secret, other.secret].map(|has| if has { "has a secret" } else { "has none" });
-            return Some(format!("it {theirs}, and this rank {ours}: {SAME_SECRET}"));
+            return Some(format!("it {theirs}, but this rank {ours}: {SAME_SECRET}"));
         }
         let fields = [
             ("world_size", self.world_size as u64, other.world_size as u64),

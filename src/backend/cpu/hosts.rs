@@ -1,40 +1,39 @@
 //! The hosts of a group: which ranks share memory.
+use std::collections::HashMap;
 
 /// The hosts of a group, as one of its ranks sees them. All ranks see the same hosts and differ only in their own
 /// position.
 ///
-/// A host is a set of ranks that can all map each other's memory. Hosts are ordered by their lowest ranks, and the
+/// A host is a set of ranks that share memory. Hosts are ordered by their lowest ranks, and the
 /// ranks of a host are in ascending order.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
     hosts: Vec<Vec<usize>>,
+    /// By rank: its host, and its number there.
+    places: Vec<(usize, usize)>,
     /// This rank's host, and its number there.
     own: (usize, usize),
 }
 
 impl Hosts {
-    /// Derives the hosts from `maps(a, b)`, which says whether rank `a` maps the memory of rank `b` and is known to all ranks.
-    /// Two ranks of which one does not map the other's memory are on different hosts.
-    pub(super) fn new(rank: usize, world_size: usize, maps: impl Fn(usize, usize) -> bool) -> Self {
-        let mut hosts: Vec<Vec<usize>> = Vec::new();
-        for newcomer in 0..world_size {
-            let fits = |host: &&mut Vec<usize>| host.iter().all(|rank| maps(*rank, newcomer) && maps(newcomer, *rank));
-            match hosts.iter_mut().find(fits) {
-                Some(host) => host.push(newcomer),
-                None => hosts.push(vec![newcomer]),
+    /// The hosts of the ranks, which are on the same one if their labels are equal.
+    pub(super) fn new(rank: usize, labels: &[usize]) -> Self {
+        let (mut hosts, mut places) = (Vec::<Vec<usize>>::new(), Vec::new());
+        let mut numbers = HashMap::new();
+        for (newcomer, label) in labels.iter().enumerate() {
+            let number = *numbers.entry(label).or_insert(hosts.len());
+            if number == hosts.len() {
+                hosts.push(Vec::new());
             }
+            places.push((number, hosts[number].len()));
+            hosts[number].push(newcomer);
         }
-        let mut result = Self { hosts, own: (0, 0) };
-        result.own = result.find(rank);
-        result
+        Self { own: places[rank], hosts, places }
     }
 
     /// The number of the host of `rank`, and the rank's number there.
     pub(super) fn find(&self, rank: usize) -> (usize, usize) {
-        let find = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
-        let found = self.hosts.iter().enumerate().find_map(|(number, host)| Some((number, find(host)?)));
-        // Every rank of the world is on a host.
-        found.unwrap_or_default()
+        self.places[rank]
     }
 
     /// The ranks of all hosts.
@@ -63,7 +62,8 @@ impl Hosts {
 
     /// The number of `rank` on this rank's host, if it is there.
     pub(super) fn member(&self, rank: usize) -> Option<usize> {
-        self.members().iter().position(|member| *member == rank)
+        let (host, index) = *self.places.get(rank)?;
+        (host == self.own()).then_some(index)
     }
 
     /// The other hosts' numbers and ranks.
@@ -100,21 +100,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_are_ranks_that_all_map_each_other() {
-        let hosts = |label: fn(usize) -> usize| Hosts::new(2, 5, move |a, b| label(a) == label(b)).hosts;
-        assert_eq!(hosts(|_| 0), [[0, 1, 2, 3, 4]]);
-        assert_eq!(hosts(|rank| rank % 2), [vec![0, 2, 4], vec![1, 3]]);
-        assert_eq!(hosts(|rank| rank), [[0], [1], [2], [3], [4]]);
-        // Rank 3 maps the memory of rank 0, but not the other way round; rank 2 maps all but that of rank 1.
-        let hosts = Hosts::new(3, 5, |a, b| (a, b) != (0, 3) && (a, b) != (2, 1));
+    fn hosts_are_in_the_order_of_their_lowest_ranks() {
+        let hosts = |labels: [usize; 5]| Hosts::new(2, &labels).hosts;
+        assert_eq!(hosts([7; 5]), [[0, 1, 2, 3, 4]]);
+        assert_eq!(hosts([1, 0, 1, 0, 1]), [vec![0, 2, 4], vec![1, 3]]);
+        assert_eq!(hosts([0, 1, 2, 3, 4]), [[0], [1], [2], [3], [4]]);
+        let hosts = Hosts::new(3, &[2, 2, 3, 3, 2]);
         assert_eq!(hosts.hosts, [vec![0, 1, 4], vec![2, 3]]);
         assert_eq!((hosts.own(), hosts.index(), hosts.member(2), hosts.member(4)), (1, 1, Some(0), None));
+        assert_eq!(hosts.find(4), (0, 2));
     }
 
     #[test]
     fn every_rank_has_one_proxy() {
-        let label = |rank: usize| [0, 0, 0, 1, 1, 2, 0][rank];
-        let all: Vec<Hosts> = (0..7).map(|rank| Hosts::new(rank, 7, |a, b| label(a) == label(b))).collect();
+        let all: Vec<Hosts> = (0..7).map(|rank| Hosts::new(rank, &[0, 0, 0, 1, 1, 2, 0])).collect();
         for (rank, hosts) in all.iter().enumerate() {
             for (_, ranks) in hosts.others() {
                 let server = Hosts::proxy(ranks, hosts.index());

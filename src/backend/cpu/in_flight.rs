@@ -97,7 +97,7 @@ impl Caller {
         let Some(other) = uses.get(&storage).and_then(|uses| uses.iter().find(conflicts)) else { return Ok(()) };
         let reason = format!(
             "{} overlaps the tensor of {}, which rank {} has in flight on another channel (bytes {:?} and {:?} of one \
-             storage), and which of them comes first is not determined: wait for that call before this one, or use slices \
+             storage), and their order is not determined: wait for that call before this one, or use slices \
              that do not overlap",
             describe(tensor.dtype(), tensor.shape()),
             other.by.call,

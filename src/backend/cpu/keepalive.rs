@@ -32,8 +32,8 @@ fn probes(lost_after: Duration) -> (u64, u64, u32) {
     (idle, interval, left.div_ceil(interval).min(MOST) as u32)
 }
 
-/// Makes the system close the connection if sent data is not acknowledged for `lost_after`; it sends no probes
-/// meanwhile. Not for connections that a busy peer may leave unread, since these would be closed too.
+/// Makes the system close the connection if sent data is not acknowledged for `lost_after`; meanwhile it sends no
+/// probes. Not for connections that a busy peer may leave unread, since these would be closed too.
 pub(super) fn give_up_after(socket: &TcpStream, lost_after: Duration) {
     let milliseconds = lost_after.as_millis().clamp(1, i32::MAX as u128) as u32;
     if let Err(error) = rustix::net::sockopt::set_tcp_user_timeout(socket, milliseconds) {

@@ -1,11 +1,12 @@
 //! The CPU engine: collectives over shared memory between the ranks of a host, and over TCP between hosts.
 //!
-//! The `README.md` beside this file describes its connections, threads, frames, failures and determinism.
+//! The `README.md` in this folder describes its connections, threads, frames, failures and determinism.
 mod accept;
 mod algorithm;
 mod check;
 mod communicator;
 mod connect;
+mod connector;
 mod control;
 mod data_path;
 mod frame;
@@ -14,9 +15,11 @@ mod fuzz;
 mod gone;
 mod group;
 mod handshake;
+mod host_monitor;
 mod hosts;
 mod in_flight;
 mod keepalive;
+mod meeting;
 mod monitor;
 mod options;
 mod piece;

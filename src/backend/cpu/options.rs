@@ -21,20 +21,21 @@ pub struct CpuOptions {
     pub transport: CpuTransport,
     /// The number of bytes sent at a time between two ranks if data is reduced or forwarded. For tests and
     /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or the value that
-    /// was measured to be best for the transport.
+    /// measured best for the transport.
     pub segment_bytes: Option<usize>,
     /// If each rank receives no more bytes than this in total, all ranks send all data to all others. For tests and
-    /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or the value that was
-    /// measured to be best for the transport.
+    /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or the value that
+    /// measured best for the transport.
     pub small_bytes: Option<usize>,
-    /// The secret that ranks prove to each other when they connect. Default: that of the environment
+    /// The secret that ranks prove to each other when they connect. Default: the one in the environment
     /// ([`Secret::from_env`]), if any.
     pub secret: Option<Secret>,
     /// Ranks with different labels are treated as on different hosts, for tests. May differ between ranks. Default: the
     /// value of the environment variable `CANDLE_DDP_CPU_HOST`.
     #[doc(hidden)]
     pub host: Option<String>,
-    /// How long the construction may take if that is not `timeout`: tests of calls that time out shorten these alone.
+    /// How long the construction may take, if that differs from `timeout`: tests of calls that time out shorten only
+    /// their time-out.
     #[doc(hidden)]
     pub construction_timeout: Option<Duration>,
 }
@@ -83,7 +84,7 @@ impl CpuTransport {
             _ => Err(rendezvous::Error::InvalidEnvironment {
                 variable: Self::VARIABLE.to_string(),
                 value: value.to_string_lossy().into_owned(),
-                reason: "it is one of auto, tcp, shm".to_string(),
+                reason: "it must be auto, tcp or shm".to_string(),
             }
             .into()),
         }
@@ -99,7 +100,7 @@ pub(super) fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Opt
         Err(_) => Err(rendezvous::Error::InvalidEnvironment {
             variable: variable.to_string(),
             value,
-            reason: "it is a number of bytes".to_string(),
+            reason: "it must be a number of bytes".to_string(),
         }
         .into()),
     }

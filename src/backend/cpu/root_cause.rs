@@ -20,7 +20,7 @@ impl Session<'_> {
         self.group.fail(failure)
     }
 
-    /// Like `failure`, for an error in shared memory, where ranks have the numbers that they have on this host.
+    /// Like `failure`, for an error in shared memory, where ranks are numbered by their position on this host.
     pub(super) fn failure_inside(&self, error: TransportError) -> Failure {
         let members = self.hosts().members();
         self.failure(match error {
@@ -43,8 +43,10 @@ impl Session<'_> {
     fn mismatch(&self, peer: usize, received: &[u8; Header::BYTES]) -> Failure {
         let Header { sequence, call: ours } = self.header;
         let Some(theirs) = Header::decode(received) else {
-            let reason =
-                format!("the data from rank {peer} does not come from this engine: it begins with {received:02x?}");
+            let reason = format!(
+                "the data from rank {peer} does not come from this engine: it begins with {received:02x?}. Run the \
+                 same candle-ddp on all ranks"
+            );
             return Failure::PeerFailed { peer: self.rank(), reason };
         };
         if theirs.sequence < sequence

@@ -1,4 +1,4 @@
-//! One running call: what its algorithm needs to know, however the data travels.
+//! One running call: everything its algorithm needs to know, however the data travels.
 use super::group::Group;
 use super::hosts::Hosts;
 use super::storage::Locking;

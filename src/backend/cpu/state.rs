@@ -13,11 +13,19 @@ pub(super) struct State {
     pub(super) untold: bool,
     pub(super) collectives: CallHistory,
     pub(super) peers: Vec<Peer>,
-    /// The answers to each open query, by rank.
-    pub(super) queries: HashMap<u64, Vec<Option<ProgressReport>>>,
+    /// The open queries.
+    pub(super) queries: HashMap<u64, Query>,
     pub(super) next_query: u64,
     /// Whether the monitor should end.
     pub(super) over: bool,
+}
+
+/// A question to all peers about their progress.
+pub(super) struct Query {
+    /// Its number on the board of this host, if there is one.
+    pub(super) asked: Option<u32>,
+    /// By rank.
+    pub(super) answers: Vec<Option<ProgressReport>>,
 }
 
 #[derive(Default)]
@@ -30,7 +38,7 @@ pub(super) struct Peer {
     pub(super) gone: Option<Gone>,
     /// The peer has read this rank's goodbye or abort.
     pub(super) acknowledged: bool,
-    /// The peer's control connection is closed.
+    /// The peer sends nothing more: it has left, or its control connection or its process has ended.
     pub(super) closed: bool,
 }
 

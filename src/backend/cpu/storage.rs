@@ -4,8 +4,9 @@
 //! while it waits for a peer would hold up other calls on other slices of the storage, for which the peer may be
 //! waiting. So the algorithms work on [`Region`]s, which are locked only while bytes move.
 use super::transport_error::TransportError;
+use crate::backend::bytes::{all_bytes, all_bytes_mut};
 use crate::backend::check::byte_range;
-use candle_core::{CpuStorage, Storage, StorageMutRef, StorageRef, Tensor};
+use candle_core::{Storage, StorageMutRef, StorageRef, Tensor};
 use parking_lot::RwLock;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -234,30 +235,18 @@ fn two(bytes: &mut [u8], output: Range<usize>, input: Range<usize>) -> Option<(&
     }
 }
 
-/// Borrows the bytes of storages with a supported dtype; the same code serves shared and exclusive borrows.
-macro_rules! bytes {
-    ($storage:expr, $cast:path) => {
-        match $storage {
-            Storage::Cpu(CpuStorage::U8(values)) => Ok($cast(values)),
-            Storage::Cpu(CpuStorage::U32(values)) => Ok($cast(values)),
-            Storage::Cpu(CpuStorage::I64(values)) => Ok($cast(values)),
-            Storage::Cpu(CpuStorage::BF16(values)) => Ok($cast(values)),
-            Storage::Cpu(CpuStorage::F16(values)) => Ok($cast(values)),
-            Storage::Cpu(CpuStorage::F32(values)) => Ok($cast(values)),
-            Storage::Cpu(CpuStorage::F64(values)) => Ok($cast(values)),
-            _ => Err(TransportError::System("a tensor is not on the CPU, or its dtype is not supported".into())),
-        }
-    };
-}
-
 /// All of a storage's bytes.
 fn bytes(storage: &Storage) -> Result<&[u8], TransportError> {
-    bytes!(storage, bytemuck::cast_slice)
+    all_bytes(storage).ok_or_else(foreign)
 }
 
 /// All of a storage's bytes, for writing.
 pub(super) fn bytes_mut(storage: &mut Storage) -> Result<&mut [u8], TransportError> {
-    bytes!(storage, bytemuck::cast_slice_mut)
+    all_bytes_mut(storage).ok_or_else(foreign)
+}
+
+fn foreign() -> TransportError {
+    TransportError::System("a tensor is not on the CPU, or its dtype is not supported".into())
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ pub(super) struct Transport {
 pub(super) struct Flow<'a, M> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
-    /// What a receiving flow has got of the header.
+    /// How much of the header a receiving flow has got.
     received_head: [u8; Header::BYTES],
     pieces: Vec<Piece<'a, M>>,
     /// Bytes already moved, including the header's.
@@ -49,10 +49,6 @@ impl Transport {
     /// Takes non-blocking `sockets`, by rank.
     pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> Self {
         Self { sockets }
-    }
-
-    pub(super) fn into_sockets(self) -> Vec<Option<TcpStream>> {
-        self.sockets
     }
 
     /// Ends every exchange, now and later, on this rank and (once they have read what was sent before) on its peers.

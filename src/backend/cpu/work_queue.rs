@@ -194,7 +194,8 @@ impl Shared {
 struct Turn<'a>(&'a Shared);
 
 impl Turn<'_> {
-    /// Runs the call, which has begun at `begun`. When it has ended goes into `ended`, if the caller wants to know.
+    /// Runs the call, which has begun at `begun`. If the caller wants to know when the call ended, the time goes into
+    /// `ended`.
     fn execute(
         &self,
         header: Header,

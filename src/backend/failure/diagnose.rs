@@ -19,7 +19,7 @@ pub(crate) struct ExpiredCall<'a> {
     pub(crate) awaited: Option<&'a [usize]>,
 }
 
-/// What is known of a rank when a call has expired.
+/// What is known about a rank when a call has expired.
 #[derive(Clone, Debug)]
 pub(crate) enum RankState {
     /// The rank answered.
@@ -56,17 +56,32 @@ pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
             }
             (Channel::Collectives, _) if ranks.is_empty() => "the other ranks cannot be asked why".to_string(),
             (Channel::Collectives, Some(peers)) => {
-                format!("all ranks have started it, but ranks {} are too slow, or the network is", error::ranks(peers))
+                format!(
+                    "all ranks have started it, but ranks {} are too slow, or the network is: look at their load, or \
+                     raise the time-out",
+                    error::ranks(peers)
+                )
             }
             (Channel::Collectives, None) => {
-                "all ranks have started it: a GPU or the network between them is too slow, or is stuck".to_string()
+                "all ranks have started it: a GPU or the network between them is too slow, or is stuck. If it is only \
+                 slow, raise the time-out"
+                    .to_string()
             }
         });
     }
-    expired.timed_out(waiting_for, some_reasons(&reasons))
+    let is_behind = |state: &RankState| match state {
+        RankState::Running(report) => report.begun < expired.sequence && !report.waits_for_lock,
+        _ => false,
+    };
+    let hint = if expired.channel == Channel::Collectives && ranks.iter().any(is_behind) { BEHIND } else { "" };
+    expired.timed_out(waiting_for, some_reasons(&reasons) + hint)
 }
 
-/// The reasons of ranks, or those of the first of very many.
+/// What to do about ranks that have not started a collective.
+const BEHIND: &str =
+    ". Look in the output of such a rank for what it does instead, or raise the time-out if it is only slow";
+
+/// The reasons of ranks; of very many, only the first.
 fn some_reasons(reasons: &[String]) -> String {
     const SHOWN: usize = 8;
     let text = reasons[..reasons.len().min(SHOWN)].join("; ");
@@ -95,7 +110,10 @@ fn first_difference(expired: &ExpiredCall, ranks: &[RankState]) -> Option<Failur
 fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<String> {
     let report = match state {
         RankState::Silent => {
-            return Some(format!("rank {peer} does not answer: its process is stopped, or its host cannot be reached"));
+            return Some(format!(
+                "rank {peer} does not answer: its process is stopped, or its host cannot be reached. Continue or end that \
+                 process, or check the network to its host"
+            ));
         }
         RankState::Ended(Some(finished)) if *finished >= expired.sequence => return None,
         RankState::Ended(_) => return Some(format!("the process of rank {peer} has ended")),
@@ -276,7 +294,8 @@ mod tests {
                 "no answer",
                 Some(&[1, 2]),
                 vec![RankState::Silent, running(&calls())],
-                "after 7s: rank 1 does not answer: its process is stopped, or its host cannot be reached",
+                "after 7s: rank 1 does not answer: its process is stopped, or its host cannot be reached. Continue or end that \
+                 process, or check the network to its host",
             ),
             ("an end", Some(&[1]), vec![RankState::Ended(None)], "after 7s: the process of rank 1 has ended"),
             ("an early end", Some(&[1]), vec![RankState::Ended(Some(16))], "after 7s: the process of rank 1 has ended"),
@@ -318,7 +337,7 @@ mod tests {
         for expected in ["rank 1 has not started any", "; rank 3 does not answer", "; rank 4 has not started this"] {
             assert!(text.contains(expected), "{text}");
         }
-        assert!(!text.contains("rank 2 "), "{text}");
+        assert!(!text.contains("rank 2 ") && text.ends_with(BEHIND), "{text}");
     }
 
     #[test]

@@ -115,7 +115,8 @@ impl CallHistory {
         ProgressReport { started: self.started, begun: self.begun, calls, waits_for_lock }
     }
 
-    /// Returns what the flight recorder writes. The call with which a group is connected has the number 0, and is left out.
+    /// Returns the calls that the flight recorder writes. The call that connects a group has the number 0, and is left
+    /// out.
     pub(crate) fn records(&self, channel: Channel) -> impl Iterator<Item = CallRecord> {
         let (kind, peer) = match channel {
             Channel::Collectives => (ChannelKind::Collectives, None),

@@ -1,4 +1,4 @@
-//! What ranks report to each other about their calls.
+//! The ranks' reports to each other about their calls.
 use crate::backend::call::{Call, Channel};
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 
@@ -35,7 +35,7 @@ impl ProgressReport {
     }
 }
 
-/// The number of calls of a rank that concern one peer. Calls are numbered from 1 on, so these are also the sequence
+/// The number of calls of a rank that concern one peer. Calls are numbered from 1, so these are also the sequence
 /// numbers of the last ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CallCounts {

@@ -1,4 +1,4 @@
-//! The NCCL engine in a build without it: everything returns an error that says how to get it.
+//! The NCCL engine in a build without it: every call returns an error that says how to get it.
 use super::{Collective, Communicator, Work};
 use crate::flight_recorder::Recording;
 use crate::rendezvous::Store;
@@ -49,6 +49,7 @@ impl Default for NcclOptions {
 }
 
 /// One rank of a group whose tensors are on GPUs. This build never creates one.
+#[derive(Debug)]
 pub struct NcclCommunicator(Infallible);
 
 impl NcclCommunicator {
@@ -64,7 +65,7 @@ impl NcclCommunicator {
         Err(absent())
     }
 
-    /// The same.
+    /// Like `new`.
     #[allow(unused_variables)]
     pub(crate) fn within(
         recording: Option<Recording>,

@@ -4,12 +4,14 @@ use super::status::{CallResult, NcclFailure, Status, int, status};
 use crate::Error;
 use crate::error::Failure;
 use cudarc::nccl::{result, sys};
-use std::ffi::c_int;
+use std::ffi::{c_char, c_int};
 use std::time::Duration;
 
 /// The oldest version of NCCL that provides what this engine needs (`ncclCommSplit`), in NCCL's numbering.
 pub(super) const OLDEST_VERSION: i32 = 21_800;
-/// The color of a rank that takes part in a split without belonging to any of the new communicators.
+/// NCCL's variable that overrides whether communicators are blocking.
+pub(super) const BLOCKING: &str = "NCCL_COMM_BLOCKING";
+/// The color of a rank that takes part in a split, but belongs to none of the new communicators.
 const NO_COLOR: c_int = -1;
 
 /// NCCL's unique id, by which ranks find each other; one of them creates it.
@@ -22,13 +24,23 @@ impl UniqueId {
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        self.0.internal.iter().map(|byte| byte.cast_unsigned()).collect()
+        self.0.internal.iter().map(|byte| u8::from_ne_bytes(byte.to_ne_bytes())).collect()
     }
 
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: [u8; 128] = bytes.try_into().ok()?;
-        Some(Self(sys::ncclUniqueId { internal: bytes.map(u8::cast_signed) }))
+        // `c_char` has a sign on some processors.
+        Some(Self(sys::ncclUniqueId { internal: bytes.map(|byte| c_char::from_ne_bytes([byte])) }))
     }
+}
+
+/// The error if communicators are blocking.
+pub(super) fn blocking() -> NcclFailure {
+    let reason = format!(
+        "{BLOCKING}=1, in the environment or in nccl.conf, makes NCCL's calls wait for other ranks for ever, so that no failure \
+         could end them: unset it"
+    );
+    NcclFailure::other("making a communicator", &reason)
 }
 
 /// Why waiting for NCCL ended early.
@@ -51,7 +63,7 @@ impl WaitError {
     pub(super) fn end_group(self, group: &Group) -> Failure {
         match self {
             Self::Nccl(failure) => {
-                // The peer that caused it knows the root cause.
+                // The peer that caused the error knows the root cause.
                 group.suspect(SuspectedFailure::Broken(failure.to_string()));
                 let unknown = || Failure::PeerFailed { peer: group.rank, reason: failure.to_string() };
                 group.root_cause().unwrap_or_else(unknown)
@@ -72,8 +84,8 @@ impl WaitError {
 /// Called repeatedly while waiting for NCCL; an error ends the wait.
 pub(super) type CancellationCheck<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
 
-/// The beginning of `ncclConfig_t` as of NCCL 2.18. NCCL reads only `size` bytes of it, and uses its defaults for the
-/// fields that newer versions append. So one program works with all of them.
+/// The beginning of `ncclConfig_t`, as much as NCCL 2.18 knows and one field more. NCCL reads only `size` bytes of it,
+/// and uses its defaults for the fields that newer versions append. So one program works with all of them.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -83,24 +95,41 @@ struct Config {
     cga_cluster_size: c_int,
     min_ctas: c_int,
     max_ctas: c_int,
-    net_name: *const std::ffi::c_char,
+    net_name: *const c_char,
     split_share: c_int,
+    /// Without this field there would be four bytes of padding, which 2.26 takes for it.
+    traffic_class: c_int,
+}
+
+/// How many blocks the kernels of a communicator may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Limit {
+    /// As many as NCCL wants.
+    None,
+    /// Few, for a communicator whose calls run next to those of others: all blocks of all kernels that wait for other ranks
+    /// must find room on the GPU at once.
+    Few,
 }
 
 impl Config {
     /// With this, calls return at once, even if peers do not come.
-    fn nonblocking() -> Self {
+    fn nonblocking(limit: Limit) -> Self {
         const UNDEFINED: c_int = c_int::MIN;
+        let [min_ctas, max_ctas] = match limit {
+            Limit::None => [UNDEFINED; 2],
+            Limit::Few => [1, 4],
+        };
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
             version: OLDEST_VERSION.cast_unsigned(),
             blocking: 0,
             cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
+            min_ctas,
+            max_ctas,
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
         }
     }
 }
@@ -118,10 +147,11 @@ impl Comm {
         id: &UniqueId,
         rank: usize,
         world_size: usize,
+        limit: Limit,
         check: CancellationCheck,
     ) -> std::result::Result<Self, WaitError> {
         const CALL: &str = "ncclCommInitRankConfig";
-        let mut config = Config::nonblocking();
+        let mut config = Config::nonblocking(limit);
         let mut comm: sys::ncclComm_t = std::ptr::null_mut();
         let (ranks, rank) = (int(CALL, world_size)?, int(CALL, rank)?);
         // SAFETY: `comm` is written before the call returns. `config` is a prefix of the struct that NCCL knows, says
@@ -141,7 +171,9 @@ impl Comm {
             return Err(NcclFailure::other(CALL, "NCCL made no communicator").into());
         }
         let mut comm = Self(comm);
-        begun?;
+        if begun? == Status::Done && world_size > 1 {
+            return Err(blocking().into());
+        }
         comm.settle(CALL, check)?;
         Ok(comm)
     }
@@ -260,6 +292,12 @@ mod tests {
         assert_eq!(offset_of!(Config, max_ctas), offset_of!(Known, maxCTAs));
         assert_eq!(offset_of!(Config, net_name), offset_of!(Known, netName));
         assert_eq!(offset_of!(Config, split_share), offset_of!(Known, splitShare));
+        assert_eq!(offset_of!(Config, traffic_class), offset_of!(Known, splitShare) + size_of::<c_int>());
         assert!(size_of::<Config>() <= size_of::<Known>());
+        // There is no padding, whose bytes a later version might take for a field.
+        assert_eq!(
+            size_of::<Config>(),
+            size_of::<usize>() + 2 * size_of::<u32>() + 6 * size_of::<c_int>() + size_of::<*const c_char>()
+        );
     }
 }

@@ -4,19 +4,20 @@ use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
 use super::status::{CallResult, Status};
 use super::stream::{Done, Streams};
-use super::watchdog::Watched;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
-use crate::panic::lock;
+use crate::panic::{lock, wait};
 use cudarc::driver::CudaEvent;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 pub(super) struct CommStream {
     /// `None` once the communicator was aborted or finalized. The lock lets one thread at a time call NCCL.
     open: Mutex<Option<Open>>,
+    /// Whether NCCL is done with it.
+    ended: Mutex<bool>,
+    changed: Condvar,
     pub(super) streams: Streams,
 }
 
@@ -34,7 +35,8 @@ pub(super) struct Turn<'a> {
 
 impl CommStream {
     pub(super) fn new(comm: Comm, streams: Streams) -> Self {
-        Self { open: Mutex::new(Some(Open { comm, stranded: Vec::new() })), streams }
+        let open = Mutex::new(Some(Open { comm, stranded: Vec::new() }));
+        Self { open, ended: Mutex::default(), changed: Condvar::new(), streams }
     }
 
     pub(super) fn turn(&self) -> Turn<'_> {
@@ -54,18 +56,33 @@ impl CommStream {
 
     /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in one of NCCL's
     /// calls sees that the group has failed, and unlocks.
-    fn abort(&self) -> Vec<Arc<NcclWork>> {
+    pub(super) fn abort(&self) -> Vec<Arc<NcclWork>> {
         let Some(Open { comm, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
         drop(comm);
+        self.end();
         stranded
+    }
+
+    fn end(&self) {
+        *lock(&self.ended) = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until NCCL is done with it. A thread whose call has failed must not end before: until 2.27.3, NCCL keeps the state of
+    /// a call that has begun in the memory of the thread that made it, and uses it in the abort.
+    pub(super) fn await_end(&self) {
+        let mut ended = lock(&self.ended);
+        while !*ended {
+            ended = wait(&self.changed, ended);
+        }
     }
 
     /// Drops the tensors of `stranded` calls once the GPU has passed them. No more parts of these calls may be
     /// launched.
-    fn release(&self, stranded: Vec<Arc<NcclWork>>) {
+    pub(super) fn release(&self, stranded: Vec<Arc<NcclWork>>) {
         const PATIENCE: Duration = Duration::from_secs(10);
         const PAUSE: Duration = Duration::from_millis(1);
         if stranded.is_empty() {
@@ -95,10 +112,11 @@ impl CommStream {
             Ok(Ok(())) => {}
             Ok(Err(WaitError::Nccl(failure))) => log::debug!("leaving: {failure}"),
             Ok(Err(WaitError::Group(_))) => {
-                log::debug!("leaving: the other ranks of this host do not, so the rest is aborted")
+                log::debug!("leaving: the other ranks of this host do not, so the remaining communicators are aborted")
             }
             Err(error) => log::debug!("leaving: {error}"),
         }
+        self.end();
         self.release(stranded);
     }
 }
@@ -145,40 +163,7 @@ impl Turn<'_> {
 }
 
 /// The error if the communicator was aborted because the group has failed.
-fn gone(group: &Group) -> WaitError {
+pub(super) fn gone(group: &Group) -> WaitError {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
     WaitError::Group(group.root_cause().unwrap_or_else(closed))
-}
-
-/// All communicators of a group: the one for collectives, and those for messages from one rank to another. They are in
-/// the same order on all ranks, which finalize them one after the other.
-pub(super) struct CommStreams(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
-
-/// The sender and the receiver; `None` is the communicator of the collectives.
-type Direction = Option<(usize, usize)>;
-
-impl CommStreams {
-    pub(super) fn new(collectives: Arc<CommStream>) -> Self {
-        Self(Mutex::new(BTreeMap::from([(None, collectives)])))
-    }
-
-    pub(super) fn add(&self, from: usize, to: usize, comm_stream: Arc<CommStream>) {
-        lock(&self.0).insert(Some((from, to)), comm_stream);
-    }
-
-    pub(super) fn all(&self) -> Vec<Arc<CommStream>> {
-        lock(&self.0).values().cloned().collect()
-    }
-}
-
-impl Watched for CommStreams {
-    fn error(&self) -> Option<String> {
-        self.all().iter().find_map(|comm_stream| comm_stream.error())
-    }
-
-    fn abort(&self) {
-        let comm_streams = self.all();
-        let stranded: Vec<_> = comm_streams.iter().map(|comm_stream| comm_stream.abort()).collect();
-        comm_streams.iter().zip(stranded).for_each(|(comm_stream, stranded)| comm_stream.release(stranded));
-    }
 }

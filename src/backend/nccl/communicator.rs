@@ -1,6 +1,7 @@
 use super::calls::Buffer;
-use super::comm::{Comm, OLDEST_VERSION, UniqueId, WaitError};
-use super::comm_stream::{CommStream, CommStreams};
+use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
+use super::comm_stream::CommStream;
+use super::comm_streams::CommStreams;
 use super::group::{Group, SuspectedFailure};
 use super::health_store::HealthStore;
 use super::heartbeat::HeartbeatMonitor;
@@ -9,11 +10,12 @@ use super::p2p::{Job, P2p, Worker};
 use super::prepared::{self, Member, Prepared};
 use super::status::{NcclFailure, version};
 use super::stream::{Clock, Done, Streams};
+use super::threads::{join, join_until, spawn};
 use super::watchdog::{self, Watched};
 use super::work::{NcclWork, Shared};
 use super::{cuda_failure, device};
 use crate::backend::call::{Call, Channel};
-use crate::backend::check::check;
+use crate::backend::check::{check, on_device};
 use crate::backend::{Collective, Communicator, Split, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
@@ -26,7 +28,6 @@ use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -43,8 +44,7 @@ const ENDING: Duration = Duration::from_secs(30);
 /// Options of an [`NcclCommunicator`]. They must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclOptions {
-    /// How long the construction, and later each call, may take before the group fails. Default: 10 minutes, as in
-    /// PyTorch's NCCL.
+    /// The time-out of the construction and of each later call. Default: 10 minutes, as in PyTorch's NCCL.
     pub timeout: Duration,
     /// A rank that sends no heartbeat for this long is considered dead, which ends the group. Default: 10 seconds.
     pub lost_after: Duration,
@@ -59,9 +59,8 @@ impl Default for NcclOptions {
 /// One rank of a group whose tensors are on GPUs.
 ///
 /// Collectives run on their own stream, in the order in which they are started. Messages (`Send`, `Recv`) have their
-/// own order for each pair of ranks and direction, and do not wait for collectives. [`Work::wait`] makes candle's
-/// stream wait, but not the host; call it on the thread that then uses the tensors. A barrier and [`Work::synchronize`]
-/// block the host.
+/// own order for each pair of ranks and direction, independently of collectives. [`Work::wait`] makes only candle's
+/// stream wait; call it on the thread that then uses the tensors. A barrier and [`Work::synchronize`] block the host.
 ///
 /// The first failure ends the group for all its ranks: an error of NCCL or of a GPU, a rank that dies or leaves early,
 /// or a call that exceeds the time-out. Every rank gets the same cause, as an [`Error`] that names the culprit.
@@ -77,25 +76,32 @@ pub struct NcclCommunicator {
     device: Device,
     store: Arc<dyn Store>,
     options: NcclOptions,
-    token: CudaSlice<f32>,
+    /// For barriers.
+    token: Buffer,
+    /// The memory of the token.
+    _token: CudaSlice<f32>,
     /// Set once times are measured.
     clock: Mutex<Option<Arc<Clock>>>,
     /// The number of groups that were split off.
     splits: AtomicU64,
-    watchdog: Option<JoinHandle<()>>,
-    heartbeat_monitor: Option<JoinHandle<()>>,
+    /// The watchdog, the poller and the heartbeat monitor.
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for NcclCommunicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NcclCommunicator").field("rank", &self.rank()).finish_non_exhaustive()
+    }
 }
 
 impl NcclCommunicator {
-    /// Connects rank `rank` to the other ranks of a group of `world_size`, each on its own GPU, and returns once all
-    /// are connected.
+    /// Connects rank `rank` to the others of `world_size` ranks, each on its own GPU. Returns once all are connected.
     ///
-    /// `store` must be shared by all ranks and used by this group only; the ranks stay in touch through it until the
-    /// group ends.
+    /// All ranks of the group, and nobody else, must use `store`: they stay in touch through it until the group ends.
     ///
     /// # Errors
     /// All ranks get the same error if one of them cannot take part, if their versions of NCCL differ, or if two of
-    /// them are on one GPU. The error names ranks that do not come in time.
+    /// them are on one GPU. The error names ranks that do not arrive in time.
     pub fn new(
         store: Arc<dyn Store>,
         rank: usize,
@@ -115,6 +121,19 @@ impl NcclCommunicator {
         device: &Device,
         options: NcclOptions,
     ) -> Result<Self> {
+        Self::connect(recording, store, rank, world_size, device, options, Limit::None)
+    }
+
+    #[allow(clippy::too_many_arguments)] // private
+    fn connect(
+        recording: Option<Recording>,
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        device: &Device,
+        options: NcclOptions,
+        limit: Limit,
+    ) -> Result<Self> {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
@@ -123,25 +142,10 @@ impl NcclCommunicator {
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed())?;
         let group = Group::new(rank, world_size, options.timeout, recording);
-        let base = Base { group, streams, store, device: device.clone(), options };
+        let base = Base { group, streams, store, device: device.clone(), options, limit };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let comm = base.connect();
         base.assemble(comm, heartbeat_monitor)
-    }
-
-    fn check_device(&self, tensor: &Tensor) -> std::result::Result<(), String> {
-        if tensor.device().same_device(&self.device) {
-            return Ok(());
-        }
-        let (is, belongs) = (tensor.device().location(), self.device.location());
-        Err(if is == belongs {
-            format!(
-                "is on {is:?} through another candle Device than this group's, and so on another stream: use the group's \
-                 own (ProcessGroup::device) for all tensors"
-            )
-        } else {
-            format!("is on {is:?}, and this group works on {belongs:?}: move it with to_device(pg.device())")
-        })
     }
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
@@ -149,10 +153,11 @@ impl NcclCommunicator {
         let prepared = self.prepare(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let work = self.work(call, collective, streams.clone(), blocks_host);
+        // Before the lock is taken, for which an abort would wait: candle's stream may be full.
+        let marked = streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
         let started = {
             let mut turn = self.comm_stream.turn();
             self.group.begin(Channel::Collectives, call, work.done.clone())?;
-            let marked = streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
             marked.and_then(|ready| {
                 turn.launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
@@ -181,9 +186,7 @@ impl NcclCommunicator {
 
     fn prepare(&self, collective: &Collective) -> Result<Prepared> {
         let Group { rank, world_size, .. } = *self.group;
-        let address = self.comm_stream.streams.address(&self.token);
-        let token = Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
-        Ok(Prepared::new(collective, &Member { rank, world_size, token })?)
+        Ok(Prepared::new(collective, &Member { rank, world_size, token: self.token })?)
     }
 
     fn work(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<NcclWork> {
@@ -231,7 +234,9 @@ impl NcclCommunicator {
         let driver = |error| cuda_failure(error).into_error(rank);
         let streams = self.comm_stream.streams.another().map_err(driver)?;
         let group = Group::new(rank, ranks.len(), self.options.timeout, recording);
-        let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
+        // A split communicator has its parent's limit.
+        let (device, options, limit) = (self.device.clone(), self.options, Limit::None);
+        let base = Base { group, streams, store, device, options, limit };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         Ok(Split::Member(Box::new(base.assemble(Ok(comm), heartbeat_monitor)?)))
     }
@@ -246,9 +251,23 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
             hint: format!("{} or later is needed: install a newer libnccl.so.2", Version(OLDEST_VERSION)),
         });
     }
+    warn_of_old(nccl_version);
+    if std::env::var(BLOCKING).is_ok_and(|value| value.trim() == "1") {
+        return Err(blocking().into_error(rank));
+    }
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
     Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id }))
+}
+
+/// Warns of versions of NCCL that have known errors.
+fn warn_of_old(version: i32) {
+    /// The first version that keeps the state of a call in progress in memory that is not one thread's.
+    const SOUND: i32 = 22_703;
+    if version < SOUND {
+        let known = if version == 22_501 { ": in this one, ending a group after a failure hangs" } else { "" };
+        log::warn!("NCCL {}: {} or later is recommended{known}", Version(version), Version(SOUND));
+    }
 }
 
 /// A check that ends a wait if the group has failed or its time-out has expired.
@@ -279,6 +298,7 @@ struct Base {
     store: Arc<dyn Store>,
     device: Device,
     options: NcclOptions,
+    limit: Limit,
 }
 
 impl Base {
@@ -297,7 +317,7 @@ impl Base {
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
         let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        let comm = Comm::connect(&id, group.rank, group.world_size, &mut check)?;
+        let comm = Comm::connect(&id, group.rank, group.world_size, self.limit, &mut check)?;
         // All ranks have come into NCCL, so they have read these.
         if group.rank == 0 {
             discard(&*self.store, ID);
@@ -313,12 +333,19 @@ impl Base {
         })
     }
 
-    fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
+    fn start_poller(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
         let (group, comm_streams, streams) = (self.group.clone(), comm_streams.clone(), self.streams.clone());
-        spawn(&self.group, "watchdog", move || {
+        spawn(&self.group, "poller", move || {
             if let Err(error) = streams.bind() {
                 group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
             }
+            watchdog::poll(&group, &*comm_streams);
+        })
+    }
+
+    fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
+        let (group, comm_streams) = (self.group.clone(), comm_streams.clone());
+        spawn(&self.group, "watchdog", move || {
             let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
             watchdog::run(&group, &*comm_streams, &unasked);
         })
@@ -359,8 +386,9 @@ impl Base {
             }
         };
         let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
-        let comm_streams = Arc::new(CommStreams::new(comm_stream.clone()));
-        let watchdog = self.start_watchdog(&comm_streams)?;
+        let comm_streams = CommStreams::new(self.group.clone(), comm_stream.clone());
+        let threads = vec![self.start_watchdog(&comm_streams)?, self.start_poller(&comm_streams)?, heartbeat_monitor];
+        let address = self.streams.address(&token);
         let Self { group, store, device, options, .. } = self;
         Ok(NcclCommunicator {
             group,
@@ -370,46 +398,13 @@ impl Base {
             device,
             store,
             options,
-            token,
+            token: Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 },
+            _token: token,
             clock: Mutex::default(),
             splits: AtomicU64::new(0),
-            watchdog: Some(watchdog),
-            heartbeat_monitor: Some(heartbeat_monitor),
+            threads,
         })
     }
-}
-
-/// Starts one of the group's threads. A panic in it ends the group.
-fn spawn(group: &Arc<Group>, name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    let (rank, group) = (group.rank, group.clone());
-    std::thread::Builder::new()
-        .name(format!("nccl-{rank}-{name}"))
-        .spawn(move || {
-            if catch_unwind(AssertUnwindSafe(body)).is_err() {
-                group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {name} panicked") });
-            }
-        })
-        .map_err(|error| Error::io(format!("starting the {name} thread"), error))
-}
-
-fn join(thread: JoinHandle<()>) {
-    if thread.join().is_err() {
-        log::error!("a thread of the NCCL engine panicked");
-    }
-}
-
-/// Like [`join`], but leaves a thread behind if it has not ended at `deadline`.
-fn join_until(thread: JoinHandle<()>, deadline: Instant) {
-    const PAUSE: Duration = Duration::from_millis(1);
-    while !thread.is_finished() {
-        if Instant::now() >= deadline {
-            let name = thread.thread().name().unwrap_or("a thread of the NCCL engine").to_string();
-            log::warn!("{name} does not end: NCCL, the GPU or the store does not answer. It is left behind");
-            return;
-        }
-        std::thread::sleep(PAUSE);
-    }
-    join(thread);
 }
 
 impl Communicator for NcclCommunicator {
@@ -423,7 +418,7 @@ impl Communicator for NcclCommunicator {
 
     fn start(&self, collective: Collective) -> Result<Work> {
         let Group { rank, world_size, .. } = *self.group;
-        let (call, channel) = check(rank, world_size, &|tensor| self.check_device(tensor), &collective)?;
+        let (call, channel) = check(rank, world_size, &|tensor| on_device(tensor, &self.device), &collective)?;
         let work = match channel {
             Channel::Collectives => self.start_collective(call, collective)?,
             message => self.start_message(message, call, collective)?,
@@ -457,7 +452,9 @@ impl Communicator for NcclCommunicator {
     fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
         let Group { rank, world_size, .. } = *self.group;
         let recording = self.recording_of("companion", &(0..world_size).collect::<Vec<_>>());
-        Ok(Split::Member(Box::new(Self::within(recording, store, rank, world_size, &self.device, self.options)?)))
+        // Its calls run next to those of this group.
+        let (device, options, limit) = (&self.device, self.options, Limit::Few);
+        Ok(Split::Member(Box::new(Self::connect(recording, store, rank, world_size, device, options, limit)?)))
     }
 }
 
@@ -466,14 +463,13 @@ impl Drop for NcclCommunicator {
         if std::thread::panicking() {
             self.abort("its thread panicked");
         }
-        lock(&self.pairs).drain().for_each(|(_, pair)| pair.end());
+        let messages: Vec<_> = lock(&self.pairs).drain().map(|(_, pair)| pair.end()).collect();
         let failed = self.group.drain().is_some();
+        let deadline = Instant::now() + ENDING;
+        messages.into_iter().for_each(|thread| join_until(thread, deadline));
         self.group.leave();
         self.group.end();
-        let deadline = Instant::now() + ENDING;
-        for thread in self.watchdog.take().into_iter().chain(self.heartbeat_monitor.take()) {
-            join_until(thread, deadline);
-        }
+        self.threads.drain(..).for_each(|thread| join_until(thread, deadline));
         // On a separate thread, since an abort may hang in NCCL.
         let (rank, patience, comm_streams) =
             (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.comm_streams));

@@ -29,7 +29,6 @@ pub(super) struct Group {
     changed: Condvar,
 }
 
-#[derive(Default)]
 struct State {
     /// A suspected failure, whose root cause is being searched.
     suspected: Option<SuspectedFailure>,
@@ -42,9 +41,11 @@ struct State {
     /// How many calls of each channel the flight recorder wants.
     recorded: usize,
     outstanding: Vec<Outstanding>,
+    /// When the device was last asked which calls are complete.
+    swept: Instant,
     /// Whether this rank is about to leave in good order.
     leaving: bool,
-    /// Whether the watchdog should end.
+    /// Whether the watchdog and the poller should end.
     over: bool,
 }
 
@@ -68,7 +69,7 @@ pub(super) enum SuspectedFailure {
 impl Group {
     pub(super) fn new(rank: usize, world_size: usize, timeout: Duration, recording: Option<Recording>) -> Arc<Self> {
         let recorded = recording.as_ref().map_or(0, |recording| recording.recorder.entries());
-        let state = Mutex::new(State { collectives: CallHistory::new(recorded), recorded, ..State::default() });
+        let state = Mutex::new(State::new(recorded));
         let group = Arc::new(Self { rank, world_size, timeout, recording, state, changed: Condvar::new() });
         if let Some(recording) = &group.recording {
             let group: Weak<Self> = Arc::downgrade(&group);
@@ -100,33 +101,40 @@ impl Group {
     }
 
     /// Forgets completed calls. Returns an error of the device, or else the first call that has expired.
+    ///
+    /// The device is asked without the lock: the driver may hold up the question for as long as another thread waits in it.
     pub(super) fn sweep(&self, now: Instant) -> Option<SuspectedFailure> {
+        let fences: Vec<(Channel, u64, Arc<dyn Fence>)> = {
+            let state = self.state();
+            let fence = |call: &Outstanding| (call.channel, call.sequence, Arc::clone(&call.fence));
+            state.outstanding.iter().map(fence).collect()
+        };
+        let (mut over, mut broken) = (Vec::new(), None);
+        for (channel, sequence, fence) in fences {
+            match fence.is_over() {
+                Ok(true) => over.push((channel, sequence)),
+                Ok(false) => {}
+                Err(reason) => broken = Some(SuspectedFailure::Broken(reason)),
+            }
+        }
         let mut state = self.state();
-        let mut broken = None;
-        let mut over = Vec::new();
-        state.outstanding.retain(|call| match call.fence.is_over() {
-            Ok(is_over) => {
-                if is_over {
-                    over.push((call.channel, call.sequence));
-                }
-                !is_over
-            }
-            Err(reason) => {
-                broken = Some(SuspectedFailure::Broken(reason));
-                true
-            }
-        });
+        state.outstanding.retain(|call| !over.contains(&(call.channel, call.sequence)));
         for (channel, sequence) in over {
             state.history_mut(channel).complete(sequence, true, Some(now));
         }
         if state.outstanding.is_empty() {
             self.changed.notify_all();
         }
-        let expired = |call: &&Outstanding| call.deadline <= now;
-        broken.or_else(|| {
-            let Outstanding { channel, sequence, call, .. } = *state.outstanding.iter().find(expired)?;
-            Some(SuspectedFailure::Expired { channel, sequence, call })
-        })
+        state.swept = Instant::now();
+        broken.or_else(|| state.expired(now))
+    }
+
+    /// The first call that has expired, if nothing has asked the device for `patience`: the driver holds up the question.
+    pub(super) fn expired_unseen(&self, now: Instant, patience: Duration) -> Option<SuspectedFailure> {
+        let state = self.state();
+        let expired = state.expired(now).filter(|_| now.saturating_duration_since(state.swept) >= patience)?;
+        log::warn!("rank {}: the CUDA driver has not answered for {patience:?}", self.rank);
+        Some(expired)
     }
 
     /// Waits until no call is in flight. Returns the failure if that comes first. Every call has a deadline.
@@ -246,7 +254,7 @@ impl Group {
         self.state().published = true;
     }
 
-    /// For the watchdog: whether it should end. Waits until something happens, at most for `tick`.
+    /// For the watchdog and the poller: whether they should end. Waits until something happens, at most for `tick`.
     pub(super) fn is_over(&self, tick: Duration) -> bool {
         self.wait_until(deadline_after(tick), |state| {
             (state.over || state.failure.is_some() || state.suspected.is_some()).then_some(())
@@ -254,7 +262,7 @@ impl Group {
         self.state().over
     }
 
-    /// Tells the watchdog to end.
+    /// Tells the watchdog and the poller to end.
     pub(super) fn end(&self) {
         self.state().over = true;
         self.changed.notify_all();
@@ -320,6 +328,27 @@ pub(super) struct News {
 }
 
 impl State {
+    fn new(recorded: usize) -> Self {
+        Self {
+            suspected: None,
+            failure: None,
+            published: false,
+            collectives: CallHistory::new(recorded),
+            messages: HashMap::new(),
+            recorded,
+            outstanding: Vec::new(),
+            swept: Instant::now(),
+            leaving: false,
+            over: false,
+        }
+    }
+
+    /// The first call whose deadline has passed.
+    fn expired(&self, now: Instant) -> Option<SuspectedFailure> {
+        let Outstanding { channel, sequence, call, .. } = *self.outstanding.iter().find(|call| call.deadline <= now)?;
+        Some(SuspectedFailure::Expired { channel, sequence, call })
+    }
+
     fn history_mut(&mut self, channel: Channel) -> &mut CallHistory {
         match channel {
             Channel::Collectives => &mut self.collectives,

@@ -1,5 +1,5 @@
-//! What the ranks of a group tell each other through the store, independently of NCCL: heartbeats, the group's failure
-//! and, if a call does not complete, each rank's progress.
+//! The ranks' messages to each other through the store, independently of NCCL: heartbeats, the group's failure and, if
+//! a call does not complete, each rank's progress.
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::error::Failure;
 use crate::host::host_name;
@@ -39,7 +39,7 @@ pub(super) struct HealthStore {
     store: Arc<dyn Store>,
     rank: usize,
     world_size: usize,
-    /// What tells the others that this process has ended.
+    /// Reports the end of this process to the others.
     will: Option<LastWill>,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct ProgressQuery {
 }
 
 /// A rank that has left in good order after this collective. A rank leaves once all its collectives are complete, so
-/// ranks that leave later have not left after an earlier one.
+/// ranks that leave later have completed at least as many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ShutdownRecord {
     pub(super) rank: usize,
@@ -105,7 +105,7 @@ impl HealthStore {
         Ok(health_store)
     }
 
-    /// Has the store publish the end of this process as a failure, if that comes before the end of this value.
+    /// Asks the store to publish the end of this process as a failure, if that comes before the end of this value.
     pub(super) fn leave_will(mut self) -> Self {
         let reason = format!(
             "its process on host {} ended without leaving the group. Look for the first error in its output",

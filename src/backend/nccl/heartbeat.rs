@@ -72,7 +72,7 @@ impl HeartbeatMonitor<'_> {
                 self.group.fail_as_published(first);
             }
             if let Some(failure) = unpublished {
-                // Only once: a store that is gone does not come back with this group's keys.
+                // Only once: if the store is gone, it does not come back with this group's keys.
                 if let Err(error) = self.health_store.publish(&failure) {
                     log::debug!("rank {}: cannot tell the others of the failure: {error}", self.group.rank);
                 }
@@ -102,8 +102,8 @@ impl HeartbeatMonitor<'_> {
         }
     }
 
-    /// Where the store ends with this process, a failed group does not end before the other ranks know why it failed, or
-    /// could know. Otherwise they would have to guess.
+    /// If the store ends with this process, a failed group does not end before the other ranks know why it failed, or
+    /// had the time to learn it. Otherwise they would have to guess.
     fn await_told(&self, state: &mut MonitorState) {
         let Some(failure) = self.group.failure().filter(|_| self.health_store.is_hosted_here()) else { return };
         let culprit = failure.culprit();

@@ -1,5 +1,5 @@
-//! The ranks' identities, exchanged before they connect: where NCCL would only refuse or hang, an error here names the
-//! ranks.
+//! The ranks' identities, exchanged before they connect: if NCCL would only refuse or hang, an error from here names
+//! the ranks.
 use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
@@ -22,7 +22,8 @@ pub(super) struct Identity {
 }
 
 /// Tells the other ranks this one's identity, or why it cannot take part, and returns all ranks' identities. If any of
-/// them cannot take part, all get an error that names it. `opened` holds what this rank has opened, and its identity.
+/// them cannot take part, all get an error that names it. `opened` holds the streams that this rank has opened, and its
+/// identity.
 pub(super) fn exchange<T>(
     store: &dyn Store,
     rank: usize,
@@ -42,7 +43,8 @@ pub(super) fn exchange<T>(
     let failed = |(peer, reason)| Error::Group(Failure::PeerFailed { peer, reason });
     let reports = reports.hear(Some(timeout), missing)?.map_err(failed)?;
     let decode = |(peer, report): (usize, &Vec<u8>)| {
-        let strange = || failed((peer, "it runs another version of candle-ddp".to_string()));
+        let text = "it runs another version of candle-ddp: use the same version on all ranks";
+        let strange = || failed((peer, text.to_string()));
         Identity::decode(report).ok_or_else(strange)
     };
     Ok((rest, reports.iter().enumerate().map(decode).collect::<Result<_>>()?))
@@ -80,7 +82,7 @@ pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
             return Err(Error::invalid(
                 "device",
                 format!(
-                    "ranks {other} and {rank} are both on the GPU {} of host {}: give each rank a GPU of its own (start \
+                    "ranks {other} and {rank} are both on the GPU {} of host {}: give each rank its own GPU (start \
                      no more ranks than GPUs on a host, and let LOCAL_RANK or CUDA_VISIBLE_DEVICES choose)",
                     identity.pci_bus_id,
                     identity.host_name()

@@ -1,8 +1,8 @@
-//! The NCCL engine: collectives through NVIDIA's NCCL, on a separate stream beside candle's.
+//! The NCCL engine: collectives through NVIDIA's NCCL, on a separate stream next to candle's.
 //!
-//! The `README.md` beside this file describes streams and events, threads, failures and messages. Tensors must be on
-//! the group's own [`Device`](candle_core::Device); to candle, a device made by another `Device::new_cuda` with the
-//! same ordinal is a different one. For tensors that contain NaN, `ReduceOp::Min` and `Max` behave as in NCCL.
+//! The `README.md` in this folder describes streams and events, threads, failures and messages. Tensors must be on the
+//! group's own [`Device`](candle_core::Device); to candle, a device made by another `Device::new_cuda` with the same
+//! ordinal is a different one. For tensors that contain NaN, `ReduceOp::Min` and `Max` behave as in NCCL.
 // This module calls C libraries. Every block says why it is sound.
 #![allow(unsafe_code)]
 
@@ -10,6 +10,7 @@ mod buffer;
 mod calls;
 mod comm;
 mod comm_stream;
+mod comm_streams;
 mod communicator;
 mod device;
 mod group;
@@ -20,6 +21,7 @@ mod p2p;
 mod prepared;
 mod status;
 mod stream;
+mod threads;
 mod watchdog;
 mod work;
 

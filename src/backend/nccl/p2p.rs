@@ -4,8 +4,9 @@
 //! then receive would wait for each other, and a message behind a collective would wait for all ranks; neither may
 //! happen. So each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends
 //! messages. A thread creates them with the first message, since both ranks must take part.
-use super::comm::{Comm, UniqueId, WaitError};
-use super::comm_stream::{CommStream, CommStreams};
+use super::comm::{Comm, Limit, UniqueId, WaitError};
+use super::comm_stream::CommStream;
+use super::comm_streams::CommStreams;
 use super::group::Group;
 use super::identity::await_id;
 use super::prepared::Prepared;
@@ -71,12 +72,9 @@ impl P2p {
         let _ = self.jobs.send(job);
     }
 
-    /// Ends the thread once all messages are started or the group has failed.
-    pub(super) fn end(self) {
-        drop(self.jobs);
-        if self.thread.join().is_err() {
-            log::error!("a thread for messages panicked");
-        }
+    /// Makes the thread end once all messages are started, or the group has failed and its communicators are aborted.
+    pub(super) fn end(self) -> JoinHandle<()> {
+        self.thread
     }
 }
 
@@ -100,6 +98,7 @@ impl Worker {
             if let Err(error) = started {
                 // The whole group fails, so that waits for the rest of the queue end too.
                 error.end_group(&self.group);
+                comm_stream.iter().for_each(|comm_stream| comm_stream.await_end());
                 break;
             }
             abandoned.retain(|work| !work.is_completed());
@@ -128,9 +127,9 @@ impl Worker {
             id
         };
         let mut check = || self.group.failure().map_or(Ok(()), Err);
-        let comm = Comm::connect(&id, usize::from(!sends), 2, &mut check)?;
+        let comm = Comm::connect(&id, usize::from(!sends), 2, Limit::Few, &mut check)?;
         let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
-        self.comm_streams.add(self.from, self.to, Arc::clone(&comm_stream));
+        self.comm_streams.add(self.from, self.to, Arc::clone(&comm_stream))?;
         Ok(comm_stream)
     }
 }

@@ -8,7 +8,7 @@ use std::fmt;
 pub fn version() -> Result<i32> {
     result::get_nccl_version().map_err(|error| Error::Unavailable {
         what: "NCCL".to_string(),
-        hint: format!("{}: the library does not tell its version", NcclFailure::new("ncclGetVersion", error)),
+        hint: format!("{}: the library does not report its version", NcclFailure::new("ncclGetVersion", error)),
     })
 }
 

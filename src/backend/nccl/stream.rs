@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// A stream for NCCL beside candle's, on the same device.
+/// A stream for NCCL, separate from candle's, on the same device.
 ///
 /// candle's stream usually is each thread's own default stream, so statements about it concern the calling thread.
 #[derive(Clone)]
@@ -24,6 +24,9 @@ impl Streams {
     pub(super) fn new(device: &CudaDevice) -> Result<Self, DriverError> {
         let candle = device.cuda_stream();
         let context = CudaContext::new(candle.context().ordinal())?;
+        // SAFETY: this engine orders its streams itself. Without it, the first stream would wait for everything on the GPU, such as
+        // calls of another group.
+        unsafe { context.disable_event_tracking() };
         let nccl = context.new_stream()?;
         Ok(Self { context, candle, nccl })
     }
@@ -31,6 +34,11 @@ impl Streams {
     /// The same device with another stream for NCCL.
     pub(super) fn another(&self) -> Result<Self, DriverError> {
         Ok(Self { nccl: self.context.new_stream()?, ..self.clone() })
+    }
+
+    /// The number of the device.
+    pub(super) fn device(&self) -> usize {
+        self.context.ordinal()
     }
 
     /// Binds the device to the calling thread, as NCCL requires.

@@ -1,8 +1,13 @@
-//! The thread that watches the calls of a group for errors of NCCL and for deadlines. It never waits for the network.
+//! The threads that watch the calls of a group. The poller asks the driver and NCCL, which may hold it up: a driver that waits for a
+//! stuck call in another thread may not even answer whether an event has happened. The watchdog calls neither, and waits for no
+//! network, so that deadlines hold and the communicators are aborted, which also ends the stuck call.
 use super::group::{Group, SuspectedFailure};
 use super::heartbeat::PATIENCE;
 use crate::error::Failure;
 use std::time::{Duration, Instant};
+
+/// The time between two looks at the calls.
+const TICK: Duration = Duration::from_millis(20);
 
 /// The communicators of the group.
 pub(super) trait Watched {
@@ -13,18 +18,25 @@ pub(super) trait Watched {
     fn abort(&self);
 }
 
+/// Looks for completed calls, for expired ones and for errors, until the group ends or has a problem.
+pub(super) fn poll(group: &Group, watched: &dyn Watched) {
+    while !group.is_over(TICK) && group.failure().is_none() && group.suspected().is_none() {
+        let seen = watched.error().map(SuspectedFailure::Broken).or_else(|| group.sweep(Instant::now()));
+        seen.into_iter().for_each(|suspected| group.suspect(suspected));
+    }
+}
+
 /// Watches until the group ends, in good order or with a failure.
 ///
 /// `unasked` gives the failure behind a suspected one if the heartbeat monitor, which asks the other ranks, does not
 /// find it in time.
 pub(super) fn run(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&SuspectedFailure) -> Failure) {
-    const TICK: Duration = Duration::from_millis(20);
+    /// A poller that was silent for so long is held up in the driver.
+    const HELD_UP: Duration = Duration::from_secs(30);
     loop {
         let over = group.is_over(TICK);
         if group.failure().is_none() && !over {
-            let seen = || watched.error().map(SuspectedFailure::Broken).or_else(|| group.sweep(Instant::now()));
-            // Other threads may have noticed it first.
-            let suspected = group.suspected().or_else(seen);
+            let suspected = group.suspected().or_else(|| group.expired_unseen(Instant::now(), HELD_UP));
             let Some(suspected) = suspected else { continue };
             group.suspect(suspected.clone());
             if group.await_failure(PATIENCE + Duration::from_secs(4)).is_none() {

@@ -1,8 +1,8 @@
-//! The folders of checkpoints: `step-00001000`, and `step-00001000-2` where that was taken.
+//! The folders of checkpoints: `step-00001000`, or `step-00001000-2` if that name was taken.
 //!
-//! A folder in which a save is under way holds a temporary file for the index from its beginning to its end, which is locked
-//! as long as the process lives. One without an index whose temporary file is not locked is left of a process that was
-//! killed. Folders that have neither are not ours.
+//! While a save is running, its folder holds a temporary file for the index, which stays locked as long as the
+//! process lives. A folder without an index whose temporary file is not locked is a leftover of a killed process. A
+//! folder with neither file is not ours.
 use super::index::{INDEX, Index};
 use crate::error::Context;
 use crate::state::file::{PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name};
@@ -27,7 +27,7 @@ impl Name {
             None => (number, 1),
         };
         let parsed = Self { step: step.parse().ok()?, attempt };
-        // Others may have named theirs `step-7`.
+        // Other programs may have folders named `step-7`.
         (name == parsed.text().as_str()).then_some(parsed)
     }
 
@@ -45,7 +45,7 @@ pub(super) struct Checkpoint {
     pub(super) index: Index,
 }
 
-/// The folders in `root` that are named like those of checkpoints, oldest first. None if `root` is not there.
+/// The folders in `root` that are named like checkpoints, oldest first. None if `root` does not exist.
 fn named(root: &Path) -> Result<Vec<(Name, PathBuf)>> {
     let io = |error| Error::io(format!("reading {}", root.display()), error);
     let entries = match root.read_dir() {
@@ -66,21 +66,22 @@ fn named(root: &Path) -> Result<Vec<(Name, PathBuf)>> {
     Ok(found)
 }
 
-/// The whole checkpoints in `root`, oldest first. `report` is told of those that have an index and are damaged.
+/// The complete checkpoints in `root`, oldest first. `report` is called for those that have an index but are damaged.
 pub(super) fn whole(root: &Path, report: impl Fn(&Path, String)) -> Result<Vec<Checkpoint>> {
     let mut found = Vec::new();
     for (name, path) in named(root)? {
         match Index::read(&path)? {
             Ok(index) => found.push(Checkpoint { name, path, index }),
             Err(reason) if path.join(INDEX).exists() => report(&path, reason),
-            // A save that is under way, a leftover, or a folder of someone else.
+            // A running save, a leftover, or another program's folder.
             Err(_) => {}
         }
     }
     Ok(found)
 }
 
-/// The folder of a checkpoint that is being saved. Dropped before it is whole, it is removed.
+/// The folder of a checkpoint that is being saved. It is removed if this is dropped before the checkpoint is
+/// complete.
 #[derive(Debug)]
 pub(super) struct Started {
     pub(super) path: PathBuf,
@@ -88,7 +89,7 @@ pub(super) struct Started {
 }
 
 impl Started {
-    /// Makes a new folder in `root`, which is made as well where it has been removed.
+    /// Makes a new folder in `root`, and `root` itself if it has been removed.
     pub(super) fn new(root: &Path, step: u64) -> Result<Self> {
         make(root)?;
         let mut name = Name { step, attempt: 1 };
@@ -108,7 +109,7 @@ impl Started {
         Ok(started)
     }
 
-    /// Writes the index, after which the checkpoint is whole.
+    /// Writes the index, which completes the checkpoint.
     pub(super) fn finish(mut self, index: &Index, progress: &Progress) -> Result<PathBuf> {
         let text = index.to_json()?;
         if let Some(file) = &self.index {
@@ -124,7 +125,7 @@ impl Started {
 impl Drop for Started {
     fn drop(&mut self) {
         if !self.path.as_os_str().is_empty() {
-            // It may have got its name, and then not have reached the disk.
+            // The index may have its name already, and yet not be on the disk.
             let _ = fs::remove_file(self.path.join(INDEX));
             remove_files(&self.path, |_| true);
             self.index = None;
@@ -133,7 +134,7 @@ impl Drop for Started {
     }
 }
 
-/// Removes what saves to `root` have left that were killed. What cannot be removed stays.
+/// Removes what killed saves have left in `root`. Whatever cannot be removed stays.
 pub(super) fn clean(root: &Path) {
     let folders = named(root).unwrap_or_else(|error| {
         log::debug!("{error}");
@@ -143,7 +144,8 @@ pub(super) fn clean(root: &Path) {
         let Ok(entries) = path.read_dir() else { continue };
         let names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
         let temporary: Vec<_> = names.iter().filter(|name| is_temporary(name)).collect();
-        // All of its files belong to a save if there is the temporary file of an index; otherwise the temporary ones.
+        // If it holds the temporary file of an index, all of its files belong to a save; otherwise only the temporary
+        // ones do.
         let is_ours = temporary.iter().any(|name| is_temporary_for(name, OsStr::new(INDEX)));
         let locks: Option<Vec<File>> = temporary.iter().map(|name| lock_leftover(&path.join(name))).collect();
         if locks.is_none() || (!is_ours && temporary.len() < names.len()) {
@@ -152,7 +154,7 @@ pub(super) fn clean(root: &Path) {
         remove_files(&path, |_| true);
         remove_temporary_index(&path);
         if remove_folder(&path) {
-            log::info!("removed {}, which a save that was killed has left", path.display());
+            log::info!("removed {}, which a killed save had left behind", path.display());
         }
     }
 }
@@ -172,8 +174,8 @@ pub(super) fn remove(checkpoint: &Checkpoint) -> Result<()> {
     Ok(())
 }
 
-/// Removes the files of parts for which `is_removed`, and all temporary ones but that of an index, which says whose folder
-/// it is.
+/// Removes the files of parts that `is_removed` selects, and all temporary files except the index's, which marks the
+/// folder as ours.
 fn remove_files(folder: &Path, is_removed: impl Fn(&OsStr) -> bool) {
     remove_if(folder, |name| match is_temporary(name) {
         true => !is_temporary_for(name, OsStr::new(INDEX)),
@@ -194,7 +196,7 @@ fn remove_if(folder: &Path, is_removed: impl Fn(&OsStr) -> bool) {
     }
 }
 
-/// Removes a folder, unless somebody has put something into it.
+/// Removes a folder unless it contains other files.
 fn remove_folder(folder: &Path) -> bool {
     let removed = fs::remove_dir(folder);
     if let Err(error) = &removed {
@@ -203,10 +205,13 @@ fn remove_folder(folder: &Path) -> bool {
     removed.is_ok()
 }
 
-/// Whether this rank can make files in `root`; nothing stays.
+/// Checks that this rank can make files in `root`, and leaves none there.
 pub(super) fn probe(root: &Path) -> Result<()> {
     let here = root.metadata().with_context(|| {
-        format!("looking for the folder {}, which rank 0 has (all ranks need the same file system)", root.display())
+        format!(
+            "looking for the folder {}, which exists on rank 0 (all ranks need the same file system)",
+            root.display()
+        )
     })?;
     if !here.is_dir() {
         return Err(Error::io(format!("using {}", root.display()), io::Error::from(io::ErrorKind::NotADirectory)));
@@ -214,7 +219,7 @@ pub(super) fn probe(root: &Path) -> Result<()> {
     Ok(PreparedFile::create(&root.join("probe")).map(drop)?)
 }
 
-/// Makes a folder and those above it that are missing, all of which are then on the disk.
+/// Makes a folder and its missing parents, and waits until all of them are on the disk.
 pub(super) fn make(folder: &Path) -> Result<()> {
     let missing: Vec<_> =
         folder.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();

@@ -1,31 +1,32 @@
-//! How a save in the background ends.
+//! The outcome of a save in the background.
 use crate::panic::{lock, wait};
 use crate::{Error, Result};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-/// A save that [`Checkpointer::save`](super::Checkpointer::save) has started, and that goes on in the background.
+/// A save that [`Checkpointer::save`](super::Checkpointer::save) has started and that continues in the background.
 #[derive(Clone, Debug)]
 pub struct SaveHandle(pub(super) Arc<Save>);
 
 impl SaveHandle {
-    /// The step that is saved.
+    /// The step being saved.
     pub fn step(&self) -> u64 {
         self.0.step
     }
 
-    /// Whether the save has ended, well or not.
+    /// Whether the save has ended, successfully or not.
     pub fn is_done(&self) -> bool {
         !matches!(*self.0.outcome(), Outcome::Running)
     }
 
-    /// Waits until the checkpoint is whole and durable, on the disks of all ranks, and returns its folder. It does not
-    /// communicate: any rank may call it.
+    /// Waits until the checkpoint is complete and durable, on the disks of all ranks, and returns its folder. This
+    /// does not communicate: any rank may call it.
     ///
     /// # Errors
-    /// On every rank why nothing was saved: the rank that failed has its own error, the others
-    /// [`Error::RankFailed`] with its text. The first who asks gets it; later ones get its text as [`Error::Io`].
+    /// Returns, on every rank, why nothing was saved: the rank that failed gets its own error, the others
+    /// [`Error::RankFailed`] with its text. The first call on a rank gets that error; later calls get its text as
+    /// [`Error::Io`].
     pub fn wait(&self) -> Result<PathBuf> {
         self.0.wait()
     }
@@ -43,7 +44,7 @@ enum Outcome {
     Running,
     Saved(PathBuf),
     Failed(Error),
-    /// The failure's text: somebody has got the error.
+    /// The failure's text, after a call has taken the error itself.
     Reported(String),
 }
 
@@ -75,7 +76,7 @@ impl Save {
         match &*outcome {
             Outcome::Saved(folder) => Ok(folder.clone()),
             Outcome::Reported(text) => Err(self.failed(text)),
-            Outcome::Running | Outcome::Failed(_) => Err(self.failed("it has no result")),
+            Outcome::Running | Outcome::Failed(_) => Err(self.failed("its thread ended without a result")),
         }
     }
 
@@ -83,7 +84,7 @@ impl Save {
         Error::io(format!("saving the checkpoint of step {}", self.step), io::Error::other(reason.to_string()))
     }
 
-    /// Why the save failed, if nobody has asked yet; `None` while it is running.
+    /// Why the save failed, if no call has taken the error yet; `None` while it is running.
     pub(super) fn unreported(&self) -> Option<Error> {
         let is_unreported = matches!(*self.outcome(), Outcome::Failed(_));
         is_unreported.then(|| self.wait().err()).flatten()

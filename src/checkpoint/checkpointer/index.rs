@@ -1,4 +1,4 @@
-//! The index of a checkpoint: a JSON file that is written last, and makes it whole.
+//! The index of a checkpoint: a JSON file that is written last and completes it.
 use crate::error::Context;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -26,9 +26,9 @@ pub(super) struct Index {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Part {
     pub(super) name: String,
-    /// Whether each rank has written a file of its own.
+    /// Whether each rank has written its own file.
     pub(super) sharded: bool,
-    /// In the order of ranks.
+    /// In rank order.
     pub(super) files: Vec<Written>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Written {
 }
 
 impl Index {
-    /// That of files which are on the disk. `parts` are names, and whether the parts are sharded.
+    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded.
     pub(super) fn new(
         folder: &Path,
         step: u64,
@@ -51,7 +51,7 @@ impl Index {
             let path = folder.join(&name);
             let file = path.metadata().with_context(|| {
                 format!(
-                    "looking for {}, which a rank has written (all ranks need the same file system)",
+                    "looking for {}, which another rank has written (all ranks need the same file system)",
                     path.display()
                 )
             })?;
@@ -71,7 +71,7 @@ impl Index {
         Ok(text)
     }
 
-    /// Reads the index in `folder`. `Ok(Err(…))` says why the checkpoint there is not whole.
+    /// Reads the index in `folder`. `Ok(Err(…))` says why the checkpoint there is not complete.
     pub(super) fn read(folder: &Path) -> Result<std::result::Result<Self, String>> {
         let path = folder.join(INDEX);
         let text = match std::fs::read(&path) {
@@ -102,14 +102,19 @@ impl Index {
     fn parse(text: &[u8]) -> std::result::Result<Self, String> {
         let index: Self = serde_json::from_slice(text).map_err(|error| format!("its {INDEX} is damaged: {error}"))?;
         if index.format != FORMAT {
-            return Err(format!("its format is {}, and this version knows {FORMAT}", index.format));
+            return Err(format!(
+                "its format is {}, but this version of candle-ddp reads only format {FORMAT}",
+                index.format
+            ));
         }
         check_names(index.parts.iter().map(|part| part.name.as_str()))
             .map_err(|error| format!("its {INDEX} is damaged: {error}"))?;
-        // They could be those of others.
+        // Otherwise an index could name the files of other programs.
         for Part { name, sharded, files: listed } in &index.parts {
             if !files(name, *sharded, index.world_size).eq(listed.iter().map(|file| file.name.clone())) {
-                return Err(format!("its {INDEX} is damaged: the files of the part {name:?} are not those of a save"));
+                return Err(format!(
+                    "its {INDEX} is damaged: it lists files for the part {name:?} that no save writes"
+                ));
             }
         }
         Ok(index)
@@ -119,12 +124,12 @@ impl Index {
         self.parts.iter().find(|part| part.name == name).ok_or_else(|| {
             let names: Vec<_> = self.parts.iter().map(|part| part.name.as_str()).collect();
             let (step, names) = (self.step, names.join(", "));
-            Error::invalid("parts", format!("the checkpoint of step {step} has no part {name:?}, but {names}"))
+            Error::invalid("parts", format!("the checkpoint of step {step} has no part {name:?}; it has {names}"))
         })
     }
 }
 
-/// The files of a part, in the order of ranks.
+/// The files of a part, in rank order.
 fn files(part: &str, sharded: bool, world_size: usize) -> impl Iterator<Item = String> {
     let ranks = if sharded { world_size } else { 1 };
     (0..ranks).map(move |rank| if sharded { shard_file(part, rank, world_size) } else { whole_file(part) })
@@ -146,7 +151,7 @@ fn is_shard(name: &str) -> bool {
     part.is_some() && of == Some("of") && size.is_some_and(is_number) && rank.is_some_and(is_number)
 }
 
-/// Names of parts become names of files.
+/// Checks names of parts, which become names of files.
 pub(super) fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<()> {
     const LONGEST: usize = 100;
     let mut seen = HashSet::new();
@@ -154,23 +159,26 @@ pub(super) fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<()
         let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if name.is_empty() || name.len() > LONGEST || name.starts_with('.') || !name.bytes().all(is_allowed) {
             let reason = format!(
-                "{name:?} cannot be the name of a file: give each part a name of 1 to {LONGEST} letters, digits, '.', '_' \
-                 and '-', which does not begin with '.'"
+                "{name:?} is not a valid part name: it must have 1 to {LONGEST} letters, digits, '.', '_' or '-', and \
+                 must not begin with '.'"
             );
             return Err(Error::invalid("parts", reason));
         }
         if is_shard(name) {
-            let reason = format!("{name:?} is how the shards of a part are named that is spread over the ranks");
+            let reason = format!(
+                "{name:?} is not a valid part name: the shards of a part that is spread over the \
+                                  ranks have such names"
+            );
             return Err(Error::invalid("parts", reason));
         }
         if !seen.insert(name) {
-            return Err(Error::invalid("parts", format!("{name:?} is given twice")));
+            return Err(Error::invalid("parts", format!("{name:?} is given twice: each part needs its own name")));
         }
     }
     Ok(())
 }
 
-/// What is read is written as the same.
+/// An index that was read is written as the same text.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn fuzz_index(data: &[u8]) {
     if let Ok(index) = Index::parse(data) {
@@ -188,13 +196,13 @@ mod tests {
         check_names(["model", "ema.0.999", "a_b-c", "9"].into_iter()).unwrap();
         for name in ["", ".model", "a/b", "a b", "ä", &"x".repeat(101)] {
             let error = check_names([name].into_iter()).unwrap_err().to_string();
-            assert!(error.contains("cannot be the name of a file"), "{error}");
+            assert!(error.contains("is not a valid part name"), "{error}");
         }
         assert!(check_names(["a", "a"].into_iter()).unwrap_err().to_string().contains("given twice"));
         // The shards of a part `own` have this name.
         assert_eq!(shard_file("own", 0, 2), whole_file("own-00000-of-00002"));
         let error = check_names(["own", "own-00000-of-00002"].into_iter()).unwrap_err().to_string();
-        assert!(error.contains("how the shards of a part are named"), "{error}");
+        assert!(error.contains("the shards of a part"), "{error}");
         check_names(["own-0-of-2", "00000-of-00002", "own-of-00002"].into_iter()).unwrap();
     }
 
@@ -207,7 +215,7 @@ mod tests {
         std::fs::write(file("model.safetensors"), "1234").unwrap();
         let parts = [("model".to_string(), false), ("zero".to_string(), true)];
         let error = Index::new(folder.path(), 7, true, 2, &parts).unwrap_err().to_string();
-        assert!(error.contains("zero-00000-of-00002.safetensors, which a rank has written"), "{error}");
+        assert!(error.contains("zero-00000-of-00002.safetensors, which another rank has written"), "{error}");
         for rank in 0..2 {
             std::fs::write(file(&shard_file("zero", rank, 2)), "12").unwrap();
         }
@@ -216,14 +224,14 @@ mod tests {
         assert_eq!(Index::read(folder.path()).unwrap().unwrap(), index);
         assert_eq!(index.part("zero").unwrap().files[1], Written { name: shard_file("zero", 1, 2), bytes: 2 });
         let error = index.part("ema").unwrap_err().to_string();
-        assert!(error.contains(r#"no part "ema", but model, zero"#), "{error}");
+        assert!(error.contains(r#"no part "ema"; it has model, zero"#), "{error}");
         std::fs::write(file("model.safetensors"), "123").unwrap();
         assert_eq!(why(), "model.safetensors has 3 bytes instead of 4");
         std::fs::remove_file(file("model.safetensors")).unwrap();
         assert_eq!(why(), "model.safetensors is missing");
         std::fs::write(file(INDEX), String::from_utf8(index.to_json().unwrap()).unwrap().replace(": 1,", ": 2,"))
             .unwrap();
-        assert_eq!(why(), "its format is 2, and this version knows 1");
+        assert_eq!(why(), "its format is 2, but this version of candle-ddp reads only format 1");
         std::fs::write(file(INDEX), "{").unwrap();
         assert!(why().starts_with("its checkpoint.json is damaged"), "{}", why());
     }

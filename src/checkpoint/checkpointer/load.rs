@@ -5,13 +5,13 @@ use super::index::{Index, Part};
 use super::snapshot::Buffers;
 use crate::backend::Label;
 use crate::state::file::read_safetensors;
-use crate::state::{Dict, StateDict};
+use crate::state::{Dict, Parts, StateDict};
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The checkpoint that rank 0 has found.
+/// The checkpoint that rank 0 found.
 #[derive(Serialize, Deserialize)]
 struct Found {
     folder: String,
@@ -43,53 +43,53 @@ enum Saved {
 }
 
 impl Checkpointer {
-    /// Loads the newest whole checkpoint in the folder, and returns its step; `None` if there is none, and then nothing has
-    /// changed. All ranks call it; the world may have another size than the one that saved. The checkpoint may have more parts
-    /// than `parts`, as where a model is only evaluated.
+    /// Loads the newest complete checkpoint in the folder and returns its step. Returns `None`, and changes nothing,
+    /// if there is none. All ranks call it; the number of ranks may differ from the number that saved. The checkpoint
+    /// may have more parts than `parts`, for example when a model is only evaluated.
     ///
-    /// A checkpoint that is damaged (a file of it is missing, has another length, or is no safetensors file) is passed over
-    /// with a warning in the log.
+    /// A damaged checkpoint (one of its files is missing, has another length, or is not a safetensors file) is
+    /// skipped with a warning in the log.
     ///
     /// # Errors
-    /// On every rank, and then all parts are as before: [`Error::CheckpointPart`] for the first part that does not fit or that
-    /// the checkpoint does not have; [`Error::Io`] for a file that cannot be read; [`Error::InvalidArgument`] without
-    /// [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before this run has saved anything; those of the
-    /// group.
-    pub fn load_latest(&mut self, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<Option<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, Wanted::Latest))
+    /// Errors come on every rank and leave all parts unchanged: [`Error::CheckpointPart`] for the first part that
+    /// does not fit or that the checkpoint does not have; [`Error::Io`] for a file that cannot be read;
+    /// [`Error::InvalidArgument`] without [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before
+    /// this run has saved anything; the group's errors.
+    pub fn load_latest(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
+        Label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Latest))
     }
 
     /// [`load_latest`](Self::load_latest) for the newest checkpoint that [`save_best`](Self::save_best) has saved.
     ///
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
-    pub fn load_best(&mut self, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<Option<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, Wanted::Best))
+    pub fn load_best(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
+        Label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Best))
     }
 
-    /// [`load_latest`](Self::load_latest) for the checkpoint of step `step`. Returns false if there is none. To save an earlier
-    /// step than those in the folder afterwards, move the later ones away first.
+    /// [`load_latest`](Self::load_latest) for the checkpoint of step `step`. Returns false if there is none. Before
+    /// the run saves a step earlier than others in the folder, move the later checkpoints away.
     ///
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
-    pub fn load_step(&mut self, step: u64, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<bool> {
-        let found = Label::CHECKPOINTER_LOAD.during(|| self.load(parts, Wanted::Step(step)))?;
+    pub fn load_step(&mut self, step: u64, mut parts: impl Parts) -> Result<bool> {
+        let found = Label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Step(step)))?;
         Ok(found.is_some())
     }
 
-    /// The steps of the whole checkpoints in the folder, in ascending order, as rank 0 finds them: those that
-    /// [`load_step`](Self::load_step) can load. All ranks call it. It waits for the save that is under way.
+    /// The steps of the complete checkpoints in the folder, which [`load_step`](Self::load_step) can load, in
+    /// ascending order, as rank 0 finds them. All ranks call it. It waits for a running save.
     ///
     /// # Errors
-    /// On every rank: [`Error::Io`] if the folder cannot be read; the error of the save that was under way, if its
-    /// [handle](super::SaveHandle) was not asked on every rank; those of the group.
+    /// On every rank: [`Error::Io`] if the folder cannot be read; the error of a save that was running, unless its
+    /// [handle](super::SaveHandle) has returned it on every rank; the group's errors.
     pub fn steps(&mut self) -> Result<Vec<u64>> {
         Label::CHECKPOINTER_LOAD.during(|| {
             let ended = self.end_previous();
             self.group.agree(ended)?;
             self.search(|whole| {
                 let mut steps: Vec<u64> = whole.iter().map(|found| found.name.step).collect();
-                // A step that was saved again has several folders.
+                // A step that was saved more than once has several folders.
                 steps.dedup();
                 steps
             })
@@ -98,11 +98,11 @@ impl Checkpointer {
 
     fn load(&mut self, parts: &mut [(&str, &mut dyn StateDict)], wanted: Wanted) -> Result<Option<u64>> {
         if !self.options.resume && self.newest.is_none() {
-            let reason = "the Checkpointer was made for a run from scratch: set CheckpointerOptions::resume to load what \
-                          earlier runs have saved";
+            let reason = "the Checkpointer was made for a run from scratch: set CheckpointerOptions::resume to load \
+                          checkpoints of earlier runs";
             return Err(Error::invalid("resume", reason));
         }
-        // What is being saved may be the newest one.
+        // The checkpoint that is being saved may be the newest one.
         let ended = self.end_previous();
         self.group.agree(ended)?;
         loop {
@@ -126,14 +126,14 @@ impl Checkpointer {
                 }
                 (damage, _) => {
                     let (rank, damage) = damage.map_or((0, ""), |(rank, damage)| (rank, damage));
-                    log::warn!("the checkpoint {} is passed over: on rank {rank}, {damage}", folder.display());
+                    log::warn!("the checkpoint {} is damaged and skipped: on rank {rank}, {damage}", folder.display());
                     self.damaged.insert(folder);
                 }
             }
         }
     }
 
-    /// The newest such checkpoint that rank 0 finds.
+    /// The newest such checkpoint, as rank 0 finds it.
     fn find(&self, wanted: Wanted) -> Result<Option<Found>> {
         self.search(|whole| {
             let found = whole.into_iter().rfind(|found| wanted.matches(&found.index));
@@ -144,9 +144,10 @@ impl Checkpointer {
         })
     }
 
-    /// What `choose` makes on rank 0 of the whole checkpoints in the folder, oldest first.
+    /// The result of `choose` on rank 0, given the complete checkpoints in the folder, oldest first.
     fn search<T: Serialize + DeserializeOwned>(&self, choose: impl FnOnce(Vec<Checkpoint>) -> T) -> Result<T> {
-        let warn = |path: &Path, reason| log::warn!("the checkpoint {} is passed over: {reason}", path.display());
+        let warn =
+            |path: &Path, reason| log::warn!("the checkpoint {} is damaged and skipped: {reason}", path.display());
         let search = || {
             let mut whole = folder::whole(&self.root, warn)?;
             whole.retain(|found| !self.damaged.contains(&found.path));
@@ -157,11 +158,9 @@ impl Checkpointer {
         self.group.broadcast_object(found.as_ref(), 0)
     }
 
-    /// Has all parts take over what was saved of them in `folder`, or none.
+    /// Loads all parts from `folder`, or none.
     fn apply(&self, folder: &Path, parts: &mut [(&str, &mut dyn StateDict)], saved: Vec<Saved>) -> Result<()> {
-        let shared: Vec<(&str, &dyn StateDict)> = parts.iter().map(|(name, part)| (*name, &**part)).collect();
-        let before = Buffers::default().backup(&shared);
-        drop(shared);
+        let before = Buffers::default().backup(parts);
         let before = self.group.agree(before)?;
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let mut loaded = 0;
@@ -177,7 +176,7 @@ impl Checkpointer {
         if agreed.is_err() {
             for ((name, part), before) in parts.iter_mut().zip(before).take(loaded) {
                 if let Err(error) = self.restore(*part, before) {
-                    log::error!("the part {name} is not as it was before: {error}");
+                    log::error!("the part {name} could not be restored to its previous state: {error}");
                 }
             }
         }
@@ -195,7 +194,7 @@ impl Checkpointer {
     }
 }
 
-/// An error of a part says which part of which checkpoint it is.
+/// Adds to an error which part of which checkpoint it belongs to.
 fn of_part(folder: &Path, name: &str, error: Error) -> Error {
     Error::CheckpointPart { folder: folder.to_path_buf(), part: name.to_string(), error: Box::new(error) }
 }
@@ -208,7 +207,7 @@ fn read_part(folder: &Path, part: &Part) -> Result<Saved> {
     }
 }
 
-/// Whether a file has something else in it than was written.
+/// Whether the contents of a file differ from what was written.
 fn is_damage(error: &Error) -> bool {
     matches!(error, Error::InvalidArgument { argument: "path", .. })
 }

@@ -20,17 +20,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// When a [`Checkpointer`] saves, and what it keeps.
+/// Options of [`Checkpointer`]: when it saves, and what it keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointerOptions {
-    /// How many checkpoints are kept, the newest ones, beside the one that [`Checkpointer::save_best`] saved last; at least 1.
-    /// Default: 2, so that there is another one if the newest is damaged.
+    /// The number of newest checkpoints to keep, in addition to the one that [`Checkpointer::save_best`] saved last;
+    /// at least 1. Default: 2, so that an intact one remains if the newest is damaged.
     pub keep: usize,
-    /// [`Checkpointer::save_if_due`] saves at the multiples of this number; at least 1. Default: 1, every time.
+    /// [`Checkpointer::save_if_due`] saves at multiples of this number, which must be at least 1, and before a
+    /// [stop](crate::ProcessGroup::stop_requested). Default: 1, every
+    /// time.
     pub every: u64,
-    /// Whether the run goes on from what earlier runs have saved in the folder, with
-    /// [`load_latest`](Checkpointer::load_latest) or [`load_best`](Checkpointer::load_best). Otherwise it begins from scratch,
-    /// and [`Checkpointer::new`] refuses a folder that holds checkpoints. Default: false.
+    /// Whether the run continues from checkpoints of earlier runs in the folder, with
+    /// [`load_latest`](Checkpointer::load_latest) or [`load_best`](Checkpointer::load_best). Otherwise the run starts
+    /// from scratch, and [`Checkpointer::new`] refuses a folder that holds checkpoints. Default: false.
     pub resume: bool,
 }
 
@@ -44,29 +46,39 @@ impl Default for CheckpointerOptions {
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
-/// use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
+/// use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 /// use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 /// use candle_ddp::{DdpOptions, DistributedDataParallel};
 /// use candle_nn::{VarMap, linear};
 ///
+/// struct Training {
+///     varmap: VarMap,
+///     optimizer: AdamW,
+///     best_loss: f64,
+/// }
+///
+/// impl Parts for Training {
+///     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+///         vec![("model", &mut self.varmap), ("optimizer", &mut self.optimizer), ("best_loss", &mut self.best_loss)]
+///     }
+/// }
+///
 /// # fn main() -> candle_ddp::Result<()> {
 /// # let folder = std::env::temp_dir().join(format!("checkpointer-{}", std::process::id()));
 /// candle_ddp::spawn(2, |pg| {
-///     let mut varmap = VarMap::new();
-///     let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| linear(4, 2, vb), DdpOptions::default())?;
-///     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
-///     let mut best_loss = f64::INFINITY;
+///     let varmap = VarMap::new();
+///     let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| linear(4, 2, vb))?;
+///     let optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+///     let mut training = Training { varmap, optimizer, best_loss: f64::INFINITY };
 ///
 ///     let options = CheckpointerOptions { every: 2, resume: true, ..Default::default() };
 ///     let mut checkpointer = Checkpointer::new(&pg, &folder, options)?;
-///     let first = checkpointer
-///         .load_latest(&mut [("model", &mut varmap), ("optimizer", &mut optimizer), ("best_loss", &mut best_loss)])?
-///         .unwrap_or(0);
+///     let first = checkpointer.load_latest(&mut training)?.unwrap_or(0);
 ///     for step in first + 1..=4 {
 ///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
 ///         let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
-///         optimizer.step(&ddp.backward(&loss)?)?;
-///         checkpointer.save_if_due(step, &[("model", &varmap), ("optimizer", &optimizer), ("best_loss", &best_loss)])?;
+///         training.optimizer.step(&ddp.backward(&loss)?)?;
+///         checkpointer.save_if_due(step, &mut training)?;
 ///     }
 ///     checkpointer.finish()
 /// })?;
@@ -77,48 +89,51 @@ impl Default for CheckpointerOptions {
 /// ```
 ///
 /// # What is saved
-/// Each part is a [`StateDict`](super::StateDict): the `VarMap` of the model, optimizers, schedules, the scaler, a loader's state, generators,
-/// plain numbers, [`Serde`](super::Serde) of anything else, and states of the program's own. Rank 0 writes
-/// `step-00001000/NAME.safetensors` for each; of a part that is spread over the ranks
-/// ([`sharded_state_dict`](super::StateDict::sharded_state_dict): [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)),
-/// every rank writes its own shard. The others are compared: what differs from rank to rank, such as a loss that a rank has
-/// computed for itself, is an error, unless it is saved as [`PerRank`](super::PerRank) or [`RankZero`](super::RankZero). Ranks on
-/// several machines need a file system that they share.
+/// The [`Parts`](super::Parts) that the program names. Each is a [`StateDict`](super::StateDict): the `VarMap` of the model,
+/// optimizers, schedules, the scaler, a loader, generators, plain numbers, [`Serde`](super::Serde) of anything else, and the
+/// program's own states.
+/// Rank 0 writes `step-00001000/NAME.safetensors` for each. If a part is spread over the ranks
+/// ([`sharded_state_dict`](super::StateDict::sharded_state_dict):
+/// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)), every rank writes its own shard. All other
+/// parts are compared between ranks: a part that differs, such as a loss that each rank computes for itself, is an
+/// error, unless it is saved as [`PerRank`](super::PerRank) or [`RankZero`](super::RankZero). Ranks on several
+/// machines need a shared file system.
 ///
-/// `checkpoint.json`, which is written last, makes a checkpoint whole: it lists the parts and their files. A folder without
-/// it is one that is being written, or was.
+/// `checkpoint.json`, which is written last, completes a checkpoint: it lists the parts and their files. A folder
+/// without it is still being written, or its save was interrupted.
 ///
 /// # In the background
-/// [`save`](Self::save) returns as soon as everything has been copied to host memory: the program may change its states at
-/// once. The copies' memory is kept for the next save. A thread on each rank writes, and its ranks agree over a group of
-/// their own, whose calls do not come between those of the training. One save is under way at a time, and a further one
-/// waits for it. Dropping the `Checkpointer` waits as well, so that a save also ends well where a training ends by an error.
+/// [`save`](Self::save) returns as soon as everything has been copied to host memory; the program may then change its
+/// states. The copies' memory is kept for the next save. A thread on each rank writes the files, and these threads
+/// agree over a separate group, whose calls do not interfere with the training's. One save runs at a time; the next
+/// one waits for it. Dropping the `Checkpointer` waits too, so a save completes even if the training ends with an
+/// error.
 ///
 /// # Errors
 /// Every rank makes every call, and each call succeeds on all ranks or fails on all of them.
 #[derive(Debug)]
 pub struct Checkpointer {
     group: ProcessGroup,
-    /// For the calls of the thread that writes.
+    /// The group for the writing thread's calls.
     background: ProcessGroup,
     root: PathBuf,
     options: CheckpointerOptions,
     buffers: Buffers,
     in_flight: Option<(Arc<Save>, JoinHandle<()>)>,
-    /// The step that was saved last.
+    /// The last step that was saved.
     newest: Option<u64>,
-    /// Folders whose files turned out to be damaged: they count as if they were not there.
+    /// Folders whose files turned out to be damaged; they are ignored.
     damaged: HashSet<PathBuf>,
 }
 
 impl Checkpointer {
-    /// Checkpoints in `folder`, which is made if it is missing. What killed saves have left there is removed. All ranks of
-    /// `group` call this.
+    /// Keeps checkpoints in `folder`, which is made if it is missing. Leftovers of killed saves are removed from it.
+    /// All ranks of `group` call this.
     ///
     /// # Errors
-    /// On every rank: [`Error::Io`] if `folder` is not a folder in which each rank can make files; [`Error::InvalidArgument`] if
-    /// it holds checkpoints and [`resume`](CheckpointerOptions::resume) is not set, and for options that are 0 or differ from
-    /// rank to rank; those of the group.
+    /// On every rank: [`Error::Io`] if `folder` is not a folder in which each rank can make files;
+    /// [`Error::InvalidArgument`] if it holds checkpoints and [`resume`](CheckpointerOptions::resume) is not set, and
+    /// for options that are 0 or differ between ranks; the group's errors.
     pub fn new(group: &ProcessGroup, folder: impl AsRef<Path>, options: CheckpointerOptions) -> Result<Self> {
         let root = folder.as_ref().to_path_buf();
         let checked = options.check().map(|()| format!("{options:?}"));
@@ -126,7 +141,7 @@ impl Checkpointer {
             Label::CHECKPOINTER_NEW.during(|| group.compare(checked.as_ref().cloned(), "it made no Checkpointer"));
         checked?;
         if let Some((_, difference)) = compared? {
-            return Err(Error::invalid("options", format!("ranks gave different ones: {difference}")));
+            return Err(Error::invalid("options", format!("all ranks must give the same options: {difference}")));
         }
         Label::CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
         let background = group.background_group()?;
@@ -142,27 +157,27 @@ impl Checkpointer {
         })
     }
 
-    /// Waits until the save that is under way has ended.
+    /// Waits until a running save has ended.
     ///
     /// # Errors
-    /// On every rank that of this save, if its [handle](SaveHandle) was not asked on every rank.
+    /// On every rank, the save's error, unless its [handle](SaveHandle) has returned it on every rank.
     pub fn finish(&mut self) -> Result<()> {
         let ended = self.end_previous();
         Label::CHECKPOINTER_SAVE.during(|| self.group.agree(ended))
     }
 
-    /// Joins the thread of the save before; its error, if nobody has asked for it.
+    /// Joins the thread of the previous save. Returns the save's error, if no call has returned it yet.
     fn end_previous(&mut self) -> Result<()> {
         let Some((save, thread)) = self.in_flight.take() else { return Ok(()) };
         if thread.join().is_err() {
-            // It catches panics, and has told the handle.
+            // The thread catches panics itself and reports them through the handle.
             log::debug!("the thread of a save panicked");
         }
         save.unreported().map_or(Ok(()), Err)
     }
 }
 
-/// Makes sure that all ranks can use the folder, before any work is done that could not be saved.
+/// Checks that all ranks can use the folder, before the run does any work that could not be saved.
 fn open(group: &ProcessGroup, root: &Path, resume: bool) -> Result<()> {
     let is_first = group.rank() == 0;
     let prepare = || {
@@ -173,8 +188,8 @@ fn open(group: &ProcessGroup, root: &Path, resume: bool) -> Result<()> {
             None => Ok(()),
             Some(newest) => {
                 let reason = format!(
-                    "it holds the checkpoint {}: to go on from there, set CheckpointerOptions::resume and call load_latest; to \
-                     begin from scratch, use another folder or move the checkpoints away",
+                    "it holds the checkpoint {}: to continue from it, set CheckpointerOptions::resume and call \
+                     load_latest; to start from scratch, use another folder or move the checkpoints away",
                     newest.path.display()
                 );
                 Err(Error::invalid("folder", reason))
@@ -189,14 +204,14 @@ impl CheckpointerOptions {
     fn check(&self) -> Result<()> {
         for (name, value) in [("keep", self.keep as u64), ("every", self.every)] {
             if value == 0 {
-                return Err(Error::invalid(name, "it must be at least 1"));
+                return Err(Error::invalid(name, "it must be at least 1, not 0"));
             }
         }
         Ok(())
     }
 }
 
-/// Waits until the save that is under way has ended. An error of it that nobody has asked for goes to the log.
+/// Waits until a running save has ended. If no call has returned its error, the error is logged.
 impl Drop for Checkpointer {
     fn drop(&mut self) {
         if let Err(error) = self.end_previous() {

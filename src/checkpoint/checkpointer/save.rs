@@ -1,4 +1,4 @@
-//! Saving: a snapshot on the thread that trains, the rest in the background.
+//! Saving: a snapshot on the training thread, the rest in the background.
 use super::Checkpointer;
 use super::folder::{self, Checkpoint, Started};
 use super::handle::{Save, SaveHandle};
@@ -7,56 +7,68 @@ use super::snapshot::{Kind, PartSnapshot};
 use crate::backend::Label;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
-use crate::state::StateDict;
 use crate::state::file::WriteJob;
+use crate::state::{Parts, StateDict};
 use crate::{Error, Result};
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 impl Checkpointer {
-    /// Saves `parts` as the checkpoint of `step`: how many steps, or epochs, the run has made. All ranks call it.
+    /// Saves `parts` as the checkpoint of `step`, the number of steps (or epochs) that the run has made. All ranks
+    /// call it.
     ///
-    /// It returns once `parts` are copied, and all ranks have confirmed that everything which the group did before has ended
-    /// well, on GPUs as well. The rest happens in the background, and may take longer than the group's time-out, unless there
-    /// is no progress for so long (and for 10 minutes). The [handle](SaveHandle) tells when the checkpoint is whole; only
-    /// then are older ones removed, as [`CheckpointerOptions::keep`](super::CheckpointerOptions::keep) says.
-    ///
-    /// # Errors
-    /// On every rank, and then nothing is saved. That of the save before, if it has failed and its handle was not asked:
-    /// ask it on every rank to go on without that checkpoint. [`Error::PartDiffers`] for a part that is not the same on all
-    /// ranks. [`Error::InvalidArgument`] for lists of parts that differ or have impossible names, and for a checkpoint of a
-    /// later step in the folder, which the run has not loaded. The failure of the group.
-    pub fn save(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<SaveHandle> {
-        self.start(step, parts, false)
-    }
-
-    /// [`save`](Self::save), for a checkpoint that is better than those before: it is kept, beside the newest ones, until
-    /// there is another best one. [`load_best`](Self::load_best) loads it.
+    /// It returns once `parts` are copied and all ranks have confirmed that all earlier calls of the group succeeded,
+    /// on GPUs too. The rest happens in the background. It may take longer than the group's time-out; it fails only
+    /// if there is no progress for that long (and for 10 minutes). The [handle](SaveHandle) says when the checkpoint
+    /// is complete; only then are older ones removed, as
+    /// [`CheckpointerOptions::keep`](super::CheckpointerOptions::keep) says.
     ///
     /// # Errors
-    /// As with [`save`](Self::save).
-    pub fn save_best(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<SaveHandle> {
-        self.start(step, parts, true)
+    /// Errors come on every rank, and nothing is saved. If the previous save failed, its error, unless its handle has
+    /// returned it; to continue without that checkpoint, call the handle on every rank. [`Error::PartDiffers`] for a
+    /// part that is not the same on all ranks. [`Error::InvalidArgument`] for lists of parts that differ or have
+    /// invalid names, and for a checkpoint of a later step in the folder that the run has not loaded. The group's
+    /// failure.
+    pub fn save(&mut self, step: u64, mut parts: impl Parts) -> Result<SaveHandle> {
+        self.start(step, &parts.parts(), false)
     }
 
-    /// [`save`](Self::save) if `step` is a multiple of [`CheckpointerOptions::every`](super::CheckpointerOptions::every).
+    /// Like [`save`](Self::save), for the best checkpoint so far: it is kept, in addition to the newest ones, until
+    /// there is a better one. [`load_best`](Self::load_best) loads it.
     ///
     /// # Errors
     /// As with [`save`](Self::save).
-    pub fn save_if_due(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<Option<SaveHandle>> {
-        if step.is_multiple_of(self.options.every) { self.save(step, parts).map(Some) } else { Ok(None) }
+    pub fn save_best(&mut self, step: u64, mut parts: impl Parts) -> Result<SaveHandle> {
+        self.start(step, &parts.parts(), true)
     }
 
-    fn start(&mut self, step: u64, parts: &[(&str, &dyn StateDict)], best: bool) -> Result<SaveHandle> {
+    /// Calls [`save`](Self::save) if `step` is a multiple of
+    /// [`CheckpointerOptions::every`](super::CheckpointerOptions::every), or if the ranks are to
+    /// [stop](crate::ProcessGroup::stop_requested).
+    ///
+    /// # Errors
+    /// As with [`save`](Self::save) and [`stop_requested`](crate::ProcessGroup::stop_requested).
+    pub fn save_if_due(&mut self, step: u64, parts: impl Parts) -> Result<Option<SaveHandle>> {
+        let is_due = step.is_multiple_of(self.options.every) || self.group.stop_requested()?;
+        if is_due { self.save(step, parts).map(Some) } else { Ok(None) }
+    }
+
+    fn start(&mut self, step: u64, parts: &[(&str, &mut dyn StateDict)], best: bool) -> Result<SaveHandle> {
         let snapshot = self.end_previous().and_then(|()| self.snapshot(step, parts));
-        // An engine may end failed calls as if they were complete: what they have left must not be saved.
+        // An engine may end failed calls as if they were complete. Their results must not be saved.
         let snapshot = snapshot.and_then(|snapshot| self.group.failure().map_or(Ok(snapshot), Err));
         let described = snapshot.as_ref().map(|parts| describe(step, best, parts));
         let compared = Label::CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
         let snapshot = snapshot?;
         if let Some((_, difference)) = compared? {
-            return Err(Error::invalid("parts", format!("ranks save different ones: {difference}")));
+            return Err(Error::invalid(
+                "parts",
+                format!(
+                    "all ranks must save the same parts of the same step: \
+                                                        {difference}"
+                ),
+            ));
         }
         let states = snapshot.iter().filter(|part| part.kind == Kind::Same);
         let states = states.map(|part| (part.name.as_str(), &part.fingerprint)).collect::<Vec<_>>();
@@ -82,7 +94,7 @@ impl Checkpointer {
             }
         };
         let thread = std::thread::Builder::new().name("ddp-checkpoint".to_string()).spawn(body).map_err(|error| {
-            // The other ranks have theirs.
+            // The other ranks' threads are running already.
             self.background.abort(&format!("it could not start a thread: {error}"));
             Error::io("starting a thread", error)
         })?;
@@ -91,7 +103,7 @@ impl Checkpointer {
     }
 
     /// What this rank saves.
-    fn snapshot(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<Vec<PartSnapshot>> {
+    fn snapshot(&mut self, step: u64, parts: &[(&str, &mut dyn StateDict)]) -> Result<Vec<PartSnapshot>> {
         index::check_names(parts.iter().map(|(name, _)| *name))?;
         let is_first = self.group.rank() == 0;
         if is_first && self.newest.is_none_or(|newest| step < newest) {
@@ -106,15 +118,15 @@ impl Checkpointer {
         let later = later.iter().rfind(|found| found.name.step > step && !self.damaged.contains(&found.path));
         let Some(later) = later else { return Ok(()) };
         let reason = format!(
-            "{} is of a later step than {step}: load it with load_latest to go on from there, or use another folder; to go \
-             back to an earlier step, move the later checkpoints away",
+            "{} is of a later step than {step}: to continue from it, call load_latest first; otherwise use another \
+             folder, or move the later checkpoints away",
             later.path.display()
         );
         Err(Error::invalid("step", reason))
     }
 }
 
-/// On what ranks have to agree.
+/// The facts on which ranks have to agree.
 fn describe(step: u64, best: bool, parts: &[PartSnapshot]) -> String {
     let mut text = format!("step {step}\n{}", if best { "save_best" } else { "save" });
     for PartSnapshot { name, kind, .. } in parts {
@@ -128,7 +140,7 @@ fn describe(step: u64, best: bool, parts: &[PartSnapshot]) -> String {
     text
 }
 
-/// What is left to do in the background.
+/// The part of a save that runs in the background.
 struct Job {
     group: ProcessGroup,
     root: PathBuf,
@@ -145,7 +157,7 @@ impl Job {
         let is_first = self.group.rank() == 0;
         let started = self.group.agree_on_long_work(move |_| {
             let start = || {
-                // Those that runs have left which were killed again and again before they came to this.
+                // Runs that were killed before they reached this point may have left several.
                 prune(&root, keep, &damaged);
                 Started::new(&root, step)
             };
@@ -158,11 +170,11 @@ impl Job {
         Ok(folder)
     }
 
-    /// Rank 0 has `started`.
+    /// Only rank 0 has `started`.
     fn write(&self, started: Option<Started>) -> Result<PathBuf> {
         let written = self.write_parts(started.as_ref());
         if written.is_err() {
-            // All ranks know of it. Rank 0 removes the folder once nobody writes to it any more.
+            // All ranks know about the error. Rank 0 removes the folder once no rank writes to it any more.
             let _ = self.group.barrier();
         }
         let folder = written?;
@@ -176,7 +188,7 @@ impl Job {
         Ok(folder)
     }
 
-    /// Every rank writes its files. Returns the folder in which they are.
+    /// Writes this rank's files. Returns the folder of all ranks' files.
     fn write_parts(&self, started: Option<&Started>) -> Result<PathBuf> {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let name = started.and_then(|started| started.path.file_name()).map(|name| name.to_string_lossy().into_owned());
@@ -194,18 +206,18 @@ impl Job {
     }
 }
 
-/// Removes all checkpoints but the `keep` newest ones and the best one. What cannot be removed stays.
+/// Removes all checkpoints except the `keep` newest ones and the best one. Those that cannot be removed stay.
 fn prune(root: &Path, keep: usize, damaged: &HashSet<PathBuf>) {
     let is_counted = |checkpoint: &Checkpoint| !damaged.contains(&checkpoint.path);
     let whole = match folder::whole(root, |_, _| {}) {
         Ok(whole) => whole.into_iter().filter(is_counted).collect::<Vec<_>>(),
-        Err(error) => return log::warn!("older checkpoints are not removed: {error}"),
+        Err(error) => return log::warn!("cannot remove older checkpoints: {error}"),
     };
     let best = whole.iter().rfind(|checkpoint| checkpoint.index.best).map(|checkpoint| checkpoint.name);
     let older = &whole[..whole.len().saturating_sub(keep)];
     for checkpoint in older.iter().filter(|checkpoint| Some(checkpoint.name) != best) {
         if let Err(error) = folder::remove(checkpoint) {
-            log::warn!("an older checkpoint stays: {error}");
+            log::warn!("cannot remove an older checkpoint: {error}");
         }
     }
 }

@@ -1,40 +1,44 @@
-//! Copies in host memory of what is to be saved.
+//! Copies, in host memory, of the states that are saved.
 use crate::Result;
 use crate::state::{Dict, StateDict, fingerprint};
 use crate::tensor::copy;
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 
-/// Host memory that is used again by the next snapshot: new memory costs more than copying into it.
+/// Host memory that the next snapshot reuses: allocating new memory costs more than copying into it.
 #[derive(Debug, Default)]
 pub(super) struct Buffers(HashMap<String, Dict>);
 
 /// How the states of the ranks are related.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The same on all ranks; rank 0 writes it.
+    /// It is the same on all ranks; rank 0 writes it.
     Same,
-    /// Rank 0's is good for all.
+    /// Rank 0's counts for all ranks.
     RankZero,
     /// Each rank writes its own.
     PerRank,
 }
 
-/// What this rank saves of a part.
+/// This rank's copy of a part.
 #[derive(Debug)]
 pub(super) struct PartSnapshot {
     pub(super) name: String,
     pub(super) kind: Kind,
     /// `None` if another rank writes the part.
     pub(super) tensors: Option<Dict>,
-    /// The hashes of the tensors of a part that has to be the same on all ranks.
+    /// The hashes of the tensors, for a part that must be the same on all ranks.
     pub(super) fingerprint: BTreeMap<String, u64>,
 }
 
 impl Buffers {
-    /// Copies what this rank saves of `parts`: its own shards, and, if `has_whole`, the states that are the same on all
-    /// ranks, of which all ranks take the hashes. When it returns, later changes of the states do not change the copies.
-    pub(super) fn snapshot(&mut self, parts: &[(&str, &dyn StateDict)], has_whole: bool) -> Result<Vec<PartSnapshot>> {
+    /// Copies this rank's share of `parts`: its own shards and, if `has_whole`, the states that are the same on all
+    /// ranks. Every rank hashes the latter. Once this returns, changes of the states no longer affect the copies.
+    pub(super) fn snapshot(
+        &mut self,
+        parts: &[(&str, &mut dyn StateDict)],
+        has_whole: bool,
+    ) -> Result<Vec<PartSnapshot>> {
         let mut devices = Vec::new();
         let parts = parts.iter().map(|(name, state)| {
             let shard = state.sharded_state_dict()?;
@@ -58,7 +62,7 @@ impl Buffers {
         for device in devices {
             device.synchronize()?;
         }
-        // Of the copies where there are some: they are in host memory already.
+        // Hashes the copies, if there are any: they are in host memory already.
         let hashed = parts.into_iter().map(|(mut part, own)| {
             if part.kind == Kind::Same
                 && let Some(dict) = part.tensors.as_ref().or(own.as_ref())
@@ -70,8 +74,8 @@ impl Buffers {
         hashed.collect()
     }
 
-    /// [`snapshot`](Self::snapshot) of what this rank has, to go back to it: nothing is compared.
-    pub(super) fn backup(&mut self, parts: &[(&str, &dyn StateDict)]) -> Result<Vec<Dict>> {
+    /// Like [`snapshot`](Self::snapshot), of this rank's own states, to restore them: nothing is compared.
+    pub(super) fn backup(&mut self, parts: &[(&str, &mut dyn StateDict)]) -> Result<Vec<Dict>> {
         let mut devices = Vec::new();
         let copies = parts.iter().map(|(name, state)| {
             let own = state.sharded_state_dict()?.map_or_else(|| state.state_dict(), Ok)?;
@@ -124,7 +128,9 @@ mod tests {
         let var = |name: &str| varmap.data().lock().unwrap()[name].clone();
         let mut buffers = Buffers::default();
         let mut take = || {
-            let [part] = &mut *buffers.snapshot(&[("model", &varmap)], true).unwrap() else { panic!("one part") };
+            let [part] = &mut *buffers.snapshot(&[("model", &mut varmap.clone())], true).unwrap() else {
+                panic!("one part")
+            };
             assert_eq!(part.kind, Kind::Same);
             part.tensors.take().unwrap()
         };
@@ -136,10 +142,10 @@ mod tests {
         assert_eq!(first["e"].dims(), [0, 3]);
         let second = take();
         assert_eq!(values(&second), [[2.0; 3]; 2]);
-        // The first one is over by then.
+        // The first snapshot has been dropped by then.
         assert_eq!(values(&first), [[2.0; 3]; 2]);
         let [own, others] =
-            [true, false].map(|first| buffers.snapshot(&[("model", &varmap)], first).unwrap().remove(0));
+            [true, false].map(|first| buffers.snapshot(&[("model", &mut varmap.clone())], first).unwrap().remove(0));
         assert!(others.tensors.is_none(), "another rank writes it");
         assert_eq!((others.fingerprint.len(), &others.fingerprint), (3, &own.fingerprint));
     }

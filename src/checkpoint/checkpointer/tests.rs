@@ -5,7 +5,7 @@ use crate::process_group::queued;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 
-/// A peer dies in an all-reduce, and what it leaves is trained with: that must not become a checkpoint.
+/// A peer dies in an all-reduce, and the program trains with the partial result: that must not become a checkpoint.
 #[test]
 fn what_a_failed_call_has_left_is_not_saved() {
     let folder = tempfile::tempdir().unwrap();
@@ -19,7 +19,7 @@ fn what_a_failed_call_has_left_is_not_saved() {
         };
         let weights = Tensor::ones(2, DType::F32, pg.device()).unwrap();
         pg.all_reduce(&weights, ReduceOp::Sum).unwrap();
-        checkpointer.save(1, &[("model", &model(&weights))]).unwrap().wait().unwrap();
+        checkpointer.save(1, ("model", &mut model(&weights))).unwrap().wait().unwrap();
         if pg.rank() == 1 {
             started.wait();
             return pg.abort("it is told to");
@@ -28,7 +28,7 @@ fn what_a_failed_call_has_left_is_not_saved() {
         let work = pg.all_reduce_async(&spoilt, ReduceOp::Sum).unwrap();
         started.wait();
         work.wait().unwrap();
-        match checkpointer.save(2, &[("model", &model(&spoilt))]) {
+        match checkpointer.save(2, ("model", &mut model(&spoilt))) {
             Err(Error::Group(Failure::PeerFailed { peer: 1, reason })) => assert_eq!(reason, "it is told to"),
             other => panic!("{other:?}"),
         }

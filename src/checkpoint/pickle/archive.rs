@@ -10,7 +10,7 @@ use std::io::{self, BufReader, Read};
 use zip::result::ZipError;
 use zip::{CompressionMethod, ZipArchive};
 
-/// How much memory the tensors may take. Many small parts of a file may point to the same large one.
+/// A limit for the tensors' memory, since many small entries of a file may refer to the same large one.
 pub(super) struct Budget {
     all: u64,
     left: u64,
@@ -20,7 +20,7 @@ impl Budget {
     const TIMES: u64 = 16;
 
     pub(super) fn of_file(length: u64) -> Self {
-        // Small files may have tensors that are small, and yet many times as large.
+        // The tensors of a small file may be small, and yet many times larger than the file.
         let all = length.saturating_mul(Self::TIMES).saturating_add(1 << 20);
         Self { all, left: all }
     }
@@ -29,7 +29,8 @@ impl Budget {
         let (times, all) = (Self::TIMES, self.all);
         self.left = self.left.checked_sub(bytes).ok_or_else(|| {
             format!(
-                "its tensors would need more than {times} times its size in memory ({all} bytes): many are the same"
+                "its tensors would need more than {times} times its size in memory ({all} bytes), because many are \
+                 views of the same values"
             )
         })?;
         Ok(())
@@ -40,7 +41,7 @@ pub(super) struct Archive {
     zip: ZipArchive<BufReader<File>>,
     /// The folder within the archive, with a slash at its end.
     folder: String,
-    /// Of the file, in bytes: no part of it can be longer.
+    /// The file's length in bytes: no entry can be longer.
     length: u64,
 }
 
@@ -54,9 +55,7 @@ impl Archive {
             .filter_map(|name| Some(name.ok()?.into_owned()))
             .find(|name| name.rsplit('/').next() == Some("data.pkl"));
         let Some(name) = name else {
-            return Err(
-                "it is a zip archive, but not one that torch.save has written: there is no data.pkl".to_string()
-            );
+            return Err("it is a zip archive, but not a file of torch.save: it has no data.pkl".to_string());
         };
         let folder = name.strip_suffix("data.pkl").unwrap_or_default().to_string();
         let mut archive = Self { zip, folder, length };
@@ -66,7 +65,7 @@ impl Archive {
         Ok(archive)
     }
 
-    /// Where a part of the archive is, and how long.
+    /// Returns the position and length of an entry of the archive.
     fn find(&mut self, name: &str) -> Checked<(usize, u64)> {
         let part = match self.zip.index_for_name(name) {
             Some(index) => self.zip.by_index_raw(index).map(|part| (index, part.size(), part.compression())),
@@ -82,7 +81,8 @@ impl Archive {
         }
     }
 
-    /// Gives `read` a part of the archive and its length. It has to read all of it: the checksum is at the end.
+    /// Passes `read` an entry of the archive and its length. `read` must read all of it, since the checksum is at the
+    /// end.
     fn part<T>(&mut self, name: &str, read: impl FnOnce(&mut dyn Read, usize) -> io::Result<T>) -> Checked<T> {
         let name = format!("{}{name}", self.folder);
         let (index, length) = self.find(&name)?;
@@ -102,7 +102,7 @@ impl Archive {
         })
     }
 
-    /// Reads each storage once, and makes the tensors that are parts of it.
+    /// Reads each storage once, and makes the tensors that are views of it.
     pub(super) fn load(
         &mut self,
         views: HashMap<&str, Checked<View>>,
@@ -145,7 +145,7 @@ impl Archive {
         budget.take(held)?;
         let bytes_of = |(.., extent): &(&str, View, Extent)| (extent.count * size) as u64;
         let contiguous = |(.., extent): &&(&str, View, Extent)| extent.is_contiguous;
-        // The contiguous ones share its memory, unless most of it would be kept for nothing.
+        // Contiguous views share its memory, unless most of that memory would be kept for nothing.
         let shared = views.iter().filter(contiguous).map(bytes_of).fold(0, u64::saturating_add) >= held / 2;
         let elements = held as usize / size;
         let whole_bytes = elements * size;

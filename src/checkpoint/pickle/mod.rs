@@ -1,4 +1,5 @@
-//! Files that `torch.save` writes: a zip archive of a pickle, which says what there is, and of the tensors' storages.
+//! Files that `torch.save` writes: a zip archive of a pickle, which describes the contents, and of the tensors'
+//! storages.
 mod archive;
 mod checked;
 mod reader;
@@ -15,10 +16,10 @@ use std::fs::File;
 use std::path::Path;
 use view::View;
 
-/// Where state dicts are kept in files that hold more: PyTorch Lightning, PyTorch's tutorials, and others.
+/// Keys under which larger files hold state dicts: those of PyTorch Lightning, PyTorch's tutorials, and others.
 const KEYS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "net"];
 
-/// The tensors of the state dict under `key`, or where one usually is.
+/// The tensors of the state dict under `key`, or in one of the usual places.
 pub(super) fn read(path: &Path, file: File, key: Option<&str>) -> Result<HashMap<String, Readable>> {
     let metadata = file.metadata().map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
     let mut budget = Budget::of_file(metadata.len());
@@ -36,7 +37,7 @@ pub(super) fn read(path: &Path, file: File, key: Option<&str>) -> Result<HashMap
 fn state_dict<'a>(pickle: &'a Pickle, key: Option<&str>) -> Checked<&'a [(Id, Id)]> {
     let Value::Dict(entries) = &pickle[pickle.root()] else {
         return Err(format!(
-            "it holds {} and not a dict of tensors: write it with torch.save(model.state_dict(), path)",
+            "it must hold a dict of tensors, not {}: write it with torch.save(model.state_dict(), path)",
             kind_of(pickle, pickle.root())
         ));
     };
@@ -55,9 +56,10 @@ fn state_dict<'a>(pickle: &'a Pickle, key: Option<&str>) -> Checked<&'a [(Id, Id
     found.ok_or_else(|| {
         let names: Vec<&str> = entries.iter().take(20).filter_map(|(name, _)| pickle.text(*name)).collect();
         match key {
-            Some(key) => format!("it has no dict under {key:?}; there are: {}", names.join(", ")),
+            Some(key) => format!("it has no dict under {key:?}; its keys are: {}", names.join(", ")),
             None => format!(
-                "no tensors were found at its top or under {}; there are: {}. `LoadOptions::key` says where they are",
+                "it has no tensors at its top level or under {}; its keys are: {}. Set `LoadOptions::key` to the one \
+                 that holds the tensors",
                 KEYS.join(", "),
                 names.join(", ")
             ),
@@ -65,14 +67,14 @@ fn state_dict<'a>(pickle: &'a Pickle, key: Option<&str>) -> Checked<&'a [(Id, Id
     })
 }
 
-/// The tensors of a state dict. What is not a tensor is passed over.
+/// The tensors of a state dict. Other values are ignored.
 fn views<'a>(
     pickle: &Pickle<'a>,
     entries: &[(Id, Id)],
     budget: &mut Budget,
 ) -> Checked<HashMap<&'a str, Checked<View<'a>>>> {
     let (mut seen, mut views) = (HashSet::new(), HashMap::new());
-    // Of entries with the same name the last one counts. All may point to one long name, which is looked at once.
+    // Of several entries with one name, the last counts. All keys may refer to one long name, which is examined once.
     for &(name, value) in entries.iter().rev().filter(|(name, _)| seen.insert(*name)) {
         let (Some(name), Some(view)) = (pickle.text(name), View::of(pickle, value).transpose()) else { continue };
         budget.take(view.as_ref().map_or_else(|reason| reason.len() as u64, View::description_bytes))?;
@@ -81,7 +83,7 @@ fn views<'a>(
     Ok(views)
 }
 
-/// What a value is, in words.
+/// Describes a value in words.
 fn kind_of(pickle: &Pickle, id: Id) -> String {
     let class = |id: Id| match pickle[id] {
         Value::Class { module, name } => Some(format!("{module}.{name}")),

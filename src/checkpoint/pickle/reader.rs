@@ -1,8 +1,8 @@
-//! A reader of pickles, for the opcodes of protocol 2, which `torch.save` writes. It runs nothing: an object is the class
-//! and the arguments that it would be made of.
+//! A reader of pickles, for the opcodes of protocol 2, which `torch.save` writes. It runs nothing: it represents an
+//! object by its class and constructor arguments.
 //!
-//! Values name each other by their index. So a dict that is mentioned twice is one and has all its entries both times,
-//! a deep pickle costs no stack, and all values together take memory in proportion to the pickle.
+//! Values refer to each other by index. So a dict that is mentioned twice is one dict with all its entries, a deeply
+//! nested pickle needs no stack, and all values together take memory in proportion to the pickle.
 use super::checked::Checked;
 use std::collections::HashMap;
 use std::ops::Index;
@@ -21,12 +21,12 @@ pub(super) enum Value<'a> {
     /// A list, whose elements are not needed.
     List,
     Dict(Vec<(Id, Id)>),
-    /// What `callable(*args)` would be.
+    /// The result of `callable(*args)`.
     Object {
         callable: Id,
         args: Id,
     },
-    /// What is kept outside of the pickle: in PyTorch's files, a storage.
+    /// An object outside the pickle: in PyTorch's files, a storage.
     Persistent(Id),
     None,
     /// A boolean, a float, an integer of more than 64 bits, or a text that is not Unicode.
@@ -71,20 +71,20 @@ impl<'a> Index<Id> for Pickle<'a> {
     }
 }
 
-/// The machine that a pickle is a program for.
+/// The stack machine that executes a pickle.
 #[derive(Default)]
 struct Reader<'a> {
-    /// What has not been read yet.
+    /// The bytes that have not been read yet.
     rest: &'a [u8],
     values: Vec<Value<'a>>,
     stack: Vec<Id>,
-    /// How high the stack was at each mark.
+    /// The height of the stack at each mark.
     marks: Vec<usize>,
     memo: HashMap<u32, Id>,
 }
 
 impl<'a> Reader<'a> {
-    /// Runs an opcode; the last one returns what the pickle holds.
+    /// Executes an opcode; the last one returns the pickle's value.
     fn step(&mut self) -> Checked<Option<Id>> {
         match self.array::<1>()?[0] {
             // PROTO
@@ -147,7 +147,7 @@ impl<'a> Reader<'a> {
             }
             opcode @ (b'h' | b'j') => {
                 let key = self.memo_key(opcode == b'j')?;
-                self.stack.push(*self.memo.get(&key).ok_or("it points to what is not there")?);
+                self.stack.push(*self.memo.get(&key).ok_or("it refers to a missing value")?);
             }
 
             // EMPTY_TUPLE, TUPLE, TUPLE1, TUPLE2, TUPLE3
@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
                 let id = self.pop()?;
                 self.push(Value::Persistent(id));
             }
-            opcode => return Err(format!("opcode {opcode:#04x} is not known")),
+            opcode => return Err(format!("opcode {opcode:#04x} is unknown")),
         }
         Ok(None)
     }
@@ -238,8 +238,8 @@ impl<'a> Reader<'a> {
         Ok(self.stack.split_off(mark))
     }
 
-    /// Adds keys and values, by turns, to the dict on the stack. Another object that has items is a dict, too: it is of a
-    /// subclass.
+    /// Adds alternating keys and values to the dict on the stack. Any other object with items counts as an instance
+    /// of a dict subclass.
     fn set_items(&mut self, items: &[Id]) -> Checked<()> {
         let target = self.top()?;
         if !items.len().is_multiple_of(2) {
@@ -249,7 +249,7 @@ impl<'a> Reader<'a> {
         match &mut self.values[target] {
             Value::Dict(entries) => entries.extend(pairs),
             object @ Value::Object { .. } => *object = Value::Dict(pairs.collect()),
-            _ => return Err("what is no dict has items".to_string()),
+            _ => return Err("an object other than a dict has items".to_string()),
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ const MOST_DIMENSIONS: usize = 64;
 /// The longest key of a storage. PyTorch numbers them.
 const LONGEST_KEY: usize = 255;
 
-/// What a tensor shows of a storage: `torch.as_strided`'s arguments, in elements.
+/// A tensor's view of a storage: `torch.as_strided`'s arguments, in elements.
 pub(super) struct View<'a> {
     pub(super) storage: &'a str,
     pub(super) dtype: DType,
@@ -18,22 +18,22 @@ pub(super) struct View<'a> {
     strides: Vec<usize>,
 }
 
-/// Where in its storage a view is, in elements.
+/// The extent of a view in its storage, in elements.
 pub(super) struct Extent {
     pub(super) start: usize,
-    /// Behind the last element.
+    /// The position after the last element.
     pub(super) end: usize,
-    /// How many elements the view has.
+    /// The number of elements in the view.
     pub(super) count: usize,
-    /// Whether they lie there one after the other.
+    /// Whether the elements are contiguous in the storage.
     pub(super) is_contiguous: bool,
 }
 
 impl<'a> View<'a> {
-    /// The tensor that the value `id` is, if it is one.
+    /// The tensor that the value `id` describes, if it describes one.
     pub(super) fn of(pickle: &Pickle<'a>, id: Id) -> Checked<Option<Self>> {
         let Value::Object { mut callable, mut args } = pickle[id] else { return Ok(None) };
-        // A tensor may be wrapped, as a parameter or with a subclass, and that again, but not often.
+        // A tensor may be wrapped, as a parameter or a subclass, possibly more than once, but not often.
         for _ in 0..8 {
             let (Value::Class { module, name }, Value::Tuple(items)) = (&pickle[callable], &pickle[args]) else {
                 return Ok(None);
@@ -46,7 +46,7 @@ impl<'a> View<'a> {
                     }
                     return Self::of_storage(pickle, None, [*storage, *offset, *shape, *strides]).map(Some);
                 }
-                // Of a dtype that is newer than the classes of storages.
+                // A dtype that is newer than the storage classes.
                 (
                     "torch._utils",
                     "_rebuild_tensor_v3",
@@ -81,7 +81,7 @@ impl<'a> View<'a> {
         Err(damaged())
     }
 
-    /// Without a `dtype`, the class of the storage says which it is.
+    /// Without a `dtype`, the storage's class determines it.
     fn of_storage(pickle: &Pickle<'a>, dtype: Option<DType>, arguments: [Id; 4]) -> Checked<Self> {
         let [storage, offset, shape, strides] = arguments;
         let Value::Persistent(storage) = pickle[storage] else { return Err(damaged()) };
@@ -123,7 +123,7 @@ impl<'a> View<'a> {
         Ok(Self { storage: key, dtype, shape, offset, strides })
     }
 
-    /// What it takes in memory besides the values, as it is here and as a tensor; about.
+    /// The approximate memory of a view and its tensor, without the values.
     pub(super) fn description_bytes(&self) -> u64 {
         512 + 32 * self.shape.len() as u64
     }
@@ -131,7 +131,7 @@ impl<'a> View<'a> {
     /// Its extent in a storage of `held` bytes. The tensor may have `limit` bytes.
     pub(super) fn extent(&self, held: u64, limit: u64) -> Checked<Extent> {
         let size = self.dtype.size_in_bytes();
-        // candle multiplies dimensions without looking, also where one of them is zero.
+        // candle multiplies dimensions without overflow checks, even if one of them is zero.
         let all = self.shape.iter().try_fold(1usize, |all, dim| all.checked_mul((*dim).max(1)));
         let count = if self.shape.contains(&0) { all.map(|_| 0) } else { all };
         let length = count.and_then(|count| count.checked_mul(size)).filter(|length| *length as u64 <= limit);
@@ -147,7 +147,7 @@ impl<'a> View<'a> {
         });
         let end = reach.and_then(|reach| reach.checked_add(self.offset)).ok_or_else(damaged)?;
         if end.checked_mul(size).is_none_or(|end| end as u64 > held) {
-            return Err(format!("it lies outside of its storage, which has {held} bytes"));
+            return Err(format!("it lies outside its storage, which has {held} bytes"));
         }
         Ok(Extent { start: self.offset, end, count, is_contiguous: self.is_contiguous() })
     }
@@ -181,7 +181,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Metadata says that the values of a tensor differ from those of its storage: negated, or conjugated.
+/// Metadata may say that a tensor's values are its storage's, negated or conjugated.
 fn check_metadata(pickle: &Pickle, metadata: Id) -> Checked<()> {
     let names: Vec<&str> = match &pickle[metadata] {
         Value::None => return Ok(()),
@@ -190,7 +190,7 @@ fn check_metadata(pickle: &Pickle, metadata: Id) -> Checked<()> {
         _ => Vec::new(),
     };
     let names = names.join(", ");
-    Err(format!("its values are not those of its storage ({names}): save `tensor.resolve_neg().resolve_conj()`"))
+    Err(format!("its values differ from its storage's by {names}: save `tensor.resolve_neg().resolve_conj()`"))
 }
 
 fn damaged() -> String {

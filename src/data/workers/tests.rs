@@ -2,6 +2,7 @@ use crate::Result;
 use crate::data::*;
 use crate::error::Error;
 use crate::seed::Generator;
+use candle_core::Tensor;
 use rayon::prelude::*;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,18 +25,18 @@ impl<T: Send, F: Fn(usize) -> T + Send + Sync> Dataset for Samples<F> {
 }
 
 /// A loader of one rank, in the order of the dataset.
-fn loader<D: Dataset + 'static, T: Send + 'static, C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static>(
+fn loader<D: Dataset + 'static, T: Batch + Send + 'static, C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static>(
     dataset: D,
     (num_workers, prefetch_factor, batch_size): (usize, usize, usize),
     collate: C,
-) -> StatefulDataLoader<D, C>
+) -> DataLoader<D, T>
 where
     D::Sample: 'static,
 {
     let options = SamplerOptions { shuffle: false, ..Default::default() };
-    let sampler = DistributedSampler::new(dataset.len(), 1, 0, options).unwrap();
+    let sampler = DistributedSampler::new(dataset.len(), 0, 1, options).unwrap();
     let options = LoaderOptions { batch_size, num_workers, prefetch_factor, ..Default::default() };
-    StatefulDataLoader::new(dataset, sampler, options, collate).unwrap()
+    DataLoader::from_sampler(dataset, sampler, options, collate).unwrap()
 }
 
 /// Waits until something has happened, and fails if it never does.
@@ -116,11 +117,22 @@ fn dropping_the_iterator_waits_for_nobody_and_ends_the_workers() {
     assert_eq!(reading.load(Ordering::SeqCst), 4, "a worker has read on");
 }
 
+/// A sample that keeps a token.
+struct Held {
+    _token: Arc<()>,
+}
+
+impl Batch for Held {
+    fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(self)
+    }
+}
+
 #[test]
 fn workers_that_wait_for_room_end_as_well() {
     let token = Arc::new(());
     let held = token.clone();
-    let loader = loader(Samples(1000, move |_| held.clone()), (3, 1, 1), Ok);
+    let loader = loader(Samples(1000, move |_| Held { _token: held.clone() }), (3, 1, 1), Ok);
     let batches = loader.iter();
     let ready = batches.len();
     assert_eq!(ready, 1000);
@@ -169,7 +181,7 @@ fn errors_and_panics_name_the_sample() {
             Ok(36),
         ];
         assert_eq!(results, expected.map(|result| result.map_err(str::to_string)));
-        assert_eq!(loader.epoch(), 1);
+        assert_eq!(loader.current_epoch(), 1);
     }
 }
 
@@ -194,7 +206,7 @@ fn workers_do_not_compute_on_the_threads_of_training() {
 #[test]
 fn batches_are_made_by_workers_and_wait_for_delivery() {
     let dataset = Samples(6, |index| index);
-    let order = DistributedSampler::new(6, 1, 0, SamplerOptions { shuffle: false, ..Default::default() }).unwrap();
+    let order = DistributedSampler::new(6, 0, 1, SamplerOptions { shuffle: false, ..Default::default() }).unwrap();
     let options = LoaderOptions { batch_size: 4, num_workers: 1, ..Default::default() };
     let collate = |samples: Vec<usize>| Ok((samples, std::thread::current().id()));
     let recipe = super::Recipe { dataset: Arc::new(dataset), collate, seed: 0, epoch: 0, rank: 0 };

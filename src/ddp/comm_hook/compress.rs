@@ -15,7 +15,7 @@ pub struct AllReduce {
 /// Sends gradients as f16 and converts the mean back: PyTorch's `fp16_compress_hook`.
 ///
 /// Values above 65504 after division by the number of ranks become infinite, and values below 6e-8 become zero. A
-/// [`GradScaler`](crate::GradScaler) helps with both.
+/// [`GradScaler`](crate::amp::GradScaler) helps with both.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fp16Compress {
     bytes: u64,

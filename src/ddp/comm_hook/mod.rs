@@ -19,7 +19,7 @@
 //! # fn main() -> candle_ddp::Result<()> {
 //! candle_ddp::spawn(2, |pg| {
 //!     let build = |vb| linear(64, 32, vb);
-//!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+//!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
 //!     ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions { start_iter: 2, ..Default::default() })?)?;
 //!     for _ in 0..4 {
 //!         let x = Tensor::randn(0f32, 1.0, (8, 64), pg.device())?;
@@ -34,9 +34,9 @@
 //! ```
 //!
 //! # Writing a hook
-//! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and returns a [`HookWork`]
-//! that says what follows them. `backward` returns the bucket's final contents. This hook adds noise to what leaves the
-//! rank:
+//! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and returns a
+//! [`HookWork`] that says what follows them. `backward` returns the bucket's final contents. This hook adds noise to
+//! the gradients that leave the rank:
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
@@ -69,7 +69,7 @@
 //! # fn main() -> Result<()> {
 //! candle_ddp::spawn(2, |pg| {
 //!     let build = |vb| linear(4, 1, vb);
-//!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+//!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
 //!     ddp.register_comm_hook(Noise { scale: 1e-3 })?;
 //!     let x = Tensor::ones((8, 4), DType::F32, pg.device())?;
 //!     let grads = ddp.backward(&ddp.forward(&x)?.mean_all()?)?;
@@ -89,7 +89,7 @@
 //!   ones for the same bucket, and one bucket's next stage is computed while others are in flight. Only first stages
 //!   overlap the backward pass.
 //! - **Parameters that a rank did not use** are zeros in its bucket. DDP sends which rank used which parameter
-//!   separately: one small all-reduce per backward pass, with one byte per parameter. So a parameter that no rank used
+//!   separately: one small all-reduce per backward pass, with one byte per parameter and one more. So a parameter that no rank used
 //!   has no gradient with any hook, and the hook's result for it is dropped.
 //! - **Buckets change once**, after the first synchronised backward pass, when the order of the gradients is known.
 //!   Keep state between passes by parameter name ([`GradBucket::names`]), as the hooks here do; PyTorch's hooks start
@@ -154,7 +154,11 @@ pub trait CommHook: Sized + Send + 'static {
         match state.keys().min() {
             Some(key) => Err(Error::parameter(
                 key,
-                format!("{} has no state: this is the state of another hook", self.describe()),
+                format!(
+                    "the hook {} has no state, so this state must be from another hook: register that hook, or do \
+                         not load its state",
+                    self.describe()
+                ),
             )),
             None => Ok(()),
         }
@@ -165,7 +169,8 @@ pub trait CommHook: Sized + Send + 'static {
 fn of_another_model(name: &str) -> Error {
     Error::parameter(
         name,
-        "the communication hook's state for it has another shape or dtype: the state is of another model",
+        "the communication hook's state for this parameter has another shape or dtype: load the state that was saved \
+         with this model",
     )
 }
 
@@ -189,7 +194,7 @@ impl<H> HookWork<H> {
         Self { works: works.into_iter().collect(), then: None }
     }
 
-    /// Once `works` are complete, `next` gets the hook, the bucket and the group, and returns what follows. Move
+    /// Once `works` are complete, `next` gets the hook, the bucket and the group, and returns the next stage. Move
     /// tensors that `works` read or write into `next`, to keep them alive.
     pub fn then(
         works: impl IntoIterator<Item = Work>,
@@ -205,7 +210,7 @@ impl<H> HookWork<H> {
 
 impl<H> fmt::Debug for HookWork<H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HookWork").field("works", &self.works.len()).field("goes_on", &self.then.is_some()).finish()
+        f.debug_struct("HookWork").field("works", &self.works.len()).field("has_next", &self.then.is_some()).finish()
     }
 }
 
@@ -246,11 +251,17 @@ impl GradBucket {
     }
 
     /// Copies `values` into the buffer and converts them to its dtype. `values` must have as many elements, a
-    /// floating-point dtype, and storage of its own.
+    /// floating-point dtype, and its own storage.
     pub fn set_buffer(&self, values: &Tensor) -> Result<()> {
         let (count, expected) = (values.elem_count(), self.buffer.elem_count());
         if count != expected {
-            return Err(Error::invalid("values", format!("{count} elements for a bucket of {expected}")));
+            return Err(Error::invalid(
+                "values",
+                format!(
+                    "it must have as many elements as the bucket, {expected}, but \
+                                                         has {count}"
+                ),
+            ));
         }
         Ok(copy::copy(&self.buffer, &values.flatten_all()?)?)
     }
@@ -267,7 +278,8 @@ impl GradBucket {
 pub struct CommHookTraffic {
     /// The size in bytes of all gradients passed to the hook since it was registered.
     pub gradient_bytes: u64,
-    /// The bytes that this rank passed to collectives for them, including one byte per parameter for the used flags.
+    /// The bytes that this rank passed to collectives for them, including one byte per parameter for the used flags, and one for
+    /// requests to stop.
     /// None if the hook does not count them.
     pub bytes_sent: Option<u64>,
 }

@@ -2,7 +2,7 @@
 use crate::Result;
 use candle_core::{D, Tensor};
 
-/// The share of a row's length that must remain after the earlier rows are projected out; less than that is rounding
+/// The share of a row's length that must remain after the earlier rows are projected out; anything below is rounding
 /// error.
 const INDEPENDENT: f64 = 1e-6;
 
@@ -21,7 +21,7 @@ pub(super) fn orthonormal(rows: &Tensor, epsilon: f64) -> Result<Tensor> {
         let before = length(&row)?;
         if !basis.is_empty() {
             let basis = Tensor::cat(&basis, 0)?;
-            // The second pass removes what rounding left.
+            // The second pass removes the rounding errors of the first.
             for _ in 0..2 {
                 row = (&row - row.matmul(&basis.t()?)?.matmul(&basis)?)?;
             }

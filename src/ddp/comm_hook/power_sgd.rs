@@ -59,7 +59,7 @@ impl Default for PowerSgdOptions {
 /// Differences from PyTorch: the state is kept by parameter, so it survives the rebuilding of the buckets and
 /// compression may begin with the first pass. A gradient that is zero (such as that of an unused parameter) or of lower
 /// rank than the approximation gives zeros, where PyTorch gives NaN or noise. An infinite or NaN gradient, which a
-/// [`GradScaler`](crate::GradScaler) detects in the result, does not enter the state. When the scaler changes its
+/// [`GradScaler`](crate::amp::GradScaler) detects in the result, does not enter the state. When the scaler changes its
 /// scale, errors kept from earlier passes keep the old scale.
 ///
 /// Every rank calculates P·Qᵀ itself, so ranks on different kinds of processors may differ in the last bits.
@@ -117,13 +117,17 @@ impl PowerSgd {
     pub fn new(options: PowerSgdOptions) -> Result<Self> {
         let PowerSgdOptions { min_compression_rate: rate, orthogonalization_epsilon: epsilon, .. } = options;
         if options.matrix_approximation_rank == 0 {
-            return Err(Error::invalid("matrix_approximation_rank", "0 would keep nothing: use at least 1"));
+            return Err(Error::invalid(
+                "matrix_approximation_rank",
+                "it must be at least 1: 0 would discard every \
+                                                                    gradient",
+            ));
         }
         if rate.is_nan() || rate <= 0.0 {
-            return Err(Error::invalid("min_compression_rate", format!("{rate} is not a factor: it must be above 0")));
+            return Err(Error::invalid("min_compression_rate", format!("it must be above 0, not {rate}")));
         }
         if !(epsilon >= 0.0 && epsilon.is_finite()) {
-            let reason = format!("{epsilon} cannot be added to a length: it must be 0 or more");
+            let reason = format!("it must be at least 0, not {epsilon}");
             return Err(Error::invalid("orthogonalization_epsilon", reason));
         }
         Ok(Self { options, iteration: 0, matrices: HashMap::new(), bytes: 0 })
@@ -139,7 +143,7 @@ impl PowerSgd {
         worth.then_some((rows, columns, rank))
     }
 
-    /// Computes P of all matrices in the bucket, and all-reduces it together with what is not compressed.
+    /// Computes P of all matrices in the bucket, and all-reduces it together with the uncompressed gradients.
     fn first_stage(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
         let dtype = if bucket.buffer().dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (mut matrices, mut others, mut parts) = (Vec::new(), Vec::new(), Vec::new());

@@ -28,7 +28,7 @@ impl Default for TopKOptions {
 /// nothing is lost (top-k sparsification with error feedback: Stich et al., 2018).
 ///
 /// Kept elements arrive late and in bursts. Optimizers like Adam, which divide by a mean of past squares, handle this
-/// badly if too little is sent: watch the loss, and raise `ratio` if it jumps. When a [`GradScaler`](crate::GradScaler)
+/// badly if too little is sent: watch the loss, and raise `ratio` if it jumps. When a [`GradScaler`](crate::amp::GradScaler)
 /// changes its scale, elements kept from earlier passes keep the old scale.
 ///
 /// Every rank receives the elements of all ranks, so this pays off if `ratio` × the number of ranks is well below one
@@ -49,12 +49,12 @@ impl TopK {
     pub fn new(options: TopKOptions) -> Result<Self> {
         let ratio = options.ratio;
         if !(ratio > 0.0 && ratio <= 1.0) {
-            return Err(Error::invalid("ratio", format!("{ratio} is not a share: it must be above 0 and at most 1")));
+            return Err(Error::invalid("ratio", format!("it must be above 0 and at most 1, not {ratio}")));
         }
         Ok(Self { options, left: HashMap::new(), bytes: 0 })
     }
 
-    /// Adds what was left from the last pass.
+    /// Adds the elements kept from earlier passes.
     fn add_left(&mut self, bucket: &GradBucket, values: &mut [f32]) -> Result<()> {
         let mut rest = values;
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
@@ -70,7 +70,7 @@ impl TopK {
         Ok(())
     }
 
-    /// Keeps what was not sent. Non-finite values are dropped, since they would stay non-finite.
+    /// Keeps the elements that were not sent. Non-finite values are dropped, since they would stay non-finite.
     fn keep(&mut self, bucket: &GradBucket, values: &[f32]) {
         let mut rest = values;
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
@@ -130,7 +130,7 @@ impl CommHook for TopK {
         Some(self.bytes)
     }
 
-    /// For each parameter, a one-dimensional tensor of what was not sent.
+    /// For each parameter, a one-dimensional tensor of the elements that were not sent.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin(KIND)?;
         for (name, left) in &self.left {

@@ -5,7 +5,8 @@ mod strategy;
 pub(crate) use state::Gradient;
 
 use crate::backend::Label;
-use crate::ddp::bucket::{Bucket, BucketCaps, ParameterInfo};
+use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
+use crate::ddp::count;
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
 use crate::ddp::reduction::Reduction;
@@ -29,13 +30,17 @@ pub(crate) struct Reducer {
     trace: OnceLock<Arc<Trace>>,
 }
 
-/// What a reducer knows of the backward pass that is running.
+/// A reducer's part of the running backward pass.
 pub(crate) struct Part {
     pub(crate) synchronises: bool,
     pub(crate) adds_up: bool,
+    /// This rank's count, if the pass is weighted.
+    pub(crate) count: Option<f64>,
+    /// The count of all ranks with what has accumulated, known once all buckets are reduced.
+    pub(crate) total: Option<f64>,
     /// Whether the program still holds the gradients of the last pass.
     pub(crate) is_held: bool,
-    /// The ranks that have gradients of their own.
+    /// The ranks that have their own gradients.
     pub(crate) active: Active,
     /// The reducer whose buckets are sent after this one's.
     pub(crate) successor: Option<Arc<Reducer>>,
@@ -120,6 +125,7 @@ impl Reducer {
     pub(crate) fn prepare_for_backward(&self) -> Result<()> {
         self.with_part(|part| {
             let mut state = self.lock();
+            state.check_accumulated(part.count.is_some())?;
             state.begun = true;
             if self.trace().is_some() {
                 self.groups.main().measure_spans()?;
@@ -148,14 +154,19 @@ impl Reducer {
     pub(crate) fn discard(&self) {
         self.end();
         let mut state = self.lock();
-        state.accumulated.fill(false);
+        state.clear_accumulated();
         state.reduction.discard();
+    }
+
+    /// Whether a pass that is weighted, or not, may add to what has accumulated under `no_sync`.
+    pub(crate) fn check_accumulated(&self, weighted: bool) -> Result<()> {
+        self.lock().check_accumulated(weighted)
     }
 
     /// Runs `work` on this model's part in the backward pass.
     fn with_part<T>(&self, work: impl FnOnce(&mut Part) -> Result<T>) -> Result<T> {
-        let reason = "its backward pass has ended before all gradients were there: zero_grad must not be called while one \
-                      is running";
+        let reason = "its backward pass ended before all gradients had arrived: do not call zero_grad during a \
+                      backward pass";
         work(lock(&self.part).as_mut().ok_or_else(|| Error::invalid("models", reason))?)
     }
 
@@ -201,11 +212,11 @@ impl Reducer {
         if gradient.shape() != &parameter.shape || gradient.dtype() != parameter.arrives_as {
             let expected = crate::error::describe(parameter.arrives_as, &parameter.shape);
             let got = crate::error::describe(gradient.dtype(), gradient.shape());
-            return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
+            return Err(Error::parameter(&parameter.name, format!("its gradient must be {expected}, not {got}")));
         }
         if state.buckets[bucket].arrived[slot] {
-            let reason = "its gradient came twice in one backward pass: an operation runs a backward pass of its own \
-                          through this parameter. To compute activations again, use candle_ddp::nn::checkpoint";
+            let reason = "its gradient came twice in one backward pass, because an operation runs its own backward \
+                          pass through this parameter: to recompute activations, use candle_ddp::nn::checkpoint";
             return Err(Error::parameter(&parameter.name, reason));
         }
         let scale = if part.synchronises { state.reduction.scale(part.active.divisor()) } else { 1.0 };
@@ -218,7 +229,7 @@ impl Reducer {
         self.launch_full_buckets(part, state)
     }
 
-    /// Sends every full bucket whose turn has come, strictly in order, so that all ranks agree.
+    /// Sends every full bucket whose turn has come, strictly in order, so that all ranks send in the same order.
     fn launch_full_buckets(&self, part: &mut Part, state: &mut State) -> Result<()> {
         while part.is_open && state.buckets.get(part.next).is_some_and(|bucket| bucket.missing == 0) {
             self.launch(part, state, None)?;
@@ -235,9 +246,10 @@ impl Reducer {
         if state.nan_check {
             state.check_finite(number, self.groups.main().rank())?;
         }
+        let message = self.message(part, state);
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
         let group = self.groups.of(bucket.tensor.device());
-        bucket.label.during(|| reduction.launch(number, bucket, used, group, self.trace()))?;
+        bucket.label.during(|| reduction.launch(number, bucket, used, message, group, self.trace()))?;
         part.next += 1;
         Ok(())
     }
@@ -265,29 +277,54 @@ impl Reducer {
             let mut state = self.lock();
             if !part.synchronises {
                 state.buckets.iter_mut().try_for_each(Bucket::flush)?;
-                return state.gradients(&state.accumulated);
+                state.accumulated_count = state.own_count(part.count);
+                return state.gradients(&state.accumulated, 1.);
             }
+            let message = self.message(part, &state);
             let State { reduction, buckets, .. } = &mut *state;
-            let usage = reduction.finish(buckets, &part.used, &self.groups, self.trace())?;
-            state.accumulated.fill(false);
+            let usage = reduction.finish(buckets, &part.used, message, &self.groups, self.trace())?;
+            state.clear_accumulated();
+            if let Some(flag) = state.stop_flag(usage.as_ref())? {
+                self.groups.main().carry_stop(flag);
+            }
+            part.total = message.count.map(|own| state.total_count(usage.as_ref(), own)).transpose()?;
+            let factor = self.factor(part, &state);
             self.agree_on_order(part, &mut state)?;
             for (index, used) in part.used.iter_mut().enumerate() {
                 // Only a rank that did not contribute must read the flags.
                 *used = *used || state.anybody_used(usage.as_ref(), index)?;
             }
             if let Reduction::Shard(reduction) = &mut state.reduction {
-                reduction.set_pending(part.used.clone());
+                reduction.set_pending(part.used.clone(), factor);
                 return Ok(part.used.iter().map(|_| Gradient::Absent).collect());
             }
-            state.gradients(&part.used)
+            state.gradients(&part.used, factor)
         })
     }
 
-    /// Call after a synchronised backward pass: in the first one, a parameter that no rank used is an error on all ranks,
-    /// unless the options allow it.
-    pub(crate) fn check_used(&self) -> Result<()> {
+    /// What this rank tells the others.
+    fn message(&self, part: &Part, state: &State) -> Message {
+        Message { is_stop_asked: self.groups.main().is_stop_asked(), count: state.own_count(part.count) }
+    }
+
+    /// The factor that makes the reduced gradients the mean over everything that was counted; 1 if nothing was.
+    fn factor(&self, part: &Part, state: &State) -> f64 {
+        match part.total {
+            Some(total) if count::is_usable(total) => {
+                state.reduction.divisor(part.active.divisor(), self.world_size()) as f64 / total
+            }
+            _ => 1.,
+        }
+    }
+
+    /// Call after a synchronised backward pass. It is an error on all ranks if nothing was counted, and in the first pass
+    /// a parameter that no rank used, unless the options allow it.
+    pub(crate) fn check_result(&self) -> Result<()> {
         self.with_part(|part| {
             let mut state = self.lock();
+            if let Some(total) = part.total.filter(|total| !count::is_usable(*total) && !state.is_local()) {
+                return Err(Error::NothingCounted { total });
+            }
             if !state.trained {
                 state.check_used(&part.used)?;
                 state.trained = true;
@@ -335,8 +372,8 @@ impl Reducer {
         let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
             rank: part.active.root(),
             reason: format!(
-                "what it sent is not an order of {} parameters: all ranks of a group must make the same calls in the \
-                 same order",
+                "it did not send an order of {} parameters: all ranks of a group must make the same calls in the same \
+                 order",
                 state.parameters.len()
             ),
         })?;

@@ -16,12 +16,14 @@ pub(super) struct State {
     pub(super) slot_of: Vec<(usize, usize)>,
     /// Whether a backward pass has begun.
     pub(super) begun: bool,
-    /// Whether the first synchronised backward pass is complete, and used what it should.
+    /// Whether the first synchronised backward pass is complete and used all required parameters.
     pub(super) trained: bool,
     /// How buckets are reduced.
     pub(super) reduction: Reduction,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     pub(super) accumulated: Vec<bool>,
+    /// The sum of the counts of those passes, if they were weighted.
+    pub(super) accumulated_count: Option<f64>,
     pub(super) rebuild: Rebuild,
 }
 
@@ -73,9 +75,9 @@ impl State {
         renewed
     }
 
-    /// The contents of the buckets for each of the `present` parameters, in registration order.
-    pub(super) fn gradients(&self, present: &[bool]) -> Result<Vec<Gradient>> {
-        let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters));
+    /// The contents of the buckets times `factor` for each of the `present` parameters, in registration order.
+    pub(super) fn gradients(&self, present: &[bool], factor: f64) -> Result<Vec<Gradient>> {
+        let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters, factor));
         let converted = converted.collect::<Result<Vec<_>>>()?;
         let gradient = |(&(bucket, slot), present): (&(usize, usize), &bool)| match present {
             true => Gradient::Present(converted[bucket][slot].clone()),
@@ -88,15 +90,15 @@ impl State {
     pub(super) fn check_finite(&self, number: usize, rank: usize) -> Result<()> {
         let Some((parameter, value)) = self.buckets[number].first_not_finite()? else { return Ok(()) };
         let reason = format!(
-            "its gradient on rank {rank} has {value} in it (DdpOptions.nan_check): look at the inputs and the loss of that \
-             rank, or lower the learning rate"
+            "its gradient on rank {rank} contains {value} (DdpOptions.nan_check): look at the inputs and the loss of \
+             that rank, or lower the learning rate"
         );
         Err(Error::parameter(&self.parameters[parameter].name, reason))
     }
 
-    /// Returns an error if no rank `used` a parameter that the options want to be used.
+    /// Returns an error if no rank `used` a parameter that the options do not allow to be unused.
     pub(super) fn check_used(&self, used: &[bool]) -> Result<()> {
-        if matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local()) {
+        if self.is_local() {
             return Ok(()); // Ranks do not know what the others used.
         }
         let unused = self.parameters.iter().zip(used).filter(|(own, used)| !**used && !own.may_be_unused);
@@ -107,7 +109,58 @@ impl State {
         }
     }
 
-    /// Whether any rank used a parameter that this one did not. `usage` is what the reduction has sent about that.
+    /// Whether a communication hook leaves each rank alone.
+    pub(super) fn is_local(&self) -> bool {
+        matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local())
+    }
+
+    /// This rank's `count` in a weighted pass, with what has accumulated.
+    pub(super) fn own_count(&self, count: Option<f64>) -> Option<f64> {
+        count.map(|count| count + self.accumulated_count.unwrap_or(0.))
+    }
+
+    /// Forgets what has accumulated under `no_sync`.
+    pub(super) fn clear_accumulated(&mut self) {
+        self.accumulated.fill(false);
+        self.accumulated_count = None;
+    }
+
+    /// Returns an error if gradients have accumulated that a pass which is weighted, or not, cannot add to.
+    pub(super) fn check_accumulated(&self, weighted: bool) -> Result<()> {
+        if !self.accumulated.contains(&true) || self.accumulated_count.is_some() == weighted {
+            return Ok(());
+        }
+        let (now, before) = match weighted {
+            true => ("backward_weighted", "backward"),
+            false => ("backward", "backward_weighted"),
+        };
+        let reason = format!(
+            "{now} cannot add to gradients that {before} has accumulated under no_sync: call the same method for all \
+             micro-batches of a step, or zero_grad() to drop the earlier ones"
+        );
+        Err(Error::invalid("models", reason))
+    }
+
+    /// The count of all ranks in a weighted pass, in which `own` is this rank's.
+    pub(super) fn total_count(&self, usage: Option<&Usage>, own: f64) -> Result<f64> {
+        match (&self.reduction, usage) {
+            (Reduction::AllReduce, _) => self.buckets.first().map_or(Ok(own), Bucket::total_count),
+            (_, Some(usage)) => usage.total_count(),
+            // A local hook sends nothing.
+            (_, None) => Ok(own),
+        }
+    }
+
+    /// Above zero if any rank was asked to stop; None if nothing was sent.
+    pub(super) fn stop_flag(&self, usage: Option<&Usage>) -> Result<Option<Tensor>> {
+        match (&self.reduction, usage) {
+            (Reduction::AllReduce, _) => self.buckets.first().map(Bucket::stop_flag).transpose(),
+            (_, usage) => usage.map(Usage::stop_flag).transpose(),
+        }
+    }
+
+    /// Whether any rank used a parameter that this one did not. `usage` is the reduction's own exchange, if the
+    /// buckets carry no flags.
     pub(super) fn anybody_used(&self, usage: Option<&Usage>, index: usize) -> Result<bool> {
         match (&self.reduction, usage) {
             (Reduction::AllReduce, _) => {

@@ -13,11 +13,15 @@ impl Reducer {
     pub(crate) fn check_comm_hook(&self) -> Result<()> {
         let state = self.lock();
         let reason = match state.reduction {
-            Reduction::Hook(_) => "there is one already, and it cannot be replaced",
-            Reduction::Shard(_) => {
-                "a ZeroRedundancyOptimizer has the gradients reduce-scattered: it and a hook exclude each other"
+            Reduction::Hook(_) => {
+                "the model already has a communication hook, which cannot be replaced: register a \
+                                   hook once"
             }
-            Reduction::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
+            Reduction::Shard(_) => {
+                "a ZeroRedundancyOptimizer reduces the gradients, and cannot be combined with a communication hook: \
+                 use another optimizer, or no hook"
+            }
+            Reduction::AllReduce if state.begun => "it must be registered before the first backward pass",
             Reduction::AllReduce => return Ok(()),
         };
         Err(Error::invalid("comm_hook", reason))
@@ -58,15 +62,17 @@ impl Reducer {
         let state = self.lock();
         let reason = match state.reduction {
             Reduction::Hook(_) => {
-                "a communication hook has its gradients: a ZeroRedundancyOptimizer and a hook exclude each other"
+                "a communication hook reduces its gradients, and cannot be combined with a ZeroRedundancyOptimizer: \
+                 use another optimizer, or no hook"
             }
-            Reduction::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
+            Reduction::Shard(_) => "another ZeroRedundancyOptimizer already reduces its gradients: drop that one first",
             Reduction::AllReduce if state.accumulated.contains(&true) => {
-                "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
+                "gradients are accumulating under no_sync: create the optimizer before that, or after the next \
+                 synchronised backward pass"
             }
             Reduction::AllReduce if self.groups.are_two() => {
-                "its variables are on the CPU and on a GPU, and a ZeroRedundancyOptimizer works on one device: use another \
-                 optimizer, or put all of the model on one device"
+                "a ZeroRedundancyOptimizer needs all variables on one device, but they are on the CPU and on a GPU: \
+                 use another optimizer, or put the whole model on one device"
             }
             Reduction::AllReduce => return Ok(()),
         };
@@ -118,7 +124,7 @@ impl Reducer {
     fn with_shards<T>(&self, work: impl FnOnce(&mut ShardReduction) -> Result<T>) -> Result<T> {
         match &mut self.lock().reduction {
             Reduction::Shard(reduction) => work(reduction),
-            _ => Err(Error::invalid("ddp", "its gradients are not sharded")),
+            _ => Err(Error::invalid("ddp", "its gradients are not sharded: create a ZeroRedundancyOptimizer for it")),
         }
     }
 }

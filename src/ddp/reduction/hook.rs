@@ -1,6 +1,6 @@
 //! Reduction of buckets by a communication hook.
 use crate::Result;
-use crate::ddp::bucket::{Bucket, ParameterInfo};
+use crate::ddp::bucket::{Bucket, Message, ParameterInfo};
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
 use crate::ddp::groups::Groups;
 use crate::ddp::usage::Usage;
@@ -25,11 +25,10 @@ impl HookReduction {
 
     pub(crate) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
         let view = |(index, bucket): (usize, &Bucket)| -> Result<GradBucket> {
-            let elements = bucket.tensor.elem_count() - bucket.members.len();
             Ok(GradBucket {
                 index,
                 is_last: index + 1 == buckets.len(),
-                buffer: bucket.tensor.narrow(0, 0, elements)?,
+                buffer: bucket.flat.clone(),
                 gradients: bucket.gradients.clone().into(),
                 names: bucket.members.iter().map(|member| parameters[*member].name.clone()).collect(),
             })
@@ -39,15 +38,21 @@ impl HookReduction {
     }
 
     /// Returns which parameters any rank used; None if nothing is sent.
-    pub(crate) fn finish(&mut self, used: &[bool], groups: &Groups, trace: Option<&Trace>) -> Result<Option<Usage>> {
+    pub(crate) fn finish(
+        &mut self,
+        used: &[bool],
+        message: Message,
+        groups: &Groups,
+        trace: Option<&Trace>,
+    ) -> Result<Option<Usage>> {
         if self.hook.is_local() {
             self.hook.finish(&self.buckets, groups, trace)?;
             return Ok(None);
         }
         // The used flags of all buckets travel together, separately from the hook, which may replace a bucket's
         // contents.
-        self.used_bytes += used.len() as u64;
-        let usage = Usage::send(used, groups.main())?;
+        let usage = Usage::send(used, message, groups.main())?;
+        self.used_bytes += usage.bytes();
         self.hook.finish(&self.buckets, groups, trace)?;
         usage.wait()?;
         Ok(Some(usage))

@@ -1,12 +1,11 @@
-//! Reduction of full buckets, and how all ranks learn who used which parameter.
+//! Reduction of full buckets, and the exchange of which rank used which parameter.
 pub(super) mod hook;
 pub(super) mod shard;
 
-use super::bucket::{self, Bucket, ParameterInfo};
+use super::bucket::{Bucket, Message, ParameterInfo};
 use super::groups::Groups;
 use super::usage::Usage;
 use crate::process_group::ProcessGroup;
-use crate::tensor::copy;
 use crate::trace::Trace;
 use crate::{ReduceOp, Result};
 use hook::HookReduction;
@@ -60,28 +59,30 @@ impl Reduction {
         }
     }
 
+    /// The number by which its results are sums over the ranks divided, if [`scale`](Self::scale) had this `divisor`.
+    pub(super) fn divisor(&self, divisor: usize, world_size: usize) -> usize {
+        match self {
+            Self::AllReduce | Self::Shard(_) => divisor,
+            Self::Hook(hook) if hook.is_local() => 1,
+            // A hook computes a mean over all ranks.
+            Self::Hook(_) => world_size,
+        }
+    }
+
     /// Sends the full bucket `number`. `used` says which members this rank used, if it missed any.
     pub(super) fn launch(
         &mut self,
         number: usize,
         bucket: &mut Bucket,
         used: Option<&[bool]>,
+        message: Message,
         group: &ProcessGroup,
         trace: Option<&Trace>,
     ) -> Result<()> {
         match self {
             Self::AllReduce => {
-                match used {
-                    None => copy::copy(&bucket.used_flags, &bucket.all_used)?,
-                    Some(used) => {
-                        let (scale, device) = (1.0 / group.world_size() as f64, bucket.tensor.device());
-                        copy::copy(
-                            &bucket.used_flags,
-                            &bucket::used_flags(used, scale, bucket.tensor.dtype(), device)?,
-                        )?;
-                    }
-                }
-                bucket.work = Some(group.all_reduce_async(&bucket.tensor, ReduceOp::Sum)?);
+                let work = group.all_reduce_async(bucket.seal(used, message, group)?, ReduceOp::Sum)?;
+                bucket.work = Some(work);
                 Ok(())
             }
             Self::Hook(hook) => hook.launch(number, group),
@@ -90,11 +91,12 @@ impl Reduction {
     }
 
     /// Waits until all buckets hold their results. `used` says which parameters this rank used, in registration order.
-    /// Returns which any rank used, unless the buckets' own flags tell.
+    /// Returns which any rank used, and the ranks' messages, unless the buckets themselves tell.
     pub(super) fn finish(
         &mut self,
         buckets: &[Bucket],
         used: &[bool],
+        message: Message,
         groups: &Groups,
         trace: Option<&Trace>,
     ) -> Result<Option<Usage>> {
@@ -110,8 +112,8 @@ impl Reduction {
                 }
                 Ok(None)
             }
-            Self::Hook(hook) => hook.finish(used, groups, trace),
-            Self::Shard(shard) => shard.finish(used, groups.main(), trace).map(Some),
+            Self::Hook(hook) => hook.finish(used, message, groups, trace),
+            Self::Shard(shard) => shard.finish(used, message, groups.main(), trace).map(Some),
         }
     }
 }

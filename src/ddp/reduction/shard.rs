@@ -1,6 +1,6 @@
 //! Reduction under ZeRO-1: each rank gets only the mean of its own part of each bucket.
 use crate::backend::Work;
-use crate::ddp::bucket::Bucket;
+use crate::ddp::bucket::{Bucket, Message};
 use crate::ddp::usage::Usage;
 use crate::kernels::Assignment;
 use crate::panic::lock;
@@ -95,7 +95,7 @@ impl Staging {
 pub(crate) struct ShardReduction {
     shards: Vec<Shard>,
     staging: Arc<Staging>,
-    /// The numbers of the buckets in flight, with this rank's parts.
+    /// The numbers of the buckets in flight, each with this rank's part.
     in_flight: VecDeque<(usize, Staged, Work)>,
     pending: Option<PendingGradients>,
     /// Earlier gradients, this rank's part of each bucket, to which those of the next pass are added.
@@ -154,8 +154,14 @@ impl ShardReduction {
     }
 
     /// Returns which parameters any rank used.
-    pub(crate) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<Usage> {
-        let usage = Usage::send(used, group)?;
+    pub(crate) fn finish(
+        &mut self,
+        used: &[bool],
+        message: Message,
+        group: &ProcessGroup,
+        trace: Option<&Trace>,
+    ) -> Result<Usage> {
+        let usage = Usage::send(used, message, group)?;
         while !self.in_flight.is_empty() {
             self.receive(trace)?;
         }
@@ -170,12 +176,12 @@ impl ShardReduction {
         Ok(usage)
     }
 
-    /// Records that the shards hold the gradients of the `present` parameters.
-    pub(crate) fn set_pending(&mut self, mut present: Vec<bool>) {
+    /// Records that the shards hold the gradients of the `present` parameters, to be multiplied by `scale`.
+    pub(crate) fn set_pending(&mut self, mut present: Vec<bool>, scale: f64) {
         if let Some((earlier, _)) = self.earlier.take() {
             present.iter_mut().zip(earlier.present).for_each(|(now, earlier)| *now |= earlier);
         }
-        self.pending = Some(PendingGradients { present, scale: 1. });
+        self.pending = Some(PendingGradients { present, scale });
     }
 
     pub(crate) fn pending(&mut self) -> Result<&mut PendingGradients> {

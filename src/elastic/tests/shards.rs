@@ -1,11 +1,11 @@
 //! Shards of ranks that are gone come from the ranks that mirror them.
 use super::{Training, state};
 use crate::Result;
+use crate::elastic::State;
 use crate::elastic::synchronise::synchronise;
-use crate::elastic::{Parts, State};
 use crate::process_group::{ProcessGroup, spawn};
 use crate::rendezvous::Store;
-use crate::state::StateDict;
+use crate::state::{Parts, StateDict};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -83,7 +83,7 @@ fn generation(
     (states.into_iter().map(|state| state.into_inner().unwrap()).collect(), errors.unwrap())
 }
 
-/// Restores the part as of commit `from`, and goes on to commit `to`.
+/// Restores the part as of commit `from`, and continues to commit `to`.
 fn go_on(from: u64, to: u64) -> impl Fn(&ProcessGroup, &mut State<Training>) -> Result<()> + Sync {
     move |pg, state| {
         let mut slice = Slice::new(pg);
@@ -91,7 +91,7 @@ fn go_on(from: u64, to: u64) -> impl Fn(&ProcessGroup, &mut State<Training>) -> 
         assert_eq!(slice.values, if from > 0 { slice.of(from) } else { vec![0.; slice.values.len()] });
         for commit in from + 1..=to {
             slice.values = slice.of(commit);
-            state.commit_with(&[("slice", &slice)])?;
+            state.commit_including(("slice", &mut slice))?;
         }
         Ok(())
     }
@@ -157,7 +157,7 @@ fn a_rank_that_is_ahead_goes_back_to_the_shards_that_all_have() {
             pg.abort("it is gone");
             return Ok(waited?);
         }
-        state.commit_with(&[("slice", &slice)])?;
+        state.commit_including(("slice", &mut slice))?;
         if pg.rank() == 5 { Ok(pg.store().set("ahead", b"")?) } else { Ok(()) }
     });
     let commits: Vec<u64> = states.iter().flatten().map(State::commits).collect();
@@ -174,7 +174,7 @@ fn what_two_neighbours_held_is_lost_and_all_ranks_say_so() {
     let (_, errors) = generation(states, go_on(2, 2));
     for error in errors {
         let error = error.unwrap();
-        assert!(error.contains("what rank 1 held in commit 2") && error.contains("checkpoint"), "{error}");
+        assert!(error.contains("the shard of rank 1 in commit 2") && error.contains("checkpoint"), "{error}");
     }
 }
 
@@ -183,7 +183,7 @@ fn a_commit_that_is_sharded_is_not_saved_by_one_rank() {
     let states = after(2, 1);
     let error = states[0].as_ref().unwrap().state_dict().unwrap_err().to_string();
     assert!(error.contains("save the parts themselves with a Checkpointer"), "{error}");
-    let (_, errors) = generation(states, |pg, state| state.commit_with(&[("model", &Slice::new(pg))]));
+    let (_, errors) = generation(states, |pg, state| state.commit_including(("model", &mut Slice::new(pg))));
     assert!(errors.iter().flatten().all(|error| error.contains("two parts have the name model")), "{errors:?}");
     assert_eq!(errors.iter().flatten().count(), 2);
 }

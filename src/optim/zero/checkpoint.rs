@@ -151,7 +151,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(dict)
     }
 
-    /// Loads what [`save_shards`](Self::save_shards) wrote in a world of any size. Every rank must call it and reads
+    /// Loads the files of [`save_shards`](Self::save_shards) from a world of any size. Every rank must call it and reads
     /// all files, one after the other.
     ///
     /// # Errors
@@ -164,7 +164,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(())
     }
 
-    /// Of what [`shard_dict`](Self::shard_dict) returned on the ranks of a world, in their order; empty ones are not needed.
+    /// Prepares a new state from the results of [`shard_dict`](Self::shard_dict) on the ranks of a world, in their order.
+    /// Ranks whose parts are not needed here may have an empty one.
     fn prepare_shards(&self, shards: &[Dict]) -> Result<Prepared> {
         let mut parts = Parts::default();
         let mut first = None;
@@ -179,8 +180,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             if *of_first != learning_rates {
                 log::warn!(
                     "ranks have saved different learning rates of a ZeroRedundancyOptimizer ({of_first:?} and \
-                     {learning_rates:?}): all ranks go on with those of the first. Set them by numbers that are the same on \
-                     all ranks"
+                     {learning_rates:?}): all ranks continue with those of the first. Set them from numbers that are the same \
+                     on all ranks"
                 );
             }
             for key in shard.keys().filter(|key| key.starts_with("state.")) {
@@ -193,7 +194,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             loader.finish()?;
         }
         let Some((learning_rates, steps)) = first else {
-            return Err(Error::invalid("shards", "there are none"));
+            return Err(Error::invalid("shards", "there must be at least one that is not empty"));
         };
         self.check_parts(&parts, shards.iter().all(|shard| !shard.is_empty()))?;
         self.prepare(steps, learning_rates, |index, name, start, elements| {
@@ -201,7 +202,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         })
     }
 
-    /// Every state is there (as a whole if `is_whole`), of the right dtype, and there is none too many.
+    /// Checks that every state is present (as a whole if `is_whole`) with the right dtype, and that there are no others.
     fn check_parts(&self, parts: &Parts, is_whole: bool) -> Result<()> {
         let mut known = std::collections::HashSet::new();
         for (index, options) in self.grouped() {
@@ -216,13 +217,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         match parts.0.keys().filter(|key| !known.contains(*key)).min() {
             Some(key) => Err(Error::parameter(
                 key,
-                "the shards contain it, but no parameter here has that name: they are of another model",
+                "the shards contain it, but no parameter here has that name: they belong to another model",
             )),
             None => Ok(()),
         }
     }
 
-    /// Prepares a new state from what `part(parameter, state, start, elements)` returns.
+    /// Prepares a new state from the results of `part(parameter, state, start, elements)`.
     fn prepare(
         &self,
         steps: HashMap<usize, u64>,
@@ -282,7 +283,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 }
 
-/// The whole state, as that of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so either of
+/// The whole state, equal to that of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so either of
 /// them can load the other's state, with any number of ranks.
 impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
     /// Returns the whole state on every rank; every rank must call it.
@@ -302,7 +303,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
         Ok(())
     }
 
-    /// What this rank has of the states, with the learning rates and the numbers of steps.
+    /// Returns this rank's parts of the states, with the learning rates and the numbers of steps.
     fn sharded_state_dict(&self) -> Result<Option<Dict>> {
         self.shard_dict().map(Some)
     }

@@ -22,7 +22,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # fn main() -> candle_ddp::Result<()> {
     /// # candle_ddp::spawn(2, |pg| {
     /// # let build = |vb| linear(4, 2, vb);
-    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
     /// # let batches = vec![Tensor::ones((8, 4), DType::F32, pg.device())?; 3 + pg.rank()];
     /// let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
     /// optimizer.join(&ddp, JoinOptions::default(), |optimizer| {
@@ -48,12 +48,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         body: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<Joined<T>> {
         if !std::sync::Arc::ptr_eq(&self.reducer, &ddp.reducer()) {
-            return Err(Error::invalid("ddp", "it is not the model that this optimizer trains"));
+            return Err(Error::invalid("ddp", "it must be the model that this optimizer trains"));
         }
         ddp.join_with(options, self, body, Self::shadow)
     }
 
-    /// Takes part in an operation of the ranks that have inputs. Returns false if it is none of this optimizer's.
+    /// Takes part in an operation of the ranks that have inputs. Returns false for an operation of the model alone.
     fn shadow(&mut self, operation: Operation, active: &Active) -> Result<bool> {
         match operation {
             Operation::Backward { .. } => return Ok(false),
@@ -86,8 +86,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
     }
 
-    /// Takes over what a rank with inputs has done since its backward pass: its learning rates, and by what it divided or
-    /// clipped gradients.
+    /// Copies the settings of a rank with inputs: its learning rates, and the factor by which it scaled and clipped its
+    /// gradients.
     fn take_over(&mut self, active: &Active) -> Result<()> {
         let settings = self.settings_of(active.root())?;
         self.reducer.scale_pending(settings[0] / self.reducer.pending()?.scale)?;

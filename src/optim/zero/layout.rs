@@ -1,7 +1,8 @@
 //! The parts of parameters that belong to this rank.
 use crate::ddp::Shard;
-use crate::optim::fused::{ParameterGroup, state_dtype_of};
-use crate::optim::rule::UpdateRule;
+use crate::optim::fused::state_dtype_of;
+use crate::optim::parameters::ParameterGroup;
+use crate::optim::rule::{self, UpdateRule};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 use std::collections::HashMap;
@@ -42,10 +43,11 @@ pub(super) struct Piece {
 pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[ParameterGroup<R>]) -> Result<Vec<Trained>> {
     let mut group_of = HashMap::new();
     for (number, group) in groups.iter().enumerate() {
-        group.options.check()?;
+        rule::check(&group.options)?;
+        check_pieces(&group.options)?;
         for (name, var) in &group.parameters {
             if !all.iter().any(|(_, known)| known.id() == var.id()) {
-                let reason = "DistributedDataParallel does not average its gradient: give it an optimizer of its own";
+                let reason = "DistributedDataParallel does not average its gradient: give it its own optimizer";
                 return Err(Error::parameter(name, reason));
             }
             state_dtype_of::<R>(name, var)?;
@@ -56,14 +58,27 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
     }
     let trained = all.into_iter().map(|(name, var)| {
         let Some(group) = group_of.get(&var.id()).copied() else {
-            let reason = "it is in no group, and no other optimizer gets its gradient: put it into one, or let \
-                          DdpOptions::is_ignored leave it to each rank";
+            let reason = "it is in no group, and no other optimizer gets its gradient: put it into one, or leave \
+                          it to each rank with Role::Ignored";
             return Err(Error::parameter(name, reason));
         };
         let flat = var.as_detached_tensor().flatten_all()?;
         Ok(Trained { name, var, flat, group, steps: 0 })
     });
     trained.collect()
+}
+
+/// Refuses rules that need whole parameters.
+fn check_pieces<R: UpdateRule>(rule: &R) -> Result<()> {
+    if R::ELEMENTWISE || rule.fused().is_some() {
+        return Ok(());
+    }
+    let reason = format!(
+        "{name} must be an element-wise rule, since each rank updates pieces of parameters: set \
+         UpdateRule::ELEMENTWISE if it is, or use FusedOptimizer<{name}>",
+        name = R::NAME
+    );
+    Err(Error::invalid("options", reason))
 }
 
 impl OwnShard {

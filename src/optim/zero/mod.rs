@@ -5,14 +5,16 @@ mod layout;
 mod shards;
 
 use super::clip::{self, NormType};
-use super::fused::ParameterGroup;
+use super::kernel::{Fused, Moment, Sums};
 use super::optimizer::{Optimizer, check_learning_rates};
-use super::rule::{Moment, Sums, UpdateRule, limit};
+use super::parameters::ParameterGroup;
+use super::rule::{UpdateRule, limit, max_grad_norm};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::{Label, Work};
 use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging};
 use crate::process_group::{Operation, ProcessGroup};
+use crate::state::StateDict;
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::Tensor;
@@ -24,9 +26,9 @@ use std::sync::Arc;
 /// An optimizer that keeps each part of its state on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of
 /// ZeRO.
 ///
-/// `R` is the update rule: the options of one of this crate's optimizers. For example,
-/// `ZeroRedundancyOptimizer<ParamsAdamW>` trains like [`AdamW`](super::AdamW), with `1 / world_size` of its state on
-/// each rank.
+/// `R` is the update rule: the options of one of this crate's optimizers, or a rule of your own that is element-wise
+/// ([`UpdateRule::ELEMENTWISE`]). For example, `ZeroRedundancyOptimizer<ParamsAdamW>` trains like
+/// [`AdamW`](super::AdamW), with `1 / world_size` of its state on each rank.
 ///
 /// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
 /// all-reducing it, during the backward pass: each rank gets the mean gradients of its part, and the `GradStore` that
@@ -44,7 +46,7 @@ use std::sync::Arc;
 /// # fn main() -> candle_ddp::Result<()> {
 /// candle_ddp::spawn(2, |pg| {
 ///     let build = |vb| linear(4, 2, vb);
-///     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+///     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
 ///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
 ///     for _ in 0..3 {
 ///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
@@ -77,8 +79,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// An optimizer with one set of options for all parameters whose gradients `ddp` averages. Every rank must call it.
     ///
     /// # Errors
-    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if `ddp` has a
-    /// communication hook or another optimizer of this kind, or if ranks give different options.
+    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if the rule is not
+    /// element-wise, if `ddp` has a communication hook or another optimizer of this kind, or if ranks give different
+    /// options.
     pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
         let parameters = ddp.averaged_parameters();
         Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
@@ -111,6 +114,31 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(Self { reducer, process_group, options, parameters, shards, staging })
     }
 
+    /// Moves the optimizer to `ddp`, the model that was made anew with thawed parameters, and trains those in `group` as
+    /// well: PyTorch's `add_param_group`. The old groups keep their options and their state; `group` begins without.
+    /// Every rank must call it. Drop the old DDP model afterwards.
+    ///
+    /// For a moment, each rank needs memory for the state of all parameters.
+    ///
+    /// # Errors
+    /// Returns the errors of [`from_groups`](Self::from_groups): the old groups and the new one together must contain all
+    /// parameters whose gradients `ddp` averages. The optimizer is then unchanged.
+    pub fn add_param_group<M>(&mut self, ddp: &DistributedDataParallel<M>, group: ParameterGroup<R>) -> Result<()> {
+        let parameters = |number| {
+            let own = self.parameters.iter().filter(move |own| own.group == number);
+            own.map(|own| (own.name.clone(), own.var.clone())).collect()
+        };
+        let old = self.options.iter().cloned().enumerate();
+        let mut groups: Vec<_> =
+            old.map(|(number, options)| ParameterGroup { parameters: parameters(number), options }).collect();
+        groups.push(group);
+        let state = self.state_dict()?;
+        let mut moved = Self::from_groups(ddp, groups)?;
+        moved.load_known(&state)?;
+        *self = moved;
+        Ok(())
+    }
+
     /// Checks that `grads` holds no gradients of the parameters: their means are in the shards.
     fn check_synchronised(&self, grads: &GradStore) -> Result<()> {
         let Some(own) = self.parameters.iter().find(|own| grads.get(&own.var).is_some()) else { return Ok(()) };
@@ -123,7 +151,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let pending = self.reducer.pending()?;
         let scales = self.gradient_scales(&pending)?;
         let pending = pending.present;
-        let sums = if R::NEEDS_SUMS { self.sums(&pending, &scales)? } else { vec![Sums::default(); pending.len()] };
+        let needs_sums = self.options.iter().filter_map(R::fused).any(Fused::needs_sums);
+        let sums = if needs_sums { self.sums(&pending, &scales)? } else { vec![Sums::default(); pending.len()] };
         let mut in_flight: Option<Gathering> = None;
         for shard in &self.shards {
             let (numbers, parts) = self.parts(shard, &pending, &scales)?;
@@ -168,16 +197,17 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             }
             let moment = Moment { step: parameter.steps + 1, gradient_scale: scales[parameter.group] };
             let gradient = shard.gradient(piece)?.to_dtype(piece.values.dtype())?;
-            let (rule, parameter, states) = (&self.options[parameter.group], &piece.values, &piece.states);
+            let (rule, name) = (&self.options[parameter.group], &parameter.name);
+            let (parameter, shape, states) = (&piece.values, piece.values.shape(), &piece.states);
             numbers.push(piece.parameter);
-            parts.push(Part { rule, moment, parameter, gradient, states });
+            parts.push(Part { rule, name, moment, parameter, shape, gradient, states });
         }
         Ok((numbers, parts))
     }
 
     /// The factor for the gradients of each group.
     fn gradient_scales(&self, pending: &PendingGradients) -> Result<Vec<f64>> {
-        let limited = self.options.iter().any(|options| options.max_grad_norm().is_some());
+        let limited = self.options.iter().any(|options| max_grad_norm(options).is_some());
         let norm = if limited { self.norm(pending)? } else { 0. };
         Ok(self.options.iter().map(|options| pending.scale * limit(options, norm)).collect())
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// A random number that all files of one save have in common.
 pub(super) const SAVING: &str = "saving";
 
-/// Parts of states, by the names of the whole ones; each with the place where it begins.
+/// Parts of states by the names of the whole states, each with the element at which it starts.
 #[derive(Default)]
 pub(super) struct Parts(pub(super) HashMap<String, Vec<(usize, Tensor)>>);
 
@@ -19,7 +19,7 @@ impl Parts {
         Ok(())
     }
 
-    /// The parts, as many as make `elements` if that is given.
+    /// Checks the dtype of the parts, and that they add up to `elements` if that is given.
     pub(super) fn check(&self, key: &str, elements: Option<usize>, dtype: DType) -> Result<()> {
         let parts = self.0.get(key).map_or(&[][..], Vec::as_slice);
         let next = |end, (start, part): &(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
@@ -33,7 +33,7 @@ impl Parts {
         match parts.iter().find(|(_, part)| part.dtype() != dtype) {
             Some((_, part)) => {
                 let (is, needed) = (part.dtype().as_str(), dtype.as_str());
-                Err(Error::parameter(key, format!("the shards hold {is}, but {needed} is needed")))
+                Err(Error::parameter(key, format!("the shards hold {is}, but it must be {needed}")))
             }
             None => Ok(()),
         }
@@ -52,7 +52,7 @@ impl Parts {
             let reason = format!("elements {start} to {} of it are missing from the shards", start + elements);
             return Err(Error::parameter(key, reason));
         }
-        // Storage of its own: the kernels change it in place.
+        // A copy, since the kernels change it in place.
         Ok(Tensor::cat(&found, 0)?.copy()?)
     }
 }
@@ -61,7 +61,7 @@ pub(super) fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
     folder.join(format!("shard-{rank:05}-of-{world_size:05}.safetensors"))
 }
 
-/// What one saving wrote, in the order of ranks.
+/// Reads the files of one save, in the order of ranks.
 pub(super) fn read_shards(folder: &Path) -> Result<Vec<Dict>> {
     let mut savings = Vec::new();
     let mut shards = Vec::new();
@@ -78,7 +78,7 @@ pub(super) fn read_shards(folder: &Path) -> Result<Vec<Dict>> {
     Ok(shards)
 }
 
-/// The files of one saving, in the order of ranks, in which their parts of a parameter follow each other.
+/// The files of one save in the order of ranks, in which their parts of a parameter follow each other.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let io = |source| Error::io(format!("reading {}", folder.display()), source);
     let mut sizes = std::collections::BTreeSet::new();
@@ -99,6 +99,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
                 if path.is_file() { Ok(path) } else { Err(invalid(format!("lacks {}", path.display()))) }
             })
             .collect(),
-        _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
+        _ => Err(invalid(format!(
+            "must hold the shards of one world, but holds those of worlds of {sizes:?} ranks: keep one"
+        ))),
     }
 }

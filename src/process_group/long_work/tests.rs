@@ -43,7 +43,7 @@ fn work_without_progress_is_given_up() {
             }
             Ok(())
         };
-        let error = pg.agree_on_work(work, Duration::from_millis(100)).unwrap_err();
+        let error = pg.agree_on_work(work, Duration::from_secs(2)).unwrap_err();
         drop(end);
         pg.barrier()?;
         Ok(error)
@@ -177,7 +177,7 @@ fn results_of_a_failed_call_do_not_replace_a_file() {
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }
 
-/// Layers use a group of their own, which may fail alone.
+/// Layers use a separate group, which may fail alone.
 #[test]
 fn a_failure_in_the_group_of_the_layers_does_not_replace_a_file() {
     let folder = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@ fn moments(values: &[f64]) -> (f64, f64, f64) {
     (average, variance, mean(&|x| (x - average).powi(4)) / variance.powi(2))
 }
 
-/// Of a uniform distribution: the Kolmogorov–Smirnov distance to it.
+/// The Kolmogorov–Smirnov distance to a uniform distribution.
 fn distance_to_uniform(values: &[f64], lo: f64, up: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -87,7 +87,7 @@ fn normal_values_are_normal() {
         {
             assert!((part - expected).abs() < 4e-3, "{hint:?}: {part} instead of {expected}");
         }
-        // Neighbours, which come from one pair of numbers, have nothing to do with each other.
+        // Neighbours, which come from one pair of numbers, are uncorrelated.
         let products = values.chunks_exact(2).map(|pair| (pair[0] - mean) * (pair[1] - mean) / stdev.powi(2));
         let covariance = products.sum::<f64>() / (values.len() / 2) as f64;
         assert!(covariance.abs() < 1e-2, "{hint:?}: covariance {covariance}");
@@ -114,7 +114,7 @@ fn values_depend_on_name_and_seed_and_not_on_the_order_of_requests() {
     assert_eq!((one("a"), one("c")), (other("a"), other("c")));
     assert_ne!(one("a"), one("b"));
     assert_ne!(one("a"), build(2, &["a"])("a"));
-    // In another dtype the same values, rounded.
+    // Another dtype has the same values, rounded.
     let half = init(uniform, 1, "a", (3, 2), DType::F16, &Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
     let half = half.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert!(half.iter().zip(one("a")).all(|(half, full)| (half - full).abs() < 1e-3));
@@ -132,7 +132,7 @@ fn layers_get_their_variables_from_the_map() {
     assert_eq!(varmap.all_vars().len(), 4);
 
     let error = vb().get((2, 2), "fc.weight").unwrap_err().to_string();
-    assert!(error.contains("fc.weight is f32[2, 3] in the VarMap, and was asked for as f32[2, 2]"), "{error}");
+    assert!(error.contains("fc.weight is f32[2, 3] in the VarMap, but the model requested it as f32[2, 2]"), "{error}");
     assert!(vb().get_unchecked("absent").unwrap_err().to_string().contains("absent is not in the VarMap"));
     let error = init(ONE, 0, "count", 1, DType::I64, &Device::Cpu).unwrap();
     assert_eq!(error.to_vec1::<i64>().unwrap(), [1]);

@@ -1,4 +1,4 @@
-//! The safetensors format: tensor by tensor, so that no file is in memory twice.
+//! The safetensors format, read and written tensor by tensor, so that no file is in memory twice.
 use super::{PreparedFile, Progress};
 use crate::{Error, Result};
 use bytemuck::Pod;
@@ -13,18 +13,18 @@ use std::path::{Path, PathBuf};
 
 /// A tensor of a file, or why it cannot be read.
 pub(crate) type Readable = std::result::Result<Tensor, String>;
-/// The tensors of a file, or why it is not of the format.
+/// The tensors of a file, or why it does not have this format.
 pub(crate) type Parsed = std::result::Result<HashMap<String, Readable>, String>;
 
-/// Longer ones are refused by the format's own library.
+/// The format's own library refuses longer headers.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Writes `tensors` to a file that is there as a whole or not at all.
+/// Writes `tensors` to a file that appears complete or not at all.
 pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
     Ok(WriteJob::new(path, tensors)?.run(&Progress::default())?.commit()?)
 }
 
-/// A file that can be written, on any thread.
+/// A file that is ready to be written, on any thread.
 pub(crate) struct WriteJob {
     path: PathBuf,
     header: Vec<u8>,
@@ -32,7 +32,7 @@ pub(crate) struct WriteJob {
 }
 
 impl WriteJob {
-    /// Waits for what is queued on the tensors' devices: on GPUs, another thread has another queue.
+    /// Waits for the work queued on the tensors' devices: on GPUs, another thread has another queue.
     pub(crate) fn new(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<Self> {
         let invalid = |reason: String| Error::invalid("tensors", format!("they cannot be written: {reason}"));
         let mut sorted = Vec::with_capacity(tensors.len());
@@ -48,7 +48,7 @@ impl WriteJob {
             }
             sorted.push((Dtype::from(dtype), name, tensor));
         }
-        // The format wants dtypes of larger alignment first.
+        // The format requires dtypes of larger alignment first.
         sorted.sort_by(|(dtype, name, _), (other, other_name, _)| other.cmp(dtype).then(name.cmp(other_name)));
         let mut end = 0;
         let infos = sorted.iter().map(|(dtype, name, tensor)| {
@@ -60,7 +60,10 @@ impl WriteJob {
         let mut header = serde_json::to_vec(&metadata).map_err(|error| invalid(error.to_string()))?;
         header.resize(header.len().next_multiple_of(8), b' ');
         if header.len() as u64 > LONGEST_HEADER {
-            return Err(invalid(format!("their names and shapes take {} bytes", header.len())));
+            return Err(invalid(format!(
+                "their names and shapes take {} bytes, more than the format allows",
+                header.len()
+            )));
         }
         let tensors = sorted.into_iter().map(|(_, _, tensor)| tensor.clone()).collect();
         Ok(Self { path: path.to_path_buf(), header, tensors })
@@ -81,7 +84,7 @@ impl WriteJob {
     }
 }
 
-/// Reads a safetensors file, all of it.
+/// Reads all tensors of a safetensors file.
 pub(crate) fn read_safetensors(path: &Path) -> Result<HashMap<String, Tensor>> {
     let parsed = File::open(path).and_then(|mut file| parse_safetensors(&mut file));
     let tensors = parsed
@@ -90,7 +93,7 @@ pub(crate) fn read_safetensors(path: &Path) -> Result<HashMap<String, Tensor>> {
     require_all(tensors).map_err(|reason| Error::invalid("path", format!("{}: {reason}", path.display())))
 }
 
-/// The tensors, if all of them can be read; otherwise the first that cannot, and why.
+/// Returns the tensors if all of them can be read; otherwise why the first one cannot.
 pub(crate) fn require_all(tensors: HashMap<String, Readable>) -> std::result::Result<HashMap<String, Tensor>, String> {
     let first = tensors.iter().filter_map(|(name, tensor)| Some((name, tensor.as_ref().err()?))).min();
     match first {
@@ -99,7 +102,7 @@ pub(crate) fn require_all(tensors: HashMap<String, Readable>) -> std::result::Re
     }
 }
 
-/// The tensors of a safetensors file, which is read from its beginning.
+/// Reads the tensors of a safetensors file from its beginning.
 pub(crate) fn parse_safetensors(file: &mut File) -> io::Result<Parsed> {
     let (metadata, data) = match parse_header(file)? {
         Ok(parsed) => parsed,
@@ -113,7 +116,7 @@ pub(crate) fn parse_safetensors(file: &mut File) -> io::Result<Parsed> {
     Ok(Ok(tensors))
 }
 
-/// The header, and where the tensors' bytes begin.
+/// Returns the header, and where the tensors' bytes begin.
 fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u64), String>> {
     let mut start = Vec::with_capacity(8);
     file.rewind()?;
@@ -125,8 +128,8 @@ fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u6
     };
     if length > LONGEST_HEADER || length > rest {
         if is_zip {
-            let reason = "it is a zip archive, as torch.save writes: checkpoint::load reads the weights of a model from such a \
-                          file; states of optimizers and the like are read only as this crate has written them";
+            let reason = "it is a zip archive, as torch.save writes: to load the weights of a model, use \
+                          checkpoint::load; states of optimizers and other objects must be saved by this crate";
             return Ok(Err(reason.to_string()));
         }
         return Ok(Err(format!("its header has {length} bytes, which is too long")));
@@ -140,20 +143,22 @@ fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u6
     };
     if metadata.data_len() as u64 != rest - length {
         let (all, there) = (metadata.data_len(), rest - length);
-        return Ok(Err(format!("its header tells of {all} bytes of tensors, and there are {there}: is it complete?")));
+        return Ok(Err(format!(
+            "its header describes {all} bytes of tensors, but the file has {there}: is it complete?"
+        )));
     }
     Ok(Ok((metadata, 8 + length)))
 }
 
 fn read(file: &mut File, info: &TensorInfo) -> io::Result<Readable> {
     let TensorInfo { dtype, shape, data_offsets: (start, end) } = info;
-    // candle multiplies dimensions without looking, also where one of them is zero.
+    // candle multiplies dimensions without overflow checks, even if one of them is zero.
     if shape.iter().try_fold(1usize, |size, dim| size.checked_mul((*dim).max(1))).is_none() {
         return Ok(Err(format!("its shape {shape:?} is too large")));
     }
     match dtype {
         Dtype::BOOL => read_tensor(file, DType::U8, shape),
-        // candle widens the first, and keeps the others as they are.
+        // candle widens the first dtype, and keeps the others.
         Dtype::U16 | Dtype::F4 | Dtype::F6_E2M3 | Dtype::F6_E3M2 | Dtype::F8_E8M0 => {
             let mut bytes = vec![0; end - start];
             file.read_exact(&mut bytes)?;
@@ -167,7 +172,7 @@ fn read(file: &mut File, info: &TensorInfo) -> io::Result<Readable> {
     }
 }
 
-/// A tensor of the next bytes of `source`, which go straight to their place in memory.
+/// Reads a tensor from the next bytes of `source`, directly into its memory.
 pub(crate) fn read_tensor(source: &mut impl Read, dtype: DType, shape: &[usize]) -> io::Result<Readable> {
     fn typed<T: WithDType + Pod>(source: &mut impl Read, shape: &[usize]) -> io::Result<candle_core::Result<Tensor>> {
         let mut values = vec![T::zeroed(); shape.iter().product()];

@@ -1,4 +1,4 @@
-//! Layers against PyTorch's, on any device: what the tests of the CPU and of GPUs share.
+//! Layers against PyTorch's, on any device, for the tests of the CPU and of GPUs.
 mod functions;
 mod golden;
 mod norms;
@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d,
     CrossEntropyOptions, Embedding, InterpolateMode, Linear, MaxPool2dOptions, Reduction, adaptive_avg_pool2d,
-    avg_pool2d, cross_entropy_with_options, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
+    avg_pool2d, cross_entropy_with, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
     scaled_dot_product_attention, silu, softmax,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
@@ -128,7 +128,7 @@ pub(crate) fn attention_matches_pytorch(device: &Device) {
         };
         let scale = case.text("scale").parse().ok();
         let options = AttentionOptions { mask, is_causal: case.flag("causal"), scale };
-        scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], &options)
+        scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], options)
     });
 }
 
@@ -150,9 +150,9 @@ pub(crate) fn cross_entropy_matches_pytorch(device: &Device) {
             label_smoothing: case.float("smoothing"),
             reduction: if case.flag("mean") { Reduction::Mean } else { Reduction::Sum },
         };
-        let loss = cross_entropy_with_options(&x[0], &targets, &options)?;
+        let loss = cross_entropy_with(&x[0], &targets, options.clone())?;
         if targets.min_all()?.to_scalar::<i64>()? >= 0 {
-            let again = cross_entropy_with_options(&x[0], &targets.to_dtype(DType::U32)?, &options)?;
+            let again = cross_entropy_with(&x[0], &targets.to_dtype(DType::U32)?, options)?;
             assert_eq!(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?, again.to_dtype(DType::F64)?.to_scalar::<f64>()?);
         }
         Ok(loss)

@@ -1,4 +1,5 @@
 //! The matrix products of cuBLAS.
+use crate::count::count;
 use crate::memory::check;
 use crate::stream::push;
 use half::{bf16, f16};
@@ -253,6 +254,7 @@ impl Product {
         }
         // SAFETY: the handle came from `cublasCreate_v2`.
         let stream = unsafe { &*handle.cast::<Handle>() }.0.load(Ordering::Relaxed);
+        count("product", 1);
         let pushed = push(stream as *mut c_void, move || {
             self.a.check(self.batch, "matrix A of a product");
             self.b.check(self.batch, "matrix B of a product");

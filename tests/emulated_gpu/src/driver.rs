@@ -1,7 +1,7 @@
 //! CUDA's driver: devices, contexts and errors.
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A `CUresult`.
 pub(crate) type Answer = c_int;
@@ -58,6 +58,15 @@ pub(crate) fn current_device() -> i32 {
 
 fn known(device: c_int) -> bool {
     (0..visible().len() as c_int).contains(&device)
+}
+
+/// The driver's lock, if `EMULATED_GPU_DRIVER_LOCK` is set: functions that wait hold it, and queries of events wait for it. The driver
+/// is known to behave so at times.
+pub(crate) fn driver_lock() -> Option<MutexGuard<'static, ()>> {
+    static WANTED: OnceLock<bool> = OnceLock::new();
+    static LOCK: Mutex<()> = Mutex::new(());
+    let wanted = *WANTED.get_or_init(|| std::env::var_os("EMULATED_GPU_DRIVER_LOCK").is_some());
+    wanted.then(|| LOCK.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// # Safety
@@ -165,10 +174,10 @@ pub unsafe extern "C" fn cuCtxGetCurrent(handle: *mut *mut c_void) -> Answer {
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSynchronize() -> Answer {
-    if context_device().is_none() {
-        return INVALID_CONTEXT;
-    }
-    crate::stream::synchronize_device();
+    let Some(device) = context_device() else { return INVALID_CONTEXT };
+    let _lock = driver_lock();
+    crate::stream::synchronize_device(device);
+    crate::pool::synchronized();
     SUCCESS
 }
 

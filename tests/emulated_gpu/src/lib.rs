@@ -2,11 +2,13 @@
 //!
 //! The library is preloaded, so that its functions take precedence over those of the real libraries.
 mod blas;
+mod count;
 mod cudnn;
 mod driver;
 mod memory;
 mod module;
 mod nccl;
+mod pool;
 mod ptx;
 mod random;
 mod stream;

@@ -1,5 +1,8 @@
 //! Device memory, which is the process's own memory with checks, and pinned host memory.
-use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, SUCCESS, context_device, fatal};
+use crate::count::{ALLOCATION, count};
+use crate::driver::{
+    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, SUCCESS, context_device, driver_lock, fatal,
+};
 use crate::stream::{Origin, find, push};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, VecDeque};
@@ -119,8 +122,12 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
     if find(stream).is_none() {
         return INVALID_HANDLE;
     }
+    count(ALLOCATION, bytes);
     // Allocating zero bytes succeeds, because programs rely on that, although it is an error of `cuMemAlloc`.
     let start = if bytes == 0 { 0 } else { allocate(bytes) };
+    if start != 0 {
+        crate::pool::took(start, bytes);
+    }
     // SAFETY: guaranteed by the caller.
     unsafe { *address = start as u64 };
     // On a GPU, work before this point of the stream may still use the memory for something else, and write it.
@@ -139,6 +146,7 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
 pub unsafe extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> Answer {
     push(stream, move || {
         if address != 0 {
+            crate::pool::gave_back(address as usize);
             free(address as usize)
         }
     })
@@ -154,6 +162,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Answe
     if context_device().is_none() {
         return INVALID_CONTEXT;
     }
+    count(ALLOCATION, bytes);
     // SAFETY: guaranteed by the caller.
     unsafe { *address = allocate(bytes) as u64 };
     SUCCESS
@@ -163,11 +172,9 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Answe
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFree_v2(address: u64) -> Answer {
-    if context_device().is_none() {
-        return INVALID_CONTEXT;
-    }
+    let Some(device) = context_device() else { return INVALID_CONTEXT };
     // Waits for the device, like CUDA's function.
-    crate::stream::synchronize_device();
+    crate::stream::synchronize_device(device);
     free(address as usize);
     SUCCESS
 }
@@ -187,6 +194,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8Async(address: u64, value: c_uchar, bytes: usize, stream: *mut c_void) -> Answer {
+    count("memset", bytes);
     push(stream, move || {
         check(address, bytes, "cuMemsetD8Async");
         // SAFETY: the memory is allocated.
@@ -251,6 +259,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     if bytes == 0 {
         return if find(stream).is_some() { SUCCESS } else { INVALID_HANDLE };
     }
+    count("copy to the GPU", bytes);
     let source = host as usize;
     if is_pinned(source, bytes) {
         return push(stream, move || {
@@ -283,7 +292,10 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     stream: *mut c_void,
 ) -> Answer {
     let Some(stream) = find(stream) else { return INVALID_HANDLE };
+    count("copy from the GPU", bytes);
+    let _lock = driver_lock();
     stream.synchronize();
+    crate::pool::synchronized();
     check(address, bytes, "cuMemcpyDtoHAsync");
     // SAFETY: guaranteed by the caller, and the device memory is allocated.
     unsafe { host.cast::<u8>().copy_from_nonoverlapping(address as *const u8, bytes) };
@@ -294,6 +306,7 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: *mut c_void) -> Answer {
+    count("copy", bytes);
     push(stream, move || {
         check(from, bytes, "the source of cuMemcpyDtoDAsync");
         check(to, bytes, "the destination of cuMemcpyDtoDAsync");

@@ -1,4 +1,5 @@
 //! Modules and kernels.
+use crate::count::count;
 use crate::driver::{
     Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, SUCCESS, context_device, fatal,
 };
@@ -123,13 +124,14 @@ pub unsafe extern "C" fn cuLaunchKernel(
     if find(stream).is_none_or(|stream| Some(stream.device) != context_device()) {
         return INVALID_HANDLE;
     }
+    count(name, 1);
     push(stream, move || {
         for parameter in &parameters {
             if let Ok(bytes) = <[u8; 8]>::try_from(&parameter[..]) {
                 check_argument(u64::from_ne_bytes(bytes), name);
             }
         }
-        // SAFETY: the program guarantees to CUDA what the parameters point to.
+        // SAFETY: the program guarantees to CUDA that the parameters are valid.
         unsafe { kernel.run(grid, block, shared, &parameters) }
     })
 }

@@ -1,4 +1,5 @@
 //! cuRAND's random numbers, with the same distributions as cuRAND's but different values.
+use crate::count::count as calls;
 use crate::memory::check;
 use crate::stream::push;
 use std::ffi::{c_int, c_ulonglong, c_void};
@@ -58,6 +59,7 @@ unsafe fn fill<T: Copy + 'static>(
     let here = *locked;
     locked.position += count as u64;
     let address = output as u64;
+    calls("random numbers", count);
     let pushed = push(here.stream as *mut c_void, move || {
         check(address, count * size_of::<T>(), "random numbers");
         for index in 0..count {

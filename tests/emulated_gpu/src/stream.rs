@@ -1,5 +1,5 @@
 //! Streams, which are queues of work with a thread each, and events, which are marks in them.
-use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, SUCCESS, context_device, fatal};
+use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, SUCCESS, context_device, driver_lock, fatal};
 use std::backtrace::Backtrace;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -142,16 +142,19 @@ fn streams() -> MutexGuard<'static, Streams> {
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// Returns the stream of a handle. For default streams it is that of the current device, and for `CU_STREAM_PER_THREAD`
-/// that of the calling thread. Returns `None` if there is none.
+/// Returns the stream of a handle. A default stream belongs to the current device, and `CU_STREAM_PER_THREAD` to
+/// the calling thread, which must have a context. Returns `None` if there is none.
 pub(crate) fn find(handle: *mut c_void) -> Option<Arc<Stream>> {
     thread_local! {
         static OWN: RefCell<HashMap<i32, Arc<Stream>>> = RefCell::default();
     }
-    let device = context_device()?;
     match handle as usize {
-        PER_THREAD => Some(OWN.with_borrow_mut(|own| own.entry(device).or_insert_with(|| Stream::new(device)).clone())),
+        PER_THREAD => {
+            let device = context_device()?;
+            Some(OWN.with_borrow_mut(|own| own.entry(device).or_insert_with(|| Stream::new(device)).clone()))
+        }
         0 | LEGACY => {
+            let device = context_device()?;
             if let Some(stream) = streams().legacy.get(&device) {
                 return Some(stream.clone());
             }
@@ -162,10 +165,10 @@ pub(crate) fn find(handle: *mut c_void) -> Option<Arc<Stream>> {
     }
 }
 
-/// Waits for all streams of the current device.
-pub(crate) fn synchronize_device() {
+/// Waits for all streams of a device.
+pub(crate) fn synchronize_device(device: i32) {
     let known: Vec<_> = streams().known.iter().filter_map(Weak::upgrade).collect();
-    known.iter().filter(|stream| Some(stream.device) == context_device()).for_each(|stream| stream.synchronize());
+    known.iter().filter(|stream| stream.device == device).for_each(|stream| stream.synchronize());
 }
 
 /// Puts `job` on a stream, which may belong to a device other than the current one.
@@ -200,7 +203,9 @@ pub unsafe extern "C" fn cuStreamDestroy_v2(handle: *mut c_void) -> Answer {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamSynchronize(handle: *mut c_void) -> Answer {
     let Some(stream) = find(handle) else { return INVALID_HANDLE };
+    let _lock = driver_lock();
     stream.synchronize();
+    crate::pool::synchronized();
     SUCCESS
 }
 
@@ -264,6 +269,7 @@ pub unsafe extern "C" fn cuEventRecord(handle: *mut c_void, stream: *mut c_void)
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventQuery(handle: *mut c_void) -> Answer {
+    let _lock = driver_lock();
     // SAFETY: guaranteed by the caller.
     let mark = lock(&unsafe { event(handle) }.mark).clone();
     if mark.is_none_or(|mark| mark.time().is_some()) { SUCCESS } else { NOT_READY }
@@ -276,8 +282,10 @@ pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
     // SAFETY: guaranteed by the caller.
     let mark = lock(&unsafe { event(handle) }.mark).clone();
     if let Some(mark) = mark {
+        let _lock = driver_lock();
         mark.wait();
     }
+    crate::pool::synchronized();
     SUCCESS
 }
 

@@ -3,6 +3,9 @@ use super::*;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
+/// The size of a handshake.
+const HANDSHAKE: usize = 56;
+
 fn new(store: &Arc<dyn Store>, rank: usize, world_size: usize) -> candle_ddp::Result<CpuCommunicator> {
     CpuCommunicator::new(store.clone(), rank, world_size, options())
 }
@@ -68,17 +71,25 @@ fn two_processes_with_one_rank_are_refused() {
 #[test]
 fn foreign_connections_do_no_harm() {
     let store = store();
+    let join = |rank| {
+        let options = CpuOptions { transport: CpuTransport::Tcp, ..options() };
+        CpuCommunicator::new(store.clone(), rank, 2, options).unwrap().run(all_reduce(5))
+    };
     std::thread::scope(|scope| {
-        let rank_0 = scope.spawn(|| new(&store, 0, 2).unwrap().run(all_reduce(5)));
-        let address = String::from_utf8(store.get("addr/0").unwrap()).unwrap();
-        let (address, hello) = address.split_once(' ').unwrap();
+        let rank_0 = scope.spawn(|| join(0));
+        let card = String::from_utf8(store.get("addr/0").unwrap()).unwrap();
+        let (address, digits) = card.split_once(' ').unwrap();
+        let byte = |index| u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).unwrap();
+        // The card has the handshake first; a random number follows it on the wire.
+        let handshake: Vec<u8> = (0..HANDSHAKE).map(byte).chain([0; 32]).collect();
+        // Rank 1 has published its card, and calls later.
+        let digits = format!("{}01{}", &digits[..32], &digits[34..]);
+        store.set("addr/1", format!("127.0.0.1:1 {digits}").as_bytes()).unwrap();
+        store.set("complete", b"").unwrap();
         let connect = || TcpStream::connect(address).unwrap();
         let silent = connect();
         let mut talker = connect();
         talker.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n").unwrap();
-        let byte = |index| u8::from_str_radix(&hello[2 * index..2 * index + 2], 16).unwrap();
-        // The store has the handshake; a random number follows it on the wire.
-        let handshake: Vec<u8> = (0..hello.len() / 2).map(byte).chain([0; 32]).collect();
         let mut newer_handshake = handshake.clone();
         newer_handshake[4] += 1;
         let mut newer = connect();
@@ -95,7 +106,8 @@ fn foreign_connections_do_no_harm() {
         let mut namesake = connect();
         namesake.write_all(&other).unwrap();
         assert_eq!(namesake.read_to_end(&mut reply).unwrap(), 0);
-        let rank_1 = scope.spawn(|| new(&store, 1, 2).unwrap().run(all_reduce(5)));
+        store.delete("addr/1").unwrap();
+        let rank_1 = scope.spawn(|| join(1));
         rank_0.join().unwrap().unwrap();
         rank_1.join().unwrap().unwrap();
         drop(silent);

@@ -67,11 +67,12 @@ fn all_ranks_name_both_calls() {
     assert_eq!(
         error.to_string(),
         "rank 1 called broadcast(f32[10]) where rank 0 called all_reduce(f32[20]), sequence 4: \
-         all ranks of a group must make the same calls in the same order"
+         all ranks of a group must make the same calls in the same order. Look for a call that only some ranks make, such as one \
+         inside `if rank == 0`"
     );
 }
 
-/// Rank 1 gathers to rank 2, which returns at once, and goes on; the others all-reduce.
+/// Rank 1 gathers to rank 2, which returns at once, and continues; the others all-reduce.
 #[test]
 fn a_rank_that_is_ahead_is_asked_what_it_called() {
     let errors = on_ranks(3, |communicator| {

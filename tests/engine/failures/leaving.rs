@@ -64,9 +64,12 @@ fn a_rank_that_panics_is_named() {
         let rank = |rank| {
             let store = store.clone();
             scope.spawn(move || {
-                let communicator = CpuCommunicator::new(store, rank, 3, options_of(rank)).unwrap();
+                let communicator = CpuCommunicator::new(store.clone(), rank, 3, options_of(rank)).unwrap();
                 communicator.run(all_reduce(10)).unwrap();
+                store.set(&format!("done/{rank}"), b"").unwrap();
                 if rank == 1 {
+                    // The others may still be in the call.
+                    store.wait(&["done/0", "done/2"], None).unwrap();
                     panic!("on purpose");
                 }
                 let error = until_failure(&communicator, all_reduce(10));
@@ -157,7 +160,7 @@ fn a_rank_that_left_after_another_call_is_not_reported_slow() {
     let error = errors[2].as_ref().unwrap();
     let Error::Group(Failure::Desync { sequence: 1, rank_a, rank_b, .. }) = error else { panic!("{error:?}") };
     assert_eq!(rank_a + rank_b, 3, "{error}");
-    // Over some transports, rank 1's header also tells its call.
+    // Over some transports, rank 1's header also reveals its call.
     let text = error.to_string();
     assert!(text.contains("it has left since") || text.contains("broadcast(f32[5], root 0)"), "{text}");
 }

@@ -10,7 +10,7 @@ fn a_tensor_locked_by_the_program_is_reported() {
             let tensor = zeros(12);
             let call = Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
             if communicator.rank() != 1 {
-                // Ranks that have all they need go on to the next call.
+                // Ranks that have all they need continue with the next call.
                 return until_failure(&communicator, call);
             }
             // The other ranks' deadlines come first.

@@ -1,10 +1,9 @@
 //! Helpers that the tests of this folder share.
 pub(crate) use candle_core::{DType, Device, Tensor};
-pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 pub(crate) use candle_ddp::backend::{Collective, Communicator};
-pub(crate) use candle_ddp::error::Failure;
+pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 pub(crate) use candle_ddp::rendezvous::{HashStore, Store};
-pub(crate) use candle_ddp::{Error, ReduceOp};
+pub(crate) use candle_ddp::{Error, Failure, ReduceOp};
 pub(crate) use std::sync::Arc;
 pub(crate) use std::time::{Duration, Instant};
 

@@ -3,7 +3,7 @@
 //! may run, and for every value that a load may return by the memory model of C11. It fails when all threads sleep, when two
 //! threads access a cell without an order between them, and when an assertion does not hold.
 //!
-//! What is replaced, in `backend/cpu/shm`: the segment (words and cells instead of mapped memory), the slot (a cell, so that
+//! Replaced parts of `backend/cpu/shm`: the segment (words and cells instead of mapped memory), the slot (a cell, so that
 //! reading a slot too early or writing it too soon is noticed), the futex (without its time limit: a lost wake-up is a
 //! deadlock), and the spinning before a sleep, which changes no memory.
 #![cfg(test)]

@@ -19,12 +19,12 @@ use candle_core::{DType, Result, Tensor};
 use measure::{LAYOUTS, Numerical, measure};
 use std::collections::BTreeSet;
 
-/// What candle's backward pass does with an operation.
+/// The result of candle's backward pass for an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gradient {
     /// The numerical gradient; it may be absent where that is zero.
     Right,
-    /// A wrong gradient, or a result that differs from that of contiguous inputs.
+    /// A wrong gradient, or a result that differs from the one for contiguous inputs.
     Wrong,
     /// No gradient and no error, although the result depends on the input.
     Missing,
@@ -106,12 +106,12 @@ impl Case {
         Self { expected: [expected; 3], reason, ..self }
     }
 
-    /// Expects something else for inputs that are not contiguous.
+    /// Expects another result for inputs that are not contiguous.
     fn strided(self, expected: Gradient) -> Self {
         Self { expected: [self.expected[0], expected, expected], ..self }
     }
 
-    /// Expects something else for transposed inputs.
+    /// Expects another result for transposed inputs.
     fn transposed(self, expected: Gradient) -> Self {
         Self { expected: [self.expected[0], expected, self.expected[2]], ..self }
     }

@@ -71,7 +71,7 @@ fn functions() -> Vec<Case> {
             "candle_ddp::nn::scaled_dot_product_attention",
             [&[2, 4, 3, 4], &[2, 2, 3, 4], &[2, 2, 3, 4]],
             |[q, k, v]| {
-                nn::scaled_dot_product_attention(q, k, v, &AttentionOptions { is_causal: true, ..Default::default() })
+                nn::scaled_dot_product_attention(q, k, v, AttentionOptions { is_causal: true, ..Default::default() })
             },
         ),
     ]

@@ -3,7 +3,7 @@ use super::problem::Problem;
 use crate::channels::accumulator;
 use candle_core::{D, DType, Result, Tensor};
 
-/// How many queries are worked on together.
+/// The number of queries that are processed together.
 const QUERIES: usize = 512;
 
 /// The result, and the normaliser of each query.
@@ -12,7 +12,7 @@ pub(super) fn forward(problem: &Problem, qkv: &[Tensor; 3]) -> Result<(Tensor, T
     let (mut results, mut normalisers) = (Vec::new(), Vec::new());
     for query in (0..problem.queries).step_by(QUERIES) {
         let scores = scores(problem, query, &rows(problem, &q, query)?, &k)?;
-        // Finite also where a query sees nothing, so that its weights become zero.
+        // Finite even if a query sees nothing, so that its weights become zero.
         let max = scores.max_keepdim(D::Minus1)?.maximum(-1e30)?;
         let weights = scores.broadcast_sub(&max)?.exp()?;
         let sum = weights.sum_keepdim(D::Minus1)?.maximum(1e-30)?;
@@ -62,7 +62,7 @@ pub(super) fn backward(
     Ok([Tensor::cat(&dq, 2)?, join(dk, &qkv[1])?, join(dv, &qkv[2])?])
 }
 
-/// Contiguous, and with as many heads of keys and values as of queries.
+/// Makes `x` contiguous, with as many heads of keys and values as of queries.
 fn spread(problem: &Problem, [q, k, v]: &[Tensor; 3]) -> Result<[Tensor; 3]> {
     let repeat = |t: &Tensor| {
         let (batch, heads, keys, size) = t.dims4()?;

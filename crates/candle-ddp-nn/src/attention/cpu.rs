@@ -1,19 +1,19 @@
 //! The loops of attention on the CPU.
 use super::problem::Problem;
-use crate::gemm::{Strides, gemm};
+use crate::gemm::{self, Strides, gemm, is_wide, same};
 use crate::rows::{dot, maximum, sum};
 use candle_core::{Result, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::{Element, Real, vectorise};
 use rayon::prelude::*;
 
-/// How many queries are worked on together, and how many keys.
+/// The numbers of queries and of keys that are processed together.
 const QUERIES: usize = 128;
 const KEYS: usize = 256;
-/// In how many parts the backward pass is cut at least, if there are enough keys, for threads to share.
+/// The minimum number of parts into which the backward pass is cut for threads to share, if there are enough keys.
 const PARTS: usize = 16;
 
-/// What is added to scores.
+/// The mask that is added to scores.
 #[derive(Clone, Copy)]
 pub(super) struct Mask<'a, R> {
     values: &'a [R],
@@ -21,7 +21,7 @@ pub(super) struct Mask<'a, R> {
     strides: [usize; 4],
 }
 
-/// Gives `work` the problem's mask, if it has one.
+/// Passes the problem's mask to `work`, if it has one.
 pub(super) fn with_mask<R: WithDType, O>(
     problem: &Problem,
     work: impl FnOnce(Option<Mask<R>>) -> Result<O>,
@@ -31,7 +31,7 @@ pub(super) fn with_mask<R: WithDType, O>(
     with_slice::<R, _>(mask, |values| work(Some(Mask { values, strides })))
 }
 
-/// A block of queries and a block of keys: the first of each, and how many.
+/// A block of queries and a block of keys: the first one and the number of each.
 #[derive(Clone, Copy)]
 struct Block {
     /// Sample and head of the queries.
@@ -44,22 +44,26 @@ struct Block {
 }
 
 impl Block {
-    /// How many of the keys a query of the block sees at most.
+    /// The largest number of keys that a query of the block sees.
     #[inline(always)]
     fn visible(&self, problem: &Problem, query: usize) -> usize {
         if problem.is_causal { (self.query + query + 1).saturating_sub(self.key).min(self.keys) } else { self.keys }
     }
 
-    /// The same queries with the keys from `key` on: at most `count`, and as many as any of the queries sees.
+    /// The same queries with at most `count` keys from `key` on, limited to those that any of the queries sees.
     #[inline(always)]
     fn of_keys(self, problem: &Problem, key: usize, count: usize) -> Self {
         let block = Self { key, keys: count, ..self };
         Self { keys: block.visible(problem, self.queries - 1), ..block }
     }
 
-    /// Completes the scores of a query of the block: the mask, and −∞ for what it does not see.
+    /// Completes the scores of a query of the block: multiplies them by `scale`, applies the mask, and sets the scores of
+    /// hidden keys to −∞.
     #[inline(always)]
-    fn mask<R: Real>(&self, problem: &Problem, mask: Option<Mask<R>>, query: usize, scores: &mut [R]) {
+    fn complete<R: Real>(&self, problem: &Problem, scale: R, mask: Option<Mask<R>>, query: usize, scores: &mut [R]) {
+        if scale != R::from_f64(1.0) {
+            scale_by(scores, scale);
+        }
         scores[self.visible(problem, query)..].fill(R::from_f64(f64::NEG_INFINITY));
         if let Some(Mask { values, strides: [by_sample, by_head, by_query, by_key] }) = mask {
             let start = self.sample * by_sample + self.head * by_head + (self.query + query) * by_query;
@@ -73,49 +77,69 @@ impl Block {
     }
 }
 
-/// The elements as numbers to calculate with: themselves, or converted into `buffer`.
+/// The elements as factors of products: themselves, or converted into `buffer`.
 #[inline(always)]
-fn wide<'a, T: Element>(values: &'a [T], buffer: &'a mut Vec<T::Real>) -> &'a [T::Real] {
-    if let Some(values) = T::as_reals(values) {
+fn factors<'a, T: Element, F: Element<Real = T::Real>>(values: &'a [T], buffer: &'a mut Vec<F>) -> &'a [F] {
+    if let Some(values) = same(values) {
         return values;
     }
     buffer.clear();
-    buffer.extend(values.iter().map(|value| value.widen()));
+    vectorise!(|| buffer.extend(values.iter().map(|value| F::narrow(value.widen()))));
     buffer
 }
 
-/// The elements, converted into `buffer` and multiplied by `scale`.
+/// Queries as factors of products, and the factor that these products still lack: queries that are converted anyway
+/// are multiplied by `scale` as well.
 #[inline(always)]
-fn scaled<'a, T: Element>(values: &[T], scale: f64, buffer: &'a mut Vec<T::Real>) -> &'a [T::Real] {
+fn scaled<'a, T: Element, F: Element<Real = T::Real>>(
+    values: &'a [T],
+    scale: f64,
+    buffer: &'a mut Vec<F>,
+) -> (&'a [F], T::Real) {
     let scale = T::Real::from_f64(scale);
+    if !is_wide::<F>() {
+        return (factors(values, buffer), scale);
+    }
     buffer.clear();
-    buffer.extend(values.iter().map(|value| value.widen() * scale));
-    buffer
+    buffer.extend(values.iter().map(|value| F::narrow(value.widen() * scale)));
+    (buffer, T::Real::from_f64(1.0))
 }
 
-/// What a thread needs besides its results.
-struct Workspace<R> {
-    scores: Vec<R>,
-    gradients: Vec<R>,
-    sums: Vec<R>,
-    wide: [Vec<R>; 5],
+/// A thread's memory besides its results, with factors of type `F`.
+struct Workspace<F: Element> {
+    scores: Vec<F::Real>,
+    gradients: Vec<F::Real>,
+    sums: Vec<F::Real>,
+    factors: [Vec<F>; 6],
 }
 
-impl<R: Real> Workspace<R> {
+impl<F: Element> Workspace<F> {
     fn new(problem: &Problem, is_backward: bool) -> Self {
         let block = QUERIES * KEYS.min(problem.keys);
-        let zeros = |count| vec![R::from_f64(0.0); count];
+        let zeros = |count| vec![F::Real::from_f64(0.0); count];
         Self {
             scores: zeros(block),
             gradients: zeros(if is_backward { block } else { 0 }),
             sums: zeros(if is_backward { 0 } else { QUERIES * problem.value_size }),
-            wide: [const { Vec::new() }; 5],
+            factors: [const { Vec::new() }; 6],
         }
     }
 }
 
 /// The results, and the normaliser of each query: the logarithm of the sum of its weights, or ∞ where it sees no key.
 pub(super) fn forward<T: Element>(
+    problem: &Problem,
+    qkv: [&[T]; 3],
+    mask: Option<Mask<T::Real>>,
+) -> Result<(Vec<T>, Vec<T::Real>)> {
+    match gemm::is_native::<T>() {
+        true => forward_by::<T, T>(problem, qkv, mask),
+        false => forward_by::<T, T::Real>(problem, qkv, mask),
+    }
+}
+
+/// The same by products with factors of type `F`.
+fn forward_by<T: Element, F: Element<Real = T::Real>>(
     problem: &Problem,
     [q, k, v]: [&[T]; 3],
     mask: Option<Mask<T::Real>>,
@@ -128,8 +152,7 @@ pub(super) fn forward<T: Element>(
         let blocks = y.chunks_mut(QUERIES * value_size).zip(normalisers.chunks_mut(QUERIES));
         blocks.enumerate().map(move |(block, results)| (head, block * QUERIES, results))
     });
-    let work = |workspace: &mut Workspace<T::Real>,
-                (head, query, (y, normalisers)): (_, usize, (&mut [T], &mut [_]))| {
+    let work = |workspace: &mut Workspace<F>, (head, query, (y, normalisers)): (_, usize, (&mut [T], &mut [_]))| {
         let q = &q[(head * queries + query) * size..][..normalisers.len() * size];
         let (k, v) = (&k[head / group * keys * size..], &v[head / group * keys * value_size..]);
         let block = Block { sample: head / heads, head: head % heads, query, queries: normalisers.len(), key: 0, keys };
@@ -139,20 +162,20 @@ pub(super) fn forward<T: Element>(
     Ok((y, normalisers))
 }
 
-fn forward_block<T: Element>(
+fn forward_block<T: Element, F: Element<Real = T::Real>>(
     problem: &Problem,
     block: Block,
     [q, k, v]: [&[T]; 3],
     mask: Option<Mask<T::Real>>,
-    workspace: &mut Workspace<T::Real>,
+    workspace: &mut Workspace<F>,
     y: &mut [T],
     normalisers: &mut [T::Real],
 ) -> Result<()> {
     let Problem { size, value_size, .. } = *problem;
-    let Workspace { scores, sums, wide: [wide_q, wide_k, wide_v, ..], .. } = workspace;
+    let Workspace { scores, sums, factors: [of_q, of_k, of_v, of_weights, ..], .. } = workspace;
     let (zero, one) = (T::Real::from_f64(0.0), T::Real::from_f64(1.0));
     let infinity = T::Real::from_f64(f64::INFINITY);
-    let q = scaled(q, problem.scale, wide_q);
+    let (q, scale) = scaled(q, problem.scale, of_q);
     let (mut max, mut total) = ([-infinity; QUERIES], [zero; QUERIES]);
     sums.fill(zero);
     for key in (0..block.keys).step_by(KEYS) {
@@ -160,16 +183,17 @@ fn forward_block<T: Element>(
         if block.keys == 0 {
             break;
         }
-        let k = wide(&k[key * size..][..block.keys * size], wide_k);
-        let v = wide(&v[key * value_size..][..block.keys * value_size], wide_v);
+        let k = factors(&k[key * size..][..block.keys * size], of_k);
+        let v = factors(&v[key * value_size..][..block.keys * value_size], of_v);
         let (extents, transposed) = ((block.queries, block.keys, size), Strides::transposed(size));
         gemm(extents, scores, false, (q, Strides::rows(size)), (k, transposed), 1)?;
         let rows = scores.chunks_exact_mut(block.keys).zip(sums.chunks_exact_mut(value_size)).take(block.queries);
         for (query, (scores, sums)) in rows.enumerate() {
-            block.mask(problem, mask, query, scores);
+            block.complete(problem, scale, mask, query, scores);
             weigh(scores, sums, &mut max[query], &mut total[query]);
         }
         let (extents, weights) = ((block.queries, value_size, block.keys), Strides::rows(block.keys));
+        let scores = factors::<_, F>(&scores[..block.queries * block.keys], of_weights);
         gemm(extents, sums, true, (scores, weights), (v, Strides::rows(value_size)), 1)?;
     }
     let rows = y.chunks_exact_mut(value_size).zip(sums.chunks_exact(value_size)).zip(normalisers);
@@ -182,8 +206,8 @@ fn forward_block<T: Element>(
     Ok(())
 }
 
-/// Makes weights of the scores of some more keys of a query, e^(score − maximum). Updates what is known of its keys
-/// so far: the sums of values, the maximum of the scores, and the sum of the weights.
+/// Turns the scores of further keys of a query into weights, e^(score − maximum). Updates the running results of the
+/// query: the sums of values, the maximum of the scores, and the sum of the weights.
 fn weigh<T: Real>(scores: &mut [T], sums: &mut [T], max: &mut T, total: &mut T) {
     vectorise!(move || {
         let new = maximum(scores, *max);
@@ -191,7 +215,7 @@ fn weigh<T: Real>(scores: &mut [T], sums: &mut [T], max: &mut T, total: &mut T) 
             scores.fill(T::from_f64(0.0));
             return;
         }
-        // What was added up before was relative to another maximum.
+        // Earlier sums are relative to another maximum.
         let correction = (*max - new).exp();
         for score in &mut *scores {
             *score = (*score - new).exp();
@@ -202,6 +226,14 @@ fn weigh<T: Real>(scores: &mut [T], sums: &mut [T], max: &mut T, total: &mut T) 
             for sum in sums {
                 *sum *= correction;
             }
+        }
+    })
+}
+
+fn scale_by<T: Real>(values: &mut [T], factor: T) {
+    vectorise!(move || {
+        for value in values {
+            *value *= factor;
         }
     })
 }
@@ -222,7 +254,7 @@ fn weights_of_row<T: Real>(scores: &mut [T], normaliser: T) {
     })
 }
 
-/// Makes the gradients of scores of weights.
+/// Turns the gradients of weights into those of scores.
 fn gradients_of_row<T: Real>(weights: &mut [T], gradients: &[T], sum: T, scale: T) {
     vectorise!(move || {
         for (weight, gradient) in weights.iter_mut().zip(gradients) {
@@ -247,6 +279,20 @@ fn add<T: Real>(total: &mut [T], values: &[T]) {
 pub(super) fn backward<T: Element>(
     problem: &Problem,
     qkv: [&[T]; 3],
+    results: [&[T]; 2],
+    normalisers: &[T::Real],
+    mask: Option<Mask<T::Real>>,
+) -> Result<[Vec<T::Real>; 3]> {
+    match gemm::is_native::<T>() {
+        true => backward_by::<T, T>(problem, qkv, results, normalisers, mask),
+        false => backward_by::<T, T::Real>(problem, qkv, results, normalisers, mask),
+    }
+}
+
+/// The same by products with factors of type `F`.
+fn backward_by<T: Element, F: Element<Real = T::Real>>(
+    problem: &Problem,
+    qkv: [&[T]; 3],
     [y, dy]: [&[T]; 2],
     normalisers: &[T::Real],
     mask: Option<Mask<T::Real>>,
@@ -261,7 +307,7 @@ pub(super) fn backward<T: Element>(
         .zip(y.par_chunks_exact(value_size))
         .zip(dy.par_chunks_exact(value_size))
         .for_each(|((product, y), dy)| *product = product_of_rows(y, dy));
-    // Keys are cut in parts, each of which has its own gradient of the queries; how many does not depend on the
+    // Keys are cut into parts, each with its own gradient of the queries. The number of parts does not depend on the
     // threads.
     let blocks = keys.div_ceil(KEYS);
     let part = blocks.div_ceil(PARTS.div_ceil(pairs)) * KEYS;
@@ -274,7 +320,7 @@ pub(super) fn backward<T: Element>(
         let parts = dk.chunks_mut(part * size).zip(dv.chunks_mut(part * value_size)).zip(dq.chunks_exact_mut(dq_len));
         parts.enumerate().map(move |(index, ((dk, dv), dq))| (pair, index * part, [dq, dk, dv]))
     });
-    let work = |workspace: &mut Workspace<T::Real>, (pair, key, gradients): (_, _, [&mut [T::Real]; 3])| {
+    let work = |workspace: &mut Workspace<F>, (pair, key, gradients): (_, _, [&mut [T::Real]; 3])| {
         let task = BackwardTask { problem, qkv, dy, normalisers, products: &products, mask, pair };
         task.run(key, gradients, workspace)
     };
@@ -305,9 +351,14 @@ struct BackwardTask<'a, T: Element> {
 
 impl<T: Element> BackwardTask<'_, T> {
     /// Adds to the gradients of the queries, and of the keys and values from `first` on.
-    fn run(&self, first: usize, [dq, dk, dv]: [&mut [T::Real]; 3], workspace: &mut Workspace<T::Real>) -> Result<()> {
+    fn run<F: Element<Real = T::Real>>(
+        &self,
+        first: usize,
+        [dq, dk, dv]: [&mut [T::Real]; 3],
+        workspace: &mut Workspace<F>,
+    ) -> Result<()> {
         let Problem { heads, group, queries, keys, size, value_size, .. } = *self.problem;
-        let Workspace { scores, gradients, wide: [wide_q, wide_k, wide_v, wide_dy, scaled_q], .. } = workspace;
+        let Workspace { scores, gradients, factors: [of_q, of_k, of_v, of_dy, scaled_q, of_weights], .. } = workspace;
         let scale = T::Real::from_f64(self.problem.scale);
         let (by_key, by_value) = (Strides::rows(size), Strides::rows(value_size));
         let [q, k, v] = self.qkv;
@@ -315,8 +366,8 @@ impl<T: Element> BackwardTask<'_, T> {
         let key_blocks = dk.chunks_mut(KEYS * size).zip(dv.chunks_mut(KEYS * value_size)).enumerate();
         for (key_block, (dk, dv)) in key_blocks {
             let (key, count) = (first + key_block * KEYS, dk.len() / size);
-            let k = wide(&k[key * size..][..count * size], wide_k);
-            let v = wide(&v[key * value_size..][..count * value_size], wide_v);
+            let k = factors(&k[key * size..][..count * size], of_k);
+            let v = factors(&v[key * value_size..][..count * value_size], of_v);
             for (member, dq) in dq.chunks_exact_mut(queries * size).enumerate() {
                 let head = self.pair * group + member;
                 for (query_block, dq) in dq.chunks_mut(QUERIES * size).enumerate() {
@@ -330,17 +381,19 @@ impl<T: Element> BackwardTask<'_, T> {
                     }
                     let row = head * queries + query;
                     let q = &q[row * size..][..rows * size];
-                    let (scaled_q, q) = (scaled(q, self.problem.scale, scaled_q), wide(q, wide_q));
-                    let dy = wide(&self.dy[row * value_size..][..rows * value_size], wide_dy);
+                    let (scaled_q, left) = scaled(q, self.problem.scale, scaled_q);
+                    let q = factors(q, of_q);
+                    let dy = factors(&self.dy[row * value_size..][..rows * value_size], of_dy);
                     let transposed = Strides::transposed(size);
                     gemm((rows, count, size), scores, false, (scaled_q, by_key), (k, transposed), 1)?;
                     let normalisers = &self.normalisers[row..][..rows];
                     for (query, (scores, normaliser)) in scores.chunks_exact_mut(count).zip(normalisers).enumerate() {
-                        block.mask(self.problem, self.mask, query, scores);
+                        block.complete(self.problem, left, self.mask, query, scores);
                         weights_of_row(scores, *normaliser);
                     }
                     let transposed = Strides::transposed(count);
-                    gemm((count, value_size, rows), dv, true, (scores, transposed), (dy, by_value), 1)?;
+                    let weights = factors::<_, F>(&scores[..rows * count], of_weights);
+                    gemm((count, value_size, rows), dv, true, (weights, transposed), (dy, by_value), 1)?;
                     let of_value = Strides::transposed(value_size);
                     gemm((rows, count, value_size), gradients, false, (dy, by_value), (v, of_value), 1)?;
                     let sums = &self.products[row..][..rows];
@@ -348,6 +401,7 @@ impl<T: Element> BackwardTask<'_, T> {
                     for ((weights, gradients), sum) in rows_of {
                         gradients_of_row(weights, gradients, *sum, scale);
                     }
+                    let scores = factors::<_, F>(&scores[..rows * count], of_weights);
                     gemm((rows, size, count), dq, true, (scores, Strides::rows(count)), (k, by_key), 1)?;
                     gemm((count, size, rows), dk, true, (scores, transposed), (q, by_key), 1)?;
                 }

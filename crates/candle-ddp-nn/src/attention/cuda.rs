@@ -1,6 +1,6 @@
-//! Attention on CUDA: products by cuBLAS, and kernels for what is between them, for as many rows at a time as the
-//! workspace takes. Neighbouring heads of queries that share keys and values are one matrix, of group × queries rows.
-use super::problem::Problem;
+//! Attention on CUDA: products by cuBLAS, and kernels between them, for as many rows at a time as fit into the
+//! workspace. Neighbouring heads of queries that share keys and values form one matrix with group × queries rows.
+use super::problem::{AttentionOptions, Problem};
 use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
@@ -8,7 +8,10 @@ use candle_ddp_tensor::kernels::{
     self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none, supported,
 };
 
-/// What the scores, weights and gradients of a block take at most, unless a single row needs more.
+/// The name of attention with heads side by side, for messages.
+const NAME: &str = "scaled_dot_product_attention_qkvpacked";
+
+/// The maximum memory for the scores, weights and gradients of a block, unless a single row needs more.
 const WORKSPACE: usize = 64 << 20;
 
 /// The tensors are contiguous, and there are queries and keys.
@@ -19,7 +22,7 @@ pub(super) fn attention([q, k, v]: [&Tensor; 3], problem: Problem) -> Result<Ten
     apply(&[q, k, v], y.into_result(), Backward { problem, qkv, normalisers })
 }
 
-/// What the backward pass needs.
+/// Values that the backward pass needs.
 struct Backward {
     problem: Problem,
     qkv: [Tensor; 3],
@@ -33,7 +36,82 @@ impl Function for Backward {
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let gradients = Attention::of(&self.problem, dy)?.backward(&self.qkv, &self.normalisers, dy)?;
-        Ok(gradients.into_iter().map(Some).collect())
+        gradients.into_iter().map(|gradient| gradient.into_tensor().to_dtype(dy.dtype()).map(Some)).collect()
+    }
+}
+
+/// The same for heads side by side: `qkv` has the shape (B, T, 3 × H × D), the result (B, T, H × D).
+pub(super) fn packed(qkv: &Tensor, heads: usize, options: &AttentionOptions) -> Result<Tensor> {
+    supported(qkv.dtype(), NAME)?;
+    let qkv = &qkv.contiguous()?;
+    let (batch, tokens, width) = qkv.dims3()?;
+    let sides = Heads { batch, tokens, parts: 3, heads, size: width / (3 * heads) };
+    let parts = sides.split(&qkv.detach())?;
+    let parts = [parts.get(0)?, parts.get(1)?, parts.get(2)?];
+    let problem = Problem::new([&parts[0], &parts[1], &parts[2]], options)?;
+    let (y, normalisers) = Attention::of(&problem, qkv)?.forward(&parts)?;
+    let y = Heads { parts: 1, ..sides }.merge(qkv, &[&y])?;
+    apply(&[qkv], y.into_result(), Packed(Backward { problem, qkv: parts, normalisers }, sides))
+}
+
+struct Packed(Backward, Heads);
+
+impl Function for Packed {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self(Backward { problem, qkv, normalisers }, sides) = self;
+        let by_head = Heads { parts: 1, ..*sides }.split(dy)?;
+        let [dq, dk, dv] = Attention::of(problem, dy)?.backward(qkv, normalisers, &by_head)?;
+        Ok(vec![Some(sides.merge(dy, &[&dq, &dk, &dv])?.into_tensor())])
+    }
+}
+
+/// The heads of tokens, side by side in memory, or each by itself.
+#[derive(Clone, Copy)]
+struct Heads {
+    batch: usize,
+    tokens: usize,
+    parts: usize,
+    heads: usize,
+    size: usize,
+}
+
+impl Heads {
+    /// A tensor (parts, batch, heads, tokens, size) of heads side by side.
+    fn split(&self, together: &Tensor) -> Result<Tensor> {
+        let Self { batch, tokens, parts, heads, size } = *self;
+        let dtype = together.dtype();
+        let apart = Output::new(together.device().as_cuda_device()?, dtype, &[parts, batch, heads, tokens, size][..])?;
+        let tensors = [address(together)?, apart.address()?];
+        self.launch(Kernel::SplitHeads, together, &tensors, (parts, Address::vector(&tensors, size, dtype)))?;
+        Ok(apart.into_tensor())
+    }
+
+    /// A tensor (batch, tokens, parts × heads × size) of heads in memory by themselves. Later parts may have the dtype of the
+    /// arithmetic.
+    fn merge(&self, like: &Tensor, apart: &[&Output]) -> Result<Output> {
+        let Self { batch, tokens, parts, heads, size } = *self;
+        let dtype = like.dtype();
+        let together = Output::new(like.device().as_cuda_device()?, dtype, (batch, tokens, parts * heads * size))?;
+        let mut tensors = vec![together.address()?];
+        for part in apart {
+            tensors.push(part.address()?);
+        }
+        let wide = apart.iter().position(|part| part.dtype() != dtype).unwrap_or(parts);
+        let vector = if wide < parts { 1 } else { Address::vector(&tensors, size, dtype) };
+        self.launch(Kernel::MergeHeads, like, &tensors, (wide, vector))?;
+        Ok(together)
+    }
+
+    fn launch(&self, kernel: Kernel, like: &Tensor, tensors: &[Address], (wide, vector): (usize, usize)) -> Result<()> {
+        let Self { batch, tokens, parts, heads, size } = *self;
+        let numbers = &[batch, tokens, parts, heads, size, wide, vector];
+        let grid = Grid::Threads(batch * tokens * parts * heads * size / vector);
+        let launch = Launch { kernel, dtype: like.dtype(), grid, tensors, numbers, reals: &[] };
+        Ok(kernels::launch(like.device().as_cuda_device()?, launch)?)
     }
 }
 
@@ -63,50 +141,60 @@ impl<'a> Attention<'a> {
             self.scores(&block, [q, k], scores)?;
             let tensors = [scores, weights, normalisers.address()?, self.mask()?];
             self.launch(Kernel::AttentionWeights, &block, &tensors)?;
-            let (weights, values) = (dense(weights), self.of_keys(&block, v, self.dtype, value_size));
+            let (weights, values) = (block.scores(weights), self.of_keys(&block, v, self.dtype, value_size));
             let y = target(self.of_rows(&block, y.address()?, value_size), self.dtype, false);
             self.product(&block, [block.rows, value_size, block.keys], weights, values, y)?;
         }
         Ok((y, normalisers))
     }
 
-    /// The gradients of q, k and v, for which the weights are computed again.
-    fn backward(&self, qkv: &[Tensor; 3], normalisers: &Output, dy: &Tensor) -> Result<[Tensor; 3]> {
+    /// The gradients of q, k and v; the latter two have the dtype of the arithmetic if they are sums over blocks. The weights
+    /// are recomputed.
+    fn backward(&self, qkv: &[Tensor; 3], normalisers: &Output, dy: &Tensor) -> Result<[Output; 3]> {
         let (&Problem { size, value_size, .. }, acc) = (self.problem, self.accumulator());
+        let blocks = self.blocks(2);
+        let (rows, keys) = (self.problem.rows_of_item(), self.problem.keys);
+        // The first block of each item has all keys that a query sees.
+        let is_all_seen = blocks.iter().all(|block| !block.is_first || block.keys == keys);
+        let sums = if blocks.iter().all(|block| block.rows == rows) { self.dtype } else { acc };
         let [q, k, v, dy] = [address(&qkv[0])?, address(&qkv[1])?, address(&qkv[2])?, address(dy)?];
         let dq = Output::new(self.device, self.dtype, qkv[0].shape())?;
-        // Sums over blocks.
-        let dk = Output::zeros(self.device, acc, qkv[1].shape())?;
-        let dv = Output::zeros(self.device, acc, qkv[2].shape())?;
+        let new = |like: &Tensor| match is_all_seen {
+            true => Output::new(self.device, sums, like.shape()),
+            false => Output::zeros(self.device, sums, like.shape()),
+        };
+        let (dk, dv) = (new(&qkv[1])?, new(&qkv[2])?);
         let wide = self.matrices::<2>(acc)?;
         let narrow = self.narrow_matrices::<2>()?;
         let [weights, gradients] = narrow.as_ref().unwrap_or(&wide);
         let (weights, gradients) = (weights.address()?, gradients.address()?);
         let [scores, of_weights] = [wide[0].address()?, wide[1].address()?];
-        for block in self.blocks(2) {
+        for block in blocks {
+            let adds_up = !block.is_first;
             self.scores(&block, [q, k], scores)?;
             let (queries, of_y) = (self.of_rows(&block, q, size), self.of_rows(&block, dy, value_size));
             let (keys, values) =
                 (self.of_keys(&block, k, self.dtype, size), self.of_keys(&block, v, self.dtype, value_size));
-            let to = target(dense(of_weights), acc, false);
+            let to = target(block.scores(of_weights), acc, false);
             self.product(&block, [block.rows, block.keys, value_size], of_y, transposed(values), to)?;
             let tensors = [scores, of_weights, weights, gradients, normalisers.address()?, self.mask()?];
             self.launch(Kernel::AttentionGradients, &block, &tensors)?;
             let to = target(self.of_rows(&block, dq.address()?, size), self.dtype, false);
-            self.product(&block, [block.rows, size, block.keys], dense(gradients), keys, to)?;
-            let to = target(self.of_keys(&block, dk.address()?, acc, size), acc, true);
-            self.product(&block, [block.keys, size, block.rows], transposed(dense(gradients)), queries, to)?;
-            let to = target(self.of_keys(&block, dv.address()?, acc, value_size), acc, true);
-            self.product(&block, [block.keys, value_size, block.rows], transposed(dense(weights)), of_y, to)?;
+            let (weights, gradients) = (block.scores(weights), block.scores(gradients));
+            self.product(&block, [block.rows, size, block.keys], gradients, keys, to)?;
+            let to = target(self.of_keys(&block, dk.address()?, sums, size), sums, adds_up);
+            self.product(&block, [block.keys, size, block.rows], transposed(gradients), queries, to)?;
+            let to = target(self.of_keys(&block, dv.address()?, sums, value_size), sums, adds_up);
+            self.product(&block, [block.keys, value_size, block.rows], transposed(weights), of_y, to)?;
         }
-        Ok([dq.into_tensor(), dk.into_tensor().to_dtype(self.dtype)?, dv.into_tensor().to_dtype(self.dtype)?])
+        Ok([dq, dk, dv])
     }
 
     fn accumulator(&self) -> DType {
         accumulator(self.dtype)
     }
 
-    /// How many scores a block has at most, if it needs so many matrices for them.
+    /// The maximum number of scores in a block that needs this many matrices for them.
     fn room(&self, matrices: usize) -> usize {
         let (wide, narrow) = (self.accumulator(), self.dtype);
         let bytes = wide.size_in_bytes() + if narrow == wide { 0 } else { narrow.size_in_bytes() };
@@ -119,14 +207,14 @@ impl<'a> Attention<'a> {
 
     /// Memory for the largest block.
     fn matrices<const N: usize>(&self, dtype: DType) -> Result<[Output; N]> {
-        let largest = self.blocks(N).iter().map(|block| block.items * block.rows * block.keys).max().unwrap_or(0);
+        let largest = self.blocks(N).iter().map(|block| block.items * block.rows * block.columns()).max().unwrap_or(0);
         let matrices =
             (0..N).map(|_| Output::new(self.device, dtype, largest)).collect::<candle_ddp_tensor::Result<Vec<_>>>()?;
-        matrices.try_into().map_err(|_| candle_core::Error::Msg("another number of matrices".to_string()))
+        matrices.try_into().map_err(|_| candle_core::Error::Msg("an unexpected number of matrices".to_string()))
     }
 
-    /// The same in the dtype of the tensors, or none where that is the dtype of the arithmetic: the kernels then put their
-    /// results where their arguments are.
+    /// The same in the dtype of the tensors. None if that is the dtype of the arithmetic: the kernels then write
+    /// their results over their arguments.
     fn narrow_matrices<const N: usize>(&self) -> Result<Option<[Output; N]>> {
         (self.dtype != self.accumulator()).then(|| self.matrices(self.dtype)).transpose()
     }
@@ -135,20 +223,21 @@ impl<'a> Attention<'a> {
     fn of_rows<'t>(&self, block: &Block, tensor: Address<'t>, size: usize) -> Factor<'t> {
         let rows = self.problem.rows_of_item();
         let address = tensor.skip((block.item * rows + block.row) * size, self.dtype);
-        Factor { address, transposed: false, stride: Some(rows * size) }
+        Factor { address, transposed: false, stride: Some(rows * size), row: None }
     }
 
     /// The block's rows of a tensor that has one for each key.
     fn of_keys<'t>(&self, block: &Block, tensor: Address<'t>, dtype: DType, size: usize) -> Factor<'t> {
         let keys = self.problem.keys;
-        Factor { address: tensor.skip(block.item * keys * size, dtype), transposed: false, stride: Some(keys * size) }
+        let address = tensor.skip(block.item * keys * size, dtype);
+        Factor { address, transposed: false, stride: Some(keys * size), row: None }
     }
 
     /// The products of the block's queries and keys.
     fn scores(&self, block: &Block, [q, k]: [Address; 2], to: Address) -> Result<()> {
         let Problem { size, .. } = *self.problem;
         let keys = transposed(self.of_keys(block, k, self.dtype, size));
-        let to = target(dense(to), self.accumulator(), false);
+        let to = target(block.scores(to), self.accumulator(), false);
         self.product(block, [block.rows, block.keys, size], self.of_rows(block, q, size), keys, to)
     }
 
@@ -165,27 +254,23 @@ impl<'a> Attention<'a> {
         let rows_of_item = self.problem.rows_of_item();
         let block_numbers = [block.item, block.row, block.rows, block.keys, rows_of_item];
         let numbers = [queries, heads / group, group, usize::from(is_causal)];
-        let numbers = [&block_numbers[..], &numbers, &self.problem.mask_strides()].concat();
+        let numbers = [&block_numbers[..], &numbers, &self.problem.mask_strides(), &[block.columns()]].concat();
         let grid = Grid::Blocks(block.items * block.rows);
         let launch = Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals: &[scale] };
         Ok(kernels::launch(self.device, launch)?)
     }
 }
 
-fn dense(address: Address) -> Factor {
-    Factor { address, transposed: false, stride: None }
-}
-
 fn transposed(factor: Factor) -> Factor {
     Factor { transposed: true, ..factor }
 }
 
-fn target(Factor { address, stride, .. }: Factor, dtype: DType, accumulate: bool) -> Target {
-    Target { address, dtype, stride, accumulate }
+fn target(Factor { address, stride, row, .. }: Factor, dtype: DType, accumulate: bool) -> Target {
+    Target { address, dtype, stride, row, accumulate }
 }
 
-/// What is computed at a time: of some items, which are a sample's head of keys each, some rows, which are queries, and
-/// the first keys, up to the last that any of these queries sees.
+/// The unit of computation: some rows (queries) of some items (each a sample's head of keys), with the keys up to the
+/// last one that any of these queries sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Block {
     item: usize,
@@ -193,30 +278,56 @@ struct Block {
     row: usize,
     rows: usize,
     keys: usize,
+    /// Whether no block before has the same items.
+    is_first: bool,
 }
 
-/// Blocks of at most `room` scores, or of single rows: of whole items, if one fits, and otherwise of a part of one.
+impl Block {
+    /// The number of elements from one row of scores to the next: rows of any dtype begin at addresses that are multiples of 16, for
+    /// which cuBLAS has faster kernels.
+    fn columns(&self) -> usize {
+        self.keys.next_multiple_of(COLUMNS)
+    }
+
+    /// The block's scores, or numbers like them.
+    fn scores<'a>(&self, address: Address<'a>) -> Factor<'a> {
+        let columns = self.columns();
+        Factor { address, transposed: false, stride: Some(self.rows * columns), row: Some(columns) }
+    }
+}
+
+const COLUMNS: usize = 8;
+/// The number of rows in a block is a multiple of this, if a block has more but not all rows: the tiles of cuBLAS.
+const ROWS: usize = 128;
+/// Into at most so many blocks are causal rows split, if there are several blocks anyway. Four of them have 5/8 of all scores, eight
+/// 9/16.
+const SPLITS: usize = 8;
+
+/// Blocks of at most `room` scores, or of single rows. A block holds whole items if at least one fits, and otherwise
+/// a part of one, or, where that saves scores that no query sees, parts of several. The last rows come first.
 fn blocks(problem: &Problem, room: usize) -> Vec<Block> {
     let (all_items, all_rows) = (problem.items(), problem.rows_of_item());
-    let rows_in_room = (room / problem.keys.max(1)).max(1);
-    let items = (rows_in_room / all_rows.max(1)).clamp(1, all_items.max(1));
-    let rows = rows_in_room.clamp(1, all_rows.max(1));
+    let rows_in_room = (room / problem.keys.next_multiple_of(COLUMNS).max(1)).max(1);
+    let needed = (all_items * all_rows).div_ceil(rows_in_room).clamp(1, SPLITS);
+    let wanted = if problem.is_causal { all_rows.div_ceil(needed).next_multiple_of(ROWS) } else { all_rows };
+    let rows = wanted.min(rows_in_room).clamp(1, all_rows.max(1));
+    let rows = if rows < all_rows && rows > ROWS { rows / ROWS * ROWS } else { rows };
+    let items = (rows_in_room / rows).clamp(1, all_items.max(1));
     let block = |item: usize, row: usize| {
         let (items, rows) = (items.min(all_items - item), rows.min(all_rows - row));
         let last = row + rows - 1;
         let is_one_head = row / problem.queries == last / problem.queries;
         let last_query = if is_one_head { last % problem.queries } else { problem.queries - 1 };
         let keys = if problem.is_causal { problem.keys.min(last_query + 1) } else { problem.keys };
-        Block { item, items, row, rows, keys }
+        Block { item, items, row, rows, keys, is_first: last + 1 == all_rows }
     };
-    let starts = |item| (0..all_rows).step_by(rows).map(move |row| (item, row));
+    let starts = |item| (0..all_rows).step_by(rows).rev().map(move |row| (item, row));
     (0..all_items).step_by(items).flat_map(starts).map(|(item, row)| block(item, row)).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::AttentionOptions;
     use candle_core::Device;
     use std::collections::HashSet;
 
@@ -229,9 +340,10 @@ mod tests {
             let (q, kv) = (zeros((3, 4, 5, 1)), zeros((3, 2, 7, 1)));
             let options = AttentionOptions { is_causal, ..Default::default() };
             let problem = Problem::new([&q, &kv, &kv], &options).unwrap();
-            let mut seen = HashSet::new();
+            let (mut seen, mut items) = (HashSet::new(), HashSet::new());
             for block in blocks(&problem, room) {
-                assert!(block.items * block.rows * 7 <= room.max(7), "{block:?} in {room}");
+                assert_eq!(block.is_first, items.insert(block.item), "{block:?} in {room}");
+                assert!(block.items * block.rows * 8 <= room.max(8), "{block:?} in {room}");
                 for item in block.item..block.item + block.items {
                     for row in block.row..block.row + block.rows {
                         assert!(seen.insert((item, row)), "{block:?} in {room}");
@@ -240,6 +352,20 @@ mod tests {
                 }
             }
             assert_eq!(seen.len(), 3 * 2 * 10);
+        }
+    }
+
+    /// With room for a quarter of the scores, and for half an item.
+    #[test]
+    fn causal_blocks_leave_out_scores_that_no_query_sees() {
+        let zeros = Tensor::zeros((1, 8, 1024, 1), DType::F32, &Device::Cpu).unwrap();
+        let options = AttentionOptions { is_causal: true, ..Default::default() };
+        let problem = Problem::new([&zeros; 3], &options).unwrap();
+        for (room, count, most) in [(2 << 20, 4, 5.0 / 8.0), (1 << 19, 16, 9.0 / 16.0)] {
+            let blocks = blocks(&problem, room);
+            let scores: usize = blocks.iter().map(|block| block.items * block.rows * block.columns()).sum();
+            assert!(blocks.iter().all(|block| block.rows % ROWS == 0), "{blocks:?}");
+            assert_eq!((blocks.len(), scores as f64 / f64::from(8 << 20)), (count, most), "{blocks:?}");
         }
     }
 }

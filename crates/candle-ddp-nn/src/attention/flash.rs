@@ -10,8 +10,8 @@ use num_traits::Float;
 /// Attention with ALiBi (`max_bias`) or a soft limit of the scores (`softcap`) is candle's, which has no backward pass.
 ///
 /// # Errors
-/// As [`scaled_dot_product_attention`]; [`Error::InvalidArgument`], carried by candle's error, for `max_bias` or `softcap` where an
-/// input wants a gradient.
+/// As with [`scaled_dot_product_attention`]; [`Error::InvalidArgument`], carried by candle's error, for `max_bias` or
+/// `softcap` if an input requires a gradient.
 pub fn flash_attn<T: WithDType + Float>(
     q: &Tensor,
     k: &Tensor,
@@ -24,8 +24,10 @@ pub fn flash_attn<T: WithDType + Float>(
     let options = [("max_bias", max_bias), ("softcap", softcap)];
     if let Some((name, value)) = options.into_iter().find(|(_, value)| value.is_some_and(|value| value != 0.0)) {
         if [q, k, v].iter().any(|input| input.track_op()) {
-            let reason =
-                format!("it is {value:?}, and must be None where an input wants a gradient, which it cannot have");
+            let reason = format!(
+                "it must be None if an input requires a gradient, not {value:?}: candle's attention has no \
+                         backward pass"
+            );
             return Err(Error::invalid(name, reason).into());
         }
         return candle_nn::attention::flash_attn::<T>(q, k, v, softmax_scale, attn_mask, max_bias, softcap);
@@ -39,7 +41,7 @@ pub fn flash_attn<T: WithDType + Float>(
     };
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let options = AttentionOptions { mask, is_causal, scale: Some(f64::from(softmax_scale)) };
-    scaled_dot_product_attention(&q, &k, &v, &options)
+    scaled_dot_product_attention(&q, &k, &v, options)
 }
 
 /// Query i sees the keys up to i + `offset`.

@@ -1,5 +1,5 @@
-//! Attention without the matrix of all weights: block by block forward, and backward from what the blocks are computed
-//! from again, as in T. Dao, "FlashAttention-2", 2023.
+//! Attention without the matrix of all weights: it is computed block by block, and the backward pass recomputes the
+//! blocks, as in T. Dao, "FlashAttention-2", 2023.
 #[cfg(test)]
 use super::attach::attach;
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, WithDType};
@@ -25,21 +25,22 @@ use problem::Problem;
 
 /// softmax(q kᵀ × scale + mask) v: `torch.nn.functional.scaled_dot_product_attention`, without its dropout.
 ///
-/// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq, E).
-/// H is a multiple of H′: neighbouring heads of queries share keys and values, as with PyTorch's `enable_gqa`. All three
-/// have the same dtype, f32, f64, f16 or bf16. Calculated in f32 (f64 for f64), where on GPUs the weights are rounded to the
-/// dtype before they are multiplied with the values. The result of a query that sees no key is zero, and it has no gradient.
+/// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq,
+/// E). H is a multiple of H′: neighbouring heads of queries share keys and values, as with PyTorch's `enable_gqa`.
+/// All three have the same dtype, f32, f64, f16 or bf16. Calculated in f32 (f64 for f64); on GPUs the weights are
+/// rounded to the dtype before they are multiplied with the values. The result of a query that sees no key is zero,
+/// and it has no gradient.
 ///
-/// Only a block of the weights is in memory at a time, and one number per query is kept for the backward pass. The block has
-/// 128 × 256 weights for each thread on the CPU. On CUDA, blocks need at most 64 MiB, or what a single query needs, and the
-/// backward pass in f16 and bf16 also needs the gradients of keys and values in f32.
+/// Only a block of the weights is in memory at a time, and one number per query is kept for the backward pass. The
+/// block has 128 × 256 weights for each thread on the CPU. On CUDA, blocks need at most 64 MiB, or the memory of a
+/// single query, and the backward pass in f16 and bf16 also needs the gradients of keys and values in f32.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for shapes, dtypes and devices that do
-/// not fit each other, a mask together with `is_causal`, and a mask that wants a gradient;
-/// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
-pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
-    let problem = Problem::new([q, k, v], options)?;
+/// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for shapes,
+/// dtypes and devices that do not fit each other, a mask together with `is_causal`, and a mask that requires a
+/// gradient; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
+pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: AttentionOptions) -> Result<Tensor> {
+    let problem = Problem::new([q, k, v], &options)?;
     if problem.is_empty() {
         return Tensor::zeros(problem.output_shape(), q.dtype(), q.device());
     }
@@ -56,7 +57,7 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
     Ok(y)
 }
 
-/// With candle's operations.
+/// The same, by candle's operations.
 #[cfg(test)]
 fn by_candle(qkv: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
     let detached = qkv.map(Tensor::detach);
@@ -96,7 +97,7 @@ fn backward<T: Element>(
     })
 }
 
-/// What the backward pass needs.
+/// Values that the backward pass needs.
 struct Attention {
     problem: Problem,
     qkv: [Tensor; 3],
@@ -111,13 +112,18 @@ impl Function for Attention {
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { problem, qkv, normalisers, result } = self;
-        let Some(y) = result.get() else { candle_core::bail!("the result of attention is not there yet") };
+        let Some(y) = result.get() else {
+            candle_core::bail!(
+                "attention's backward pass runs before its result is \
+                                                              stored"
+            )
+        };
         dispatch!(dy.dtype(), self.name(), T => {
             type Acc = <T as Element>::Real;
             let gradients = with_slice::<T, _>(y, |y| with_slice::<T, _>(dy, |dy| {
                 backward::<T>(problem, qkv, [y, dy], normalisers)
             }))?;
-            // Without a copy where the dtype is the same.
+            // No copy is made if the dtype is the same.
             let finish = |(values, like): (Vec<Acc>, &Tensor)| {
                 Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype()).map(Some)
             };
@@ -164,7 +170,7 @@ mod tests {
                         |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
                     all.map(|t| flat(t.unwrap()))
                 };
-                let loops = run(scaled_dot_product_attention(&q, &k, &v, &options).unwrap());
+                let loops = run(scaled_dot_product_attention(&q, &k, &v, options.clone()).unwrap());
                 let problem = Problem::new([&q, &k, &v], &options).unwrap();
                 let composite = run(by_candle([&q, &k, &v], problem).unwrap());
                 for (index, (a, b)) in loops.iter().zip(&composite).enumerate() {

@@ -1,4 +1,5 @@
-//! Attention whose queries, keys and values lie side by side, as one linear layer makes them.
+//! Attention with queries, keys and values side by side in one tensor, as one linear layer produces them.
+use super::cuda;
 use super::problem::{AttentionOptions, Problem};
 use super::{backward, forward, scaled_dot_product_attention};
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
@@ -9,28 +10,24 @@ use candle_ddp_tensor::function::{Function, apply};
 use candle_ddp_tensor::{Element, dispatch, vectorise};
 use std::sync::{Arc, OnceLock};
 
-/// [`scaled_dot_product_attention`] of the queries, keys and values of `heads` heads that one linear layer makes: what
-/// FlashAttention's `flash_attn_qkvpacked_func` computes.
+/// [`scaled_dot_product_attention`] of the queries, keys and values of `heads` heads that one linear layer produces:
+/// FlashAttention's `flash_attn_qkvpacked_func`.
 ///
-/// `qkv` has the shape (B, T, 3 × H × D): for each token first the queries of all heads, then the keys, then the values. The
-/// result has the shape (B, T, H × D), which the next linear layer takes. Dtypes, options and accuracy are those of
-/// [`scaled_dot_product_attention`]. On the CPU this saves the passes over memory, forward and backward, that taking `qkv`
-/// apart needs.
+/// `qkv` has the shape (B, T, 3 × H × D): for each token first the queries of all heads, then the keys, then the
+/// values. The result has the shape (B, T, H × D), which the next linear layer takes. Dtypes, options and accuracy
+/// are those of [`scaled_dot_product_attention`]. On the CPU this saves the passes over memory that splitting `qkv`
+/// would need, forward and backward.
 ///
 /// # Errors
-/// As [`scaled_dot_product_attention`], and a `qkv` of another shape.
-pub fn scaled_dot_product_attention_qkvpacked(
-    qkv: &Tensor,
-    heads: usize,
-    options: &AttentionOptions,
-) -> Result<Tensor> {
+/// As with [`scaled_dot_product_attention`], and for a `qkv` of another shape.
+pub fn scaled_dot_product_attention_qkvpacked(qkv: &Tensor, heads: usize, options: AttentionOptions) -> Result<Tensor> {
     let shape = match *qkv.dims() {
         [batch, tokens, width] if heads > 0 && width > 0 && width.is_multiple_of(3 * heads) => {
             (batch, tokens, 3, heads, width / (3 * heads))
         }
         _ => {
             let is = describe(qkv.dtype(), qkv.shape());
-            let reason = format!("it is {is}, where (B, T, 3 × H × D) is expected, with H = {heads} heads");
+            let reason = format!("it must be (B, T, 3 × H × D) with H = {heads} heads, not {is}");
             return Err(Error::invalid("the packed queries, keys and values of attention", reason).into());
         }
     };
@@ -39,13 +36,16 @@ pub fn scaled_dot_product_attention_qkvpacked(
         let parts = qkv.reshape(shape)?.permute((2, 0, 3, 1, 4))?.contiguous()?;
         Ok::<_, candle_core::Error>([parts.get(0)?, parts.get(1)?, parts.get(2)?])
     };
-    if !qkv.device().is_cpu() || batch * tokens == 0 {
+    if qkv.device().is_cuda() && batch * tokens > 0 {
+        return cuda::packed(qkv, heads, &options);
+    }
+    if batch * tokens == 0 {
         let [q, k, v] = parts(qkv)?;
         let y = scaled_dot_product_attention(&q, &k, &v, options)?;
         return y.transpose(1, 2)?.reshape((batch, tokens, heads * size));
     }
     let parts = parts(&qkv.detach())?;
-    let problem = Problem::new([&parts[0], &parts[1], &parts[2]], options)?;
+    let problem = Problem::new([&parts[0], &parts[1], &parts[2]], &options)?;
     let (y, normalisers) = forward(&problem, &parts)?;
     let y = dispatch!(qkv.dtype(), NAME, T => {
         Ok(T::to_cpu_storage_owned(swapped(y.as_slice::<T>()?, [heads, tokens, size])))
@@ -59,7 +59,7 @@ pub fn scaled_dot_product_attention_qkvpacked(
 
 const NAME: &str = "scaled_dot_product_attention_qkvpacked";
 
-/// What the backward pass needs.
+/// Values that the backward pass needs.
 struct Packed {
     problem: Problem,
     /// Queries, keys and values, each of shape (B, H, T, D).
@@ -75,7 +75,12 @@ impl Function for Packed {
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { problem, parts, normalisers, result } = self;
-        let Some(y) = result.get() else { candle_core::bail!("the result of attention is not there yet") };
+        let Some(y) = result.get() else {
+            candle_core::bail!(
+                "attention's backward pass runs before its result is \
+                                                              stored"
+            )
+        };
         let Problem { batch, heads, queries: tokens, size, .. } = *problem;
         dispatch!(dy.dtype(), NAME, T => {
             let by_head = |t: &Tensor| with_slice::<T, _>(t, |t| Ok(swapped(t, [tokens, heads, size])));
@@ -87,7 +92,7 @@ impl Function for Packed {
     }
 }
 
-/// Matrices of `rows` rows and `columns` columns, one behind the other, transposed; their elements are slices of `size`.
+/// Transposes consecutive matrices of `rows` rows and `columns` columns, whose elements are slices of `size`.
 fn swapped<T: Copy>(x: &[T], [rows, columns, size]: [usize; 3]) -> Vec<T> {
     let mut result = Vec::with_capacity(x.len());
     for matrix in x.chunks_exact(rows * columns * size) {
@@ -119,7 +124,7 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
 
-    /// Results and gradients are those of queries, keys and values that candle's operations take apart.
+    /// Results and gradients equal those of queries, keys and values that candle's operations split.
     #[test]
     fn packed_is_the_same_as_apart() {
         let (batch, tokens, heads, size) = (2, 5, 3, 4);
@@ -141,10 +146,10 @@ mod tests {
             };
             let apart = qkv.reshape((batch, tokens, 3, heads, size)).unwrap().permute((2, 0, 3, 1, 4)).unwrap();
             let [q, k, v] = [0, 1, 2].map(|i| apart.get(i).unwrap());
-            let y = scaled_dot_product_attention(&q, &k, &v, &options).unwrap();
+            let y = scaled_dot_product_attention(&q, &k, &v, options.clone()).unwrap();
             let apart = run(y.transpose(1, 2).unwrap().reshape((batch, tokens, heads * size)).unwrap());
             assert_eq!(
-                run(scaled_dot_product_attention_qkvpacked(&qkv, heads, &options).unwrap()),
+                run(scaled_dot_product_attention_qkvpacked(&qkv, heads, options.clone()).unwrap()),
                 apart,
                 "{options:?}"
             );
@@ -155,7 +160,7 @@ mod tests {
     fn other_shapes_are_refused() {
         let attend = |shape: &[usize], heads| {
             let qkv = Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-            scaled_dot_product_attention_qkvpacked(&qkv, heads, &Default::default())
+            scaled_dot_product_attention_qkvpacked(&qkv, heads, Default::default())
         };
         assert_eq!(attend(&[0, 2, 12], 2).unwrap().dims(), [0, 2, 4]);
         for (shape, heads) in [(&[2, 2, 12][..], 0), (&[2, 2, 14], 2), (&[2, 2, 0], 2), (&[2, 12], 2)] {

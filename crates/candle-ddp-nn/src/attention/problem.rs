@@ -1,4 +1,4 @@
-//! What attention is to be computed of.
+//! The extents and options of one attention call.
 use crate::channels::accumulator;
 use candle_core::{DType, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
@@ -7,12 +7,13 @@ use candle_ddp_tensor::error::{describe, describe_placed};
 /// Options of [`scaled_dot_product_attention`](super::scaled_dot_product_attention). The default is PyTorch's.
 #[derive(Clone, Debug, Default)]
 pub struct AttentionOptions {
-    /// Which keys a query sees, in a shape that can be broadcast to (B, H, Tq, Tk): of the dtype u8, not 0 where it
-    /// does; or of a floating-point dtype, to be added to the scores. It gets no gradient. `None`, the default, is all.
+    /// The keys that each query sees, in a shape that can be broadcast to (B, H, Tq, Tk). A u8 mask is not 0 for
+    /// visible keys; a floating-point mask is added to the scores. It gets no gradient. `None`, the default: all
+    /// keys.
     pub mask: Option<Tensor>,
-    /// Whether query i sees the keys up to i only; not together with a mask.
+    /// Whether query i sees only the keys up to i. Cannot be combined with a mask.
     pub is_causal: bool,
-    /// What products of queries and keys are multiplied by; 1 / √D by default.
+    /// The factor of the products of queries and keys; 1 / √D by default.
     pub scale: Option<f64>,
 }
 
@@ -22,17 +23,17 @@ pub(super) struct Problem {
     pub(super) batch: usize,
     /// Of queries.
     pub(super) heads: usize,
-    /// How many heads of queries share keys and values.
+    /// The number of heads of queries that share keys and values.
     pub(super) group: usize,
     pub(super) queries: usize,
     pub(super) keys: usize,
-    /// How long queries and keys are.
+    /// The length of queries and keys.
     pub(super) size: usize,
-    /// How long values are.
+    /// The length of values.
     pub(super) value_size: usize,
     pub(super) scale: f64,
     pub(super) is_causal: bool,
-    /// What is added to scores, of rank 4 and dtype [`accumulator`], contiguous.
+    /// The mask that is added to scores, of rank 4 and dtype [`accumulator`], contiguous.
     pub(super) mask: Option<Tensor>,
 }
 
@@ -51,13 +52,20 @@ impl Problem {
         }
         let others = [Some(k), Some(v), options.mask.as_ref()];
         if let Some(other) = others.into_iter().flatten().find(|other| !other.device().same_device(q.device())) {
-            let reason = format!("one is {}, where the queries are {}", describe_placed(other), describe_placed(q));
+            let reason = format!(
+                "all must have the same dtype and device, but one is {} and the queries are {}",
+                describe_placed(other),
+                describe_placed(q)
+            );
             return invalid("the inputs of attention", reason);
         }
         let mask = match &options.mask {
             None => None,
             Some(_) if options.is_causal => {
-                return invalid("the mask of attention", "there is one, and is_causal as well".to_string());
+                return invalid(
+                    "the mask of attention",
+                    "it cannot be combined with is_causal: set one of the two".to_string(),
+                );
             }
             Some(mask) => Some(additive(mask, [batch, heads, queries, keys], accumulator(q.dtype()))?),
         };
@@ -70,17 +78,17 @@ impl Problem {
         self.batch * self.heads * self.queries * self.keys == 0
     }
 
-    /// How many pairs of a sample and a head of keys there are.
+    /// The number of pairs of a sample and a head of keys.
     pub(super) fn items(&self) -> usize {
         self.batch * self.heads / self.group
     }
 
-    /// How many queries each of them has.
+    /// The number of queries of each pair.
     pub(super) fn rows_of_item(&self) -> usize {
         self.group * self.queries
     }
 
-    /// How far apart what is added to scores lies in the mask, by sample, head, query and key: 0 where the same holds for all.
+    /// The strides of the mask by sample, head, query and key: 0 for a dimension that is broadcast.
     pub(super) fn mask_strides(&self) -> [usize; 4] {
         let Some(mask) = &self.mask else { return [0; 4] };
         let dims = mask.dims();
@@ -95,12 +103,12 @@ impl Problem {
 fn refusal(qkv: [&Tensor; 3]) -> String {
     let [q, k, v] = qkv.map(|t| describe(t.dtype(), t.shape()));
     format!(
-        "they are {q}, {k} and {v}, where (B, H, Tq, D), (B, H′, Tk, D) and (B, H′, Tk, E) of one dtype are expected, \
-         H is a multiple of H′, and none of H′, D and E is 0"
+        "they must be (B, H, Tq, D), (B, H′, Tk, D) and (B, H′, Tk, E) of one dtype, with H a multiple of H′ and none \
+         of H′, D and E equal to 0, not {q}, {k} and {v}"
     )
 }
 
-/// What is to be added to scores.
+/// The mask in the form that is added to scores.
 fn additive(mask: &Tensor, [batch, heads, queries, keys]: [usize; 4], dtype: DType) -> Result<Tensor> {
     let is = describe(mask.dtype(), mask.shape());
     let expected = [batch, heads, queries, keys];
@@ -108,13 +116,15 @@ fn additive(mask: &Tensor, [batch, heads, queries, keys]: [usize; 4], dtype: DTy
     let fits = given.len() <= 4
         && given.iter().rev().zip(expected.iter().rev()).all(|(given, expected)| *given == 1 || given == expected);
     if !fits || !(mask.dtype() == DType::U8 || mask.dtype().is_float()) {
-        let reason = format!(
-            "it is {is}, where u8 or floating-point numbers that can be broadcast to {expected:?} are expected"
-        );
+        let reason =
+            format!("it must be u8 or floating-point, of a shape that can be broadcast to {expected:?}, not {is}");
         return Err(Error::invalid("the mask of attention", reason).into());
     }
     if mask.track_op() {
-        let reason = format!("it is {is} and wants a gradient, which is not computed: `detach` it");
+        let reason = format!(
+            "it must not require a gradient, since none is computed for it, but it is a tracked {is}: \
+                              `detach` it"
+        );
         return Err(Error::invalid("the mask of attention", reason).into());
     }
     let mask = mask.reshape([&[1, 1, 1, 1][given.len()..], given].concat())?;

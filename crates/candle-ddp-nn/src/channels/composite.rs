@@ -1,4 +1,4 @@
-//! The same with candle's operations, to compare with.
+//! The same operations made of candle's, as a reference for tests.
 use super::extents::{Extents, accumulator};
 use candle_core::{Result, Tensor};
 
@@ -35,7 +35,7 @@ pub(super) fn normalise_composite(x: &Tensor, [mean, scale, shift]: [&Tensor; 3]
 pub(super) fn input_gradient_composite(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
     if x.elem_count() == 0 {
-        // As empty as the gradient of x, and of the same shape and dtype.
+        // Empty, like the gradient of x, with the same shape and dtype.
         return Ok(dy.detach());
     }
     let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());

@@ -1,15 +1,16 @@
-//! The same by kernels of CUDA.
+//! The same operations as CUDA kernels.
 use super::extents::{Extents, accumulator};
 use super::fused::{After, Gate};
 use candle_core::{CudaDevice, DType, Result, Tensor};
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, address};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, address, written_address};
 
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 1024;
-/// How many elements of a channel a block sums at least, if there are as many, and at most: sums of a thread are in f32.
+/// The minimum (if there are enough) and maximum number of elements of a channel that a block sums: a thread sums in
+/// f32.
 const ELEMENTS: [usize; 2] = [1 << 11, 1 << 14];
 
-/// A batch on a GPU, which has elements.
+/// A batch on a GPU.
 struct Batch<'a> {
     device: &'a CudaDevice,
     dtype: DType,
@@ -17,64 +18,85 @@ struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// None for a batch without elements.
-    fn new(x: &'a Tensor) -> Result<Option<Self>> {
+    fn new(x: &'a Tensor) -> Result<Self> {
         kernels::supported(x.dtype(), "the channels of a batch")?;
-        let (device, dtype, extents) = (x.device().as_cuda_device()?, x.dtype(), Extents::of(x.dims()));
-        Ok((x.elem_count() > 0).then_some(Self { device, dtype, extents }))
+        Ok(Self { device: x.device().as_cuda_device()?, dtype: x.dtype(), extents: Extents::of(x.dims()) })
     }
 
-    /// How many blocks share a channel, and the number of elements that each of these sums.
+    fn is_empty(&self) -> bool {
+        let Extents { samples, channels, spatial } = self.extents;
+        samples * channels * spatial == 0
+    }
+
+    /// The number of blocks that share a channel, and the number of elements that each of them sums.
     fn parts(&self) -> (usize, usize) {
         let Extents { samples, channels, spatial } = self.extents;
         let [least, most] = ELEMENTS.map(|elements| (samples * spatial).div_ceil(elements));
-        let parts = BLOCKS.div_ceil(channels).min(least).max(most);
-        let length = (samples * spatial).div_ceil(parts);
+        let parts = BLOCKS.div_ceil(channels.max(1)).min(least).max(most).max(1);
+        // A multiple of the elements of every vector.
+        let length = (samples * spatial).div_ceil(parts).next_multiple_of(8).max(8);
         ((samples * spatial).div_ceil(length), length)
     }
 
-    fn launch(&self, kernel: Kernel, grid: Grid, tensors: &[Address], more: &[usize]) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: Kernel,
+        grid: Grid,
+        tensors: &[Address],
+        (vector, more, reals): (usize, &[usize], &[f64]),
+    ) -> Result<()> {
         let Extents { samples, channels, spatial } = self.extents;
         let (parts, length) = self.parts();
-        let numbers = [&[samples, channels, spatial, parts, length], more].concat();
-        let launch = Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals: &[] };
-        Ok(kernels::launch(self.device, launch)?)
+        let numbers = [&[samples, channels, spatial, parts, length, vector], more].concat();
+        Ok(kernels::launch(self.device, Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals })?)
     }
 
-    /// Lets `kernel` sum up parts of channels, a pair for each, into tensor 1 of its `tensors`, and `totals` these into
-    /// a tensor of `rows` rows of the dtype `dtype`.
-    fn reduce(
+    /// Launches `kernel` with a thread for each channel.
+    fn launch_for_channels(
         &self,
-        (kernel, totals): (Kernel, Kernel),
+        kernel: Kernel,
         tensors: &[Address],
-        more: &[usize],
-        (rows, dtype): (usize, DType),
-    ) -> Result<Tensor> {
-        let Extents { channels, .. } = self.extents;
-        let blocks = channels * self.parts().0;
-        let pairs = Output::new(self.device, DType::F64, 2 * blocks)?;
-        let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
-        self.launch(kernel, Grid::Blocks(blocks), &tensors, more)?;
-        let shape = if rows == 1 { vec![channels] } else { vec![rows, channels] };
-        let result = Output::new(self.device, dtype, shape)?;
-        let narrow = usize::from(dtype != accumulator(self.dtype));
-        self.launch(totals, Grid::Threads(channels), &[pairs.address()?, result.address()?], &[rows, narrow])?;
-        Ok(result.into_tensor())
+        (more, reals): (&[usize], &[f64]),
+    ) -> Result<()> {
+        self.launch(kernel, Grid::Threads(self.extents.channels), tensors, (1, more, reals))
     }
 
-    /// Lets `kernel` fill a tensor like `x`, tensor 1 of its `tensors`.
-    fn map(&self, kernel: Kernel, x: &Tensor, tensors: &[Address], more: &[usize]) -> Result<Output> {
+    /// The number of elements that a thread takes at once of tensors like the batch.
+    fn vector(&self, tensors: &[Address]) -> usize {
+        Address::vector(tensors, self.extents.spatial, self.dtype)
+    }
+
+    /// Lets `kernel` sum parts of channels: a pair for each part, tensor 1 of its `tensors`. The first `batches` of these are like
+    /// the batch.
+    fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: usize, more: &[usize]) -> Result<Output> {
+        let blocks = self.extents.channels * self.parts().0;
+        let pairs = Output::new(self.device, DType::F64, 2 * blocks)?;
+        let vector = self.vector(&tensors[..batches]);
+        let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
+        self.launch(kernel, Grid::Blocks(blocks), &tensors, (vector, more, &[]))?;
+        Ok(pairs)
+    }
+
+    /// Memory for `count` rows of numbers of each channel, in the dtype of the arithmetic.
+    fn rows(&self, count: usize) -> Result<Output> {
+        Ok(Output::new(self.device, accumulator(self.dtype), (count, self.extents.channels))?)
+    }
+
+    /// Lets `kernel` fill a tensor like `x`, tensor 1 of its `tensors`. Besides these two, `batches` are like the batch.
+    fn map(
+        &self,
+        kernel: Kernel,
+        x: &Tensor,
+        tensors: &[Address],
+        batches: &[Address],
+        more: &[usize],
+    ) -> Result<Output> {
         let y = Output::new(self.device, self.dtype, x.shape())?;
-        let tensors = [&[address(x)?, y.address()?], tensors].concat();
-        self.launch(kernel, Grid::Threads(x.elem_count()), &tensors, more)?;
+        let own = [address(x)?, y.address()?];
+        let vector = self.vector(&[&own, batches].concat());
+        self.launch(kernel, Grid::Threads(x.elem_count() / vector), &[&own, tensors].concat(), (vector, more, &[]))?;
         Ok(y)
     }
-}
-
-fn zeros(x: &Tensor, rows: usize, dtype: DType) -> Result<Tensor> {
-    let channels = x.dim(1)?;
-    let shape = if rows == 1 { vec![channels] } else { vec![rows, channels] };
-    Ok(Output::zeros(x.device().as_cuda_device()?, dtype, shape)?.into_tensor())
 }
 
 fn gate_addresses<'a>(gate: Option<Gate<'a>>) -> Result<[Address<'a>; 2]> {
@@ -84,35 +106,156 @@ fn gate_addresses<'a>(gate: Option<Gate<'a>>) -> Result<[Address<'a>; 2]> {
     }
 }
 
-pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
-    let acc = accumulator(x.dtype());
-    let Some(batch) = Batch::new(x)? else { return zeros(x, 2, acc) };
-    batch.reduce((Kernel::Moments, Kernel::MomentsTotals), &[address(x)?], &[usize::from(centred)], (2, acc))
+/// The numbers of dtypes, as channels.cu reads them.
+fn dtype_numbers(dtypes: impl Iterator<Item = DType>) -> Result<usize> {
+    let number = |dtype| kernels::dtype_number(dtype, "the parameters of batch normalisation");
+    dtypes.enumerate().try_fold(0, |all, (index, dtype)| Ok(all | number(dtype)? << (4 * index)))
 }
 
-pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor, gate: Option<Gate>) -> Result<Tensor> {
-    let acc = accumulator(x.dtype());
-    let Some(batch) = Batch::new(x)? else { return zeros(x, 2, acc) };
-    let [scale, shift] = gate_addresses(gate)?;
-    let tensors = [address(x)?, address(dy)?, address(mean)?, scale, shift];
-    batch.reduce((Kernel::GradientSums, Kernel::SumsTotals), &tensors, &[], (2, acc))
+/// What a layer keeps for its channels: tensors of shape (channels).
+pub(crate) struct Parameters<'a> {
+    /// Contiguous weight and bias, if there are any.
+    pub(crate) weight_and_bias: Option<[&'a Tensor; 2]>,
+    /// Mean and variance.
+    pub(crate) running: [&'a Tensor; 2],
+    pub(crate) eps: f64,
+    pub(crate) momentum: f64,
+}
+
+/// The statistics that normalise a batch.
+#[derive(Clone, Copy)]
+pub(crate) enum Source<'a> {
+    /// Its own.
+    Batch,
+    /// Means, variances, and the number of values.
+    Given([&'a Tensor; 3]),
+    Running,
+}
+
+/// Statistics, and what follows from them: a tensor (5, channels) of mean, variance, 1 / deviation, scale and shift. Except with
+/// [`Source::Running`], this updates the running statistics; the mean only if the batch is `centred`. Without parameters, only the
+/// first two rows count.
+pub(crate) fn statistics(x: &Tensor, source: Source, centred: bool, parameters: Option<&Parameters>) -> Result<Tensor> {
+    let batch = Batch::new(x)?;
+    if batch.is_empty() && matches!(source, Source::Batch) {
+        let shape = (5, batch.extents.channels);
+        return Ok(Output::zeros(batch.device, accumulator(x.dtype()), shape)?.into_tensor());
+    }
+    let result = batch.rows(5)?;
+    let (number, pairs, given) = match source {
+        Source::Batch => {
+            let pairs = batch.pairs(Kernel::Moments, &[address(x)?], 1, &[usize::from(centred)])?;
+            (0, Some(pairs), [Address::NONE; 3])
+        }
+        Source::Given([mean, variance, count]) => (1, None, [address(mean)?, address(variance)?, address(count)?]),
+        Source::Running => (2, None, [Address::NONE; 3]),
+    };
+    let first = pairs.as_ref().map_or(Ok(given[0]), Output::address)?;
+    let mut tensors =
+        [first, result.address()?, Address::NONE, Address::NONE, Address::NONE, Address::NONE, given[1], given[2]];
+    let (mut dtypes, mut reals) = ([DType::F32; 4], [0.0; 2]);
+    if let Some(Parameters { weight_and_bias, running, eps, momentum }) = parameters {
+        for (index, tensor) in weight_and_bias.iter().flatten().enumerate() {
+            (tensors[2 + index], dtypes[index]) = (address(tensor)?, tensor.dtype());
+        }
+        for (index, tensor) in running.iter().enumerate() {
+            (tensors[4 + index], dtypes[2 + index]) = (written_address(tensor)?, tensor.dtype());
+        }
+        reals = [*eps, *momentum];
+    }
+    let numbers = [dtype_numbers(dtypes.into_iter())?, number, usize::from(centred)];
+    batch.launch_for_channels(Kernel::Statistics, &tensors, (&numbers, &reals))?;
+    Ok(result.into_tensor())
+}
+
+/// How gradients pass statistics.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Through {
+    Constants,
+    Batch { centred: bool },
+}
+
+/// The gradients of weight and bias, of these dtypes, and a tensor (4, channels): Σ dy and Σ dy·(x − mean), with a `gate` only of
+/// the dy that pass it, and the numbers a and b of [`input_gradient`].
+pub(crate) fn gradient_totals(
+    x: &Tensor,
+    dy: &Tensor,
+    [mean, inverse_deviation]: [&Tensor; 2],
+    gate: Option<Gate>,
+    dtypes: Option<[DType; 2]>,
+    through: Through,
+) -> Result<(Tensor, Vec<Tensor>)> {
+    let batch = Batch::new(x)?;
+    let (rows, pairs) = if batch.is_empty() {
+        (Output::zeros(batch.device, accumulator(x.dtype()), (4, batch.extents.channels))?, None)
+    } else {
+        let [scale, shift] = gate_addresses(gate)?;
+        let tensors = [address(x)?, address(dy)?, address(mean)?, scale, shift];
+        (batch.rows(4)?, Some(batch.pairs(Kernel::GradientSums, &tensors, 2, &[])?))
+    };
+    let channels = batch.extents.channels;
+    let gradients: Vec<Tensor> = match dtypes {
+        // Both in one allocation.
+        Some([weight, bias]) if weight == bias => {
+            let both = Output::new(batch.device, weight, (2, channels))?.into_tensor();
+            vec![both.get(0)?, both.get(1)?]
+        }
+        Some(dtypes) => {
+            let new = |dtype| Ok(Output::new(batch.device, dtype, channels)?.into_tensor());
+            dtypes.into_iter().map(new).collect::<Result<_>>()?
+        }
+        None => Vec::new(),
+    };
+    let of = |index: usize| gradients.get(index).map_or(Ok(Address::NONE), written_address);
+    let pairs = pairs.as_ref().map_or(Ok(Address::NONE), Output::address)?;
+    let tensors = [pairs, rows.address()?, of(0)?, of(1)?, address(inverse_deviation)?, Address::NONE];
+    batch.slopes(&tensors, dtypes, through)?;
+    Ok((rows.into_tensor(), gradients))
+}
+
+/// Replaces a and b in the result of [`gradient_totals`], whose sums now are those of a larger batch, of `count` values for
+/// each channel.
+pub(crate) fn replace_slopes(
+    x: &Tensor,
+    rows: &Tensor,
+    inverse_deviation: &Tensor,
+    count: &Tensor,
+    through: Through,
+) -> Result<()> {
+    let none = Address::NONE;
+    let tensors = [none, written_address(rows)?, none, none, address(inverse_deviation)?, address(count)?];
+    Batch::new(x)?.slopes(&tensors, None, through)
+}
+
+impl Batch<'_> {
+    fn slopes(&self, tensors: &[Address; 6], dtypes: Option<[DType; 2]>, through: Through) -> Result<()> {
+        let is_centred = through == Through::Batch { centred: true };
+        let dtypes = dtype_numbers(dtypes.into_iter().flatten())?;
+        let numbers = [dtypes, usize::from(is_centred), usize::from(through == Through::Constants)];
+        self.launch_for_channels(Kernel::GradientTotals, tensors, (&numbers, &[]))
+    }
 }
 
 pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
-    let Some(batch) = Batch::new(x)? else { return zeros(x, 1, x.dtype()) };
-    batch.reduce((Kernel::ChannelSums, Kernel::SumsTotals), &[address(x)?], &[], (1, x.dtype()))
+    let batch = Batch::new(x)?;
+    let channels = batch.extents.channels;
+    if batch.is_empty() {
+        return Ok(Output::zeros(batch.device, x.dtype(), channels)?.into_tensor());
+    }
+    let pairs = batch.pairs(Kernel::ChannelSums, &[address(x)?], 1, &[])?;
+    let result = Output::new(batch.device, x.dtype(), channels)?;
+    batch.launch_for_channels(Kernel::SumsTotals, &[pairs.address()?, result.address()?], (&[], &[]))?;
+    Ok(result.into_tensor())
 }
 
 pub(super) fn normalise(x: &Tensor, [mean, scale, shift]: [&Tensor; 3], after: &After) -> Result<Output> {
-    let Some(batch) = Batch::new(x)? else {
-        return Ok(Output::zeros(x.device().as_cuda_device()?, x.dtype(), x.shape())?);
-    };
     let (relu, z) = match after {
         After::Nothing => (0, Address::NONE),
         After::Relu => (1, Address::NONE),
         After::AddRelu(z) => (1, address(z)?),
     };
-    batch.map(Kernel::Normalise, x, &[address(mean)?, address(scale)?, address(shift)?, z], &[relu])
+    let tensors = [address(mean)?, address(scale)?, address(shift)?, z];
+    Batch::new(x)?.map(Kernel::Normalise, x, &tensors, &[z], &[relu])
 }
 
 pub(super) fn add_relu_gradient(
@@ -121,9 +264,8 @@ pub(super) fn add_relu_gradient(
     dy: &Tensor,
     [mean, scale, shift]: [&Tensor; 3],
 ) -> Result<Tensor> {
-    let Some(batch) = Batch::new(x)? else { return Ok(dy.detach()) };
     let tensors = [address(mean)?, address(scale)?, address(shift)?, address(z)?, address(dy)?];
-    Ok(batch.map(Kernel::AddReluGradient, x, &tensors, &[])?.into_tensor())
+    Ok(Batch::new(x)?.map(Kernel::AddReluGradient, x, &tensors, &tensors[3..], &[])?.into_tensor())
 }
 
 pub(super) fn input_gradient(
@@ -132,8 +274,7 @@ pub(super) fn input_gradient(
     [mean, scale, a, b]: [&Tensor; 4],
     gate: Option<Gate>,
 ) -> Result<Tensor> {
-    let Some(batch) = Batch::new(x)? else { return Ok(dy.detach()) };
     let [_, shift] = gate_addresses(gate)?;
     let tensors = [address(mean)?, address(scale)?, address(a)?, address(b)?, address(dy)?, shift];
-    Ok(batch.map(Kernel::InputGradient, x, &tensors, &[])?.into_tensor())
+    Ok(Batch::new(x)?.map(Kernel::InputGradient, x, &tensors, &tensors[4..5], &[])?.into_tensor())
 }

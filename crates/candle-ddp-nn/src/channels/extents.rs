@@ -1,4 +1,4 @@
-//! The extents of a batch, and what is calculated in.
+//! The extents of a batch, and the dtype of sums.
 use candle_core::DType;
 
 /// The extents of a batch: samples, channels, and numbers per sample and channel.
@@ -21,7 +21,7 @@ impl Extents {
     }
 }
 
-/// What sums over a tensor of `dtype` are calculated in.
+/// The dtype in which sums over a tensor of `dtype` are calculated.
 pub(crate) fn accumulator(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

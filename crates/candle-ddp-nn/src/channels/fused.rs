@@ -1,7 +1,7 @@
-//! What a normalisation does in the same pass over memory.
+//! The operations that a normalisation fuses into its pass over memory.
 use candle_core::{Result, Tensor, WithDType};
 
-/// What follows a normalisation in the same pass over memory.
+/// The operation after a normalisation, in the same pass over memory.
 pub(crate) enum After {
     Nothing,
     Relu,
@@ -9,7 +9,7 @@ pub(crate) enum After {
     AddRelu(Tensor),
 }
 
-/// A ReLU behind the normalisation: lets gradients through where (x − mean) × scale + shift is positive.
+/// A ReLU after the normalisation: gradients pass where (x − mean) × scale + shift is positive.
 #[derive(Clone, Copy)]
 pub(crate) struct Gate<'a> {
     pub(crate) scale: &'a Tensor,

@@ -1,8 +1,8 @@
-//! Sums and maps over the channels (dimension 1) of a batch, the two halves of batch normalisation: fused loops on the
-//! CPU, kernels on CUDA. f16 and bf16 are calculated with in f32. A batch may be empty.
+//! Sums and maps over the channels (dimension 1) of a batch, the two halves of batch normalisation: fused loops on
+//! the CPU, kernels on CUDA. f16 and bf16 are computed in f32. A batch may be empty.
 #[cfg(test)]
 mod composite;
-mod cuda;
+pub(super) mod cuda;
 mod extents;
 mod fused;
 #[cfg(test)]
@@ -19,19 +19,17 @@ use extents::Extents;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Channels that are summed up together: neighbours share cache lines where a channel is a single number.
+/// The number of channels that are summed together: neighbours share cache lines if a channel is a single number.
 const BLOCK: usize = 16;
 /// Independent partial sums, so that the compiler can use vector instructions.
 const LANES: usize = 16;
-/// How many neighbouring numbers a channel has at least for their mean and spread to be found at once.
+/// The minimum number of neighbouring numbers in a channel for computing their mean and spread in one pass.
 const MIN_RUN: usize = 32;
 
 /// Each channel's mean (zero unless `centred`) and mean squared distance from it, as a tensor of shape (2, channels).
 /// Without samples, both are zero.
+/// On the CPU; [`cuda::statistics`] computes more at once.
 pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
-    if x.device().is_cuda() {
-        return cuda::moments(x, centred);
-    }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => with_slice::<T, _>(x, |x| {
         type Acc = <T as Element>::Real;
@@ -54,8 +52,8 @@ pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
     }))
 }
 
-/// The means, and then the mean squared distances from them, in one pass over memory: each run's mean and spread are found
-/// while it is in the cache, and put together as Chan, Golub and LeVeque do (1979).
+/// The means and the mean squared distances from them, in one pass over memory: each run's mean and spread are
+/// computed while it is in the cache, and combined by the method of Chan, Golub and LeVeque (1979).
 fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
     let Extents { samples, channels, spatial } = extents;
     let length = T::Real::from_f64(spatial as f64);
@@ -82,12 +80,10 @@ fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
     moments.iter().map(|[mean, _]| *mean).chain(moments.iter().map(|[_, spread]| spread / count)).collect()
 }
 
-/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels); with a `gate`, of those dy
-/// that it lets through.
+/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels); with a `gate`, only of the dy that
+/// pass it.
+/// On the CPU; [`cuda::gradient_totals`] computes more at once.
 pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor, gate: Option<Gate>) -> Result<Tensor> {
-    if x.device().is_cuda() {
-        return cuda::gradient_sums(x, dy, mean, gate);
-    }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;
@@ -112,7 +108,7 @@ pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor, gate: Option
     })
 }
 
-/// What a ReLU leaves of a gradient.
+/// The gradient that passes a ReLU.
 #[inline(always)]
 fn gated<A: Real>(value: A, gradient: A) -> A {
     if value > A::default() { gradient } else { A::default() }
@@ -132,7 +128,8 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
     }))
 }
 
-/// (x − mean) × scale + shift, each channel with its own, and what comes `after`; the storage of a tensor like `x`.
+/// (x − mean) × scale + shift with each channel's own numbers, followed by the operation `after`; the storage of a
+/// tensor like `x`.
 pub(super) fn normalise(x: &Tensor, channels: [&Tensor; 3], after: &After) -> Result<(Storage, Shape)> {
     let (storage, layout) = x.storage_and_layout();
     match &*storage {
@@ -185,7 +182,7 @@ fn relu<A: Real>(value: A, zero: A) -> A {
     if value < zero { zero } else { value }
 }
 
-/// What the ReLU behind an [`After::AddRelu`] leaves of `dy`.
+/// The part of `dy` that passes the ReLU of an [`After::AddRelu`].
 pub(super) fn add_relu_gradient(
     x: &Tensor,
     z: &Tensor,
@@ -213,8 +210,8 @@ pub(super) fn add_relu_gradient(
     })
 }
 
-/// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`. With a `gate`, dy counts as
-/// zero where that does not let it through.
+/// scale × (dy − a − (x − mean) × b) with each channel's own numbers: the gradient of `x`. With a `gate`, dy counts
+/// as zero where it does not pass.
 pub(super) fn input_gradient(
     x: &Tensor,
     dy: &Tensor,
@@ -282,7 +279,7 @@ fn channel_sums<A: WithDType, const K: usize>(
     (0..K).flat_map(|row| totals.iter().map(move |total| total[row])).collect()
 }
 
-/// The sums over pairs of elements of what `terms` makes of them.
+/// The sums of `terms` over pairs of elements.
 #[inline(always)]
 fn sums<T: Element, const K: usize>(
     a: &[T],
@@ -307,7 +304,7 @@ fn sums<T: Element, const K: usize>(
     sums
 }
 
-/// A batch filled by `fill`, which is given each run of neighbouring numbers of a channel.
+/// A batch filled by `fill`, which gets each run of neighbouring numbers of a channel.
 fn channel_map<T: Element>(extents: Extents, fill: impl Fn(usize, Range<usize>, &mut [T]) + Sync) -> Vec<T> {
     let Extents { samples, channels, spatial } = extents;
     let sample_len = channels * spatial;

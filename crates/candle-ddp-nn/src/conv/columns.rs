@@ -1,21 +1,23 @@
-//! The columns of a convolution: what its kernel sees at each output position, and the way back (im2col and col2im).
+//! The columns of a convolution: the inputs that its kernel sees at each output position, and the reverse (im2col and
+//! col2im).
 use super::geometry::Geometry;
-use candle_core::WithDType;
+use crate::gemm::factor;
 use candle_ddp_tensor::{Element, Real};
 use std::ops::Range;
 
-/// Writes what the kernels of `group` see at the output positions of `rows`, a column for each, one row of `columns` for
-/// each weight. Rows of outputs are numbered through all images; `x` has the images from the first on.
+/// Writes the inputs that the kernels of `group` see at the output positions of `rows`: one column per position and
+/// one row of `columns` per weight. Rows of outputs are numbered through all images; `x` has the images from the
+/// first on.
 #[inline(always)]
-pub(super) fn im2col<T: Element>(
+pub(super) fn im2col<T: Element, F: Element<Real = T::Real>>(
     geometry: &Geometry,
     group: usize,
     rows: Range<usize>,
     x: &[T],
-    columns: &mut [T::Real],
+    columns: &mut [F],
 ) {
     let [width, out_width] = [geometry.input[1], geometry.output[1]];
-    let zero = T::Real::from_f64(0.0);
+    let zero = F::from_f64(0.0);
     let length = rows.len() * out_width;
     let mut lines = columns.chunks_exact_mut(length);
     for channel in channels(geometry, group) {
@@ -37,12 +39,12 @@ pub(super) fn im2col<T: Element>(
                     let source = &source[geometry.seen(1, valid.start, tap_x)..];
                     let line = &mut line[valid.clone()];
                     match geometry.stride[1] {
-                        1 => line.iter_mut().zip(source).for_each(|(to, from)| *to = from.widen()),
-                        2 => line.iter_mut().zip(source.chunks(2)).for_each(|(to, from)| *to = from[0].widen()),
+                        1 => line.iter_mut().zip(source).for_each(|(to, from)| *to = factor(*from)),
+                        2 => line.iter_mut().zip(source.chunks(2)).for_each(|(to, from)| *to = factor(from[0])),
                         stride => {
                             line.iter_mut()
                                 .zip(source.iter().step_by(stride))
-                                .for_each(|(to, from)| *to = from.widen());
+                                .for_each(|(to, from)| *to = factor(*from));
                         }
                     }
                 }
@@ -51,7 +53,7 @@ pub(super) fn im2col<T: Element>(
     }
 }
 
-/// Adds columns, as [`im2col`] writes them, to the places that they were seen at.
+/// Adds columns, in the layout of [`im2col`], to the inputs that they came from.
 #[inline(always)]
 pub(super) fn col2im<R: Real>(geometry: &Geometry, group: usize, rows: Range<usize>, columns: &[R], x: &mut [R]) {
     let [width, out_width] = [geometry.input[1], geometry.output[1]];

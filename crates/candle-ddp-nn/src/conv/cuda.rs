@@ -1,5 +1,6 @@
-//! Convolutions on CUDA: by cuDNN with the feature `cudnn`; otherwise each channel by itself where it is convolved with
-//! nothing else, and products of matrices by cuBLAS, with images turned into columns and back by kernels of this crate.
+//! Convolutions on CUDA: by cuDNN with the feature `cudnn`; otherwise by a kernel per channel if each output channel
+//! sees only one input channel, and else by cuBLAS products, with kernels of this crate that turn images into columns
+//! and back.
 use super::geometry::{Geometry, positions};
 use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
@@ -7,7 +8,7 @@ use candle_ddp_tensor::kernels::{
     self, Address, ConvShape, Convolve, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none,
 };
 
-/// What the columns and outputs of the images of one product take at most, unless a single image needs more.
+/// The maximum memory for the columns and outputs of the images in one product, unless a single image needs more.
 const WORKSPACE: usize = 64 << 20;
 
 /// y of shape `shape`, from x and weights, both contiguous.
@@ -106,7 +107,7 @@ pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shap
     sum.into_tensor().to_dtype(this.dtype)
 }
 
-/// First image and number of images.
+/// The first image and the number of images.
 type Images = (usize, usize);
 
 struct Convolution<'a> {
@@ -133,7 +134,7 @@ impl<'a> Convolution<'a> {
 
     fn by_cudnn(&self, convolve: Convolve, tensors: [Address; 3]) -> Result<bool> {
         let Geometry { n, ci, co, groups, input, output, kernel, stride, padding, dilation } = *self.geometry;
-        // Where a transposed convolution's output padding leaves rows that no kernel sees, cuDNN expects more outputs.
+        // If a transposed convolution's output padding leaves rows that no kernel sees, cuDNN expects more outputs.
         let is_whole = (0..2).all(|axis| {
             let found = positions(input[axis], kernel[axis], stride[axis], padding[axis], dilation[axis]);
             found == Some(output[axis])
@@ -160,13 +161,13 @@ impl<'a> Convolution<'a> {
         Ok(kernels::launch(self.device, launch)?)
     }
 
-    /// How many elements the columns of an image have, and its outputs.
+    /// The numbers of elements in the columns and in the outputs of an image.
     fn per_image(&self) -> [usize; 2] {
         let pixels = self.geometry.output_pixels();
         [self.geometry.groups * self.geometry.taps() * pixels, self.geometry.co * pixels]
     }
 
-    /// How many images a product takes at most.
+    /// The maximum number of images in a product.
     fn images(&self) -> usize {
         let bytes = accumulator(self.dtype).size_in_bytes() * self.per_image().iter().sum::<usize>();
         (WORKSPACE / bytes.max(1)).clamp(1, self.geometry.n)
@@ -196,11 +197,11 @@ impl<'a> Convolution<'a> {
         Grid::Threads(images * self.per_image()[1])
     }
 
-    /// A product for each group, of factors that may be transposed.
+    /// One product per group, whose factors may be transposed.
     fn product(&self, [m, n, k]: [usize; 3], ab: [(Address, bool); 2], c: &Output, accumulate: bool) -> Result<()> {
         let (batch, dtype, stride) = (self.geometry.groups, self.dtype, None);
-        let [a, b] = ab.map(|(address, transposed)| Factor { address, transposed, stride });
-        let c = Target { address: c.address()?, dtype: accumulator(dtype), stride, accumulate };
+        let [a, b] = ab.map(|(address, transposed)| Factor { address, transposed, stride, row: None });
+        let c = Target { address: c.address()?, dtype: accumulator(dtype), stride, row: None, accumulate };
         Ok(kernels::product(self.device, Product { batch, m, n, k, dtype, a, b, c })?)
     }
 }

@@ -1,10 +1,11 @@
-//! Convolutions of each channel with a kernel of its own: no products of matrices, but loops over rows.
+//! Convolutions of each channel with its own kernel: loops over rows instead of matrix products.
 use super::geometry::Geometry;
 use candle_core::WithDType;
 use candle_ddp_tensor::Element;
 
-/// Calls `work` with each channel of each image and each pair of rows, input and output, that a row of the kernel joins:
-/// (channel, the row of the kernel, where the input's row starts, where the output's row starts).
+/// Calls `work` for each channel of each image and each pair of an input row and an output row that a row of the
+/// kernel connects, with (channel, the row of the kernel, where the input's row starts, where the output's row
+/// starts).
 #[inline(always)]
 fn each_row(geometry: &Geometry, mut work: impl FnMut(usize, usize, usize, usize)) {
     let ([_, width], [height, out_width]) = (geometry.input, geometry.output);

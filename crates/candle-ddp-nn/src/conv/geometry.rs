@@ -17,12 +17,12 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// Pixels of an image that comes in.
+    /// The pixels of an input image.
     pub(super) fn input_pixels(&self) -> usize {
         self.input[0] * self.input[1]
     }
 
-    /// Pixels of an image that goes out.
+    /// The pixels of an output image.
     pub(super) fn output_pixels(&self) -> usize {
         self.output[0] * self.output[1]
     }
@@ -42,7 +42,7 @@ impl Geometry {
         self.group_inputs() * self.kernel[0] * self.kernel[1]
     }
 
-    /// Whether each channel is convolved with a kernel of its own, and with nothing else.
+    /// Whether each channel is convolved only with its own kernel.
     pub(super) fn is_depthwise(&self) -> bool {
         self.groups == self.ci && self.groups == self.co
     }
@@ -62,7 +62,7 @@ impl Geometry {
     }
 }
 
-/// How many positions a kernel has in `input` elements; None if it does not fit once.
+/// The number of positions of a kernel in `input` elements; None if it does not fit at all.
 pub(super) fn positions(input: usize, kernel: usize, stride: usize, padding: usize, dilation: usize) -> Option<usize> {
     let span = dilation.checked_mul(kernel.checked_sub(1)?)?.checked_add(1)?;
     let free = padding.checked_mul(2)?.checked_add(input)?.checked_sub(span)?;

@@ -17,7 +17,7 @@ pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTrans
 use candle_nn::{Init, VarBuilder};
 use operation::{Settings, convolution};
 
-/// A layer: its type, its config, and how the one becomes the other.
+/// Defines a layer from its type, its config, and the conversion of the config to [`Settings`].
 macro_rules! layer {
     ($(#[$doc:meta])* $Layer:ident, $Config:ident, $name:literal, $settings:expr) => {
         $(#[$doc])*
@@ -29,12 +29,12 @@ macro_rules! layer {
         }
 
         impl $Layer {
-            /// A layer of `weight` and `bias`.
+            /// A layer with these parameters.
             pub fn new(weight: Tensor, bias: Option<Tensor>, config: $Config) -> Self {
                 Self { weight, bias, config }
             }
 
-            /// What the layer was made with.
+            /// The config that the layer was made with.
             pub fn config(&self) -> &$Config {
                 &self.config
             }
@@ -56,8 +56,8 @@ macro_rules! layer {
 
         impl Module for $Layer {
             /// # Errors
-            /// An input of another rank, dtype or device than the weight, with another number of channels, or smaller than
-            /// the kernel; and a config that does not fit the weight.
+            /// Returns an error for an input of another rank, dtype or device than the weight, with another number of
+            /// channels, or smaller than the kernel, and for a config that does not fit the weight.
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 convolution($name, x, &self.weight, self.bias.as_ref(), Self::settings(&self.config))
             }
@@ -69,12 +69,13 @@ layer!(
     /// A convolution over images: `torch.nn.Conv2d`, and a drop-in for [`candle_nn::Conv2d`] with the same config and names
     /// in the `VarMap`. Made by [`conv2d`] and [`conv2d_no_bias`].
     ///
-    /// Takes (N, C, H, W) and gives (N, out, H', W'), H' = (H + 2·padding − dilation·(kernel − 1) − 1) / stride + 1, of dtype
-    /// f32, f64, f16 or bf16; f16 and bf16 are multiplied and added up in f32. The weight has the shape (out, in / groups,
-    /// kernel, kernel). On the CPU it is a product of matrices, a block of output pixels at a time: the workspace is at most
-    /// 2 MiB for each thread, or what 512 pixels or one row of outputs need. On CUDA it is cuDNN's with the feature `cudnn`, and
-    /// otherwise products of matrices by cuBLAS or, where a group has one input channel, a kernel; the workspace is at most
-    /// 64 MiB, or what one image needs. `cudnn_fwd_algo` has no effect: the algorithm is chosen once for each shape.
+    /// Takes (N, C, H, W) and returns (N, out, H', W') with H' = (H + 2·padding − dilation·(kernel − 1) − 1) / stride
+    /// + 1, in the dtype f32, f64, f16 or bf16; f16 and bf16 are multiplied and added in f32. The weight has the
+    /// shape (out, in / groups, kernel, kernel). On the CPU it is computed as a matrix product, a block of output
+    /// pixels at a time. The workspace is at most 2 MiB per thread, or the size that 512 pixels or one row of outputs
+    /// need. On CUDA cuDNN computes it with the feature `cudnn`; otherwise cuBLAS products do or, if a group has one
+    /// input channel, a kernel. The workspace is at most 64 MiB, or the size that one image needs. `cudnn_fwd_algo`
+    /// has no effect: the algorithm is chosen once per shape.
     Conv2d,
     Conv2dConfig,
     "Conv2d",
@@ -89,8 +90,9 @@ layer!(
 );
 
 layer!(
-    /// A convolution over lines (N, C, L): `torch.nn.Conv1d`, and a drop-in for [`candle_nn::Conv1d`]. Made by [`conv1d`] and
-    /// [`conv1d_no_bias`]. The weight has the shape (out, in / groups, kernel). What [`Conv2d`] says holds here as well.
+    /// A convolution over lines (N, C, L): `torch.nn.Conv1d`, and a drop-in for [`candle_nn::Conv1d`]. Made by
+    /// [`conv1d`] and [`conv1d_no_bias`]. The weight has the shape (out, in / groups, kernel). In all else it is like
+    /// [`Conv2d`].
     Conv1d,
     Conv1dConfig,
     "Conv1d",
@@ -108,9 +110,9 @@ layer!(
     /// A transposed convolution over images: `torch.nn.ConvTranspose2d`, and a drop-in for [`candle_nn::ConvTranspose2d`]
     /// with the same config and names in the `VarMap`. Made by [`conv_transpose2d`] and [`conv_transpose2d_no_bias`].
     ///
-    /// Takes (N, C, H, W) and gives (N, out, H', W'), H' = (H − 1)·stride − 2·padding + dilation·(kernel − 1) +
-    /// output_padding + 1. The weight has the shape (in, out, kernel, kernel). What [`Conv2d`] says of dtypes, devices and
-    /// workspace holds here as well.
+    /// Takes (N, C, H, W) and returns (N, out, H', W') with H' = (H − 1)·stride − 2·padding + dilation·(kernel − 1) +
+    /// output_padding + 1. The weight has the shape (in, out, kernel, kernel). Dtypes, devices and workspace are as
+    /// in [`Conv2d`].
     ConvTranspose2d,
     ConvTranspose2dConfig,
     "ConvTranspose2d",
@@ -126,8 +128,8 @@ layer!(
 
 layer!(
     /// A transposed convolution over lines (N, C, L): `torch.nn.ConvTranspose1d`, and a drop-in for
-    /// [`candle_nn::ConvTranspose1d`]. Made by [`conv_transpose1d`] and [`conv_transpose1d_no_bias`]. The weight has the shape
-    /// (in, out / groups, kernel). What [`ConvTranspose2d`] says holds here as well.
+    /// [`candle_nn::ConvTranspose1d`]. Made by [`conv_transpose1d`] and [`conv_transpose1d_no_bias`]. The weight has
+    /// the shape (in, out / groups, kernel). In all else it is like [`ConvTranspose2d`].
     ConvTranspose1d,
     ConvTranspose1dConfig,
     "ConvTranspose1d",
@@ -148,9 +150,11 @@ impl Conv2d {
     /// [`Error::InvalidArgument`], carried by candle's error, for a batch normalisation without parameters.
     pub fn absorb_bn(&self, norm: &BatchNorm) -> Result<Self> {
         let Some((scale, shift)) = norm.weight_and_bias() else {
-            return Err(
-                Error::invalid("the batch normalisation that a convolution absorbs", "it has no parameters").into()
-            );
+            return Err(Error::invalid(
+                "the batch normalisation that a convolution absorbs",
+                "it must have parameters (`affine`)",
+            )
+            .into());
         };
         let scale = (scale / (norm.running_var() + norm.eps())?.sqrt()?)?;
         let mean = match &self.bias {
@@ -168,8 +172,8 @@ macro_rules! constructors {
         #[doc = concat!("A [`", $name, "`] with a bias, initialised as candle-nn's.")]
         ///
         /// # Errors
-        /// A config that no layer can have (a stride, dilation or kernel of 0, groups that do not divide the channels), and
-        /// whatever `vb` refuses.
+        /// Returns an error for an invalid config (a stride, dilation or kernel of 0, groups that do not divide the
+        /// channels), and the errors of `vb`.
         pub fn $with(
             in_channels: usize,
             out_channels: usize,
@@ -207,12 +211,12 @@ macro_rules! constructors {
     };
 }
 
-/// Of the weight, and of the bias.
+/// The initial values of the weight and of the bias.
 fn kaiming(inputs: usize, _: usize, _: usize) -> [Init; 2] {
     [candle_nn::init::DEFAULT_KAIMING_NORMAL, uniform(inputs as f64)]
 }
 
-/// Between ±1/√n.
+/// Uniform between ±1/√n.
 fn uniform(n: f64) -> Init {
     let bound = 1. / n.sqrt();
     Init::Uniform { lo: -bound, up: bound }

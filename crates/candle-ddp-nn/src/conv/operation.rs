@@ -1,4 +1,4 @@
-//! Convolutions and transposed convolutions as operations with a backward pass of their own.
+//! Convolutions and transposed convolutions as operations with their own backward pass.
 use super::geometry::{Geometry, positions};
 use super::{cpu, cuda};
 use crate::channels;
@@ -9,12 +9,12 @@ use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
 
-/// What a layer was made with; the same along all axes.
+/// The settings that a layer was made with; the same along all axes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Settings {
     pub(super) stride: usize,
     pub(super) padding: usize,
-    /// Of transposed convolutions only.
+    /// Used by transposed convolutions only.
     pub(super) output_padding: usize,
     pub(super) dilation: usize,
     pub(super) groups: usize,
@@ -22,7 +22,7 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    /// Whether a layer for `inputs` and `outputs` channels can have these settings.
+    /// Checks whether a layer for `inputs` and `outputs` channels can have these settings.
     pub(super) fn check(
         &self,
         name: &str,
@@ -37,12 +37,15 @@ impl Settings {
             Self { groups, .. }
                 if *groups == 0 || !inputs.is_multiple_of(*groups) || !outputs.is_multiple_of(*groups) =>
             {
-                format!("{groups} groups do not divide {inputs} input channels and {outputs} output channels")
+                format!(
+                    "groups must divide the channels, but {groups} does not divide {inputs} input channels and \
+                         {outputs} output channels"
+                )
             }
             Self { output_padding, stride, dilation, .. }
                 if *output_padding >= *stride.max(dilation) && self.transposed =>
             {
-                format!("output_padding {output_padding} must be less than stride {stride} or dilation {dilation}")
+                format!("output_padding must be less than stride {stride} or dilation {dilation}, not {output_padding}")
             }
             _ => return Ok(()),
         };
@@ -69,7 +72,7 @@ pub(super) fn convolution(
     }
 }
 
-/// The extents of the convolution; of a transposed one those of the convolution whose backward pass it is.
+/// The extents of the convolution. A transposed convolution has those of the convolution whose backward pass it is.
 fn geometry(
     name: &'static str,
     x: &Tensor,
@@ -79,7 +82,7 @@ fn geometry(
 ) -> Result<Geometry> {
     let refuse = |what: &'static str, tensor: &Tensor, expected: String| -> candle_core::Error {
         let reason = format!(
-            "{name}: it is {}, where the weight is {}: {expected}",
+            "{name}: it is {}, and the weight is {}: {expected}",
             describe_placed(tensor),
             describe_placed(weight)
         );
@@ -88,7 +91,7 @@ fn geometry(
     let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
     let (rank, Settings { stride, padding, output_padding, dilation, groups, transposed }) = (weight.rank(), settings);
     if !(3..=4).contains(&rank) {
-        return Err(refuse("weight", weight, "3 or 4 dimensions are expected".to_string()));
+        return Err(refuse("weight", weight, "it must have 3 or 4 dimensions".to_string()));
     }
     let (outer, inner, kernel) = (weight.dim(0)?, weight.dim(1)? * groups, &weight.dims()[2..]);
     let (inputs, outputs) = if transposed { (outer, inner) } else { (inner, outer) };
@@ -98,13 +101,13 @@ fn geometry(
         return Err(refuse(
             "input",
             x,
-            format!("(N, {inputs}, {axes}) of the same dtype and on the same device is expected"),
+            format!("it must be (N, {inputs}, {axes}) of the same dtype and on the same device"),
         ));
     }
     if let Some(bias) = bias
         && (bias.dims() != [outputs] || !alike(bias))
     {
-        return Err(refuse("bias", bias, format!("({outputs}) of the same dtype and on the same device is expected")));
+        return Err(refuse("bias", bias, format!("it must be ({outputs}) of the same dtype and on the same device")));
     }
     // Along an axis: how large the other side is.
     let other_side = |size: usize, kernel: usize| {
@@ -145,7 +148,7 @@ fn geometry(
     })
 }
 
-/// The operation, and what its gradients need.
+/// The operation, with the tensors that its gradients need.
 struct Convolution {
     name: &'static str,
     geometry: Geometry,

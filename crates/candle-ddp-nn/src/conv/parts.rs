@@ -1,4 +1,4 @@
-//! How the images of a batch are shared among threads.
+//! Distributes the images of a batch among threads.
 use super::geometry::Geometry;
 use crate::gemm::threads;
 use candle_core::Result;
@@ -6,7 +6,7 @@ use candle_ddp_tensor::Real;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// The images of each thread, and how many threads the products of one of these may use.
+/// The images of each thread, and the number of threads that one thread's products may use.
 fn parts(geometry: &Geometry) -> (Vec<Range<usize>>, usize) {
     let threads = threads();
     let size = geometry.n.div_ceil(threads).max(1);
@@ -15,7 +15,7 @@ fn parts(geometry: &Geometry) -> (Vec<Range<usize>>, usize) {
     (parts, each)
 }
 
-/// Lets threads `work` on images of their own, whose results have `size` elements each.
+/// Lets each thread `work` on its own images, whose results have `size` elements each.
 pub(super) fn each_part<E: Send>(
     geometry: &Geometry,
     size: usize,
@@ -31,8 +31,8 @@ pub(super) fn each_part<E: Send>(
     parts.clone().into_par_iter().zip(results).try_for_each(|(part, results)| work(part, results, threads))
 }
 
-/// The sum of what threads make of images of their own, `size` elements each. It is added up in the order of the images, so
-/// that it depends on nothing but the number of threads.
+/// The sum of the threads' results for their own images, `size` elements each. It is added up in the order of the
+/// images, so it depends only on the number of threads.
 pub(super) fn sum_parts<R: Real>(
     geometry: &Geometry,
     size: usize,

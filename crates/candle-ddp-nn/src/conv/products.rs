@@ -1,17 +1,19 @@
-//! Convolutions on the CPU as products of matrices: the weights' with the columns' (see `columns.rs`), a block of columns
-//! at a time. f16 and bf16 are calculated with in f32.
+//! Convolutions on the CPU as products of the weight matrix with columns (see `columns.rs`), a block of columns at a
+//! time. Their factors are of type `F`: bf16 where the processor multiplies it, otherwise the type of arithmetic. Sums are in
+//! the latter.
 use super::columns::{col2im, im2col};
 use super::depthwise;
 use super::geometry::Geometry;
 use super::parts::{each_part, sum_parts};
-use crate::gemm::{Strides, gemm};
+use crate::gemm::{self, Strides, factor, gemm, is_native};
 use candle_core::{Result, WithDType};
-use candle_ddp_tensor::{Element, Real, vectorise};
+use candle_ddp_tensor::{Element, vectorise};
+use std::borrow::Cow;
 use std::ops::Range;
 
-/// How many bytes of columns a block should have: they stay in a core's cache.
+/// The target size of a block's columns in bytes, so that they stay in a core's cache.
 const BLOCK_BYTES: usize = 2 << 20;
-/// How many columns it should have at least, so that a product is worth its start.
+/// The target minimum of columns in a block, so that a product is worth its overhead.
 const MIN_COLUMNS: usize = 512;
 
 /// As [`forward`](super::cpu::forward).
@@ -21,6 +23,19 @@ pub(super) fn forward<T: Element>(
     weight: &[T::Real],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
+    match is_native::<T>() {
+        true => forward_by::<T, T>(geometry, x, weight, bias),
+        false => forward_by::<T, T::Real>(geometry, x, weight, bias),
+    }
+}
+
+fn forward_by<T: Element, F: Element<Real = T::Real>>(
+    geometry: &Geometry,
+    x: &[T],
+    weight: &[T::Real],
+    bias: Option<&[T::Real]>,
+) -> Result<Vec<T>> {
+    let factors = narrowed::<F>(weight);
     let zero = T::from_f64(0.0);
     let mut y = vec![zero; geometry.n * geometry.co * geometry.output_pixels()];
     let images = geometry.ci * geometry.input_pixels();
@@ -31,13 +46,13 @@ pub(super) fn forward<T: Element>(
             vectorise!(|| depthwise::forward(&geometry, x, weight, bias, y));
             return Ok(());
         }
-        let mut work = Work::new(&geometry);
+        let mut work = Work::<F, T::Real>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
             for group in 0..geometry.groups {
                 let columns = &mut work.columns[..geometry.taps() * count];
-                vectorise!(|| im2col::<T>(&geometry, group, rows.clone(), x, columns));
-                let weight = group_weight(&geometry, group, weight);
+                vectorise!(|| im2col::<T, F>(&geometry, group, rows.clone(), x, columns));
+                let weight = group_weight(&geometry, group, &factors);
                 let extents = (geometry.group_outputs(), count, geometry.taps());
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
                 let (weight, columns) = ((weight, Strides::rows(geometry.taps())), (&*columns, Strides::rows(count)));
@@ -52,6 +67,18 @@ pub(super) fn forward<T: Element>(
 
 /// As [`backward_data`](super::cpu::backward_data), without a bias.
 pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T::Real]) -> Result<Vec<T::Real>> {
+    match is_native::<T>() {
+        true => backward_data_by::<T, T>(geometry, dy, weight),
+        false => backward_data_by::<T, T::Real>(geometry, dy, weight),
+    }
+}
+
+fn backward_data_by<T: Element, F: Element<Real = T::Real>>(
+    geometry: &Geometry,
+    dy: &[T],
+    weight: &[T::Real],
+) -> Result<Vec<T::Real>> {
+    let factors = narrowed::<F>(weight);
     let mut dx = vec![T::Real::from_f64(0.0); geometry.n * geometry.ci * geometry.input_pixels()];
     let images = geometry.co * geometry.output_pixels();
     each_part(geometry, geometry.ci * geometry.input_pixels(), &mut dx, |part, dx, threads| {
@@ -61,13 +88,13 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
             vectorise!(|| depthwise::backward_data(&geometry, dy, weight, dx));
             return Ok(());
         }
-        let mut work = Work::new(&geometry);
+        let mut work = Work::<T::Real, F>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
             for group in 0..geometry.groups {
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
-                vectorise!(|| collect::<T>(&geometry, group, rows.clone(), dy, outputs));
-                let weight = group_weight(&geometry, group, weight);
+                vectorise!(|| collect::<T, F>(&geometry, group, rows.clone(), dy, outputs));
+                let weight = group_weight(&geometry, group, &factors);
                 let extents = (geometry.taps(), count, geometry.group_outputs());
                 let columns = &mut work.columns[..geometry.taps() * count];
                 let (weight, outputs) =
@@ -83,6 +110,17 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
 
 /// As [`backward_filter`](super::cpu::backward_filter).
 pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
+    match is_native::<T>() {
+        true => backward_filter_by::<T, T>(geometry, x, dy),
+        false => backward_filter_by::<T, T::Real>(geometry, x, dy),
+    }
+}
+
+fn backward_filter_by<T: Element, F: Element<Real = T::Real>>(
+    geometry: &Geometry,
+    x: &[T],
+    dy: &[T],
+) -> Result<Vec<T::Real>> {
     let zero = T::Real::from_f64(0.0);
     let size = geometry.co * geometry.taps();
     let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
@@ -94,15 +132,15 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
             vectorise!(|| depthwise::backward_filter(&geometry, x, dy, &mut sum));
             return Ok(sum);
         }
-        let mut work = Work::new(&geometry);
+        let mut work = Work::<F, F>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
             for (group, sum) in sum.chunks_exact_mut(geometry.group_outputs() * geometry.taps()).enumerate() {
                 let columns = &mut work.columns[..geometry.taps() * count];
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
                 vectorise!(|| {
-                    im2col::<T>(&geometry, group, rows.clone(), x, columns);
-                    collect::<T>(&geometry, group, rows.clone(), dy, outputs);
+                    im2col::<T, F>(&geometry, group, rows.clone(), x, columns);
+                    collect::<T, F>(&geometry, group, rows.clone(), dy, outputs);
                 });
                 let extents = (geometry.group_outputs(), geometry.taps(), count);
                 let (outputs, columns) = ((&*outputs, Strides::rows(count)), (&*columns, Strides::transposed(count)));
@@ -113,21 +151,26 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
     })
 }
 
-/// What a thread works in.
-struct Work<R> {
-    columns: Vec<R>,
-    outputs: Vec<R>,
+/// The weights as factors of products. They are exact, since they come from elements of the images' type.
+fn narrowed<F: Element>(weight: &[F::Real]) -> Cow<'_, [F]> {
+    gemm::same(weight).map_or_else(|| weight.iter().map(|weight| F::narrow(*weight)).collect(), Cow::Borrowed)
 }
 
-impl<R: Real> Work<R> {
+/// A thread's working memory.
+struct Work<C, O> {
+    columns: Vec<C>,
+    outputs: Vec<O>,
+}
+
+impl<C: WithDType, O: WithDType> Work<C, O> {
     fn new(geometry: &Geometry) -> Self {
         let count = block_rows(geometry) * geometry.output[1];
-        let zeros = |count| vec![R::from_f64(0.0); count];
-        Self { columns: zeros(geometry.taps() * count), outputs: zeros(geometry.group_outputs() * count) }
+        let columns = vec![C::from_f64(0.0); geometry.taps() * count];
+        Self { columns, outputs: vec![O::from_f64(0.0); geometry.group_outputs() * count] }
     }
 }
 
-/// How many rows of outputs a block has.
+/// The number of output rows in a block.
 fn block_rows(geometry: &Geometry) -> usize {
     let columns = (BLOCK_BYTES / size_of::<f32>() / geometry.taps().max(1)).max(MIN_COLUMNS);
     (columns / geometry.output[1].max(1)).clamp(1, geometry.n * geometry.output[0])
@@ -144,7 +187,7 @@ fn group_weight<'a, R>(geometry: &Geometry, group: usize, weight: &'a [R]) -> &'
     &weight[group * size..(group + 1) * size]
 }
 
-/// The runs of neighbouring outputs of a channel that `rows` has: where each starts in the images, and in the block.
+/// The runs of neighbouring outputs of a channel in `rows`: where each starts in the images and in the block.
 #[inline(always)]
 fn runs(geometry: &Geometry, channel: usize, rows: Range<usize>) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
     let ([height, width], channels) = (geometry.output, geometry.co);
@@ -161,7 +204,7 @@ fn runs(geometry: &Geometry, channel: usize, rows: Range<usize>) -> impl Iterato
     })
 }
 
-/// Brings a block's outputs of `group` to their places.
+/// Writes a block's outputs of `group` to their places in the images.
 #[inline(always)]
 fn scatter<T: Element>(
     geometry: &Geometry,
@@ -184,13 +227,19 @@ fn scatter<T: Element>(
     }
 }
 
-/// Collects a block's outputs of `group` from their places.
+/// Collects a block's outputs of `group` from the images.
 #[inline(always)]
-fn collect<T: Element>(geometry: &Geometry, group: usize, rows: Range<usize>, y: &[T], outputs: &mut [T::Real]) {
+fn collect<T: Element, F: Element<Real = T::Real>>(
+    geometry: &Geometry,
+    group: usize,
+    rows: Range<usize>,
+    y: &[T],
+    outputs: &mut [F],
+) {
     let count = rows.len() * geometry.output[1];
     for (index, outputs) in outputs.chunks_exact_mut(count).enumerate() {
         for (there, here) in runs(geometry, group * geometry.group_outputs() + index, rows.clone()) {
-            outputs[here].iter_mut().zip(&y[there]).for_each(|(to, from)| *to = from.widen());
+            outputs[here].iter_mut().zip(&y[there]).for_each(|(to, from)| *to = factor(*from));
         }
     }
 }

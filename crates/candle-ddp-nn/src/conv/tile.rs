@@ -1,15 +1,15 @@
 //! The transformations of Winograd's algorithm for one kind of tile, on [`LANES`] tiles at a time.
 use candle_ddp_tensor::Real;
 
-/// How many tiles are transformed at a time.
+/// The number of tiles that are transformed at a time.
 pub(super) const LANES: usize = 16;
 
-/// The same element of so many tiles.
+/// The same element of [`LANES`] tiles.
 pub(super) type Lanes<R> = [R; LANES];
 
 /// Tiles of `OUTPUTS`² outputs, which depend on (`OUTPUTS` + 2)² inputs, and have as many points.
 ///
-/// In slices of elements or points, those of the same place in their tiles lie side by side, and places are a given
+/// In slices of elements or points, values at the same place in their tiles lie side by side, and places are a given
 /// distance apart.
 pub(super) trait Tile {
     const OUTPUTS: usize;
@@ -59,7 +59,7 @@ fn each<R: Real, const I: usize, const O: usize>(
     results
 }
 
-/// Applies `of` to the columns and then to the rows of I × I places, which makes O × O of them.
+/// Applies `of` to the columns and then to the rows of I × I places, which results in O × O places.
 #[inline(always)]
 fn both_ways<R: Real, const I: usize, const O: usize>(
     (from, from_distance, from_lane): (&[R], usize, usize),
@@ -168,13 +168,13 @@ fn weight_gradient_of_two<R: Real>([a, b, c, d]: [R; 4]) -> [R; 3] {
     [a + even, odd, even + d]
 }
 
-/// The points of [`Four`] beside 0 and infinity are ±A and ±B. The usual ±1 and ±2 round three to four times as badly; these,
-/// which oneDNN uses as well, are exact in every dtype.
+/// The points of [`Four`] other than 0 and infinity are ±A and ±B. The usual ±1 and ±2 have rounding errors three to
+/// four times as large. These values, which oneDNN uses too, are exact in every dtype.
 const A: f64 = 0.625;
 const B: f64 = 1.5;
 const A2: f64 = A * A;
 const B2: f64 = B * B;
-/// What the weights are divided by at 0, ±A and ±B: the products of the differences to the other points.
+/// The divisors of the weights at 0, ±A and ±B: the products of the differences from the other points.
 const AT_ZERO: f64 = A2 * B2;
 const AT_A: f64 = 2.0 * A2 * (A2 - B2);
 const AT_B: f64 = 2.0 * B2 * (B2 - A2);

@@ -2,9 +2,9 @@
 //! quarter (tiles of 4×4 outputs) or 1/2.25 (2×2) of the multiplications (Lavin and Gray, 2015).
 //!
 //! y = Aᵀ[(G w Gᵀ) ⊙ (Bᵀ x B)]A for each tile, where ⊙ becomes one product of matrices over channels for each of the
-//! tile's points. The gradient of the weights is the adjoint, Gᵀ[(A dy Aᵀ) ⊙ (Bᵀ x B)]G, that of x the convolution of dy with
-//! the turned weights. Tiles are the columns of the products; a channel's tiles lie side by side, and the transformations
-//! work on [`LANES`] of them at a time.
+//! tile's points. The gradient of the weights is the adjoint, Gᵀ[(A dy Aᵀ) ⊙ (Bᵀ x B)]G. The gradient of x is the
+//! convolution of dy with the weights turned by half a turn. Tiles are the columns of the products; a channel's tiles
+//! lie side by side, and the transformations work on [`LANES`] of them at a time.
 use super::geometry::Geometry;
 use super::parts::{each_part, sum_parts};
 use super::tile::{Four, Tile, Two};
@@ -13,18 +13,18 @@ use candle_core::{Result, WithDType};
 use candle_ddp_tensor::{Element, Real, vectorise};
 use std::ops::Range;
 
-/// How many tiles are transformed at a time.
+/// The number of tiles that are transformed at a time.
 const LANES: usize = super::tile::LANES;
-/// How many tiles a block should have at least, so that a product is worth its start.
+/// The target minimum of tiles in a block, so that a product is worth its overhead.
 const MIN_TILES: usize = 64;
-/// How many bytes the points of a block's tiles should have.
+/// The target size of a block's points in bytes.
 const BLOCK_BYTES: usize = 4 << 20;
-/// How many bytes the transformed weights may have.
+/// The maximum size of the transformed weights in bytes.
 const MAX_WEIGHT_BYTES: usize = 48 << 20;
-/// Below so many channels the transformations cost more than the products save.
+/// The number of channels below which the transformations cost more than the products save.
 const MIN_CHANNELS: usize = 24;
 
-/// Which tiles are worth it.
+/// The tiles to use, if Winograd's algorithm is worth it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Two,
@@ -41,7 +41,7 @@ pub(super) fn kind(geometry: &Geometry) -> Option<Kind> {
         return None;
     }
     let tiles = |size: usize| n * output[0].div_ceil(size) * output[1].div_ceil(size);
-    // Outputs beyond the edges are calculated for nothing.
+    // Outputs beyond the edges are wasted work.
     let wasteful = |size: usize| tiles(size) * size * size > 2 * n * output[0] * output[1];
     let takes =
         |size: usize, points| tiles(size) >= MIN_TILES && !wasteful(size) && weights(points) <= MAX_WEIGHT_BYTES;
@@ -112,7 +112,7 @@ fn convolve<A: Tile, T: Element>(
             let lanes = lanes::<A>(&geometry, &rows);
             vectorise!(|| transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work));
             for point in 0..A::POINTS {
-                // Turned weights go from the outputs to the inputs of the convolution that they are from.
+                // Turned weights map the outputs of their convolution to its inputs.
                 let strides = if turned { Strides::transposed(co) } else { Strides::rows(ci) };
                 let weights = (&points[point * ci * co..][..ci * co], strides);
                 let inputs = (&work.inputs[point * ci * lanes..][..ci * lanes], Strides::rows(lanes));
@@ -152,7 +152,8 @@ fn filter<A: Tile, T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result
     Ok(transform_back::<A, T::Real>(geometry, &total))
 }
 
-/// What a thread works in: the points of a block's tiles, by point, channel and tile, and the elements of a channel's tiles.
+/// A thread's working memory: the points of a block's tiles, by point, channel and tile, and the elements of a
+/// channel's tiles.
 struct Work<R> {
     inputs: Vec<R>,
     outputs: Vec<R>,
@@ -174,12 +175,12 @@ impl<R: Real> Work<R> {
     }
 }
 
-/// How many tiles lie side by side in an image.
+/// The number of tiles side by side in an image.
 fn across<A: Tile>(geometry: &Geometry) -> usize {
     geometry.output[1].div_ceil(A::OUTPUTS)
 }
 
-/// How many rows of tiles an image has.
+/// The number of rows of tiles in an image.
 fn down<A: Tile>(geometry: &Geometry) -> usize {
     geometry.output[0].div_ceil(A::OUTPUTS)
 }
@@ -193,7 +194,7 @@ fn blocks<A: Tile>(geometry: &Geometry) -> impl Iterator<Item = Range<usize>> {
     (0..rows).step_by(step).map(move |start| start..(start + step).min(rows))
 }
 
-/// How many tiles a block of `rows` has, with those that fill it up to whole vectors.
+/// The number of tiles in a block of `rows`, including padding to whole vectors.
 fn lanes<A: Tile>(geometry: &Geometry, rows: &Range<usize>) -> usize {
     (rows.len() * across::<A>(geometry)).next_multiple_of(LANES)
 }
@@ -343,7 +344,7 @@ fn transform_gradients<A: Tile, T: Element>(
                 }
             }
         }
-        // Tiles that only fill up a vector count for nothing.
+        // Padding tiles contribute zeros.
         let tiles = rows.len() * across;
         elements.chunks_exact_mut(lanes).for_each(|place| place[tiles..].fill(zero));
         for lane in (0..lanes).step_by(LANES) {

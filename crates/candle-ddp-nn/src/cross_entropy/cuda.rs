@@ -5,9 +5,9 @@ use crate::embedding::wide_indices;
 use crate::softmax::extents;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output, address, address_or_none};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, address, address_or_none};
 
-/// As [`cross_entropy_with_options`](super::cross_entropy_with_options), whose checks the arguments have passed.
+/// Like [`cross_entropy_with`](super::cross_entropy_with), which has checked the arguments.
 pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     kernels::supported(logits.dtype(), "cross_entropy")?;
     let logits = logits.contiguous()?;
@@ -18,13 +18,14 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
         None => None,
     };
     let samples = targets.elem_count();
+    let is_vector = usize::from(Address::vector(&[address(&logits)?], classes, logits.dtype()) > 1);
     let is_mean = usize::from(options.reduction == Reduction::Mean);
     let of = CrossEntropy {
         x: logits.detach(),
         targets: wide_indices(targets)?,
         weights,
-        // The bits of a number that may be negative.
-        numbers: [logits.elem_count() / block, classes, inner, options.ignore_index as usize, is_mean],
+        // The bits of a signed number.
+        numbers: [logits.elem_count() / block, classes, inner, options.ignore_index as usize, is_mean, is_vector],
         smoothing: options.label_smoothing,
         norms: Output::new(device, DType::F64, samples)?,
         scale: Output::new(device, DType::F64, 2)?,
@@ -45,16 +46,16 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
     apply(&[&logits], loss.into_result(), of)
 }
 
-/// What the gradient needs.
+/// Values that the gradient needs.
 struct CrossEntropy {
     x: Tensor,
     targets: Tensor,
     weights: Option<Tensor>,
-    numbers: [usize; 5],
+    numbers: [usize; 6],
     smoothing: f64,
     /// log Σ e^x of each sample.
     norms: Output,
-    /// What sums over samples are multiplied by, and the sum of the weights.
+    /// The factor of sums over samples, and the sum of the weights.
     scale: Output,
 }
 
@@ -76,15 +77,12 @@ impl Function for CrossEntropy {
             scale.address()?,
             dx.address()?,
         ];
-        let grid = Grid::Threads(x.elem_count());
-        let launch = Launch {
-            kernel: Kernel::LossBackward,
-            dtype: x.dtype(),
-            grid,
-            tensors: &tensors,
-            numbers,
-            reals: &[*smoothing],
+        let samples = targets.elem_count();
+        let (kernel, grid) = match numbers[2] {
+            1 => (Kernel::LossRowsBackward, Grid::Blocks(samples)),
+            _ => (Kernel::LossColumnsBackward, Grid::Threads(samples)),
         };
+        let launch = Launch { kernel, dtype: x.dtype(), grid, tensors: &tensors, numbers, reals: &[*smoothing] };
         kernels::launch(device, launch)?;
         Ok(vec![Some(dx.into_tensor())])
     }

@@ -1,16 +1,17 @@
 //! Options of the cross entropy.
 use candle_core::Tensor;
 
-/// Options of [`cross_entropy_with_options`](crate::cross_entropy_with_options). The default is PyTorch's.
+/// Options of [`cross_entropy_with`](crate::cross_entropy_with). The default is PyTorch's.
 #[derive(Clone, Debug)]
 pub struct CrossEntropyOptions {
-    /// A weight for each class, of the shape (C); `None`, the default, weighs all alike. It gets no gradient.
+    /// A weight for each class, of shape (C). `None`, the default: all classes have the same weight. It gets no
+    /// gradient.
     pub weight: Option<Tensor>,
-    /// Targets with this value count for nothing; −100 by default.
+    /// Targets with this value are ignored; −100 by default.
     pub ignore_index: i64,
-    /// How much of the target is spread over all classes, from 0 (the default) to 1.
+    /// The share of the target that is spread over all classes, from 0 (the default) to 1.
     pub label_smoothing: f64,
-    /// What becomes of the losses of the samples; by default their mean.
+    /// How the losses of the samples are reduced; by default to their mean.
     pub reduction: Reduction,
 }
 
@@ -20,7 +21,7 @@ impl Default for CrossEntropyOptions {
     }
 }
 
-/// What becomes of the losses of the samples.
+/// How the losses of the samples are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
     /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of

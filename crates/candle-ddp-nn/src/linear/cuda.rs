@@ -1,15 +1,15 @@
-//! Linear layers on CUDA: products by cuBLAS, which are added to the bias, and a kernel for the bias's gradient.
+//! Linear layers on CUDA: cuBLAS adds products to the bias, and a kernel computes the bias's gradient.
 use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
 use candle_ddp_tensor::kernels::{
     self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none, supported,
 };
 
-/// How many columns a block of the kernel sums.
+/// The number of columns that a block of the kernel sums.
 const COLUMNS: usize = 32;
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 512;
-/// How many rows a block sums at least, if there are as many.
+/// The minimum number of rows that a block sums, if there are enough.
 const ROWS: usize = 128;
 
 /// Rows, inputs and outputs.
@@ -33,7 +33,7 @@ pub(super) fn forward(
         let launch = Launch { kernel: Kernel::RepeatRow, dtype, grid, tensors: &tensors, numbers, reals: &[] };
         kernels::launch(device, launch)?;
     }
-    let c = Target { address: y.address()?, dtype, stride: None, accumulate: bias.is_some() };
+    let c = Target { address: y.address()?, dtype, stride: None, row: None, accumulate: bias.is_some() };
     product(device, [rows, out, features], dtype, [(address(x)?, false), (address(weight)?, true)], c)?;
     Ok(y)
 }
@@ -53,7 +53,7 @@ pub(super) fn weight_gradient((rows, features, out): Extents, dy: &Tensor, x: &T
     of_product([out, features, rows], (dy, true), (x, false), &Shape::from((out, features)))
 }
 
-/// The gradient of the bias, of shape (out): the sums of dy's columns. Where there are many rows, sums of some of them are
+/// The gradient of the bias, of shape (out): the sums of dy's columns. Many rows are summed in parts, whose sums are
 /// summed in turn.
 pub(super) fn bias_gradient((rows, _, out): Extents, dy: &Tensor) -> Result<Tensor> {
     let (device, dtype) = (dy.device().as_cuda_device()?, dy.dtype());
@@ -75,7 +75,7 @@ pub(super) fn bias_gradient((rows, _, out): Extents, dy: &Tensor) -> Result<Tens
     Ok(sums.into_tensor())
 }
 
-/// In how many parts the rows are summed, and how many rows each of them has.
+/// The number of parts in which the rows are summed, and the number of rows in each.
 fn parts(rows: usize, tiles: usize) -> (usize, usize) {
     let parts = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(ROWS).max(1));
     let part = rows.div_ceil(parts).max(1);
@@ -87,7 +87,7 @@ fn of_product(extents: [usize; 3], a: (&Tensor, bool), b: (&Tensor, bool), shape
     let (device, dtype) = (a.0.device().as_cuda_device()?, a.0.dtype());
     let is_empty = extents.contains(&0);
     let result = if is_empty { Output::zeros(device, dtype, shape) } else { Output::new(device, dtype, shape) }?;
-    let c = Target { address: result.address()?, dtype, stride: None, accumulate: false };
+    let c = Target { address: result.address()?, dtype, stride: None, row: None, accumulate: false };
     product(device, extents, dtype, [(address(a.0)?, a.1), (address(b.0)?, b.1)], c)?;
     Ok(result.into_tensor())
 }
@@ -102,7 +102,7 @@ fn product(
     if k == 0 {
         return Ok(()); // nothing to add, which cuBLAS is not asked for
     }
-    let [a, b] = ab.map(|(address, transposed)| Factor { address, transposed, stride: None });
+    let [a, b] = ab.map(|(address, transposed)| Factor { address, transposed, stride: None, row: None });
     Ok(kernels::product(device, Product { batch: 1, m, n, k, dtype, a, b, c })?)
 }
 

@@ -1,20 +1,19 @@
 //! Why a group of ranks failed.
-use super::text::{Printable, Uneven};
+use super::text::{Differing, Printable, Uneven};
 use crate::wire::cut;
 use serde::{Deserialize, Serialize, Serializer};
 use std::time::Duration;
 
 /// Why a group failed: the first cause. Every rank gets it, now and from every later call.
 ///
-/// To continue without the rank that is lost, or with one that takes its place, make a new group, as
-/// `candle_ddp::elastic::run` does.
+/// To continue without the lost rank, or with a replacement, make a new group, as `candle_ddp::elastic::run` does.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
     /// A peer's process ended while this rank still needed data from it.
     #[error(
-        "rank {peer} is gone: its connection to rank {rank} closed during {}. \
-         Look for the first error in the output of rank {peer}",
+        "rank {peer} is gone: its connection to rank {rank} closed during {}. Look for the first error in the output \
+         of rank {peer}; if there is none, it ended early or was killed, often for lack of memory",
         Printable(call)
     )]
     PeerGone {
@@ -22,15 +21,16 @@ pub enum Failure {
         rank: usize,
         /// The rank whose process ended.
         peer: usize,
-        /// What was going on.
+        /// What the rank that noticed was doing.
         #[serde(serialize_with = "cut_text")]
         call: String,
     },
 
-    /// A peer left the group in good order before it took part in a collective, or in a message.
+    /// A peer left the group in good order, although a collective or a message still needed it.
     #[error(
-        "rank {peer} left the group after sequence {left_after}, and cannot take part in {}, sequence {sequence}: \
-         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group{}",
+        "rank {peer} left the group after sequence {left_after}, so it cannot take part in {}, sequence {sequence}: \
+         if rank {peer} failed, its output has the reason; otherwise, all ranks of the group must make the same number \
+         of calls{}",
         Printable(call),
         Uneven(call, "")
     )]
@@ -39,19 +39,19 @@ pub enum Failure {
         peer: usize,
         /// Its last collective, or message of this kind.
         left_after: u64,
-        /// What the others are doing.
+        /// The call that needs it.
         #[serde(serialize_with = "cut_text")]
         call: String,
-        /// The sequence number of it.
+        /// That call's sequence number.
         sequence: u64,
     },
 
-    /// A rank, this one or another, reported an error of its own that ends the group.
+    /// A rank, this one or another, failed with an error that ends the group.
     #[error("rank {peer} ended the group: {}", Printable(reason))]
     PeerFailed {
         /// The rank that failed first.
         peer: usize,
-        /// Its own error.
+        /// Its error.
         #[serde(serialize_with = "cut_text")]
         reason: String,
     },
@@ -59,9 +59,10 @@ pub enum Failure {
     /// Ranks called different collectives, or the same one with different arguments.
     #[error(
         "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
-         all ranks of a group must make the same calls in the same order{}",
+         all ranks of a group must make the same calls in the same order{}{}",
         Printable(call_a),
         Printable(call_b),
+        Differing(call_a, call_b),
         Uneven(call_a, call_b)
     )]
     Desync {
@@ -69,17 +70,17 @@ pub enum Failure {
         sequence: u64,
         /// One of the ranks.
         rank_a: usize,
-        /// What it called.
+        /// Its call.
         #[serde(serialize_with = "cut_text")]
         call_a: String,
         /// The other rank.
         rank_b: usize,
-        /// What that one called.
+        /// The other rank's call.
         #[serde(serialize_with = "cut_text")]
         call_b: String,
     },
 
-    /// A collective or a message was not over within the group's time-out.
+    /// A collective or a message did not complete within the group's time-out.
     #[error(
         "rank {rank}: {}, sequence {sequence}, timed out after {timeout:?}: {}{}",
         Printable(call),
@@ -92,11 +93,11 @@ pub enum Failure {
         /// What it was doing.
         #[serde(serialize_with = "cut_text")]
         call: String,
-        /// The group's sequence number of it.
+        /// The call's sequence number in the group.
         sequence: u64,
         /// The group's time-out.
         timeout: Duration,
-        /// The ranks because of which it did not end, where that is known.
+        /// The ranks that it still waited for, if known.
         waiting_for: Vec<usize>,
         /// What these ranks were doing.
         #[serde(serialize_with = "cut_text")]
@@ -118,7 +119,7 @@ impl Failure {
     }
 }
 
-/// Other ranks get only so much of a long text.
+/// Cuts long text, since other ranks get only its beginning.
 fn cut_text<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(cut(text))
 }

@@ -23,18 +23,18 @@ pub enum Error {
     /// The operating system refused something.
     #[error("{context}: {error}")]
     Io {
-        /// What was being done, to what.
+        /// The operation and its object.
         context: String,
         /// The system's reason.
         error: std::io::Error,
     },
 
-    /// An argument that cannot be honoured.
+    /// An invalid argument.
     #[error("{argument}: {}", Printable(reason))]
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
-        /// Why it cannot be honoured, and what would be.
+        /// Why it is invalid, and what would be valid.
         reason: String,
     },
 
@@ -47,7 +47,7 @@ pub enum Error {
         world_size: usize,
     },
 
-    /// An environment variable that is needed is not set.
+    /// A required environment variable is not set.
     #[error("the environment variable {variable} is not set: {hint}")]
     MissingEnvironment {
         /// The variable's name.
@@ -56,7 +56,7 @@ pub enum Error {
         hint: String,
     },
 
-    /// An environment variable holds something that cannot be right.
+    /// An environment variable has an invalid value.
     #[error("{variable}={value:?}: {reason}")]
     InvalidEnvironment {
         /// The variable's name.
@@ -74,20 +74,20 @@ pub enum Error {
         operation: String,
         /// Where the store is.
         store: String,
-        /// How long it was given.
+        /// The time-out.
         timeout: Duration,
         /// What is missing, and what usually causes it.
         reason: String,
     },
 
-    /// Ranks did not come to the rendezvous in time.
+    /// Some ranks did not arrive at the rendezvous in time.
     #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
     RanksMissing {
         /// What this rank was doing.
         operation: String,
         /// Where the store is.
         store: String,
-        /// How long it was given.
+        /// The time-out.
         timeout: Duration,
         /// The ranks that are missing.
         ranks: Vec<usize>,
@@ -95,14 +95,14 @@ pub enum Error {
         reason: String,
     },
 
-    /// A store answered with something else than its protocol allows, or refused.
+    /// A store violated its protocol, or refused a request.
     #[error("{operation} failed on the store {store}: {}", Printable(reason))]
     Store {
         /// The operation, with its keys.
         operation: String,
         /// Where the store is.
         store: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 
@@ -113,11 +113,11 @@ pub enum Error {
         operation: String,
         /// The other end.
         peer: String,
-        /// Which end lacks what, and what to do.
+        /// Which end lacks the secret, and what to do.
         reason: String,
     },
 
-    /// The caller's own reason to wait no longer. See [`Store::wait_cancellable`](crate::Store::wait_cancellable).
+    /// The caller cancelled the wait with this error. See [`Store::wait_cancellable`](crate::Store::wait_cancellable).
     #[error(transparent)]
     Cancelled(Box<dyn std::error::Error + Send + Sync>),
 
@@ -146,7 +146,7 @@ impl Error {
         }
     }
 
-    /// The rank because of which there is this error, as the group numbers it.
+    /// The rank that caused this error, as numbered in the group.
     #[doc(hidden)]
     pub fn culprit(&self) -> Option<usize> {
         match self {
@@ -156,7 +156,7 @@ impl Error {
         }
     }
 
-    /// The variant's name; of a group's failure, that of its reason.
+    /// The variant's name; for the failure of a group, the name of the failure.
     #[doc(hidden)]
     pub fn name(&self) -> &'static str {
         match self {

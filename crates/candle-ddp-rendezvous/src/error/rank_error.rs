@@ -1,29 +1,29 @@
-//! What a rank that fails tells its launcher: the file that torchrun names by `TORCHELASTIC_ERROR_FILE`.
+//! How a failing rank reports its error to its launcher: in the file that torchrun names in `TORCHELASTIC_ERROR_FILE`.
 //!
-//! torchrun shows the message. `ddprun` also reads which rank caused the failure, so that it parses no text.
+//! torchrun shows the message. `ddprun` also reads which rank caused the failure, so it need not parse text.
 use super::{Failure, text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The variable with the path of the file.
+/// The environment variable that holds the path of the file.
 pub const FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 
 /// The key of a [`RankError`] in the file.
 const KEY: &str = "candle_ddp";
 
-/// The number of bytes of a message that are written, so that the launcher reads the whole file.
+/// The maximum length in bytes of a message in the file, so that the launcher reads all of it.
 const LONGEST: usize = 1 << 16;
 
-/// The variant of an error that the program itself returned.
+/// The variant for errors of the program itself.
 pub const OF_PROGRAM: &str = "Program";
 
-/// The error with which a rank ends. Ranks are numbered as the launcher numbers them.
+/// The error that ended a rank. Ranks are numbered as by the launcher.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankError {
     /// The rank.
     pub rank: usize,
-    /// The rank because of which this one fails; `None` if the failure is its own, or nobody knows.
+    /// The rank that made this one fail; `None` if this rank failed by itself, or if the culprit is unknown.
     pub culprit: Option<usize>,
     /// The variant of the error or of the [`Failure`], or [`OF_PROGRAM`].
     pub variant: String,
@@ -32,7 +32,7 @@ pub struct RankError {
 }
 
 impl RankError {
-    /// Whether the culprit left in good order, so that it may be this rank that made a call too many.
+    /// Whether the culprit left in good order. Then this rank may be the one at fault, with one call too many.
     pub fn says_left(&self) -> bool {
         self.variant == "PeerLeft"
     }
@@ -52,14 +52,14 @@ impl RankError {
         json!({ "message": { "message": message, "extraInfo": extra } })
     }
 
-    /// What [`to_json`](Self::to_json) has written.
+    /// Reads what [`to_json`](Self::to_json) wrote.
     pub fn of_json(json: &Value) -> Option<Self> {
         Self::deserialize(json.get("message")?.get("extraInfo")?.get(KEY)?).ok()
     }
 }
 
 impl Failure {
-    /// The rank of the group that caused it, as far as is known.
+    /// The rank of the group that caused it, if known.
     #[doc(hidden)]
     pub fn culprit(&self) -> Option<usize> {
         match self {

@@ -1,4 +1,4 @@
-//! What the system may have run out of.
+//! Temporary shortages of the operating system.
 
 /// Whether the error is a temporary shortage (file descriptors, memory), worth a retry.
 pub fn is_shortage(error: &std::io::Error) -> bool {
@@ -8,4 +8,4 @@ pub fn is_shortage(error: &std::io::Error) -> bool {
 
 /// What to do about a shortage.
 pub const SHORTAGE_HINT: &str =
-    "a process may have as many files and connections open as `ulimit -n` says: raise it, or find out who connects";
+    "`ulimit -n` limits the files and connections of a process: raise it, or find out who connects";

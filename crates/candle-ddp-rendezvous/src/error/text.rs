@@ -1,9 +1,10 @@
-//! How lists of names and other ranks' words are written in messages.
+//! How messages show lists of names, and text from other ranks.
 use std::borrow::Borrow;
 use std::fmt::{self, Write};
 
-/// Text that may come from the store or from a peer: control characters, with which it could drive a terminal or fake
-/// lines of a log, are shown escaped. A line feed stays, as compilers' messages have several lines.
+/// Text that may come from the store or from a peer. Control characters are escaped, since they could drive a terminal
+/// or fake lines of a log. Line feeds remain, because compilers' messages have several lines.
+#[derive(Debug)]
 pub struct Printable<'a>(pub &'a str);
 
 impl fmt::Display for Printable<'_> {
@@ -16,14 +17,14 @@ impl fmt::Display for Printable<'_> {
     }
 }
 
-/// `a, b, c`, or the first of very many.
+/// `a, b, c`; of a very long list, only the beginning.
 pub fn some<S: Borrow<str>>(names: &[S]) -> String {
     const SHOWN: usize = 20;
     let text = names[..names.len().min(SHOWN)].join(", ");
     if names.len() > SHOWN { format!("{text} and {} more", names.len() - SHOWN) } else { text }
 }
 
-/// `[0, 1]`, or the first of very many.
+/// `[0, 1]`; of a very long list, only the beginning.
 pub fn ranks(ranks: &[usize]) -> String {
     format!("[{}]", some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>()))
 }
@@ -37,18 +38,45 @@ pub(super) fn shortened(text: &str, longest: usize) -> String {
     text[..end].to_string()
 }
 
-/// The beginning of the description of what a bucket's collective is for.
+/// How the label of a bucket's collective begins.
 pub const GRADIENTS: &str = "the gradients of ";
 
-/// A hint for calls that ranks made where others did not. If one of them averages gradients and the other does not, a rank
-/// may have ended its loop early.
+/// The most likely remedy for two ranks whose calls differ.
+pub(super) struct Differing<'a>(pub(super) &'a str, pub(super) &'a str);
+
+impl fmt::Display for Differing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fn operation(call: &str) -> &str {
+            call.split_once('(').map_or(call, |(operation, _)| operation)
+        }
+        // `all_gather(f32[3]) for …` without the 3.
+        fn without_count(call: &str) -> Option<(&str, &str)> {
+            let (before, rest) = call.split_once('[')?;
+            Some((before, rest.split_once(']')?.1))
+        }
+        let (a, b) = (operation(self.0), operation(self.1));
+        if a == b && self.0 != self.1 && without_count(self.0) == without_count(self.1) {
+            f.write_str(
+                ". Its tensor must have the same number of elements on all ranks: pad it, or send values of different \
+                 sizes with all_gather_object",
+            )
+        } else if a != b && ![a, b].iter().any(|operation| ["send", "recv"].contains(operation)) {
+            f.write_str(". Look for a call that only some ranks make, such as one inside `if rank == 0`")
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// A hint for ranks whose calls differ. If one call averages gradients and the other does not, a rank may have ended
+/// its loop early.
 pub(super) struct Uneven<'a>(pub(super) &'a str, pub(super) &'a str);
 
 impl fmt::Display for Uneven<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let averages = |call: &str| call.contains(&format!(" for {GRADIENTS}"));
         match averages(self.0) != averages(self.1) {
-            true => f.write_str(". If ranks have different numbers of batches, train inside of `ddp.join`"),
+            true => f.write_str(". If ranks have different numbers of batches, train inside `ddp.join`"),
             false => Ok(()),
         }
     }

@@ -1,4 +1,4 @@
-//! Files that are there as a whole or not at all.
+//! Files that appear as a whole or not at all.
 mod temporary;
 
 pub use temporary::{is_temporary, is_temporary_for, lock_leftover, temporary_name};
@@ -9,12 +9,12 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A file that was written under a temporary name, and takes its own with [`commit`](Self::commit). Dropped before that,
-/// it is removed, and the old file stays.
+/// A file that is written under a temporary name, which [`commit`](Self::commit) replaces by the final one. If it is
+/// dropped before that, it is removed and the old file remains.
 ///
-/// The temporary file lies next to the target as `.TARGET.<16 hex digits>.tmp` and is locked until it gets its name: one
-/// without a lock is what a process that was killed has left, and the next write to the same target removes it. Where
-/// the file system has no locks, nothing is removed.
+/// The temporary file lies next to the target as `.TARGET.<16 hex digits>.tmp` and is locked until it is renamed. An
+/// unlocked one is left over from a killed process, and the next write to the same target removes it. On file systems
+/// without locks, nothing is removed.
 #[derive(Debug)]
 pub struct PreparedFile {
     temporary: PathBuf,
@@ -24,7 +24,7 @@ pub struct PreparedFile {
 }
 
 impl PreparedFile {
-    /// A file with what `write` writes; once this returns, it is on the disk.
+    /// Writes a file with `write`. When this returns, the file is on the disk, under its temporary name.
     pub fn write(
         path: &Path,
         progress: &Progress,
@@ -35,20 +35,20 @@ impl PreparedFile {
         Ok(prepared)
     }
 
-    /// Gives `write` the temporary file; once it returns, the file is on the disk.
+    /// Lets `write` write the temporary file. When this returns, the file is on the disk.
     pub fn fill(&self, progress: &Progress, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         let mut writer = Writer { file: &self.file, progress, unsynchronized: 0 };
         write(&mut writer).and_then(|()| self.file.sync_all()).map_err(|error| writing(&self.target, error))
     }
 
-    /// An empty temporary file for `path`, for [`fill`](Self::fill). Symbolic links of `path` are followed, and the
-    /// permissions of a file that is there are kept.
+    /// Creates an empty temporary file for `path`, for [`fill`](Self::fill). Follows symbolic links at `path`, and
+    /// keeps the permissions of an existing file.
     pub fn create(path: &Path) -> Result<Self> {
         Self::create_at(path, follow_links(path).map_err(|source| writing(path, source))?)
     }
 
-    /// As [`create`](Self::create), but a symbolic link is replaced itself: for names that the program has not chosen, where
-    /// somebody else may have put one that points to a file worth keeping.
+    /// Like [`create`](Self::create), but replaces a symbolic link itself. For names that the program has not chosen:
+    /// somebody else may have put a link there that points to a file worth keeping.
     pub fn create_over_links(path: &Path) -> Result<Self> {
         Self::create_at(path, path.to_path_buf())
     }
@@ -61,7 +61,7 @@ impl PreparedFile {
         let permissions = match target.symlink_metadata() {
             Ok(existing) if existing.is_file() => Some(existing.permissions()),
             Ok(existing) if existing.is_symlink() => None,
-            Ok(_) => return Err(io(io::Error::other("it is there, and is not a regular file"))),
+            Ok(_) => return Err(io(io::Error::other("it exists, but is not a regular file"))),
             Err(_) => None,
         };
         let folder = folder_of(&target);
@@ -74,13 +74,13 @@ impl PreparedFile {
         Ok(prepared)
     }
 
-    /// Replaces what is at the target, and returns the file, to write more to it.
+    /// Replaces the target, and returns the file, to write more to it.
     pub fn commit_open(self) -> Result<File> {
         let file = self.file.try_clone().map_err(|source| writing(&self.target, source))?;
         self.commit().map(|()| file)
     }
 
-    /// Replaces what is at the target.
+    /// Replaces the target.
     pub fn commit(mut self) -> Result<()> {
         let rename = std::fs::rename(&self.temporary, &self.target);
         self.is_committed = rename.is_ok();
@@ -93,13 +93,13 @@ impl PreparedFile {
 impl Drop for PreparedFile {
     fn drop(&mut self) {
         if !self.is_committed {
-            // What cannot be removed now is a leftover for the next write.
+            // If it cannot be removed now, the next write removes it.
             let _ = std::fs::remove_file(&self.temporary);
         }
     }
 }
 
-/// How far a write has come, for those who wait for it and may call it off.
+/// The progress of a write, for those who wait for it and may cancel it.
 #[derive(Debug, Default)]
 pub struct Progress {
     steps: AtomicU64,
@@ -112,11 +112,11 @@ impl Progress {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// Reports progress. An error when the write was called off.
+    /// Reports progress. Returns an error if the write was cancelled.
     pub fn step(&self) -> io::Result<()> {
         self.steps.fetch_add(1, Ordering::Relaxed);
         match self.is_cancelled.load(Ordering::Relaxed) {
-            true => Err(io::Error::other("it was called off")),
+            true => Err(io::Error::other("it was cancelled")),
             false => Ok(()),
         }
     }
@@ -126,7 +126,7 @@ impl Progress {
     }
 }
 
-/// Writes in parts that show progress.
+/// Writes in parts, to show progress.
 struct Writer<'a> {
     file: &'a File,
     progress: &'a Progress,
@@ -136,8 +136,8 @@ struct Writer<'a> {
 impl Write for Writer<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         const PART: usize = 16 << 20;
-        // Otherwise the system collects a large file in memory, and the last call waits for the disk without any
-        // progress to be seen.
+        // Otherwise the system buffers a large file in memory, and the last call waits for the disk without visible
+        // progress.
         const SYNCHRONIZED: usize = 1 << 30;
         self.progress.step()?;
         let written = self.file.write(&bytes[..bytes.len().min(PART)])?;
@@ -155,10 +155,14 @@ impl Write for Writer<'_> {
 }
 
 fn writing(path: &Path, source: io::Error) -> Error {
-    Error::io(format!("writing {}", path.display()), source)
+    let context = match source.kind() {
+        io::ErrorKind::NotFound => format!("writing {} (create the folder first)", path.display()),
+        _ => format!("writing {}", path.display()),
+    };
+    Error::io(context, source)
 }
 
-/// The file that `path` stands for, which need not be there.
+/// The file to which `path` leads, which need not exist.
 fn follow_links(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_path_buf();
     // As many as Linux follows.

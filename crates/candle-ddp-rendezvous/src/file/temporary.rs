@@ -7,10 +7,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 const SUFFIX: &str = ".tmp";
-/// How many random digits are in front of it.
+/// The number of random digits before the suffix.
 const DIGITS: usize = 16;
 
-/// How the names of temporary files begin. Of a long name a part: with the digits it must not be too long.
+/// The beginning of the names of temporary files for `target`. A long name is cut, so that the digits still fit.
 pub(super) fn prefix(target: &OsStr) -> String {
     const LONGEST: usize = 100;
     let name = target.to_string_lossy();
@@ -21,7 +21,7 @@ pub(super) fn prefix(target: &OsStr) -> String {
     format!(".{}.", &name[..end])
 }
 
-/// How `name` begins, if it is that of a temporary file.
+/// The beginning of `name`, if it names a temporary file.
 fn prefix_of(name: &OsStr) -> Option<&str> {
     let name = name.to_str()?.strip_suffix(SUFFIX)?;
     let (prefix, digits) = name.split_at_checked(name.len().checked_sub(DIGITS)?)?;
@@ -32,18 +32,18 @@ fn prefix_of(name: &OsStr) -> Option<&str> {
     is_temporary.then_some(prefix)
 }
 
-/// Whether `name` is that of a temporary file, whatever its target is.
+/// Whether `name` names a temporary file, for any target.
 pub fn is_temporary(name: &OsStr) -> bool {
     prefix_of(name).is_some()
 }
 
-/// Whether `name` is that of a temporary file for `target`.
+/// Whether `name` names a temporary file for `target`.
 pub fn is_temporary_for(name: &OsStr, target: &OsStr) -> bool {
     prefix_of(name) == Some(&prefix(target))
 }
 
-/// A new name for a temporary file. Processes on other hosts write to the same folder: a process's number would not tell
-/// them apart.
+/// A new name for a temporary file. It is random, because processes on other hosts, which write to the same folder, may
+/// have the same process id.
 pub fn temporary_name(target: &OsStr) -> io::Result<String> {
     let number = u64::from_le_bytes(random_bytes().map_err(io::Error::other)?);
     Ok(format!("{}{number:016x}{SUFFIX}", prefix(target)))
@@ -64,11 +64,11 @@ pub(super) fn create_locked(folder: &Path, target: &OsStr) -> io::Result<(File, 
             return Ok((file, temporary));
         }
     }
-    Err(io::Error::other("another process takes its temporary files for leftovers again and again"))
+    Err(io::Error::other("another process keeps removing its temporary files as leftovers"))
 }
 
-/// The lock of a temporary file that is a leftover: no other write can be about to begin with it. `None` when it is being
-/// written, or is gone.
+/// Locks a leftover temporary file, so that no other write can start to use it. Returns `None` if it is being written,
+/// or is gone.
 pub fn lock_leftover(path: &Path) -> Option<File> {
     // NFS locks only files that are open for writing.
     let file = File::options().write(true).open(path).or_else(|_| File::open(path));
@@ -82,8 +82,8 @@ pub fn lock_leftover(path: &Path) -> Option<File> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
             log::warn!(
-                "{} may be left of a write that was killed, and cannot be locked to find out ({error}): if nothing \
-                 writes to it, remove it",
+                "{} may be a leftover of a killed write, but cannot be locked to find out ({error}): remove it if \
+                 nothing writes to it",
                 path.display()
             );
             None
@@ -91,14 +91,14 @@ pub fn lock_leftover(path: &Path) -> Option<File> {
     }
 }
 
-/// Removes what writes to the same target have left that were killed. What cannot be removed is no reason not to write.
+/// Removes leftovers of killed writes to the same target. A leftover that cannot be removed does not prevent the write.
 pub(super) fn remove_leftovers(folder: &Path, target: &OsStr) {
     let Ok(entries) = folder.read_dir() else { return };
     let files = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
     for leftover in files.filter(|entry| is_temporary_for(&entry.file_name(), target)).map(|entry| entry.path()) {
         let Some(_lock) = lock_leftover(&leftover) else { continue };
         match std::fs::remove_file(&leftover) {
-            Ok(()) => log::info!("removed {}, which a write that was killed has left", leftover.display()),
+            Ok(()) => log::info!("removed {}, a leftover of a killed write", leftover.display()),
             Err(error) => log::debug!("{} cannot be removed: {error}", leftover.display()),
         }
     }

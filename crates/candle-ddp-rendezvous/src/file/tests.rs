@@ -78,7 +78,7 @@ fn a_write_that_is_called_off_leaves_nothing() {
     let progress = Progress::default();
     progress.cancel();
     let error = PreparedFile::write(&path, &progress, |file| file.write_all(&[1])).unwrap_err().to_string();
-    assert!(error.contains("called off"), "{error}");
+    assert!(error.contains("cancelled"), "{error}");
     assert!(names(folder.path()).is_empty());
 }
 

@@ -2,7 +2,7 @@
 use super::record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns what the records of a run's ranks say, in plain sentences, one per line.
+/// Explains the records of a run's ranks in plain sentences, one per line.
 pub(super) fn explain(records: &[RankRecord]) -> String {
     let (records, old) = without_old(records);
     let mut lines = Vec::new();
@@ -35,8 +35,8 @@ pub(super) fn explain(records: &[RankRecord]) -> String {
     }
     if !old.is_empty() {
         lines.push(format!(
-            "the file of {} was left out: it is older than the groups of the other ranks, so an earlier run or generation has \
-             written it",
+            "the file of {} was left out: it is older than the groups of the other ranks, so an earlier run or \
+             generation wrote it",
             ranks(&old)
         ));
     }
@@ -60,7 +60,8 @@ fn collectives_of(group: &GroupRecord) -> impl DoubleEndedIterator<Item = &CallR
     group.calls.iter().filter(|call| call.channel == ChannelKind::Collectives)
 }
 
-/// Returns the first collective at which ranks part: they called different things, or not all came, or it does not end.
+/// Returns the first collective at which the ranks part: they called different things, or some did not come, or it does
+/// not end.
 fn collectives(name: &str, group: &Group) -> Option<String> {
     let calls: BTreeMap<usize, BTreeMap<u64, &CallRecord>> = group
         .iter()
@@ -79,7 +80,7 @@ fn collectives(name: &str, group: &Group) -> Option<String> {
                     Some((_, ranks)) => ranks.push(*rank),
                     None => kinds.push((call, vec![*rank])),
                 },
-                // Otherwise the rank made that call and no longer remembers it.
+                // Otherwise the rank made that call, but no longer remembers it.
                 None if last(rank).is_none_or(|(last, _)| last < sequence) => missing.push(*rank),
                 None => {}
             }

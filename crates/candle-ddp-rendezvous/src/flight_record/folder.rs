@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Returns what the files `rank*.flight.json` in `folder` say about why a run stopped, in plain sentences, one per line.
+/// Explains the files `rank*.flight.json` in `folder`: why a run stopped, in plain sentences, one per line.
 ///
 /// # Errors
 /// Returns an error if the folder has no such files, or if one of them cannot be read.
@@ -44,7 +44,7 @@ pub fn explain_folder(folder: &Path) -> Result<String> {
 fn parse(text: &[u8]) -> io::Result<RankRecord> {
     let record: RankRecord = serde_json::from_slice(text)?;
     if record.version != VERSION {
-        let reason = format!("it has version {} of the format, and {VERSION} is known", record.version);
+        let reason = format!("it has version {} of the format, but only version {VERSION} is known", record.version);
         return Err(io::Error::other(reason));
     }
     Ok(record)

@@ -1,5 +1,5 @@
-//! The flight recorder's files, `rank<N>.flight.json`: what a rank writes of its last calls, and what the files of all ranks
-//! say together.
+//! The flight recorder's files, `rank<N>.flight.json`: the format in which a rank writes its last calls, and what the
+//! files of all ranks say together.
 mod explain;
 mod folder;
 mod record;

@@ -29,7 +29,7 @@ pub struct CallRecord {
     pub sequence: u64,
     pub operation: String,
     pub dtype: Option<String>,
-    /// The number of elements, as the message of a mismatch counts them.
+    /// The number of elements, counted as in the message of a mismatch.
     pub count: u64,
     pub reduction: Option<String>,
     pub root: Option<usize>,
@@ -47,9 +47,9 @@ pub struct CallRecord {
 /// One group, as seen by one of its ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupRecord {
-    /// The group's name, the same on all ranks: `world` for the group of all.
+    /// The group's name, the same on all ranks; `world` for the group of all ranks.
     pub name: String,
-    /// The group's ranks, as they are numbered in the group of all.
+    /// The group's ranks, as numbered in the group of all ranks.
     pub ranks: Vec<usize>,
     pub failure: Option<String>,
     /// The calls, channel by channel, the oldest first.
@@ -68,14 +68,14 @@ pub struct RankRecord {
     /// Why the file was written.
     pub reason: String,
     pub written_ns: u64,
-    /// When the group of all was made. Version 1 of the format did not have it at first.
+    /// When the group of all ranks was made. Early files of version 1 do not have it.
     #[serde(default)]
     pub started_ns: u64,
     pub groups: Vec<GroupRecord>,
 }
 
 impl CallRecord {
-    /// Whether the call agrees with one of another rank in all that ranks must have in common.
+    /// Whether the call agrees with another rank's call in everything that must be equal on all ranks.
     pub fn is_like(&self, other: &Self) -> bool {
         self.operation == other.operation
             && self.dtype == other.dtype

@@ -24,8 +24,8 @@ const CANCEL_GRACE: Duration = Duration::from_secs(2);
 
 /// A client of a [`TcpStoreServer`], or of PyTorch's `TCPStore`; both see the same keys.
 ///
-/// Threads may share it: a waiting call does not block the others, which use connections of their own. When a call
-/// returns, the server has executed it.
+/// Threads may share it: a waiting call does not block the others, which use separate connections. When a call returns,
+/// the server has executed it.
 pub struct TcpStore {
     host: String,
     port: u16,
@@ -40,14 +40,24 @@ pub struct TcpStore {
     server: Option<Arc<TcpStoreServer>>,
 }
 
+impl std::fmt::Debug for TcpStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpStore")
+            .field("host", &self.host)
+            .field("port", &self.port)
+            .field("timeout", &self.timeout)
+            .finish_non_exhaustive()
+    }
+}
+
 impl TcpStore {
     /// Connects to the server at `host`:`port` within `timeout`; the server may start later than this client. `timeout`
     /// also bounds each later call.
     ///
-    /// This is PyTorch's protocol, which knows no secret; [`TcpStore::connect_with`] connects to the store of a job.
+    /// This is PyTorch's protocol, which has no secrets; [`TcpStore::connect_with`] connects to the store of a job.
     ///
     /// # Errors
-    /// Returns [`Error::Secret`] if the server wants a secret, and [`Error::StoreTimeout`] if there is no server.
+    /// Returns [`Error::Secret`] if the server requires a secret, and [`Error::StoreTimeout`] if there is no server.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         Self::connect_with(host, port, TcpStoreOptions { timeout, secret: None })
     }
@@ -56,7 +66,7 @@ impl TcpStore {
     ///
     /// # Errors
     /// Returns [`Error::Secret`] if the two ends do not have the same secret, or only one of them has one,
-    /// [`Error::Store`] if this host has no way to that address, and [`Error::StoreTimeout`] if there is no server.
+    /// [`Error::Store`] if this host has no route to that address, and [`Error::StoreTimeout`] if there is no server.
     pub fn connect_with(host: &str, port: u16, options: TcpStoreOptions) -> Result<Self> {
         let TcpStoreOptions { timeout, secret } = options;
         let operation = || "connect".to_string();
@@ -167,8 +177,9 @@ impl TcpStore {
                 let reason = match alive {
                     Err(LinkError::Refused(reason)) => return Error::Secret { operation, peer: store, reason },
                     Ok(_) => format!(
-                        "the server refused the request and closed the connection ({error}): \
-                         a counter's key does not hold a number, or the store is full"
+                        "the server refused the request and closed the connection ({error}): a counter's key does not \
+                         hold a number, or the store is full. A warning in the log of the process that hosts it (rank \
+                         0, or the launcher) says which"
                     ),
                     Err(_) => format!(
                         "the server is gone ({error}): the process that hosts it (rank 0, or the launcher) has ended. \
@@ -180,7 +191,7 @@ impl TcpStore {
         }
     }
 
-    /// Runs `body` on a connection of its own, with the deadline of the call.
+    /// Runs `body` on its own connection, with the deadline of the call.
     fn call<T>(
         &self,
         operation: &dyn Fn() -> String,

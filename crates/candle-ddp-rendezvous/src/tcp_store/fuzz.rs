@@ -1,4 +1,4 @@
-//! What the store's server does with any bytes from its clients; run by `crate::fuzzing`.
+//! Feeds the store's server arbitrary bytes from its clients; run by `crate::fuzzing`.
 use super::output::Output;
 use super::protocol::{Decoder, Malformed, Request};
 use super::state::State;
@@ -17,8 +17,8 @@ struct Client {
     decoded: Vec<Request>,
 }
 
-/// `data` is a list of packets: the number of a client, the number of its bytes, and these. A client that is closed for an
-/// error comes back as another one.
+/// `data` is a list of packets: the number of a client, the number of its bytes, and these bytes. A client that was
+/// closed because of an error comes back as a new one.
 pub fn store_protocol(data: &[u8]) {
     let (mut state, mut next) = (State::new(1 << 20), 0);
     let mut clients: BTreeMap<u8, Client> = BTreeMap::new();

@@ -32,11 +32,11 @@ impl From<io::Error> for LinkError {
 
 type Result<T> = std::result::Result<T, LinkError>;
 
-/// What to do where the two ends do not have the same secret.
+/// What to do if the two ends do not have the same secret.
 const SAME: &str = "give all processes of the job the same secret (CANDLE_DDP_SECRET, or a file with \
                     CANDLE_DDP_SECRET_FILE); ddprun gives it to its workers";
 
-/// How often a connection is tried again that ends during the handshake: a flood of strangers may have pushed it out.
+/// How often to retry a connection that ends during the handshake: a flood of strangers may have pushed it out.
 const RETRIES: u32 = 5;
 
 /// A connection on which both ends have proved that they know the secret, if there is one, and that has completed PING.
@@ -151,7 +151,7 @@ impl Link {
         self.send(&bytes, deadline)?;
         let answer = u32::from_le_bytes(self.receive(deadline)?);
         if answer == SECRET_NEEDED {
-            return Err(LinkError::Refused(format!("the store wants a secret, and this process has none: {SAME}")));
+            return Err(LinkError::Refused(format!("the store requires a secret, but this process has none: {SAME}")));
         }
         if answer != nonce {
             return Err(LinkError::Protocol(format!("unexpected reply {answer:#x} to PING {nonce:#x}")));
@@ -230,11 +230,11 @@ pub(super) enum ConnectError {
     Protocol(String),
     /// The server does not have the same secret.
     Refused(String),
-    /// This host cannot send anything to that address.
+    /// This host has no route to that address.
     Unreachable(String),
 }
 
-/// How long a network may take to come up that this host has no way to.
+/// How long a network may take to come up, while this host has no route.
 const NETWORK: Duration = Duration::from_secs(10);
 
 /// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.

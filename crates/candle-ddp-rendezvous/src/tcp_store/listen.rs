@@ -88,14 +88,14 @@ impl Listening {
 
 const LOOPBACK: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
 
-/// The address at which the processes of a host reach each other: that of IPv4, unless the host has IPv6 only.
+/// The address at which the processes of a host reach each other: IPv4's, unless the host has only IPv6.
 pub fn loopback() -> IpAddr {
     let [v4, v6] = LOOPBACK;
     let is_own = |ip| is_own(&SocketAddr::new(ip, 0));
     if !is_own(v4) && is_own(v6) { v6 } else { v4 }
 }
 
-/// Why a loopback address cannot be used, on a host that has those of IPv4 and IPv6 or not.
+/// Why a loopback address cannot be used. `v4` and `v6` say whether this host has those of IPv4 and IPv6.
 fn no_loopback(v4: bool, v6: bool) -> &'static str {
     match (v4, v6) {
         (false, true) => "this host has IPv6 only: use ::1",
@@ -125,10 +125,10 @@ fn is_own(address: &SocketAddr) -> bool {
     const ANY: u16 = 9;
     let (ip, mut address) = (address.ip(), *address);
     address.set_port(0);
-    // Connecting a datagram socket looks for a way to the address, and sends nothing.
+    // Connecting a datagram socket looks up a route to the address, and sends nothing.
     match UdpSocket::bind(address) {
         Ok(socket) => !ip.is_loopback() || socket.connect((ip, ANY)).is_ok(),
-        // Who listens there learns what has run out.
+        // The error of listening there will say which resource has run out.
         Err(error) => is_shortage(&error),
     }
 }
@@ -168,8 +168,8 @@ fn cannot_host(address: SocketAddr, errno: Errno) -> Error {
     };
     let hint = match errno {
         Errno::ADDRINUSE => {
-            ", another program uses it (often an earlier run that is still alive): stop that program, \
-             or choose another port (MASTER_PORT)"
+            ": another program uses it, often an earlier run that is still alive. Stop that program, \
+             or choose another port (MASTER_PORT, --master-port)"
         }
         Errno::ADDRNOTAVAIL => ", which is not an address of this host",
         _ => "",

@@ -12,9 +12,9 @@ pub(super) enum Standing {
     Silent,
     /// It has sent VALIDATE, and there is a secret.
     Greeted,
-    /// It has got this random number, and is to prove that it knows the secret.
+    /// It was sent this random number, and must prove that it knows the secret.
     Challenged([u8; NONCE]),
-    /// It does not know the secret, and has keys of its own together with its like.
+    /// It does not know the secret. All such clients share a separate set of keys.
     Guest,
     /// It may use the job's keys.
     Member,
@@ -35,8 +35,8 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    /// Takes note of a request of the handshake, and answers it. Returns other requests, if the client may make them. On an
-    /// error, it gets what is in `reply` and is closed.
+    /// Handles a request of the handshake. Returns any other request, if the client may make it. On an error, the
+    /// client gets the content of `reply` and is closed.
     pub(super) fn pass(
         &self,
         standing: &mut Standing,
@@ -45,10 +45,10 @@ impl Gate {
     ) -> Result<Option<Request>, Malformed> {
         match (*standing, request) {
             (_, Request::Ping(OFFER)) if self.secret.is_none() => {
-                // Its own error says the same.
+                // The client's own error says the same.
                 reply.put(&OFFER.to_le_bytes());
                 let text =
-                    "it has a secret, and this job has none: give all processes the same one (CANDLE_DDP_SECRET)";
+                    "it has a secret, but this job has none: give all processes the same one (CANDLE_DDP_SECRET)";
                 return Err(Malformed(text.to_string()));
             }
             (Standing::Guest | Standing::Member, request) => return Ok(Some(request)),
@@ -93,10 +93,10 @@ impl Gate {
     }
 }
 
-/// What is said of a client that does not know the secret.
+/// The error of a client that does not know the secret.
 pub(super) fn stranger() -> Malformed {
     let text = "it does not have the job's secret. (PyTorch's programs never have: their ddprun needs --no-secret if other \
-                programs of the job have one)";
+                programs of the job have a secret)";
     Malformed(text.to_string())
 }
 

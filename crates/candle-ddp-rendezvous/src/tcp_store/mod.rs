@@ -1,8 +1,9 @@
 //! Client and server of PyTorch's c10d `TCPStore`: a candle-ddp rank and a PyTorch rank can use the same store.
 //!
 //! On the server, `protocol` parses bytes into requests, `member` decides who may make them, `state` executes them, and
-//! `output` holds replies; both share bytes through `shared`. `service` moves bytes between these and the sockets, `listen` chooses addresses, and
-//! `server` runs it all. On the client, `link` is one connection, and `client` is the store on top of it.
+//! `output` holds replies; both share bytes through `shared`. `service` moves bytes between these and the sockets,
+//! `listen` chooses addresses, and `server` runs it all. On the client, `link` is one connection, and `client` is the
+//! store on top of it.
 mod client;
 #[cfg(any(test, fuzzing))]
 mod fuzz;

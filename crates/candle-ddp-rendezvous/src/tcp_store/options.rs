@@ -23,10 +23,10 @@ pub struct TcpStoreServerOptions {
     /// The secret that clients and this server prove to each other. Default: none; anyone who reaches the server can use
     /// it.
     pub secret: Option<Secret>,
-    /// With a secret, whether clients without it are served as well, as long as none has proved that it knows it. They get
-    /// keys of their own, and never those of the job. Then the server closes their connections and drops their keys. So a
-    /// launcher can host a store before it knows whether its workers are PyTorch programs. Default: false; clients without
-    /// the secret are refused.
+    /// With a secret, whether clients without it are served as well, as long as none has proved that it knows it. They
+    /// get separate keys, and never the job's. Then the server closes their connections and drops their keys. So a
+    /// launcher can host a store before it knows whether its workers are PyTorch programs. Default: false; clients
+    /// without the secret are refused.
     pub guests: bool,
     /// The maximum number of clients; further connections are refused. Default: 16,384, but at most three quarters of
     /// the process's file descriptor limit (`ulimit -n`), so that it can still open files and connect to its peers. The

@@ -19,7 +19,7 @@ pub(super) const WAIT_CANCELED: u8 = 1;
 pub(super) const OFFER: u32 = 0xCDD9_0001;
 /// The reply to [`OFFER`] of a server with a secret; its random number follows.
 pub(super) const CHALLENGE: u32 = 0xCDD9_0002;
-/// The reply to the first PING of a client that offers no proof, where one is needed.
+/// The reply to the first PING of a client that offers no proof, if the server requires one.
 pub(super) const SECRET_NEEDED: u32 = 0xCDD9_0003;
 /// The replies to PROVE: the server's own proof follows, or nothing.
 pub(super) const PROVEN: u8 = 1;
@@ -158,7 +158,8 @@ pub(super) enum Request {
         nonce: [u8; NONCE],
         proof: [u8; PROOF],
     },
-    /// What to execute when this client's connection closes: the bytes of a COMPARE_SET or QUEUE_PUSH, or none of any more.
+    /// The request to execute when this client's connection closes: the bytes of a COMPARE_SET or QUEUE_PUSH; no bytes
+    /// revoke it.
     LastWill(Vec<u8>),
 }
 

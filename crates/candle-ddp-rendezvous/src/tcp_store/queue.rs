@@ -1,4 +1,4 @@
-//! What only the launcher's agents need of a [`TcpStore`]: PyTorch's queues, and removing what others have left.
+//! The calls of a [`TcpStore`] that only the launcher's agents need: PyTorch's queues, and removing old keys.
 use super::TcpStore;
 use super::link::LinkError;
 use super::protocol::{Request, user_key};
@@ -25,7 +25,7 @@ impl TcpStore {
         })
     }
 
-    /// Removes all keys, those of PyTorch's clients included, except those that begin with one of `kept`.
+    /// Removes all keys, PyTorch clients' included, except those that begin with one of `kept`.
     #[doc(hidden)]
     pub fn delete_all_except(&self, kept: &[&str]) -> Result<()> {
         let keys = self.ask(&|| "list_keys".to_string(), &Request::ListKeys, |link, deadline| {

@@ -91,7 +91,8 @@ impl TcpStoreServer {
         self.addresses.first().copied().unwrap_or(all_interfaces(0))
     }
 
-    /// Returns whether the store may be the job's by now: a client has proved that it knows the secret, or there are no guests.
+    /// Returns whether the store may be in use by the job: a client has proved that it knows the secret, or there are
+    /// no guests.
     #[doc(hidden)]
     pub fn is_joined(&self) -> bool {
         self.is_joined.load(Ordering::Relaxed)

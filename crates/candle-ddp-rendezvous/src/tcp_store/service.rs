@@ -88,7 +88,7 @@ impl Client {
             self.flush()?;
         }
         if !self.standing.is_admitted() && self.decoder.allocated() > STRANGER {
-            return Err(Leave::Malformed(Malformed("it sends much before it says who it is".to_string())));
+            return Err(Leave::Malformed(Malformed("it sent too much before it identified itself".to_string())));
         }
         Ok(())
     }
@@ -301,7 +301,7 @@ impl Service {
         }
     }
 
-    /// Leaves room for clients that may yet prove that they are members.
+    /// Closes a new guest if there are too many: room must remain for clients that may yet prove that they are members.
     fn bound_guests(&mut self, id: ClientId) {
         if self.clients.get(&id).is_some_and(|client| client.standing == Standing::Guest) {
             let reason = format!("there are {} other clients without the job's secret", self.guests - 1);
@@ -309,7 +309,7 @@ impl Service {
         }
     }
 
-    /// Leaves the server to the members, once there is one.
+    /// Closes all guests, once there is a member.
     fn close_guests(&mut self) {
         if !self.keys.gate.guests {
             return;
@@ -326,17 +326,17 @@ impl Service {
     fn close_silent(&mut self) {
         let now = Instant::now();
         while let Some((id, _)) = self.ungreeted.first_key_value().filter(|(_, deadline)| **deadline <= now) {
-            let reason = format!("it has not said who it is within {:?}", self.options.greeting_timeout);
+            let reason = format!("it did not identify itself within {:?}", self.options.greeting_timeout);
             self.close(*id, Leave::Malformed(Malformed(reason)));
         }
     }
 
-    /// Closes the client that has been silent the longest, unless its data has only not been read yet.
+    /// Closes the client that has been silent the longest, unless it has sent data that was not read yet.
     fn close_oldest_ungreeted(&mut self) {
         let Some(id) = self.ungreeted.keys().next().copied() else { return };
         self.serve(id);
         if self.ungreeted.contains_key(&id) {
-            let reason = "it has not said who it is, and other clients want to connect".to_string();
+            let reason = "it has not identified itself, and other clients want to connect".to_string();
             self.close(id, Leave::Malformed(Malformed(reason)));
         }
     }

@@ -39,7 +39,7 @@ pub(super) struct State {
     queues: HashMap<Shared, VecDeque<Shared>>,
     /// The number of elements in `queues`.
     queued: usize,
-    /// What goes to which queue when a client leaves.
+    /// Last wills: the requests to execute when a client leaves.
     wills: HashMap<ClientId, Shared>,
     waits: HashMap<ClientId, Wait>,
     /// The number of keys in `waits`.
@@ -154,7 +154,7 @@ impl State {
     /// [`State::handle`], clients may have to be woken.
     pub(super) fn leave(&mut self, client: ClientId) {
         self.forget(client);
-        // Its wait may have ended in the moment before.
+        // The wait may have ended just before.
         self.woken.retain(|other| *other != client);
         let Some(will) = self.wills.remove(&client).map(|will| Request::of_will(&will)) else { return };
         if let Err(Malformed(reason)) = will.and_then(|will| self.handle(client, will, &mut Output::default())) {

@@ -1,18 +1,18 @@
-//! Last wills: what the server does when a client is gone, as in MQTT. Only this crate's server knows them.
+//! Last wills: what the server does when a client is gone, as in MQTT. Only this crate's server supports them.
 use super::TcpStore;
 use super::protocol::Request;
 use crate::Result;
 use crate::{LastWill, Store};
 use std::time::Duration;
 
-/// How long the server has to take note.
+/// How long the server may take to record a will.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The key under which a job's store holds its run id, or nothing if that is unknown.
 pub const RUN_ID: &str = "candle_ddp/run_id";
 
 impl TcpStore {
-    /// Whether the server is this crate's; another would end the connection of a client that leaves a will.
+    /// Whether the server is this crate's; another would close the connection of a client that leaves a will.
     fn takes_wills(&self) -> Result<bool> {
         self.check(&[RUN_ID])
     }
@@ -21,8 +21,8 @@ impl TcpStore {
         self.tell(&|| "last_will".to_string(), &Request::LastWill(request.to_vec()))
     }
 
-    /// Has the server, if it knows last wills, append `value` to the queue `key` when the connection of this call closes. A
-    /// client that only one thread uses keeps this connection.
+    /// If the server supports last wills, asks it to append `value` to the queue `key` when the connection of this call
+    /// closes. A client that only one thread uses keeps this connection.
     #[doc(hidden)]
     pub fn will_to_queue(&self, key: &str, value: &[u8]) -> Result<()> {
         if !self.takes_wills()? {

@@ -1,5 +1,6 @@
 //! How ranks find each other: launcher environments, init methods, and key-value stores.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod client;
 mod file_store;
 mod meeting;
 #[path = "../../../../tests/common/port.rs"]
@@ -8,5 +9,7 @@ mod port;
 mod process;
 mod secret;
 mod server;
+#[path = "../../../../tests/common/skip.rs"]
+mod skip;
 mod starting;
 mod store;

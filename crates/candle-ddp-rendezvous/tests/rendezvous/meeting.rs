@@ -18,7 +18,7 @@ fn options(init_method: &str, rank: usize, world_size: usize) -> RendezvousOptio
 
 fn meet(options: Vec<RendezvousOptions>) -> Vec<Result<Rendezvous>> {
     std::thread::scope(|scope| {
-        let ranks: Vec<_> = options.iter().map(|options| scope.spawn(|| rendezvous(options))).collect();
+        let ranks: Vec<_> = options.into_iter().map(|options| scope.spawn(|| rendezvous(options))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -175,7 +175,7 @@ fn the_first_time_out_ends_all_ranks() {
 fn a_missing_store_is_an_error() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let alone = RendezvousOptions { timeout: Duration::from_millis(300), ..options(&init_method, 1, 2) };
-    let error = rendezvous(&alone).unwrap_err().to_string();
+    let error = rendezvous(alone).unwrap_err().to_string();
     assert!(error.contains("Rank 0") && error.contains("refused"), "{error}");
 }
 
@@ -183,7 +183,7 @@ fn a_missing_store_is_an_error() {
 fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let error = rendezvous(&options(&format!("tcp://127.0.0.1:{port}"), 0, 2)).unwrap_err().to_string();
+    let error = rendezvous(options(&format!("tcp://127.0.0.1:{port}"), 0, 2)).unwrap_err().to_string();
     assert!(error.contains(&port.to_string()) && error.contains("another program uses it"), "{error}");
 }
 
@@ -200,7 +200,7 @@ fn the_end_of_rank_0_is_reported() {
 #[test]
 #[ignore = "started by other tests"]
 fn rank_process() {
-    let met = rendezvous(&RendezvousOptions { timeout: TIMEOUT, ..RendezvousOptions::default() }).unwrap();
+    let met = rendezvous(RendezvousOptions { timeout: TIMEOUT, ..RendezvousOptions::default() }).unwrap();
     assert_eq!((met.local_rank, met.local_world_size), (met.rank, met.world_size));
     // Every rank counts itself; the last one releases the others.
     let count = met.store.add("count", 1).unwrap();
@@ -221,7 +221,7 @@ pub(crate) fn start(variables: &[(&str, String)]) -> Child {
     start_in(test_process(module_path!(), "rank_process"), variables)
 }
 
-/// Starts a rank by a command of its own.
+/// Starts a rank by the given command.
 pub(crate) fn start_in(mut command: Command, variables: &[(&str, String)]) -> Child {
     let names = ["RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "ELASTIC_", "OMPI_", "PMI"];
     for (name, _) in std::env::vars().filter(|(name, _)| names.iter().any(|part| name.contains(part))) {

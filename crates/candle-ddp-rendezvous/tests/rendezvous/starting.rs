@@ -1,6 +1,7 @@
 //! Processes as users start them: without a launcher, by an MPI, with too few file descriptors, with an address that cannot work.
 use crate::meeting::{all_succeed, launched, start, start_in};
 use crate::process::test_process;
+use crate::skip::skip;
 use std::process::{Child, Command, Stdio};
 
 /// The standard error of a process that fails.
@@ -65,22 +66,24 @@ fn the_soft_limit_of_descriptors_is_raised() {
 fn too_low_a_limit_of_descriptors_is_an_error_at_once() {
     // No other rank ever comes.
     let text = error_of(after("ulimit -n 64", &launched(0, 16, crate::port::free_port())));
-    assert!(
-        text.contains("ulimit -n: it is 64 ") && text.contains("needs 80: 64 for the store of 16 rank(s)"),
-        "{text}"
-    );
+    let needed = "must be at least 80: this process needs 64 for the store of 16 rank(s)";
+    assert!(text.contains("ulimit -n: it is 64 ") && text.contains(needed), "{text}");
 }
 
-/// Whether a process of this user may have a network of its own.
-fn has_namespaces() -> bool {
+/// Returns whether a process of this user may have its own network. If not, reports that `test` is skipped.
+fn has_namespaces(test: &str) -> bool {
     let tried =
         Command::new("unshare").args(["-rn", "ip", "link"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    tried.is_ok_and(|status| status.success())
+    let has = tried.is_ok_and(|status| status.success());
+    if !has {
+        skip(test, "this system cannot create network namespaces, or has no `ip`");
+    }
+    has
 }
 
 #[test]
 fn an_address_that_cannot_work_is_an_error_at_once() {
-    if !has_namespaces() {
+    if !has_namespaces("an_address_that_cannot_work_is_an_error_at_once") {
         return;
     }
     // In a new network namespace, the loopback interface is down.
@@ -97,7 +100,11 @@ fn an_address_that_cannot_work_is_an_error_at_once() {
 
 #[test]
 fn by_default_a_host_with_ipv6_only_uses_its_loopback_address() {
-    if !has_namespaces() || !std::path::Path::new("/proc/net/if_inet6").exists() {
+    const TEST: &str = "by_default_a_host_with_ipv6_only_uses_its_loopback_address";
+    if !std::path::Path::new("/proc/net/if_inet6").exists() {
+        return skip(TEST, "this system has no IPv6");
+    }
+    if !has_namespaces(TEST) {
         return;
     }
     let rank = test_process("rendezvous::meeting", "rank_process");

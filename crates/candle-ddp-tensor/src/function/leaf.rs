@@ -71,13 +71,14 @@ impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
 }
 
 /// The variables and copies of variables from which a tensor was computed.
+#[derive(Debug)]
 pub struct Leaves {
     pub(super) variables: Vec<Tensor>,
     pub(super) copies: Vec<Edge>,
 }
 
 impl Leaves {
-    /// Those of `result`.
+    /// Returns the leaves of `result`.
     pub fn of(result: &Tensor) -> Self {
         let nodes = result.sorted_nodes();
         let (mut copies, mut copied) = (Vec::new(), HashSet::new());
@@ -86,7 +87,7 @@ impl Leaves {
             if let Some((sum, variable)) = leaf
                 && let Some(sum) = sum.upgrade()
             {
-                copies.push(Edge { sum, token: Some((*node).clone()) });
+                copies.push(Edge::to((*node).clone(), sum));
                 copied.insert(variable);
             }
         }

@@ -1,7 +1,7 @@
 //! Differentiable functions of any number of tensors, like `torch.autograd.Function`.
 //!
 //! candle's own custom operations take at most three arguments, and candle adds every gradient that one returns to
-//! zeros before passing it on. Between the functions of this module, gradients travel beside candle's graph instead,
+//! zeros before passing it on. Between the functions of this module, gradients travel outside candle's graph instead,
 //! unchanged:
 //!
 //! ```text
@@ -9,11 +9,12 @@
 //!   y' (Attach) ─ token ┴──(Backward: function)──┘    └──(Backward: next function)── token ── …
 //! ```
 //!
-//! A token is a tensor of one element that represents a result in candle's graph, so that candle visits a function
+//! A token is a tensor without elements that represents a result in candle's graph, so that candle visits a function
 //! after everything that uses its result. A result's gradient is collected in a `GradientSum`, by the functions that
 //! use the result, and by `Attach`, to which candle passes what its own operations contribute. Sums belong to one backward
 //! pass (`pass.rs`): a pass that fails leaves none to the next. An argument that was not
-//! made by a function of this module is lifted: its gradient leaves the sum for candle's graph.
+//! made by a function of this module is lifted: its gradient leaves the sum for candle's graph, once for all functions that
+//! use it.
 mod leaf;
 mod operation;
 mod pass;

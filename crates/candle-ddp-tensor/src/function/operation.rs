@@ -85,7 +85,7 @@ pub(super) fn operation(
         let own = Arc::clone(&own);
         let backward = move |gradient: &Tensor, _: &[bool]| match own.get() {
             Some(result) => backward(result, gradient),
-            None => candle_core::bail!("{name}: its backward pass runs before its result is there"),
+            None => candle_core::bail!("{name}: its backward pass must not run before its result exists"),
         };
         apply(arguments, result, Op { name, backward })?
     };

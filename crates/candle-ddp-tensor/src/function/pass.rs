@@ -12,9 +12,10 @@ thread_local! {
 
 /// A backward pass, from `begin` to its drop. Sums that nothing takes, because the pass fails, end with it.
 ///
-/// candle does not say where its own `loss.backward()` begins. So passes that begin without this share their sums: that
+/// candle does not report where its own `loss.backward()` begins. So passes that begin without this share their sums, which
 /// is right as long as they succeed or fail in a function of this module, since either leaves no sums. If one of candle's
 /// own operations fails in such a pass, its sums live as long as the graph.
+#[derive(Debug)]
 pub struct Pass {
     enclosing: HashMap<u64, Tensor>,
 }
@@ -41,6 +42,7 @@ pub(super) fn or_end<T>(result: Result<T>) -> Result<T> {
 }
 
 /// Names the sum of a result's gradient in each backward pass, until the function that made the result takes it.
+#[derive(Debug)]
 pub(super) struct GradientSum(u64);
 
 impl Default for GradientSum {

@@ -1,9 +1,10 @@
 //! Functions that are computed again in the backward pass.
 use super::leaf::{Leaves, Rerun};
 use super::operation::Op;
-use super::token::{Edge, apply_edges, cpu_token, cuda_token};
+use super::token::{Edge, apply_edges};
 use crate::copy;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, Var};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, Var};
 
 /// Returns a copy of `result`, which `again` computes from `inputs` and `leaves`. Nothing else is kept: the backward
 /// pass computes it again.
@@ -37,7 +38,8 @@ pub fn rerun(
     apply_edges(edges, copy::snapshot_tensor(result, result.dtype())?, Op { name, backward })
 }
 
-/// A token of the result, from which a backward pass starts with a given gradient.
+/// A token of the result, from which a backward pass starts with a given gradient. It has an element, since candle begins with
+/// its gradient, a one.
 struct Start(Tensor);
 
 impl CustomOp1 for Start {
@@ -46,11 +48,12 @@ impl CustomOp1 for Start {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(cpu_token())
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
     }
 
     fn cuda_fwd(&self, result: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda_token(result)
+        let shape = Shape::from(1);
+        Ok((result.device().zeros_impl(&shape, DType::F32)?, shape))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {

@@ -1,5 +1,6 @@
 //! Tokens represent arguments and results in candle's graph.
 use super::pass::{GradientSum, or_end};
+use crate::kernels;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -27,19 +28,40 @@ pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: 
     }
     let sum = Arc::new(GradientSum::default());
     let needed = edges.iter().map(|edge| edge.token.is_some()).collect();
-    let sums = edges.into_iter().map(|edge| edge.sum).collect();
-    let token = join(tokens, Backward { function, sum: Arc::clone(&sum), sums, needed })?;
+    let backward = Backward { function, sum: Arc::clone(&sum), edges, needed };
+    let token = match join(tokens)?.as_slice() {
+        [a] => a.apply_op1(backward)?,
+        [a, b] => a.apply_op2(b, backward)?,
+        [a, b, c] => a.apply_op3(b, c, backward)?,
+        _ => candle_core::bail!("a function has one to three tokens after joining"),
+    };
     attach(result, token, sum)
 }
 
-/// A result of this module, while it lives.
+/// A tensor with a token, while it lives: a result of this module, or another argument of its functions.
+#[derive(Debug)]
 struct Node {
     id: TensorId,
     token: Tensor,
     sum: Arc<GradientSum>,
 }
 
-/// The results of this module, since candle does not tell which operation made a tensor.
+impl Node {
+    /// Makes the token known as the one of the tensor `id`.
+    fn list(id: TensorId, token: Tensor, sum: Arc<GradientSum>) -> Arc<Self> {
+        let node = Arc::new(Self { id, token, sum });
+        NODES.lock().insert(id, Arc::downgrade(&node));
+        node
+    }
+
+    fn find(id: TensorId) -> Option<Arc<Self>> {
+        // Bound first: this may be the last reference to the node, whose drop locks the nodes.
+        let node = NODES.lock().get(&id).cloned();
+        node.and_then(|node| node.upgrade())
+    }
+}
+
+/// The nodes, since candle does not reveal which operation made a tensor.
 static NODES: LazyLock<Mutex<HashMap<TensorId, Weak<Node>>>> = LazyLock::new(Mutex::default);
 
 impl Drop for Node {
@@ -49,26 +71,33 @@ impl Drop for Node {
 }
 
 /// How a gradient reaches an argument.
+#[derive(Debug)]
 pub(super) struct Edge {
     /// Collects the gradient; without a token, nothing reads it.
     pub(super) sum: Arc<GradientSum>,
     /// None if candle does not track the argument.
     pub(super) token: Option<Tensor>,
+    /// Other functions find the argument's token as long as this lives.
+    _node: Option<Arc<Node>>,
 }
 
 impl Edge {
     pub(super) fn new(argument: &Tensor) -> Result<Self> {
         if !argument.track_op() || !argument.dtype().is_float() {
-            return Ok(Self { sum: Arc::default(), token: None });
+            return Ok(Self { sum: Arc::default(), token: None, _node: None });
         }
-        // Bound first: this may be the last reference to the node, whose drop locks the nodes.
-        let node = NODES.lock().get(&argument.id()).cloned();
-        if let Some(node) = node.and_then(|node| node.upgrade()) {
-            return Ok(Self { sum: Arc::clone(&node.sum), token: Some(node.token.clone()) });
-        }
-        let sum = Arc::new(GradientSum::default());
-        let token = argument.apply_op1(Lift(Arc::clone(&sum)))?;
-        Ok(Self { sum, token: Some(token) })
+        let lift = || {
+            let sum = Arc::new(GradientSum::default());
+            let token = argument.apply_op1(Lift(Arc::clone(&sum)))?;
+            Ok::<_, candle_core::Error>(Node::list(argument.id(), token, sum))
+        };
+        let node = Node::find(argument.id()).map_or_else(lift, Ok)?;
+        Ok(Self { sum: Arc::clone(&node.sum), token: Some(node.token.clone()), _node: Some(node) })
+    }
+
+    /// An edge to a tensor with this token.
+    pub(super) fn to(token: Tensor, sum: Arc<GradientSum>) -> Self {
+        Self { sum, token: Some(token), _node: None }
     }
 }
 
@@ -77,9 +106,7 @@ pub(super) fn attach(result: (Storage, Shape), token: Tensor, sum: Arc<GradientS
     let node = Arc::new(Mutex::new(None));
     let attach = Attach { result: Mutex::new(Some(result)), sum: Arc::clone(&sum), _node: Arc::clone(&node) };
     let result = token.apply_op1(attach)?;
-    let known = Arc::new(Node { id: result.id(), token, sum });
-    NODES.lock().insert(result.id(), Arc::downgrade(&known));
-    *node.lock() = Some(known);
+    *node.lock() = Some(Node::list(result.id(), token, sum));
     Ok(result)
 }
 
@@ -100,22 +127,41 @@ impl CustomOp1 for Attach {
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         match self.result.lock().take() {
             Some((Storage::Cpu(storage), shape)) => Ok((storage, shape)),
-            _ => candle_core::bail!("a function's result and its arguments are on different devices"),
+            _ => candle_core::bail!("a function's result must be on the device of its arguments"),
         }
     }
 
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
         match self.result.lock().take() {
             Some((Storage::Cuda(storage), shape)) => Ok((storage, shape)),
-            _ => candle_core::bail!("a function's result and its arguments are on different devices"),
+            _ => candle_core::bail!("a function's result must be on the device of its arguments"),
         }
     }
 
     /// Called if candle's own operations used the result too.
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         self.sum.add(gradient.clone())?;
-        token.zeros_like().map(Some)
+        Ok(Some(token.clone()))
     }
+}
+
+/// The forward pass of an operation on tokens, which makes another token: the storages of the first token and of as many more as
+/// there are names.
+macro_rules! makes_token {
+    ($($other:ident)*) => {
+        fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, $($other: &CpuStorage, _: &Layout),*) -> Result<(CpuStorage, Shape)> {
+            Ok(cpu_token())
+        }
+
+        fn cuda_fwd(
+            &self,
+            first: &CudaStorage,
+            _: &Layout,
+            $($other: &CudaStorage, _: &Layout),*
+        ) -> Result<(CudaStorage, Shape)> {
+            cuda_token(first)
+        }
+    };
 }
 
 /// The operation from an argument that no function has made to its token.
@@ -126,13 +172,7 @@ impl CustomOp1 for Lift {
         "lift"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(cpu_token())
-    }
-
-    fn cuda_fwd(&self, argument: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda_token(argument)
-    }
+    makes_token!();
 
     fn bwd(&self, argument: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         match self.0.take() {
@@ -144,72 +184,25 @@ impl CustomOp1 for Lift {
     }
 }
 
-/// Joins all `tokens` into one, through which candle reaches `backward`.
-fn join<F: Function>(mut tokens: Vec<Tensor>, backward: Backward<F>) -> Result<Tensor> {
-    while tokens.len() > 1 {
-        let rest = tokens.split_off(tokens.len().min(3));
-        let joined = match tokens.as_slice() {
-            [a, b] => a.apply_op2(b, Join)?,
-            [a, b, c] => a.apply_op3(b, c, Join)?,
-            _ => candle_core::bail!("two or three tokens are joined at a time"),
-        };
+/// Joins `tokens` until there are at most three, as many as candle's operations take.
+fn join(mut tokens: Vec<Tensor>) -> Result<Vec<Tensor>> {
+    while tokens.len() > 3 {
+        let rest = tokens.split_off(3);
+        let joined = tokens[0].apply_op3(&tokens[1], &tokens[2], Join)?;
         tokens = rest;
         tokens.push(joined);
     }
-    match tokens.pop() {
-        Some(token) => token.apply_op1(backward),
-        None => candle_core::bail!("a function without tracked arguments has no backward pass"),
-    }
+    Ok(tokens)
 }
 
 struct Join;
-
-impl CustomOp2 for Join {
-    fn name(&self) -> &'static str {
-        "join"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(cpu_token())
-    }
-
-    fn cuda_fwd(&self, token: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda_token(token)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((Some(gradient.clone()), Some(gradient.clone())))
-    }
-}
 
 impl CustomOp3 for Join {
     fn name(&self) -> &'static str {
         "join"
     }
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        Ok(cpu_token())
-    }
-
-    fn cuda_fwd(
-        &self,
-        token: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        cuda_token(token)
-    }
+    makes_token!(_second _third);
 
     fn bwd(
         &self,
@@ -223,14 +216,28 @@ impl CustomOp3 for Join {
     }
 }
 
-/// The operation from the token of a function's arguments to that of its result.
+/// The operation from the tokens of a function's arguments to the one of its result.
 struct Backward<F> {
     function: F,
     /// The result's gradient.
     sum: Arc<GradientSum>,
-    /// The arguments' gradients.
-    sums: Vec<Arc<GradientSum>>,
+    /// To the arguments.
+    edges: Vec<Edge>,
     needed: Vec<bool>,
+}
+
+impl<F: Function> Backward<F> {
+    /// Passes the result's gradient on to the arguments.
+    fn run(&self) -> Result<()> {
+        let Some(gradient) = self.sum.take() else { return Ok(()) };
+        let gradients = gradient.contiguous().and_then(|gradient| self.function.backward(&gradient, &self.needed));
+        for ((edge, needed), gradient) in self.edges.iter().zip(&self.needed).zip(or_end(gradients)?) {
+            if let (true, Some(gradient)) = (needed, gradient) {
+                edge.sum.add(gradient.detach())?;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl<F: Function> CustomOp1 for Backward<F> {
@@ -238,32 +245,54 @@ impl<F: Function> CustomOp1 for Backward<F> {
         self.function.name()
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(cpu_token())
-    }
+    makes_token!();
 
-    fn cuda_fwd(&self, token: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda_token(token)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, token_gradient: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(gradient) = self.sum.take() {
-            let gradients = gradient.contiguous().and_then(|gradient| self.function.backward(&gradient, &self.needed));
-            for ((sum, needed), gradient) in self.sums.iter().zip(&self.needed).zip(or_end(gradients)?) {
-                if let (true, Some(gradient)) = (needed, gradient) {
-                    sum.add(gradient.detach())?;
-                }
-            }
-        }
-        Ok(Some(token_gradient.clone()))
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.run()?;
+        Ok(Some(gradient.clone()))
     }
 }
 
+impl<F: Function> CustomOp2 for Backward<F> {
+    fn name(&self) -> &'static str {
+        self.function.name()
+    }
+
+    makes_token!(_second);
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        self.run()?;
+        Ok((Some(gradient.clone()), Some(gradient.clone())))
+    }
+}
+
+impl<F: Function> CustomOp3 for Backward<F> {
+    fn name(&self) -> &'static str {
+        self.function.name()
+    }
+
+    makes_token!(_second _third);
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        self.run()?;
+        Ok((Some(gradient.clone()), Some(gradient.clone()), Some(gradient.clone())))
+    }
+}
+
+/// A token needs no elements, and candle's sums of tensors without elements are free.
 pub(super) fn cpu_token() -> (CpuStorage, Shape) {
-    (CpuStorage::F32(vec![0.0]), Shape::from(1))
+    (CpuStorage::F32(Vec::new()), Shape::from(0))
 }
 
-pub(super) fn cuda_token(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
-    let shape = Shape::from(1);
-    Ok((beside.device().zeros_impl(&shape, DType::F32)?, shape))
+pub(super) fn cuda_token(neighbour: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+    let device = neighbour.device();
+    let shape = Shape::from(usize::from(!kernels::allocates_nothing(device)));
+    Ok((device.zeros_impl(&shape, DType::F32)?, shape))
 }

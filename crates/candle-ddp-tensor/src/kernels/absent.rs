@@ -15,6 +15,10 @@ pub fn take(_: &Device, _: DType) -> bool {
     false
 }
 
+pub fn allocates_nothing(_: &CudaDevice) -> bool {
+    false
+}
+
 pub fn has_own_stream(_: &Device) -> Result<bool> {
     Err(absent())
 }
@@ -72,6 +76,10 @@ pub fn address(_: &Tensor) -> Result<Address<'_>> {
     Err(absent())
 }
 
+pub fn written_address(_: &Tensor) -> Result<Address<'_>> {
+    Err(absent())
+}
+
 pub fn address_or_none(_: Option<&Tensor>) -> Result<Address<'_>> {
     Err(absent())
 }
@@ -90,6 +98,10 @@ impl Output {
 
     pub fn zeros(_: &CudaDevice, _: DType, _: impl Into<Shape>) -> Result<Self> {
         Err(absent())
+    }
+
+    pub fn dtype(&self) -> DType {
+        match *self {}
     }
 
     pub fn address(&self) -> Result<Address<'_>> {

@@ -14,7 +14,7 @@ pub fn input(tensor: &Tensor) -> Result<u64> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cuda(storage) => read_address(storage, layout),
-        _ => bail!("the tensor is not on a GPU"),
+        _ => bail!("the tensor must be on a GPU"),
     }
 }
 
@@ -32,7 +32,7 @@ pub fn output(tensor: &Tensor) -> Result<u64> {
 macro_rules! address {
     ($storage:expr, $layout:expr, $part:ident) => {{
         let Some((start, end)) = $layout.contiguous_offsets() else {
-            bail!("the tensor is not contiguous: {:?}", $layout)
+            bail!("the tensor must be contiguous: {:?}", $layout)
         };
         match $storage.dtype() {
             DType::F32 => $part::<f32>($storage, start, end),
@@ -80,7 +80,7 @@ impl InplaceOp1 for Locate {
     }
 
     fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        bail!("the tensor is not on a GPU")
+        bail!("the tensor must be on a GPU")
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {

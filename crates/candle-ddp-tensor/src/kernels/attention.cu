@@ -7,10 +7,11 @@ struct Attention {
     unsigned long long queries, key_heads, group;
     unsigned long long is_causal;
     unsigned long long mask[4]; // its strides by sample, head, query and key; 0 where the same holds for all
+    unsigned long long columns; // from one row of scores in memory to the next
 };
 #define ATTENTION (*reinterpret_cast<const Attention *>(by.numbers))
 
-// This block's row: where its numbers begin, and what is added to its scores.
+// This block's row: where its numbers begin, and the numbers added to its scores.
 template <typename Real> struct Row {
     unsigned long long scores, normaliser, seen;
     const Real *mask;
@@ -22,7 +23,7 @@ template <typename Real> struct Row {
         item += a.first_item;
         unsigned long long member = row, sample = item;
         const unsigned long long query = take(member, a.queries), head = take(sample, a.key_heads) * a.group + member;
-        scores = (unsigned long long)blockIdx.x * a.keys;
+        scores = (unsigned long long)blockIdx.x * a.columns;
         normaliser = item * a.all_rows + row;
         seen = a.is_causal ? min(query + 1, a.keys) : a.keys;
         mask = masks ? masks + sample * a.mask[0] + head * a.mask[1] + query * a.mask[2] : masks;
@@ -36,8 +37,8 @@ template <typename Real> struct Row {
 };
 
 // tensors: products of queries and keys in the dtype of the arithmetic, which are overwritten; weights, maybe in the same
-// memory; log Σ e^score of each query; what is added to scores, or null. reals: what products are multiplied by. One
-// block per row. A query that sees nothing has zero weights and an infinite normaliser.
+// memory; log Σ e^score of each query; the mask to add to scores, or null. reals: the factor of products. One block
+// per row. A query that sees nothing has zero weights and an infinite normaliser.
 template <typename T> __device__ inline void attention_weights(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     __shared__ double pair[2];
@@ -46,10 +47,11 @@ template <typename T> __device__ inline void attention_weights(const Arguments &
     Real *scores = TENSOR(Real, 0) + row.scores;
     T *weights = TENSOR(T, 1) + row.scores;
     const Real scale = by.reals[0], nothing = __uint_as_float(0xff800000u);
-    double largest = nothing;
+    Real largest = nothing;
     for (unsigned long long key = threadIdx.x; key < row.seen; key += THREADS) {
-        scores[key] = row.score(scores[key], scale, key);
-        largest = Larger::of(largest, scores[key]);
+        const Real score = row.score(scores[key], scale, key);
+        scores[key] = score;
+        if (score > largest || score != score) largest = score;
     }
     reduce_block<Larger, Add>(largest, 0, pair);
     __syncthreads();
@@ -71,8 +73,8 @@ template <typename T> __device__ inline void attention_weights(const Arguments &
 LAYER(attention_weights)
 
 // tensors: products of queries and keys, and gradients of weights, both in the dtype of the arithmetic; weights, and
-// gradients of products, each maybe in the memory of the former; normalisers; what is added to scores, or null. reals: what
-// products are multiplied by. One block per row.
+// gradients of products, each maybe in the memory of the former; normalisers; the mask to add to scores, or null. reals: the
+// factor of products. One block per row.
 template <typename T> __device__ inline void attention_gradients(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     __shared__ double pair[2];
@@ -98,3 +100,59 @@ template <typename T> __device__ inline void attention_gradients(const Arguments
     }
 }
 LAYER(attention_gradients)
+
+// Tensors with the heads of a token side by side (samples, tokens, parts, heads, size), and the parts by themselves
+// (samples, heads, tokens, size).
+struct Heads {
+    unsigned long long samples, tokens, parts, heads, size;
+    unsigned long long wide;   // the first part whose separate tensor has the dtype of the arithmetic
+    unsigned long long vector; // elements that a thread copies
+};
+#define HEADS (*reinterpret_cast<const Heads *>(by.numbers))
+
+// Where this thread's elements are: the part, and the places in both tensors.
+struct Place {
+    unsigned long long part, together, apart;
+    bool exists;
+
+    __device__ Place(const Heads &h) {
+        const unsigned long long width = h.size / h.vector, number = thread_in_grid();
+        unsigned long long rest = number;
+        const unsigned long long column = take(rest, width), head = take(rest, h.heads);
+        part = take(rest, h.parts);
+        const unsigned long long token = take(rest, h.tokens);
+        exists = rest < h.samples;
+        together = number * h.vector;
+        apart = (((rest * h.heads + head) * h.tokens + token) * width + column) * h.vector;
+    }
+};
+
+// tensors: the heads side by side, and the parts, one after the other. One thread per vector.
+template <typename T> __device__ inline void split_heads(const Arguments &by) {
+    const Heads &h = HEADS;
+    const Place at(h);
+    if (!at.exists) return;
+    const T *from = TENSOR(const T, 0) + at.together;
+    T *to = TENSOR(T, 1) + at.part * (h.samples * h.heads * h.tokens * h.size) + at.apart;
+    if (h.vector * sizeof(T) == sizeof(Words)) *reinterpret_cast<Words *>(to) = *reinterpret_cast<const Words *>(from);
+    else *to = *from;
+}
+LAYER(split_heads)
+
+// tensors: the heads side by side, and each part. One thread per vector; the vectors of wide parts are single elements.
+template <typename T> __device__ inline void merge_heads(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Heads &h = HEADS;
+    const Place at(h);
+    if (!at.exists) return;
+    T *to = TENSOR(T, 0) + at.together;
+    const void *part = by.tensors[1 + at.part];
+    if (at.part >= h.wide) {
+        *to = Element<T>::store(static_cast<const Real *>(part)[at.apart]);
+        return;
+    }
+    const T *from = static_cast<const T *>(part) + at.apart;
+    if (h.vector * sizeof(T) == sizeof(Words)) *reinterpret_cast<Words *>(to) = *reinterpret_cast<const Words *>(from);
+    else *to = *from;
+}
+LAYER(merge_heads)

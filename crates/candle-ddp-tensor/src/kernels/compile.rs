@@ -1,36 +1,73 @@
-//! Compiling CUDA sources to PTX with NVRTC, once per process and GPU generation.
+//! Compiling CUDA sources with NVRTC: for one dtype at a time, once per process and GPU generation, and once per machine where there
+//! is a cache (`cache.rs`).
+use super::cache::{Cache, Key};
+use super::launches::supported;
 use super::source::Source;
 use crate::{Error, Result};
-use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts, result, sys};
+use candle_core::DType;
+use cudarc::nvrtc::{result, sys};
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::ffi::CString;
+use std::sync::{Arc, LazyLock};
 
-/// What is compiled, and for which compute capability.
-type Key = (Source, i32);
-static COMPILED: Mutex<Option<HashMap<Key, Arc<str>>>> = Mutex::new(None);
+/// The environment variable that asks for PTX with the value `ptx`. The driver then translates it, as it does for GPUs that are newer
+/// than NVRTC.
+const FORM: &str = "CANDLE_DDP_KERNEL_FORM";
 
-/// Returns the PTX of `source` for GPUs of this compute capability (90 for 9.0). Needs no GPU.
+/// What a driver loads: machine code for one generation of GPUs, or PTX with a zero at its end.
+pub(super) type Image = Arc<[u8]>;
+
+/// A compilation: the source, the dtype and the target.
+type Compilation = (Source, DType, Target);
+static COMPILED: Mutex<Option<HashMap<Compilation, Image>>> = Mutex::new(None);
+
+/// What the image is for, by compute capability (90 for 9.0).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Target {
+    /// Machine code, for GPUs of exactly this generation.
+    Code(i32),
+    /// PTX, for this generation and later ones.
+    Ptx(i32),
+}
+
+/// Returns the image of `source` for tensors of `dtype` and GPUs of this compute capability. Needs no GPU.
 ///
 /// # Errors
 /// Returns [`Error::Kernel`] with the compiler's messages.
-pub(super) fn ptx(source: Source, capability: i32) -> Result<Arc<str>> {
-    let target = target(capability, &targets(source)?).ok_or_else(|| {
+pub(super) fn image(source: Source, dtype: DType, capability: i32) -> Result<Image> {
+    static WANTS_PTX: LazyLock<bool> = LazyLock::new(|| std::env::var_os(FORM).is_some_and(|form| form == "ptx"));
+    let target = target(capability, &targets(source)?, *WANTS_PTX).ok_or_else(|| {
         let reason =
             format!("NVRTC has no target for GPUs of compute capability {}.{}", capability / 10, capability % 10);
         failure(source, "choosing a target", reason)
     })?;
+    image_for(source, dtype, target)
+}
+
+pub(super) fn image_for(source: Source, dtype: DType, target: Target) -> Result<Image> {
+    static CACHE: LazyLock<Option<Cache>> = LazyLock::new(Cache::of_environment);
     // Held while compiling, so that other threads do not compile the same source.
     let mut compiled = COMPILED.lock();
     let compiled = compiled.get_or_insert_default();
-    if let Some(ptx) = compiled.get(&(source, target)) {
-        return Ok(ptx.clone());
+    if let Some(image) = compiled.get(&(source, dtype, target)) {
+        return Ok(image.clone());
     }
-    let ptx: Arc<str> = compile(source.name(), source.text(), target)
-        .map_err(|reason| failure(source, &format!("NVRTC for compute_{target}"), reason))?
-        .into();
-    compiled.insert((source, target), ptx.clone());
-    Ok(ptx)
+    let options = options(source, dtype, target)?;
+    let compile = || {
+        let image = compile(source.name(), source.text(), &options, target);
+        image.map_err(|reason| failure(source, &format!("NVRTC for {}", options[0]), reason))
+    };
+    let image: Image = match &*CACHE {
+        Some(cache) => {
+            let text = format!("{:?}\n{}\n{}", version(source)?, options.join("\n"), source.text());
+            cache.get(&Key { name: format!("{}-{}", source.name(), dtype.as_str()), text }, compile)?
+        }
+        None => compile()?,
+    }
+    .into();
+    compiled.insert((source, dtype, target), image.clone());
+    Ok(image)
 }
 
 pub(super) fn failure(source: Source, operation: &str, reason: impl ToString) -> Error {
@@ -38,8 +75,9 @@ pub(super) fn failure(source: Source, operation: &str, reason: impl ToString) ->
 }
 
 /// Returns the newest target that such a GPU supports: the driver translates PTX for older targets.
-fn target(capability: i32, targets: &[i32]) -> Option<i32> {
-    targets.iter().copied().filter(|target| *target <= capability).max()
+fn target(capability: i32, targets: &[i32], wants_ptx: bool) -> Option<Target> {
+    let newest = targets.iter().copied().filter(|target| *target <= capability).max()?;
+    Some(if newest == capability && !wants_ptx { Target::Code(newest) } else { Target::Ptx(newest) })
 }
 
 /// Returns the targets of the installed NVRTC.
@@ -54,21 +92,77 @@ fn targets(source: Source) -> Result<Vec<i32>> {
     Ok(targets)
 }
 
-/// Compiles without fused multiply-adds, so that results equal those of the CPU kernels.
-fn compile(name: &str, text: &str, target: i32) -> Result<String, String> {
-    let options = CompileOptions {
-        fmad: Some(false),
-        options: vec![format!("--gpu-architecture=compute_{target}"), "--std=c++17".to_string()],
-        name: Some(name.to_string()),
-        ..Default::default()
+/// Returns NVRTC's version.
+fn version(source: Source) -> Result<[i32; 2]> {
+    let mut version = [0; 2];
+    let [major, minor] = &mut version;
+    // SAFETY: writes two numbers.
+    let found = unsafe { sys::nvrtcVersion(major, minor) }.result();
+    found.map_err(|error| failure(source, "querying NVRTC's version", error))?;
+    Ok(version)
+}
+
+/// The compiler's options. Multiplications and additions are not fused, so that results equal those of the CPU kernels.
+fn options(source: Source, dtype: DType, target: Target) -> Result<[String; 5]> {
+    supported(dtype, source.name())?;
+    let only = match dtype {
+        DType::F64 => ("double", "f64"),
+        DType::F16 => ("F16", "f16"),
+        DType::BF16 => ("BF16", "bf16"),
+        _ => ("float", "f32"),
     };
-    let image = compile_ptx_with_opts(text, options).map_err(|error| match error {
-        CompileError::CompileError { nvrtc, log, .. } => format!("{nvrtc}:\n{}", log.to_string_lossy().trim_end()),
-        other => other.to_string(),
-    })?;
-    let bytes = image.as_bytes().unwrap_or_default();
-    let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
-    String::from_utf8(text.to_vec()).map_err(|error| error.to_string())
+    let architecture = match target {
+        Target::Code(target) => format!("sm_{target}"),
+        Target::Ptx(target) => format!("compute_{target}"),
+    };
+    Ok([
+        format!("--gpu-architecture={architecture}"),
+        "--std=c++17".to_string(),
+        "--fmad=false".to_string(),
+        format!("-DONLY={}", only.0),
+        format!("-DSUFFIX={}", only.1),
+    ])
+}
+
+fn compile(name: &str, text: &str, options: &[String], target: Target) -> Result<Vec<u8>, String> {
+    let plain = |error: result::NvrtcError| error.to_string();
+    let [text, name] = [text, name].map(|text| CString::new(text).map_err(|error| error.to_string()));
+    let program = Program(result::create_program(&text?, Some(&name?)).map_err(plain)?);
+    // SAFETY: the program lives until the end of this function.
+    if let Err(error) = unsafe { result::compile_program(program.0, options) } {
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program.0) }.map_err(plain)?;
+        let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).take_while(|byte| *byte != 0).collect();
+        return Err(format!("{error}:\n{}", String::from_utf8_lossy(&log).trim_end()));
+    }
+    let mut size = 0;
+    // SAFETY: the program lives, and there is room for as many bytes as NVRTC says.
+    unsafe {
+        match target {
+            Target::Code(_) => sys::nvrtcGetCUBINSize(program.0, &mut size),
+            Target::Ptx(_) => sys::nvrtcGetPTXSize(program.0, &mut size),
+        }
+        .result()
+        .map_err(plain)?;
+        let mut image = vec![0u8; size];
+        match target {
+            Target::Code(_) => sys::nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()),
+            Target::Ptx(_) => sys::nvrtcGetPTX(program.0, image.as_mut_ptr().cast()),
+        }
+        .result()
+        .map_err(plain)?;
+        Ok(image)
+    }
+}
+
+/// A program of NVRTC.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: the program was created, and is not used any more.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
 }
 
 #[cfg(test)]
@@ -76,6 +170,11 @@ mod tests {
     use super::*;
     use crate::kernels::source::{DTYPES, Kernel};
     use std::collections::BTreeSet;
+
+    fn ptx(source: Source, dtype: DType, target: i32) -> String {
+        let image = image_for(source, dtype, Target::Ptx(target)).unwrap();
+        String::from_utf8(image.split_last().unwrap().1.to_vec()).unwrap()
+    }
 
     /// Returns the names of the kernels in the PTX.
     fn entries(ptx: &str) -> BTreeSet<String> {
@@ -90,11 +189,10 @@ mod tests {
         let targets: Vec<i32> = targets(Source::Adam).unwrap().into_iter().filter(|target| *target >= 70).collect();
         assert!([80, 90].iter().all(|target| targets.contains(target)), "{targets:?}");
         for target in targets {
-            for source in Source::ALL.iter().copied() {
-                let found = entries(&ptx(source, target).unwrap());
+            for (source, (dtype, _)) in Source::ALL.iter().flat_map(|source| DTYPES.map(|dtype| (*source, dtype))) {
+                let found = entries(&ptx(source, dtype, target));
                 let kernels = Kernel::ALL.iter().filter(|kernel| kernel.source() == source);
-                let expected: BTreeSet<String> =
-                    kernels.flat_map(|kernel| DTYPES.map(|(dtype, _)| kernel.name(dtype).unwrap())).collect();
+                let expected: BTreeSet<String> = kernels.map(|kernel| kernel.name(dtype).unwrap()).collect();
                 assert_eq!(found, expected, "{} for compute_{target}", source.name());
             }
         }
@@ -102,10 +200,11 @@ mod tests {
 
     #[test]
     fn multiplications_and_additions_are_not_fused() {
-        // Exponential functions have fused ones of their own.
+        // Exponential functions contain fused operations themselves.
         let exact = |source: &Source| !matches!(source, Source::Softmax | Source::Elementwise | Source::Attention);
-        for source in Source::ALL.iter().copied().filter(exact) {
-            let ptx = ptx(source, 90).unwrap();
+        let exact = Source::ALL.iter().copied().filter(exact);
+        for (source, (dtype, _)) in exact.flat_map(|source| DTYPES.map(|dtype| (source, dtype))) {
+            let ptx = ptx(source, dtype, 90);
             assert!(!ptx.contains("fma."), "{}", source.name());
             assert!(!ptx.contains("sqrt.approx") && !ptx.contains("div.approx"), "{}", source.name());
         }
@@ -113,16 +212,26 @@ mod tests {
 
     #[test]
     fn errors_contain_the_compilers_messages() {
-        let error = compile("broken.cu", "extern \"C\" __global__ void broken() { nothing; }", 90).unwrap_err();
+        let broken = "extern \"C\" __global__ void broken() { nothing; }";
+        let error = compile("broken.cu", broken, &["--std=c++17".to_string()], Target::Ptx(90)).unwrap_err();
         assert!(error.contains("broken.cu") && error.contains("nothing"), "{error}");
+    }
+
+    /// Machine code is an ELF file.
+    #[test]
+    fn a_gpu_that_the_compiler_knows_gets_machine_code() {
+        let image = image_for(Source::Sgd, DType::F32, Target::Code(90)).unwrap();
+        assert_eq!(image[..4], *b"\x7fELF");
     }
 
     #[test]
     fn a_gpu_newer_than_the_compiler_gets_ptx_that_its_driver_translates() {
-        assert_eq!(target(90, &[75, 80, 90, 100]), Some(90));
-        assert_eq!(target(89, &[75, 80, 90, 100]), Some(80));
-        assert_eq!(target(130, &[75, 80, 90, 100]), Some(100));
-        assert_eq!(target(70, &[75, 80, 90, 100]), None);
-        assert!(ptx(Source::Sgd, 10).unwrap_err().to_string().contains("compute capability 1.0"));
+        let target = |capability| target(capability, &[75, 80, 90, 100], false);
+        assert_eq!(target(90), Some(Target::Code(90)));
+        assert_eq!(target(89), Some(Target::Ptx(80)));
+        assert_eq!(target(130), Some(Target::Ptx(100)));
+        assert_eq!(target(70), None);
+        assert_eq!(super::target(90, &[80, 90], true), Some(Target::Ptx(90)));
+        assert!(image(Source::Sgd, DType::F32, 10).unwrap_err().to_string().contains("compute capability 1.0"));
     }
 }

@@ -1,6 +1,6 @@
 // Convolutions: images into columns and back, for products of matrices, and direct kernels where each output channel
 // sees a single input channel. x has the shape (n, ci, input), y (n, co, output), weights (co, ci / groups, kernel).
-// `columns` have the shape (ci, kernel, images, output): what each weight is multiplied by. `outputs` have the shape
+// `columns` have the shape (ci, kernel, images, output): the values by which each weight is multiplied. `outputs` have the shape
 // (co, images, output). Both are for `images` images from `first` on.
 
 struct Convolution {

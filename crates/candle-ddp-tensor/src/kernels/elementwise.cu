@@ -13,7 +13,7 @@ template <typename Real> __device__ inline Real sigmoid(Real x) { return 1 / (1 
 #define ROOT_HALF Real(0.70710678118654752440)
 #define DENSITY Real(0.39894228040143267794)
 
-// Twice what gelu takes the hyperbolic tangent of.
+// Twice the argument of the hyperbolic tangent in gelu.
 template <typename Real> __device__ inline Real gelu_argument(Real x) { return x * (1 + CUBE * x * x) * GELU_SCALE; }
 
 template <typename Real> __device__ inline Real normal_cdf(Real x) { return erfc(-x * ROOT_HALF) / 2; }
@@ -76,7 +76,7 @@ __device__ inline void philox(unsigned key[2], unsigned counter[4]) {
 }
 
 // tensors: x, y; numbers: elements; seed, sequence and offset of a `Draw` (seed/generator.rs); the number below which
-// elements become zero; reals: what the others are multiplied by. One thread per four elements.
+// elements become zero; reals: the factor of the others. One thread per four elements.
 template <typename T> __device__ inline void dropout(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const unsigned long long block = thread_in_grid(), position = by.numbers[3] + block;
@@ -103,7 +103,7 @@ struct Lookup {
 };
 #define LOOKUP (*reinterpret_cast<const Lookup *>(by.numbers))
 
-// tensors: the table, indices (i64), y. Of an index that is not in the table, NaN. One thread per element of y.
+// tensors: the table, indices (i64), y. An index outside the table gives NaN. One thread per element of y.
 template <typename T> __device__ inline void lookup(const Arguments &by) {
     const Lookup &l = LOOKUP;
     const unsigned long long element = thread_in_grid();
@@ -136,7 +136,7 @@ template <typename T> __device__ inline void lookup_links(const Arguments &by) {
 }
 LAYER(lookup_links)
 
-// tensors: indices, the links, dy, the gradient of the table, which is zero before. What belongs to a vector is added in the
+// tensors: indices, the links, dy, the gradient of the table, which is zero before. The gradients of a vector are added in the
 // order of the indices. One thread per element of dy, of which those of the first position with an index work.
 template <typename T> __device__ inline void lookup_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;

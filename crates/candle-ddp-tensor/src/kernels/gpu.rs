@@ -1,37 +1,69 @@
 //! Launching kernels on candle's own stream of a GPU, after all work that candle has enqueued.
-use super::compile::{failure, ptx};
+use super::compile::{failure, image};
+use super::launches::Arguments;
 use super::program::Machine;
-use super::source::Kernel;
+use super::source::{Kernel, Source};
 use super::table::THREADS;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, DType};
-use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg};
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg};
+use cudarc::nvrtc::Ptx;
+use parking_lot::RwLock;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock};
 
 /// A GPU. Only [`read`](Machine::read) waits for it.
 pub(super) struct Gpu<'a>(pub(super) &'a CudaDevice);
 
+/// What is loaded on each GPU, and stays loaded.
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<(usize, Source, DType), Arc<CudaModule>>,
+    functions: HashMap<(usize, Kernel, DType), CudaFunction>,
+}
+static LOADED: LazyLock<RwLock<Loaded>> = LazyLock::new(RwLock::default);
+
 impl Gpu<'_> {
-    /// Compiles a kernel on first use. candle keeps loaded modules for each of its devices.
+    /// Returns a kernel, which is compiled and loaded on first use.
     pub(super) fn function(&self, kernel: Kernel, dtype: DType) -> Result<CudaFunction> {
-        let source = kernel.source();
+        let stream = self.0.cuda_stream();
+        let (context, source) = (stream.context(), kernel.source());
+        let gpu = context.ordinal();
+        if let Some(function) = LOADED.read().functions.get(&(gpu, kernel, dtype)) {
+            return Ok(function.clone());
+        }
         let name = kernel.name(dtype).ok_or_else(|| Error::UnsupportedDType {
             operation: source.name().to_string(),
             dtype,
             supported: "f32, f64, f16, bf16",
         })?;
-        let capability = self.0.cuda_stream().context().compute_capability();
-        let (major, minor) = capability.map_err(|error| failure(source, "querying the compute capability", error))?;
-        let ptx = ptx(source, 10 * major + minor)?;
-        let module = format!("candle-ddp/{}", source.name());
-        let loaded = self.0.get_or_load_custom_func(&name, &module, &ptx);
-        loaded.map(|function| function.into_cuda_function()).map_err(|error| {
-            let reason = format!(
-                "{error}. If the driver is older than the CUDA toolkit (CUDA_ERROR_UNSUPPORTED_PTX_VERSION), update it or \
-                 build with an older toolkit"
-            );
-            failure(source, &format!("loading {name}"), reason)
-        })
+        let mut loaded = LOADED.write();
+        let module = match loaded.modules.get(&(gpu, source, dtype)) {
+            Some(module) => module.clone(),
+            None => {
+                let module = load(context, source, dtype)?;
+                loaded.modules.insert((gpu, source, dtype), module.clone());
+                module
+            }
+        };
+        let function = module.load_function(&name);
+        let function = function.map_err(|error| failure(source, &format!("finding {name}"), error))?;
+        loaded.functions.insert((gpu, kernel, dtype), function.clone());
+        Ok(function)
     }
+}
+
+fn load(context: &Arc<CudaContext>, source: Source, dtype: DType) -> Result<Arc<CudaModule>> {
+    let capability = context.compute_capability();
+    let (major, minor) = capability.map_err(|error| failure(source, "querying the compute capability", error))?;
+    let image = image(source, dtype, 10 * major + minor)?;
+    context.load_module(Ptx::from_binary(image.to_vec())).map_err(|error| {
+        let reason = format!(
+            "{error}. If the driver is older than the CUDA toolkit (CUDA_ERROR_UNSUPPORTED_PTX_VERSION, \
+             CUDA_ERROR_INVALID_IMAGE), update it or build with an older toolkit"
+        );
+        failure(source, "loading the kernels", reason)
+    })
 }
 
 impl Machine for Gpu<'_> {
@@ -43,8 +75,9 @@ impl Machine for Gpu<'_> {
         Ok(self.0.clone_htod(words)?)
     }
 
-    fn zeros(&self, count: usize) -> Result<CudaSlice<f64>> {
-        Ok(self.0.alloc_zeros(count)?)
+    fn numbers(&self, count: usize) -> Result<CudaSlice<f64>> {
+        // SAFETY: kernels write the numbers before they read them; the tests on the CPU show it.
+        Ok(unsafe { self.0.alloc(count) }?)
     }
 
     fn write(&self, numbers: &mut CudaSlice<f64>, values: &[f64]) -> Result<()> {
@@ -81,6 +114,19 @@ impl Machine for Gpu<'_> {
         // on this device, whose borrows end after this call; memory that is freed later is freed after the kernel, on
         // the same stream. The programs have allocated the sums.
         unsafe { arguments.launch(config) }
+            .map_err(|error| failure(kernel.source(), &format!("launching {kernel:?}"), error))?;
+        Ok(())
+    }
+
+    fn launch_by_value(&self, (kernel, dtype): (Kernel, DType), blocks: u32, arguments: &Arguments) -> Result<()> {
+        let (function, stream) = (self.function(kernel, dtype)?, self.0.cuda_stream());
+        let mut builder = stream.launch_builder(&function);
+        builder.arg(arguments);
+        let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the kernels of layers take these arguments (`LAYER` in layer.cu). The addresses are of tensors on this
+        // device that live until here; memory that is freed later is freed after the kernel, on the same stream. Which
+        // elements a kernel accesses follows from the numbers, which the layers make of the shapes of these tensors.
+        unsafe { builder.launch(config) }
             .map_err(|error| failure(kernel.source(), &format!("launching {kernel:?}"), error))?;
         Ok(())
     }

@@ -1,19 +1,15 @@
 // Included after the kernels: launching them, and conversions with their own tests.
 
-typedef void (*Entry)(const Part *, unsigned, double *);
-static Entry running;
-static const Part *running_parts;
-static unsigned running_count;
-static double *running_sums;
+static void (*running)(const void *);
+static const void *running_by;
 
 static void fibre() {
-    running(running_parts, running_count, running_sums);
+    running(running_by);
     fibres[threadIdx.x].done = true;
 }
 
-extern "C" __global__ void host_launch(Entry kernel, unsigned blocks, unsigned threads, const Part *parts,
-                                       unsigned count, double *sums) {
-    running = kernel, running_parts = parts, running_count = count, running_sums = sums;
+static void run(void (*kernel)(const void *), const void *by, unsigned blocks, unsigned threads) {
+    running = kernel, running_by = by;
     fibres.resize(threads);
     for (unsigned block = 0; block < blocks; block++) {
         blockIdx.x = block;
@@ -37,6 +33,40 @@ extern "C" __global__ void host_launch(Entry kernel, unsigned blocks, unsigned t
             }
         }
     }
+}
+
+struct Launch {
+    void (*kernel)(const Part *, unsigned, double *);
+    const Part *parts;
+    unsigned count;
+    double *sums;
+};
+
+static void launched(const void *by) {
+    const Launch &launch = *static_cast<const Launch *>(by);
+    launch.kernel(launch.parts, launch.count, launch.sums);
+}
+
+extern "C" __global__ void host_launch(void (*kernel)(const Part *, unsigned, double *), unsigned blocks, unsigned threads,
+                                       const Part *parts, unsigned count, double *sums) {
+    const Launch launch = {kernel, parts, count, sums};
+    run(launched, &launch, blocks, threads);
+}
+
+struct LaunchByValue {
+    void (*kernel)(const Arguments);
+    const Arguments *by;
+};
+
+static void launched_by_value(const void *by) {
+    const LaunchByValue &launch = *static_cast<const LaunchByValue *>(by);
+    launch.kernel(*launch.by);
+}
+
+extern "C" __global__ void host_launch_by_value(void (*kernel)(const Arguments), unsigned blocks, unsigned threads,
+                                                const Arguments *by) {
+    const LaunchByValue launch = {kernel, by};
+    run(launched_by_value, &launch, blocks, threads);
 }
 
 extern "C" __global__ unsigned short host_to_f16(float value) { return to_f16(value).bits; }

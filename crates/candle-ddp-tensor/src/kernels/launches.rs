@@ -1,4 +1,4 @@
-//! What the kernels of layers are launched with.
+//! The arguments with which the kernels of layers are launched.
 use super::source::{DTYPES, Kernel};
 use crate::{Error, Result};
 use candle_core::DType;
@@ -12,6 +12,12 @@ pub fn supported(dtype: DType, operation: &str) -> Result<()> {
     Err(Error::UnsupportedDType { operation: operation.to_string(), dtype, supported: "f32, f64, f16, bf16" })
 }
 
+/// The number by which kernels know a dtype.
+pub fn dtype_number(dtype: DType, operation: &str) -> Result<usize> {
+    supported(dtype, operation)?;
+    Ok(DTYPES.iter().position(|(known, _)| *known == dtype).unwrap_or_default())
+}
+
 /// The address of a contiguous tensor on a GPU, which lives at least as long.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -19,26 +25,34 @@ pub struct Address<'a>(pub(super) u64, PhantomData<&'a ()>);
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 impl Address<'_> {
-    /// For a kernel that does without the tensor.
+    /// The address of a tensor that the kernel does not need.
     pub const NONE: Self = Self(0, PhantomData);
 
     pub(super) fn new(address: u64) -> Self {
         Self(address, PhantomData)
     }
 
-    /// The address of the element that comes so many after the first one, within the same tensor.
+    /// How many elements of `dtype` a thread loads at once from tensors that begin here, in rows of `row` elements: as many as 16
+    /// bytes hold, or 1 if a row could not be loaded so.
+    pub fn vector(addresses: &[Self], row: usize, dtype: DType) -> usize {
+        let elements = 16 / dtype.size_in_bytes().max(1);
+        let fits = row.is_multiple_of(elements) && addresses.iter().all(|address| address.0.is_multiple_of(16));
+        if fits { elements } else { 1 }
+    }
+
+    /// The address of the element with this index, in the same tensor.
     pub fn skip(self, elements: usize, dtype: DType) -> Self {
         Self(self.0 + (elements * dtype.size_in_bytes()) as u64, PhantomData)
     }
 }
 
-/// How many threads a kernel needs.
+/// The number of threads that a kernel needs.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub enum Grid {
-    /// At least so many, which know their number.
+    /// At least this many, which know their number.
     Threads(usize),
-    /// So many blocks of 256.
+    /// This many blocks of 256.
     Blocks(usize),
 }
 
@@ -54,6 +68,45 @@ pub struct Launch<'a> {
     pub tensors: &'a [Address<'a>],
     pub numbers: &'a [usize],
     pub reals: &'a [f64],
+}
+
+/// `layer.cu`'s `Arguments`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+pub struct Arguments {
+    tensors: [u64; 8],
+    numbers: [u64; 20],
+    reals: [f64; 4],
+}
+
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+impl Arguments {
+    pub fn new(tensors: impl ExactSizeIterator<Item = u64>, numbers: &[usize], reals: &[f64]) -> Result<Self> {
+        Ok(Self {
+            tensors: padded(tensors)?,
+            numbers: padded(numbers.iter().map(|number| *number as u64))?,
+            reals: padded(reals.iter().copied())?,
+        })
+    }
+}
+
+// SAFETY: numbers without padding, laid out as the kernels expect them.
+#[cfg(feature = "cuda")]
+unsafe impl cudarc::driver::DeviceRepr for Arguments {}
+
+/// Fills the beginning of an array.
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code))]
+fn padded<T: Copy + Default, const N: usize>(values: impl ExactSizeIterator<Item = T>) -> Result<[T; N]> {
+    if values.len() > N {
+        return Err(Error::invalid(
+            "arguments of a kernel",
+            format!("there must be at most {N}, not {}", values.len()),
+        ));
+    }
+    let mut array = [T::default(); N];
+    array.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+    Ok(array)
 }
 
 /// The extents of a convolution over images, for cuDNN. Pairs are height and width.
@@ -85,25 +138,28 @@ pub enum Convolve {
     BackwardFilter,
 }
 
-/// A batch of dense matrices in row-major order.
+/// A batch of matrices in row-major order.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct Factor<'a> {
     pub address: Address<'a>,
-    /// Whether memory has rows and columns swapped.
+    /// Whether rows and columns are swapped in memory.
     pub transposed: bool,
-    /// How many elements lie between the beginnings of neighbouring matrices, if these are not side by side.
+    /// The number of elements from the beginning of one matrix to the next, if the matrices are not adjacent.
     pub stride: Option<usize>,
+    /// The number of elements from the beginning of one row in memory to the next, if the rows are not adjacent.
+    pub row: Option<usize>,
 }
 
-/// What a product is written or added to: a batch of dense matrices in row-major order.
+/// The destination of a product: a batch of matrices in row-major order.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct Target<'a> {
     pub address: Address<'a>,
-    /// That of the factors, or that of their arithmetic.
+    /// The dtype of the factors, or the one of their arithmetic.
     pub dtype: DType,
     pub stride: Option<usize>,
+    pub row: Option<usize>,
     pub accumulate: bool,
 }
 

@@ -1,18 +1,22 @@
-//! Launching the kernels of layers (`layer.cu`): one operation each, with the arguments by value.
+//! Launching the kernels of layers (`layer.cu`): one operation each, with the arguments by value; and memory for their results.
 use super::address::read_address;
-use super::compile::failure;
 use super::gpu::Gpu;
-use super::launches::{Address, Grid, Launch};
+use super::launches::{Address, Arguments, Grid, Launch};
+use super::program::Machine;
 use super::table::THREADS;
 use crate::{Error, Result};
-use candle_core::backend::BackendDevice;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Shape, Storage, Tensor};
-use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
 /// Returns the address of a contiguous tensor.
 pub fn address(tensor: &Tensor) -> Result<Address<'_>> {
     Ok(Address::new(super::address::input(tensor)?))
+}
+
+/// Returns the address of a contiguous tensor that a kernel changes.
+pub fn written_address(tensor: &Tensor) -> Result<Address<'_>> {
+    Ok(Address::new(super::address::output(tensor)?))
 }
 
 /// Returns the address of a contiguous tensor, or none.
@@ -20,7 +24,7 @@ pub fn address_or_none(tensor: Option<&Tensor>) -> Result<Address<'_>> {
     tensor.map_or(Ok(Address::NONE), address)
 }
 
-/// Returns the address of what `layout`, which is contiguous, shows of `storage`.
+/// Returns the address of the elements of `storage` that `layout`, which is contiguous, selects.
 pub fn storage_address<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<Address<'a>> {
     Ok(Address::new(read_address(storage, layout)?))
 }
@@ -49,6 +53,10 @@ impl Output {
         Ok(Self { storage, shape })
     }
 
+    pub fn dtype(&self) -> DType {
+        self.storage.dtype()
+    }
+
     pub fn address(&self) -> Result<Address<'_>> {
         storage_address(&self.storage, &Layout::contiguous(&self.shape))
     }
@@ -67,27 +75,6 @@ impl Output {
     }
 }
 
-/// `layer.cu`'s `Arguments`.
-#[repr(C)]
-struct Arguments {
-    tensors: [u64; 8],
-    numbers: [u64; 20],
-    reals: [f64; 4],
-}
-
-// SAFETY: numbers without padding, laid out as the kernels expect them.
-unsafe impl DeviceRepr for Arguments {}
-
-/// Fills the beginning of an array.
-fn padded<T: Copy + Default, const N: usize>(values: impl ExactSizeIterator<Item = T>) -> Result<[T; N]> {
-    if values.len() > N {
-        return Err(Error::invalid("arguments of a kernel", format!("there are {}, more than {N}", values.len())));
-    }
-    let mut array = [T::default(); N];
-    array.iter_mut().zip(values).for_each(|(to, value)| *to = value);
-    Ok(array)
-}
-
 /// Enqueues a kernel after all work that candle has enqueued on `device`. Does not wait.
 pub fn launch(device: &CudaDevice, launch: Launch) -> Result<()> {
     let Launch { kernel, dtype, grid, tensors, numbers, reals } = launch;
@@ -102,19 +89,6 @@ pub fn launch(device: &CudaDevice, launch: Launch) -> Result<()> {
         let reason = format!("{blocks} blocks exceed the limit of one launch of {kernel:?}");
         return Err(Error::invalid("the tensors of a layer", reason));
     };
-    let arguments = Arguments {
-        tensors: padded(tensors.iter().map(|address| address.0))?,
-        numbers: padded(numbers.iter().map(|number| *number as u64))?,
-        reals: padded(reals.iter().copied())?,
-    };
-    let (function, stream) = (Gpu(device).function(kernel, dtype)?, device.cuda_stream());
-    let mut builder = stream.launch_builder(&function);
-    builder.arg(&arguments);
-    let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-    // SAFETY: the kernels of layers take these arguments (`LAYER` in layer.cu). The addresses are of tensors on this
-    // device that live until here; memory that is freed later is freed after the kernel, on the same stream. Which
-    // elements a kernel accesses follows from the numbers, which the layers make of the shapes of these tensors.
-    unsafe { builder.launch(config) }
-        .map_err(|error| failure(kernel.source(), &format!("launching {kernel:?}"), error))?;
-    Ok(())
+    let arguments = Arguments::new(tensors.iter().map(|address| address.0), numbers, reals)?;
+    Gpu(device).launch_by_value((kernel, dtype), blocks, &arguments)
 }

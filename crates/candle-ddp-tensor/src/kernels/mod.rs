@@ -11,6 +11,8 @@ mod absent;
 #[cfg(feature = "cuda")]
 pub mod address;
 #[cfg(feature = "cuda")]
+mod cache;
+#[cfg(feature = "cuda")]
 mod compile;
 #[cfg(feature = "cuda")]
 mod convolve;
@@ -45,9 +47,9 @@ mod upload;
 pub use absent::*;
 #[cfg(feature = "cuda")]
 pub use convolve::convolve;
-pub use launches::{Address, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, supported};
+pub use launches::{Address, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, dtype_number, supported};
 #[cfg(feature = "cuda")]
-pub use layer::{Output, address, address_or_none, launch, storage_address};
+pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};
 #[cfg(feature = "cuda")]
 pub use norm_tensors::*;
 pub use operands::{Assignment, Extent, NormOperands, Operands, Rule, Scalars, scalars};

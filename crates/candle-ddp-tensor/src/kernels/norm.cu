@@ -1,12 +1,12 @@
-// Normalisation of rows, for LayerNorm and RMSNorm. The table has one part: `count` elements of x, in rows of `size`.
-// `weight`, `bias` and their gradients have the dtype of the arithmetic.
+// Normalisation of rows, for LayerNorm and RMSNorm. `weight`, `bias` and their gradients have the dtype of the arithmetic; the
+// statistics are the mean and 1 / deviation of each row, in f64.
 
-struct NormScalars {
-    double size;    // elements in a row
-    double eps;     // added to variances
-    double centred; // whether to subtract the mean, 0 or 1
-    double rows;    // summed per block for the gradients of weight and bias
+struct Norm {
+    unsigned long long rows, size; // of x
+    unsigned long long centred;    // whether to subtract the mean
+    unsigned long long group;      // rows summed per block for the gradients of weight and bias
 };
+#define NORM (*reinterpret_cast<const Norm *>(by.numbers))
 
 // Like `reduce_block` with sums, but every thread gets the results. Later steps use the dtype of the arithmetic,
 // because many GPUs are slow in f64.
@@ -18,18 +18,16 @@ template <typename Real> __device__ inline void add_for_all(Real &first, Real &s
     second = pair[1];
 }
 
-// parameter: y; gradient: x; states: weight, and bias or null. One block per row. Writes the mean and 1 / deviation of
-// each row to `sums`.
-template <typename T> __device__ inline void norm_forward(const Part *part, unsigned, double *sums) {
+// tensors: x, y, weight, bias or null, the statistics. reals: eps. One block per row.
+template <typename T> __device__ inline void norm_forward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
-    const unsigned long long size = by.size, row = blockIdx.x;
-    const T *x = static_cast<const T *>(part->gradient) + row * size;
-    T *y = static_cast<T *>(part->parameter) + row * size;
-    const Real *weight = static_cast<const Real *>(part->states[0]), *bias = static_cast<const Real *>(part->states[1]);
-    const Real elements = by.size, eps = by.eps;
+    const unsigned long long size = NORM.size, row = blockIdx.x;
+    const T *x = TENSOR(const T, 0) + row * size;
+    T *y = TENSOR(T, 1) + row * size;
+    const Real *weight = TENSOR(const Real, 2), *bias = TENSOR(const Real, 3);
+    const Real elements = size, eps = by.reals[0];
     Real sum = 0, squares = 0, unused = 0;
-    if (by.centred != 0) {
+    if (NORM.centred) {
         for (unsigned long long i = threadIdx.x; i < size; i += THREADS) sum += Element<T>::load(x[i]);
         add_for_all(sum, unused);
     }
@@ -45,22 +43,20 @@ template <typename T> __device__ inline void norm_forward(const Part *part, unsi
         y[i] = Element<T>::store(bias ? value + bias[i] : value);
     }
     if (threadIdx.x == 0) {
-        sums[2 * row] = mean;
-        sums[2 * row + 1] = scale;
+        TENSOR(double, 4)[2 * row] = mean;
+        TENSOR(double, 4)[2 * row + 1] = scale;
     }
 }
-KERNELS(norm_forward)
+LAYER(norm_forward)
 
-// parameter: dx; gradient: x; states: dy, weight; sums: from norm_forward. One block per row.
-template <typename T> __device__ inline void norm_backward(const Part *part, unsigned, double *sums) {
+// tensors: x, dx, weight, dy, the statistics. One block per row.
+template <typename T> __device__ inline void norm_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
-    const unsigned long long size = by.size, row = blockIdx.x;
-    const T *x = static_cast<const T *>(part->gradient) + row * size;
-    const T *dy = static_cast<const T *>(part->states[0]) + row * size;
-    const Real *weight = static_cast<const Real *>(part->states[1]);
-    T *dx = static_cast<T *>(part->parameter) + row * size;
-    const Real mean = sums[2 * row], scale = sums[2 * row + 1];
+    const unsigned long long size = NORM.size, row = blockIdx.x;
+    const T *x = TENSOR(const T, 0) + row * size, *dy = TENSOR(const T, 3) + row * size;
+    const Real *weight = TENSOR(const Real, 2);
+    T *dx = TENSOR(T, 1) + row * size;
+    const Real mean = TENSOR(const double, 4)[2 * row], scale = TENSOR(const double, 4)[2 * row + 1];
     Real plain = 0, weighted = 0;
     for (unsigned long long i = threadIdx.x; i < size; i += THREADS) {
         const Real d = Element<T>::load(dy[i]) * weight[i];
@@ -68,25 +64,24 @@ template <typename T> __device__ inline void norm_backward(const Part *part, uns
         weighted += d * ((Element<T>::load(x[i]) - mean) * scale);
     }
     add_for_all(plain, weighted);
-    const Real elements = by.size, a = by.centred != 0 ? plain / elements : 0, b = weighted / elements * scale;
+    const Real elements = size, a = NORM.centred ? plain / elements : 0, b = weighted / elements * scale;
     for (unsigned long long i = threadIdx.x; i < size; i += THREADS) {
         const Real d = Element<T>::load(dy[i]) * weight[i];
         dx[i] = Element<T>::store(scale * (d - a - (Element<T>::load(x[i]) - mean) * b));
     }
 }
-KERNELS(norm_backward)
+LAYER(norm_backward)
 
-// parameter: the sums of norm_forward; gradient: x; states: dy. Writes to `sums` a pair for each group of rows and each
-// column: the group's contribution to the gradients of weight and bias. A block processes THREADS columns of a group.
-template <typename T> __device__ inline void norm_columns(const Part *part, unsigned, double *sums) {
+// tensors: x, dy, the statistics, and a pair for each group of rows and each column: the group's contribution to the gradients of
+// weight and bias. A block processes THREADS columns of a group.
+template <typename T> __device__ inline void norm_columns(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
-    const unsigned long long size = by.size, tiles = (size + THREADS - 1) / THREADS, group = blockIdx.x / tiles;
+    const unsigned long long size = NORM.size, tiles = (size + THREADS - 1) / THREADS, group = blockIdx.x / tiles;
     const unsigned long long column = blockIdx.x % tiles * THREADS + threadIdx.x;
     if (column >= size) return;
-    const double *statistics = static_cast<const double *>(part->parameter);
-    const T *x = static_cast<const T *>(part->gradient), *dy = static_cast<const T *>(part->states[0]);
-    const unsigned long long rows = by.rows, from = group * rows, to = min(from + rows, part->count / size);
+    const T *x = TENSOR(const T, 0), *dy = TENSOR(const T, 1);
+    const double *statistics = TENSOR(const double, 2);
+    const unsigned long long from = group * NORM.group, to = min(from + NORM.group, NORM.rows);
     double weight = 0, bias = 0;
     // A few rows at a time in the dtype of the arithmetic; their sums are added in f64.
     for (unsigned long long block = from; block < to; block += 16) {
@@ -100,27 +95,25 @@ template <typename T> __device__ inline void norm_columns(const Part *part, unsi
         weight += block_weight;
         bias += block_bias;
     }
-    double *pair = sums + 2 * (group * size + column);
+    double *pair = TENSOR(double, 3) + 2 * (group * size + column);
     pair[0] = weight;
     pair[1] = bias;
 }
-KERNELS(norm_columns)
+LAYER(norm_columns)
 
-// parameter: the gradient of weight; states: that of bias, or null; sums: from norm_columns, whose number of groups is
-// `count` / (`size` × `rows`), rounded up.
-template <typename T> __device__ inline void norm_totals(const Part *part, unsigned, double *sums) {
+// tensors: the pairs of norm_columns, the gradients of weight and bias. One thread per column.
+template <typename T> __device__ inline void norm_totals(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
-    const unsigned long long size = by.size, rows = by.rows;
-    const unsigned long long column = (unsigned long long)blockIdx.x * THREADS + threadIdx.x;
+    const unsigned long long size = NORM.size, column = thread_in_grid();
     if (column >= size) return;
-    const unsigned long long groups = (part->count / size + rows - 1) / rows;
+    const unsigned long long groups = (NORM.rows + NORM.group - 1) / NORM.group;
+    const double *pairs = TENSOR(const double, 0) + 2 * column;
     double weight = 0, bias = 0;
     for (unsigned long long group = 0; group < groups; group++) {
-        weight += sums[2 * (group * size + column)];
-        bias += sums[2 * (group * size + column) + 1];
+        weight += pairs[2 * group * size];
+        bias += pairs[2 * group * size + 1];
     }
-    static_cast<Real *>(part->parameter)[column] = weight;
-    if (part->states[0]) static_cast<Real *>(part->states[0])[column] = bias;
+    TENSOR(Real, 1)[column] = weight;
+    TENSOR(Real, 2)[column] = bias;
 }
-KERNELS(norm_totals)
+LAYER(norm_totals)

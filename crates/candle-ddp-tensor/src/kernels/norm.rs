@@ -1,8 +1,8 @@
 //! Launching the kernels that normalise rows: the programs for `norm.cu`.
-use super::operands::Scalars;
+use super::launches::Arguments;
 use super::program::Machine;
 use super::source::Kernel;
-use super::table::{Entry, THREADS, Table};
+use super::table::THREADS;
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -23,12 +23,9 @@ const BLOCKS: usize = 512;
 const MIN_ROWS: usize = 32;
 
 impl Rows {
-    fn scalars(&self, rows: usize) -> Scalars {
-        super::scalars([self.size as f64, self.eps, f64::from(u8::from(self.centred)), rows as f64])
-    }
-
-    fn upload<M: Machine>(&self, machine: &M, entry: Entry) -> Result<M::Words> {
-        machine.upload(&Table::new(&[Entry { elements: self.rows * self.size, ..entry }])?.words)
+    fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
+        let numbers = [self.rows, self.size, usize::from(self.centred), self.group()];
+        Arguments::new(tensors.iter().copied(), &numbers, &[self.eps])
     }
 
     fn blocks(&self, count: usize) -> Result<u32> {
@@ -50,6 +47,7 @@ impl Rows {
 }
 
 /// Addresses of contiguous tensors; `bias` is 0 if there is none.
+#[derive(Debug)]
 pub struct Forward {
     pub x: u64,
     pub weight: u64,
@@ -60,16 +58,14 @@ pub struct Forward {
 /// Writes y and returns each row's statistics, which [`backward`] needs. There must be at least one row.
 pub fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Result<M::Numbers> {
     let Forward { x, weight, bias, y } = addresses;
-    let scalars = rows.scalars(0);
-    let words =
-        rows.upload(machine, Entry { parameter: y, gradient: x, states: [weight, bias], scalars, elements: 0 })?;
-    let mut statistics = machine.zeros(2 * rows.rows)?;
-    let kernel = (Kernel::NormForward, rows.dtype);
-    machine.launch(kernel, rows.blocks(rows.rows)?, &words, 1, Some(&mut statistics))?;
+    let statistics = machine.numbers(2 * rows.rows)?;
+    let arguments = rows.arguments(&[x, y, weight, bias, machine.address(&statistics)])?;
+    machine.launch_by_value((Kernel::NormForward, rows.dtype), rows.blocks(rows.rows)?, &arguments)?;
     Ok(statistics)
 }
 
 /// Addresses of contiguous tensors.
+#[derive(Debug)]
 pub struct Backward {
     pub x: u64,
     pub weight: u64,
@@ -80,18 +76,15 @@ pub struct Backward {
 }
 
 /// Writes dx and the gradients of weight and bias. There must be at least one row.
-pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &mut M::Numbers, addresses: Backward) -> Result<()> {
+pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, addresses: Backward) -> Result<()> {
     let Backward { x, weight, dy, dx, d_weight, d_bias } = addresses;
-    let (dtype, group) = (rows.dtype, rows.group());
-    let (tiles, groups) = (rows.tiles(), rows.rows.div_ceil(group));
-    let scalars = rows.scalars(group);
-    let entry = Entry { parameter: dx, gradient: x, states: [dy, weight], scalars, elements: 0 };
-    let words = rows.upload(machine, entry)?;
-    machine.launch((Kernel::NormBackward, dtype), rows.blocks(rows.rows)?, &words, 1, Some(statistics))?;
-    let entry = Entry { parameter: machine.address(statistics), states: [dy, 0], ..entry };
-    let words = rows.upload(machine, entry)?;
-    let mut sums = machine.zeros(2 * groups * rows.size)?;
-    machine.launch((Kernel::NormColumns, dtype), rows.blocks(groups * tiles)?, &words, 1, Some(&mut sums))?;
-    let words = rows.upload(machine, Entry { parameter: d_weight, gradient: 0, states: [d_bias, 0], ..entry })?;
-    machine.launch((Kernel::NormTotals, dtype), rows.blocks(tiles)?, &words, 1, Some(&mut sums))
+    let (tiles, groups) = (rows.tiles(), rows.rows.div_ceil(rows.group()));
+    let statistics = machine.address(statistics);
+    let launch = |kernel, blocks, tensors: &[u64]| {
+        machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors)?)
+    };
+    launch(Kernel::NormBackward, rows.rows, &[x, dx, weight, dy, statistics])?;
+    let pairs = machine.numbers(2 * groups * rows.size)?;
+    launch(Kernel::NormColumns, groups * tiles, &[x, dy, statistics, machine.address(&pairs)])?;
+    launch(Kernel::NormTotals, tiles, &[machine.address(&pairs), d_weight, d_bias])
 }

@@ -1,17 +1,17 @@
 //! Normalising the rows of candle's tensors.
 use super::address::{input, output, read_address, write_address};
 use super::gpu::Gpu;
+use super::layer::Output;
 use super::norm::{Backward, Forward, Rows, backward, forward};
 use super::operands::NormOperands;
 use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CudaStorage, DType, Layout, Tensor};
 use cudarc::driver::CudaSlice;
-use parking_lot::Mutex;
 
-/// What the forward pass keeps for the backward pass; `None` if there were no rows.
+/// The statistics that the forward pass keeps for the backward pass; `None` if there were no rows.
 #[derive(Debug)]
-pub struct NormStatistics(Option<Mutex<CudaSlice<f64>>>);
+pub struct NormStatistics(Option<CudaSlice<f64>>);
 
 /// Computes (x − mean) / √(variance + eps) × weight + bias for each row. Without `centred`, the mean counts as zero.
 pub fn norm_forward(
@@ -30,7 +30,7 @@ pub fn norm_forward(
     let y_address = write_address(&mut y, &Layout::contiguous(shape))?;
     let (x, weight) = (read_address(x.0, x.1)?, read_address(weight.0, weight.1)?);
     let statistics = forward(&Gpu(device), rows, Forward { x, weight, bias, y: y_address })?;
-    Ok((y, NormStatistics(Some(Mutex::new(statistics)))))
+    Ok((y, NormStatistics(Some(statistics))))
 }
 
 /// Computes the gradients of x, weight and bias. `x` and `dy` must be contiguous.
@@ -41,22 +41,24 @@ pub fn norm_backward(
     statistics: &NormStatistics,
     centred: bool,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let (dx, d_weight, d_bias) = (x.zeros_like()?, weight.zeros_like()?, weight.zeros_like()?);
-    if let Some(statistics) = &statistics.0 {
-        let device = x.device().as_cuda_device()?;
-        let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
-        let addresses = Backward {
-            x: input(x)?,
-            weight: input(weight)?,
-            dy: input(dy)?,
-            dx: output(&dx)?,
-            d_weight: output(&d_weight)?,
-            d_bias: output(&d_bias)?,
-        };
-        let mut statistics = statistics.lock();
-        backward(&Gpu(device), rows, &mut statistics, addresses)?;
-    }
-    Ok((dx, d_weight, d_bias))
+    let Some(statistics) = &statistics.0 else {
+        return Ok((x.zeros_like()?, weight.zeros_like()?, weight.zeros_like()?));
+    };
+    let device = x.device().as_cuda_device()?;
+    let dx = Output::new(device, x.dtype(), x.shape())?;
+    let both = Output::new(device, weight.dtype(), (2, weight.elem_count()))?.into_tensor();
+    let (d_weight, d_bias) = (both.get(0)?, both.get(1)?);
+    let addresses = Backward {
+        x: input(x)?,
+        weight: input(weight)?,
+        dy: input(dy)?,
+        dx: dx.address()?.0,
+        d_weight: output(&d_weight)?,
+        d_bias: output(&d_bias)?,
+    };
+    let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
+    backward(&Gpu(device), rows, statistics, addresses)?;
+    Ok((dx.into_tensor(), d_weight, d_bias))
 }
 
 fn rows(dtype: DType, elements: usize, size: usize, eps: f64, centred: bool) -> Rows {

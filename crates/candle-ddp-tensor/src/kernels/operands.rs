@@ -25,6 +25,7 @@ pub enum Rule {
 
 /// A contiguous part of a parameter on a GPU, with its gradient of the same dtype and at most two states. All have the
 /// same number of elements and do not overlap.
+#[derive(Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct Operands<'a> {
     pub parameter: &'a Tensor,
@@ -52,6 +53,7 @@ impl<'a> Assignment<'a> {
 
 /// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and its weight and bias, which have the
 /// dtype of the arithmetic.
+#[derive(Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct NormOperands<'a> {
     pub x: (&'a CudaStorage, &'a Layout),

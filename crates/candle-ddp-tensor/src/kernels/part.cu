@@ -33,10 +33,16 @@ __device__ inline const Part &part_of_block(const Part *parts, unsigned count) {
                             end_of_chunk = min((part).count, i - threadIdx.x + CHUNK);        \
          i < end_of_chunk; i += THREADS)
 
-// Defines the kernels `NAME_f32`, `NAME_f64`, `NAME_f16` and `NAME_bf16` from the template `NAME`. All kernels take the
-// same arguments: the table, the number of parts in it, and memory for sums or null.
-#define KERNELS(NAME)                                                                                           \
-    extern "C" __global__ void NAME##_f32(const Part *p, unsigned n, double *sums) { NAME<float>(p, n, sums); } \
-    extern "C" __global__ void NAME##_f64(const Part *p, unsigned n, double *sums) { NAME<double>(p, n, sums); } \
-    extern "C" __global__ void NAME##_f16(const Part *p, unsigned n, double *sums) { NAME<F16>(p, n, sums); }   \
-    extern "C" __global__ void NAME##_bf16(const Part *p, unsigned n, double *sums) { NAME<BF16>(p, n, sums); }
+// Defines the kernels `NAME_f32`, `NAME_f64`, `NAME_f16` and `NAME_bf16` from the template `NAME`, or only the one of the type
+// ONLY with the suffix SUFFIX. All kernels take the same arguments: the table, the number of parts in it, and memory for sums or
+// null.
+#define KERNEL(NAME, TYPE, SUFFIX)                                                                  \
+    extern "C" __global__ void NAME##_##SUFFIX(const Part *p, unsigned n, double *sums) { NAME<TYPE>(p, n, sums); }
+#define FOR_EACH_TYPE(DEFINE, NAME) \
+    DEFINE(NAME, float, f32) DEFINE(NAME, double, f64) DEFINE(NAME, F16, f16) DEFINE(NAME, BF16, bf16)
+#ifdef ONLY
+#define DEFINED(DEFINE, NAME, TYPE, SUFFIX) DEFINE(NAME, TYPE, SUFFIX)
+#define KERNELS(NAME) DEFINED(KERNEL, NAME, ONLY, SUFFIX)
+#else
+#define KERNELS(NAME) FOR_EACH_TYPE(KERNEL, NAME)
+#endif

@@ -33,12 +33,13 @@ pub fn product(device: &CudaDevice, product: Product) -> Result<()> {
     } else {
         [0, 1].map(|index| (&raw const scalars[index]).cast())
     };
-    // cuBLAS takes columns for rows: what it is told is cᵀ = bᵀ · aᵀ.
+    // cuBLAS is column-major, so it computes cᵀ = bᵀ · aᵀ.
     let operation = |factor: Factor| match factor.transposed {
         true => cublasOperation_t::CUBLAS_OP_T,
         false => cublasOperation_t::CUBLAS_OP_N,
     };
-    let (a_leading, b_leading) = (if a.transposed { m } else { k }, if b.transposed { k } else { n });
+    let a_leading = a.row.unwrap_or(if a.transposed { m } else { k });
+    let b_leading = b.row.unwrap_or(if b.transposed { k } else { n });
     let [a_stride, b_stride, c_stride] =
         [(a.stride, m * k), (b.stride, k * n), (c.stride, m * n)].map(|(stride, dense)| stride.unwrap_or(dense) as i64);
     let (stream, blas) = (device.cuda_stream(), device.cublas_handle());
@@ -48,7 +49,7 @@ pub fn product(device: &CudaDevice, product: Product) -> Result<()> {
         reason: error.to_string(),
     };
     stream.context().bind_to_thread().map_err(|error| failed(&error))?;
-    // SAFETY: the matrices are dense, on this device, and live until the call returns; memory that is freed later is freed
+    // SAFETY: the matrices are on this device, and live until the call returns; memory that is freed later is freed
     // after the product, on the same stream. The scalars are on the host, from which the call reads them.
     unsafe {
         gemm_strided_batched_ex(
@@ -70,7 +71,7 @@ pub fn product(device: &CudaDevice, product: Product) -> Result<()> {
             beta,
             c.address.0 as *mut c_void,
             result,
-            int(n)?,
+            int(c.row.unwrap_or(n))?,
             c_stride,
             int(batch)?,
             compute,

@@ -1,4 +1,5 @@
 //! The kernels that each operation launches, and their order; the same on a GPU and on the test machine without one.
+use super::launches::Arguments;
 use super::operands::{Extent, Rule};
 use super::source::Kernel;
 use super::table::{Entry, Table};
@@ -14,7 +15,8 @@ pub trait Machine {
 
     fn upload(&self, words: &[u64]) -> Result<Self::Words>;
 
-    fn zeros(&self, count: usize) -> Result<Self::Numbers>;
+    /// Memory for `count` numbers, whose values are undefined.
+    fn numbers(&self, count: usize) -> Result<Self::Numbers>;
 
     /// Copies `values` to the beginning of `numbers`.
     fn write(&self, numbers: &mut Self::Numbers, values: &[f64]) -> Result<()>;
@@ -34,6 +36,9 @@ pub trait Machine {
         parts: u32,
         numbers: Option<&mut Self::Numbers>,
     ) -> Result<()>;
+
+    /// Launches a kernel whose arguments are passed by value.
+    fn launch_by_value(&self, kernel: (Kernel, DType), blocks: u32, arguments: &Arguments) -> Result<()>;
 }
 
 /// Updates parameters of `dtype`, each of which is one entry.
@@ -55,7 +60,7 @@ pub fn update_whole<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: 
 
 fn lamb_sums<M: Machine>(machine: &M, dtype: DType, table: &Table, words: &M::Words) -> Result<M::Numbers> {
     let Table { parts, chunks, .. } = *table;
-    let mut sums = machine.zeros(2 * (parts as usize + chunks as usize))?;
+    let mut sums = machine.numbers(2 * (parts as usize + chunks as usize))?;
     machine.launch((Kernel::LambMoments, dtype), chunks, words, parts, Some(&mut sums))?;
     machine.launch((Kernel::LambSums, dtype), parts, words, parts, Some(&mut sums))?;
     Ok(sums)
@@ -86,7 +91,7 @@ pub fn update<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Entr
         return Ok(());
     }
     let words = machine.upload(&words)?;
-    let mut numbers = machine.zeros(2 * entries.len())?;
+    let mut numbers = machine.numbers(2 * entries.len())?;
     machine.write(&mut numbers, &sums.concat())?;
     machine.launch((Kernel::LambUpdate, dtype), chunks, &words, parts, Some(&mut numbers))
 }
@@ -107,7 +112,7 @@ fn measured<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[En
         return Ok(None);
     }
     let words = machine.upload(&words)?;
-    let mut sums = machine.zeros(2 * (1 + chunks as usize))?;
+    let mut sums = machine.numbers(2 * (1 + chunks as usize))?;
     machine.launch((kernel, dtype), chunks, &words, parts, Some(&mut sums))?;
     machine.launch((Kernel::Total, dtype), 1, &words, parts, Some(&mut sums))?;
     Ok(Some(sums))

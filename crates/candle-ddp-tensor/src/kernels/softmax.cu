@@ -11,19 +11,29 @@ template <typename Real> struct Sum {
     Real largest, sum;
 };
 
-template <typename T> __device__ inline Sum<typename Element<T>::Real> sum_row(const T *x, unsigned long long count) {
+// Loops over this thread's elements of a row, which `FEW` holds.
+#define FOR_EACH_OF_ROW(T, ROW, COUNT, IS_VECTOR, FEW)                                                                \
+    for (unsigned long long at = threadIdx.x * ((IS_VECTOR) ? Few<T>::most : 1); at < (COUNT);                        \
+         at += THREADS * ((IS_VECTOR) ? Few<T>::most : 1))                                                            \
+        if (FEW.load((ROW) + at, IS_VECTOR), true)
+
+template <typename T>
+__device__ inline Sum<typename Element<T>::Real> sum_row(const T *__restrict__ x, unsigned long long count,
+                                                         bool is_vector) {
     typedef typename Element<T>::Real Real;
     __shared__ double pair[2];
-    double largest = __uint_as_float(0xff800000u), sum = 0;
-    for (unsigned long long i = threadIdx.x; i < count; i += THREADS) largest = Larger::of(largest, Element<T>::load(x[i]));
+    Few<T> few;
+    Real largest = __uint_as_float(0xff800000u);
+    FOR_EACH_OF_ROW(T, x, count, is_vector, few) FOR_EACH_OF(T, is_vector, k) {
+        if (few.at[k] > largest || few.at[k] != few.at[k]) largest = few.at[k];
+    }
     reduce_block<Larger, Add>(largest, 0, pair);
     __syncthreads();
     const Real shift = pair[0];
     Real part = 0;
-    for (unsigned long long i = threadIdx.x; i < count; i += THREADS) part += exp(Element<T>::load(x[i]) - shift);
-    sum = part;
+    FOR_EACH_OF_ROW(T, x, count, is_vector, few) FOR_EACH_OF(T, is_vector, k) part += exp(few.at[k] - shift);
     __syncthreads();
-    reduce_block<Add, Add>(sum, 0, pair);
+    reduce_block<Add, Add>(part, 0, pair);
     __syncthreads();
     Sum<Real> result = {shift, (Real)pair[0]};
     return result;
@@ -43,25 +53,24 @@ __device__ inline Sum<typename Element<T>::Real> sum_column(const T *x, unsigned
     return result;
 }
 
-// Writes elements `from`, `from` + `step`, … of y.
-template <typename T>
-__device__ inline void put_softmax(const T *x, T *y, unsigned long long count, unsigned long long inner,
-                                   unsigned long long from, unsigned long long step,
-                                   Sum<typename Element<T>::Real> of, bool is_log) {
-    typedef typename Element<T>::Real Real;
-    const Real scale = is_log ? log(of.sum) : 1 / of.sum;
-    for (unsigned long long i = from; i < count; i += step) {
-        const Real distance = Element<T>::load(x[i * inner]) - of.largest;
-        y[i * inner] = Element<T>::store(is_log ? distance - scale : exp(distance) * scale);
-    }
+// `scale` is the logarithm of the sum, or 1 / sum.
+template <typename Real> __device__ inline Real softmax_value(Real distance, Real scale, bool is_log) {
+    return is_log ? distance - scale : exp(distance) * scale;
 }
 
-// tensors: x, y; numbers[3]: whether to take the logarithm. One block per row.
+// tensors: x, y; numbers[3]: whether to take the logarithm; numbers[4]: whether rows consist of vectors. One block per row.
 template <typename T> __device__ inline void softmax_rows(const Arguments &by) {
     const Rows &r = ROWS;
     const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
     T *y = TENSOR(T, 1) + blockIdx.x * r.count;
-    put_softmax<T>(x, y, r.count, 1, threadIdx.x, THREADS, sum_row(x, r.count), by.numbers[3]);
+    const bool is_log = by.numbers[3], is_vector = by.numbers[4];
+    const Sum<typename Element<T>::Real> of = sum_row(x, r.count, is_vector);
+    const typename Element<T>::Real scale = is_log ? log(of.sum) : 1 / of.sum;
+    Few<T> few;
+    FOR_EACH_OF_ROW(T, x, r.count, is_vector, few) {
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = softmax_value(few.at[k] - of.largest, scale, is_log);
+        few.store(y + at, is_vector);
+    }
 }
 LAYER(softmax_rows)
 
@@ -72,7 +81,12 @@ template <typename T> __device__ inline void softmax_columns(const Arguments &by
     const unsigned long long column = take(outer, r.inner), start = outer * r.count * r.inner + column;
     if (outer >= r.outer) return;
     const T *x = TENSOR(const T, 0) + start;
-    put_softmax<T>(x, TENSOR(T, 1) + start, r.count, r.inner, 0, 1, sum_column(x, r.count, r.inner), by.numbers[3]);
+    T *y = TENSOR(T, 1) + start;
+    const bool is_log = by.numbers[3];
+    const Sum<typename Element<T>::Real> of = sum_column(x, r.count, r.inner);
+    const typename Element<T>::Real scale = is_log ? log(of.sum) : 1 / of.sum;
+    for (unsigned long long i = 0; i < r.count; i++)
+        y[i * r.inner] = Element<T>::store(softmax_value(Element<T>::load(x[i * r.inner]) - of.largest, scale, is_log));
 }
 LAYER(softmax_columns)
 
@@ -84,23 +98,28 @@ template <typename Real> __device__ inline Real softmax_slope(Real y, Real dy, R
     return is_log ? dy - exp(y) * sum : y * (dy - sum);
 }
 
-// tensors: y, dy, dx; numbers[3]: whether y is the logarithm. One block per row.
+// tensors: y, dy, dx; numbers[3]: whether y is the logarithm; numbers[4]: whether rows consist of vectors. One block per row.
 template <typename T> __device__ inline void softmax_rows_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     __shared__ double pair[2];
     const Rows &r = ROWS;
-    const bool is_log = by.numbers[3];
+    const bool is_log = by.numbers[3], is_vector = by.numbers[4];
     const unsigned long long start = blockIdx.x * r.count;
     const T *y = TENSOR(const T, 0) + start, *dy = TENSOR(const T, 1) + start;
+    Few<T> few, gradients;
     Real part = 0;
-    for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS)
-        part += softmax_term<Real>(Element<T>::load(y[i]), Element<T>::load(dy[i]), is_log);
+    FOR_EACH_OF_ROW(T, y, r.count, is_vector, few) {
+        gradients.load(dy + at, is_vector);
+        FOR_EACH_OF(T, is_vector, k) part += softmax_term(few.at[k], gradients.at[k], is_log);
+    }
     reduce_block<Add, Add>(part, 0, pair);
     __syncthreads();
     const Real sum = pair[0];
-    for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS)
-        TENSOR(T, 2)[start + i] =
-            Element<T>::store(softmax_slope<Real>(Element<T>::load(y[i]), Element<T>::load(dy[i]), sum, is_log));
+    FOR_EACH_OF_ROW(T, y, r.count, is_vector, few) {
+        gradients.load(dy + at, is_vector);
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = softmax_slope(few.at[k], gradients.at[k], sum, is_log);
+        few.store(TENSOR(T, 2) + start + at, is_vector);
+    }
 }
 LAYER(softmax_rows_backward)
 
@@ -128,10 +147,11 @@ LAYER(softmax_columns_backward)
 struct Losses {
     long long ignore;
     unsigned long long is_mean;
+    unsigned long long is_vector; // whether rows consist of vectors
 };
 #define LOSSES (*reinterpret_cast<const Losses *>(by.numbers + 3))
 
-// What the target's negative log-probability counts.
+// The weight of the target's negative log-probability.
 template <typename Real>
 __device__ inline double share(const Real *weights, unsigned long long classes, long long target, long long ignore) {
     if (target == ignore) return 0;
@@ -147,7 +167,7 @@ template <typename T> __device__ inline void losses_of_rows(const Arguments &by)
     const Rows &r = ROWS;
     const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
     const Real *weights = TENSOR(const Real, 2);
-    const Sum<Real> of = sum_row(x, r.count);
+    const Sum<Real> of = sum_row(x, r.count, LOSSES.is_vector);
     const double norm = (double)of.largest + log((double)of.sum);
     double smooth = 0;
     if (by.reals[0] > 0) {
@@ -155,9 +175,9 @@ template <typename T> __device__ inline void losses_of_rows(const Arguments &by)
             smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i]));
         __syncthreads();
         reduce_block<Add, Add>(smooth, 0, pair);
-        smooth = pair[0];
     }
     if (threadIdx.x != 0) return;
+    if (by.reals[0] > 0) smooth = pair[0];
     const long long target = TENSOR(const long long, 1)[blockIdx.x];
     const double weight = share(weights, r.count, target, LOSSES.ignore);
     TENSOR(double, 3)[blockIdx.x] = norm;
@@ -197,7 +217,7 @@ template <typename T> __device__ inline void losses_of_columns(const Arguments &
 }
 LAYER(losses_of_columns)
 
-// tensors: the pairs, the loss, weights or null, and (f64) what sums over samples are multiplied by and the sum of all
+// tensors: the pairs, the loss, weights or null, and (f64) the factor of sums over samples and the sum of all
 // weights. One block.
 template <typename T> __device__ inline void loss_total(const Arguments &by) {
     typedef typename Element<T>::Real Real;
@@ -209,7 +229,7 @@ template <typename T> __device__ inline void loss_total(const Arguments &by) {
         all = 0;
         for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS) all += weights[i];
         reduce_block<Add, Add>(all, unused, pair);
-        all = pair[0];
+        if (threadIdx.x == 0) all = pair[0];
         __syncthreads();
     }
     reduce_chunks<Add, Add>(TENSOR(const double, 0), 0, r.outer * r.inner, pair);
@@ -221,28 +241,66 @@ template <typename T> __device__ inline void loss_total(const Arguments &by) {
 }
 LAYER(loss_total)
 
-// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. One thread per
-// element.
-template <typename T> __device__ inline void loss_backward(const Arguments &by) {
+// The gradients of a sample's logits: e^(x − norm) × by_p − each × weight, and less by `own` for the target.
+template <typename Real> struct Slopes {
+    bool is_ignored;
+    long long target;
+    Real norm, by_p, each, own;
+};
+
+template <typename T> __device__ inline Slopes<typename Element<T>::Real> slopes(const Arguments &by, unsigned long long sample) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
-    const unsigned long long element = thread_in_grid();
-    unsigned long long outer = element;
-    const unsigned long long column = take(outer, r.inner), row = take(outer, r.count);
-    if (outer >= r.outer) return;
-    const unsigned long long sample = outer * r.inner + column;
     const long long target = TENSOR(const long long, 1)[sample];
-    const Real *weights = TENSOR(const Real, 2);
-    T &dx = TENSOR(T, 6)[element];
-    if (target == LOSSES.ignore) {
-        dx = Element<T>::store(0);
-        return;
-    }
     const double factor = Element<T>::load(*TENSOR(const T, 4)) * TENSOR(const double, 5)[0];
-    const double own = factor * share(weights, r.count, target, LOSSES.ignore) * (1 - by.reals[0]);
-    const double each = factor * by.reals[0] / r.count;
-    const Real by_p = own + each * TENSOR(const double, 5)[1], norm = TENSOR(const double, 3)[sample];
-    const Real by_weight = each * (weights ? weights[row] : 1) + ((long long)row == target ? own : 0);
-    dx = Element<T>::store(exp(Element<T>::load(TENSOR(const T, 0)[element]) - norm) * by_p - by_weight);
+    const double weight = share(TENSOR(const Real, 2), r.count, target, LOSSES.ignore);
+    const double own = factor * weight * (1 - by.reals[0]), each = factor * by.reals[0] / r.count;
+    Slopes<Real> of = {target == LOSSES.ignore, target, (Real)TENSOR(const double, 3)[sample],
+                       (Real)(own + each * TENSOR(const double, 5)[1]), (Real)each, (Real)own};
+    return of;
 }
-LAYER(loss_backward)
+
+template <typename Real>
+__device__ inline Real loss_slope(const Slopes<Real> &of, const Real *weights, unsigned long long row, Real x) {
+    if (of.is_ignored) return 0;
+    const Real by_weight = (weights ? of.each * weights[row] : of.each) + ((long long)row == of.target ? of.own : 0);
+    return exp(x - of.norm) * of.by_p - by_weight;
+}
+
+// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. One block per
+// sample.
+template <typename T> __device__ inline void loss_rows_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    __shared__ Slopes<Real> shared;
+    const Rows &r = ROWS;
+    const bool is_vector = LOSSES.is_vector;
+    if (threadIdx.x == 0) shared = slopes<T>(by, blockIdx.x);
+    __syncthreads();
+    const Slopes<Real> of = shared;
+    const Real *weights = TENSOR(const Real, 2);
+    const unsigned long long start = blockIdx.x * r.count;
+    Few<T> few;
+    FOR_EACH_OF_ROW(T, TENSOR(const T, 0) + start, r.count, is_vector, few) {
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = loss_slope(of, weights, at + k, few.at[k]);
+        few.store(TENSOR(T, 6) + start + at, is_vector);
+    }
+}
+LAYER(loss_rows_backward)
+
+// The same with one thread per sample.
+template <typename T> __device__ inline void loss_columns_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Rows &r = ROWS;
+    const unsigned long long sample = thread_in_grid();
+    unsigned long long outer = sample;
+    const unsigned long long column = take(outer, r.inner);
+    if (outer >= r.outer) return;
+    const Slopes<Real> of = slopes<T>(by, sample);
+    const Real *weights = TENSOR(const Real, 2);
+    for (unsigned long long row = 0; row < r.count; row++) {
+        const unsigned long long element = (outer * r.count + row) * r.inner + column;
+        const Real x = Element<T>::load(TENSOR(const T, 0)[element]);
+        TENSOR(T, 6)[element] = Element<T>::store(loss_slope(of, weights, row, x));
+    }
+}
+LAYER(loss_columns_backward)

@@ -44,7 +44,7 @@ macro_rules! sources {
 macro_rules! kernels {
     ($($Source:ident: $($Kernel:ident $name:literal),*;)*) => {
         /// A kernel, for all dtypes that it supports.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Kernel {
             $($($Kernel,)*)*
         }
@@ -76,7 +76,7 @@ sources! {
     Lamb: ["element.cu", "part.cu", "reduce.cu"] "lamb.cu",
     Copy: ["element.cu", "part.cu"] "copy.cu",
     Gradient: ["element.cu", "part.cu", "reduce.cu"] "gradient.cu",
-    Norm: ["element.cu", "part.cu", "reduce.cu"] "norm.cu",
+    Norm: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "norm.cu",
     Conv: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
     Pool: ["element.cu", "part.cu", "layer.cu"] "pool.cu",
     Channels: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
@@ -99,16 +99,18 @@ kernels! {
         AddBias "add_bias", DepthwiseForward "depthwise_forward", DepthwiseBackwardData "depthwise_backward_data",
         DepthwiseBackwardFilter "depthwise_backward_filter";
     Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample";
-    Channels: Moments "moments", MomentsTotals "moments_totals", ChannelSums "channel_sums",
-        GradientSums "gradient_sums", SumsTotals "sums_totals", Normalise "normalise",
+    Channels: Moments "moments", Statistics "statistics", ChannelSums "channel_sums",
+        GradientSums "gradient_sums", SumsTotals "sums_totals", GradientTotals "gradient_totals", Normalise "normalise",
         AddReluGradient "add_relu_gradient", InputGradient "input_gradient";
     Softmax: SoftmaxRows "softmax_rows", SoftmaxColumns "softmax_columns", SoftmaxRowsBackward "softmax_rows_backward",
         SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
-        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossBackward "loss_backward";
+        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossRowsBackward "loss_rows_backward",
+        LossColumnsBackward "loss_columns_backward";
     Elementwise: Activation "activation", ActivationBackward "activation_backward", Dropout "dropout", Lookup "lookup",
         LookupLinks "lookup_links", LookupBackward "lookup_backward", Rope "rope";
     Linear: RepeatRow "repeat_row", SumColumns "sum_columns";
-    Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients";
+    Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients",
+        SplitHeads "split_heads", MergeHeads "merge_heads";
 }
 
 impl Kernel {

@@ -14,6 +14,11 @@ pub fn take(device: &Device, dtype: DType) -> bool {
     device.is_cuda() && DTYPES.iter().any(|(known, _)| *known == dtype)
 }
 
+/// Returns whether an allocation of no bytes succeeds: it does in a memory pool, which most GPUs have.
+pub fn allocates_nothing(device: &CudaDevice) -> bool {
+    device.cuda_stream().context().has_async_alloc()
+}
+
 /// Returns whether a GPU has its own stream, instead of using the default streams of its threads.
 pub fn has_own_stream(device: &Device) -> Result<bool> {
     /// The value of `CU_STREAM_PER_THREAD`; lower values are the other two default streams.
@@ -65,7 +70,7 @@ fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result
     };
     let states_fit = states.len() <= 2 && states.iter().all(|state| fits(state, state_dtype));
     if !states_fit || !fits(gradient, parameter.dtype()) {
-        let reason = "parameter, gradient and states differ in device, dtype or number of elements";
+        let reason = "parameter, gradient and states must have the same device, dtype and number of elements";
         return Err(Error::invalid("parameters", reason));
     }
     let mut addresses = [0; 2];

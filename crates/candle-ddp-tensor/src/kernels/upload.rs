@@ -1,4 +1,4 @@
-//! Copies of tensors from pinned host memory to a GPU, on a stream of their own.
+//! Copies of tensors from pinned host memory to a GPU, on a separate stream.
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::op::BackpropOp;
@@ -8,10 +8,11 @@ use half::{bf16, f16};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// A stream for copies beside candle's, and pinned memory, which is used again and again.
+/// A stream for copies, in addition to candle's, and pinned memory, which is reused.
 ///
-/// Any thread may [`stage`](Self::stage) tensors. The rest is for the thread that computes, since candle's stream usually is
-/// each thread's own.
+/// Any thread may [`stage`](Self::stage) tensors. The other methods are for the thread that computes, since each thread usually
+/// has its own stream in candle.
+#[derive(Debug)]
 pub struct Uploader {
     device: CudaDevice,
     /// The device's primary context, like candle's, but as another object: if candle's saw a second stream, it would track
@@ -22,9 +23,10 @@ pub struct Uploader {
     free: Mutex<Vec<Buffer>>,
 }
 
+#[derive(Debug)]
 struct Buffer {
     memory: PinnedHostSlice<u8>,
-    /// The end of the last copy from it.
+    /// The event at the end of the last copy from it.
     copied: Option<Arc<CudaEvent>>,
 }
 
@@ -38,6 +40,7 @@ impl Drop for Buffer {
 }
 
 /// A tensor in pinned memory.
+#[derive(Debug)]
 pub struct Pinned {
     buffer: Buffer,
     dtype: DType,
@@ -45,13 +48,14 @@ pub struct Pinned {
 }
 
 /// A tensor that is being copied to the GPU.
+#[derive(Debug)]
 pub struct Upload {
     tensor: Tensor,
     done: Arc<CudaEvent>,
     candle: Arc<CudaStream>,
 }
 
-/// `$body` with the type of `$dtype`, for the dtypes that candle has kernels for on CUDA.
+/// `$body` with the type of `$dtype`, for the dtypes for which candle has CUDA kernels.
 macro_rules! typed {
     ($dtype:expr, $T:ident => $body:expr, else => $otherwise:expr) => {
         typed!(@ $dtype, $T, $body, $otherwise, F32 f32, F64 f64, F16 f16, BF16 bf16, U8 u8, U32 u32, I64 i64)
@@ -116,7 +120,7 @@ impl Uploader {
         Ok(Buffer { memory, copied: None })
     }
 
-    /// Begins to copy: after what candle's stream was told to do up to now, since the memory may have been in use there.
+    /// Begins to copy after all work enqueued on candle's stream so far, since the memory may have been in use there.
     pub fn begin(&self, Pinned { mut buffer, dtype, shape }: Pinned) -> Result<Upload> {
         let candle = self.device.cuda_stream();
         let (count, len) = (shape.elem_count(), shape.elem_count() * dtype.size_in_bytes());
@@ -126,7 +130,7 @@ impl Uploader {
             let address = slice.device_ptr_mut(&candle).0;
             let storage = CudaStorage::wrap_cuda_slice(slice, self.device.clone());
             (Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false), address)
-        }, else => return Err(Error::invalid("dtype", format!("{dtype:?} is not computed with on GPUs"))));
+        }, else => return Err(Error::invalid("dtype", format!("candle has no CUDA kernels for {dtype:?}"))));
         let event = || self.context.new_event(None).map_err(|error| failure("making an event", error));
         let (ready, done) = (event()?, Arc::new(event()?));
         let ordered = ready.record(&candle).and_then(|()| self.stream.wait(&ready));
@@ -150,7 +154,7 @@ impl Uploader {
 }
 
 impl Upload {
-    /// The tensor. What this thread tells candle to do next comes after the copy; the host does not wait.
+    /// The tensor. Work that this thread enqueues next comes after the copy; the host does not wait.
     pub fn finish(self) -> Result<Tensor> {
         self.candle.wait(&self.done).map_err(|error| failure("waiting", error))?;
         Ok(self.tensor.clone())

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 /// The process's generator, from which dropout layers without their own draw: `torch.default_generator`.
 ///
 /// It begins with a seed from the operating system, so that ranks draw different numbers. A program that wants the same numbers
-/// in every run seeds it, by `candle_ddp::seed_everything` or by assigning a [`Generator`]. Ranks that are threads of one process
+/// in every run seeds it, by `candle_ddp::seed::seed_everything` or by assigning a [`Generator`]. Ranks that are threads of one process
 /// share it, and draw in an order that differs from run to run: give their layers generators instead.
 ///
 /// ```

@@ -7,11 +7,11 @@ use std::f64::consts::TAU;
 
 /// Random numbers from a seed: the same in every run, on every device, and for any number of threads.
 ///
-/// The numbers are those of Philox 4x32-10, the algorithm that PyTorch has on GPUs; they are other ones than PyTorch's, which
+/// The numbers are those of Philox 4x32-10, the algorithm that PyTorch has on GPUs; they differ from PyTorch's, which
 /// assigns them to elements in another way. Generators of one seed that were made for different ranks
 /// ([`for_rank`](Self::for_rank)) draw from sequences that never overlap.
 ///
-/// The state is the seed and how far the generator has come ([`offset`](Self::offset)): in candle-ddp, `StateDict` saves both. As
+/// The state is the seed and the position in the sequence ([`offset`](Self::offset)): in candle-ddp, `StateDict` saves both. As
 /// a part of a `Checkpointer` or of an elastic run, a generator of [`new`](Self::new) is the same on all ranks, and one of
 /// `for_rank` is each rank's own: in a world of the same size, every rank continues where it was. In one of another size, all
 /// continue from the largest offset that a rank had reached, so that no number is drawn twice.
@@ -33,7 +33,7 @@ pub struct Generator {
     seed: u64,
     sequence: u64,
     offset: u64,
-    /// It was made for a rank: each rank has another sequence.
+    /// Whether it was made for a rank: each rank has another sequence.
     is_of_rank: bool,
 }
 
@@ -43,20 +43,20 @@ impl Generator {
         Self::with_sequence(seed, 0)
     }
 
-    /// A generator that draws other numbers on every rank, from the same `seed`: for dropout and augmentation. `rank` is
-    /// the rank in the job, `pg.rank()`. [`new`](Self::new) draws yet other numbers.
+    /// A generator that draws different numbers on each rank, from the same `seed`: for dropout and augmentation. `rank` is
+    /// the rank in the job, `pg.rank()`. [`new`](Self::new) draws from another sequence.
     pub fn for_rank(seed: u64, rank: usize) -> Self {
         Self { is_of_rank: true, ..Self::with_sequence(seed, rank as u64 + 1) }
     }
 
     /// A generator for the augmentation of one sample of a dataset: its numbers follow from these four values alone, so
-    /// they do not depend on which thread draws them, or on what was drawn before.
-    pub fn for_sample(seed: u64, epoch: usize, index: usize, rank: usize) -> Self {
-        let [a, b, c, d] = Self::with_sequence(seed, epoch as u64).draw(4).block(rank as u64 + 1);
+    /// they do not depend on the thread that draws them, or on earlier draws.
+    pub fn for_sample(seed: u64, epoch: u64, index: usize, rank: usize) -> Self {
+        let [a, b, c, d] = Self::with_sequence(seed, epoch).draw(4).block(rank as u64 + 1);
         Self::with_sequence(join(a, b) ^ join(c, d).rotate_left(32), index as u64)
     }
 
-    /// The generator of one of the 2^64 sequences of `seed`: 0 is that of [`new`](Self::new).
+    /// The generator of one of the 2^64 sequences of `seed`: 0 is the one of [`new`](Self::new).
     pub fn with_sequence(seed: u64, sequence: u64) -> Self {
         Self { seed, sequence, offset: 0, is_of_rank: false }
     }
@@ -82,18 +82,19 @@ impl Generator {
         self.seed
     }
 
-    /// How far the generator has come, in blocks of four numbers of 32 bits; 0 at the beginning.
+    /// The position in the sequence, in blocks of four numbers of 32 bits; 0 at the beginning.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Goes to a place in the sequence: one that [`offset`](Self::offset) returned.
+    /// Moves to a position in the sequence that [`offset`](Self::offset) has returned.
     pub fn set_offset(&mut self, offset: u64) {
         self.offset = offset;
     }
 
     /// Takes the next `count` numbers of 32 bits out of the sequence, without computing them. For layers that need the same
     /// numbers once more, in a backward pass.
+    #[doc(hidden)]
     pub fn draw(&mut self, count: usize) -> Draw {
         let draw = Draw { seed: self.seed, sequence: self.sequence, offset: self.offset };
         self.offset = self.offset.wrapping_add(count.div_ceil(4) as u64);
@@ -160,7 +161,7 @@ impl Generator {
                     .and_then(|tensor| tensor.to_dtype(dtype))
             }
             _ => {
-                let reason = format!("random tensors are of floating-point numbers, and this is {}", dtype.as_str());
+                let reason = format!("a random tensor must have a floating-point dtype, not {}", dtype.as_str());
                 return Err(Error::invalid("dtype", reason));
             }
         };
@@ -173,7 +174,7 @@ impl Generator {
         round: impl Fn(f64) -> T + Sync,
         make: impl Fn([u64; 2]) -> [f64; 2] + Sync,
     ) -> Vec<T> {
-        /// What a thread computes at a time; below it, one thread does.
+        /// The number of elements that a thread computes at a time; a smaller tensor takes one thread.
         const PART: usize = 1 << 15;
         let draw = self.draw(count.div_ceil(2) * 4);
         let mut values = vec![T::default(); count];
@@ -223,7 +224,7 @@ impl Draw {
         philox::block(halves(self.seed), [low, high, s0, s1])
     }
 
-    /// Fills `numbers` with those from number `first` on.
+    /// Fills `numbers`, beginning with number `first`.
     #[inline]
     pub fn fill(&self, first: usize, numbers: &mut [u32]) {
         let (mut index, mut skipped) = ((first / 4) as u64, first % 4);

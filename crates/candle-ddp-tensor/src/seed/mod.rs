@@ -5,6 +5,8 @@ mod philox;
 mod replay;
 
 pub use default::default_generator;
-pub use generator::{Draw, Generator};
+#[doc(hidden)]
+pub use generator::Draw;
+pub use generator::Generator;
 #[doc(hidden)]
 pub use replay::{Replay, draw};

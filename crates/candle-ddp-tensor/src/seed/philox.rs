@@ -7,7 +7,7 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// The four numbers that belong to a counter.
+/// The four numbers of a counter.
 #[inline]
 pub(super) fn block(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     let product = |index: usize, factor: u32| u64::from(MULTIPLIERS[index]) * u64::from(factor);

@@ -1,15 +1,16 @@
-//! Random numbers that a function draws again when it is computed again.
+//! Random numbers that a recomputed function draws again.
 use super::Draw;
 use std::cell::RefCell;
 
-/// What layers have drawn while a function was computed.
+/// The random numbers that layers have drawn while a function was computed.
+#[derive(Debug)]
 pub struct Replay(Vec<Draw>);
 
 #[derive(Default)]
 struct State {
-    /// What is drawn again, from the last to the first.
+    /// The draws to repeat, from the last to the first.
     play: Option<Vec<Draw>>,
-    /// What has been drawn.
+    /// The draws so far.
     record: Option<Vec<Draw>>,
 }
 
@@ -17,7 +18,7 @@ thread_local! {
     static STATE: RefCell<State> = RefCell::default();
 }
 
-/// Puts back what was there before, even after a panic.
+/// Restores the previous state, even after a panic.
 struct Restore<F: FnMut(&mut State)>(F);
 
 impl<F: FnMut(&mut State)> Drop for Restore<F> {
@@ -27,14 +28,14 @@ impl<F: FnMut(&mut State)> Drop for Restore<F> {
 }
 
 impl Replay {
-    /// Runs `work` and remembers what it draws.
+    /// Runs `work` and records its draws.
     pub fn record<T>(work: impl FnOnce() -> T) -> (Self, T) {
         let mut outer = STATE.with_borrow_mut(|state| state.record.replace(Vec::new()));
         let mut drawn = Vec::new();
         let result = {
             let _restore = Restore(|state| {
                 drawn = std::mem::replace(&mut state.record, outer.take()).unwrap_or_default();
-                // What is drawn in a function within another is drawn in that one as well.
+                // Draws of a nested function belong to the enclosing one as well.
                 if let Some(outer) = &mut state.record {
                     outer.extend(&drawn);
                 }
@@ -44,7 +45,7 @@ impl Replay {
         (Self(drawn), result)
     }
 
-    /// Runs `work`, which draws the same.
+    /// Runs `work`, which repeats the recorded draws.
     pub fn play<T>(&self, work: impl FnOnce() -> T) -> T {
         let again = self.0.iter().rev().copied().collect();
         let mut outer = STATE.with_borrow_mut(|state| state.play.replace(again));
@@ -53,7 +54,7 @@ impl Replay {
     }
 }
 
-/// What a layer draws: what `new` draws, unless the layer is computed again.
+/// The draws of a layer: new ones from `new`, or the recorded ones if the layer is recomputed.
 pub fn draw(new: impl FnOnce() -> Draw) -> Draw {
     let again = STATE.with_borrow_mut(|state| state.play.as_mut().and_then(Vec::pop));
     let drawn = again.unwrap_or_else(new);

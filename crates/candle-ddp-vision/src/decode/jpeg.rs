@@ -11,7 +11,7 @@ pub(super) fn image(bytes: &[u8]) -> Result<Image, String> {
     if is_truncated(bytes) {
         return Err("a damaged JPEG file: its end is missing".to_string());
     }
-    // Strict: otherwise the decoder makes up what is missing, without saying so.
+    // Strict: otherwise the decoder makes up missing data without a word.
     let options = DecoderOptions::default()
         .set_strict_mode(true)
         .set_max_width(u16::MAX.into())

@@ -12,38 +12,38 @@ const JPEG: &[u8] = b"\xff\xd8\xff";
 
 impl Image {
     /// Reads a JPEG or PNG file, whatever its name is, as Pillow's `convert("RGB")` does: grey becomes RGB, a palette is
-    /// looked up, alpha is dropped, CMYK is converted without a colour profile. Of 16 bits per channel, the upper 8 count,
-    /// except that grey ones are cut off at 255. The orientation in EXIF data does not count.
+    /// looked up, alpha is dropped, CMYK is converted without a colour profile. Of 16 bits per channel, it
+    /// takes the upper 8, except that grey is cut off at 255. It ignores the orientation in EXIF data.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it is no JPEG or PNG or is damaged. Damage that
+    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it is neither JPEG nor PNG, or is damaged. Damage that
     /// libjpeg repairs with a warning is an error here.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         scratch::read(path, |bytes| image(bytes).map_err(|reason| Error::data_file(path, reason)))?
     }
 
-    /// Reads a JPEG or PNG file that is in memory: see [`open`](Self::open).
+    /// Reads a JPEG or PNG file in memory: see [`open`](Self::open).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `bytes` is no JPEG or PNG or is damaged.
+    /// [`Error::InvalidArgument`] if `bytes` is neither JPEG nor PNG, or is damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         image(bytes).map_err(|reason| Error::invalid("bytes", reason))
     }
 }
 
 impl Mask {
-    /// Reads the labels that a PNG file has as 8-bit grey, or as a palette, whose indices count.
+    /// Reads the labels of a PNG file: values of 8-bit grey, or indices into a palette.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it is no such PNG or is damaged.
+    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it is another kind of file, or is damaged.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         scratch::read(path, |bytes| mask(bytes).map_err(|reason| Error::data_file(path, reason)))?
     }
 }
 
-/// An image, or what is wrong with it.
+/// Returns the image, or the fault of the file.
 fn image(bytes: &[u8]) -> Result<Image, String> {
     if bytes.starts_with(JPEG) {
         jpeg::image(bytes)
@@ -54,7 +54,7 @@ fn image(bytes: &[u8]) -> Result<Image, String> {
     }
 }
 
-/// A mask, or what is wrong with it.
+/// Returns the mask, or the fault of the file.
 fn mask(bytes: &[u8]) -> Result<Mask, String> {
     if bytes.starts_with(PNG) { png::mask(bytes) } else { Err(unknown(bytes, "PNG")) }
 }
@@ -70,5 +70,5 @@ fn unknown(bytes: &[u8], expected: &str) -> String {
         [b'P', b'5' | b'6', b' ' | b'\n' | b'\t' | b'\r', ..] => "a PPM or PGM file",
         _ => "a file of an unknown kind",
     };
-    format!("{found}: only {expected} is read; convert the file or remove it")
+    format!("{found}: the file must be {expected}; convert it or remove it")
 }

@@ -38,7 +38,7 @@ pub(super) fn mask(bytes: &[u8]) -> Result<Mask, String> {
         (ColorType::Grayscale, BitDepth::Eight) => 8,
         (color, depth) => {
             let found = format!("{color:?} with {} bits per channel", depth as usize);
-            return Err(format!("a mask is a PNG file of 8-bit grey or of a palette, and this is one of {found}"));
+            return Err(format!("a mask must be a PNG file of 8-bit grey or with a palette, not of {found}"));
         }
     };
     let (height, width, _, data) = frame(decoder)?;
@@ -56,25 +56,25 @@ fn cut_off(big_endian: &[u8]) -> u8 {
     if big_endian[0] == 0 { big_endian[1] } else { u8::MAX }
 }
 
-/// A decoder whose memory follows from the sizes of the file and of the picture. A colour profile or text, which nothing here
-/// uses, may expand to a thousand times its size in the file: neither is read.
+/// Returns a decoder whose memory is bounded by the sizes of the file and of the picture. A colour profile or text may expand to
+/// a thousand times its size in the file; nothing here uses them, so neither is read.
 fn decoder(bytes: &[u8]) -> Result<Decoder<Cursor<&[u8]>>, String> {
     let mut decoder = Decoder::new(Cursor::new(bytes));
     decoder.set_ignore_iccp_chunk(true);
     decoder.set_ignore_text_chunk(true);
     let (width, height) = decoder.read_header_info().map_err(reason)?.size();
     check_size(height as usize, width as usize)?;
-    // A row has up to 8 bytes per pixel. What is left is EXIF data, kept as it is in the file in a buffer that doubles.
+    // A row has up to 8 bytes per pixel. The rest is for EXIF data, kept unchanged in a buffer that doubles.
     decoder.set_limits(Limits { bytes: width as usize * 8 + bytes.len() * 2 + (64 << 10) });
     Ok(decoder)
 }
 
-/// Height, width, colours and bytes of the image.
+/// Returns height, width, colours and bytes of the image.
 fn frame(decoder: Decoder<Cursor<&[u8]>>) -> Result<(usize, usize, ColorType, Vec<u8>), String> {
     let mut reader = decoder.read_info().map_err(reason)?;
     let (width, height) = reader.info().size();
     let (height, width) = (height as usize, width as usize);
-    let size = reader.output_buffer_size().ok_or("a PNG file that is too large")?;
+    let size = reader.output_buffer_size().ok_or("the PNG file is too large")?;
     let mut data = vec![0; size];
     reader.next_frame(&mut data).map_err(reason)?;
     Ok((height, width, reader.output_color_type().0, data))

@@ -9,7 +9,7 @@ use candle_ddp_tensor::seed::Generator;
 /// Changes brightness, contrast, saturation and hue by random amounts, one after the other in random order: torchvision's
 /// `ColorJitter`. Masks stay as they are.
 ///
-/// The default changes nothing, as torchvision's.
+/// As in torchvision, the default changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ColorJitter {
     /// The brightness is multiplied by a number from `max(0, 1 - brightness)` to `1 + brightness`. Default: 0.
@@ -29,11 +29,11 @@ impl Transform for ColorJitter {
         for (name, amount) in ["brightness", "contrast", "saturation", "hue"].into_iter().zip(amounts) {
             let most = if name == "hue" { 0.5 } else { f64::MAX };
             if !(0. ..=most).contains(&amount) {
-                let bounds = if name == "hue" { "goes from 0 to 0.5" } else { "is not negative" };
-                return Err(Error::invalid(name, format!("{amount}: it is a number that {bounds}")).into());
+                let bounds = if name == "hue" { "from 0 to 0.5" } else { "a number that is not negative" };
+                return Err(Error::invalid(name, format!("{amount} must be {bounds}")).into());
             }
         }
-        // As torch.randperm does, and the factors after it.
+        // As torch.randperm; the factors follow it.
         let mut order = [0, 1, 2, 3];
         for i in 0..3 {
             order.swap(i, i + random.below(4 - i as u64) as usize);

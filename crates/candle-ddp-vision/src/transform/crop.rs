@@ -44,7 +44,7 @@ impl Transform for RandomCrop {
         check_size(height, width).map_err(|reason| Error::invalid("padding", reason))?;
         if height < self.size.0 || width < self.size.1 {
             let reason = format!(
-                "{}×{} pixels (height × width) cannot be cut out of an image that has {height}×{width} with its padding; \
+                "{}×{} pixels (height × width) must not exceed the size of the image with its padding, {height}×{width}; \
                  set pad_if_needed, or resize images first",
                 self.size.0, self.size.1
             );
@@ -87,7 +87,7 @@ impl Transform for CenterCrop {
     }
 }
 
-/// What is seen of the image through a window of this size, whose upper left corner may lie outside of the image.
+/// Cuts a window of this size out of the image. Its upper left corner may lie outside of the image.
 fn window(
     image: &mut Image,
     mask: Option<&mut Mask>,
@@ -116,7 +116,7 @@ fn cut<const C: usize>(
     size: (usize, usize),
     fill: [u8; C],
 ) -> Vec<u8> {
-    // The columns of the image that are seen, and how many others are before and after them.
+    // The first and last rows or columns of the image in the window, and the number of added ones before them.
     let seen = |start: isize, side: usize, wanted: usize| {
         let (first, end) = (start.max(0) as usize, (start + wanted as isize).clamp(0, side as isize) as usize);
         (first.min(end), end, (start.min(0).unsigned_abs()).min(wanted))

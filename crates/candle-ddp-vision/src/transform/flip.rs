@@ -21,7 +21,7 @@ impl Default for RandomHorizontalFlip {
 impl Transform for RandomHorizontalFlip {
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()> {
         if !(0. ..=1.).contains(&self.p) {
-            return Err(Error::invalid("p", format!("{}: a probability goes from 0 to 1", self.p)).into());
+            return Err(Error::invalid("p", format!("the probability {} must be from 0 to 1", self.p)).into());
         }
         if random.uniform(0., 1.) >= self.p {
             return Ok(());

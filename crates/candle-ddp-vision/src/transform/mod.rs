@@ -17,10 +17,9 @@ use super::{Image, Mask};
 use candle_core::Result;
 use candle_ddp_tensor::seed::Generator;
 
-/// Changes an image, and its mask in the same way, if there is one.
+/// A change of an image, and in the same way of its mask, if there is one.
 ///
-/// A tuple or a `Vec` of transforms is a transform that applies one after the other (torchvision's `Compose`), and `()` is the
-/// one that changes nothing.
+/// A tuple or a `Vec` of transforms is a transform that applies them in order (torchvision's `Compose`); `()` changes nothing.
 ///
 /// ```
 /// use candle_ddp_tensor::seed::Generator;
@@ -36,8 +35,8 @@ pub trait Transform: Send + Sync {
     /// Changes `image`, and `mask`, which has the same size. Random transforms draw their numbers from `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), in candle's error, if the transform cannot be applied to an
-    /// image of this size, or never.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), in candle's error, if the transform is invalid, or cannot be
+    /// applied to an image of this size.
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()>;
 }
 

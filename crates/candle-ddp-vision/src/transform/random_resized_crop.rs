@@ -25,8 +25,8 @@ impl Default for RandomResizedCrop {
 }
 
 impl RandomResizedCrop {
-    /// The place of the part, after at most ten attempts: one that does not fit into the image is given up. After that, the
-    /// part is the largest one in the middle whose proportions are allowed.
+    /// Returns the place of the part. The first of ten random parts that fits into the image is taken; if none does, the largest
+    /// part in the middle with allowed proportions.
     fn area(&self, height: usize, width: usize, random: &mut Generator) -> Area {
         let (low, high) = (self.ratio.0.ln(), self.ratio.1.ln());
         for _ in 0..10 {
@@ -60,7 +60,7 @@ impl Transform for RandomResizedCrop {
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()> {
         for (name, (low, high)) in [("scale", self.scale), ("ratio", self.ratio)] {
             if !(0. < low && low <= high && high.is_finite()) {
-                let reason = format!("({low}, {high}): it goes from a number above 0 to a larger one");
+                let reason = format!("({low}, {high}) must be a positive number and one that is not smaller");
                 return Err(Error::invalid(name, reason).into());
             }
         }

@@ -4,8 +4,9 @@ use crate::Error;
 use crate::image::check_size;
 use crate::{Image, Mask, scratch};
 use candle_core::Result;
-use fast_image_resize::images::{CroppedImage, Image as Target, ImageRef};
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions};
+use fast_image_resize::images::{TypedCroppedImage, TypedImage, TypedImageRef};
+use fast_image_resize::pixels::U8x3;
+use fast_image_resize::{FilterType, ResizeAlg, ResizeOptions};
 
 /// Cuts `area` out of the image and its mask and gives it another size: the image by bilinear interpolation, with
 /// antialiasing where it becomes smaller, and the mask by taking the nearest label.
@@ -33,16 +34,18 @@ fn bilinear(image: &Image, area: Area, height: usize, width: usize) -> Result<Ve
     // No image has a side that does not fit.
     let side = |pixels: usize| u32::try_from(pixels).map_err(|error| Error::invalid("size", error.to_string()));
     let reason = |reason: String| Error::invalid("image", format!("it cannot be resized: {reason}"));
-    let source = ImageRef::new(side(image.width())?, side(image.height())?, image.pixels(), PixelType::U8x3)
+    // With the pixels' type, the compiler makes this one resizer and not those of all types.
+    let source = TypedImageRef::<U8x3>::from_buffer(side(image.width())?, side(image.height())?, image.pixels())
         .map_err(|error| reason(error.to_string()))?;
     // A view, and not a crop box, so that no pixel outside of it has an influence: PIL crops first, and then resizes.
-    let source = CroppedImage::new(&source, side(area.left)?, side(area.top)?, side(area.width)?, side(area.height)?)
+    let (left, top) = (side(area.left)?, side(area.top)?);
+    let source = TypedCroppedImage::from_ref(&source, left, top, side(area.width)?, side(area.height)?)
         .map_err(|error| reason(error.to_string()))?;
     let mut pixels = vec![0; height * width * 3];
-    let mut target = Target::from_slice_u8(side(width)?, side(height)?, &mut pixels, PixelType::U8x3)
+    let mut target = TypedImage::<U8x3>::from_buffer(side(width)?, side(height)?, &mut pixels)
         .map_err(|error| reason(error.to_string()))?;
     let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
-    scratch::with_resizer(|resizer| resizer.resize(&source, &mut target, &options))
+    scratch::with_resizer(|resizer| resizer.resize_typed(&source, &mut target, &options))
         .map_err(|error| reason(error.to_string()))?;
     Ok(pixels)
 }

@@ -41,7 +41,7 @@ impl Transform for Resize {
 pub struct RandomResize {
     /// The smallest length of the shorter side. Default: 256.
     pub min_size: usize,
-    /// The length from which on it is too large: the largest one is `max_size - 1`, as in torchvision. Default: 1024.
+    /// The largest length plus 1, as in torchvision. Default: 1024.
     pub max_size: usize,
 }
 
@@ -55,7 +55,7 @@ impl Transform for RandomResize {
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()> {
         let Self { min_size, max_size } = *self;
         if min_size >= max_size {
-            let reason = format!("{max_size} is not above min_size, which is {min_size}");
+            let reason = format!("{max_size} must be greater than min_size, {min_size}");
             return Err(Error::invalid("max_size", reason).into());
         }
         let size = min_size + random.below((max_size - min_size) as u64) as usize;

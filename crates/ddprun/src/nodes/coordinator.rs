@@ -1,4 +1,4 @@
-//! The thread that decides for all nodes of a run. Its state machine is `Run`; this is what connects it to the store.
+//! The thread that decides for all nodes of a run. Its state machine is `Run`; this module connects it to the store.
 use super::message::{Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::terms::{Pace, Terms};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a call of the store in this process may take.
+/// The time-out of a call to the store, which is in this process.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The coordinator's thread.
@@ -20,7 +20,7 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
-    /// Coordinates the run whose store is `server`, which wants `secret`.
+    /// Coordinates the run whose store is `server`, which requires `secret`.
     pub(crate) fn start(
         server: &TcpStoreServer,
         secret: Option<Secret>,
@@ -38,7 +38,7 @@ impl Coordinator {
         Ok(Self { thread: thread.map_err(|error| Error::io("starting a thread", error))? })
     }
 
-    /// Waits until no agent needs it any more, at most for `patience`.
+    /// Waits until no agent needs the coordinator any more, for at most `patience`.
     pub(super) fn finish(self, patience: Duration) {
         let until = Instant::now() + patience;
         while !self.thread.is_finished() && Instant::now() < until {
@@ -59,7 +59,7 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace) {
         };
         run.on_time(Instant::now());
         if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(run.status())) {
-            // Only the end of the process takes away the store that it hosts.
+            // The store is in this process, so only the end of the process takes it away.
             log::debug!("the coordinator: {error}");
             return;
         }
@@ -73,7 +73,7 @@ struct Desk {
     entries: u64,
     /// The last sign of life of each node, and how many times in a row there was no newer one.
     beats: BTreeMap<Slot, (Vec<u8>, u32)>,
-    /// What was last told about the run.
+    /// The last published status of the run.
     told: Option<RunStatus>,
 }
 
@@ -137,7 +137,7 @@ impl Desk {
         Ok(())
     }
 
-    /// Writes what there is to tell about the run, if that has changed.
+    /// Publishes the status of the run, if it has changed.
     fn tell(&mut self, status: RunStatus) -> candle_ddp_rendezvous::Result<()> {
         if self.told.as_ref() != Some(&status) {
             self.store.set(RUN_STATUS, &encode(&status))?;

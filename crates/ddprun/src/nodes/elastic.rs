@@ -1,4 +1,4 @@
-//! Runs of `candle_ddp::elastic::run` over several nodes: what happens to some processes leaves the others where they are.
+//! Runs of `candle_ddp::elastic::run` over several nodes: when some processes end, the others keep running.
 use super::message::{Admission, Entry, Exited, Replacement, Slot};
 use super::run::{Action, Run, State};
 use crate::judge::{self, End, Verdict};
@@ -22,10 +22,11 @@ impl Run {
         let min_world_size = self.elastic();
         let elastic = self.processes.as_mut().zip(min_world_size);
         let judged = judge::on_exit(elastic, End { rank, how, what: &what, failed }, &mut self.restarts);
-        // The end of the store's process ends this one, so its calls do not fail.
-        let (verdict, reason) = judged.unwrap_or((if failed { Verdict::Fail } else { Verdict::GoOn }, String::new()));
+        // If the process of the store ends, this one ends with it, so its calls do not fail.
+        let (verdict, reason) =
+            judged.unwrap_or((if failed { Verdict::Fail } else { Verdict::Continue }, String::new()));
         let entry = match verdict {
-            Verdict::GoOn | Verdict::EndRanks => return,
+            Verdict::Continue | Verdict::EndRanks => return,
             Verdict::Fail => return self.fail(what, code, Some(slot)),
             Verdict::RestartAll => return self.restart(reason),
             Verdict::Replace => {
@@ -33,18 +34,18 @@ impl Run {
                 let incarnation = self.processes.as_ref().map_or(0, |processes| processes.incarnation(rank));
                 Entry::Replace(Replacement { slot, rank, incarnation, restart_count: self.restart_count, reason })
             }
-            Verdict::GoOnWithout => Entry::GoOnWithout { slot, rank: Some(rank), reason },
+            Verdict::ScaleDown => Entry::ScaleDown { slot, rank: Some(rank), reason },
         };
         self.actions.push(Action::Write(entry));
     }
 
-    /// Lets the others go on without a node that was lost; returns whether they do.
-    pub(super) fn go_on_without(&mut self, slot: Slot, reason: &str) -> bool {
+    /// Lets the others continue without a node that was lost; returns whether they do.
+    pub(super) fn scale_down(&mut self, slot: Slot, reason: &str) -> bool {
         let Some(min_world_size) = self.elastic() else { return false };
         let Some(node_rank) = self.members.iter().position(|member| *member == slot) else { return false };
         let (workers, min_nodes) = (self.terms.workers, self.terms.min_nodes);
         let State::Running { members, .. } = &mut self.state else { return false };
-        // Where the number of nodes is fixed, the program's smallest world size alone counts.
+        // If the number of nodes is fixed, only the program's smallest world size counts.
         let enough_nodes = self.is_static || members.len() > min_nodes;
         let Some(processes) = &mut self.processes else { return false };
         if !processes.update().unwrap_or(false) {
@@ -54,7 +55,7 @@ impl Run {
         let left = next.len();
         if left == 0 || left < min_world_size || !enough_nodes {
             let least = min_world_size.max(if self.is_static { 0 } else { min_nodes * workers });
-            let reason = format!("{reason}. The {left} rank(s) that are left are fewer than the run needs ({least})");
+            let reason = format!("{reason}. The {left} remaining rank(s) are fewer than the run needs ({least})");
             let _ = processes.fail(node_rank * workers, reason);
             return false;
         }
@@ -62,13 +63,13 @@ impl Run {
             return false;
         }
         members.retain(|member| *member != slot);
-        let reason = format!("{reason}. The other {left} rank(s) go on without it");
-        self.actions.push(Action::Write(Entry::GoOnWithout { slot, rank: None, reason }));
+        let reason = format!("{reason}. The other {left} rank(s) continue without it");
+        self.actions.push(Action::Write(Entry::ScaleDown { slot, rank: None, reason }));
         self.finish_if_all_have();
         true
     }
 
-    /// Lets a node take part while the others go on; returns whether it does.
+    /// Admits a node while the others continue; returns whether it did.
     pub(super) fn admit(&mut self, slot: Slot) -> bool {
         if self.elastic().is_none() {
             return false;
@@ -99,7 +100,7 @@ impl Run {
             members.push(slot);
         }
         self.restart_count += 1;
-        let reason = format!("a node has come (host {host}): the others go on with it, {world_size} ranks in all");
+        let reason = format!("a node has joined (host {host}): the others continue with it, {world_size} ranks in all");
         self.actions.push(Action::Write(Entry::Admit(Admission {
             slot,
             node_rank,

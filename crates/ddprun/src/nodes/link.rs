@@ -10,13 +10,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long the node that hosts the store waits at the end until the others need it no more.
+/// How long the node that hosts the store waits at the end until the others no longer need it.
 const GOODBYE: Duration = Duration::from_secs(5);
 
-/// What an agent learns.
+/// The news for an agent.
 #[derive(Debug)]
 pub(crate) enum News {
-    /// This node has been given a number, and waits for the others.
+    /// This node was given a number, and waits for the others.
     Joined(Slot),
     Entry(Entry),
     /// This node cannot take part.
@@ -48,7 +48,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Introduces this node. `coordinator` runs in this process if it hosts the store. `tell` gets the news.
+    /// Introduces this node. `coordinator` runs in this process if this process hosts the store. `tell` gets the news.
     pub(crate) fn join(
         address: Address,
         node: Node,
@@ -69,16 +69,17 @@ impl Link {
         Ok(Self { outbox, root, speaker, coordinator })
     }
 
-    /// Tells the coordinator something, as soon as there is a connection.
+    /// Sends the coordinator a message, as soon as there is a connection.
     pub(crate) fn tell(&self, message: Message) {
-        // Without a connection, the news have said so.
+        // Without a connection, the news has said so.
         let _ = self.outbox.send(message);
     }
 
-    /// Reports what has happened on this node in a run that has failed, and returns what has caused it, if any node knows.
+    /// Reports the first failure on this node in a run that has failed, and returns the failure that caused all others,
+    /// if any node knows it.
     pub(crate) fn root(&self, own: Option<Report>) -> Option<Report> {
         self.tell(Message::Report(own));
-        // The reports of the others may take that long, and their way some time.
+        // The others' reports may take that long, plus some time to arrive.
         self.root.recv_timeout(super::run::REPORTS + Duration::from_secs(1)).ok().flatten()
     }
 
@@ -102,7 +103,7 @@ fn lost(error: &candle_ddp_rendezvous::Error) -> News {
 /// The loss of a store that was there before.
 fn gone(error: &candle_ddp_rendezvous::Error) -> News {
     News::Lost(format!(
-        "the store of the run is gone, and with it what connects the nodes: the ddprun that hosts it was killed, or its \
+        "the store of the run is gone, and the nodes have lost each other: the ddprun that hosts it was killed, or its \
          machine cannot be reached any more. Start the run again, from its last checkpoint ({error})"
     ))
 }
@@ -116,9 +117,9 @@ fn speak(
     root: Sender<Option<Report>>,
     tell: &(impl Fn(News) + Clone + Send + 'static),
 ) -> std::result::Result<(), News> {
-    // The host of the store may come late; afterwards, each call has to be answered at once.
+    // The host of the store may come late; afterwards, it must answer each call at once.
     address.connect(pace.join_timeout)?;
-    // Nobody else uses this client, so all that follows goes over one connection, whose end is that of the agent.
+    // Nobody else uses this client, so everything below goes over one connection, which closes when the agent ends.
     let store = Arc::new(address.connect(pace.patience())?);
     let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
     let inbox = format!("{PREFIX}/{INBOX}");
@@ -183,7 +184,7 @@ fn listen(
         let (is_failure, is_last) = (matches!(entry, Entry::Failed { signal: None, .. }), entry.is_last());
         tell(News::Entry(entry));
         if is_failure {
-            // Nobody listens if the agent has ended without it.
+            // If the agent has ended without it, nobody listens.
             let _ = root.send(decode(ROOT, &read(ROOT)?)?);
         }
         if is_last {

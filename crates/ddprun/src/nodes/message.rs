@@ -1,22 +1,22 @@
-//! What the agents of a run tell its coordinator, and what it tells them. All of it travels as JSON through the store.
+//! The messages between the agents of a run and its coordinator. They travel as JSON through the store.
 use super::terms::Terms;
 use serde::{Deserialize, Serialize};
 
-/// The number of a node, in the order in which the agents of a run have come. A node that comes back gets a new one.
+/// The number of a node, in the order in which the agents of a run have joined. A node that comes back gets a new one.
 pub(crate) type Slot = u64;
 
 /// A node, as its agent introduces itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Node {
     pub(crate) host: String,
-    /// The rank that its user gave it, where the number of nodes is fixed.
+    /// The rank that its user gave it, if the number of nodes is fixed.
     pub(crate) node_rank: Option<usize>,
     /// Whether it hosts the store.
     pub(crate) hosts: bool,
     pub(crate) terms: Terms,
 }
 
-/// What an agent tells the coordinator.
+/// A message of an agent to the coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     /// It takes part in the run.
@@ -25,15 +25,16 @@ pub(crate) enum Message {
     Exited(Exited),
     /// All its workers have exited with 0.
     Finished,
-    /// None of its workers is left; it waits for the next round.
+    /// None of its workers remains; it waits for the next round.
     Ended,
-    /// It does not wait any longer for the others, or was told to end, perhaps by a signal.
+    /// It no longer waits for the others, or was told to end, perhaps by a signal.
     Leave { reason: String, signal: Option<i32> },
-    /// What was the first failure among its workers, after all of them have ended; `None` if only others have failed.
+    /// The first failure among its workers, after all of them have ended; `None` if only others have failed.
     Report(Option<Report>),
-    /// It needs the store no more.
+    /// It no longer needs the store.
     Bye,
-    /// Its connection has closed: its last will, which the store sends in its name. It means nothing after a goodbye.
+    /// Its connection has closed. The store sends this in its name, as its last will. After a goodbye, it means
+    /// nothing.
     Gone,
 }
 
@@ -43,7 +44,7 @@ pub(crate) struct Exited {
     pub(crate) rank: usize,
     /// How its process ended, as in "exited with code 1".
     pub(crate) how: String,
-    /// The exit code that ddprun makes of it.
+    /// The exit code that ddprun derives from it.
     pub(crate) code: u8,
 }
 
@@ -51,7 +52,7 @@ pub(crate) struct Exited {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(crate) rank: usize,
-    /// It was killed, and so cannot have failed because of another.
+    /// It was killed, so no other worker caused its failure.
     pub(crate) killed: bool,
     /// The rank on another node that its error names.
     pub(crate) elsewhere: Option<usize>,
@@ -59,7 +60,7 @@ pub(crate) struct Report {
     pub(crate) at: u64,
     /// The exit code of ddprun.
     pub(crate) code: u8,
-    /// How it ended, and its last words.
+    /// Its report: how it ended, and its last output.
     pub(crate) text: String,
 }
 
@@ -68,19 +69,19 @@ pub(crate) struct Report {
 pub(crate) enum Entry {
     /// All start their workers.
     Start(Round),
-    /// All end their workers, to start them again.
+    /// All end their workers, to restart them.
     Restart { reason: String },
-    /// In an elastic run, a process takes the place of one that has ended, and all others go on.
+    /// In an elastic run, a process takes the place of one that has ended, and all others continue.
     Replace(Replacement),
-    /// In an elastic run, the others go on without the process of this rank, or without the whole node.
-    GoOnWithout { slot: Slot, rank: Option<usize>, reason: String },
-    /// In an elastic run, a node starts its workers, and the others go on with them.
+    /// In an elastic run, the others continue without the process of this rank, or without the whole node.
+    ScaleDown { slot: Slot, rank: Option<usize>, reason: String },
+    /// In an elastic run, a node starts its workers, and the others continue with them.
     Admit(Admission),
     /// All have finished.
     Done,
     /// The run has failed, or a signal to one of the nodes has ended it.
     Failed { reason: String, code: u8, signal: Option<i32> },
-    /// The node that hosts the store leaves; the others go on by themselves.
+    /// The node that hosts the store leaves; the others continue by themselves.
     Unattended { reason: String },
 }
 
@@ -96,7 +97,7 @@ impl Entry {
 pub(crate) struct Round {
     /// How often all workers were started before.
     pub(crate) attempt: u64,
-    /// How often any were started again.
+    /// How often any worker was restarted.
     pub(crate) restart_count: u32,
     /// The nodes by their rank.
     pub(crate) slots: Vec<Slot>,
@@ -126,7 +127,7 @@ pub(crate) struct Admission {
     pub(crate) reason: String,
 }
 
-/// What an agent learns when it joins.
+/// The reply to an agent that joins.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Welcome {
     /// It takes part from this entry of the log on.

@@ -1,13 +1,14 @@
-//! The agents of several nodes. An agent is a `ddprun`; those of one run meet through the store, which one of them hosts.
+//! The agents of several nodes. Each `ddprun` is an agent; those of one run meet through the store, which one of them
+//! hosts.
 //!
 //! - The host of the store also runs the run's [`Coordinator`], a thread that decides everything: when workers start, and
 //!   with which nodes; what follows a failure; when the run is over. So no two agents ever act on different decisions, and
 //!   the run ends with its store.
-//! - An agent tells it what happens on its node by a queue in the store ([`Message`]), and follows its log ([`Entry`]).
-//!   Both arrive at once, since waiting for a key needs no polling.
-//! - Every agent gives signs of life. One that stops giving them is taken for dead, and so is at once one whose connection
-//!   closes without a goodbye: the store then sends its last will ([`Message::Gone`]). An agent that cannot give signs of
-//!   life ends its workers, because the store is gone.
+//! - An agent reports events on its node through a queue in the store ([`Message`]), and follows the coordinator's
+//!   log ([`Entry`]). Both arrive at once, since waiting for a key needs no polling.
+//! - Every agent gives signs of life. An agent is considered dead when these stop, and at once when its connection
+//!   closes without a goodbye: the store then sends its last will ([`Message::Gone`]). An agent that cannot give
+//!   signs of life ends its workers, because the store is gone.
 mod coordinator;
 mod elastic;
 mod link;

@@ -1,4 +1,6 @@
-//! What becomes of a run on several nodes: a state machine. What is special about elastic runs is in `elastic`.
+//! A run on several nodes, as a state machine. The rules for elastic runs are in `elastic`.
+//!
+//! It has no clock: call `on_time` with the time after every event.
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
 use super::terms::{Pace, Terms};
 use crate::judge::Restarts;
@@ -11,41 +13,41 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the reports of further nodes may take after the first one.
+/// How long to wait for further nodes' reports after the first one.
 pub(super) const REPORTS: Duration = Duration::from_secs(2);
 
-/// What the run wants to be done in the store.
+/// An action of the coordinator in the store.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Write(Entry),
-    /// Answers a node that wants to join; without a reason it takes part from the next entry on.
+    /// Answers a node that wants to join. Without a reason, it takes part from the next entry on.
     Welcome(Slot, Option<String>),
-    /// Removes what workers of an earlier round have left in the store.
+    /// Removes the keys that workers of an earlier round have left in the store.
     Clear,
-    /// The failure that has caused the others.
+    /// The failure that caused the others.
     Root(Option<Report>),
 }
 
 #[derive(Debug)]
 pub(super) enum State {
-    /// No worker runs; nodes come.
-    Meeting { since: Instant, enough_since: Option<Instant> },
+    /// No worker runs; nodes join. The times are those of the first look at the clock.
+    Meeting { since: Option<Instant>, enough_since: Option<Instant> },
     /// These nodes run workers.
     Running { members: Vec<Slot>, finished: BTreeSet<Slot>, suspicion: Option<Suspicion> },
-    /// Workers are ended on these nodes, before all are started again.
+    /// Workers are ended on these nodes, before all are restarted.
     Stopping { awaited: BTreeSet<Slot> },
     /// The run is over; these nodes have not said goodbye yet.
     Ending { reports: Option<Reports> },
 }
 
-/// A failure that may be the consequence of the death of another node: nobody has to do with it until these nodes have
-/// given a sign of life.
+/// A failure that the death of another node may have caused. It is not acted on until these nodes have given a sign of
+/// life.
 #[derive(Debug)]
 pub(super) struct Suspicion {
     exited: Exited,
     slot: Slot,
-    /// The other nodes from which a sign of life has not come since, and how many are still needed. The first may be older
-    /// than the failure, since they are looked at from time to time only.
+    /// The other nodes that have given no sign of life since, and how many signs of each are still needed. The first
+    /// sign may be older than the failure, since signs are only read from time to time.
     silent: BTreeMap<Slot, u32>,
 }
 
@@ -55,7 +57,8 @@ pub(super) struct Reports {
     awaited: BTreeSet<Slot>,
     /// The node of the first failure.
     first: Option<Slot>,
-    got: Vec<(Slot, Report)>,
+    /// A node whose workers have not failed has nothing to report.
+    got: Vec<(Slot, Option<Report>)>,
     deadline: Option<Instant>,
 }
 
@@ -68,16 +71,16 @@ pub(super) struct Run {
     store: Arc<dyn Store>,
     /// The nodes that are alive.
     pub(super) nodes: BTreeMap<Slot, Node>,
-    /// The hosts of all nodes that have come.
+    /// The hosts of all nodes that have joined.
     pub(super) hosts: BTreeMap<Slot, String>,
     /// The members of the last round, by their ranks; some may be gone.
     pub(super) members: Vec<Slot>,
     pub(super) state: State,
-    /// The number of rounds, and how often any worker was started again, for any reason.
+    /// The number of rounds, and how often any worker was restarted, for any reason.
     pub(super) rounds: u64,
     pub(super) restart_count: u32,
     pub(super) restarts: Restarts,
-    /// The processes of the last round, for the case that they run elastically.
+    /// The processes of the last round, in case they run elastically.
     pub(super) processes: Option<Members>,
     pub(super) last_failure: Option<LastFailure>,
     pub(super) actions: Vec<Action>,
@@ -94,7 +97,7 @@ impl Run {
             nodes: BTreeMap::new(),
             hosts: BTreeMap::new(),
             members: Vec::new(),
-            state: State::Meeting { since: Instant::now(), enough_since: None },
+            state: State::Meeting { since: None, enough_since: None },
             rounds: 0,
             restart_count: 0,
             restarts,
@@ -133,7 +136,7 @@ impl Run {
 
     pub(super) fn on_message(&mut self, slot: Slot, message: Message) {
         if !matches!(message, Message::Join(_)) && !self.nodes.contains_key(&slot) {
-            // It was taken for dead, and the others have gone on without it, or it has left.
+            // It was considered dead, and the others have continued without it, or it has left.
             return;
         }
         match message {
@@ -154,7 +157,8 @@ impl Run {
     fn on_join(&mut self, slot: Slot, node: Node) {
         let twice = |rank: usize| {
             let other = self.nodes.values().find(|other| other.node_rank == Some(rank))?;
-            Some(format!("--node-rank {rank} is taken by the ddprun on host {}: give each node its own", other.host))
+            let host = &other.host;
+            Some(format!("--node-rank {rank} is taken by the ddprun on host {host}: give each node its own rank"))
         };
         let refusal = match self.terms.difference(&node.terms) {
             Some(difference) => Some(difference),
@@ -173,7 +177,7 @@ impl Run {
             && members.len() < self.terms.max_nodes
             && !self.admit(slot)
         {
-            self.restart(format!("a node has come (host {host}): all workers are started again, on {} nodes", {
+            self.restart(format!("a node has joined (host {host}): restarting all workers, on {} nodes", {
                 self.nodes.len().min(self.terms.max_nodes)
             }));
         }
@@ -202,12 +206,12 @@ impl Run {
         self.settle_suspicion();
     }
 
-    /// Acts on a failure, once no node is under suspicion of having caused it by its death.
+    /// Acts on a failure, once no node is suspected of having caused it by its death.
     fn settle_suspicion(&mut self) {
         let State::Running { suspicion, .. } = &mut self.state else { return };
         let nodes = &self.nodes;
         let is_settled = |suspicion: &mut Suspicion| {
-            // Who has left is not dead.
+            // A node that has left is not dead.
             suspicion.silent.retain(|slot, needed| *needed > 0 && nodes.contains_key(slot));
             suspicion.silent.is_empty()
         };
@@ -245,11 +249,11 @@ impl Run {
     fn meet_when_stopped(&mut self) {
         if matches!(&self.state, State::Stopping { awaited } if awaited.is_empty()) {
             self.actions.push(Action::Clear);
-            self.state = State::Meeting { since: Instant::now(), enough_since: None };
+            self.state = State::Meeting { since: None, enough_since: None };
         }
     }
 
-    /// A node leaves by itself.
+    /// A node leaves voluntarily.
     fn on_leave(&mut self, slot: Slot, reason: &str, signal: Option<i32>) {
         let reason = format!("{} leaves: {reason}", self.name(slot));
         let hosts = self.nodes.get(&slot).is_some_and(|node| node.hosts);
@@ -288,30 +292,30 @@ impl Run {
     pub(super) fn on_silence(&mut self, slot: Slot) {
         let seconds = self.pace.patience().as_secs_f64();
         let reason = format!(
-            "{} has given no sign of life for {seconds} s: its machine, its network or its ddprun is gone",
+            "{} has given no sign of life for {seconds} s: its machine, its network or its ddprun has failed",
             self.name(slot)
         );
         self.lose(slot, reason, None);
     }
 
-    /// The connection of a node has closed, although it has not left. If its ddprun lives, it has lost the store by that, and
-    /// ends its workers.
+    /// The connection of a node has closed, although the node has not left. If its ddprun lives, it has thereby lost
+    /// the store, and ends its workers.
     fn on_gone(&mut self, slot: Slot) {
         let reason = format!(
-            "{} is gone: its ddprun has ended without a word, or its connection to the store was cut",
+            "{} is gone: its ddprun ended without a word, or its connection to the store was cut",
             self.name(slot)
         );
         self.lose(slot, reason, None);
     }
 
-    /// Goes on without a node, or ends the run. `signal` is what the node was told to end by, if it was.
+    /// Continues without a node, or ends the run. `signal` is the signal that ended the node, if any.
     fn lose(&mut self, slot: Slot, reason: String, signal: Option<i32>) {
         self.nodes.remove(&slot);
         let is_running = matches!(&self.state, State::Running { members, .. } if members.contains(&slot));
         if is_running {
             self.note_failure(&reason);
         }
-        if is_running && !self.go_on_without(slot, &reason) {
+        if is_running && !self.scale_down(slot, &reason) {
             self.replace_lost(reason, signal);
         } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
             self.end(reason, signal);
@@ -325,17 +329,17 @@ impl Run {
         if self.is_static {
             self.end(reason, signal);
         } else if left >= least {
-            self.restart(format!("{reason}. All workers are started again, on {left} node(s)"));
+            self.restart(format!("{reason}. Restarting all workers, on {left} node(s)"));
         } else if self.restarts.are_left() {
             self.restarts.used += 1;
-            self.restart(format!("{reason}. All workers are started again once {least} node(s) are there"));
+            self.restart(format!("{reason}. All workers will be restarted once {least} node(s) are there"));
         } else {
-            let few = format!("The {left} node(s) that are left are fewer than --nnodes wants ({least})");
+            let few = format!("The {left} remaining node(s) are fewer than --nnodes requires ({least})");
             self.end(format!("{reason}. {few}"), signal);
         }
     }
 
-    /// Waits no longer for a node.
+    /// No longer waits for a node.
     fn forget(&mut self, slot: Slot) {
         match &mut self.state {
             State::Stopping { awaited } => {
@@ -344,7 +348,6 @@ impl Run {
             }
             State::Ending { reports: Some(reports) } => {
                 reports.awaited.remove(&slot);
-                self.publish(Instant::now());
             }
             _ => {}
         }
@@ -353,46 +356,53 @@ impl Run {
     fn on_report(&mut self, slot: Slot, report: Option<Report>) {
         let State::Ending { reports: Some(reports) } = &mut self.state else { return };
         reports.awaited.remove(&slot);
-        reports.got.extend(report.map(|report| (slot, report)));
-        let now = Instant::now();
-        reports.deadline.get_or_insert(now + REPORTS);
-        self.publish(now);
+        reports.got.push((slot, report));
     }
 
-    /// Makes known which failure has caused the others, when all reports are in or it gets late.
+    /// Publishes which failure caused the others, when all reports are in or time is up.
     fn publish(&mut self, now: Instant) {
         let State::Ending { reports } = &mut self.state else { return };
         let is_due = |reports: &mut Reports| {
+            if !reports.got.is_empty() {
+                reports.deadline.get_or_insert(now + REPORTS);
+            }
             reports.awaited.is_empty() || reports.deadline.is_some_and(|deadline| deadline <= now)
         };
         if let Some(Reports { first, got, .. }) = reports.take_if(is_due) {
+            let got = got.into_iter().filter_map(|(slot, report)| Some((slot, report?))).collect();
             self.actions.push(Action::Root(root(first, got)));
         }
     }
 
-    /// Acts on the time.
+    /// Acts on the time, and on the events since the last call.
     pub(super) fn on_time(&mut self, now: Instant) {
-        self.publish(now);
         self.settle_suspicion();
+        self.meet(now);
+        self.publish(now);
+    }
+
+    /// Starts the workers when enough nodes are there, or ends the run when they have not come in time.
+    fn meet(&mut self, now: Instant) {
         let (least, most) = (self.terms.min_nodes, self.terms.max_nodes);
         let State::Meeting { since, enough_since } = &mut self.state else { return };
+        let since = *since.get_or_insert(now);
         let there = self.nodes.len();
         if there < least {
             *enough_since = None;
-            if now.duration_since(*since) >= self.pace.join_timeout {
+            if now.duration_since(since) >= self.pace.join_timeout {
                 let seconds = self.pace.join_timeout.as_secs_f64();
-                self.fail(format!("{there} of {least} nodes have come within {seconds} s{}", self.absent()), 1, None);
+                self.fail(format!("{there} of {least} nodes joined within {seconds} s{}", self.absent()), 1, None);
             }
             return;
         }
-        // Only the first round waits for more nodes than it needs. Later ones come when they are ready.
-        let since = *enough_since.get_or_insert(now);
-        if there >= most || self.rounds > 0 || now.duration_since(since) >= self.pace.last_call_timeout {
+        // Only the first round waits for more nodes than it needs. Later ones can join when they are ready.
+        let enough_since = *enough_since.get_or_insert(now);
+        if there >= most || self.rounds > 0 || now.duration_since(enough_since) >= self.pace.last_call_timeout {
             self.start();
         }
     }
 
-    /// Which nodes have not come, where they are known by rank.
+    /// The nodes that have not joined, if they are known by rank.
     fn absent(&self) -> String {
         if !self.is_static {
             return String::new();
@@ -418,7 +428,7 @@ impl Run {
         self.state = State::Running { members: slots, finished: BTreeSet::new(), suspicion: None };
     }
 
-    /// Ends all workers, and starts them again afterwards.
+    /// Ends all workers, and restarts them afterwards.
     pub(super) fn restart(&mut self, reason: String) {
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.restart_count += 1;
@@ -442,18 +452,17 @@ impl Run {
         self.actions.push(Action::Write(Entry::Failed { reason, code, signal }));
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.state = State::Ending { reports: Some(Reports { awaited, first, got: Vec::new(), deadline: None }) };
-        self.publish(Instant::now());
     }
 }
 
-/// The failure that has caused the others, in the same way as among the workers of one node: one that was killed comes
-/// first; otherwise the first one, or the one that its error names.
+/// The failure that caused the others, found as among the workers of one node: one that was killed comes first;
+/// otherwise the first one, or the one that its error names.
 fn root(first: Option<Slot>, reports: Vec<(Slot, Report)>) -> Option<Report> {
     let killed = reports.iter().map(|(_, report)| report).filter(|report| report.killed);
     if let Some(killed) = killed.min_by_key(|report| report.at) {
         return Some(killed.clone());
     }
-    // Without a first worker, a node has ended the run.
+    // Without a first worker, a node ended the run.
     let first = first?;
     let start = reports.iter().find(|(slot, _)| *slot == first).or(reports.first());
     let mut root = &start?.1;

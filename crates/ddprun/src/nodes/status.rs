@@ -1,15 +1,15 @@
-//! What the coordinator tells about its run, for `ddprun --status`.
+//! The status that the coordinator publishes about its run, for `ddprun --status`.
 use super::message::Slot;
 use super::run::{Run, State};
 use crate::status::{LastFailure, NodeStatus, Phase, RunStatus};
 
 impl Run {
-    /// Takes note of a failure, whatever follows from it.
+    /// Records a failure, whatever follows from it.
     pub(super) fn note_failure(&mut self, text: &str) {
         self.last_failure = Some(LastFailure::now(text));
     }
 
-    /// What there is to tell about the run.
+    /// The status of the run.
     pub(super) fn status(&self) -> RunStatus {
         let (members, phase) = match &self.state {
             State::Meeting { .. } => (&[][..], Phase::Meeting),

@@ -1,4 +1,4 @@
-//! What all nodes of a run must have in common.
+//! The parameters that all nodes of a run must have in common.
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// The first difference between these terms, which are those of the run, and those of a node that joins.
+    /// The first difference between these terms, which are the run's, and those of a node that joins.
     pub(super) fn difference(&self, other: &Self) -> Option<String> {
         let range = |terms: &Self| match terms.min_nodes == terms.max_nodes {
             true => terms.min_nodes.to_string(),
@@ -32,16 +32,16 @@ impl Terms {
     }
 }
 
-/// Times of the rendezvous: torchrun's `--rdzv-conf`, as far as it makes sense here.
+/// Times of the rendezvous: torchrun's `--rdzv-conf`, as far as it applies here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Pace {
     /// How long the first nodes wait for the others.
     pub(crate) join_timeout: Duration,
-    /// How long nodes wait for more, up to the largest number, once the smallest number is there.
+    /// How long nodes wait for more, up to the largest number, once the smallest number has joined.
     pub(crate) last_call_timeout: Duration,
     /// The time between two signs of life.
     pub(crate) keep_alive_interval: Duration,
-    /// A node that has missed this many is taken for dead.
+    /// A node that has missed this many is considered dead.
     pub(crate) keep_alive_max_attempt: u32,
     /// How long a node whose workers have finished waits for the others.
     pub(crate) exit_barrier_timeout: Duration,
@@ -50,7 +50,7 @@ pub(crate) struct Pace {
 }
 
 impl Default for Pace {
-    /// torchelastic's times, but a node is found to be dead after 5 s instead of 15.
+    /// torchelastic's times, except that a node is found to be dead after 5 s instead of 15.
     fn default() -> Self {
         Self {
             join_timeout: Duration::from_secs(600),
@@ -64,7 +64,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// After this time without a sign of life, a node is taken for dead.
+    /// The time without a sign of life after which a node is considered dead.
     pub(crate) fn patience(&self) -> Duration {
         self.keep_alive_interval.saturating_mul(self.keep_alive_max_attempt)
     }

@@ -1,22 +1,24 @@
-//! The state machine of a run, without a network: what the coordinator decides about messages, silence and last wills.
+//! The state machine of a run, without a network or a clock: what the coordinator decides about messages, silence, last wills
+//! and time.
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
-use super::run::{Action, Run};
+use super::run::{Action, REPORTS, Run};
 use super::terms::{Pace, Terms};
 use candle_ddp_rendezvous::HashStore;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A run whose nodes have a worker each. With `is_static`, a node's rank is its slot.
+/// A run whose nodes have a worker each, and its clock. With `is_static`, a node's rank is its slot.
 struct Fixture {
     run: Run,
     is_static: bool,
+    now: Instant,
 }
 
 impl Fixture {
     fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
         let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts };
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
-        Self { run: Run::new(terms, Pace::default(), is_static, store), is_static }
+        Self { run: Run::new(terms, Pace::default(), is_static, store), is_static, now: Instant::now() }
     }
 
     /// A run of two nodes, which have met.
@@ -46,13 +48,13 @@ impl Fixture {
         self.tell(slot, Message::Exited(Exited { rank, how: format!("exited with code {code}"), code }));
     }
 
-    /// What the run wants to be done now.
+    /// The actions of the run until now.
     fn actions(&mut self) -> Vec<Action> {
-        self.run.on_time(Instant::now());
+        self.run.on_time(self.now);
         self.run.take_actions()
     }
 
-    /// What the nodes are told now.
+    /// The entries for the nodes until now.
     fn entries(&mut self) -> Vec<Entry> {
         let entry = |action| match action {
             Action::Write(entry) => Some(entry),
@@ -108,7 +110,7 @@ fn the_others_start_again_without_a_silent_node() {
     fixture.run.on_silence(1);
     let reason = fixture.restart_reason();
     assert!(reason.starts_with("node 1 (host host1) has given no sign of life for 5 s"), "{reason}");
-    assert!(reason.ends_with("All workers are started again, on 1 node(s)"), "{reason}");
+    assert!(reason.ends_with("Restarting all workers, on 1 node(s)"), "{reason}");
     fixture.tell(0, Message::Ended);
     assert_eq!(fixture.actions(), [Action::Clear, Action::Write(start(1, 1, &[0]))]);
 }
@@ -118,7 +120,7 @@ fn a_last_will_is_as_good_as_silence() {
     let mut fixture = Fixture::of_two(1, 0, false);
     fixture.tell(1, Message::Gone);
     let reason = fixture.restart_reason();
-    assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun has ended without a word"), "{reason}");
+    assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun ended without a word"), "{reason}");
     fixture.tell(0, Message::Ended);
     assert_eq!(fixture.entries(), [start(1, 1, &[0])]);
     fixture.tell(1, Message::Gone);
@@ -209,13 +211,13 @@ fn too_few_nodes_end_the_run_or_use_up_a_restart() {
     let mut fixture = Fixture::of_two(2, 0, false);
     fixture.tell(1, Message::Gone);
     let (reason, code) = fixture.failure();
-    assert!(reason.ends_with("The 1 node(s) that are left are fewer than --nnodes wants (2)"), "{reason}");
+    assert!(reason.ends_with("The 1 remaining node(s) are fewer than --nnodes requires (2)"), "{reason}");
     assert_eq!(code, 1);
 
     let mut fixture = Fixture::of_two(2, 1, false);
     fixture.tell(1, Message::Gone);
     let reason = fixture.restart_reason();
-    assert!(reason.ends_with("All workers are started again once 2 node(s) are there"), "{reason}");
+    assert!(reason.ends_with("All workers will be restarted once 2 node(s) are there"), "{reason}");
     fixture.tell(0, Message::Ended);
     assert_eq!(fixture.entries(), []);
     fixture.join(2);
@@ -229,7 +231,7 @@ fn the_last_failure_counts_when_all_restarts_are_used_up() {
     let mut fixture = Fixture::of_two(2, 1, true);
     fixture.fail(1, 7);
     let reason = fixture.restart_reason();
-    let expected = "rank 1 on node 1 (host host1) exited with code 7: all workers are started again (restart 1 of 1)";
+    let expected = "rank 1 on node 1 (host host1) exited with code 7: restarting all workers (restart 1 of 1)";
     assert_eq!(reason, expected);
     for slot in [0, 1] {
         assert_eq!(fixture.actions(), []);
@@ -260,4 +262,71 @@ fn a_failure_is_judged_once_the_other_nodes_are_known_to_live() {
     }
     assert!(fixture.restart_reason().starts_with("rank 0 on node 0 (host host0) exited with code 5"));
     assert_eq!(fixture.run.restarts.used, 1);
+}
+
+#[test]
+fn nodes_that_do_not_come_in_time_end_the_run() {
+    let join_timeout = Pace::default().join_timeout;
+    for (is_static, absent) in [(false, ""), (true, ": look at the output of ddprun with --node-rank 1")] {
+        let mut fixture = Fixture::new(2, 2, 0, is_static);
+        assert_eq!(fixture.actions(), []);
+        fixture.join(0);
+        fixture.now += join_timeout - Duration::from_millis(1);
+        assert_eq!(fixture.actions(), []);
+        fixture.now += Duration::from_millis(1);
+        assert_eq!(fixture.failure(), (format!("1 of 2 nodes joined within 600 s{absent}"), 1));
+    }
+    // The time begins anew with each meeting.
+    let mut fixture = Fixture::of_two(2, 1, false);
+    fixture.now += join_timeout;
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    fixture.tell(0, Message::Ended);
+    assert_eq!(fixture.actions(), [Action::Clear]);
+    fixture.now += join_timeout - Duration::from_millis(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += Duration::from_millis(1);
+    fixture.failure();
+}
+
+#[test]
+fn the_first_round_waits_for_more_nodes_than_it_needs() {
+    let last_call_timeout = Pace::default().last_call_timeout;
+    let mut fixture = Fixture::new(1, 3, 0, false);
+    fixture.join(0);
+    assert_eq!(fixture.actions(), []);
+    // Too few nodes in between: the last call begins anew.
+    fixture.now += last_call_timeout / 2;
+    fixture.tell(0, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+    fixture.join(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += last_call_timeout / 2;
+    fixture.join(2);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += last_call_timeout / 2;
+    assert_eq!(fixture.entries(), [start(0, 0, &[1, 2])]);
+    // Later rounds do not wait.
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    fixture.tell(2, Message::Ended);
+    assert_eq!(fixture.entries(), [start(1, 1, &[2])]);
+}
+
+#[test]
+fn late_reports_are_not_waited_for() {
+    let mut fixture = Fixture::of_two(2, 0, false);
+    fixture.fail(0, 7);
+    fixture.failure();
+    // No report is in yet.
+    fixture.now += 10 * REPORTS;
+    assert_eq!(fixture.actions(), []);
+    let report = Report { rank: 0, killed: false, elsewhere: Some(1), at: 0, code: 7, text: "failed".into() };
+    fixture.tell(0, Message::Report(Some(report.clone())));
+    assert_eq!(fixture.actions(), []);
+    fixture.now += REPORTS - Duration::from_millis(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += Duration::from_millis(1);
+    assert_eq!(fixture.actions(), [Action::Root(Some(report))]);
+    assert_eq!(fixture.actions(), []);
 }

@@ -1,4 +1,4 @@
-//! What the ddprun that hosts the store writes there about its run, whenever something changes.
+//! The document about its run that the ddprun that hosts the store keeps there, and updates with every change.
 use crate::config::Config;
 use candle_ddp_rendezvous::host::host_name;
 use candle_ddp_rendezvous::milliseconds;
@@ -13,9 +13,9 @@ pub(crate) const RUN_STATUS: &str = "candle_ddp/status/run";
 pub(crate) struct RunStatus {
     pub(crate) run_id: String,
     pub(crate) phase: Phase,
-    /// How often all workers were started again.
+    /// How often all workers were restarted.
     pub(crate) attempt: u64,
-    /// How many of the restarts are used up.
+    /// How many restarts were used.
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
     /// The number of workers on each node.
@@ -56,7 +56,7 @@ impl LastFailure {
 }
 
 impl RunStatus {
-    /// The beginning of a run. The nodes of a run on several ones have yet to come.
+    /// The initial status of a run. The nodes of a run on several machines have yet to join.
     pub(crate) fn of(config: &Config) -> Self {
         let own = NodeStatus { host: host_name(), node_rank: Some(0), is_alive: true };
         let (phase, nodes) = match config.rendezvous {

@@ -1,5 +1,5 @@
-//! `ddprun --status`: what the store of a run says about it. Its launcher writes a document about the run and its nodes
-//! ([`RunStatus`]), and each rank one about itself ([`RankStatus`](candle_ddp_rendezvous::RankStatus)).
+//! `ddprun --status`: shows the status of a run from its store. The launcher writes a document about the run and its
+//! nodes ([`RunStatus`]), and each rank one about itself ([`RankStatus`](candle_ddp_rendezvous::RankStatus)).
 mod document;
 mod snapshot;
 mod table;
@@ -15,13 +15,13 @@ use std::time::{Duration, SystemTime};
 /// How long the store may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The text about the run whose store is at `address`.
+/// The status, as text, of the run whose store is at `address`.
 pub(super) fn of_run(address: &str, no_secret: bool) -> Result<String> {
     let (host, port) = parse(address)?;
     let secret = if no_secret { None } else { Secret::from_env()? };
     let store = Arc::new(TcpStore::connect_with(&host, port, TcpStoreOptions { timeout: TIMEOUT, secret })?);
     let name = store.name();
-    // Whoever can write to the store can put control characters there.
+    // Anyone who can write to the store can put control characters there.
     Ok(plain(&table::text(&snapshot::read(store, name)?, SystemTime::now())))
 }
 
@@ -30,7 +30,7 @@ fn parse(address: &str) -> Result<(String, u16)> {
         Ok(InitMethod { location: Location::Tcp { host, port }, rank: None, world_size: None, .. }) => Ok((host, port)),
         _ => {
             let reason = format!(
-                "{address:?} is not HOST:PORT of the store of a run: those of --rdzv-endpoint, or of --master-addr and \
+                "{address:?} must be HOST:PORT of the run's store: its --rdzv-endpoint, or its --master-addr and \
                  --master-port"
             );
             Err(Error::usage("--status", reason))

@@ -1,4 +1,4 @@
-//! Reading what the store of a run says about it.
+//! Reads the status of a run from its store.
 use super::document::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::json::decode;
 use candle_ddp_rendezvous::{Decision, Generations, RankStatus, Store, absent_ranks, rank_status_key};
@@ -9,15 +9,16 @@ pub(super) struct Snapshot {
     pub(super) run: RunStatus,
     /// The newest generation, if the ranks run elastically.
     pub(super) generation: Option<u64>,
-    /// The ranks that take part, with what they have told.
+    /// The ranks that take part, with their reports.
     pub(super) ranks: Vec<(usize, Option<RankStatus>)>,
 }
 
-/// Reads from the store that is called `name`.
+/// Reads from `store`, which messages call `name`.
 pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous::Result<Snapshot> {
     if !store.check(&[RUN_STATUS])? {
-        let reason = "no ddprun has written there about its run: another launcher hosts this store, or the run has a \
-                      secret that this process does not have (CANDLE_DDP_SECRET, or a file with CANDLE_DDP_SECRET_FILE)";
+        let reason = "no ddprun has written the status of a run there: another launcher hosts this store, or the run \
+                      has a secret that this process does not have (CANDLE_DDP_SECRET, or a file with \
+                      CANDLE_DDP_SECRET_FILE)";
         let operation = "reading the status of a run".to_string();
         return Err(candle_ddp_rendezvous::Error::Store { operation, store: name, reason: reason.to_string() });
     }

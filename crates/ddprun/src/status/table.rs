@@ -5,7 +5,7 @@ use crate::time;
 use candle_ddp_rendezvous::{RankStatus, milliseconds};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Stands for what is not known.
+/// Stands for an unknown value.
 const UNKNOWN: &str = "-";
 
 /// Shows `snapshot`, which was taken at `now`.
@@ -14,7 +14,7 @@ pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
     let phase = match run.phase {
         Phase::Meeting => "waiting for nodes",
         Phase::Running => "running",
-        Phase::Restarting => "ending the workers, to start them again",
+        Phase::Restarting => "ending the workers, to restart them",
         Phase::Ending => "ending",
     };
     let turn = match snapshot.generation {

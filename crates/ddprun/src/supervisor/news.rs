@@ -1,4 +1,4 @@
-//! What the supervisor does when other nodes have acted.
+//! The supervisor's reactions to events on other nodes.
 use super::{Outcome, Phase, SETTLE, Supervisor};
 use crate::agent::Agent;
 use crate::console::message;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
 impl Supervisor {
-    /// Acts on what other nodes have done.
+    /// Reacts to an event on another node.
     pub(super) fn on_news(&mut self, news: News, agent: &mut Agent) {
         if self.is_decided {
             return;
@@ -47,7 +47,7 @@ impl Supervisor {
                 }
             }
             News::Entry(Entry::Replace(replacement)) => self.replace(&replacement, agent),
-            News::Entry(Entry::GoOnWithout { slot, rank, reason }) => {
+            News::Entry(Entry::ScaleDown { slot, rank, reason }) => {
                 message(reason);
                 if let Some(worker) = self.workers.iter_mut().find(|worker| Some(worker.rank) == rank)
                     && agent.is_own(slot)
@@ -92,7 +92,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts a process in the place of one that has ended, if that was on this node.
+    /// Starts a process in the place of one that has ended, if that ran on this node.
     fn replace(&mut self, replacement: &Replacement, agent: &mut Agent) {
         message(&replacement.reason);
         let found = self.workers.iter_mut().find(|worker| worker.rank == replacement.rank);
@@ -102,7 +102,7 @@ impl Supervisor {
         self.check_started(started, agent);
     }
 
-    /// The workers that are there go on.
+    /// Lets the running workers continue.
     pub(super) fn resume(&mut self) {
         (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
     }

@@ -8,7 +8,7 @@ fn run(ranks: usize, script: &str) -> Ran {
     Sandbox::new().run(&["--nproc-per-node", &ranks.to_string()], &format!("{FAILS} {script}"))
 }
 
-/// The texts blame rank 2, and each other; what the ranks have told counts.
+/// The texts blame rank 2, and each other; the files of the ranks count.
 #[test]
 fn the_cause_is_what_ranks_have_told_however_they_put_it() {
     for [own, told] in
@@ -103,7 +103,7 @@ fn an_error_of_many_ranks_is_shown_once() {
     ran.says("ranks [0, 1, 2, 3, 4]: each exited with code 1 by itself because of rank 5");
 }
 
-/// An error that was told before a worker was started again is not that of the next one.
+/// An error that was reported before a worker was started again is not the next one's.
 #[test]
 fn what_an_earlier_worker_has_told_does_not_count() {
     let script = format!("{FAILS} [ $TORCHELASTIC_RESTART_COUNT = 0 ] && fails 'an old error'; exit 4");
@@ -112,7 +112,7 @@ fn what_an_earlier_worker_has_told_does_not_count() {
     assert!(!ran.stderr.contains("its error:"), "{ran:?}");
 }
 
-/// Nor is what a rank has told that has ended well in spite of it.
+/// Nor does the file of a rank that has succeeded in spite of it.
 #[test]
 fn what_a_rank_has_told_before_it_succeeded_does_not_count() {
     let script = format!("{AFTER} here; [ $RANK = 0 ] && fails 'for a moment' 1 && exit 0; after 0; exit 3");

@@ -82,21 +82,18 @@ fn the_others_go_on_without_a_dead_node_and_admit_one_that_comes() {
     assert_eq!(nodes.wait_for_round(2, 1), ["0-of-2-0", "1-of-2-0"]);
     let one = status(2);
     assert!(one.matches("  alive\n").count() == 1 && !one.contains("\n2  "), "{one}");
-    assert!(
-        one.contains("UTC: node 1 (host ") && one.contains("is gone: its ddprun has ended without a word"),
-        "{one}"
-    );
+    assert!(one.contains("UTC: node 1 (host ") && one.contains("is gone: its ddprun ended without a word"), "{one}");
     let third = nodes.start(&[], SCRIPT);
     nodes.wait_for_round(3, 2);
     let all = nodes.end(vec![first, third]);
     assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
-    all[0].says("a node has come (host ");
+    all[0].says("a node has joined (host ");
     all[0].says("node 1 (host ");
-    all[0].says("is gone: its ddprun has ended without a word");
-    all[0].says("All workers are started again, on 1 node(s)");
+    all[0].says("is gone: its ddprun ended without a word");
+    all[0].says("Restarting all workers, on 1 node(s)");
 }
 
-/// The workers that are left fail because those of the other node are gone: that is no failure of their own. As long as a
+/// The workers that are left fail because those of the other node are gone: that is not their failure. As long as a
 /// ddprun is stopped, its node is as silent as a machine without power.
 #[test]
 fn a_failure_because_of_a_silent_node_uses_up_no_restart() {
@@ -136,7 +133,7 @@ fn too_few_nodes_end_the_run() {
     second.send(Signal::KILL);
     let ran = finish(vec![first]).remove(0);
     assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("The 1 node(s) that are left are fewer than --nnodes wants (2)");
+    ran.says("The 1 remaining node(s) are fewer than --nnodes requires (2)");
 }
 
 /// With restarts, the run waits until there are enough nodes again.

@@ -1,4 +1,5 @@
 //! How runs end: exit codes, failures and signals, and that no process is left behind.
+use crate::skip::skip;
 use crate::{AFTER, Ran, Running, Sandbox, is_alive, wait_until};
 use rustix::process::Signal;
 use std::io::{BufRead, BufReader, Read};
@@ -89,7 +90,8 @@ fn signals_are_forwarded_and_ddprun_exits_after_the_workers() {
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
         if is_ignored(signal) {
             // The tests run under nohup or the like; ddprun and the workers then ignore the signal too.
-            println!("SKIPPED for SIG{name}, because the tests were started with it ignored");
+            const TEST: &str = "signals_are_forwarded_and_ddprun_exits_after_the_workers";
+            skip(TEST, format_args!("the tests were started with SIG{name} ignored"));
             continue;
         }
         let sandbox = Sandbox::new();
@@ -116,7 +118,7 @@ fn a_second_signal_kills_at_once() {
         [(Signal::INT, Signal::INT, 130), (Signal::TERM, Signal::TERM, 143), (Signal::TERM, Signal::HUP, 143)]
     {
         if [first, second].into_iter().any(is_ignored) {
-            println!("SKIPPED for {first:?} and {second:?}, because the tests were started with one of them ignored");
+            skip("a_second_signal_kills_at_once", "the tests were started with one of its signals ignored");
             continue;
         }
         let sandbox = Sandbox::new();
@@ -298,7 +300,7 @@ fn a_stopped_run_stops_its_workers_and_continues_with_them() {
     child.send(Signal::TSTP);
     wait_until("both to stop", || state(worker) && state(ddprun));
     child.send(Signal::CONT);
-    wait_until("the worker to go on", || !state(worker));
+    wait_until("the worker to continue", || !state(worker));
     std::fs::write(sandbox.path("go"), "").unwrap();
     let mut stdout = String::new();
     child.child().stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
@@ -332,6 +334,7 @@ fn a_worker_that_was_killed_is_the_cause() {
     let ran = Sandbox::new().run(&["--nproc-per-node", "2"], &script);
     assert_eq!(ran.code, Some(137), "{ran:?}");
     ran.says("rank 1 failed first: it was killed by SIGKILL");
+    ran.says("SIGKILL often means that memory ran out");
     ran.says("rank 0 exited with code 1 by itself");
 }
 

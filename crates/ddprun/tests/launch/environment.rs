@@ -1,5 +1,6 @@
 //! The environment that workers start with.
 use crate::nodes::{Nodes, finish};
+use crate::skip::skip;
 use crate::{Ran, Running, Sandbox, free_port};
 use candle_ddp_rendezvous::{Store, TcpStore};
 use std::collections::BTreeMap;
@@ -215,7 +216,7 @@ fn an_unresolvable_master_is_reported_at_once() {
     let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
     let line = lines.find(|line| line.as_ref().unwrap().contains("--master-addr")).unwrap().unwrap();
     assert!(line.contains("cannot resolve the name no-such-host.invalid"), "{line}");
-    assert!(running.child().try_wait().unwrap().is_none(), "the run must go on, because the name may resolve later");
+    assert!(running.child().try_wait().unwrap().is_none(), "the run must continue, because the name may resolve later");
 }
 
 #[test]
@@ -237,7 +238,7 @@ fn each_worker_sees_one_gpu_with_virtual_local_ranks() {
     }
     let ran = Ran::new(sandbox.ddprun(&[&args[..], &[script]].concat()).env("CUDA_VISIBLE_DEVICES", "3"));
     assert_eq!(ran.code, Some(2), "{ran:?}");
-    ran.says("each of 2 workers needs a GPU of its own, but CUDA_VISIBLE_DEVICES is \"3\"");
+    ran.says("each of 2 workers needs its own GPU, but CUDA_VISIBLE_DEVICES is \"3\"");
 }
 
 #[test]
@@ -246,9 +247,12 @@ fn workers_are_bound_to_processors() {
     let script = "grep Cpus_allowed_list /proc/self/status";
     let ran = sandbox.run(&["--nproc-per-node", "2", "--numa-binding", "exclusive"], script);
     if ran.code == Some(2) {
-        assert!(ran.stderr.contains("does not tell") || ran.stderr.contains("share a NUMA node of 1 cores"), "{ran:?}");
-        println!("SKIPPED, because this machine does not tell where its cores are, or has one: {ran:?}");
-        return;
+        let says = |part| ran.stderr.contains(part);
+        assert!(says("does not provide") || says("share a NUMA node of 1 cores"), "{ran:?}");
+        return skip(
+            "workers_are_bound_to_processors",
+            "this machine does not provide the location of its cores, or has only one",
+        );
     }
     // No processor is in both lists.
     let lists = ran.sorted();

@@ -1,4 +1,5 @@
 //! Every process that workers started ends with the run, however it detached itself, and no other process does.
+use crate::skip::skip;
 use crate::{Ran, Running, Sandbox, is_alive, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use std::process::Stdio;
@@ -32,7 +33,7 @@ impl Drop for Started<'_> {
     }
 }
 
-/// A process group of its own, a session of its own, a double fork, and all of them combined.
+/// A separate process group, a separate session, a double fork, and all of them combined.
 const DETACHED: &str = r#"
     timeout 1000 sh -c 'echo $$ >group; exec sleep 1000' &
     setsid sh -c 'echo $$ >session; exec sleep 1000' &
@@ -161,7 +162,7 @@ fn no_folder_is_left_when_descriptors_run_out() {
     }
 }
 
-/// The first process of a container has no parent and is not in a process group of its own.
+/// The first process of a container has no parent and is not in a separate process group.
 #[test]
 fn ddprun_may_be_the_first_process_of_a_container() {
     let sandbox = Sandbox::new();
@@ -171,8 +172,7 @@ fn ddprun_may_be_the_first_process_of_a_container() {
     command.arg(ddprun.get_program()).args(ddprun.get_args());
     let ran = Ran::new(command.current_dir(sandbox.folder.path()).env("TMPDIR", sandbox.path("tmp")));
     if ran.stderr.starts_with("unshare:") {
-        println!("SKIPPED, because this system cannot create containers: {}", ran.stderr);
-        return;
+        return skip("ddprun_may_be_the_first_process_of_a_container", ran.stderr.trim());
     }
     assert_eq!(ran.code, Some(4), "{ran:?}");
     ran.says("rank 0 failed: it exited with code 4");

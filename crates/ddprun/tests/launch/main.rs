@@ -12,6 +12,8 @@ mod output;
 mod port;
 mod restarts;
 mod secret;
+#[path = "../../../../tests/common/skip.rs"]
+mod skip;
 mod status;
 mod terminal;
 mod unread;
@@ -90,7 +92,7 @@ impl Sandbox {
     }
 }
 
-/// A shell function `fails MESSAGE [CULPRIT]`: writes what a rank of candle-ddp tells its launcher when it fails.
+/// A shell function `fails MESSAGE [CULPRIT]`: writes the file by which a rank of candle-ddp reports its failure to the launcher.
 const FAILS: &str = r#"
 fails() {
     told="{\"rank\":$RANK,\"culprit\":${2:-null},\"variant\":\"${3:-PeerFailed}\",\"message\":\"$1\"}"

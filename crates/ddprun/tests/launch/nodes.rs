@@ -186,7 +186,7 @@ fn the_death_of_the_node_that_hosts_the_store_ends_all() {
     assert!(workers.iter().all(|worker| !is_alive(*worker)));
 }
 
-/// Workers that fail because of it, and say so, are not what has failed first.
+/// Workers that fail because of it, and say so, are not the first failure.
 #[test]
 fn the_death_of_the_node_that_hosts_the_store_is_the_cause() {
     let nodes = Nodes::new(2);
@@ -215,7 +215,7 @@ fn the_death_of_another_nodes_ddprun_is_noticed_at_once() {
     let all = finish(running);
     assert_eq!([all[0].code, all[1].code], [Some(1), None]);
     all[0].says("node 1 (host ");
-    all[0].says("is gone: its ddprun has ended without a word, or its connection to the store was cut");
+    all[0].says("is gone: its ddprun ended without a word, or its connection to the store was cut");
 }
 
 /// A ddprun that is stopped closes no connection, like a machine that has lost its power: it is missed.
@@ -231,7 +231,7 @@ fn the_death_of_another_node_is_noticed_by_its_silence() {
     drop(stopped);
     assert_eq!(first.code, Some(1));
     first.says("node 1 (host ");
-    first.says("has given no sign of life for 4 s: its machine, its network or its ddprun is gone");
+    first.says("has given no sign of life for 4 s: its machine, its network or its ddprun has failed");
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn a_node_that_never_comes_is_named() {
     let running = [0, 2].map(|node_rank| nodes.start(node_rank, &args, "echo started"));
     for ran in finish(running.into()) {
         assert_eq!(ran.code, Some(1), "{ran:?}");
-        ran.says("2 of 3 nodes have come within 6 s: look at the output of ddprun with --node-rank 1");
+        ran.says("2 of 3 nodes joined within 6 s: look at the output of ddprun with --node-rank 1");
         assert_eq!(ran.stdout, "");
     }
 }
@@ -278,7 +278,7 @@ fn all_nodes_start_again_together_until_none_fails() {
             ranks.flat_map(|rank| (0..3).map(move |attempt| format!("rank {rank} of attempt {attempt}"))).collect();
         assert_eq!(ran.sorted(), expected);
         for restart in [1, 2] {
-            ran.says(&format!("exited with code 7: all workers are started again (restart {restart} of 3)"));
+            ran.says(&format!("exited with code 7: restarting all workers (restart {restart} of 3)"));
         }
         ran.says("rank 2 on node 1 (host ");
     }
@@ -353,7 +353,7 @@ fn the_wait_for_other_nodes_is_bounded() {
     let first = finish(running).remove(0);
     assert_eq!(first.code, Some(0), "{first:?}");
     first.says("it has waited long enough for the others to finish (--rdzv-conf exit_barrier_timeout)");
-    // The other node goes on without the store.
+    // The other node continues without the store.
     std::fs::write(nodes.sandbox.path("go"), "").unwrap();
     let last = finish(vec![last]).remove(0);
     assert_eq!(last.code, Some(0), "{last:?}");

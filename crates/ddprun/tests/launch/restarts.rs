@@ -18,7 +18,7 @@ fn all_workers_are_started_again_until_none_fails() {
     let expected: Vec<String> =
         (0..2).flat_map(|rank| (0..3).map(move |attempt| format!("rank {rank} of attempt {attempt}"))).collect();
     assert_eq!(ran.sorted(), expected);
-    ran.says("rank 1 exited with code 7: all workers are started again (restart 2 of 3)");
+    ran.says("rank 1 exited with code 7: restarting all workers (restart 2 of 3)");
 }
 
 #[test]

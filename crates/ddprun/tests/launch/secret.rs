@@ -55,7 +55,7 @@ fn a_secret_that_cannot_be_one_is_refused_and_not_shown() {
     let place = Sandbox::new();
     let ran = Ran::new(ddprun(&place, &["true"]).env("CANDLE_DDP_SECRET", "hunter2hunter2"));
     assert_ne!(ran.code, Some(0));
-    ran.says("CANDLE_DDP_SECRET=\"(hidden)\": the secret has 14 characters, and needs at least 32");
+    ran.says("CANDLE_DDP_SECRET=\"(hidden)\": the secret has 14 characters, but must have at least 32");
     assert!(!ran.stderr.contains("hunter2"), "{ran:?}");
     let ran = Ran::new(ddprun(&place, &["true"]).env("CANDLE_DDP_SECRET_FILE", place.path("none")));
     ran.says("none (CANDLE_DDP_SECRET_FILE): No such file");

@@ -53,13 +53,13 @@ fn what_is_no_run_says_so() {
     let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap()).unwrap();
     let ran = status(&sandbox, server.port());
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""), "{ran:?}");
-    ran.says("no ddprun has written there about its run");
+    ran.says("no ddprun has written the status of a run there");
     let ran = status(&sandbox, free_port());
     assert_eq!(ran.code, Some(1), "{ran:?}");
     ran.says("Connection refused");
     let ran = Ran::new(&mut sandbox.ddprun(&["--status", "nobody"]));
     assert_eq!(ran.code, Some(2), "{ran:?}");
-    ran.says("is not HOST:PORT");
+    ran.says("must be HOST:PORT");
 }
 
 #[test]

@@ -49,7 +49,7 @@ fn a_success_ends_a_run_with_unread_output() {
     ran.says("last\n");
 }
 
-/// What is lost is said, even if stderr is only read later.
+/// Lost output is reported, even if stderr is only read later.
 #[test]
 fn the_loss_is_reported_to_a_slow_reader() {
     use std::io::{Read, Write};

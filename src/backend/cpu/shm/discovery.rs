@@ -1,21 +1,21 @@
 //! Finds out which ranks can share memory.
 //!
-//! Every rank creates a file for its memory and tells the others over TCP where it is. Every rank tries to map the
-//! others' files, and reports which ones it could map. Then all ranks know who maps whose memory, and so which ranks
-//! form a host. Nothing is configured, and host names do not matter: ranks that can map each other's memory share it.
+//! Ranks on one kernel, in the same namespaces and of the same user, should be able to open each other's files. The lowest
+//! of them creates the memory of their host, all others try to map it, and the lowest tells all ranks of the group who could.
+//! Nothing is configured, and host names do not matter. All of it goes through the store.
 use super::group::ShmGroup;
 use super::layout::Layout;
-use super::peer_info::{PeerInfo, SegmentInfo, name};
-use super::segment::Segment;
+use super::peer_info::{MemoryInfo, PeerInfo};
+use super::segment::Memory;
+use crate::Result;
 use crate::backend::cpu::hosts::Hosts;
-use crate::backend::cpu::transport::{Inflow, Outflow, Transport};
-use crate::backend::cpu::transport_error::TransportError;
 use crate::host::boot_id;
 use crate::random::random_bytes;
-use rustix::fd::AsRawFd;
-use std::hash::{DefaultHasher, Hasher};
+use candle_ddp_rendezvous::wire::{Reader, Writer};
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 /// The result of the discovery.
 pub(crate) struct Discovered {
@@ -30,137 +30,179 @@ pub(crate) struct Discovered {
     pub(crate) complaints: Vec<String>,
 }
 
-/// How long to wait for the other ranks before checking for cancellation.
-const SLICE: Duration = Duration::from_millis(500);
-
 /// One rank's part in the discovery.
 pub(crate) struct Discovery<'a> {
-    pub(crate) transport: &'a Transport,
     pub(crate) rank: usize,
-    pub(crate) world_size: usize,
-    /// Whether this rank shares memory; otherwise it uses TCP.
-    pub(crate) shares: bool,
+    /// By rank.
+    pub(crate) infos: &'a [PeerInfo],
     /// The number of bytes that a slot holds for each peer.
     pub(crate) part: usize,
-    /// Replaces the identity of the running kernel, for tests.
-    pub(crate) label: Option<&'a str>,
-    pub(crate) deadline: Instant,
-    /// Called repeatedly while waiting for other ranks.
-    pub(crate) is_cancelled: &'a dyn Fn() -> bool,
+    /// Tells the others something of this kind.
+    pub(crate) publish: &'a Publish<'a>,
+    /// What the given ranks have published.
+    pub(crate) collect: &'a Collect<'a>,
+}
+
+type Publish<'a> = dyn Fn(Topic, &[u8]) -> Result<()> + 'a;
+type Collect<'a> = dyn Fn(Topic, &[usize]) -> Result<Vec<Vec<u8>>> + 'a;
+
+/// What a rank tells the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Topic {
+    /// Where the memory of the host is, or why there is none.
+    Memory,
+    /// Whether the rank has mapped it: nothing, or why not.
+    Mapped,
+    /// The ranks that have mapped it.
+    Host,
+}
+
+impl Topic {
+    pub(crate) const ALL: [Self; 3] = [Self::Memory, Self::Mapped, Self::Host];
+
+    pub(crate) fn key(self, rank: usize) -> String {
+        let topic = match self {
+            Self::Memory => "memory",
+            Self::Mapped => "mapped",
+            Self::Host => "host",
+        };
+        format!("{topic}/{rank}")
+    }
+}
+
+impl PeerInfo {
+    /// This rank's info; `label` replaces the identity of the running kernel, for tests.
+    pub(in crate::backend::cpu) fn own(shares: bool, label: Option<&str>) -> Self {
+        let hash = |what: &dyn Fn(&mut DefaultHasher)| {
+            let mut hasher = DefaultHasher::new();
+            what(&mut hasher);
+            hasher.finish()
+        };
+        let kernel = match label {
+            Some(label) => u128::from(hash(&|hasher| hasher.write(label.as_bytes()))).to_be_bytes(),
+            // Zeros if the system does not provide it.
+            None => u128::from_str_radix(&boot_id().replace('-', ""), 16).unwrap_or(0).to_be_bytes(),
+        };
+        let room = hash(&|hasher| {
+            for namespace in ["pid", "user"] {
+                std::fs::read_link(Path::new("/proc/self/ns").join(namespace)).ok().hash(hasher);
+            }
+            rustix::process::geteuid().as_raw().hash(hasher);
+        });
+        Self { kernel, room, shares }
+    }
 }
 
 impl Discovery<'_> {
     /// Finds the hosts, together with all other ranks.
-    pub(crate) fn meet(&self) -> Result<Discovered, TransportError> {
-        let Self { rank, world_size, .. } = *self;
+    pub(crate) fn meet(&self) -> Result<Discovered> {
+        let Self { rank, infos, .. } = *self;
         let mut complaints = Vec::new();
-        let announce = || -> Result<_, String> {
-            let token = u128::from_le_bytes(random_bytes().map_err(|error| error.to_string())?);
-            Ok((Segment::announce(&name(token)).map_err(|error| error.to_string())?, token))
-        };
-        let file = match self.shares.then(announce).transpose() {
-            Ok(file) => file,
-            Err(error) => {
-                complaints.push(format!("a file for shared memory: {error}"));
-                None
-            }
-        };
-        let offer = file.as_ref().map(|(fd, token)| SegmentInfo {
-            pid: std::process::id(),
-            fd: fd.as_raw_fd() as u32,
-            token: *token,
-        });
-        let own = PeerInfo { kernel: self.label.map_or_else(kernel, hash), offer };
-        let infos = self.gather(&own.encode())?;
-        let infos: Vec<Option<PeerInfo>> = infos.iter().map(|info| PeerInfo::decode(info)).collect();
-
+        let mut rooms: BTreeMap<_, Vec<usize>> = BTreeMap::new();
+        for (peer, info) in infos.iter().enumerate().filter(|(_, info)| info.shares) {
+            rooms.entry((info.kernel, info.room)).or_default().push(peer);
+        }
+        rooms.retain(|_, ranks| ranks.len() > 1);
         // Segments have the same layout on all hosts, so that all ranks divide data alike.
-        let largest = infos.iter().map(|info| candidates(&infos, info.as_ref())).max().unwrap_or(0);
-        let layout = (largest > 1).then(|| Layout::new(largest, self.part));
-        let segment = match (layout, file.as_ref()) {
-            (Some(layout), Some((fd, _))) if candidates(&infos, Some(&own)) > 1 => {
-                let reserved = Segment::reserve(fd, layout.size());
-                let complain = |error| complaints.push(format!("{} bytes of shared memory: {error}", layout.size()));
-                reserved.map_err(complain).ok().map(Arc::new)
-            }
+        let largest = rooms.values().map(Vec::len).max();
+        let layout = largest.map(|largest| Layout::new(largest, self.part));
+        let own = rooms.get(&(infos[rank].kernel, infos[rank].room)).filter(|_| infos[rank].shares);
+        let memory = match (layout, own) {
+            (Some(layout), Some(room)) => self.map(layout, room, &mut complaints)?,
             _ => None,
         };
-        let reserved = self.gather(&[u8::from(segment.is_some())])?;
 
-        let mut segments: Vec<Option<Arc<Segment>>> = vec![None; world_size];
-        if let (Some(layout), Some(segment)) = (layout, segment) {
-            for (peer, info) in infos.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-                let Some(info) = info.as_ref().filter(|info| info.kernel == own.kernel) else { continue };
-                let opened = match &info.offer {
-                    _ if reserved[peer] != [1] => Err("it has none".to_string()),
-                    Some(offer) => open(offer, &layout),
-                    None => Err("it offers none".to_string()),
-                };
-                match opened {
-                    Ok(segment) => segments[peer] = Some(Arc::new(segment)),
-                    Err(reason) => complaints.push(format!("that of rank {peer}: {reason}")),
-                }
+        // The lowest ranks of the hosts, by rank.
+        let mut labels: Vec<usize> = (0..infos.len()).collect();
+        let leaders: Vec<usize> = rooms.values().map(|ranks| ranks[0]).collect();
+        let mut members = Vec::new();
+        for (leader, host) in leaders.iter().zip((self.collect)(Topic::Host, &leaders)?) {
+            let mut reader = Reader(&host);
+            let found: Vec<usize> = std::iter::from_fn(|| reader.rank()).filter(|rank| *rank < labels.len()).collect();
+            if let Some(first) = found.first() {
+                found.iter().for_each(|rank| labels[*rank] = *first);
             }
-            segments[rank] = Some(segment);
+            if own.is_some_and(|room| room[0] == *leader) {
+                members = found;
+            }
         }
-        let maps: Vec<u8> = segments.iter().map(|segment| u8::from(segment.is_some())).collect();
-        let maps = self.gather(&maps)?;
-
-        let hosts = Hosts::new(rank, world_size, |a, b| maps[a][b] == 1);
-        let same_kernel = |peer: &usize| infos[*peer].as_ref().is_some_and(|info| info.kernel == own.kernel);
-        let apart = (0..world_size).filter(|peer| hosts.member(*peer).is_none()).filter(same_kernel).collect();
-        let shared: Vec<Arc<Segment>> = hosts.members().iter().filter_map(|peer| segments[*peer].clone()).collect();
-        let shm = match layout {
-            Some(layout) if shared.len() > 1 => Some(ShmGroup::new(hosts.index(), layout, &shared)),
+        let hosts = Hosts::new(rank, &labels);
+        let apart = (0..infos.len()).filter(|peer| hosts.member(*peer).is_none());
+        let apart: Vec<usize> = apart.filter(|peer| infos[*peer].kernel == infos[rank].kernel).collect();
+        if complaints.is_empty() && apart.iter().any(|peer| infos[*peer].room != infos[rank].room) {
+            complaints.push("they are in another namespace of processes, or belong to another user".to_string());
+        }
+        let shm = match (layout, memory, own) {
+            (Some(layout), Some(memory), Some(room)) if members.len() > 1 && members.contains(&rank) => {
+                let places: Vec<usize> =
+                    members.iter().filter_map(|member| room.iter().position(|rank| rank == member)).collect();
+                Some(ShmGroup::new(hosts.index(), layout, memory, room.len(), &places))
+            }
             _ => None,
         };
         Ok(Discovered { hosts, shm, layout, apart, complaints })
     }
 
-    /// Gathers every rank's `own`, which has the same length on all ranks.
-    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, TransportError> {
-        let Self { transport, rank, world_size, deadline, .. } = *self;
-        let mut all = vec![own.to_vec(); world_size];
-        let peers = || (0..world_size).filter(|peer| *peer != rank);
-        let mut sends: Vec<Outflow> = peers().map(|peer| Outflow::new(peer, None)).collect();
-        sends.iter_mut().for_each(|flow| flow.push(own));
-        let mut recvs = Vec::with_capacity(world_size);
-        for (peer, part) in all.iter_mut().enumerate().filter(|(peer, _)| *peer != rank) {
-            let mut flow = Inflow::new(peer, None);
-            flow.push(&mut part[..]);
-            recvs.push(flow);
-        }
-        loop {
-            match transport.exchange(&mut sends, &mut recvs, deadline.min(Instant::now() + SLICE)) {
-                // Data that was already sent or received is skipped.
-                Err(TransportError::TimedOut { .. }) if Instant::now() < deadline && !(self.is_cancelled)() => {}
-                result => break result?,
+    /// Maps the memory of the ranks in `room`, among them this one; the lowest makes it, and tells all ranks who has it.
+    fn map(&self, layout: Layout, room: &[usize], complaints: &mut Vec<String>) -> Result<Option<Arc<Memory>>> {
+        let (leader, leads) = (room[0], room[0] == self.rank);
+        let sizes = ShmGroup::sizes(room.len(), &layout);
+        let opened = if leads {
+            match create(sizes) {
+                Ok((memory, place)) => {
+                    (self.publish)(Topic::Memory, &place.encode())?;
+                    Ok(memory)
+                }
+                Err(reason) => {
+                    (self.publish)(Topic::Host, &[])?;
+                    (self.publish)(Topic::Memory, reason.as_bytes())?;
+                    complaints.push(reason);
+                    return Ok(None);
+                }
             }
+        } else {
+            let place = (self.collect)(Topic::Memory, &[leader])?.concat();
+            let Some(place) = MemoryInfo::decode(&place) else {
+                complaints.push(format!("rank {leader}: {}", String::from_utf8_lossy(&place)));
+                return Ok(None);
+            };
+            Memory::open(place.pid, place.fd, &place.name(), sizes.0, sizes.1)
+                .map_err(|error| format!("cannot map the memory that rank {leader} has made: {error}"))
+        };
+        let opened = opened.map(Arc::new);
+        let reserved = opened.as_ref().map_err(String::clone).and_then(|memory| {
+            let place = room.iter().position(|rank| *rank == self.rank).unwrap_or(0);
+            let range = ShmGroup::reserved(place, room.len(), &layout);
+            let size = range.len();
+            memory.reserve(range).map_err(|error| format!("cannot reserve {size} bytes of shared memory: {error}"))
+        });
+        let reason = reserved.err().unwrap_or_default();
+        (self.publish)(Topic::Mapped, reason.as_bytes())?;
+        if leads {
+            let reports = (self.collect)(Topic::Mapped, room)?;
+            let mut host = Writer::default();
+            for (rank, report) in room.iter().zip(reports) {
+                if report.is_empty() {
+                    host.u32(*rank as u32);
+                } else if *rank != self.rank {
+                    complaints.push(format!("rank {rank}: {}", String::from_utf8_lossy(&report)));
+                }
+            }
+            (self.publish)(Topic::Host, &host.0)?;
         }
-        drop(recvs);
-        Ok(all)
+        let is_mapped = reason.is_empty();
+        complaints.extend((!is_mapped).then_some(reason));
+        Ok(opened.ok().filter(|_| is_mapped))
     }
 }
 
-/// The number of ranks that offer memory on the same kernel as `info`, including that one: only these can share it.
-fn candidates(infos: &[Option<PeerInfo>], info: Option<&PeerInfo>) -> usize {
-    let Some(info) = info.filter(|info| info.offer.is_some()) else { return 0 };
-    infos.iter().flatten().filter(|other| other.kernel == info.kernel && other.offer.is_some()).count()
-}
-
-fn open(offer: &SegmentInfo, layout: &Layout) -> Result<Segment, String> {
-    let fd = i32::try_from(offer.fd).map_err(|error| error.to_string())?;
-    Segment::open(offer.pid, fd, &offer.name(), layout.size()).map_err(|error| error.to_string())
-}
-
-/// The boot id as a number; zeros if the system does not tell.
-fn kernel() -> [u8; 16] {
-    u128::from_str_radix(&boot_id().replace('-', ""), 16).unwrap_or(0).to_be_bytes()
-}
-
-/// A boot id made from a label: equal labels give equal ids.
-fn hash(label: &str) -> [u8; 16] {
-    let mut hasher = DefaultHasher::new();
-    hasher.write(label.as_bytes());
-    u128::from(hasher.finish()).to_be_bytes()
+/// Creates the memory of a host. The error says what could not be done.
+fn create((mapped, size): (usize, usize)) -> Result<(Memory, MemoryInfo), String> {
+    let created = random_bytes().map_err(|error| error.to_string()).and_then(|token| {
+        let mut place = MemoryInfo { pid: 0, fd: 0, token: u128::from_le_bytes(token) };
+        let memory = Memory::create(&place.name(), mapped, size).map_err(|error| error.to_string())?;
+        (place.pid, place.fd) = memory.place();
+        Ok((memory, place))
+    });
+    created.map_err(|error| format!("cannot create {size} bytes of shared memory: {error}"))
 }

@@ -17,6 +17,8 @@ pub(super) struct Eventcount {
     segment: Arc<Segment>,
     rings: usize,
     awaited: usize,
+    /// The number of ranks that share the processors.
+    ranks: usize,
 }
 
 /// No rank is awaited.
@@ -25,7 +27,7 @@ const NOBODY: u32 = 0;
 impl Eventcount {
     pub(super) fn new(segment: &Arc<Segment>, layout: &Layout, sleeper: Sleeper) -> Self {
         let offset = layout.eventcount(sleeper);
-        Self { segment: segment.clone(), rings: offset, awaited: offset + 4 }
+        Self { segment: segment.clone(), rings: offset, awaited: offset + 4, ranks: layout.ranks }
     }
 
     fn rings(&self) -> &AtomicU32 {
@@ -36,9 +38,9 @@ impl Eventcount {
         self.segment.word(self.awaited)
     }
 
-    /// Call after rank `rank` has made a change: wakes the sleeper if it waits for that rank.
+    /// Call after rank `rank` has made a change and then a sequentially consistent fence, of which one is enough for any number
+    /// of sleepers: wakes the sleeper if it waits for that rank.
     pub(super) fn ring_if_awaited(&self, rank: usize) {
-        fence(Ordering::SeqCst);
         if self.awaited().load(Ordering::Relaxed) == rank as u32 + 1 {
             self.ring();
         }
@@ -67,10 +69,20 @@ pub(super) struct Waiter<'a> {
 impl Waiter<'_> {
     /// Returns once `ready` is true; rank `peer` makes it so.
     pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {
-        if ready() || spin(&ready, || self.check_closed(peer))? {
+        self.wait_unless(peer, ready, || false)
+    }
+
+    /// Like [`wait`](Self::wait), but also returns soon after `futile` has become true, which is checked only now and then.
+    pub(super) fn wait_unless(
+        &self,
+        peer: usize,
+        ready: impl Fn() -> bool,
+        futile: impl Fn() -> bool,
+    ) -> Result<(), TransportError> {
+        if ready() || spin(self.eventcount.ranks, &ready, || self.check_closed(peer))? {
             return Ok(());
         }
-        let result = self.sleep(peer, ready);
+        let result = self.sleep(peer, || ready() || futile());
         self.eventcount.awaited().store(NOBODY, Ordering::Relaxed);
         result
     }

@@ -1,11 +1,12 @@
 //! The shared memory of one group, as one of its ranks uses it.
+use super::board::Board;
 use super::eventcount::{Eventcount, Waiter, close};
 use super::kernels::Source;
-use super::layout::{Layout, Sleeper};
-use super::segment::Segment;
+use super::layout::{Layout, Ring, Sleeper};
+use super::segment::{Memory, Segment};
 use super::slot::Slot;
 use super::stream::{Inbox, Outbox, Reader};
-use super::sync::{AtomicBool, Ordering};
+use super::sync::{AtomicBool, Ordering, fence};
 use crate::backend::call::Header;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::transport_error::TransportError;
@@ -14,19 +15,31 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// All streams of one rank of a host. Ranks have the numbers that they have on the host.
+/// All streams of one rank of a host. Ranks are numbered by their position on the host.
 pub(crate) struct ShmGroup {
     rank: usize,
     world_size: usize,
     layout: Layout,
+    memory: Arc<Memory>,
+    /// What the ranks tell each other apart from data.
+    pub(crate) board: Board,
     /// Set when the group has failed: no thread waits any more.
     closed: AtomicBool,
     /// By rank.
     segments: Vec<Arc<Segment>>,
     collectives: Mutex<CollectiveStreams>,
     /// By peer; `None` for this rank itself.
-    sends: Vec<Option<Mutex<(Eventcount, Outbox)>>>,
-    recvs: Vec<Option<Mutex<(Eventcount, Inbox)>>>,
+    sends: Vec<Option<Direct<Outbox>>>,
+    recvs: Vec<Option<Direct<Inbox>>>,
+    /// By place: whether the words for messages of the rank there are reserved.
+    words_reserved: Mutex<Vec<bool>>,
+}
+
+/// A stream of messages.
+struct Direct<End> {
+    /// Whether it has been used: its memory is reserved then.
+    used: AtomicBool,
+    end: Mutex<(Eventcount, End)>,
 }
 
 /// The streams of the collectives: one from every rank to all others.
@@ -38,8 +51,30 @@ struct CollectiveStreams {
 }
 
 impl ShmGroup {
-    /// Takes the segments of all ranks of the host, in rank order, laid out according to `layout`.
-    pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>]) -> Self {
+    /// The size of the words and segments of `ranks` ranks, and of the whole file.
+    pub(super) fn sizes(ranks: usize, layout: &Layout) -> (usize, usize) {
+        let mapped = layout.size().saturating_mul(ranks).saturating_add(Board::size(ranks));
+        (mapped, mapped.saturating_add(Board::letters(ranks)))
+    }
+
+    /// The part of the file for the collectives of the rank at `place`, of `ranks` places.
+    pub(super) fn reserved(place: usize, ranks: usize, layout: &Layout) -> Range<usize> {
+        let start = Self::segment(place, ranks, layout).start;
+        start..start + layout.reserved()
+    }
+
+    fn segment(place: usize, ranks: usize, layout: &Layout) -> Range<usize> {
+        let start = Board::size(ranks) + place * layout.size();
+        start..start + layout.size()
+    }
+
+    /// The group of the ranks at `places` of the host's memory, which has `ranks` places in the given layout. This is rank
+    /// `rank` of the host.
+    pub(super) fn new(rank: usize, layout: Layout, memory: Arc<Memory>, ranks: usize, places: &[usize]) -> Self {
+        let segment = |place: &usize| Arc::new(Segment::new(&memory, Self::segment(*place, ranks, &layout)));
+        let segments: Vec<_> = places.iter().map(segment).collect();
+        let letters = Self::sizes(ranks, &layout).0;
+        let board = Board::new(rank, places.to_vec(), memory.clone(), Board::size(ranks), letters);
         let (own, world_size) = (segments[rank].clone(), segments.len());
         let eventcount = |rank: usize, sleeper: Sleeper| Eventcount::new(&segments[rank], &layout, sleeper);
         let reader = |peer: usize, passed: usize, sleeper: Sleeper| Reader {
@@ -76,15 +111,16 @@ impl ShmGroup {
         let sends = by_peer(rank, world_size, |peer| {
             let reader = reader(peer, layout.direct_passed(rank), Sleeper::RecvFrom(rank));
             let outbox = outbox(layout.direct_ring(rank, peer), vec![reader]);
-            Mutex::new((eventcount(rank, Sleeper::SendTo(peer)), outbox))
+            Direct::new(eventcount(rank, Sleeper::SendTo(peer)), outbox)
         });
         let recvs = by_peer(rank, world_size, |peer| {
             let (ring, passed) = (layout.direct_ring(peer, rank), layout.direct_passed(peer));
-            Mutex::new((eventcount(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
+            let inbox = inbox(peer, ring, passed, Sleeper::SendTo(rank));
+            Direct::new(eventcount(rank, Sleeper::RecvFrom(peer)), inbox)
         });
         let collectives = Mutex::new(collectives);
-        let segments = segments.to_vec();
-        Self { rank, world_size, layout, closed: AtomicBool::new(false), segments, collectives, sends, recvs }
+        let (closed, words_reserved) = (AtomicBool::new(false), Mutex::new(vec![false; world_size]));
+        Self { rank, world_size, layout, memory, board, closed, segments, collectives, sends, recvs, words_reserved }
     }
 
     /// Records that this rank has finished call number `sequence` of the given kind.
@@ -96,16 +132,48 @@ impl ShmGroup {
     /// How many calls of the given kind rank `peer` has finished, counting the one with number 0. This rank is near
     /// call number `near`. The memory of an ended process stays readable.
     pub(crate) fn finished_by(&self, peer: usize, kind: Sleeper, near: u64) -> u64 {
+        // The words for messages take no memory before they are needed.
+        if !matches!(kind, Sleeper::Collectives) && !self.board.uses_messages(peer) {
+            return 0;
+        }
         let count = self.segments[peer].word(self.layout.finished(kind)).load(Ordering::Acquire);
         near.saturating_add_signed(i64::from(count.wrapping_sub(near as u32) as i32))
     }
 
     /// Ends every wait of this rank, now and later.
     pub(crate) fn close(&self) {
-        let direct = (0..self.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
         let own = &self.segments[self.rank];
-        let eventcounts = direct.chain([Sleeper::Collectives]);
-        close(&self.closed, eventcounts.map(|sleeper| Eventcount::new(own, &self.layout, sleeper)));
+        let eventcount = |sleeper| Eventcount::new(own, &self.layout, sleeper);
+        close(&self.closed, std::iter::once(eventcount(Sleeper::Collectives)));
+        // A message that is not seen here sees that the group is closed before it sleeps.
+        fence(Ordering::SeqCst);
+        let sleepers = used(&self.sends).map(Sleeper::SendTo).chain(used(&self.recvs).map(Sleeper::RecvFrom));
+        sleepers.for_each(|sleeper| eventcount(sleeper).ring());
+    }
+
+    /// Reserves the memory for messages with rank `peer`, of which `ring` is a part of `writer`'s segment, before the first.
+    fn reserve(&self, used: &AtomicBool, peer: usize, writer: usize, ring: Ring) -> Result<(), TransportError> {
+        if used.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.board.use_messages();
+        let mut words = lock(&self.words_reserved);
+        let reserve = |rank: usize, range: Range<usize>| {
+            let start = self.segments[rank].offset();
+            self.memory.reserve(start + range.start..start + range.end).map_err(|error| {
+                let bytes = range.len();
+                TransportError::System(format!("cannot reserve {bytes} bytes of shared memory for messages: {error}"))
+            })
+        };
+        for rank in [self.rank, peer] {
+            if !words[rank] {
+                reserve(rank, self.layout.direct_words())?;
+                words[rank] = true;
+            }
+        }
+        reserve(writer, ring.range())?;
+        used.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// The streams of the collectives for one call, whose slots begin with `head`.
@@ -121,7 +189,9 @@ impl ShmGroup {
         data: Region,
         deadline: Instant,
     ) -> Result<(), TransportError> {
-        let (eventcount, outbox) = &mut *lock(stream(&self.sends, peer)?);
+        let Direct { used, end } = stream(&self.sends, peer)?;
+        let (eventcount, outbox) = &mut *lock(end);
+        self.reserve(used, peer, self.rank, outbox.ring)?;
         let waiter = self.waiter(eventcount, deadline);
         for piece in pieces(data.len(), self.layout.direct_capacity) {
             outbox.publish(&waiter, head, |slot| slot.write_from(data.part(piece)))?;
@@ -137,7 +207,9 @@ impl ShmGroup {
         data: Region,
         deadline: Instant,
     ) -> Result<(), TransportError> {
-        let (eventcount, inbox) = &mut *lock(stream(&self.recvs, peer)?);
+        let Direct { used, end } = stream(&self.recvs, peer)?;
+        let (eventcount, inbox) = &mut *lock(end);
+        self.reserve(used, peer, peer, inbox.ring)?;
         let waiter = self.waiter(eventcount, deadline);
         for piece in pieces(data.len(), self.layout.direct_capacity) {
             inbox.receive(&waiter, head)?;
@@ -150,6 +222,18 @@ impl ShmGroup {
     fn waiter<'a>(&'a self, eventcount: &'a Eventcount, deadline: Instant) -> Waiter<'a> {
         Waiter { eventcount, closed: &self.closed, deadline }
     }
+}
+
+impl<End> Direct<End> {
+    fn new(eventcount: Eventcount, end: End) -> Self {
+        Self { used: AtomicBool::new(false), end: Mutex::new((eventcount, end)) }
+    }
+}
+
+/// The peers whose streams of messages have been used.
+fn used<End>(streams: &[Option<Direct<End>>]) -> impl Iterator<Item = usize> {
+    let is_used = |stream: &Direct<End>| stream.used.load(Ordering::Relaxed);
+    streams.iter().enumerate().filter_map(move |(peer, stream)| stream.as_ref().is_some_and(is_used).then_some(peer))
 }
 
 fn by_peer<T>(rank: usize, world_size: usize, make: impl Fn(usize) -> T) -> Vec<Option<T>> {
@@ -217,8 +301,10 @@ impl Streams<'_> {
             // A peer that is in another call may be the reason why the awaited peer's slot does not come.
             let is_foreign = |inbox: &Inbox| inbox.is_foreign(&self.head);
             let others = &inboxes[index + 1..];
-            waiter.wait(inbox.writer, || inbox.has_arrived() || others.iter().flatten().any(is_foreign))?;
-            if let Some(foreign) = inboxes[index..].iter_mut().flatten().find(|inbox| is_foreign(inbox)) {
+            waiter.wait_unless(inbox.writer, || inbox.has_arrived(), || others.iter().flatten().any(is_foreign))?;
+            if !inbox.has_arrived()
+                && let Some(foreign) = inboxes[index..].iter_mut().flatten().find(|inbox| is_foreign(inbox))
+            {
                 return foreign.accept(&self.head);
             }
             if let Some(inbox) = &mut inboxes[index] {
@@ -235,7 +321,7 @@ impl Streams<'_> {
 
     /// Releases what was received from all peers.
     pub(crate) fn release_all(&mut self) {
-        self.streams.inboxes.iter().flatten().for_each(Inbox::release);
+        Inbox::release_all(self.streams.inboxes.iter().flatten());
     }
 
     /// Waits for the next slot of rank `peer`, passes it to `read`, and releases it.
@@ -290,10 +376,11 @@ mod tests {
 
     /// The groups of all ranks of a world of `world_size`, whose streams have all passed `position` slots already.
     fn groups(world_size: usize, position: u32) -> Vec<ShmGroup> {
-        let layout = Layout::new(world_size, PART);
-        let segment = |_| Arc::new(Segment::create("candle-ddp-test", layout.size()).unwrap().0);
-        let segments: Vec<_> = (0..world_size).map(segment).collect();
-        let groups: Vec<ShmGroup> = (0..world_size).map(|rank| ShmGroup::new(rank, layout, &segments)).collect();
+        let (layout, places) = (Layout::new(world_size, PART), Vec::from_iter(0..world_size));
+        let (mapped, size) = ShmGroup::sizes(world_size, &layout);
+        let memory = Arc::new(Memory::create("candle-ddp-test", mapped, size).unwrap());
+        let group = |rank| ShmGroup::new(rank, layout, memory.clone(), world_size, &places);
+        let groups: Vec<ShmGroup> = (0..world_size).map(group).collect();
         for shm in &groups {
             let CollectiveStreams { outbox, inboxes, .. } = &mut *lock(&shm.collectives);
             outbox.position = position;
@@ -374,6 +461,7 @@ mod tests {
         let groups = groups(3, 0);
         let finished = |kind, near| groups[1].finished_by(0, kind, near);
         assert_eq!([Sleeper::Collectives, Sleeper::SendTo(1)].map(|kind| finished(kind, 1)), [0, 0]);
+        groups[0].board.use_messages();
         for sequence in [0, 5, u64::from(u32::MAX), 1 << 32, (7 << 32) + 3] {
             groups[0].set_finished(Sleeper::Collectives, sequence);
             groups[0].set_finished(Sleeper::SendTo(1), sequence + 2);

@@ -201,8 +201,9 @@ unsafe fn fold<T: Number, O: Operation>(pointers: Pointers<T, O>, factor: Option
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::shm::segment::Segment;
+    use crate::backend::cpu::shm::segment::{Memory, Segment};
     use bytemuck::Pod;
+    use std::sync::Arc;
 
     const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
 
@@ -282,7 +283,8 @@ mod tests {
 
     #[test]
     fn bits_are_those_of_one_element_after_the_other() {
-        let (segment, _fd) = Segment::create("candle-ddp-test", 1 << 20).unwrap();
+        let memory = Arc::new(Memory::create("candle-ddp-test", 1 << 20, 1 << 20).unwrap());
+        let segment = Segment::new(&memory, 0..1 << 20);
         let elements =
             [Element::F32, Element::F64, Element::BF16, Element::F16, Element::I64, Element::U32, Element::U8];
         for (element, op) in elements.into_iter().flat_map(|element| OPS.map(|op| (element, op))) {

@@ -2,7 +2,7 @@
 use std::ops::Range;
 
 /// The layout of every rank's segment: the same on all ranks and hosts of a group, and determined by these numbers.
-/// Ranks have the numbers that they have on their host.
+/// Ranks are numbered by their position on their host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// The largest number of ranks on a host.
@@ -37,30 +37,26 @@ pub(crate) enum Sleeper {
     RecvFrom(usize),
 }
 
-impl Sleeper {
-    fn index(self) -> usize {
-        match self {
-            Self::Collectives => 0,
-            Self::SendTo(peer) => 1 + 2 * peer,
-            Self::RecvFrom(peer) => 2 + 2 * peer,
-        }
-    }
-}
-
 impl Layout {
     /// The number of slots that a rank can fill before the slowest reader has read the first.
     const SLOTS: usize = 8;
     const DIRECT_SLOTS: usize = 4;
-    /// The largest total size in bytes of a rank's outboxes, for collectives and for messages. Those of a pair of ranks
-    /// take at most 4 MiB and 1 MiB.
+    /// The largest slot of the collectives, and the largest size of those of all ranks of a host together, in bytes.
     const LARGEST_SLOT: usize = 2 << 20;
+    const LARGEST_TOTAL: usize = 256 << 20;
+    /// The largest size of a rank's outboxes for messages in bytes, and of one of their slots.
     const LARGEST_DIRECT: usize = 4 << 20;
     const DIRECT_SLOT: usize = 128 << 10;
+    /// Parts start at cache lines and hold whole elements.
+    const ALIGNMENT: usize = 64;
 
     /// The layout for slots that hold `part` bytes for each peer, on hosts of at most `ranks` ranks, which is two or more.
     pub(crate) fn new(ranks: usize, part: usize) -> Self {
         let peers = ranks - 1;
-        let capacity = part.saturating_mul(peers).min(Self::LARGEST_SLOT.max(part)).max(LINE * peers);
+        let most = Self::LARGEST_SLOT.min(Self::LARGEST_TOTAL / (Self::SLOTS * ranks));
+        // A larger part than any default is an option of the user's.
+        let most = if part > Self::LARGEST_SLOT { part } else { most };
+        let capacity = part.saturating_mul(peers).min(most).max(Self::ALIGNMENT * peers).max(LINE);
         let direct = part.min(Self::DIRECT_SLOT).min(Self::LARGEST_DIRECT / (Self::DIRECT_SLOTS * peers)).max(LINE);
         Self {
             ranks,
@@ -73,9 +69,7 @@ impl Layout {
 
     /// The size of each peer's part of a slot in bytes, if a slot has parts.
     pub(crate) fn part(&self) -> usize {
-        /// Parts start at cache lines and hold whole elements.
-        const ALIGNMENT: usize = 64;
-        self.capacity / (self.ranks - 1) / ALIGNMENT * ALIGNMENT
+        self.capacity / (self.ranks - 1) / Self::ALIGNMENT * Self::ALIGNMENT
     }
 
     /// The size of a slot in bytes.
@@ -85,32 +79,57 @@ impl Layout {
 
     /// Two words: the eventcount of one of this rank's threads, and the rank that it waits for.
     pub(super) fn eventcount(&self, sleeper: Sleeper) -> usize {
-        LINE * sleeper.index()
-    }
-
-    /// A word: how many slots of `peer`'s outbox for collectives this rank has passed.
-    pub(super) fn passed(&self, peer: usize) -> usize {
-        LINE * (1 + 2 * self.ranks + peer)
-    }
-
-    /// A word: the same for the messages of `peer` to this rank.
-    pub(super) fn direct_passed(&self, peer: usize) -> usize {
-        LINE * (1 + 3 * self.ranks + peer)
+        self.of_sleeper(sleeper, 0)
     }
 
     /// A word: how many calls this rank has finished, which shows its progress after its process has ended.
     pub(super) fn finished(&self, sleeper: Sleeper) -> usize {
-        LINE * (1 + 4 * self.ranks + sleeper.index())
+        self.of_sleeper(sleeper, 1)
+    }
+
+    /// One of the two lines of a thread: those for messages are in the part that is reserved when it is needed.
+    fn of_sleeper(&self, sleeper: Sleeper, line: usize) -> usize {
+        match sleeper {
+            Sleeper::Collectives => LINE * line,
+            Sleeper::SendTo(peer) => self.reserved() + LINE * (4 * peer + line),
+            Sleeper::RecvFrom(peer) => self.reserved() + LINE * (4 * peer + 2 + line),
+        }
+    }
+
+    /// A word: how many slots of `peer`'s outbox for collectives this rank has passed.
+    pub(super) fn passed(&self, peer: usize) -> usize {
+        2 * LINE + self.spacing() * peer
+    }
+
+    /// The distance of such words: this rank alone writes them, so with very many they may share lines and fit into few pages.
+    fn spacing(&self) -> usize {
+        (2 * PAGE / self.ranks).clamp(4, LINE) / 4 * 4
+    }
+
+    /// A word: the same for the messages of `peer` to this rank.
+    pub(super) fn direct_passed(&self, peer: usize) -> usize {
+        self.reserved() + LINE * (4 * self.ranks + peer)
     }
 
     pub(super) fn ring(&self) -> Ring {
-        let offset = round_up(LINE * (2 + 6 * self.ranks), PAGE);
+        let offset = round_up(2 * LINE + self.spacing() * self.ranks, LINE);
         Ring { offset, slots: self.slots, capacity: self.capacity }
+    }
+
+    /// The size of the part for the collectives, which every rank reserves when a group is made.
+    pub(super) fn reserved(&self) -> usize {
+        self.ring().end()
+    }
+
+    /// The words for messages, which are reserved with a rank's first message.
+    pub(super) fn direct_words(&self) -> Range<usize> {
+        self.reserved()..round_up(self.direct_passed(self.ranks), PAGE)
     }
 
     /// This rank's messages to the `index`-th of its peers.
     fn direct(&self, index: usize) -> Ring {
-        let first = Ring { offset: self.ring().end(), slots: self.direct_slots, capacity: self.direct_capacity };
+        let offset = self.direct_words().end;
+        let first = Ring { offset, slots: self.direct_slots, capacity: self.direct_capacity };
         Ring { offset: first.offset + index * (first.end() - first.offset), ..first }
     }
 
@@ -140,6 +159,11 @@ impl Ring {
         position as usize % self.slots
     }
 
+    /// All of it.
+    pub(super) fn range(&self) -> Range<usize> {
+        self.offset..self.end()
+    }
+
     fn end(&self) -> usize {
         round_up(self.offset.saturating_add(self.slots.saturating_mul(LINE.saturating_add(self.capacity))), PAGE)
     }
@@ -155,7 +179,7 @@ mod tests {
 
     #[test]
     fn nothing_overlaps() {
-        for world_size in [2, 3, 8, 64] {
+        for world_size in [2, 3, 8, 64, 512] {
             for part in [1, 100, 128 << 10, 256 << 10] {
                 let layout = Layout::new(world_size, part);
                 let mut pieces: Vec<Range<usize>> = Vec::new();
@@ -181,8 +205,10 @@ mod tests {
                 pieces.sort_by_key(|piece| piece.start);
                 assert!(pieces.windows(2).all(|pair| pair[0].end <= pair[1].start), "{layout:?}");
                 assert!(pieces.last().unwrap().end <= layout.size());
-                // The README's limit.
-                assert!(layout.size() <= (16 << 20) / 2 * (world_size - 1), "{layout:?}: {}", layout.size());
+                // The README's limits.
+                assert!(layout.reserved() * world_size <= (256 << 20) + world_size * 4 * PAGE, "{layout:?}");
+                assert!(layout.reserved() <= (2 << 20) * (world_size - 1) + 4 * PAGE, "{layout:?}");
+                assert!(layout.direct_words().start >= layout.ring().slot(7).end);
             }
         }
     }

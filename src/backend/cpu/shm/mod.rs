@@ -1,8 +1,9 @@
 //! Memory that the ranks of one host share, and the streams of slots that they pass through it.
 //!
 //! This is the only part of the engine with `unsafe` code. Its interface is safe to use, whatever a peer does to the
-//! memory: `README.md` beside this file says who writes what and when.
+//! memory: the `README.md` in this folder says who writes what and when.
 #![allow(unsafe_code)]
+mod board;
 mod discovery;
 mod eventcount;
 mod group;
@@ -15,9 +16,9 @@ mod spin;
 mod stream;
 mod sync;
 
-pub(super) use discovery::{Discovered, Discovery};
+pub(super) use board::{Board, Life};
+pub(super) use discovery::{Discovered, Discovery, Topic};
 pub(super) use group::{ShmGroup, Streams, pieces};
 pub(super) use kernels::{Source, reduce};
 pub(super) use layout::{Layout, Sleeper};
-#[cfg(any(test, fuzzing))]
 pub(super) use peer_info::PeerInfo;

@@ -1,4 +1,6 @@
 //! How a thread waits before it sleeps.
+use std::num::NonZero;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// How long to wait before sleeping: first spinning, which is fastest if the peer runs on another processor, then
@@ -11,9 +13,20 @@ use std::time::{Duration, Instant};
 /// `ddprun --standalone --nproc-per-node 2 --example allreduce -- --sizes 8,1K` with each build in turn, and with 4 ranks.
 const SPIN: Duration = Duration::from_micros(1);
 const YIELD: Duration = Duration::from_micros(50);
+/// With very many ranks for each processor, yields last this long for each of them: until all had their turn. A rank that sleeps
+/// is woken once for each peer that comes late.
+const TURN: Duration = Duration::from_micros(25);
 
-/// Waits a little for `ready`, and returns whether it became true. `check` ends the wait by an error.
-pub(super) fn spin<E>(ready: impl Fn() -> bool, check: impl Fn() -> Result<(), E>) -> Result<bool, E> {
+/// How long to yield if `ranks` ranks share the processors.
+fn yields(ranks: usize) -> Duration {
+    static PROCESSORS: OnceLock<usize> = OnceLock::new();
+    let processors = PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, NonZero::get));
+    YIELD.max(TURN * (ranks / processors).min(1000) as u32)
+}
+
+/// Waits a little for `ready`, and returns whether it became true. `check` ends the wait by an error. `ranks` ranks share the
+/// processors.
+pub(super) fn spin<E>(ranks: usize, ready: impl Fn() -> bool, check: impl Fn() -> Result<(), E>) -> Result<bool, E> {
     /// The number of checks between two readings of the clock.
     const LOOKS: usize = 32;
     let start = Instant::now();
@@ -28,7 +41,8 @@ pub(super) fn spin<E>(ready: impl Fn() -> bool, check: impl Fn() -> Result<(), E
         check()?;
         waited = start.elapsed();
     }
-    while waited < SPIN + YIELD {
+    let longest = SPIN + yields(ranks);
+    while waited < longest {
         std::thread::yield_now();
         if ready() {
             return Ok(true);

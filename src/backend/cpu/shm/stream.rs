@@ -8,7 +8,7 @@ use super::eventcount::{Eventcount, Waiter};
 use super::layout::Ring;
 use super::segment::Segment;
 use super::slot::Slot;
-use super::sync::Ordering;
+use super::sync::{Ordering, fence};
 use crate::backend::call::Header;
 use crate::backend::cpu::transport_error::TransportError;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(super) struct Reader {
     pub(super) segment: Arc<Segment>,
     /// The offset in its segment of its count of passed slots.
     pub(super) passed: usize,
-    /// That count when it was last needed.
+    /// That count, as read when it was last needed.
     pub(super) seen: u32,
 }
 
@@ -81,6 +81,7 @@ impl Outbox {
         fill(Slot::new(&self.segment, self.ring.slot(position)))?;
         self.position = position.wrapping_add(1);
         self.segment.word(line).store(self.position, Ordering::Release);
+        fence(Ordering::SeqCst);
         for reader in &self.readers {
             reader.eventcount.ring_if_awaited(self.rank);
         }
@@ -132,8 +133,18 @@ impl Inbox {
 
     /// Releases the received slots to the writer.
     pub(super) fn release(&self) {
-        self.own.word(self.passed).store(self.position, Ordering::Release);
-        self.writer_eventcount.ring_if_awaited(self.rank);
+        Self::release_all(std::iter::once(self));
+    }
+
+    /// Releases the received slots of many writers.
+    pub(super) fn release_all<'a>(inboxes: impl Iterator<Item = &'a Self> + Clone) {
+        for inbox in inboxes.clone() {
+            inbox.own.word(inbox.passed).store(inbox.position, Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+        for inbox in inboxes {
+            inbox.writer_eventcount.ring_if_awaited(inbox.rank);
+        }
     }
 
     /// Passes `count` slots that are not for this rank.

@@ -1,5 +1,5 @@
-//! What the protocol asks of the processor and of the system: atomics, a fence and a futex. `tests/model` replaces this file
-//! to explore all orders in which threads may run and see each other's writes.
+//! The processor's and the system's primitives that the protocol uses: atomics, a fence and a futex. `tests/model`
+//! replaces this file to explore all orders in which threads may run and see each other's writes.
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::Duration;
 

@@ -58,7 +58,10 @@ fn run_threads(group: Arc<Group>, health_store: HealthStore, lost_after: Duratio
     let stand_in = Arc::new(StandIn::default());
     let (ours, watched) = (group.clone(), stand_in.clone());
     let watchdog = std::thread::spawn(move || {
-        run(&ours, &*watched, &|suspected| without_asking(&ours, suspected));
+        std::thread::scope(|scope| {
+            scope.spawn(|| poll(&ours, &*watched));
+            run(&ours, &*watched, &|suspected| without_asking(&ours, suspected));
+        });
     });
     let ours = group.clone();
     let heartbeat_monitor = std::thread::spawn(move || {
@@ -92,6 +95,15 @@ impl Rank {
         let switch = Arc::new(Switch::default());
         self.group.begin(channel, call, switch.clone()).unwrap();
         switch
+    }
+
+    /// Makes a call that has ended as soon as it has begun.
+    fn call(&self, call: Call) {
+        self.call_on(Channel::Collectives, call);
+    }
+
+    fn call_on(&self, channel: Channel, call: Call) {
+        self.group.begin(channel, call, Arc::new(Switch(AtomicBool::new(true)))).unwrap();
     }
 
     /// Returns the failure once the communicators are aborted too.
@@ -129,8 +141,8 @@ fn the_flight_recorder_writes_how_far_calls_came_when_one_expires() {
         run_threads(group, HealthStore::new(Arc::clone(&store), rank, 2).unwrap(), LOST_AFTER)
     });
     for rank in &ranks {
-        rank.begin(all_reduce(1)).0.store(true, Ordering::SeqCst);
-        rank.begin_on(Channel::SendTo(1 - rank.group.rank), all_reduce(2)).0.store(true, Ordering::SeqCst);
+        rank.call(all_reduce(1));
+        rank.call_on(Channel::SendTo(1 - rank.group.rank), all_reduce(2));
     }
     ranks[0].begin(all_reduce(3));
     ranks.iter().for_each(|rank| assert!(rank.end().contains("rank 1 has not started this collective")));
@@ -164,7 +176,7 @@ fn an_abort_ends_the_group_on_every_rank_with_its_reason() {
 fn calls_that_end_in_time_are_forgotten() {
     let [rank] = ranks(Duration::from_millis(300));
     for _ in 0..3 {
-        rank.begin(all_reduce(5)).0.store(true, Ordering::SeqCst);
+        rank.call(all_reduce(5));
     }
     assert_eq!(rank.group.drain(), None);
     std::thread::sleep(Duration::from_millis(500));
@@ -184,7 +196,7 @@ fn a_rank_that_does_not_come_is_named_by_the_one_that_waits() {
 
 #[test]
 fn ranks_that_call_different_things_are_told_so() {
-    let ranks: [Rank; 3] = ranks(Duration::from_millis(300));
+    let ranks: [Rank; 3] = ranks(Duration::from_secs(3));
     let _switches: Vec<_> = [all_reduce(20), all_reduce(20), Call::bare(Operation::Broadcast)]
         .into_iter()
         .zip(&ranks)
@@ -255,8 +267,8 @@ fn leaving_takes_nothing_from_those_who_stay() {
 #[test]
 fn leaving_early_is_told_to_those_who_wait() {
     let [a, b] = ranks(Duration::from_secs(60));
-    a.begin(all_reduce(1)).0.store(true, Ordering::SeqCst);
-    b.begin(all_reduce(1)).0.store(true, Ordering::SeqCst);
+    a.call(all_reduce(1));
+    b.call(all_reduce(1));
     let _second = a.begin(all_reduce(7));
     assert_eq!(b.group.drain(), None);
     drop(b);
@@ -273,7 +285,7 @@ fn a_rank_that_left_long_ago_is_missed_by_whoever_waits() {
         } else {
             ranks::<3>(Duration::from_secs(60)).into()
         };
-        all.iter().for_each(|rank| rank.begin(all_reduce(1)).0.store(true, Ordering::SeqCst));
+        all.iter().for_each(|rank| rank.call(all_reduce(1)));
         assert_eq!(all[1].group.drain(), None);
         drop(all.remove(1));
         std::thread::sleep(LOST_AFTER);
@@ -304,7 +316,7 @@ fn a_message_that_a_rank_which_left_did_not_wait_for_is_told() {
     for (ours, theirs, operation) in [sends, receives] {
         let [a, b] = ranks(Duration::from_secs(60));
         a.begin_on(ours, Call::bare(operation));
-        b.begin_on(theirs, Call::bare(operation)).0.store(true, Ordering::SeqCst);
+        b.call_on(theirs, Call::bare(operation));
         assert_eq!(b.group.drain(), None);
         drop(b);
         // The first message is in flight.

@@ -9,7 +9,7 @@ fn expect(folder: &Path, expected: &[&str]) {
     assert_eq!(names(folder), expected.iter().map(|name| name.to_string()).collect());
 }
 
-/// A whole checkpoint of one part.
+/// A complete checkpoint of one part.
 fn save(root: &Path, step: u64) -> Checkpoint {
     let started = Started::new(root, step).unwrap();
     let path = started.path.clone();
@@ -50,7 +50,7 @@ fn a_checkpoint_is_whole_once_it_has_an_index() {
     let started = Started::new(&root, 7).unwrap();
     fs::write(started.path.join("model.safetensors"), "weights").unwrap();
     assert!(whole(&root, |path, _| panic!("{}", path.display())).unwrap().is_empty());
-    // A live one is no leftover.
+    // A running save is not a leftover.
     clean(&root);
     assert_eq!(names(&started.path).len(), 2);
     drop(started);
@@ -64,7 +64,7 @@ fn a_checkpoint_is_whole_once_it_has_an_index() {
     assert_eq!(whole(&root, |_, _| {}).unwrap().len(), 2);
     clean(&root);
     expect(&root, &["step-00000007", "step-00000007-2"]);
-    // What is damaged is reported.
+    // Damaged checkpoints are reported.
     fs::remove_file(again.path.join("model.safetensors")).unwrap();
     let reported = std::cell::RefCell::new(Vec::new());
     let found = whole(&root, |path, reason| reported.borrow_mut().push((path.to_path_buf(), reason))).unwrap();
@@ -83,14 +83,14 @@ fn leftovers_are_removed_and_nothing_else() {
     };
     let index = temporary(INDEX);
     let model = temporary("model.safetensors");
-    // What saves leave: at their beginning, in their middle, at their end; and a removal.
+    // The leftovers of saves that were killed at their beginning, middle and end, and of a removal.
     make("step-00000001", &[]);
     make("step-00000002", &[&index, &model]);
     make("step-00000003", &[&index, "model.safetensors", "optimizer-00000-of-00002.safetensors"]);
     make("step-00000004", &[&model]);
-    // With something of the user.
+    // With a file of the user's.
     make("step-00000005", &[&index, "model.safetensors", "notes.txt"]);
-    // What is not ours.
+    // Folders and files that are not ours.
     make("step-00000006", &["model.safetensors"]);
     make("step-00000007", &["model.safetensors", &model]);
     make("step-8", &[&index, "model.safetensors"]);

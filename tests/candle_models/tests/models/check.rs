@@ -5,16 +5,16 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
 use serde::de::DeserializeOwned;
 
-/// How a model file is checked.
+/// The settings for checking a model file.
 pub struct Check<'a> {
-    /// That of all parameters.
+    /// The dtype of all parameters.
     pub dtype: DType,
     /// Parts of the names of parameters that the file's forward pass does not use.
     pub unused: &'a [&'a str],
     /// Parts of the names of parameters that checkpoints of this model do not contain. Some files have the layers whose
     /// parameters are there; a `VarMap` would make all of them.
     pub absent: &'a [&'a str],
-    /// What weights are multiplied by. Where batch norms have no statistics yet, activations grow from layer to layer.
+    /// The factor of weights. Where batch norms have no statistics yet, activations grow from layer to layer.
     pub gain: f64,
     /// Parameters and elements to compare, where a forward pass takes long.
     pub limits: (usize, usize),
@@ -54,7 +54,7 @@ pub fn parameters(varmap: &VarMap) -> Vec<(String, Var)> {
     parameters
 }
 
-/// Gives every parameter a value of its own: those that begin as a constant (norms, biases, tensors that a file takes
+/// Gives every parameter its own value: those that begin as a constant (norms, biases, tensors that a file takes
 /// without an initialisation) are spread around it.
 fn spread(parameters: &[(String, Var)], gain: f64) -> Result<()> {
     let mut generator = Generator::new(13);
@@ -149,7 +149,7 @@ pub fn check(check: Check, model: impl Fn(VarBuilder) -> Result<Tensor>) {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// What is wrong with the gradients of `model`, one line for each parameter.
+/// Returns the wrong gradients of `model`, one line for each parameter.
 ///
 /// # Errors
 /// Those of the model's forward and backward passes.

@@ -8,8 +8,8 @@ use serde_json::json;
 /// With one expert, the weights of a router are constant.
 const ONE_EXPERT: Check = Check { unused: &["gate.weight"], ..F32 };
 
-/// Some files take the routers' weights out of the graph (`to_vec2`), so routers get no gradient, and what comes before them
-/// gets none through them.
+/// Some files take the routers' weights out of the graph (`to_vec2`), so routers get no gradient, and earlier layers
+/// get none through them.
 fn check_router(model: impl Fn(VarBuilder) -> Result<Tensor>) {
     let wrong = measure(&F32, &model).unwrap();
     let without: Vec<_> = wrong.iter().filter_map(|line| line.strip_suffix(": no gradient")).collect();

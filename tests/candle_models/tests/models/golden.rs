@@ -1,8 +1,8 @@
-//! BERT, ViT and Llama: logits and all gradients are those of Hugging Face's transformers on PyTorch, from one process and
+//! BERT, ViT and Llama: logits and all gradients equal those of Hugging Face's transformers on PyTorch, from one process and
 //! under DistributedDataParallel (`tests/golden/transformers`, `scripts/golden_transformers.py`).
 use candle::safetensors::load;
 use candle::{DType, Device, Result, Tensor, Var};
-use candle_ddp::{DdpOptions, DistributedDataParallel};
+use candle_ddp::DistributedDataParallel;
 use candle_models::models::{bert, llama, vit};
 use candle_nn::loss::cross_entropy;
 use candle_nn::{Optimizer, VarBuilder, VarMap, SGD};
@@ -88,7 +88,7 @@ impl<M> Golden<M> {
         let weights = candle_ddp::spawn(2, |pg| {
             let varmap = self.weights();
             let build = |vb: VarBuilder<'static>| (self.build)(self.config.clone(), vb);
-            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+            let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
             let loss = ddp.call(|model| self.loss(model, Some(pg.rank())))?;
             let grads = ddp.backward(&loss)?;
             let gradient = |(name, var): (String, Var)| (name, grads.get(&var).unwrap().clone());

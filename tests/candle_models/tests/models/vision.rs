@@ -26,7 +26,7 @@ fn efficientvit() {
     });
 }
 
-/// Scales of 1 × 1 kernels, identities between different numbers of channels, and what the published models have in other places.
+/// Scales of 1 × 1 kernels, identities between different numbers of channels, and the parts that the published models have elsewhere.
 const FASTVIT_ABSENT: [&str; 10] = [
     "stem.2.conv_scale",
     "proj.1.conv_scale",
@@ -71,7 +71,7 @@ fn repvgg() {
     });
 }
 
-/// Methods of candle's tensors, which no renamed crate reaches: `candle_ddp_nn::max_pool2d` is what this file would have to call.
+/// Methods of candle's tensors, which no renamed crate reaches: this file would have to call `candle_ddp_nn::max_pool2d`.
 #[test]
 fn resnet_has_candles_max_pool() {
     let error =

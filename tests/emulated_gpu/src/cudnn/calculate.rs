@@ -16,7 +16,7 @@ pub(super) unsafe fn calculate(kind: Kind, problem: &Problem, operands: &Operand
         Kind::BackwardFilter => (operands.w, w),
     };
     let mut sums = vec![0.0; count(of)];
-    // What is calculated is not read: it is undefined.
+    // The old contents of the result are undefined, so they are not read.
     let values = |which: Kind, address, tensor| if kind == which { Vec::new() } else { load(address, tensor) };
     let (xs, ws, ys) = (
         values(Kind::BackwardData, operands.x, x),

@@ -3,6 +3,7 @@ mod calculate;
 mod descriptors;
 
 use crate::blas::DType;
+use crate::count::count;
 use crate::driver::context_device;
 use crate::memory::check;
 use crate::stream::push;
@@ -108,7 +109,7 @@ impl Problem {
             && is_seen
     }
 
-    /// What the algorithms here ask for, to see that it is there: it is overwritten.
+    /// The workspace that the algorithms here ask for. They overwrite it, to see that it exists.
     fn workspace(&self, kind: Kind) -> usize {
         match kind {
             Kind::Forward => 0,
@@ -175,7 +176,7 @@ unsafe fn candidates(
     SUCCESS
 }
 
-/// Data, and what its results are multiplied by and what before that.
+/// Data, and the factors of the new result and of the old one.
 #[derive(Clone, Copy)]
 struct Operands {
     x: u64,
@@ -213,6 +214,7 @@ unsafe fn convolve(
     // SAFETY: the handle came from `cudnnCreate`.
     let stream = unsafe { &*handle.cast::<Handle>() }.0.load(Ordering::Relaxed);
     let (operands, workspace) = (Operands { x, w, y, alpha, beta }, workspace as u64);
+    count("convolution", 1);
     let pushed = push(stream as *mut c_void, move || {
         check(workspace, needed, "the workspace of a convolution");
         check(operands.x, problem.x.bytes(), "x of a convolution");
@@ -228,7 +230,7 @@ unsafe fn convolve(
 }
 
 /// The three functions of a kind of convolution. The first list names the operands and their descriptors, for the other two:
-/// the order of descriptors in cuDNN's queries, and that of two operands and the result in the convolution itself.
+/// the order of descriptors in cuDNN's queries, and the order of two operands and the result in the convolution itself.
 macro_rules! convolution {
     (
         |$x:ident, $w:ident, $y:ident, $x_desc:ident, $w_desc:ident, $y_desc:ident, $convolution:ident|

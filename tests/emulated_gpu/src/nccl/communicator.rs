@@ -1,9 +1,11 @@
 //! One rank of a communicator: its current operation and its state.
+use super::ffi::Wishes;
 use super::peer_info::PeerInfo;
 use super::{Code, Failure, Outcome, die, failure, lock, set_last_error};
+use std::collections::BTreeMap;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -12,11 +14,30 @@ const LOOKS: u32 = 3;
 /// ...or was not polled for this long.
 const UNSEEN: Duration = Duration::from_millis(50);
 
+/// How many blocks a GPU runs at once. A kernel of NCCL takes a whole multiprocessor for each of its blocks.
+const BLOCKS: usize = 132;
+
+/// The number of blocks of kernels that are running, by device.
+static OCCUPIED: Mutex<BTreeMap<i32, usize>> = Mutex::new(BTreeMap::new());
+
+/// Whether there was room for so many blocks. A kernel begins when all of its blocks can run at once.
+fn occupy(device: i32, blocks: usize) -> bool {
+    let mut occupied = lock(&OCCUPIED);
+    let occupied = occupied.entry(device).or_default();
+    let fits = *occupied + blocks <= BLOCKS;
+    if fits {
+        *occupied += blocks;
+    }
+    fits
+}
+
 pub(super) struct Communicator {
     pub(super) rank: usize,
     pub(super) size: usize,
     pub(super) peer_info: PeerInfo,
     pub(super) blocking: bool,
+    /// The number of blocks of each of its kernels.
+    pub(super) blocks: usize,
     /// The name of the hub.
     pub(super) hub: String,
     /// The thread that uses the communicator, and its nesting depth: NCCL allows one thread at a time.
@@ -45,6 +66,8 @@ pub(super) struct State {
     pub(super) child: Option<Option<(usize, usize, String)>>,
     pub(super) control: Option<Arc<UnixStream>>,
     pub(super) data: Option<Arc<UnixStream>>,
+    /// The thread whose launch is in progress. NCCL keeps its state in that thread's memory.
+    launcher: Option<Weak<()>>,
     /// The numbers of launched and of finished jobs: jobs run in this order, whatever their streams.
     launched: u64,
     passed: u64,
@@ -52,10 +75,11 @@ pub(super) struct State {
 
 impl Communicator {
     /// Creates a communicator whose construction is in progress.
-    pub(super) fn new(hub: String, rank: usize, size: usize, peer_info: PeerInfo, blocking: bool) -> Arc<Self> {
+    pub(super) fn new(hub: String, rank: usize, size: usize, peer_info: PeerInfo, wishes: Wishes) -> Arc<Self> {
         let state = State { in_progress: Some(0), ..State::default() };
         let (user, changed) = (Mutex::new(None), Condvar::new());
-        Arc::new(Self { rank, size, peer_info, blocking, hub, user, state: Mutex::new(state), changed })
+        let Wishes { blocking, blocks } = wishes;
+        Arc::new(Self { rank, size, peer_info, blocking, blocks, hub, user, state: Mutex::new(state), changed })
     }
 
     /// Changes the state and wakes all waiting threads.
@@ -129,9 +153,30 @@ impl Communicator {
         lock(&self.state).in_progress = Some(0);
     }
 
+    /// Begins a launch by the calling thread.
+    pub(super) fn begin_launch(&self) {
+        thread_local! {
+            static LIFE: Arc<()> = Arc::default();
+        }
+        let launcher = LIFE.with(Arc::downgrade);
+        let mut state = lock(&self.state);
+        (state.in_progress, state.launcher) = (Some(0), Some(launcher));
+    }
+
     /// Ends the operation in progress.
     pub(super) fn settle(&self) {
-        self.change(|state| state.in_progress = None);
+        self.change(|state| (state.in_progress, state.launcher) = (None, None));
+    }
+
+    /// Called by an abort, which uses the state of a launch in progress.
+    pub(super) fn use_launcher(&self) {
+        let launcher = lock(&self.state).launcher.clone();
+        if let Some(launcher) = launcher {
+            std::thread::sleep(UNSEEN);
+            if launcher.strong_count() == 0 {
+                die("an abort of a call in progress whose thread has ended");
+            }
+        }
     }
 
     /// Waits until no operation is in progress.
@@ -206,6 +251,21 @@ impl Communicator {
         }
     }
 
+    /// Occupies a part of the GPU, as soon as there is room, while `kernel` runs. Does nothing if the communicator ends before.
+    pub(super) fn resident(&self, kernel: impl FnOnce()) {
+        let Some(device) = self.peer_info.context else { return kernel() };
+        while !occupy(device, self.blocks) {
+            std::thread::sleep(Duration::from_millis(2));
+            if lock(&self.state).ended {
+                return;
+            }
+        }
+        kernel();
+        if let Some(occupied) = lock(&OCCUPIED).get_mut(&device) {
+            *occupied -= self.blocks;
+        }
+    }
+
     /// Sleeps, unless the communicator ends in the meantime.
     pub(super) fn linger(&self, duration: Duration) {
         if !duration.is_zero() {
@@ -223,6 +283,11 @@ impl Communicator {
             // This also wakes the thread that reads from the connection. The other side may have closed it.
             let _ = connection.shutdown(Shutdown::Both);
         }
+    }
+
+    /// Frees its memory, for which the driver waits for everything on the GPU: kernels of other communicators too.
+    pub(super) fn free(&self) {
+        self.peer_info.context.into_iter().for_each(crate::stream::synchronize_device);
     }
 
     /// Calls `last`, unless the communicator has ended; an end waits for this call.

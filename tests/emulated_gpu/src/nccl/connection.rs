@@ -1,5 +1,6 @@
 //! The threads of a communicator: one that connects it and reads from its hub, and one per operation.
 use super::communicator::Communicator;
+use super::ffi::Wishes;
 use super::handles::{self, Handle};
 use super::wire::{Greeting, Message};
 use super::{Code, Failure, Outcome, failure, system_error};
@@ -111,7 +112,7 @@ impl Slot {
 }
 
 /// Starts a split. `slot` receives the new communicator, or null, before the operation ends.
-pub(super) fn split(communicator: &Arc<Communicator>, color: i32, key: i32, blocking: bool, slot: Slot) -> Outcome<()> {
+pub(super) fn split(communicator: &Arc<Communicator>, color: i32, key: i32, wishes: Wishes, slot: Slot) -> Outcome<()> {
     if !communicator.is_idle() {
         let text = "ncclCommSplit: calls on the communicator are still running, which may cause a deadlock";
         return Err(failure(Code::InvalidUsage, text));
@@ -121,9 +122,9 @@ pub(super) fn split(communicator: &Arc<Communicator>, color: i32, key: i32, bloc
         tell(parent, &Message::Split { color, key });
         let handle = match parent.wait_for(|state| state.child.clone())? {
             Some((rank, size, hub)) => {
-                let child = Communicator::new(hub, rank, size, parent.peer_info.clone(), blocking);
+                let child = Communicator::new(hub, rank, size, parent.peer_info.clone(), wishes);
                 start(child.clone());
-                if blocking {
+                if wishes.blocking {
                     child.await_settled()?;
                 }
                 handles::add(child)

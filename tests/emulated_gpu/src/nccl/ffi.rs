@@ -3,7 +3,7 @@
 use super::communicator::{Communicator, Visit};
 use super::connection::{self, Slot};
 use super::handles::{self, Handle};
-use super::peer_info::{PeerInfo, pretences};
+use super::peer_info::{PeerInfo, Pretences, pretences};
 use super::{Code, Outcome, failure, group, log, set_last_error};
 use std::ffi::{c_char, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,10 +23,17 @@ pub struct Config {
     pub(super) magic: c_uint,
     pub(super) version: c_uint,
     pub(super) blocking: c_int,
+    pub(super) cga_cluster_size: c_int,
+    pub(super) min_ctas: c_int,
+    pub(super) max_ctas: c_int,
+    pub(super) net_name: *const c_char,
+    pub(super) split_share: c_int,
+    /// Since 2.26. In a struct without this field, these are the bytes of padding at its end.
+    pub(super) traffic_class: c_int,
 }
 
 const MAGIC: c_uint = 0xcafe_beef;
-const UNDEFINED: c_int = c_int::MIN;
+pub(super) const UNDEFINED: c_int = c_int::MIN;
 const NO_COLOR: c_int = -1;
 
 /// Runs the body of a function, returns its code and keeps the text of an error for `ncclGetLastError`.
@@ -48,11 +55,30 @@ pub(super) fn invalid(text: impl Into<String>) -> super::Failure {
     failure(Code::InvalidArgument, text)
 }
 
-/// Returns whether a configuration requests blocking calls; `otherwise` if it does not say.
+/// What a configuration asks for.
+#[derive(Clone, Copy)]
+pub(super) struct Wishes {
+    pub(super) blocking: bool,
+    /// The number of blocks of each kernel.
+    pub(super) blocks: usize,
+}
+
+impl Wishes {
+    /// Of a communicator without a configuration.
+    const DEFAULT: Self = Self { blocking: true, blocks: 32 };
+
+    /// What the environment says counts more.
+    fn overridden(self) -> Self {
+        let Pretences { blocking, max_ctas, .. } = *pretences();
+        Self { blocking: blocking.unwrap_or(self.blocking), blocks: max_ctas.unwrap_or(self.blocks) }
+    }
+}
+
+/// Returns what a configuration asks for; `otherwise` where it does not say.
 ///
 /// # Safety
 /// `config` must be null or point to a configuration.
-unsafe fn blocking(config: *const Config, otherwise: bool) -> Outcome<bool> {
+unsafe fn wishes(config: *const Config, otherwise: Wishes) -> Outcome<Wishes> {
     if config.is_null() {
         return Ok(otherwise);
     }
@@ -62,12 +88,19 @@ unsafe fn blocking(config: *const Config, otherwise: bool) -> Outcome<bool> {
         return Err(invalid("the ncclConfig_t was not initialized"));
     }
     // SAFETY: guaranteed by the caller; the checks above show that the struct is initialized and long enough.
-    match unsafe { (*config).blocking } {
-        UNDEFINED => Ok(otherwise),
-        0 => Ok(false),
-        1 => Ok(true),
-        other => Err(invalid(format!("the ncclConfig_t has blocking = {other}"))),
+    let Config { blocking, max_ctas, traffic_class, .. } = unsafe { config.read() };
+    if traffic_class != UNDEFINED {
+        return Err(invalid(format!(
+            "the ncclConfig_t has trafficClass = {traffic_class}, or it is padding that nobody wrote"
+        )));
     }
+    let blocking = match blocking {
+        UNDEFINED => otherwise.blocking,
+        0 => false,
+        1 => true,
+        other => return Err(invalid(format!("the ncclConfig_t has blocking = {other}"))),
+    };
+    Ok(Wishes { blocking, blocks: usize::try_from(max_ctas).unwrap_or(otherwise.blocks) }.overridden())
 }
 
 #[unsafe(no_mangle)]
@@ -118,7 +151,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
 ) -> c_int {
     answer(|| {
         // SAFETY: guaranteed by the caller.
-        let blocking = unsafe { blocking(config, true) }?;
+        let wishes = unsafe { wishes(config, Wishes::DEFAULT.overridden()) }?;
         let (size, rank) = match (usize::try_from(nranks), usize::try_from(rank)) {
             (Ok(size), Ok(rank)) if rank < size && !comm.is_null() => (size, rank),
             _ => return Err(invalid(format!("ncclCommInitRankConfig: rank {rank} of {nranks} does not exist"))),
@@ -126,7 +159,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
         let end = id.internal.iter().position(|byte| *byte == 0).unwrap_or(id.internal.len());
         let name = std::str::from_utf8(&id.internal[..end]).ok().filter(|name| !name.is_empty());
         let hub = name.ok_or_else(|| invalid("ncclCommInitRankConfig: this is not an id"))?.to_string();
-        let communicator = Communicator::new(hub, rank, size, PeerInfo::here(), blocking);
+        let communicator = Communicator::new(hub, rank, size, PeerInfo::here(), wishes);
         let handle = handles::add(communicator.clone());
         // SAFETY: the caller provides memory for a communicator.
         unsafe { comm.write(handle) };
@@ -158,11 +191,11 @@ pub unsafe extern "C" fn ncclCommSplit(
             return Err(invalid(format!("ncclCommSplit: the color {color} is invalid, or newcomm is null")));
         }
         // SAFETY: guaranteed by the caller.
-        let blocking = unsafe { blocking(config, visit.0.blocking) }?;
+        let wishes = unsafe { wishes(config, Wishes { blocking: visit.0.blocking, blocks: visit.0.blocks }) }?;
         // SAFETY: the caller provides memory for a communicator.
         unsafe { newcomm.write(std::ptr::null_mut()) };
         group::join(visit, |communicator| {
-            connection::split(communicator, color, key, blocking, Slot(newcomm)).map(|()| None)
+            connection::split(communicator, color, key, wishes, Slot(newcomm)).map(|()| None)
         })
     })
 }
@@ -205,6 +238,7 @@ pub unsafe extern "C" fn ncclCommDestroy(comm: Handle) -> c_int {
             visit.0.await_settled()?;
         }
         visit.0.end();
+        visit.0.free();
         log::end(&visit.0, "Destroy");
         handles::remove(comm);
         Ok(Code::Success)
@@ -218,7 +252,9 @@ pub unsafe extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
             return Ok(Code::Success);
         }
         let visit = visit(comm, "ncclCommAbort")?;
+        visit.0.use_launcher();
         visit.0.end();
+        visit.0.free();
         log::end(&visit.0, "Abort");
         handles::remove(comm);
         Ok(Code::Success)

@@ -1,5 +1,5 @@
-//! Groups of calls: calls between `ncclGroupStart` and `ncclGroupEnd` start together. A call outside a group is a group
-//! of its own.
+//! Groups of calls: calls between `ncclGroupStart` and `ncclGroupEnd` start together. A call outside a group is its own
+//! group.
 use super::communicator::{Communicator, Visit};
 use super::job::{self, Queued};
 use super::{Code, Failure, Outcome, failure};
@@ -98,10 +98,13 @@ fn launch(group: Group) -> Outcome<Code> {
         return Ok(Code::Success);
     }
     parts.retain(|(_, calls)| !calls.is_empty());
-    parts.iter().for_each(|(communicator, _)| communicator.begin());
+    parts.iter().for_each(|(communicator, _)| communicator.begin_launch());
     std::thread::spawn(move || {
         for (communicator, calls) in parts {
             communicator.be_seen();
+            if job::is_stuck(calls.iter().map(|(_, queued)| queued)) {
+                return communicator.hang();
+            }
             job::launch(&communicator, calls);
             communicator.settle();
         }

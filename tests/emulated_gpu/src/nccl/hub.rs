@@ -63,7 +63,7 @@ struct Seat {
     joined: Option<Joined>,
     split: Option<(i32, i32)>,
     finalized: bool,
-    /// Whether the rank was told that it is finalized and may close its connections.
+    /// Whether the rank knows that it is finalized and may close its connections.
     dismissed: bool,
 }
 
@@ -86,8 +86,7 @@ impl Seat {
     }
 }
 
-/// What a failure is to a rank in `process`: where the system has failed the hub, another rank's process is to blame, except for
-/// the ranks in its own.
+/// Returns a failure as a rank in `process` sees it: a system error in the hub is remote, except for ranks in the hub's process.
 fn told_to(process: Option<u32>, error: Failure) -> Failure {
     match error.code {
         Code::SystemError if process != Some(std::process::id()) => failure(Code::RemoteError, error.text),

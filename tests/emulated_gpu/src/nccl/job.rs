@@ -32,6 +32,11 @@ pub(super) fn check(communicator: &Communicator, calls: &[(Arc<Stream>, Queued)]
     Err(failure(Code::InvalidUsage, "a rank sends to itself without a matching recv in the same group, or the reverse"))
 }
 
+/// Whether the launch of these calls never ends, as if a peer did not connect: of messages, if the environment says so.
+pub(super) fn is_stuck<'a>(mut calls: impl Iterator<Item = &'a Queued>) -> bool {
+    pretences().stuck && calls.any(|queued| matches!(queued.call.kind, Kind::Send | Kind::Recv))
+}
+
 /// Puts the calls on their streams as one job: all of these streams wait for its start and its end.
 pub(super) fn launch(communicator: &Arc<Communicator>, calls: Vec<(Arc<Stream>, Queued)>) {
     let mut streams: Vec<Arc<Stream>> = Vec::new();
@@ -64,19 +69,18 @@ pub(super) fn launch(communicator: &Arc<Communicator>, calls: Vec<(Arc<Stream>, 
 
 /// Returns when the job has ended, or hangs until an abort.
 fn run(communicator: &Communicator, number: u64, calls: &[Queued]) {
-    let done = communicator.await_turn(number).map_err(|_| ()).and_then(|connection| {
+    let Ok(connection) = communicator.await_turn(number) else { return communicator.hang() };
+    communicator.resident(|| {
         communicator.linger(pretences().delay);
-        if calls.iter().any(|_| fails()) {
+        let done = if calls.iter().any(|_| fails()) {
             let text = "a fault was injected by EMULATED_NCCL_FAIL_AFTER";
             communicator.fail(failure(Code::SystemError, text));
-            return Err(());
-        }
-        exchange(communicator, &connection, calls).map_err(|_| ())
+            false
+        } else {
+            exchange(communicator, &connection, calls).is_ok()
+        };
+        if done { communicator.pass() } else { communicator.hang() }
     });
-    match done {
-        Ok(()) => communicator.pass(),
-        Err(()) => communicator.hang(),
-    }
 }
 
 /// Counts the calls of this process and returns whether this one must fail.

@@ -1,4 +1,4 @@
-//! What `NCCL_DEBUG=INFO` shows of communicators: their beginnings and their ends, in NCCL's words.
+//! The output of `NCCL_DEBUG=INFO` about communicators: their beginnings and ends, in NCCL's words.
 use super::communicator::Communicator;
 use super::lock;
 use std::fs::File;

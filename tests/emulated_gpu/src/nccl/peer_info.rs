@@ -9,10 +9,12 @@ pub(super) struct PeerInfo {
     pub(super) device: i32,
     /// Whether several ranks may be on one GPU.
     pub(super) may_share: bool,
+    /// The device as this process numbers it, whose work is waited for when memory is freed. `None` if there is none, in tests.
+    pub(super) context: Option<i32>,
 }
 
 impl PeerInfo {
-    /// Returns that of the calling thread.
+    /// Returns the info of the calling thread.
     pub(super) fn here() -> Self {
         #[cfg(test)]
         if let Some(info) = PRETENDED.with(|info| info.borrow().clone()) {
@@ -20,7 +22,7 @@ impl PeerInfo {
         }
         let host = std::env::var("NCCL_HOSTID").unwrap_or_else(|_| machine());
         let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-        Self { host, device: crate::driver::current_device(), may_share }
+        Self { host, device: crate::driver::current_device(), may_share, context: crate::driver::context_device() }
     }
 }
 
@@ -31,7 +33,7 @@ fn machine() -> String {
 
 #[cfg(test)]
 thread_local! {
-    /// What ranks are in tests, which are threads of one process.
+    /// The info of ranks in tests, which are threads of one process.
     pub(super) static PRETENDED: std::cell::RefCell<Option<PeerInfo>> = const { std::cell::RefCell::new(None) };
 }
 
@@ -42,6 +44,12 @@ pub(super) struct Pretences {
     pub(super) fail_after: u64,
     /// Encoded like NCCL's versions.
     pub(super) version: i32,
+    /// Whether launches of messages never end.
+    pub(super) stuck: bool,
+    /// Whether all communicators are blocking, or nonblocking.
+    pub(super) blocking: Option<bool>,
+    /// The number of blocks of the kernels of all communicators.
+    pub(super) max_ctas: Option<usize>,
 }
 
 pub(super) fn pretences() -> &'static Pretences {
@@ -50,6 +58,9 @@ pub(super) fn pretences() -> &'static Pretences {
         delay: Duration::from_millis(number("EMULATED_NCCL_DELAY_MS").unwrap_or(0)),
         fail_after: number("EMULATED_NCCL_FAIL_AFTER").unwrap_or(0),
         version: number("EMULATED_NCCL_VERSION").unwrap_or(22_707),
+        stuck: std::env::var_os("EMULATED_NCCL_STUCK_MESSAGES").is_some(),
+        blocking: number("NCCL_COMM_BLOCKING").map(|blocking: i32| blocking == 1),
+        max_ctas: number("NCCL_MAX_CTAS"),
     })
 }
 

@@ -10,7 +10,7 @@ fn address(name: &str) -> Result<SocketAddr> {
     SocketAddr::from_abstract_name(name)
 }
 
-/// With what the names of this process's hubs begin.
+/// The prefix of the names of this process's hubs.
 fn names_here() -> String {
     format!("emulated-nccl-{}-", std::process::id())
 }

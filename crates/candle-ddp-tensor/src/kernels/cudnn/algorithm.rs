@@ -9,7 +9,7 @@ use cudarc::cudnn::sys::{
 };
 use std::ffi::{c_int, c_void};
 
-/// How many algorithms cuDNN is asked for: more than it has.
+/// The number of algorithms that cuDNN is asked for: more than it has.
 const CANDIDATES: usize = 16;
 
 #[derive(Clone, Copy, Debug)]
@@ -19,9 +19,8 @@ pub(super) enum Algorithm {
     BackwardFilter(cudnnConvolutionBwdFilterAlgo_t),
 }
 
-/// Returns the first of the candidates, which cuDNN orders by the time that it expects them to take, whose results do not
-/// differ from run to run, which calculates as precisely as asked for, and which works with at most `limit` bytes; with
-/// these bytes.
+/// Returns the first suitable candidate, and the size of its workspace in bytes. cuDNN orders candidates by expected time. A
+/// suitable one gives the same results in every run, has the precision asked for, and needs at most `limit` bytes.
 macro_rules! first {
     ($limit:expr, $math:expr, $Algorithm:expr, |$count:ident, $candidates:ident| $query:expr, |$algorithm:ident| $size:expr) => {{
         // SAFETY: zero is a value of all fields.

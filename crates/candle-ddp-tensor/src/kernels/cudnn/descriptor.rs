@@ -12,7 +12,7 @@ pub(super) fn failure(operation: impl Into<String>, error: CudnnError) -> Error 
     Error::Kernel { file: "cuDNN", operation: operation.into(), reason: error.to_string() }
 }
 
-/// Those of a convolution's x, y and weights, which are contiguous, and of the convolution itself.
+/// The descriptors of a convolution's x, y and weights, which are contiguous, and of the convolution itself.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     pub(super) x: cudnnTensorDescriptor_t,
@@ -97,7 +97,7 @@ impl Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: each was created, unless it is null, and is destroyed only here. Nobody is left to be told of an error.
+        // SAFETY: each was created, unless it is null, and is destroyed only here. Nobody is left to handle an error.
         unsafe {
             for tensor in [self.x, self.y] {
                 if !tensor.is_null() {

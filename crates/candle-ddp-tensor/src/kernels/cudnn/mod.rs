@@ -17,17 +17,17 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// How many bytes an algorithm may work with, beside its operands and its result.
+/// The largest workspace of an algorithm, in bytes.
 const WORKSPACE: usize = 64 << 20;
-/// How many shapes a thread keeps algorithms for.
+/// The number of shapes for which a thread keeps algorithms.
 const PLANS: usize = 4096;
 /// The oldest version whose status codes and functions are the ones expected here: 9.0.
 const OLDEST: usize = 90_000;
 
-/// What an algorithm is chosen for.
+/// The key by which an algorithm is kept.
 type Key = (Convolve, DType, cudnnMathType_t, ConvShape);
 
-/// An algorithm, and how many bytes it needs to work with.
+/// An algorithm, and the size of its workspace in bytes.
 #[derive(Debug)]
 struct Plan {
     descriptors: Descriptors,
@@ -45,7 +45,7 @@ struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // Nobody is left to be told of an error.
+        // Nobody is left to handle an error.
         let _ = self.stream.context().bind_to_thread();
         // SAFETY: the handle was created, and is destroyed only here.
         let _ = unsafe { result::destroy_handle(self.raw) };
@@ -93,7 +93,7 @@ thread_local! {
     static HANDLES: RefCell<HashMap<(usize, usize), Handle>> = RefCell::default();
 }
 
-/// As the function of this name of the parent module.
+/// See the function of the same name in the parent module.
 pub(super) fn convolve(
     device: &CudaDevice,
     (convolve, dtype): (Convolve, DType),

@@ -57,8 +57,8 @@ pub(super) fn reduce_scatter(
     Ok(())
 }
 
-/// Receives `length` bytes from each peer while `sends` are sent. Returns the data by rank; this rank's is that in the
-/// output.
+/// Receives `length` bytes from each peer while `sends` are sent. Returns the data by rank; this rank's is the data in
+/// the output.
 fn collect<'a>(
     session: &mut TcpSession,
     slots: &'a mut [&mut [u8]],

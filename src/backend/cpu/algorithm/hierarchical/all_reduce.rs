@@ -25,7 +25,7 @@ impl Bridge<'_> {
         }
     }
 
-    /// Every rank reduces its host's data, and gets that of every other host from one of that host's ranks.
+    /// Every rank reduces its host's data, and gets every other host's reduced data from one of that host's ranks.
     fn all_reduce_at_once(&mut self, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
         let (hosts, whole) = (self.hosts, 0..data.len());
         let mut slots = scratch.slots(hosts.count(), data.len());

@@ -31,7 +31,7 @@ fn own(dtype: c_int, rank: usize, count: usize) -> Vec<u8> {
     encode(dtype, (0..count).map(|index| value(rank, index)))
 }
 
-/// Returns all types with all reductions. Means of 16-bit floats are rounded twice and have a test of their own.
+/// Returns all types with all reductions. Means of 16-bit floats are rounded twice and have their own test.
 fn reductions() -> impl Iterator<Item = (c_int, c_int)> {
     let all = DTYPES.flat_map(|dtype| (0..5).map(move |op| (dtype, op)));
     all.filter(|(dtype, op)| !(*op == 4 && is_float(*dtype)))

@@ -1,8 +1,10 @@
 //! The effect of a rank's end on the others, and mismatched calls.
 use super::super::Code;
+use super::super::peer_info::PRETENDED;
 use super::support::*;
 use std::ffi::{c_int, c_void};
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const REMOTE: c_int = Code::RemoteError as c_int;
 
@@ -10,7 +12,7 @@ const REMOTE: c_int = Code::RemoteError as c_int;
 fn an_abort_is_an_error_for_the_others() {
     // The culprit is the rank in whose process the hub is, or another one.
     for (blocking, culprit) in [(true, 0), (false, 0), (true, 2), (false, 2)] {
-        // The survivors abort as well, and must not be the first of whom another hears.
+        // The survivors abort as well, and other ranks must hear of the culprit first.
         let heard = Barrier::new(2);
         ranks(3, blocking, |rank| {
             if rank.rank == culprit {
@@ -43,6 +45,39 @@ fn a_call_hangs_after_an_error_until_it_is_aborted() {
         rank.abort();
         assert!(rank.synchronize(PATIENCE));
         assert_eq!(sums, [7.0]);
+    });
+}
+
+#[test]
+fn an_abort_waits_for_the_kernels_of_other_communicators() {
+    let (ids, done) = ([id(), id()], Barrier::new(2));
+    threads(2, |rank| {
+        // Rank 0's streams are those of a GPU that no other test uses; rank 1 has another one, and does not come.
+        let context = (rank == 0).then_some(1);
+        // SAFETY: the context is that of the second device.
+        unsafe { crate::driver::cuCtxSetCurrent(std::ptr::without_provenance_mut(2)) };
+        PRETENDED.with_borrow_mut(|info| info.as_mut().unwrap().context = context);
+        let [first, second] = ids.map(|id| Rank::connect(id, rank, 2, false));
+        if rank == 1 {
+            done.wait();
+            return [first, second].iter().for_each(Rank::abort);
+        }
+        let (mut sums, mut others) = ([0.0], [0.0]);
+        first.done(first.all_reduce(&[1.0], &mut sums));
+        second.done(second.all_reduce(&[1.0], &mut others));
+        let (handle, ended) = (first.comm.replace(std::ptr::null_mut()) as usize, AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: the communicator is alive, and no longer used.
+                assert_eq!(unsafe { ncclCommAbort(handle as *mut c_void) }, 0);
+                ended.store(true, Ordering::Release);
+            });
+            std::thread::sleep(WHILE);
+            assert!(!ended.load(Ordering::Acquire), "the abort did not wait for the other communicator");
+            second.abort();
+        });
+        assert!(ended.into_inner());
+        done.wait();
     });
 }
 

@@ -136,12 +136,13 @@ fn equal_keys_keep_the_old_order() {
 #[test]
 fn a_communicator_with_running_calls_is_not_split() {
     ranks(1, true, |rank| {
-        rank.stream().push(|| std::thread::sleep(Duration::from_millis(50)));
+        let held = rank.hold();
         let (mut comm, mut sums) = (std::ptr::null_mut(), [0.0]);
         rank.done(rank.all_reduce(&[1.0], &mut sums));
         // SAFETY: the handle lives until the end of the function.
         let code = unsafe { ncclCommSplit(rank.comm.get(), 0, 0, &raw mut comm, std::ptr::null_mut()) };
         assert_eq!(code, Code::InvalidUsage as c_int);
+        drop(held);
         assert!(rank.synchronize(PATIENCE));
     });
 }
@@ -218,10 +219,11 @@ fn finalizing_flushes_and_waits_for_the_ranks_of_the_host() {
             settle_down(hosts[rank], rank as i32, false);
             let rank = Rank::connect(id, rank, 2, false);
             let mut sums = [0.0];
-            rank.stream().push(|| std::thread::sleep(Duration::from_millis(50)));
+            let held = rank.hold();
             rank.done(rank.all_reduce(&[1.0], &mut sums));
             if rank.rank == 0 {
                 assert_eq!(rank.finalize(), Code::InProgress as c_int);
+                drop(held);
                 let start = Instant::now();
                 if hosts[1] == "b" {
                     assert_eq!(rank.settle(), 0);
@@ -235,6 +237,7 @@ fn finalizing_flushes_and_waits_for_the_ranks_of_the_host() {
                     rank.destroy();
                 }
             } else {
+                drop(held);
                 first_is_done.wait();
                 std::thread::sleep(WHILE);
                 // The end of the other rank is no error.

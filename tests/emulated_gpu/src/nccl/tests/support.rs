@@ -8,7 +8,7 @@ use crate::stream::{Stream, find};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,18 @@ pub(super) fn id() -> UniqueId {
 }
 
 fn config(blocking: bool) -> Config {
-    Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 21_800, blocking: c_int::from(blocking) }
+    Config {
+        size: size_of::<Config>(),
+        magic: 0xcafe_beef,
+        version: 21_800,
+        blocking: c_int::from(blocking),
+        cga_cluster_size: UNDEFINED,
+        min_ctas: UNDEFINED,
+        max_ctas: UNDEFINED,
+        net_name: std::ptr::null(),
+        split_share: UNDEFINED,
+        traffic_class: UNDEFINED,
+    }
 }
 
 /// Sets the calling thread's device and peer info.
@@ -49,7 +60,8 @@ pub(super) fn settle_down(host: &str, device: i32, may_share: bool) {
         crate::driver::cuDevicePrimaryCtxRetain(&raw mut context, 0);
         crate::driver::cuCtxSetCurrent(context);
     }
-    PRETENDED.set(Some(PeerInfo { host: host.to_string(), device, may_share }));
+    // All of them are threads on the streams of one device, for which none must wait.
+    PRETENDED.set(Some(PeerInfo { host: host.to_string(), device, may_share, context: None }));
 }
 
 pub(super) fn new_stream() -> *mut c_void {
@@ -160,6 +172,15 @@ impl Rank {
         find(self.stream).unwrap()
     }
 
+    /// Holds up the stream until the sender is dropped.
+    pub(super) fn hold(&self) -> Sender<()> {
+        let (sender, end) = channel();
+        self.stream().push(move || {
+            let _ = end.recv();
+        });
+        sender
+    }
+
     /// Waits for the stream and returns whether it completed in time.
     pub(super) fn synchronize(&self, patience: Duration) -> bool {
         let (reached, end) = channel();
@@ -212,7 +233,7 @@ pub(super) fn text() -> String {
     unsafe { CStr::from_ptr(last_error()) }.to_string_lossy().into_owned()
 }
 
-/// Waits for an event; `otherwise` says what is wrong if it does not come.
+/// Waits for an event; `otherwise` is the message if it does not come.
 pub(super) fn wait_until(event: impl Fn() -> bool, otherwise: &str) {
     let start = Instant::now();
     while !event() {

@@ -1,4 +1,4 @@
-//! What holds in every order: no wake-up is lost, no slot is read before it is written, none is overwritten before all
+//! The properties of every order: no wake-up is lost, no slot is read before it is written, none is overwritten before all
 //! readers have passed it, and closing a group ends every wait.
 //!
 //! A lost wake-up shows as a deadlock, the second and third as an access without an order, or as a wrong number.
@@ -86,7 +86,7 @@ impl Rank {
         self.inboxes[peer].as_mut().unwrap().skip(1);
     }
 
-    /// What a monitor needs to close this rank's group.
+    /// The handle by which a monitor closes this rank's group.
     fn closer(&self) -> impl FnOnce() + Send + 'static {
         let (closed, own, layout) = (self.closed.clone(), self.segments[self.number].clone(), self.layout);
         move || close(&closed, std::iter::once(Eventcount::new(&own, &layout, Sleeper::Collectives)))
@@ -112,7 +112,7 @@ fn ranks(world_size: usize, slots: usize, first: u32) -> Vec<Rank> {
     (0..world_size).map(|rank| Rank::new(rank, layout, &segments, first)).collect()
 }
 
-/// Explores `test`. With `preemptions`, only the orders in which threads that could go on are interrupted that often.
+/// Explores `test`. With `preemptions`, only the orders in which threads that could continue are interrupted that often.
 fn explore(preemptions: Option<usize>, test: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = preemptions;

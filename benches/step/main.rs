@@ -1,0 +1,205 @@
+//! Measures a training step with and without DistributedDataParallel, on several ranks:
+//!
+//! ```text
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --bench step -- --model mlp
+//! ```
+#[path = "../../examples/common/mod.rs"]
+mod common;
+mod net;
+
+use candle_core::{DType, Tensor};
+use candle_ddp::optim::AdamW;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_nn::{FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use clap::{Parser, ValueEnum};
+use common::median::median;
+use common::memory::peak_rss_bytes;
+use net::Model;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Measure training steps in several modes that alternate step by step, so that other load on the machine affects all
+/// equally. Prints a JSON object per mode: medians over steps of the slowest rank's times.
+#[derive(Parser)]
+struct Options {
+    /// The model.
+    #[arg(long, value_enum, default_value = "mlp")]
+    model: Model,
+    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18 and resnet50, 8 for the others]
+    #[arg(long)]
+    batch_size: Option<usize>,
+    /// The number of measured steps of each mode.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// The modes to compare.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "local,ddp")]
+    modes: Vec<Mode>,
+    /// The dtype of parameters and activations: f32, f16 or bf16.
+    #[arg(long, default_value = "f32")]
+    dtype: DType,
+    /// The height and width of resnet50's images.
+    #[arg(long, default_value_t = 224)]
+    image_size: usize,
+    /// The bucket size in MiB. [default: as in DdpOptions]
+    #[arg(long)]
+    bucket_cap_mib: Option<f64>,
+    /// Set by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Mode {
+    /// Plain candle: every rank trains its own model, at the same time as the others.
+    Local,
+    /// DistributedDataParallel: gradients are averaged during the backward pass.
+    Ddp,
+    /// The same, but gradients are averaged after the backward pass.
+    After,
+}
+
+/// The number of unmeasured steps of each mode: the first steps allocate, and DDP rebuilds its buckets after the first.
+const WARMUP: u32 = 2;
+/// A learning rate at which nothing overflows or vanishes, however many steps are measured.
+const LEARNING_RATE: f64 = 1e-5;
+/// The milliseconds of forward, backward and optimizer.
+type Times = [f64; 3];
+
+fn main() -> ExitCode {
+    common::main(measure)
+}
+
+fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
+    let input = options.model.input(batch_size, options.image_size, options.dtype, pg.device())?;
+    let default = DdpOptions::default();
+    let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
+    let new = |mode: &Mode| Trainer::new(*mode, options.model, options.dtype, pg, ddp.clone());
+    let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
+    let mut times = vec![Vec::new(); trainers.len()];
+    for step in 0..WARMUP + options.steps {
+        for turn in 0..trainers.len() {
+            // Each mode comes first, and after each other mode, equally often.
+            let index = (turn + step as usize) % trainers.len();
+            pg.barrier()?;
+            let elapsed = slowest(pg, trainers[index].step(&input)?)?;
+            if step >= WARMUP {
+                times[index].push(elapsed);
+            }
+        }
+    }
+    if pg.rank() > 0 {
+        return Ok(());
+    }
+    for ((mode, trainer), times) in options.modes.iter().zip(&trainers).zip(&times) {
+        let part = |part: usize| median(times.iter().map(|times| times[part]));
+        let line = serde_json::json!({
+            "model": options.model.name(),
+            "mode": mode.name(),
+            "dtype": options.dtype.as_str(),
+            "world_size": pg.world_size(),
+            "batch_size": batch_size,
+            "gradient_bytes": trainer.gradient_bytes,
+            "step_ms": median(times.iter().map(|times| times.iter().sum())),
+            "forward_ms": part(0),
+            "backward_ms": part(1),
+            "optimizer_ms": part(2),
+            "peak_rss_bytes": peak_rss_bytes(),
+        });
+        println!("{line}");
+    }
+    Ok(())
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Ddp => "ddp",
+            Self::After => "after",
+        }
+    }
+}
+
+/// A model and its training step.
+struct Trainer {
+    net: Net,
+    optimizer: AdamW,
+    gradient_bytes: usize,
+}
+
+enum Net {
+    Local(FuncT<'static>),
+    Ddp(DistributedDataParallel<FuncT<'static>>),
+}
+
+impl Trainer {
+    fn new(mode: Mode, model: Model, dtype: DType, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
+        let (varmap, device) = (VarMap::new(), pg.device());
+        let plain = || model.build(VarBuilder::from_varmap(&varmap, dtype, device));
+        let net = match mode {
+            Mode::Local => Net::Local(plain()?),
+            Mode::Ddp => {
+                let build = |vb| model.build(vb);
+                Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
+            }
+            Mode::After => {
+                let net = plain()?;
+                Net::Ddp(DistributedDataParallel::from_vars(pg, net, named(&varmap)?, options)?)
+            }
+        };
+        let parameters = match &net {
+            Net::Local(_) => {
+                let mut vars = named(&varmap)?;
+                vars.retain(|(name, _)| !name.contains("running_"));
+                vars.into_iter().map(|(_, var)| var).collect()
+            }
+            Net::Ddp(ddp) => ddp.parameters(),
+        };
+        let bytes = |var: &candle_core::Var| var.elem_count() * var.dtype().size_in_bytes();
+        let gradient_bytes = parameters.iter().map(bytes).sum();
+        let optimizer = AdamW::new(parameters, ParamsAdamW { lr: LEARNING_RATE, ..Default::default() })?;
+        Ok(Self { net, optimizer, gradient_bytes })
+    }
+
+    fn step(&mut self, input: &Tensor) -> Result<Times> {
+        // On a GPU, calls only enqueue work.
+        let now = || input.device().synchronize().map(|()| Instant::now());
+        let start = now()?;
+        let output = match &self.net {
+            Net::Local(net) => net.forward_t(input, true)?,
+            Net::Ddp(ddp) => ddp.forward_t(input, true)?,
+        };
+        let loss = output.sqr()?.mean_all()?;
+        let forward = now()?;
+        let gradients = match &self.net {
+            Net::Local(_) => loss.backward()?,
+            Net::Ddp(ddp) => ddp.backward(&loss)?,
+        };
+        let backward = now()?;
+        self.optimizer.step(&gradients)?;
+        let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
+        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now()?)])
+    }
+}
+
+/// Returns the variables by name, in the same order on all ranks.
+fn named(varmap: &VarMap) -> Result<Vec<(String, candle_core::Var)>> {
+    let vars = varmap.data().lock().map_err(|_| Error::InvalidArgument {
+        argument: "varmap",
+        reason: "a thread panicked while holding the lock".to_string(),
+    })?;
+    let mut vars: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    vars.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(vars)
+}
+
+/// Returns the times on the slowest rank.
+fn slowest(pg: &ProcessGroup, times: Times) -> Result<Times> {
+    let world_size = pg.world_size();
+    let all = Tensor::zeros((world_size, times.len()), DType::F64, pg.device())?;
+    pg.all_gather(&all, &Tensor::new(&times, pg.device())?)?;
+    let sum = |times: &Vec<f64>| times.iter().sum::<f64>();
+    let slowest = all.to_vec2::<f64>()?.into_iter().max_by(|a, b| sum(a).total_cmp(&sum(b)));
+    Ok(slowest.and_then(|times| times.try_into().ok()).unwrap_or(times))
+}

@@ -1,0 +1,88 @@
+//! The models, with the layers of this crate.
+#[path = "../../../examples/char_gpt/block.rs"]
+mod block;
+mod deeplab;
+mod gpt;
+
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
+use candle_ddp::nn::{linear, relu};
+use candle_ddp::vision::models::{self, ResNet, ResNetOptions, ResNetStem};
+use candle_nn::{FuncT, VarBuilder, func_t};
+use clap::ValueEnum;
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum Model {
+    /// Six layers of 1024 × 1024, each followed by a ReLU.
+    Mlp,
+    /// ResNet-18 for images of 32 × 32.
+    Resnet18,
+    /// torchvision's ResNet-50, for images of any size.
+    Resnet50,
+    /// A small DeepLabv3+ for images of 64 × 64: depthwise and dilated convolutions, bilinear upsampling.
+    Deeplab,
+    /// A GPT of six layers of width 384, for 256 tokens.
+    Gpt,
+}
+
+impl Model {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp",
+            Self::Resnet18 => "resnet18",
+            Self::Resnet50 => "resnet50",
+            Self::Deeplab => "deeplab",
+            Self::Gpt => "gpt",
+        }
+    }
+
+    pub(crate) fn batch_size(self) -> usize {
+        match self {
+            Self::Mlp => 256,
+            Self::Resnet18 | Self::Resnet50 => 32,
+            Self::Deeplab | Self::Gpt => 8,
+        }
+    }
+
+    /// A batch.
+    pub(crate) fn input(self, batch_size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        let noise =
+            |sample: &[usize]| Tensor::randn(0f32, 1., [&[batch_size], sample].concat(), device)?.to_dtype(dtype);
+        match self {
+            Self::Mlp => noise(&[1024]),
+            Self::Resnet18 => noise(&[3, 32, 32]),
+            Self::Resnet50 => noise(&[3, image_size, image_size]),
+            Self::Deeplab => noise(&[3, 64, 64]),
+            Self::Gpt => {
+                Tensor::rand(0f32, gpt::VOCABULARY as f32, (batch_size, gpt::TOKENS), device)?.to_dtype(DType::U32)
+            }
+        }
+    }
+
+    pub(crate) fn build(self, vb: VarBuilder) -> Result<FuncT<'static>> {
+        match self {
+            Self::Mlp => mlp(vb),
+            Self::Resnet18 => resnet18(vb),
+            Self::Resnet50 => resnet50(vb),
+            Self::Deeplab => deeplab::deeplab(vb),
+            Self::Gpt => gpt::gpt(vb),
+        }
+    }
+}
+
+fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {
+    let layers = (0..6).map(|layer| linear(1024, 1024, vb.pp(layer))).collect::<Result<Vec<_>>>()?;
+    Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))))
+}
+
+fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
+    let options = ResNetOptions { num_classes: Some(10), stem: ResNetStem::Cifar, ..Default::default() };
+    Ok(resnet(models::resnet18(options, vb)?))
+}
+
+fn resnet50(vb: VarBuilder) -> Result<FuncT<'static>> {
+    Ok(resnet(models::resnet50(ResNetOptions::default(), vb)?))
+}
+
+fn resnet(net: ResNet) -> FuncT<'static> {
+    func_t(move |x, train| net.forward_t(x, train))
+}

@@ -1,0 +1,112 @@
+//! A process group of all ranks of an MPI job.
+use crate::comm::Comm;
+use crate::communicator::MpiCommunicator;
+use crate::lifetime::library;
+use crate::lock::lock;
+use crate::options::MpiOptions;
+use candle_core::{Device, Tensor};
+use candle_ddp::backend::{Collective, Communicator, bytes};
+use candle_ddp::rendezvous::{
+    PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions,
+};
+use candle_ddp::{CustomOptions, Error, ProcessGroup, Result};
+use std::fmt::Display;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Joins this process to the others of its MPI job, which mpirun, srun or another launcher of MPI started. Every rank must
+/// call it. Rank, world size, and which ranks share a host come from MPI; no variables are needed.
+///
+/// Rank 0 hosts the group's store, and tells the others its address and a secret over MPI, so that no other process can use
+/// it. It is for names and small values: tensors travel over MPI.
+///
+/// # Errors
+/// Returns [`Error::Unavailable`] if MPI cannot be initialised or does not allow calls from several threads,
+/// [`Error::Engine`] for its other errors, and an error if rank 0's store cannot be hosted or reached.
+pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
+    /// Distinguishes the groups of this process, which all ranks make in the same order.
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let (timeout, address) = (options.timeout, options.address.clone());
+    let engine = MpiCommunicator::world(options)?;
+    let (rank, world_size) = (engine.rank(), engine.world_size());
+    let of_host = Comm::world(library()?).of_host().and_then(|host| {
+        let place = host.place();
+        host.free().and(place)
+    });
+    let (local_rank, local_world_size) = of_host.map_err(|error| error.of_rank(rank))?;
+    let hosted = match rank {
+        0 => host(address, local_world_size == world_size).inspect_err(|error| {
+            // The others wait for the store's address.
+            engine.abort(&error.to_string());
+        })?,
+        _ => String::new(),
+    };
+    let hosted = tell(&engine, &hosted)?;
+    let unclear = || Error::Engine { rank, operation: "MPI_Ibcast".into(), reason: "rank 0 sent no address".into() };
+    let [port, name, secret]: [&str; 3] =
+        hosted.splitn(3, '\n').collect::<Vec<_>>().try_into().map_err(|_| unclear())?;
+    let store_options = TcpStoreOptions { timeout, secret: Some(Secret::new(secret)?) };
+    let store = TcpStore::connect_with(name, port.parse().map_err(|_| unclear())?, store_options)?;
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    let store: Arc<dyn Store> = Arc::new(PrefixStore::new(format!("candle_ddp_mpi/{call}"), Arc::new(store)));
+    log::info!("rank {rank} of {world_size}: over MPI, with the store at {name}:{port}");
+    let options = CustomOptions { device: Device::Cpu, timeout, local_rank, local_world_size };
+    ProcessGroup::with_communicator(store, Box::new(engine), options)
+}
+
+/// Runs a distributed program: [`init_process_group`] with default options, then `program` under
+/// [`ProcessGroup::abort_on_error`]. If `program` fails on this rank, the other ranks get its error at once.
+///
+/// # Errors
+/// Those of [`init_process_group`] and of `program`. The error type can be `anyhow::Error` or a type of the program.
+pub fn run<T, E: Display + From<Error>>(program: impl FnOnce(&ProcessGroup) -> Result<T, E>) -> Result<T, E> {
+    let group = init_process_group(MpiOptions::default())?;
+    group.abort_on_error(|| program(&group))
+}
+
+/// Hosts the store, and returns its port, its secret and the host's name. The server stays until the process ends: other
+/// ranks may need it longer than this one.
+fn host(address: Option<String>, is_one_host: bool) -> Result<String> {
+    static SERVER: Mutex<Option<(TcpStoreServer, Secret)>> = Mutex::new(None);
+    let address = address.or_else(|| std::env::var("MASTER_ADDR").ok().filter(|name| !name.is_empty()));
+    let name = match address {
+        Some(name) => name,
+        None if is_one_host => Ipv4Addr::LOCALHOST.to_string(),
+        None => mpi::environment::processor_name().map_err(|error| Error::Engine {
+            rank: 0,
+            operation: "MPI_Get_processor_name".to_string(),
+            reason: format!("{error}; set MASTER_ADDR to the name of rank 0's host"),
+        })?,
+    };
+    let mut server = lock(&SERVER);
+    let (server, secret) = match &mut *server {
+        Some(server) => server,
+        empty => {
+            let secret = match Secret::from_env()? {
+                Some(secret) => secret,
+                None => Secret::random()?,
+            };
+            let options = TcpStoreServerOptions { secret: Some(secret.clone()), ..Default::default() };
+            let here = if is_one_host { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
+            empty.insert((TcpStoreServer::bind_with(SocketAddr::from((here, 0)), options)?, secret))
+        }
+    };
+    Ok(format!("{}\n{name}\n{}", server.port(), secret.reveal()))
+}
+
+/// Rank 0's text.
+fn tell(engine: &MpiCommunicator, text: &str) -> Result<String> {
+    const LONGEST: usize = 4096;
+    if text.len() > LONGEST {
+        return Err(Error::InvalidArgument {
+            argument: "address",
+            reason: format!("{} bytes are too long", text.len()),
+        });
+    }
+    let mut own = text.as_bytes().to_vec();
+    own.resize(LONGEST, 0);
+    let tensor = Tensor::from_vec(own, LONGEST, &Device::Cpu)?;
+    engine.run(Collective::Broadcast { tensor: tensor.clone(), root: 0 })?;
+    bytes(&tensor, |bytes| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string())
+}

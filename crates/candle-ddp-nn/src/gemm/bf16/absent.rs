@@ -1,0 +1,27 @@
+//! In place of the instructions of x86-64, on other processors.
+use super::Unit;
+use half::bf16;
+
+/// There is none.
+#[derive(Clone, Copy)]
+pub(in crate::gemm) enum Avx512 {}
+
+impl Avx512 {
+    pub(in crate::gemm) fn detect() -> Option<Self> {
+        None
+    }
+}
+
+impl Unit for Avx512 {
+    fn transpose(self, _: &[bf16], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
+        match self {}
+    }
+
+    fn interleave(self, _: &[bf16], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
+        match self {}
+    }
+
+    fn tile(self, _: &[u32], _: &[u32], _: usize, _: usize, _: usize, _: &mut [f32], _: usize, _: bool) {
+        match self {}
+    }
+}

@@ -1,0 +1,195 @@
+//! The instructions of AVX512-BF16.
+use super::{LANES, ROWS, Unit, VECTORS};
+use half::bf16;
+use std::arch::x86_64::*;
+use std::mem::transmute;
+
+/// Proof that this processor has AVX512-BF16.
+#[derive(Clone, Copy)]
+pub(in crate::gemm) struct Avx512(());
+
+impl Avx512 {
+    /// The proof, if this processor has the instructions.
+    pub(in crate::gemm) fn detect() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512bf16");
+        has.then_some(Self(()))
+    }
+}
+
+/// Checks that `from` has the lines, and `to` has room for 16 pairs at each place.
+fn check(from: &[bf16], last: usize, lines: usize, depth: usize, to: &[u32], width: usize) {
+    let places = depth.div_ceil(2);
+    assert!((1..=LANES).contains(&lines) && depth > 0 && last < from.len());
+    assert!((places - 1) * width + LANES <= to.len());
+}
+
+impl Unit for Avx512 {
+    fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
+        check(from, (lines - 1) * distance + depth - 1, lines, depth, to, width);
+        // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
+        unsafe { transpose(from.as_ptr(), distance, lines, depth, to.as_mut_ptr(), width) }
+    }
+
+    fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
+        check(from, (depth - 1) * distance + lines - 1, lines, depth, to, width);
+        // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
+        unsafe { interleave(from.as_ptr(), distance, lines, depth, to.as_mut_ptr(), width) }
+    }
+
+    fn tile(
+        self,
+        a: &[u32],
+        b: &[u32],
+        rows: usize,
+        columns: usize,
+        pairs: usize,
+        result: &mut [f32],
+        distance: usize,
+        accumulate: bool,
+    ) {
+        assert!((1..=ROWS).contains(&rows) && (1..=LANES * VECTORS).contains(&columns));
+        assert!(a.len() >= rows * pairs && b.len() >= LANES * VECTORS * pairs);
+        assert!(result.len() >= (rows - 1) * distance + columns);
+        let (a, b, result) = (a.as_ptr(), b.as_ptr(), result.as_mut_ptr());
+        macro_rules! tiles {
+            ($($rows:literal)*) => {
+                match (rows, columns > LANES) {
+                    $(
+                        // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
+                        ($rows, true) => unsafe {
+                            tile::<$rows, 2>(a, b, columns, pairs, result, distance, accumulate)
+                        },
+                        // SAFETY: as above.
+                        ($rows, false) => unsafe {
+                            tile::<$rows, 1>(a, b, columns, pairs, result, distance, accumulate)
+                        },
+                    )*
+                    _ => {}
+                }
+            };
+        }
+        tiles!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+    }
+}
+
+/// # Safety
+/// `a` must be valid for `pairs` × `R` elements, `b` for `pairs` × 32, and `result` for `R` rows of `columns` ≤ 16 `V`
+/// elements, `distance` apart.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn tile<const R: usize, const V: usize>(
+    a: *const u32,
+    b: *const u32,
+    columns: usize,
+    pairs: usize,
+    result: *mut f32,
+    distance: usize,
+    accumulate: bool,
+) {
+    let mut sums = [[_mm512_setzero_ps(); V]; R];
+    for pair in 0..pairs {
+        let mut column = [_mm512_setzero_si512(); V];
+        for (vector, column) in column.iter_mut().enumerate() {
+            // SAFETY: `b` has 32 elements for each pair.
+            *column = unsafe { _mm512_loadu_si512(b.add(pair * LANES * VECTORS + vector * LANES).cast()) };
+        }
+        for (row, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: `a` has `R` elements for each pair.
+            let row = _mm512_set1_epi32(unsafe { a.add(pair * R + row).read() } as i32);
+            for (sum, column) in sums.iter_mut().zip(&column) {
+                // SAFETY: both types are 512 bits of anything.
+                let [row, column] = [row, *column].map(|pairs| unsafe { transmute::<__m512i, __m512bh>(pairs) });
+                *sum = _mm512_dpbf16_ps(*sum, column, row);
+            }
+        }
+    }
+    for (row, sums) in sums.iter().enumerate() {
+        for (vector, sum) in sums.iter().enumerate() {
+            let left = columns - vector * LANES;
+            // SAFETY: the row has `columns` elements, and the masks leave out the rest of the vector.
+            unsafe {
+                let to = result.add(row * distance + vector * LANES);
+                let mask = if left >= LANES { !0 } else { (1 << left) - 1 };
+                let sum = if accumulate { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), *sum) } else { *sum };
+                if left >= LANES {
+                    _mm512_storeu_ps(to, sum);
+                } else {
+                    _mm512_mask_storeu_ps(to, mask, sum);
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `from` must be valid for `lines` ≤ 16 lines of `depth` elements, `distance` apart, and `to` for 16 elements at each
+/// multiple of `width`, one for each pair.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn transpose(from: *const bf16, distance: usize, lines: usize, depth: usize, to: *mut u32, width: usize) {
+    let pairs = depth.div_ceil(2);
+    for start in (0..pairs).step_by(LANES) {
+        let left = depth - 2 * start;
+        let mask = if left >= 2 * LANES { !0 } else { (1 << left) - 1 };
+        let mut block = [_mm512_setzero_si512(); LANES];
+        for (line, block) in block.iter_mut().enumerate().take(lines) {
+            // SAFETY: the line has `left` more elements, and the mask leaves out the rest of the vector.
+            *block = unsafe { _mm512_maskz_loadu_epi16(mask, from.add(line * distance + 2 * start).cast()) };
+        }
+        let block = transposed(block);
+        for (pair, block) in block.iter().enumerate().take(pairs - start) {
+            // SAFETY: `to` has room for 16 elements at each of the pairs.
+            unsafe { _mm512_storeu_si512(to.add((start + pair) * width).cast(), *block) };
+        }
+    }
+}
+
+/// The columns of a block of 16 × 16.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn transposed(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+    let (mut twos, mut fours, mut result) = (rows, rows, rows);
+    for at in (0..LANES).step_by(2) {
+        twos[at] = _mm512_unpacklo_epi32(rows[at], rows[at + 1]);
+        twos[at + 1] = _mm512_unpackhi_epi32(rows[at], rows[at + 1]);
+    }
+    // Afterwards, part l (of 128 bits) of fours[4 g + j] has the elements of rows 4 g … 4 g + 3 in column 4 l + j.
+    for at in (0..LANES).step_by(4) {
+        for half in 0..2 {
+            fours[at + 2 * half] = _mm512_unpacklo_epi64(twos[at + half], twos[at + 2 + half]);
+            fours[at + 2 * half + 1] = _mm512_unpackhi_epi64(twos[at + half], twos[at + 2 + half]);
+        }
+    }
+    // Transposes the parts.
+    for at in 0..4 {
+        let [a, b, c, d] = [0, 4, 8, 12].map(|group| fours[group + at]);
+        let (even, odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+        let (even2, odd2) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+        result[at] = _mm512_shuffle_i32x4::<0x88>(even, even2);
+        result[at + 4] = _mm512_shuffle_i32x4::<0x88>(odd, odd2);
+        result[at + 8] = _mm512_shuffle_i32x4::<0xdd>(even, even2);
+        result[at + 12] = _mm512_shuffle_i32x4::<0xdd>(odd, odd2);
+    }
+    result
+}
+
+/// # Safety
+/// `from` must be valid for `depth` runs of `lines` ≤ 16 elements, `distance` apart, and `to` for 16 elements at each
+/// multiple of `width`, one for each pair.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn interleave(from: *const bf16, distance: usize, lines: usize, depth: usize, to: *mut u32, width: usize) {
+    let mask = if lines >= LANES { !0 } else { (1 << lines) - 1 };
+    for pair in 0..depth.div_ceil(2) {
+        // SAFETY: the mask leaves out what is beyond the lines.
+        let load = |at: usize| unsafe {
+            _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.add(at * distance).cast()))
+        };
+        let mut both = load(2 * pair);
+        if 2 * pair + 1 < depth {
+            both = _mm512_or_si512(both, _mm512_slli_epi32::<16>(load(2 * pair + 1)));
+        }
+        // SAFETY: `to` has room for 16 elements at each of the pairs.
+        unsafe { _mm512_storeu_si512(to.add(pair * width).cast(), both) };
+    }
+}

@@ -1,0 +1,122 @@
+//! Products of bf16 by the processor's instruction for pairs: `vdpbf16ps` of AVX512-BF16, which adds two products to each f32.
+//!
+//! As the instruction does, this takes numbers below 1.2e-38 for zero.
+#[cfg_attr(not(target_arch = "x86_64"), path = "absent.rs")]
+mod avx512;
+#[cfg(test)]
+mod portable;
+
+use super::strides::Strides;
+pub(super) use avx512::Avx512;
+use half::bf16;
+
+/// The numbers of rows, and of vectors of 16 columns, whose sums a processor holds in its registers.
+const ROWS: usize = 14;
+const VECTORS: usize = 2;
+/// The f32 of a vector.
+const LANES: usize = 16;
+
+/// What a processor can do. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
+///
+/// Packed factors lie in panels of lines (rows of a, columns of b): pair by pair, and the pairs of all lines side by side.
+trait Unit: Copy {
+    /// Writes a panel, to[pair × width + line], from `lines` ≤ 16 lines of `depth` elements. `from` has neighbours along
+    /// the depth side by side, and lines `distance` apart. 16 pairs are written at each place, so `to` must have room for
+    /// them after the last, and a place's surplus is overwritten by the next.
+    fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize);
+
+    /// The same, where `from` has lines side by side, and neighbours along the depth `distance` apart.
+    fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize);
+
+    /// result = a · b, or result + a · b if `accumulate`, of a panel of `rows` ≤ [`ROWS`] rows and one of 1 to [`VECTORS`]
+    /// vectors, whose pairs lie `LANES * VECTORS` apart. Rows of the result are `distance` apart; only `columns` of each
+    /// are touched.
+    #[expect(clippy::too_many_arguments)]
+    fn tile(
+        self,
+        a: &[u32],
+        b: &[u32],
+        rows: usize,
+        columns: usize,
+        pairs: usize,
+        result: &mut [f32],
+        distance: usize,
+        accumulate: bool,
+    );
+}
+
+/// Memory for packed factors.
+#[derive(Default)]
+pub(super) struct Packed {
+    a: Vec<u32>,
+    b: Vec<u32>,
+}
+
+/// result = a · b, or result + a · b if `accumulate`. Rows of the result are `distance` apart.
+#[expect(private_bounds)]
+pub(super) fn multiply<U: Unit>(
+    unit: U,
+    (m, n, k): (usize, usize, usize),
+    (result, distance): (&mut [f32], usize),
+    accumulate: bool,
+    (a, a_strides): (&[bf16], Strides),
+    (b, b_strides): (&[bf16], Strides),
+    packed: &mut Packed,
+) {
+    const WIDTH: usize = LANES * VECTORS;
+    let pairs = k.div_ceil(2);
+    // Panels of about equal height.
+    let panels = m.div_ceil(ROWS);
+    let rows_of = |panel: usize| panel * m / panels..(panel + 1) * m / panels;
+    packed.a.resize(m * pairs + LANES, 0);
+    packed.b.resize(n.next_multiple_of(WIDTH) * pairs, 0);
+    for rows in (0..panels).map(rows_of) {
+        let from = &a[rows.start * a_strides.row..];
+        let to = &mut packed.a[rows.start * pairs..];
+        pack(unit, from, [a_strides.row, a_strides.column], rows.len(), k, to, rows.len());
+    }
+    for (column, to) in (0..n).step_by(WIDTH).zip(packed.b.chunks_exact_mut(WIDTH * pairs)) {
+        let from = &b[column * b_strides.column..];
+        pack(unit, from, [b_strides.column, b_strides.row], WIDTH.min(n - column), k, to, WIDTH);
+    }
+    for (column, b) in (0..n).step_by(WIDTH).zip(packed.b.chunks_exact(WIDTH * pairs)) {
+        for rows in (0..panels).map(rows_of) {
+            let a = &packed.a[rows.start * pairs..rows.end * pairs];
+            let result = &mut result[rows.start * distance + column..];
+            unit.tile(a, b, rows.len(), WIDTH.min(n - column), pairs, result, distance, accumulate);
+        }
+    }
+}
+
+/// Writes a panel of `lines` lines: `by_line` and `by_depth` are the distances in `from`.
+fn pack<U: Unit>(
+    unit: U,
+    from: &[bf16],
+    [by_line, by_depth]: [usize; 2],
+    lines: usize,
+    depth: usize,
+    to: &mut [u32],
+    width: usize,
+) {
+    if by_line == 1 || by_depth == 1 {
+        for line in (0..lines).step_by(LANES) {
+            let (from, to) = (&from[line * by_line..], &mut to[line..]);
+            let lines = LANES.min(lines - line);
+            match by_depth {
+                1 => unit.transpose(from, by_line, lines, depth, to, width),
+                _ => unit.interleave(from, by_depth, lines, depth, to, width),
+            }
+        }
+        return;
+    }
+    for (pair, to) in to.chunks_mut(width).take(depth.div_ceil(2)).enumerate() {
+        for (line, to) in to.iter_mut().take(lines).enumerate() {
+            let at = |depth: usize| u32::from(from[line * by_line + depth * by_depth].to_bits());
+            let second = if 2 * pair + 1 < depth { at(2 * pair + 1) } else { 0 };
+            *to = at(2 * pair) | second << 16;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,54 @@
+//! What AVX512-BF16 does, for tests on every processor.
+use super::{LANES, Unit, VECTORS};
+use half::bf16;
+
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+impl Unit for Portable {
+    fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
+        place([distance, 1], from, lines, depth, to, width);
+    }
+
+    fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
+        place([1, distance], from, lines, depth, to, width);
+    }
+
+    fn tile(
+        self,
+        a: &[u32],
+        b: &[u32],
+        rows: usize,
+        columns: usize,
+        pairs: usize,
+        result: &mut [f32],
+        distance: usize,
+        accumulate: bool,
+    ) {
+        let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        for row in 0..rows {
+            for column in 0..columns {
+                let mut sum = 0f32;
+                for pair in 0..pairs {
+                    let (a, b) = (halves(a[pair * rows + row]), halves(b[pair * LANES * VECTORS + column]));
+                    // The instruction adds the second product first.
+                    sum = a[0].mul_add(b[0], a[1].mul_add(b[1], sum));
+                }
+                let result = &mut result[row * distance + column];
+                *result = if accumulate { *result + sum } else { sum };
+            }
+        }
+    }
+}
+
+fn place([by_line, by_depth]: [usize; 2], from: &[bf16], lines: usize, depth: usize, to: &mut [u32], width: usize) {
+    for pair in 0..depth.div_ceil(2) {
+        let to = &mut to[pair * width..][..LANES];
+        to.fill(0);
+        for (line, to) in to.iter_mut().enumerate().take(lines) {
+            let at = |depth: usize| u32::from(from[line * by_line + depth * by_depth].to_bits());
+            let second = if 2 * pair + 1 < depth { at(2 * pair + 1) } else { 0 };
+            *to = at(2 * pair) | second << 16;
+        }
+    }
+}

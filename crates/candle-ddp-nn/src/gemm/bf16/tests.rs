@@ -1,0 +1,75 @@
+use super::portable::Portable;
+use super::*;
+use half::bf16;
+
+/// Numbers that spread over some magnitudes.
+fn numbers(count: usize, seed: u64) -> Vec<bf16> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..count).map(|_| bf16::from_f32(next() * (4.0 * next()).exp2())).collect()
+}
+
+/// A product by `unit` for each layout of the factors, with `f` of the result, what was there before, the exact product, and
+/// the exact product of magnitudes.
+fn each_layout<U: Unit>(unit: U, (m, n, k): (usize, usize, usize), mut f: impl FnMut(&[f32], f32, &[f64], &[f64])) {
+    let layouts = |rows: usize, columns: usize| {
+        [
+            Strides::rows(columns),
+            Strides::transposed(rows),
+            Strides { row: columns + 3, column: 1 },
+            Strides { row: 2, column: 2 * rows },
+        ]
+    };
+    let mut packed = Packed::default();
+    for (a_strides, b_strides) in layouts(m, k).into_iter().flat_map(|a| layouts(k, n).into_iter().map(move |b| (a, b)))
+    {
+        let (a, b) = (numbers(a_strides.span(m, k), 1), numbers(b_strides.span(k, n), 2));
+        let (mut exact, mut magnitude) = (vec![0.0; m * n], vec![0.0; m * n]);
+        for (row, column, at) in (0..m).flat_map(|row| (0..n).flat_map(move |c| (0..k).map(move |k| (row, c, k)))) {
+            let a = a[row * a_strides.row + at * a_strides.column].to_f64();
+            let product = a * b[at * b_strides.row + column * b_strides.column].to_f64();
+            exact[row * n + column] += product;
+            magnitude[row * n + column] += product.abs();
+        }
+        for (accumulate, distance) in [(false, n), (true, n + 5)] {
+            const BEFORE: f32 = 0.75;
+            let mut result = vec![BEFORE; (m - 1) * distance + n];
+            let factors = ((&a[..], a_strides), (&b[..], b_strides));
+            multiply(unit, (m, n, k), (&mut result, distance), accumulate, factors.0, factors.1, &mut packed);
+            let rows = result.chunks(distance);
+            assert!(rows.clone().all(|row| row[n..].iter().all(|outside| *outside == BEFORE)));
+            let inside: Vec<f32> = rows.flat_map(|row| row[..n].to_vec()).collect();
+            f(&inside, if accumulate { BEFORE } else { 0.0 }, &exact, &magnitude);
+        }
+    }
+}
+
+fn products_are_exact_up_to_sums<U: Unit>(unit: U) {
+    for extents @ (_, _, k) in
+        [(1, 1, 1), (14, 32, 2), (15, 33, 3), (29, 16, 32), (3, 70, 31), (31, 17, 65), (43, 48, 70), (2, 1, 129)]
+    {
+        each_layout(unit, extents, |result, before, exact, magnitude| {
+            for ((result, exact), magnitude) in result.iter().zip(exact).zip(magnitude) {
+                let error = (f64::from(*result) - f64::from(before) - exact).abs();
+                let bound = f64::from(f32::EPSILON) * (k as f64 * magnitude + f64::from(before));
+                assert!(error <= bound, "{result} is not {exact} + {before}, in {extents:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn packing_and_tiles_cover_every_extent() {
+    products_are_exact_up_to_sums(Portable);
+}
+
+/// Skipped where the processor does not have the instructions.
+#[test]
+fn the_instructions_multiply_exactly_up_to_sums() {
+    if let Some(unit) = Avx512::detect() {
+        products_are_exact_up_to_sums(unit);
+    }
+}

@@ -1,0 +1,209 @@
+//! Matrix products on the CPU. f32 and f64 are multiplied by the crate `gemm`, which candle uses too. f16 and bf16 are multiplied
+//! in f32, or bf16 by the processor's own instructions, if the program asks for that.
+// Matrices are given to `gemm` by their addresses. Every block says why it is sound.
+#![allow(unsafe_code)]
+mod bf16;
+mod blocks;
+mod strides;
+
+use candle_core::{DType, Result, WithDType};
+use candle_ddp_tensor::borrow::narrow_vec;
+use candle_ddp_tensor::{Element, vectorise};
+use gemm::Parallelism;
+use std::any::TypeId;
+use std::sync::LazyLock;
+pub(super) use strides::Strides;
+
+/// The number of threads that a product uses: those of rayon's pool, as in candle.
+pub(super) fn threads() -> usize {
+    rayon::current_num_threads().max(1)
+}
+
+/// a · b, row by row, and to each row `bias` is added if there is one. Sums are in f32 (f64 for f64), and rounded once.
+///
+/// # Errors
+/// As [`gemm`].
+pub(super) fn product<T: Element>(
+    (m, n, k): (usize, usize, usize),
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    bias: Option<&[T]>,
+    threads: usize,
+) -> Result<Vec<T>> {
+    check((m, n, k), m * n, a, b)?;
+    if bias.is_some_and(|bias| bias.len() != n) {
+        candle_core::bail!("the bias of a product with {n} columns must have as many elements")
+    }
+    if let Some(unit) = unit::<T>()
+        && let (Some(of_a), Some(of_b)) = (same(a.0), same(b.0))
+    {
+        let mut result = vec![T::from_f64(0.0); m * n];
+        if let Some(result) = same_mut(&mut result) {
+            blocks::rounded(unit, (m, n, k), result, (of_a, a.1), (of_b, b.1), bias.and_then(same), threads);
+        }
+        return Ok(result);
+    }
+    if !is_wide::<T>() {
+        let (of_a, of_b, bias) = (widened(a.0), widened(b.0), bias.map(widened));
+        let (a, b) = ((&of_a[..], a.1), (&of_b[..], b.1));
+        return Ok(narrow_vec::<T>(product((m, n, k), a, b, bias.as_deref(), threads)?));
+    }
+    if let Some(bias) = bias {
+        let mut result = bias.repeat(m);
+        // SAFETY: the slices span the matrices, as checked above, and `T` is f32 or f64.
+        unsafe { multiply((m, n, k), result.as_mut_ptr(), true, a, b, threads) };
+        return Ok(result);
+    }
+    let mut result = Vec::with_capacity(m * n);
+    if k == 0 {
+        result.resize(m * n, T::from_f64(0.0));
+        return Ok(result);
+    }
+    // SAFETY: the result has room for m × n elements, and a product that does not accumulate writes all of them
+    // before they count as initialised. The factors were checked, and `T` is f32 or f64.
+    unsafe {
+        multiply((m, n, k), result.as_mut_ptr(), false, a, b, threads);
+        result.set_len(m * n);
+    }
+    Ok(result)
+}
+
+/// result = a · b, or result + a · b if `accumulate`; `a` has `m` rows and `k` columns, `b` has `k` rows and `n`
+/// columns, the result has `m` consecutive rows.
+///
+/// # Errors
+/// Returns an error for a slice that is too short for its matrix.
+pub(super) fn gemm<T: Element>(
+    (m, n, k): (usize, usize, usize),
+    result: &mut [T::Real],
+    accumulate: bool,
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    threads: usize,
+) -> Result<()> {
+    check((m, n, k), result.len(), a, b)?;
+    match (T::as_reals(a.0), T::as_reals(b.0)) {
+        // SAFETY: the slices span the matrices, as checked above, and the result is borrowed mutably, so it overlaps
+        // with neither factor.
+        (Some(wide_a), Some(wide_b)) => unsafe {
+            multiply((m, n, k), result.as_mut_ptr(), accumulate, (wide_a, a.1), (wide_b, b.1), threads);
+        },
+        _ => {
+            if let Some(unit) = unit::<T>()
+                && let (Some(of_a), Some(of_b), Some(result)) = (same(a.0), same(b.0), same_mut(result))
+            {
+                blocks::sums(unit, (m, n, k), result, accumulate, (of_a, a.1), (of_b, b.1), threads);
+            } else {
+                let (of_a, of_b) = (widened(a.0), widened(b.0));
+                return gemm((m, n, k), result, accumulate, (&of_a[..], a.1), (&of_b[..], b.1), threads);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The elements in the type that they are computed in.
+fn widened<T: Element>(values: &[T]) -> Vec<T::Real> {
+    vectorise!(|| values.iter().map(|value| value.widen()).collect())
+}
+
+/// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them and the
+/// program wants them.
+fn unit<T: Element>() -> Option<bf16::Avx512> {
+    static WANTED: LazyLock<bool> =
+        LazyLock::new(|| std::env::var_os("CANDLE_DDP_NATIVE_PRODUCTS").is_some_and(|on| on == "1"));
+    if T::DTYPE == DType::BF16 && *WANTED { bf16::Avx512::detect() } else { None }
+}
+
+/// Whether there are such instructions for `T`.
+pub(super) fn is_native<T: Element>() -> bool {
+    unit::<T>().is_some()
+}
+
+/// Whether `T` is the type that it is computed in.
+pub(super) fn is_wide<T: Element>() -> bool {
+    T::as_reals(&[]).is_some()
+}
+
+/// The element as a factor of products.
+#[inline(always)]
+pub(super) fn factor<T: Element, F: Element<Real = T::Real>>(value: T) -> F {
+    if TypeId::of::<T>() == TypeId::of::<F>() {
+        // SAFETY: the two types are the same.
+        return unsafe { std::mem::transmute_copy(&value) };
+    }
+    F::narrow(value.widen())
+}
+
+/// The same elements, if `A` is `B`.
+pub(super) fn same<A: 'static, B: 'static>(values: &[A]) -> Option<&[B]> {
+    // SAFETY: the two types are the same.
+    (TypeId::of::<A>() == TypeId::of::<B>())
+        .then(|| unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), values.len()) })
+}
+
+/// The same elements, if `A` is `B`.
+fn same_mut<A: 'static, B: 'static>(values: &mut [A]) -> Option<&mut [B]> {
+    // SAFETY: the two types are the same, and the new borrow ends the old one.
+    (TypeId::of::<A>() == TypeId::of::<B>())
+        .then(|| unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })
+}
+
+fn check<T: WithDType>(
+    (m, n, k): (usize, usize, usize),
+    result: usize,
+    (a, a_strides): (&[T], Strides),
+    (b, b_strides): (&[T], Strides),
+) -> Result<()> {
+    if result < m * n || a.len() < a_strides.span(m, k) || b.len() < b_strides.span(k, n) {
+        candle_core::bail!(
+            "a product of {m}×{k} and {k}×{n} needs more elements than the slices have: {}, {} and {result}",
+            a.len(),
+            b.len(),
+        )
+    }
+    Ok(())
+}
+
+/// # Safety
+/// `R` must be f32 or f64. `result` must be valid for writes of `m` × `n` elements, and for reads if
+/// `accumulate`, and must not overlap with a factor. The slices must span their matrices.
+unsafe fn multiply<R: WithDType>(
+    (m, n, k): (usize, usize, usize),
+    result: *mut R,
+    accumulate: bool,
+    (a, a_strides): (&[R], Strides),
+    (b, b_strides): (&[R], Strides),
+    threads: usize,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let one = R::from_f64(1.0);
+    let old = if accumulate { one } else { R::from_f64(0.0) };
+    // SAFETY: as the caller promises; `R` is f32 or f64, which `gemm` takes.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            result,
+            1,
+            n as isize,
+            accumulate,
+            a.as_ptr(),
+            a_strides.column as isize,
+            a_strides.row as isize,
+            b.as_ptr(),
+            b_strides.column as isize,
+            b_strides.row as isize,
+            old,
+            one,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}

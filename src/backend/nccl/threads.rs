@@ -1,0 +1,45 @@
+//! The threads of a group.
+use super::group::Group;
+use crate::error::Failure;
+use crate::{Error, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Starts one of the group's threads. A panic in it ends the group.
+pub(super) fn spawn(
+    group: &Arc<Group>,
+    name: &'static str,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>> {
+    let (rank, group) = (group.rank, group.clone());
+    std::thread::Builder::new()
+        .name(format!("nccl-{rank}-{name}"))
+        .spawn(move || {
+            if catch_unwind(AssertUnwindSafe(body)).is_err() {
+                group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {name} panicked") });
+            }
+        })
+        .map_err(|error| Error::io(format!("starting the {name} thread"), error))
+}
+
+pub(super) fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        log::error!("a thread of the NCCL engine panicked");
+    }
+}
+
+/// Like [`join`], but leaves a thread behind if it has not ended at `deadline`.
+pub(super) fn join_until(thread: JoinHandle<()>, deadline: Instant) {
+    const PAUSE: Duration = Duration::from_millis(1);
+    while !thread.is_finished() {
+        if Instant::now() >= deadline {
+            let name = thread.thread().name().unwrap_or("a thread of the NCCL engine").to_string();
+            log::warn!("{name} does not end: NCCL, the GPU or the store does not answer. It is left behind");
+            return;
+        }
+        std::thread::sleep(PAUSE);
+    }
+    join(thread);
+}

@@ -1,0 +1,65 @@
+//! How a loader makes batches.
+use super::SamplerOptions;
+use crate::{Error, Result};
+
+/// How a [`DataLoader`](super::DataLoader) makes batches. The defaults are those of PyTorch's `DataLoader` with a
+/// `DistributedSampler`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoaderOptions {
+    /// How many samples a batch has, on each rank. Default: 1.
+    pub batch_size: usize,
+    /// Leave out a last batch that would be smaller than the others. Default: false.
+    pub drop_last: bool,
+    /// How many threads read samples and make batches ahead of training. Default: 0; the thread that asks for a batch
+    /// makes it.
+    pub num_workers: usize,
+    /// How many batches for each worker are begun before they are asked for. Default: 2. Without workers it has no effect.
+    pub prefetch_factor: usize,
+    /// Which samples each rank gets, and in which order. Default: shuffled anew in each epoch, and padded so that every rank
+    /// gets the same number.
+    pub sampler: SamplerOptions,
+}
+
+impl Default for LoaderOptions {
+    fn default() -> Self {
+        Self { batch_size: 1, drop_last: false, num_workers: 0, prefetch_factor: 2, sampler: SamplerOptions::default() }
+    }
+}
+
+impl LoaderOptions {
+    pub(super) fn check(&self) -> Result<()> {
+        if self.batch_size == 0 {
+            return Err(Error::invalid("batch_size", "it must be at least 1, not 0"));
+        }
+        if self.num_workers > 0 && self.prefetch_factor == 0 {
+            let reason = "workers need at least one batch each to work on; for no read-ahead, set num_workers to 0";
+            return Err(Error::invalid("prefetch_factor", reason));
+        }
+        if self.num_workers.checked_mul(self.prefetch_factor).is_none() {
+            return Err(Error::invalid("prefetch_factor", "num_workers × prefetch_factor overflows usize"));
+        }
+        Ok(())
+    }
+
+    /// Why `samples`, which are at least one, make no batch.
+    pub(super) fn no_batch(&self, samples: usize) -> Error {
+        let batch_size = self.batch_size;
+        let reason = format!(
+            "drop_last leaves no batch at all: this rank has {samples} samples, fewer than a batch of {batch_size}. Make \
+             batch_size {samples} or less, set drop_last to false, or use fewer ranks"
+        );
+        Error::invalid("batch_size", reason)
+    }
+
+    /// How many batches an order of `len` indices makes.
+    pub(super) fn num_batches(&self, len: usize) -> usize {
+        if self.drop_last { len / self.batch_size } else { len.div_ceil(self.batch_size) }
+    }
+
+    /// Takes the indices of the next batch out of `order`. Returns whether there was a batch.
+    pub(super) fn cut(&self, order: &mut impl Iterator<Item = usize>, indices: &mut Vec<usize>) -> bool {
+        indices.clear();
+        indices.extend(order.take(self.batch_size));
+        if self.drop_last { indices.len() == self.batch_size } else { !indices.is_empty() }
+    }
+}

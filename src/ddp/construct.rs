@@ -1,0 +1,117 @@
+//! How a model is wrapped.
+use super::graph::Registration;
+use super::model::DistributedModel;
+use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
+use super::registry::Registry;
+use super::{DdpOptions, DistributedDataParallel, Reducer, Role};
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+use candle_core::{DType, Var};
+use candle_nn::{VarBuilder, VarMap};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+impl<M> DistributedDataParallel<M> {
+    /// Builds a model whose f32 variables live in `varmap`, on the device of `group`; missing variables are created. Every rank
+    /// must call this, and starts with rank 0's values. [`with_options`](Self::with_options) takes another dtype, mixed
+    /// precision and more.
+    ///
+    /// If the group works on GPUs, a part of the model may be on the CPU: `vb.set_device(Device::Cpu)`.
+    ///
+    /// A closure that ends in `Ok(…)` must name its error type:
+    ///
+    /// ```
+    /// # use candle_ddp::DistributedDataParallel;
+    /// # use candle_nn::{Linear, VarBuilder, VarMap, linear};
+    /// struct Net(Linear);
+    ///
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// # candle_ddp::spawn(2, |pg| {
+    /// let build = |vb: VarBuilder| {
+    ///     let head = linear(4, 2, vb.pp("head"))?;
+    ///     Ok::<_, candle_core::Error>(Net(head))
+    /// };
+    /// let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+    /// # assert_eq!(ddp.parameters().len(), 2);
+    /// # Ok(())
+    /// # })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns the same error on every rank: [`Error::RankFailed`] if `build` failed on one of them,
+    /// [`Error::Mismatch`] with the first difference if they built different models or gave different options.
+    pub fn new<E>(
+        group: &ProcessGroup,
+        varmap: &VarMap,
+        build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
+    ) -> Result<Self>
+    where
+        Error: From<E>,
+    {
+        Self::with_options(group, varmap, build, DdpOptions::default())
+    }
+
+    /// Like [`new`](Self::new), with options. Variables have [`DdpOptions::dtype`]. With [`DdpOptions::mixed_precision`] the
+    /// model computes with copies of them in another dtype.
+    ///
+    /// # Errors
+    /// See [`new`](Self::new).
+    pub fn with_options<E>(
+        group: &ProcessGroup,
+        varmap: &VarMap,
+        build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
+        options: DdpOptions,
+    ) -> Result<Self>
+    where
+        Error: From<E>,
+    {
+        let reducer = Arc::new(Reducer::new(group.clone()));
+        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
+        let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
+        let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
+        let built = build(builder).map_err(Error::from);
+        let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), options)?;
+        Ok(Self { module, core: Box::new(core) })
+    }
+
+    /// Wraps a model that was not built from a `VarBuilder` and computes with the variables themselves, given with
+    /// their names. Its gradients enter the buckets only after the backward pass, so communication does not overlap it,
+    /// and a `loss.backward()` instead of [`backward`](Self::backward) goes unnoticed.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
+    pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
+        let reducer = Arc::new(Reducer::new(group.clone()));
+        let mut variables = Variables::default();
+        let (mut names, mut ids) = (HashSet::new(), HashSet::new());
+        let mut built = Ok(module);
+        if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
+            let reason = "only reduce_dtype can be set for a model built without DDP's VarBuilder, since it computes \
+                          with the variables themselves: build the model with `new`, or set no other dtype";
+            built = Err(Error::invalid("mixed_precision", reason));
+        }
+        if options.dtype != DType::F32 {
+            let reason = "the variables of `from_vars` have their own dtypes: leave `dtype` at its default";
+            built = Err(Error::invalid("dtype", reason));
+        }
+        for (name, var) in vars {
+            if !names.insert(name.clone()) || !ids.insert(var.id()) {
+                built = Err(Error::parameter(name, "it is in `vars` twice: give every variable once, under one name"));
+                break;
+            }
+            match options.role(&name, var.dtype()) {
+                Role::Parameter => {
+                    let held = HeldAs::Variable(Registration::new(&var, reducer.identity(), &name));
+                    variables.parameters.push(Parameter { name, var, held });
+                }
+                Role::Frozen => variables.frozen.push(Frozen { name, var, converted: None }),
+                Role::Buffer => variables.buffers.push(Buffer { name, var }),
+                Role::Ignored => variables.ignored.push(Buffer { name, var }),
+            }
+        }
+        let (module, core) = DistributedModel::connect(reducer, built, variables, options)?;
+        Ok(Self { module, core: Box::new(core) })
+    }
+}

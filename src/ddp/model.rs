@@ -1,0 +1,188 @@
+//! The part of a DDP model that does not depend on its module.
+use super::bucket::BucketCaps;
+use super::first::FirstGradients;
+use super::gradients::Marks;
+use super::options::DdpOptions;
+use super::parameter::{Parameter, Variables};
+use super::reducer::Reducer;
+use super::{sync, verify};
+use crate::backend;
+use crate::backend::Label;
+use crate::panic::lock;
+use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
+use crate::trace::{Row, Trace};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, Var};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+/// A [`DistributedDataParallel`](crate::DistributedDataParallel) model whose module has any type, for lists of models: there,
+/// `&ddp` is a reference to this. See [`backward`](crate::backward()).
+pub struct DistributedModel {
+    pub(super) reducer: Arc<Reducer>,
+    pub(super) variables: Variables,
+    pub(super) options: DdpOptions,
+    pub(super) no_sync: AtomicUsize,
+    /// Numbers the models that were built with this group; the same on all ranks.
+    pub(super) number: u64,
+    /// Agreed orders for backward passes in which this model is given first: the numbers of all models, and the order
+    /// of their positions.
+    pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
+    pub(super) marks: Mutex<Marks>,
+    pub(super) first: Mutex<FirstGradients>,
+}
+
+impl DistributedModel {
+    /// Connects this rank's model, or the error that building it caused, with those of the other ranks: ranks compare
+    /// their models and take rank 0's values.
+    pub(super) fn connect<M>(
+        reducer: Arc<Reducer>,
+        built: Result<M>,
+        variables: Variables,
+        options: DdpOptions,
+    ) -> Result<(M, Self)> {
+        let group = reducer.groups().main();
+        let built = built.and_then(|module| {
+            options.mixed_precision.unwrap_or_default().check()?;
+            check_variables(&reducer, &variables)?;
+            if let Some(folder) = &options.trace {
+                reducer.set_trace(Trace::open(folder, group.rank())?);
+            }
+            Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
+        });
+        // A rank without a model takes part in the check, so that the others get its error.
+        let verdict = verify::same_model(group, &options, built.as_ref().map(|_| &variables));
+        let (module, caps) = built?;
+        verdict?;
+        if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
+            reducer.groups().add_cpu()?;
+        }
+        let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
+        let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
+        let parameters = variables.parameters.iter().map(info).collect();
+        reducer.set_parameters(parameters, caps, options.nan_check)?;
+        sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
+        let number = agreed_number(group)?;
+        let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
+        let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
+        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first }))
+    }
+
+    pub(super) fn group(&self) -> &ProcessGroup {
+        self.reducer.groups().main()
+    }
+
+    /// Whether a backward pass that begins now sends gradients.
+    pub(super) fn synchronises(&self) -> bool {
+        self.no_sync.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether gradients arrive during candle's backward pass.
+    pub(super) fn has_replicas(&self) -> bool {
+        self.variables.parameters.iter().any(|parameter| parameter.replica().is_some())
+    }
+
+    pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {
+        lock(&self.marks)
+    }
+
+    pub(super) fn first_gradients(&self) -> MutexGuard<'_, FirstGradients> {
+        lock(&self.first)
+    }
+
+    /// Updates the replicas, and converted frozen tensors, from the variables.
+    pub(super) fn refresh(&self) -> Result<()> {
+        self.first_gradients().look(&self.variables.parameters)?;
+        // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
+        // optimizer has just written them, and the model reads the first ones first.
+        let replicas = self.variables.parameters.iter().rev();
+        let replicas = replicas.filter_map(|parameter| Some((parameter.replica()?, &*parameter.var)));
+        let frozen = self.variables.frozen.iter();
+        let converted = frozen.filter_map(|frozen| Some((frozen.converted.as_ref()?, &*frozen.var)));
+        Ok(copy::copy_all(replicas.chain(converted))?)
+    }
+
+    /// Runs `f`, and shows it as `name` in the trace, if there is one.
+    pub(super) fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
+        let Some(trace) = self.reducer.trace() else { return f() };
+        let start = Instant::now();
+        let result = f();
+        // The host runs ahead of a GPU. The next operation reports any error of the GPU.
+        let _ = self.group().device().synchronize();
+        // The name is written into JSON unescaped.
+        let name: String = name.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
+        trace.span(Row::Training, name, start, Instant::now());
+        result
+    }
+}
+
+/// Shows the model without its values. Nothing here waits for a lock, so a backward pass may show it.
+impl fmt::Debug for DistributedModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Variables { parameters, frozen, buffers, ignored } = &self.variables;
+        f.debug_struct("DistributedDataParallel")
+            .field("parameters", &parameters.len())
+            .field("elements", &parameters.iter().map(|parameter| parameter.var.elem_count()).sum::<usize>())
+            .field("frozen", &frozen.len())
+            .field("buffers", &buffers.len())
+            .field("ignored", &ignored.len())
+            .field("options", &self.options)
+            .field("process_group", self.group())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A number that no other model of this group has; the same on all ranks.
+fn agreed_number(group: &ProcessGroup) -> Result<u64> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    if group.world_size() == 1 {
+        return Ok(number);
+    }
+    let of_rank_0 = Tensor::new(&[number as i64], group.device())?;
+    Label::DDP_NEW.during(|| group.broadcast(&of_rank_0, 0))?;
+    Ok(of_rank_0.to_vec1::<i64>()?[0] as u64)
+}
+
+/// Checks the variables against the requirements of the reducer and the broadcasts.
+fn check_variables(reducer: &Reducer, variables: &Variables) -> Result<()> {
+    if variables.parameters.is_empty() {
+        let reason = "it has no trainable parameter, so there is nothing to average: build it with the VarBuilder \
+                      that is handed to the closure, or wrap it with `from_vars`; DdpOptions.role must leave some";
+        return Err(Error::invalid("model", reason));
+    }
+    for (name, var) in variables.shared() {
+        check_variable(reducer, name, var)?;
+    }
+    Ok(())
+}
+
+fn check_variable(reducer: &Reducer, name: &str, var: &Var) -> Result<()> {
+    if !backend::takes(var.dtype()) {
+        let reason = format!(
+            "its dtype is {}, which cannot be sent to other ranks (f32, f64, f16 and bf16 can, and for buffers i64, \
+             u32 and u8): make it in one of these, or leave it to each rank with Role::Ignored",
+            var.dtype().as_str()
+        );
+        return Err(Error::parameter(name, reason));
+    }
+    if !reducer.groups().serve(var.device()) {
+        return Err(Error::parameter(name, elsewhere(var.device(), reducer.groups().main().device())));
+    }
+    if !var.is_contiguous() {
+        return Err(Error::parameter(name, "its variable is not contiguous: make it from a contiguous tensor"));
+    }
+    Ok(())
+}
+
+fn elsewhere(is: &Device, belongs: &Device) -> String {
+    let (is, works) = (is.location(), belongs.location());
+    let what = if is == works { ", with another candle Device" } else { "" };
+    format!(
+        "it is on {is:?}{what}, but the process group works on {works:?}, and parameters must be on that device or on the CPU: \
+         use the VarBuilder that is passed to your closure, which is on the device of the group, `pg.device()`"
+    )
+}

@@ -1,0 +1,39 @@
+//! Counts of what each thread has asked the GPU for, so that a test can hold upper bounds.
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::c_char;
+
+thread_local! {
+    static COUNTS: RefCell<BTreeMap<String, usize>> = RefCell::default();
+}
+
+/// The name under which allocations are counted. All other names are operations: work that a stream executes.
+pub(crate) const ALLOCATION: &str = "allocation";
+
+/// Counts a call of the current thread. Calls for no bytes are not counted: the driver does nothing for them.
+pub(crate) fn count(what: &str, bytes: usize) {
+    if bytes == 0 {
+        return;
+    }
+    // At the end of a thread, its counts may be gone already.
+    let _gone = COUNTS.try_with(|counts| {
+        let mut counts = counts.borrow_mut();
+        match counts.get_mut(what) {
+            Some(count) => *count += 1,
+            None => drop(counts.insert(what.to_string(), 1)),
+        }
+    });
+}
+
+/// Ends the current thread's counts: writes a line "COUNT NAME" for each, up to `length` bytes in all, and returns the number of
+/// bytes that there were to write.
+///
+/// # Safety
+/// `text` must have room for `length` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn emulated_gpu_take_counts(text: *mut c_char, length: usize) -> usize {
+    let lines: String = COUNTS.take().iter().map(|(name, count)| format!("{count} {name}\n")).collect();
+    // SAFETY: guaranteed by the caller.
+    unsafe { text.cast::<u8>().copy_from_nonoverlapping(lines.as_ptr(), lines.len().min(length)) };
+    lines.len()
+}

@@ -1,0 +1,92 @@
+//! The memory pool of the device: how much memory it holds. All devices share one.
+//!
+//! Memory that was freed stays in the pool until a synchronisation, which returns what exceeds the release threshold.
+use crate::driver::{Answer, INVALID_VALUE, SUCCESS};
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+const RELEASE_THRESHOLD: c_int = 4;
+const RESERVED_CURRENT: c_int = 5;
+const USED_CURRENT: c_int = 7;
+
+#[derive(Default)]
+struct Pool {
+    threshold: u64,
+    reserved: u64,
+    used: u64,
+    /// The sizes of what is in use, by address.
+    live: Option<HashMap<usize, u64>>,
+}
+
+static POOL: Mutex<Pool> = Mutex::new(Pool { threshold: 0, reserved: 0, used: 0, live: None });
+
+fn pool() -> MutexGuard<'static, Pool> {
+    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn took(address: usize, bytes: usize) {
+    let mut pool = pool();
+    pool.used += bytes as u64;
+    pool.reserved = pool.reserved.max(pool.used);
+    pool.live.get_or_insert_default().insert(address, bytes as u64);
+}
+
+pub(crate) fn gave_back(address: usize) {
+    let mut pool = pool();
+    let bytes = pool.live.as_mut().and_then(|live| live.remove(&address));
+    pool.used -= bytes.unwrap_or(0);
+}
+
+/// Called after a stream, an event or the device was waited for.
+pub(crate) fn synchronized() {
+    let mut pool = pool();
+    if pool.reserved > pool.threshold {
+        pool.reserved = pool.used.max(pool.threshold);
+    }
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetDefaultMemPool(handle: *mut *mut c_void, _device: c_int) -> Answer {
+    // SAFETY: guaranteed by the caller.
+    unsafe { *handle = std::ptr::dangling_mut::<Pool>().cast() };
+    SUCCESS
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetMemPool(handle: *mut *mut c_void, device: c_int) -> Answer {
+    // SAFETY: guaranteed by the caller.
+    unsafe { cuDeviceGetDefaultMemPool(handle, device) }
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemPoolSetAttribute(_pool: *mut c_void, attribute: c_int, value: *mut c_void) -> Answer {
+    if attribute != RELEASE_THRESHOLD {
+        return INVALID_VALUE;
+    }
+    // SAFETY: guaranteed by the caller, for this attribute.
+    pool().threshold = unsafe { value.cast::<u64>().read() };
+    SUCCESS
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemPoolGetAttribute(_pool: *mut c_void, attribute: c_int, value: *mut c_void) -> Answer {
+    let pool = pool();
+    let answer = match attribute {
+        RELEASE_THRESHOLD => pool.threshold,
+        RESERVED_CURRENT => pool.reserved,
+        USED_CURRENT => pool.used,
+        _ => return INVALID_VALUE,
+    };
+    // SAFETY: guaranteed by the caller, for these attributes.
+    unsafe { value.cast::<u64>().write(answer) };
+    SUCCESS
+}

@@ -1,0 +1,291 @@
+//! Behaviour of the real driver and of NCCL that made ranks hang, crash or waste memory. The emulated GPU shows it too.
+#![allow(unsafe_code)] // the pool of memory is asked through the driver's functions
+use crate::launch::{Ranks, Worker, emulated, gpus};
+use crate::left_out;
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
+use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
+use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, init_process_group};
+use cudarc::driver::{CudaContext, result, sys};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Runs the job of a rank, if it is one of these.
+pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool {
+    match worker.job.as_str() {
+        "abort in flight" => in_flight(worker, group(100), true),
+        "killed in flight" => in_flight(worker, group(100), false),
+        "driver waits" => driver_waits(worker, &group(100)),
+        "stuck messages" => stuck_messages(worker, &group(100)),
+        "many pairs" => many_pairs(&group(40)),
+        "drop elsewhere" => drop_elsewhere(&group(20)).unwrap(),
+        "memory" => worker.report(&kept_memory(&group(20)).to_string()),
+        "waits of a call" => waits_of_a_call(&group(20)),
+        "communicator in between" => communicator_in_between(worker, &group(30)),
+        _ => return false,
+    }
+    true
+}
+
+fn ones(device: &Device) -> Tensor {
+    Tensor::ones(1 << 20, DType::F32, device).unwrap()
+}
+
+/// Rank 0 has calls in flight on four communicators when it ends the group, or when rank 1 dies. All of them end, although each
+/// end waits for the whole GPU, and the process can make another group.
+fn in_flight(worker: &Worker, pg: ProcessGroup, by_abort: bool) {
+    let device = pg.device().clone();
+    let sub_group = pg.new_group(&[0, 1]).unwrap().unwrap();
+    // Connects the pairs.
+    if pg.rank() == 0 {
+        pg.send(&ones(&device), 1).unwrap();
+        pg.recv(&ones(&device), 1).unwrap();
+    } else {
+        pg.recv(&ones(&device), 0).unwrap();
+        pg.send(&ones(&device), 0).unwrap();
+        worker.sign();
+        worker.await_report(0);
+        return;
+    }
+    let works = [
+        pg.all_reduce_async(&ones(&device), ReduceOp::Sum).unwrap(),
+        sub_group.all_reduce_async(&ones(&device), ReduceOp::Sum).unwrap(),
+        pg.isend(&ones(&device), 1).unwrap(),
+        pg.irecv(&ones(&device), 1).unwrap(),
+    ];
+    // They are on the GPU now.
+    std::thread::sleep(Duration::from_millis(500));
+    worker.sign();
+    let start = Instant::now();
+    if by_abort {
+        pg.abort("the test ends it");
+    }
+    let errors: Vec<String> = works.iter().map(|work| work.synchronize().unwrap_err().to_string()).collect();
+    drop((works, sub_group, pg));
+    let took = start.elapsed();
+    let init_method = format!("file://{}", worker.store().with_extension("next").display());
+    let alone = InitOptions {
+        backend: Backend::Nccl,
+        init_method,
+        rank: Some(0),
+        world_size: Some(1),
+        device: Some(device),
+        ..Default::default()
+    };
+    let next = init_process_group(alone).unwrap();
+    let tensor = Tensor::full(3f32, 5, next.device()).unwrap();
+    next.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+    assert_eq!(tensor.to_vec1::<f32>().unwrap(), [3.0; 5]);
+    worker.report(&format!("{}\n{}", took.as_secs(), errors.join("\n")));
+}
+
+fn seconds(report: &str) -> u64 {
+    report.lines().next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn communicators_end_together() {
+    if gpus("communicators_end_together").is_none() {
+        return;
+    }
+    let reports = Ranks::start(2, "abort in flight").finish();
+    assert!(reports[0].contains("the test ends it"), "{reports:#?}");
+    // Before the time-out of any group.
+    assert!(seconds(&reports[0]) < 90, "{reports:#?}");
+}
+
+#[test]
+fn communicators_end_together_after_a_death() {
+    if gpus("communicators_end_together_after_a_death").is_none() {
+        return;
+    }
+    let mut ranks = Ranks::start(2, "killed in flight");
+    ranks.await_signs();
+    ranks.kill(1);
+    let reports = ranks.reports(&[0]);
+    assert!(reports[0].matches("rank 1").count() >= 3 && seconds(&reports[0]) < 90, "{reports:#?}");
+}
+
+/// Rank 0 waits in the driver for an all-reduce in which rank 1 does not take part, and is killed.
+fn driver_waits(worker: &Worker, pg: &ProcessGroup) {
+    let tensor = ones(pg.device());
+    pg.all_reduce(&tensor, ReduceOp::Max).unwrap();
+    worker.sign();
+    if pg.rank() == 1 {
+        std::thread::sleep(Duration::from_secs(300));
+    }
+    pg.all_reduce_async(&tensor, ReduceOp::Max).unwrap().wait().unwrap();
+    // The values are no result. They end only when the communicator does.
+    let _ = tensor.to_vec1::<f32>();
+    worker.report(&pg.barrier().unwrap_err().to_string());
+}
+
+#[test]
+fn a_death_is_noticed_while_the_driver_waits() {
+    if gpus("a_death_is_noticed_while_the_driver_waits").is_none() {
+        return;
+    }
+    let mut ranks = Ranks::start_in(2, "driver waits", |_| Some(("EMULATED_GPU_DRIVER_LOCK", "1")));
+    ranks.await_signs();
+    std::thread::sleep(Duration::from_secs(1));
+    ranks.kill(1);
+    let reports = ranks.reports(&[0]);
+    assert!(reports[0].contains("rank 1"), "{reports:#?}");
+}
+
+/// The group fails while NCCL has not launched a message yet.
+fn stuck_messages(worker: &Worker, pg: &ProcessGroup) {
+    let tensor = ones(pg.device());
+    let work = if pg.rank() == 0 { pg.isend(&tensor, 1) } else { pg.irecv(&tensor, 0) }.unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    if pg.rank() == 0 {
+        pg.abort("the test ends it");
+    }
+    worker.report(&work.synchronize().unwrap_err().to_string());
+}
+
+#[test]
+fn a_message_that_is_not_launched_ends_with_its_group() {
+    const TEST: &str = "a_message_that_is_not_launched_ends_with_its_group";
+    if gpus(TEST).is_none() || !emulated(TEST) {
+        return;
+    }
+    for report in Ranks::start_in(2, "stuck messages", |_| Some(("EMULATED_NCCL_STUCK_MESSAGES", "1"))).finish() {
+        assert!(report.contains("the test ends it"), "{report}");
+    }
+}
+
+/// The ranks begin with the messages of different groups, whose kernels must all find room on the GPU.
+fn many_pairs(pg: &ProcessGroup) {
+    const GROUPS: usize = 8;
+    let groups: Vec<_> = (0..GROUPS).map(|_| pg.new_group(&[0, 1]).unwrap().unwrap()).collect();
+    let start = |group: &ProcessGroup| {
+        let tensor = ones(pg.device());
+        if pg.rank() == 0 { group.isend(&tensor, 1) } else { group.irecv(&tensor, 0) }.unwrap()
+    };
+    // Connects the pairs.
+    groups.iter().for_each(|group| start(group).synchronize().unwrap());
+    let mut order: Vec<usize> = (0..GROUPS).collect();
+    if pg.rank() == 1 {
+        order.reverse();
+    }
+    let mut works = Vec::new();
+    for half in order.chunks(GROUPS / 2) {
+        works.extend(half.iter().map(|index| start(&groups[*index])));
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    works.iter().for_each(|work| work.synchronize().unwrap());
+}
+
+#[test]
+fn messages_of_many_pairs_find_room_on_the_gpu() {
+    const TEST: &str = "messages_of_many_pairs_find_room_on_the_gpu";
+    if gpus(TEST).is_some() && emulated(TEST) {
+        // NCCL's own limit would hide it.
+        Ranks::start_in(2, "many pairs", |_| Some(("NCCL_MAX_CTAS", ""))).finish();
+    }
+}
+
+/// A thread that has never used the GPU drops the last copy of a tensor, after work that reads it.
+fn drop_elsewhere(pg: &ProcessGroup) -> CandleResult<()> {
+    for round in 0..20 {
+        let tensor = Tensor::full(round as f32, 100_000, pg.device())?;
+        let next = (&tensor + 1.0)?;
+        std::thread::spawn(move || drop(tensor)).join().unwrap();
+        let other = Tensor::full(-1f32, 100_000, pg.device())?;
+        let values = next.to_vec1::<f32>()?;
+        assert!(values.iter().all(|value| *value == round as f32 + 1.0), "{:?}", &values[..5]);
+        drop(other);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_tensor_may_be_dropped_on_any_thread() {
+    crate::finish("a_tensor_may_be_dropped_on_any_thread", 1, "drop elsewhere");
+}
+
+/// How many MiB the driver's pool holds after 64 MiB were freed, and the device was waited for.
+fn kept_memory(pg: &ProcessGroup) -> u64 {
+    let tensor = Tensor::zeros(16 << 20, DType::F32, pg.device()).unwrap();
+    pg.device().synchronize().unwrap();
+    drop(tensor);
+    pg.device().synchronize().unwrap();
+    // Only now does the pool know of the free.
+    pg.device().synchronize().unwrap();
+    let mut bytes = 0u64;
+    // SAFETY: the device exists, and the attribute is such a number.
+    unsafe {
+        let pool = result::device::get_mem_pool(CudaContext::new(0).unwrap().cu_device()).unwrap();
+        let reserved = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+        result::mem_pool::get_attribute(pool, reserved, (&raw mut bytes).cast()).unwrap();
+    }
+    assert!(!pg.device().as_cuda_device().unwrap().is_event_tracking(), "two events are made for each tensor");
+    bytes >> 20
+}
+
+#[test]
+fn freed_memory_stays_with_the_process_unless_asked_for() {
+    if gpus("freed_memory_stays_with_the_process_unless_asked_for").is_none() {
+        return;
+    }
+    for (keep, expected) in [("1", true), ("0", false)] {
+        let reports = Ranks::start_in(1, "memory", |_| Some(("CANDLE_DDP_KEEP_GPU_MEMORY", keep))).finish();
+        assert_eq!(reports[0].parse::<u64>().unwrap() >= 64, expected, "{keep}: {reports:?} MiB");
+    }
+}
+
+/// A collective makes NCCL's stream wait once, for candle's, and candle's stream once, for NCCL's.
+fn waits_of_a_call(pg: &ProcessGroup) {
+    let tensor = ones(pg.device());
+    pg.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+    let before = left_out::waits();
+    let work = pg.all_reduce_async(&tensor, ReduceOp::Sum).unwrap();
+    assert_eq!(left_out::waits() - before, 1);
+    work.wait().unwrap();
+    assert_eq!(left_out::waits() - before, 2);
+}
+
+#[test]
+fn a_call_waits_for_two_events() {
+    crate::finish("a_call_waits_for_two_events", 1, "waits of a call");
+}
+
+/// Rank 0 connects another communicator while it has an all-reduce in flight; rank 1 connects it first.
+fn communicator_in_between(worker: &Worker, pg: &ProcessGroup) {
+    let tensor = ones(pg.device());
+    pg.all_reduce(&tensor, ReduceOp::Max).unwrap();
+    let another = || {
+        let timeout = Duration::from_secs(20);
+        let store: Arc<dyn Store> = Arc::new(FileStore::open(worker.store(), timeout).unwrap());
+        let (store, options) =
+            (Arc::new(PrefixStore::new("another", store)), NcclOptions { timeout, ..Default::default() });
+        NcclCommunicator::new(store, pg.rank(), 2, pg.device(), options).unwrap()
+    };
+    let all_reduce = || pg.all_reduce_async(&tensor, ReduceOp::Max).unwrap();
+    let (work, communicator) = if pg.rank() == 0 {
+        let work = all_reduce();
+        (work, another())
+    } else {
+        let communicator = another();
+        (all_reduce(), communicator)
+    };
+    communicator.start(Collective::Barrier).unwrap().synchronize().unwrap();
+    work.synchronize().unwrap();
+}
+
+#[test]
+fn a_communicator_is_connected_while_calls_are_in_flight() {
+    crate::finish("a_communicator_is_connected_while_calls_are_in_flight", 2, "communicator in between");
+}
+
+#[test]
+fn blocking_communicators_are_refused() {
+    if gpus("blocking_communicators_are_refused").is_none() {
+        return;
+    }
+    for report in Ranks::start_in(2, "auto", |_| Some(("NCCL_COMM_BLOCKING", "1"))).outputs() {
+        assert!(report.contains("NCCL_COMM_BLOCKING"), "{report}");
+    }
+}

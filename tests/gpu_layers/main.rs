@@ -1,0 +1,227 @@
+//! Layers on a GPU against PyTorch's:
+//!
+//! ```text
+//! cargo test --release --features cuda --test gpu_layers
+//! cargo test --release --features cudnn --test gpu_layers
+//! ```
+//!
+//! Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // a failed test may panic
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/layers/mod.rs"]
+mod layers;
+mod operations;
+
+use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::nn::{
+    AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2dOptions,
+    avg_pool2d, cross_entropy, max_pool2d, relu, scaled_dot_product_attention, softmax,
+};
+use candle_nn::{Conv2dConfig, ConvTranspose2dConfig};
+use common::{assert_close, floats, skip_unless, tensor};
+
+/// Runs `test` on a GPU, if there is one.
+fn on_gpu(name: &str, test: impl FnOnce(&Device)) {
+    match Device::new_cuda(0) {
+        Ok(device) => test(&device),
+        Err(error) => skip_unless("CANDLE_DDP_REQUIRE_GPU", name, error),
+    }
+}
+
+/// Tests of `layers` with the same names.
+macro_rules! on_gpu {
+    ($($test:ident)*) => {
+        $(
+            #[test]
+            fn $test() {
+                on_gpu(stringify!($test), layers::$test);
+            }
+        )*
+    };
+}
+
+on_gpu! {
+    linear_matches_pytorch
+    convolutions_match_pytorch
+    batch_norm_matches_pytorch
+    max_pool2d_matches_pytorch
+    avg_pool2d_matches_pytorch
+    adaptive_avg_pool2d_matches_pytorch
+    interpolate_matches_pytorch
+    nan_is_the_maximum
+    activations_match_pytorch
+    embedding_matches_pytorch
+    attention_matches_pytorch
+    softmax_matches_pytorch
+    cross_entropy_matches_pytorch
+    layer_norm_matches_pytorch
+    rms_norm_matches_pytorch
+    embedding_adds_in_f32
+    rope_takes_the_place_of_candles
+    large_logits_stay_finite
+    without_samples_the_mean_is_nan
+    gradients_have_the_mask_of_the_forward_pass
+    masks_are_the_generators_numbers
+}
+
+/// More images than the workspace of a product takes, with groups and without, and output padding, which cuDNN refuses.
+#[test]
+fn many_images_match_the_cpu() {
+    on_gpu("many_images_match_the_cpu", |gpu| {
+        let run = |device: &Device| {
+            let var = |shape: &[usize], seed| {
+                let values = tensor(shape, seed).to_dtype(DType::F64).unwrap().to_device(device).unwrap();
+                Var::from_tensor(&values).unwrap()
+            };
+            let (x, weight, bias) = (var(&[6, 2, 184, 184], 1), var(&[1, 2, 5, 5], 2), var(&[1], 3));
+            // Another stride than dilation, so that one of the two may be as large as the output padding.
+            let config = ConvTranspose2dConfig { dilation: 3, output_padding: 2, ..Default::default() };
+            let (small, transposed) = (var(&[2, 4, 5, 5], 4), var(&[4, 3, 2, 2], 5));
+            let y = Conv2d::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()), Conv2dConfig::default())
+                .forward(&x)
+                .unwrap();
+            let z = ConvTranspose2d::new(transposed.as_tensor().clone(), None, config).forward(&small).unwrap();
+            let loss = (y.sqr().unwrap().mean_all().unwrap() + z.sqr().unwrap().mean_all().unwrap()).unwrap();
+            let grads = loss.backward().unwrap();
+            let gradients = [&x, &weight, &bias, &small, &transposed].map(|var| floats(grads.get(var).unwrap()));
+            [floats(&y), floats(&z)].into_iter().chain(gradients).collect::<Vec<_>>()
+        };
+        for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+            assert_close(there, &here, 1e-5, &format!("result {index}"));
+        }
+    });
+}
+
+/// Channels that several blocks share, whose mean is far from zero.
+#[test]
+fn large_batches_match_the_cpu() {
+    on_gpu("large_batches_match_the_cpu", |gpu| {
+        let run = |device: &Device| {
+            let var = |values: Tensor| Var::from_tensor(&values.to_device(device).unwrap()).unwrap();
+            let x = var((tensor(&[5, 3, 37, 41], 1) + 30.0).unwrap());
+            let (weight, bias) = (var(tensor(&[3], 2)), var(tensor(&[3], 3)));
+            let statistic = |value: f32| Tensor::full(value, 3, device).unwrap();
+            let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
+            let layer = BatchNorm::new(3, statistic(0.0), statistic(1.0), w, b, 1e-5).unwrap();
+            let y = layer.forward_relu_t(&x, true).unwrap();
+            let grads =
+                (&y * var(tensor(&[5, 3, 37, 41], 4)).as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+            let gradients = [&x, &weight, &bias].map(|var| floats(grads.get(var).unwrap()));
+            let statistics = [layer.running_mean(), layer.running_var()].map(floats);
+            [floats(&y)].into_iter().chain(statistics).chain(gradients).collect::<Vec<_>>()
+        };
+        for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+            assert_close(there, &here, 2e-5, &format!("result {index}"));
+        }
+    });
+}
+
+/// More rows than one block of the kernel sums, and columns that do not fill its last block.
+#[test]
+fn linear_layers_of_many_rows_match_the_cpu() {
+    on_gpu("linear_layers_of_many_rows_match_the_cpu", |gpu| {
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)] {
+            let run = |device: &Device| {
+                let var = |shape: &[usize], seed| {
+                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                    Var::from_tensor(&values).unwrap()
+                };
+                let (x, weight, bias) = (var(&[3, 301, 5], 1), var(&[70, 5], 2), var(&[70], 3));
+                let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+                let y = layer.forward(&x).unwrap();
+                // Gradients whose sums are as large as they are.
+                let dy = (var(&[3, 301, 70], 4).as_tensor() / 30.0).unwrap();
+                let grads = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();
+                let gradients = [&x, &weight, &bias].map(|var| floats(grads.get(var).unwrap()));
+                [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
+            };
+            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                assert_close(there, &here, tolerance, &format!("result {index} in {dtype:?}"));
+            }
+        }
+    });
+}
+
+/// More heads, and a longer sequence, than one block of scores holds: parts of the heads, and of one head.
+#[test]
+fn attention_in_blocks_matches_the_cpu() {
+    on_gpu("attention_in_blocks_matches_the_cpu", |gpu| {
+        for (heads, length, dtype, tolerance) in
+            [(5, 1500, DType::F32, 1e-5), (1, 4600, DType::F32, 1e-5), (1, 3400, DType::BF16, 1.6e-2)]
+        {
+            let run = |device: &Device| {
+                let var = |shape: &[usize], seed| {
+                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                    Var::from_tensor(&values).unwrap()
+                };
+                let (q, k) = (var(&[1, heads, length, 2], 1), var(&[1, heads, length, 2], 2));
+                let (v, dy) = (var(&[1, heads, length, 1], 3), var(&[1, heads, length, 1], 4));
+                let options = AttentionOptions { is_causal: true, ..Default::default() };
+                let y = scaled_dot_product_attention(&q, &k, &v, options).unwrap();
+                let grads = (&y * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+                let gradients = [&q, &k, &v].map(|var| floats(grads.get(var).unwrap()));
+                [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
+            };
+            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                assert_close(there, &here, tolerance, &format!("result {index} of {heads} × {length} in {dtype:?}"));
+            }
+        }
+    });
+}
+
+/// Errors that are not checked on a GPU, since that would mean waiting for it.
+#[test]
+fn indices_and_targets_that_do_not_exist_give_nan() {
+    on_gpu("indices_and_targets_that_do_not_exist_give_nan", |gpu| {
+        let table = Var::from_tensor(&tensor(&[3, 2], 1).to_device(gpu).unwrap()).unwrap();
+        let indices = Tensor::new(&[1i64, 3, -1], gpu).unwrap();
+        let y = Embedding::new(table.as_tensor().clone(), 2).forward(&indices).unwrap();
+        let is_nan: Vec<bool> = floats(&y).iter().map(|y| y.is_nan()).collect();
+        assert_eq!(is_nan, [false, false, true, true, true, true]);
+        let grads = y.sum_all().unwrap().backward().unwrap();
+        assert_eq!(floats(grads.get(&table).unwrap()), [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]);
+
+        for logits in [tensor(&[2, 3], 1), tensor(&[1, 3, 2], 1)] {
+            let targets =
+                Tensor::new(&[0i64, 3], gpu).unwrap().reshape(if logits.rank() == 2 { vec![2] } else { vec![1, 2] });
+            let loss = cross_entropy(&logits.to_device(gpu).unwrap(), &targets.unwrap()).unwrap();
+            assert!(loss.to_scalar::<f32>().unwrap().is_nan());
+        }
+    });
+}
+
+#[test]
+fn batches_without_samples() {
+    on_gpu("batches_without_samples", |gpu| {
+        let var = |shape: &[usize]| Var::zeros(shape, DType::F32, gpu).unwrap();
+        let (weight, bias) = (var(&[4, 3, 3, 3]), var(&[4]));
+        let conv = Conv2d::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()), Conv2dConfig::default());
+        let y = conv.forward(&Tensor::zeros((0, 3, 8, 8), DType::F32, gpu).unwrap()).unwrap();
+        assert_eq!(y.dims(), [0, 4, 6, 6]);
+        let y = max_pool2d(&y, 2, MaxPool2dOptions::default()).unwrap();
+        let y = avg_pool2d(&y, 3, AvgPool2dOptions::default()).unwrap();
+        assert_eq!(y.dims(), [0, 4, 1, 1]);
+        assert_eq!(softmax(&relu(&y).unwrap(), 1).unwrap().dims(), [0, 4, 1, 1]);
+
+        let (weight, bias) = (var(&[5, 4]), var(&[5]));
+        let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+        let x = var(&[0, 4]);
+        let grads = layer.forward(&x).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(grads.get(&x).unwrap().dims(), [0, 4]);
+        assert_eq!(floats(grads.get(&weight).unwrap()), [0.0; 20]);
+        assert_eq!(floats(grads.get(&bias).unwrap()), [0.0; 5]);
+    });
+}
+
+#[test]
+fn dtypes_without_kernels_are_refused() {
+    on_gpu("dtypes_without_kernels_are_refused", |gpu| {
+        let x = Tensor::zeros((1, 2, 4, 4), DType::U32, gpu).unwrap();
+        let pooled = [max_pool2d(&x, 2, MaxPool2dOptions::default()), avg_pool2d(&x, 2, AvgPool2dOptions::default())];
+        for result in pooled.into_iter().chain([relu(&x), softmax(&x, 1)]) {
+            assert!(result.unwrap_err().to_string().contains("U32"));
+        }
+    });
+}

@@ -1,0 +1,161 @@
+//! Upper bounds of what a training step asks of a GPU, as the emulated GPU counts it: operations (launches, copies, memsets, and
+//! calls of cuBLAS and cuDNN) and allocations. They do not depend on the sizes of the model, as long as attention's scores fit
+//! into one block, so the models are small.
+#![allow(unsafe_code)] // the emulated GPU's counts come from a symbol of its library
+#[path = "../../examples/char_gpt/block.rs"]
+mod block;
+
+use crate::common::{skip, tensor};
+use crate::on_gpu;
+use block::Block;
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
+use candle_ddp::nn::{cross_entropy, embedding, layer_norm, linear_no_bias};
+use candle_ddp::optim::{AdamW, ParamsAdamW};
+use candle_ddp::vision::models::{ResNetOptions, resnet50};
+use candle_ddp::{Backend, DistributedDataParallel, InitOptions, init_process_group};
+use candle_nn::{FuncT, Init, Optimizer, VarBuilder, VarMap, func_t};
+use std::cmp::Reverse;
+use std::ffi::{CStr, c_char, c_void};
+
+unsafe extern "C" {
+    fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+/// What this thread has asked of the emulated GPU since the last call, by name. None on a real GPU.
+fn take_counts() -> Option<Vec<(String, usize)>> {
+    type TakeCounts = unsafe extern "C" fn(*mut c_char, usize) -> usize;
+    const NAME: &CStr = c"emulated_gpu_take_counts";
+    // SAFETY: null stands for all libraries of the process; the name ends with a zero.
+    let symbol = unsafe { dlsym(std::ptr::null_mut(), NAME.as_ptr()) };
+    if symbol.is_null() {
+        return None;
+    }
+    // SAFETY: this is the type of the function with this name (tests/emulated_gpu/src/count.rs).
+    let take = unsafe { std::mem::transmute::<*mut c_void, TakeCounts>(symbol) };
+    let mut text = vec![0u8; 1 << 16];
+    // SAFETY: there is room for as many bytes.
+    let length = unsafe { take(text.as_mut_ptr().cast(), text.len()) };
+    let text = String::from_utf8(text[..length].to_vec()).unwrap();
+    let count = |line: &str| line.split_once(' ').map(|(count, name)| (name.to_string(), count.parse().unwrap()));
+    Some(text.lines().map(|line| count(line).unwrap()).collect())
+}
+
+/// A model, and a batch for it.
+struct Model {
+    build: fn(VarBuilder) -> Result<FuncT<'static>>,
+    input: Tensor,
+    targets: Tensor,
+}
+
+fn resnet(device: &Device) -> Model {
+    let build = |vb: VarBuilder| {
+        let net = resnet50(ResNetOptions { width: 4, num_classes: Some(5), ..Default::default() }, vb)?;
+        Ok(func_t(move |x, train| net.forward_t(x, train)))
+    };
+    let input = tensor(&[2, 3, 40, 40], 1).to_device(device).unwrap();
+    Model { build, input, targets: Tensor::new(&[1i64, 3], device).unwrap() }
+}
+
+const VOCABULARY: usize = 11;
+const TOKENS: usize = 80;
+
+/// The GPT of the bench `step`, with its number of layers, and a batch of so many tokens that a bias's gradient needs two launches.
+fn gpt(device: &Device) -> Model {
+    const WIDTH: usize = 12;
+    let build = |vb: VarBuilder| {
+        let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
+        let positions = vb.get_with_hints((TOKENS, WIDTH), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
+        let block = |layer| Block::new(WIDTH, 2, vb.pp(format!("blocks.{layer}")));
+        let blocks = (0..6).map(block).collect::<Result<Vec<_>>>()?;
+        let norm = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?;
+        let head = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?;
+        Ok(func_t(move |x, _| {
+            let x = tokens.forward(x)?.broadcast_add(&positions)?;
+            let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+            head.forward(&norm.forward(&x)?)?.flatten_to(1)
+        }))
+    };
+    let numbers: Vec<i64> = (0..2 * TOKENS as i64).map(|i| i * i % VOCABULARY as i64).collect();
+    let targets = Tensor::new(numbers, device).unwrap();
+    Model { build, input: targets.reshape((2, TOKENS)).unwrap(), targets }
+}
+
+/// What a step asks for.
+#[derive(Debug)]
+struct Asked {
+    operations: usize,
+    allocations: usize,
+}
+
+/// Trains for three steps, and returns what the last asked for. After the first, DDP rebuilds its buckets.
+fn asked(what: &str, mut step: impl FnMut() -> Result<()>) -> Option<Asked> {
+    for _ in 0..2 {
+        step().unwrap();
+    }
+    take_counts();
+    step().unwrap();
+    let mut counts = take_counts()?;
+    counts.sort_by_key(|(_, count)| Reverse(*count));
+    println!("{what}: {counts:#?}");
+    let (allocations, operations): (Vec<_>, Vec<_>) = counts.into_iter().partition(|(name, _)| name == "allocation");
+    let sum = |counts: Vec<(String, usize)>| counts.iter().map(|(_, count)| count).sum();
+    Some(Asked { operations: sum(operations), allocations: sum(allocations) })
+}
+
+fn with_ddp(name: &str, model: &Model) -> Option<Asked> {
+    let device = Some(model.input.device().clone());
+    let pg = init_process_group(InitOptions { backend: Backend::Single, device, ..Default::default() }).unwrap();
+    let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), model.build).unwrap();
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
+    asked(&format!("{name} with DDP"), || {
+        let loss = cross_entropy(&ddp.forward_t(&model.input, true)?, &model.targets)?;
+        optimizer.step(&ddp.backward(&loss)?)
+    })
+}
+
+/// Plain candle, which adds each parameter's gradient to zeros.
+fn without_ddp(name: &str, model: &Model) -> Option<Asked> {
+    let varmap = VarMap::new();
+    let net = (model.build)(VarBuilder::from_varmap(&varmap, DType::F32, model.input.device())).unwrap();
+    let variables = varmap.data().lock().unwrap().clone();
+    let parameters: Vec<Var> =
+        variables.into_iter().filter(|(name, _)| !name.contains("running_")).map(|(_, var)| var).collect();
+    let mut optimizer = AdamW::new(parameters, ParamsAdamW::default()).unwrap();
+    asked(&format!("{name} without DDP"), || {
+        let loss = cross_entropy(&net.forward_t(&model.input, true)?, &model.targets)?;
+        optimizer.step(&loss.backward()?)
+    })
+}
+
+/// Compares with `bounds`: operations and allocations, with DDP and without.
+fn check(name: &str, model: &Model, bounds: [[usize; 2]; 2]) {
+    let (Some(with), Some(without)) = (with_ddp(name, model), without_ddp(name, model)) else {
+        return skip(name, "only an emulated GPU counts operations");
+    };
+    println!("{name}: {with:?} with DDP, {without:?} without");
+    for (found, [operations, allocations]) in [with, without].into_iter().zip(bounds) {
+        assert!(
+            found.operations <= operations && found.allocations <= allocations,
+            "{name}: {found:?} must be at most {operations} operations and {allocations} allocations"
+        );
+    }
+}
+
+#[test]
+fn a_step_of_resnet50_asks_for_little() {
+    on_gpu("a_step_of_resnet50_asks_for_little", |gpu| {
+        let is_cudnn = cfg!(feature = "cudnn") && std::env::var_os("CANDLE_DDP_CUDNN").is_none_or(|value| value != "0");
+        let bounds = match is_cudnn {
+            true => [[536, 745], [853, 1065]],
+            false => [[852, 956], [1169, 1276]],
+        };
+        check("ResNet-50", &resnet(gpu), bounds);
+    });
+}
+
+#[test]
+fn a_step_of_gpt_asks_for_little() {
+    on_gpu("a_step_of_gpt_asks_for_little", |gpu| {
+        check("GPT", &gpt(gpu), [[395, 374], [542, 524]]);
+    });
+}

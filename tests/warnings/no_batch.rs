@@ -1,0 +1,24 @@
+//! A loader says on which rank an epoch has no batch while other ranks have some.
+use crate::common::{ranks, tensor};
+use crate::logger::{self, LOG};
+use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions, TensorDataset};
+
+#[test]
+fn a_rank_without_a_batch_is_named() {
+    let _turn = logger::collect();
+    let warnings = |samples: usize| {
+        LOG.0.lock().unwrap().clear();
+        let batches = ranks(2, |pg| {
+            let sampler = SamplerOptions { remainder: Remainder::Uneven, ..Default::default() };
+            let options = LoaderOptions { batch_size: 3, drop_last: true, sampler, ..Default::default() };
+            let loader = DataLoader::new(TensorDataset::new(tensor(&[samples, 2], 1))?, &pg, options)?;
+            Ok(loader.num_batches())
+        });
+        (batches.unwrap(), std::mem::take(&mut *LOG.0.lock().unwrap()))
+    };
+    let (batches, said) = warnings(5);
+    assert_eq!(batches, [1, 0]);
+    let text = "rank 1 has no batch in an epoch, but others have: its part of the dataset is 2 of 5 samples";
+    assert!(said.len() == 1 && said[0].contains(text) && said[0].contains("batch_size 3 with drop_last"), "{said:?}");
+    assert_eq!(warnings(6), (vec![1, 1], vec![]));
+}
