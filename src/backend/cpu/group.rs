@@ -135,14 +135,16 @@ impl Group {
         // A running call returns the failure. If this rank caused it, it needs no warning.
         state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
+        // Said on the board before another thread of this rank can see the failure and leave: to its peers, it would have left
+        // in good order.
+        if let Some(shm) = &self.shm {
+            shm.board.fail(&encode(&failure));
+        }
         drop(state);
         self.changed.notify_all();
         // The reason is sent before the data connections close, since peers that see them close wait for the reason.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
-        if let Some(shm) = &self.shm {
-            shm.board.fail(&encode(&failure));
-        }
         self.locks.end();
         self.shm.iter().for_each(ShmGroup::close);
         self.data.close();

@@ -1,5 +1,5 @@
 //! Matrix products on the CPU. f32 and f64 are multiplied by the crate `gemm`, which candle uses too. f16 and bf16 are multiplied
-//! in f32, or bf16 by the processor's own instructions, if the program asks for that.
+//! in f32, but bf16 by the processor's own instructions if it has them.
 // Matrices are given to `gemm` by their addresses. Every block says why it is sound.
 #![allow(unsafe_code)]
 mod bf16;
@@ -11,7 +11,6 @@ use candle_ddp_tensor::borrow::narrow_vec;
 use candle_ddp_tensor::{Element, vectorise};
 use gemm::Parallelism;
 use std::any::TypeId;
-use std::sync::LazyLock;
 pub(super) use strides::Strides;
 
 /// The number of threads that a product uses: those of rayon's pool, as in candle.
@@ -107,12 +106,9 @@ fn widened<T: Element>(values: &[T]) -> Vec<T::Real> {
     vectorise!(|| values.iter().map(|value| value.widen()).collect())
 }
 
-/// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them and the
-/// program wants them.
+/// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them.
 fn unit<T: Element>() -> Option<bf16::Avx512> {
-    static WANTED: LazyLock<bool> =
-        LazyLock::new(|| std::env::var_os("CANDLE_DDP_NATIVE_PRODUCTS").is_some_and(|on| on == "1"));
-    if T::DTYPE == DType::BF16 && *WANTED { bf16::Avx512::detect() } else { None }
+    if T::DTYPE == DType::BF16 { bf16::Avx512::detect() } else { None }
 }
 
 /// Whether there are such instructions for `T`.
