@@ -95,6 +95,7 @@ pub mod seed;
 mod state;
 pub mod trace;
 mod variables;
+mod virtual_ranks;
 #[cfg(feature = "vision")]
 pub mod vision;
 

@@ -31,7 +31,11 @@ pub struct LoaderIter<T> {
     /// Where the loader is after the batch that was delivered last.
     here: Position,
     batch_size: usize,
-    /// How many samples a rank has left, at most.
+    /// How many batches this rank has in a step: its micro-batches, or one.
+    per_step: usize,
+    /// How many of them it has delivered in this step.
+    delivered: usize,
+    /// How many samples a rank, or a virtual rank, has left, at most.
     most: usize,
     dataset_len: usize,
     world_size: usize,
@@ -54,7 +58,32 @@ impl<T> LoaderIter<T> {
         let here = Position { resume: false, ..start };
         let (dataset_len, world_size) = (sampler.dataset_len(), sampler.world_size());
         let (batch_size, most) = (options.batch_size, sampler.most_after(start.consumed));
-        Self { batches, failure, remaining, here, batch_size, most, dataset_len, world_size, position }
+        let (per_step, delivered) = (sampler.batches_per_step(), 0);
+        Self {
+            batches,
+            failure,
+            remaining,
+            here,
+            batch_size,
+            per_step,
+            delivered,
+            most,
+            dataset_len,
+            world_size,
+            position,
+        }
+    }
+}
+
+impl<T> LoaderIter<T> {
+    /// Where the loader was before the step of the next batch: the epoch, and the samples consumed in it.
+    pub(super) fn step(&self) -> (u64, usize) {
+        (self.here.epoch, self.here.consumed)
+    }
+
+    /// The place of the next batch in its step.
+    pub(super) fn place(&self) -> usize {
+        self.delivered
     }
 }
 
@@ -69,6 +98,10 @@ impl<T> Iterator for LoaderIter<T> {
         match self.batches.as_mut()?.next() {
             Some(batch) => {
                 self.remaining -= 1;
+                self.delivered = (self.delivered + 1) % self.per_step;
+                if self.delivered > 0 {
+                    return Some(batch);
+                }
                 // All ranks have consumed as many batches, and together the next part of the order: of it, those that have
                 // one sample more than others tell how long it is.
                 let samples = self.batch_size.min(self.most);

@@ -6,7 +6,8 @@ use super::recipe::Recipe;
 use super::upload::{Staged, Uploads};
 use super::workers::Workers;
 use super::{
-    Collate, Dataset, DistributedSampler, LoaderIter, LoaderOptions, LoaderState, SamplerOptions, default_collate,
+    Collate, Dataset, DistributedSampler, LoaderIter, LoaderOptions, LoaderState, MicroBatches, SamplerOptions,
+    default_collate,
 };
 use crate::backend::Label;
 #[cfg(feature = "cuda")]
@@ -14,6 +15,7 @@ use crate::kernels::Uploader;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::state::StateDict;
+use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::collections::HashMap;
@@ -129,7 +131,16 @@ where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
     {
         let len = dataset.len();
-        let sampler = DistributedSampler::new(len, group.rank(), group.world_size(), options.sampler);
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let sampler = match options.virtual_ranks {
+            None => DistributedSampler::new(len, rank, world_size, options.sampler),
+            Some(count) => {
+                options.check().and_then(|()| VirtualRanks::new(count, rank, world_size)).and_then(|ranks| {
+                    let LoaderOptions { batch_size, drop_last, sampler, .. } = options;
+                    DistributedSampler::of_virtual_ranks(len, &ranks, batch_size, drop_last, sampler)
+                })
+            }
+        };
         let loader = sampler.and_then(|sampler| Self::make(dataset, sampler, options, Some(group.device()), collate));
         let described = loader.as_ref().map(|_| format!("length of the dataset: {len}\noptions: {options:?}"));
         match Label::LOADER_NEW.during(|| group.compare(described, "it could not make its DataLoader"))? {
@@ -151,6 +162,10 @@ where
         if options.sampler != SamplerOptions::default() {
             let reason = "the options of a loader that is given its sampler must not have sampler options: give them to the sampler";
             return Err(Error::invalid("options", reason));
+        }
+        if options.virtual_ranks.is_some() {
+            let reason = "a loader of virtual ranks makes its sampler itself: use `DataLoader::new` or `with_collate`";
+            return Err(Error::invalid("virtual_ranks", reason));
         }
         Self::make(dataset, sampler, options, None, collate)
     }
@@ -214,6 +229,22 @@ where
         sampler.set_epoch(start.epoch);
         let batches = self.batches(&sampler, start.consumed);
         LoaderIter::new(batches, self.options, &sampler, start, self.position.clone())
+    }
+
+    /// Like [`iter`](Self::iter), with the number of each micro-batch: this rank's ones of each global batch, step by step, as
+    /// [`backward_micro_batch`](crate::DistributedDataParallel::backward_micro_batch) takes them.
+    ///
+    /// The loader's [`state`](Self::state) moves on with the last micro-batch of a step. A run that resumes from a state in the
+    /// middle of a step repeats the step.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a loader without [`virtual_ranks`](LoaderOptions::virtual_ranks).
+    pub fn micro_batches(&self) -> Result<MicroBatches<T>> {
+        if self.options.virtual_ranks.is_none() {
+            let reason = "the loader has none, so its batches have no numbers: set LoaderOptions.virtual_ranks";
+            return Err(Error::invalid("virtual_ranks", reason));
+        }
+        Ok(MicroBatches::new(self.iter(), &self.sampler))
     }
 
     fn batches(&self, sampler: &DistributedSampler, consumed: usize) -> Result<Source<T>> {
@@ -327,7 +358,9 @@ impl<D: Dataset, T> DataLoader<D, T> {
     }
 
     fn recipe<F>(&self, sampler: &DistributedSampler, collate: F) -> Recipe<D, F> {
-        let (seed, epoch, rank) = (sampler.seed(), sampler.epoch(), sampler.rank());
+        // Augmentation must not depend on which rank computes a micro-batch.
+        let rank = if self.options.virtual_ranks.is_some() { 0 } else { sampler.rank() };
+        let (seed, epoch) = (sampler.seed(), sampler.epoch());
         Recipe { dataset: self.dataset.clone(), collate, seed, epoch, rank }
     }
 }

@@ -1,5 +1,6 @@
 //! Which indices of a dataset belong to which rank: PyTorch's `DistributedSampler`, index for index.
 use super::randperm::{Permutation, randperm};
+use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 
 /// How a [`DistributedSampler`] deals the dataset out. The defaults are PyTorch's.
@@ -59,6 +60,18 @@ pub struct DistributedSampler {
     rank: usize,
     options: SamplerOptions,
     epoch: u64,
+    /// Under virtual ranks, which `world_size` and `rank` are then about, those that this rank computes from `rank` on.
+    block: Option<Block>,
+}
+
+/// Micro-batches in the order in which a rank computes them: in each step, one of each of its virtual ranks.
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    virtual_ranks: usize,
+    /// The samples of a micro-batch.
+    batch_size: usize,
+    /// Whether a last global batch that would not be full is left out; otherwise it is filled from the epoch's head.
+    drop_last: bool,
 }
 
 impl DistributedSampler {
@@ -94,7 +107,37 @@ impl DistributedSampler {
                 ),
             ));
         }
-        Ok(Self { dataset_len: len, world_size, rank, options, epoch: 0 })
+        Ok(Self { dataset_len: len, world_size, rank, options, epoch: 0, block: None })
+    }
+
+    /// The sampler of the micro-batches `own` of `ranks`, with `batch_size` samples each: as if each were a rank. Every global
+    /// batch is full.
+    pub(super) fn of_virtual_ranks(
+        len: usize,
+        ranks: &VirtualRanks,
+        batch_size: usize,
+        drop_last: bool,
+        options: SamplerOptions,
+    ) -> Result<Self> {
+        let own = ranks.own();
+        let sampler = Self::new(len, own.start, ranks.count(), options)?;
+        if options.remainder == Remainder::Uneven {
+            let reason =
+                "with virtual_ranks, it must be Remainder::Pad or Drop: all micro-batches have as many samples";
+            return Err(Error::invalid("remainder", reason));
+        }
+        let global = ranks.count().checked_mul(batch_size).filter(|global| len.checked_add(*global).is_some());
+        if global.is_none() {
+            let reason = format!("virtual_ranks × batch_size, {} × {batch_size}, is too large", ranks.count());
+            return Err(Error::invalid("batch_size", reason));
+        }
+        let drop_last = drop_last || options.remainder == Remainder::Drop;
+        Ok(Self { block: Some(Block { virtual_ranks: own.len(), batch_size, drop_last }), ..sampler })
+    }
+
+    /// How many batches this rank has in a step.
+    pub(super) fn batches_per_step(&self) -> usize {
+        self.block.map_or(1, |block| block.virtual_ranks)
     }
 
     /// Chooses the permutation of the next [`iter`](Self::iter): `seed + epoch`. Call it before each epoch, with the
@@ -117,6 +160,9 @@ impl DistributedSampler {
 
     /// How many indices all ranks get together, padding included (PyTorch's `total_size`).
     pub fn total_size(&self) -> usize {
+        if self.block.is_some() {
+            return self.most_after(0) * self.world_size;
+        }
         match self.options.remainder {
             Remainder::Drop => self.dataset_len / self.world_size * self.world_size,
             Remainder::Pad => self.dataset_len.div_ceil(self.world_size) * self.world_size,
@@ -148,21 +194,27 @@ impl DistributedSampler {
             world_size: self.world_size,
             next: consumed.saturating_add(self.rank),
             remaining,
+            block: self.block,
+            taken: 0,
         }
     }
 
     /// How many indices this rank gets after all ranks have consumed `consumed`.
     pub(super) fn len_after(&self, consumed: usize) -> usize {
-        self.rank_len_after(self.rank, consumed)
+        self.rank_len_after(self.rank, consumed).saturating_mul(self.batches_per_step())
     }
 
-    /// How many indices rank 0 gets after all ranks have consumed `consumed`; no other rank gets more.
+    /// How many indices rank 0, or each virtual rank, gets after all ranks have consumed `consumed`; no other rank gets more.
     pub(super) fn most_after(&self, consumed: usize) -> usize {
         self.rank_len_after(0, consumed)
     }
 
     fn rank_len_after(&self, rank: usize, consumed: usize) -> usize {
         let left = self.dataset_len.saturating_sub(consumed);
+        if let Some(Block { batch_size, drop_last, .. }) = self.block {
+            let global = batch_size * self.world_size;
+            return batch_size * if drop_last { left / global } else { left.div_ceil(global) };
+        }
         match self.options.remainder {
             Remainder::Drop => left / self.world_size,
             Remainder::Pad => left.div_ceil(self.world_size),
@@ -218,6 +270,25 @@ pub struct SamplerIter {
     /// The next position in the padded list of all ranks' indices.
     next: usize,
     remaining: usize,
+    block: Option<Block>,
+    /// How many it has returned.
+    taken: usize,
+}
+
+impl SamplerIter {
+    /// Moves to the next position.
+    fn advance(&mut self) {
+        self.next = self.next.saturating_add(self.world_size);
+        self.taken += 1;
+        let Some(Block { virtual_ranks, batch_size, .. }) = self.block else { return };
+        if self.taken.is_multiple_of(batch_size) {
+            // The micro-batch of the next virtual rank begins beside this one; after the last one, the next step begins.
+            let is_last = self.taken.is_multiple_of(batch_size * virtual_ranks);
+            let next =
+                if is_last { self.next + 1 - virtual_ranks } else { self.next + 1 - batch_size * self.world_size };
+            self.next = next;
+        }
+    }
 }
 
 impl Iterator for SamplerIter {
@@ -227,7 +298,7 @@ impl Iterator for SamplerIter {
         self.remaining = self.remaining.checked_sub(1)?;
         // Padding repeats the list from its head, cyclically. There are samples remaining only if there is a dataset.
         let position = self.next % self.dataset_len;
-        self.next = self.next.saturating_add(self.world_size);
+        self.advance();
         match &self.permutation {
             Some(permutation) => permutation.get(position),
             None => Some(position),

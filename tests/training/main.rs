@@ -60,6 +60,7 @@ mod small_data;
 mod stop;
 mod thawing;
 mod unused;
+mod virtual_ranks;
 mod vision_errors;
 mod vision_models;
 mod vision_values;
