@@ -137,6 +137,8 @@ mod pages {
     struct Performance;
     #[doc = include_str!("../docs/troubleshooting.md")]
     struct Troubleshooting;
+    #[doc = include_str!("../docs/virtual_ranks.md")]
+    struct VirtualRanks;
 
     #[cfg(feature = "vision")]
     #[doc = include_str!("../docs/vision.md")]

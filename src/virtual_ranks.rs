@@ -120,6 +120,9 @@ mod tests {
             let ranks = VirtualRanks::new(16, 0, world_size).unwrap();
             assert_eq!(ranks.rounds(), 1);
         }
+        // As docs/virtual_ranks.md says.
+        let rounds = |world_size| VirtualRanks::new(16, 0, world_size).unwrap().rounds();
+        assert_eq!([3, 5, 6, 7, 12].map(rounds), [3, 2, 2, 2, 1]);
         let ranks = VirtualRanks::new(16, 1, 3).unwrap();
         assert_eq!(ranks.own(), 5..10);
         assert_eq!(ranks.subtrees(1), [5..6, 6..8, 8..10]);

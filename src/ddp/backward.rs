@@ -202,10 +202,17 @@ fn check(pass: &Pass) -> Result<()> {
             return Err(Error::invalid("models", reason));
         }
         model.reducer.check_accumulated(pass.count.is_some())?;
-        if pass.micro_batch.is_none() && model.options.virtual_ranks.is_some() {
-            let reason = "under DdpOptions.virtual_ranks, call ddp.backward_micro_batch(&loss, number) for each micro-batch: \
-                          `backward`, `backward_into` and `backward_weighted` do not know its number";
-            return Err(Error::invalid("models", reason));
+        match (pass.micro_batch, model.options.virtual_ranks) {
+            (None, Some(_)) => {
+                let reason = "under DdpOptions.virtual_ranks, call ddp.backward_micro_batch(&loss, number) for each micro-batch: \
+                              `backward`, `backward_into` and `backward_weighted` do not know its number";
+                return Err(Error::invalid("models", reason));
+            }
+            (Some(_), None) => {
+                let reason = "the model has no virtual ranks: set DdpOptions.virtual_ranks, or call `backward`";
+                return Err(Error::invalid("number", reason));
+            }
+            _ => {}
         }
     }
     let identities: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();

@@ -1,140 +1,23 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
 use crate::common::{assert_close, floats, ranks, values};
-use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
+use crate::virtual_run::{Noisy, train};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::MixedPrecision;
-use candle_ddp::checkpoint::StateDict;
-use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
-use candle_ddp::nn::{
-    BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilder, batch_norm, conv2d, linear, loss, sync_batch_norm,
+use candle_ddp::data::{
+    DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions,
 };
-use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW, ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::nn::{Linear, batch_norm, linear, sync_batch_norm};
+use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role, Unused, comm_hook,
-};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role, comm_hook};
 use candle_nn::VarMap;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-
-const VIRTUAL: usize = 8;
-
-/// Images with noise that each sample draws, and labels.
-struct Noisy;
-
-impl Dataset for Noisy {
-    type Sample = (Tensor, u32);
-
-    fn len(&self) -> usize {
-        // No multiple of a global batch.
-        90
-    }
-
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(Tensor, u32)> {
-        let noise = random.randn(0., 0.1, (1, 6, 6), DType::F32, &Device::Cpu)?;
-        let image = Tensor::from_vec(values(36, index as u64), (1, 6, 6), &Device::Cpu)?;
-        Ok(((image + noise)?, (index % 4) as u32))
-    }
-}
-
-/// A convolution, batch normalisation, dropout, and a part that some micro-batches do not use.
-struct Net {
-    conv: Conv2d,
-    norm: BatchNorm,
-    dropout: Dropout,
-    head: Linear,
-    rare: Linear,
-}
-
-impl Net {
-    fn new(vb: VarBuilder, generator: &Arc<Mutex<Generator>>) -> CandleResult<Self> {
-        Ok(Self {
-            conv: conv2d(1, 5, 3, Conv2dConfig::default(), vb.pp("conv"))?,
-            norm: batch_norm(5, 1e-5, vb.pp("norm"))?,
-            dropout: Dropout::with_generator(0.3, Arc::clone(generator)),
-            head: linear(80, 4, vb.pp("head"))?,
-            rare: linear(4, 4, vb.pp("rare"))?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor, is_rare: bool) -> CandleResult<Tensor> {
-        let x = self.norm.forward_t(&x.apply(&self.conv)?, true)?.relu()?.flatten_from(1)?;
-        let x = self.dropout.forward(&x, true)?.apply(&self.head)?;
-        if is_rare { x.apply(&self.rare) } else { Ok(x) }
-    }
-}
-
-/// The bits of a run.
-type Bits = BTreeMap<String, Vec<u32>>;
-
-fn bits(tensor: &Tensor) -> Vec<u32> {
-    floats(tensor).into_iter().map(f32::to_bits).collect()
-}
-
-fn options(mixed_precision: Option<MixedPrecision>) -> DdpOptions {
-    let (bucket_cap_mb, first_bucket_mb) = (0.001, 0.0005);
-    let (virtual_ranks, init_seed) = (Some(VIRTUAL), Some(3));
-    let unused = Unused::Allow;
-    DdpOptions {
-        bucket_cap_mb,
-        first_bucket_mb,
-        virtual_ranks,
-        init_seed,
-        mixed_precision,
-        unused,
-        ..Default::default()
-    }
-}
-
-/// Trains for two epochs, and returns all that a run leaves.
-fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) -> Result<Bits> {
-    let generator = Arc::new(Mutex::new(Generator::new(0)));
-    let varmap = VarMap::new();
-    let build = |vb| Net::new(vb, &generator);
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(mixed_precision))?;
-    let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
-    let mut ema = Ema::new(ddp.named_weights(), 0.9)?;
-    let loader_options = LoaderOptions { batch_size: 3, virtual_ranks: Some(VIRTUAL), ..Default::default() };
-    let loader = DataLoader::new(Noisy, pg, loader_options)?;
-    let (mut all_losses, mut own_losses, mut kept) = (Vec::new(), Vec::new(), None);
-    for epoch in 0..2 {
-        loader.set_epoch(epoch);
-        for micro_batch in loader.micro_batches()? {
-            let micro_batch = micro_batch?;
-            micro_batch.seed(&generator);
-            let (x, y) = &micro_batch.batch;
-            let x = ddp.cast_forward_inputs(x)?;
-            let is_rare = micro_batch.number % 3 == 2;
-            let logits = ddp.call(|net| net.forward(&x, is_rare))?.to_dtype(DType::F32)?;
-            let loss = loss::cross_entropy(&logits, y)?;
-            own_losses.push(f64::from(loss.to_scalar::<f32>()?));
-            let Some(mut grads) = ddp.backward_micro_batch(&loss, micro_batch.number)? else { continue };
-            all_losses.extend(ddp.gather_micro_batches(&own_losses)?);
-            own_losses.clear();
-            optimizer.clip_grad_norm(&mut grads, 0.5)?;
-            optimizer.step(&grads)?;
-            ema.update()?;
-            // Gradients that the program holds keep their values.
-            kept = Some(grads);
-        }
-    }
-    drop(kept);
-    let mut all: Bits = varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), bits(var))).collect();
-    let losses: Vec<u32> = all_losses.iter().map(|loss| (*loss as f32).to_bits()).collect();
-    assert_eq!(losses.len(), 2 * 4 * VIRTUAL);
-    all.insert("losses".to_string(), losses);
-    for (part, state) in
-        [("optimizer", optimizer.state_dict()?), ("ema", ema.state_dict()?), ("loader", loader.state_dict()?)]
-    {
-        all.extend(state.iter().map(|(name, tensor)| (format!("{part}: {name}"), bits(tensor))));
-    }
-    Ok(all)
-}
+use std::sync::Arc;
 
 fn assert_same(mixed_precision: Option<MixedPrecision>, worlds: &[usize]) {
-    let one = ranks(1, |pg| train(&pg, mixed_precision)).unwrap().remove(0);
+    let one = ranks(1, |pg| train(&pg, 2, mixed_precision)).unwrap().remove(0);
     assert!(one.len() > 20 && one.values().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
     for &world_size in worlds {
-        for (rank, other) in ranks(world_size, |pg| train(&pg, mixed_precision)).unwrap().into_iter().enumerate() {
+        for (rank, other) in ranks(world_size, |pg| train(&pg, 2, mixed_precision)).unwrap().into_iter().enumerate() {
             for (name, expected) in &one {
                 assert!(other[name] == *expected, "{name} differs on rank {rank} of {world_size}");
             }
@@ -319,6 +202,9 @@ fn what_would_depend_on_the_ranks_is_refused() {
         let plain = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
         assert!(plain.micro_batches().is_none());
         invalid(plain.gather_micro_batches(&[]), "own", "no virtual ranks");
+        let loss = plain.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+        invalid(plain.backward_micro_batch(&loss, 0), "number", "no virtual ranks");
+        plain.backward(&loss)?;
         let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
         invalid(loader.micro_batches(), "virtual_ranks", "LoaderOptions.virtual_ranks");
         Ok(())
@@ -347,4 +233,104 @@ fn what_would_depend_on_the_ranks_is_refused() {
         ddp.backward_micro_batch(loss, 0).map(drop)
     });
     invalid(other_number, "generator", "not that of micro-batch 0");
+}
+
+/// The indices of 45 samples, with what each sample draws.
+struct Indices;
+
+impl Dataset for Indices {
+    type Sample = (u32, f64);
+
+    fn len(&self) -> usize {
+        45
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(u32, f64)> {
+        Ok((index as u32, random.uniform(0., 1.)))
+    }
+}
+
+/// All micro-batches of an epoch in the order of the steps and their numbers, of 4 virtual ranks with 3 samples each.
+fn dealt(
+    world_size: usize,
+    num_workers: usize,
+    drop_last: bool,
+    start: Option<LoaderState>,
+) -> Vec<(usize, Vec<u32>, Vec<f64>)> {
+    let of_rank = |pg: ProcessGroup| {
+        let options =
+            LoaderOptions { batch_size: 3, virtual_ranks: Some(4), num_workers, drop_last, ..Default::default() };
+        let mut loader = DataLoader::new(Indices, &pg, options)?;
+        if let Some(start) = start {
+            loader.resume(start)?;
+        }
+        let micro_batches = loader.micro_batches()?;
+        assert_eq!(micro_batches.len(), loader.iter().len());
+        let mut dealt = Vec::new();
+        for micro_batch in micro_batches {
+            let micro_batch = micro_batch?;
+            let (indices, drawn) = &micro_batch.batch;
+            let first: f64 = micro_batch.generator().uniform(0., 1.);
+            let drawn = [drawn.to_vec1::<f64>()?, vec![first]].concat();
+            dealt.push((micro_batch.start.consumed, micro_batch.number, indices.to_vec1::<u32>()?, drawn));
+        }
+        assert_eq!((loader.current_epoch(), loader.state().consumed), (1, 0));
+        Ok(dealt)
+    };
+    let mut all = ranks(world_size, of_rank).unwrap().concat();
+    all.sort_by_key(|(consumed, number, ..)| (*consumed, *number));
+    all.into_iter().map(|(_, number, indices, drawn)| (number, indices, drawn)).collect()
+}
+
+#[test]
+fn micro_batches_do_not_depend_on_the_ranks() {
+    let one = dealt(1, 0, false, None);
+    assert_eq!(one.iter().map(|(number, ..)| *number).collect::<Vec<_>>(), [0, 1, 2, 3].repeat(4));
+    // Each virtual rank has the samples of a rank.
+    for virtual_rank in 0..4 {
+        let sampler = DistributedSampler::new(45, virtual_rank, 4, SamplerOptions::default()).unwrap();
+        let own = one.iter().filter(|(number, ..)| *number == virtual_rank).flat_map(|(_, indices, _)| indices);
+        assert!(sampler.iter().eq(own.map(|index| *index as usize).take(12)), "{virtual_rank}");
+    }
+    // The last global batch is filled from the head of the epoch.
+    let mut seen: Vec<u32> = one.iter().flat_map(|(_, indices, _)| indices).copied().collect();
+    seen.sort_unstable();
+    seen.dedup();
+    assert_eq!(seen.len(), 45);
+    assert_eq!(dealt(1, 0, true, None), one[..12]);
+    for (world_size, num_workers) in [(1, 2), (2, 0), (3, 1), (4, 2)] {
+        assert_eq!(dealt(world_size, num_workers, false, None), one, "{world_size} ranks, {num_workers} workers");
+    }
+    // Another number of ranks continues after the second step.
+    let start = LoaderState { seed: 0, epoch: 0, consumed: 24, dataset_len: 45 };
+    assert_eq!(dealt(3, 0, false, Some(start)), one[8..]);
+}
+
+#[test]
+fn a_loader_in_the_middle_of_a_step_is_before_it() {
+    ranks(2, |pg| {
+        let options = LoaderOptions { batch_size: 3, virtual_ranks: Some(4), ..Default::default() };
+        let loader = DataLoader::new(Indices, &pg, options)?;
+        let mut micro_batches = loader.micro_batches()?;
+        for consumed in [0, 12, 12, 24] {
+            micro_batches.next().unwrap()?;
+            assert_eq!(loader.state().consumed, consumed);
+        }
+        Ok(())
+    })
+    .unwrap();
+    let refused = |options: LoaderOptions| {
+        ranks(1, |pg| {
+            Ok(DataLoader::new(Indices, &pg, LoaderOptions { virtual_ranks: Some(4), ..options }).err().unwrap())
+        })
+        .unwrap()
+        .remove(0)
+        .to_string()
+    };
+    let sampler = SamplerOptions { remainder: Remainder::Uneven, ..Default::default() };
+    assert!(refused(LoaderOptions { sampler, ..Default::default() }).contains("Remainder::Pad or Drop"));
+    let large = refused(LoaderOptions { batch_size: 12, drop_last: true, ..Default::default() });
+    assert!(large.contains("a global batch of 4 × 12"), "{large}");
+    assert!(refused(LoaderOptions { batch_size: usize::MAX, ..Default::default() }).contains("too large"));
+    assert!(refused(LoaderOptions { batch_size: 0, ..Default::default() }).contains("at least 1"));
 }
