@@ -1,7 +1,7 @@
 //! A training run with virtual ranks, and its bits.
 #![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
 use crate::common::{floats, values};
-use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor};
+use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
@@ -9,7 +9,7 @@ use candle_ddp::nn::{BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilde
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused};
-use candle_nn::VarMap;
+use candle_nn::{Init, VarMap};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -33,8 +33,10 @@ impl Dataset for Noisy {
     }
 }
 
-/// A convolution, batch normalisation, dropout, and a part that some micro-batches do not use.
+/// A running mean that the forward pass reads, a convolution, batch normalisation, dropout, and a part that some micro-batches do
+/// not use.
 struct Net {
+    centre: Var,
     conv: Conv2d,
     norm: BatchNorm,
     dropout: Dropout,
@@ -44,7 +46,10 @@ struct Net {
 
 impl Net {
     fn new(vb: VarBuilder, generator: &Arc<Mutex<Generator>>) -> CandleResult<Self> {
+        let centre = vb.get_with_hints(1, "centre.running_mean", Init::Const(0.))?;
         Ok(Self {
+            // Shares the variable.
+            centre: Var::from_tensor(&centre)?,
             conv: conv2d(1, 5, 3, Conv2dConfig::default(), vb.pp("conv"))?,
             norm: batch_norm(5, 1e-5, vb.pp("norm"))?,
             dropout: Dropout::with_generator(0.3, Arc::clone(generator)),
@@ -54,6 +59,10 @@ impl Net {
     }
 
     fn forward(&self, x: &Tensor, is_rare: bool) -> CandleResult<Tensor> {
+        let centre = self.centre.as_detached_tensor().copy()?;
+        let mean = x.detach().to_dtype(DType::F32)?.mean_all()?.reshape(1)?;
+        self.centre.set(&((&centre * 0.8)? + (mean * 0.2)?)?)?;
+        let x = x.broadcast_sub(&centre.to_dtype(x.dtype())?)?;
         let x = self.norm.forward_t(&x.apply(&self.conv)?, true)?.relu()?.flatten_from(1)?;
         let x = self.dropout.forward(&x, true)?.apply(&self.head)?;
         if is_rare { x.apply(&self.rare) } else { Ok(x) }
