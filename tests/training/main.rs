@@ -15,6 +15,7 @@ mod accumulate;
 mod advice;
 mod amp;
 mod amp_grad_scaler;
+mod autocast;
 mod candle_gradients;
 mod checkpoint;
 mod checkpoint_file;
