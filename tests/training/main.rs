@@ -53,6 +53,7 @@ mod optim_choice;
 mod optim_golden;
 mod optim_own;
 mod optim_state;
+mod orders;
 mod quick_start;
 mod resume;
 mod sampler;
