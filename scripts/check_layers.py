@@ -16,7 +16,7 @@ from pathlib import Path
 LAYERS = [
     ["rendezvous"],
     ["error", "hash", "cbor"],
-    ["variables"],
+    ["variables", "virtual_ranks"],
     ["state"],
     ["seed"],
     ["flight_recorder"],

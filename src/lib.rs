@@ -95,6 +95,7 @@ pub mod seed;
 mod state;
 pub mod trace;
 mod variables;
+mod virtual_ranks;
 #[cfg(feature = "vision")]
 pub mod vision;
 
@@ -136,6 +137,8 @@ mod pages {
     struct Performance;
     #[doc = include_str!("../docs/troubleshooting.md")]
     struct Troubleshooting;
+    #[doc = include_str!("../docs/virtual_ranks.md")]
+    struct VirtualRanks;
 
     #[cfg(feature = "vision")]
     #[doc = include_str!("../docs/vision.md")]

@@ -27,14 +27,24 @@ use std::sync::Arc;
 /// leave `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
 ///
 /// # Errors
-/// Returns an error for a config that [`candle_nn::BatchNorm`] refuses too, and the errors of `vb`.
+/// Returns an error for a config that [`candle_nn::BatchNorm`] refuses too, the errors of `vb`, and
+/// [`Error::InvalidArgument`] in a model with [virtual ranks](crate::DdpOptions::virtual_ranks).
 pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     group: &ProcessGroup,
     num_features: usize,
     config: C,
     vb: VarBuilder,
 ) -> Result<BatchNorm> {
+    if group.has_virtual_ranks() {
+        return Err(virtual_ranks().into());
+    }
     Ok(batch_norm(num_features, config, vb)?.synchronised(Arc::new(group.clone())))
+}
+
+fn virtual_ranks() -> Error {
+    let reason = "SyncBatchNorm cannot be combined with virtual ranks, since a rank computes its micro-batches one after the other: \
+                  use `batch_norm`, which normalises each micro-batch, or `group_norm`";
+    Error::invalid("virtual_ranks", reason)
 }
 
 const INPUT: &str = "the input of SyncBatchNorm";
@@ -55,6 +65,9 @@ impl BatchNormGroup for ProcessGroup {
                 ),
             )
             .into());
+        }
+        if self.has_virtual_ranks() {
+            return Err(virtual_ranks().into());
         }
         if self.current_join().is_some() {
             let reason = "it cannot train inside `join`: its statistics need all ranks, and ranks without inputs make \

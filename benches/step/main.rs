@@ -60,6 +60,8 @@ enum Mode {
     Ddp,
     /// The same, but gradients are averaged after the backward pass.
     After,
+    /// DistributedDataParallel with virtual ranks: one micro-batch per rank, so their number is that of the ranks.
+    Virtual,
 }
 
 /// The number of unmeasured steps of each mode: the first steps allocate, and DDP rebuilds its buckets after the first.
@@ -127,6 +129,7 @@ impl Mode {
             Self::Local => "local",
             Self::Ddp => "ddp",
             Self::After => "after",
+            Self::Virtual => "virtual",
         }
     }
 }
@@ -141,6 +144,7 @@ struct Trainer {
 enum Net {
     Local(FuncT<'static>),
     Ddp(DistributedDataParallel<FuncT<'static>>),
+    Virtual(DistributedDataParallel<FuncT<'static>>),
 }
 
 impl Trainer {
@@ -153,6 +157,10 @@ impl Trainer {
                 let build = |vb| model.build(vb);
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
+            Mode::Virtual => {
+                let options = DdpOptions { dtype, virtual_ranks: Some(pg.world_size()), ..options };
+                Net::Virtual(DistributedDataParallel::with_options(pg, &varmap, |vb| model.build(vb), options)?)
+            }
             Mode::After => {
                 let net = plain()?;
                 Net::Ddp(DistributedDataParallel::from_vars(pg, net, named(&varmap)?, options)?)
@@ -164,7 +172,7 @@ impl Trainer {
                 vars.retain(|(name, _)| !name.contains("running_"));
                 vars.into_iter().map(|(_, var)| var).collect()
             }
-            Net::Ddp(ddp) => ddp.parameters(),
+            Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.parameters(),
         };
         let bytes = |var: &candle_core::Var| var.elem_count() * var.dtype().size_in_bytes();
         let gradient_bytes = parameters.iter().map(bytes).sum();
@@ -178,13 +186,17 @@ impl Trainer {
         let start = now()?;
         let output = match &self.net {
             Net::Local(net) => net.forward_t(input, true)?,
-            Net::Ddp(ddp) => ddp.forward_t(input, true)?,
+            Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.forward_t(input, true)?,
         };
         let loss = output.to_dtype(DType::F32)?.sqr()?.mean_all()?;
         let forward = now()?;
         let gradients = match &self.net {
             Net::Local(_) => loss.backward()?,
             Net::Ddp(ddp) => ddp.backward(&loss)?,
+            Net::Virtual(ddp) => {
+                let number = ddp.process_group().rank();
+                ddp.backward_micro_batch(&loss, number)?.unwrap_or_default()
+            }
         };
         let backward = now()?;
         self.optimizer.step(&gradients)?;

@@ -2,7 +2,7 @@
 use super::deal::Deal;
 use super::order::Batches;
 use super::recipe::Recipe;
-use super::{Dataset, EpochOrder, LoaderOptions};
+use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
 use crate::panic::lock;
 use crate::{Error, Result};
 use std::fmt;
@@ -24,6 +24,11 @@ impl Position {
     /// The beginning of an epoch.
     pub(super) fn begin(epoch: u64) -> Self {
         Self { epoch, consumed: 0, resume: false, order: None }
+    }
+
+    pub(super) fn state(&self, seed: u64, dataset_len: usize) -> LoaderState {
+        let order = self.order.as_ref().filter(|_| self.consumed > 0).map_or(0, |order| order.fingerprint());
+        LoaderState { seed, epoch: self.epoch, consumed: self.consumed, dataset_len, order }
     }
 }
 
@@ -51,24 +56,36 @@ pub struct LoaderIter<T> {
 pub(super) struct Progress {
     /// How many places all ranks have consumed together.
     consumed: usize,
-    /// How many a rank has left, at most.
+    /// How many a rank, or a virtual rank, has left, at most.
     most: usize,
     batch_size: usize,
     world_size: usize,
+    /// How many batches this rank has in a step: its micro-batches, or one.
+    per_step: usize,
+    /// How many of them it has delivered in this step.
+    delivered: usize,
 }
 
 impl Progress {
     pub(super) fn new(order: &EpochOrder, consumed: usize, deal: &Deal, options: &LoaderOptions) -> Self {
         let most = deal.most_after(order.places(), consumed);
-        Self { consumed, most, batch_size: options.batch_size, world_size: deal.world_size }
+        let per_step = deal.batches_per_step();
+        Self { consumed, most, batch_size: options.batch_size, world_size: deal.world_size, per_step, delivered: 0 }
     }
 
-    /// All ranks have consumed another batch, and together the next part of the order: of it, those that have one place more
-    /// than others tell how long it is.
-    fn advance(&mut self, order: &EpochOrder) {
+    /// This rank has delivered another batch. Returns whether it was the last one of a step.
+    ///
+    /// Then all ranks have consumed as many batches, and together the next part of the order: of it, those that have one place
+    /// more than others tell how long it is.
+    fn advance(&mut self, order: &EpochOrder) -> bool {
+        self.delivered = (self.delivered + 1) % self.per_step;
+        if self.delivered > 0 {
+            return false;
+        }
         let places = self.batch_size.min(self.most);
         self.most -= places;
         self.consumed = self.consumed.saturating_add(places.saturating_mul(self.world_size)).min(order.places());
+        true
     }
 }
 
@@ -86,9 +103,19 @@ impl<T> LoaderIter<T> {
 
     /// An error in place of the batches.
     pub(super) fn failed(failure: Error, start: Position, position: Arc<Mutex<Position>>) -> Self {
-        let progress = Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0 };
+        let progress = Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0, per_step: 1, delivered: 0 };
         let here = Position { resume: false, ..start };
         Self { batches: None, failure: Some(failure), remaining: 1, progress, here, position }
+    }
+
+    /// Where the loader was before the step of the next batch.
+    pub(super) fn step(&self, seed: u64, dataset_len: usize) -> LoaderState {
+        self.here.state(seed, dataset_len)
+    }
+
+    /// The place of the next batch in its step.
+    pub(super) fn place(&self) -> usize {
+        self.progress.delivered
     }
 }
 
@@ -103,11 +130,12 @@ impl<T> Iterator for LoaderIter<T> {
         match self.batches.as_mut()?.next() {
             Some(batch) => {
                 self.remaining -= 1;
-                if let Some(order) = &self.here.order {
-                    self.progress.advance(order);
+                if let Some(order) = &self.here.order
+                    && self.progress.advance(order)
+                {
                     self.here.consumed = order.samples(self.progress.consumed);
+                    *lock(&self.position) = self.here.clone();
                 }
-                *lock(&self.position) = self.here.clone();
                 Some(batch)
             }
             None => {

@@ -125,7 +125,8 @@ where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
     {
         let (len, sampler) = (dataset.len(), options.sampler);
-        let sampler = DistributedSampler::new(len, group.rank(), group.world_size(), sampler);
+        let deal = Deal::of(&options, group.rank(), group.world_size());
+        let sampler = deal.and_then(|deal| DistributedSampler::of(len, deal, sampler));
         let loader =
             sampler.and_then(|sampler| Self::of_sampler(dataset, sampler, options, Some(group.device()), collate));
         Self::compared(loader, group, |_| format!("length of the dataset: {len}\noptions: {options:?}"))
@@ -159,8 +160,7 @@ where
                 let reason = "shuffle is up to the order, so that it must be true here, the default";
                 return Err(Error::invalid("options", reason));
             }
-            let SamplerOptions { seed, remainder, .. } = options.sampler;
-            let deal = Deal::new(group.rank(), group.world_size(), remainder)?;
+            let (deal, seed) = (Deal::of(&options, group.rank(), group.world_size())?, options.sampler.seed);
             let order: Arc<dyn Order> = Arc::new(order);
             let loader =
                 Self::make(dataset, ("order", order), (deal, seed, 0), options, Some(group.device()), collate)?;
@@ -197,6 +197,10 @@ where
         if options.sampler != SamplerOptions::default() {
             let reason = "the options of a loader that is given its sampler must not have sampler options: give them to the sampler";
             return Err(Error::invalid("options", reason));
+        }
+        if options.virtual_ranks.is_some() {
+            let reason = "a loader of virtual ranks makes its sampler itself: use `DataLoader::new` or `with_collate`";
+            return Err(Error::invalid("virtual_ranks", reason));
         }
         Self::of_sampler(dataset, sampler, options, None, collate)
     }

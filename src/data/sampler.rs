@@ -35,7 +35,11 @@ impl DistributedSampler {
     /// [`Error::RankOutOfRange`]; [`Error::InvalidArgument`] if `world_size` or `len` is 0, or if [`Remainder::Drop`] drops
     /// the whole dataset.
     pub fn new(len: usize, rank: usize, world_size: usize, options: SamplerOptions) -> Result<Self> {
-        let deal = Deal::new(rank, world_size, options.remainder)?;
+        Self::of(len, Deal::new(rank, world_size, options.remainder)?, options)
+    }
+
+    /// The sampler of a dataset of `len` samples that `deal` deals out.
+    pub(super) fn of(len: usize, deal: Deal, options: SamplerOptions) -> Result<Self> {
         if len == 0 {
             let reason = "the dataset must not be empty: was it read from the right place?";
             return Err(Error::invalid("len", reason));

@@ -1,6 +1,7 @@
 //! Backward passes of one model or of several models in one graph.
 use super::count;
 use super::graph::Graph;
+use super::micro_batch;
 use super::model::DistributedModel;
 use super::order::Member;
 use super::pass::Pass;
@@ -109,14 +110,16 @@ pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut 
 }
 
 /// Runs `pass`, which begins at `loss`, and returns the averaged gradients.
-fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
+pub(super) fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     check(pass)?;
-    let checked = pass.count.map_or(Ok(()), count::check).and_then(|()| check_reached(pass));
+    let counted = pass.count.map_or(Ok(()), count::check);
+    let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_reached(pass));
     checked.inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.announce()?;
     pass.run(|pass| {
         pass.begin()?;
         pass.synchronised().try_for_each(warn_of_lost)?;
+        micro_batch::take_buffers(pass)?;
         let buffers = broadcast_buffers(pass)?;
         let mut grads = pass.models[0].core.phase("backward", || loss.backward())?;
         pass.graph.iter().flat_map(Graph::frozen).for_each(|tensor| drop(grads.remove(tensor)));
@@ -126,6 +129,7 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         }
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
+        micro_batch::restore_buffers(pass)?;
         pass.models.iter().filter_map(|model| model.core.reducer.trace()).for_each(|trace| trace.flush());
         match beside {
             None => Ok(grads),
@@ -198,6 +202,18 @@ fn check(pass: &Pass) -> Result<()> {
             return Err(Error::invalid("models", reason));
         }
         model.reducer.check_accumulated(pass.count.is_some())?;
+        match (pass.micro_batch, model.options.virtual_ranks) {
+            (None, Some(_)) => {
+                let reason = "under DdpOptions.virtual_ranks, call ddp.backward_micro_batch(&loss, number) for each micro-batch: \
+                              `backward`, `backward_into` and `backward_weighted` do not know its number";
+                return Err(Error::invalid("models", reason));
+            }
+            (Some(_), None) => {
+                let reason = "the model has no virtual ranks: set DdpOptions.virtual_ranks, or call `backward`";
+                return Err(Error::invalid("number", reason));
+            }
+            _ => {}
+        }
     }
     let identities: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();
     // The graph also contains the variables behind replicas, which may belong to another model too.

@@ -1,5 +1,6 @@
 //! Assignment of gradients to buckets, and the buckets' storage.
 use super::count;
+use super::sums::{Sum, Write};
 use crate::backend::{Label, Work};
 use crate::error::GRADIENTS;
 use crate::kernels::Assignment;
@@ -102,8 +103,7 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
 struct Arrival {
     slot: usize,
     gradient: Tensor,
-    factor: f64,
-    accumulate: bool,
+    write: Write,
 }
 
 /// For example `the gradients of fc1.weight, fc1.bias and 4 more parameters (bucket 0)`.
@@ -139,14 +139,13 @@ struct CountRoom {
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
     pub(super) tensor: Tensor,
-    /// A view of the same storage that begins with the gradients and divides into as many equal parts as there are
-    /// ranks.
-    pub(super) parts: Tensor,
     pub(super) members: Vec<usize>,
-    /// Views of `tensor` in the members' shapes.
-    pub(super) gradients: Vec<Tensor>,
-    /// A view of `tensor` without the used flags.
-    pub(super) flat: Tensor,
+    /// The gradients, as views of the same storage.
+    pub(super) sum: Sum,
+    /// Under virtual ranks, memory for further sums: those of subtrees that are not complete.
+    pub(super) stack: Vec<Sum>,
+    /// Whether gradients arrive in a dtype whose numbers all exist in the bucket's.
+    pub(super) is_exact: bool,
     /// A view of `tensor` after the gradients: the used flags, and in the first bucket one more flag, which says whether
     /// this rank was asked to stop.
     flags: Tensor,
@@ -179,17 +178,19 @@ impl Bucket {
         let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
         let storage = Tensor::zeros((with_flags + for_count).max(in_parts), dtype, device)?;
         let tensor = storage.narrow(0, 0, with_flags)?;
-        let gradients = copy::views(&tensor, members.iter().map(|index| &parameters[*index].shape))?;
+        let shapes = members.iter().map(|index| &parameters[*index].shape);
+        let sum = Sum::new(&storage, elements, in_parts, shapes)?;
         let count = (number == 0).then(|| -> Result<_> {
             let slots = storage.narrow(0, with_flags, for_count)?;
             Ok(CountRoom { slots, sent: storage.narrow(0, 0, with_flags + for_count)? })
         });
         Ok(Self {
-            flat: tensor.narrow(0, 0, elements)?,
+            sum,
+            stack: Vec::new(),
+            is_exact: members.iter().all(|index| is_exact(parameters[*index].arrives_as, dtype)),
             count: count.transpose()?,
             flags: tensor.narrow(0, elements, flags)?,
             usual_flags: flag_tensor((0..flags).map(|flag| flag < members.len()), world_size, dtype, device)?,
-            parts: storage.narrow(0, 0, in_parts)?,
             arrived: vec![false; members.len()],
             missing: members.len(),
             arrivals: Vec::new(),
@@ -197,13 +198,12 @@ impl Bucket {
             label: label(parameters, number, &members),
             tensor,
             members,
-            gradients,
         })
     }
 
-    /// Takes the gradient of the member `slot`, times `factor`, and adds it to the slice if `accumulate` is set.
-    pub(super) fn put(&mut self, slot: usize, gradient: &Tensor, factor: f64, accumulate: bool) -> Result<()> {
-        self.arrivals.push(Arrival { slot, gradient: gradient.clone(), factor, accumulate });
+    /// Takes the gradient of the member `slot`.
+    pub(super) fn put(&mut self, slot: usize, gradient: &Tensor, write: Write) -> Result<()> {
+        self.arrivals.push(Arrival { slot, gradient: gradient.clone(), write });
         self.arrived[slot] = true;
         self.missing -= 1;
         // On a CPU each gradient is copied at once, while it is in the cache. On a GPU one launch copies all
@@ -248,10 +248,10 @@ impl Bucket {
     pub(super) fn flush(&mut self) -> Result<()> {
         let assignments: Vec<Assignment> = (self.arrivals.iter())
             .map(|arrival| Assignment {
-                destination: &self.gradients[arrival.slot],
+                destination: &self.sum_at(arrival.write.depth).gradients[arrival.slot],
                 source: &arrival.gradient,
-                factor: arrival.factor,
-                accumulate: arrival.accumulate,
+                factor: arrival.write.factor,
+                accumulate: arrival.write.accumulate,
             })
             .collect();
         copy::assign(&assignments)?;
@@ -264,24 +264,25 @@ impl Bucket {
     pub(super) fn converted(&self, parameters: &[ParameterInfo], factor: f64) -> Result<Vec<Tensor>> {
         let dtype = parameters[self.members[0]].leaves_as;
         if dtype == self.tensor.dtype() {
-            copy::scale(&self.flat, factor)?;
-            return Ok(self.gradients.clone());
+            copy::scale(&self.sum.flat, factor)?;
+            return Ok(self.sum.gradients.clone());
         }
-        let flat = self.flat.to_dtype(dtype)?;
+        let flat = self.sum.flat.to_dtype(dtype)?;
         copy::scale(&flat, factor)?;
-        Ok(copy::views(&flat, self.gradients.iter().map(Tensor::shape))?)
+        Ok(copy::views(&flat, self.sum.gradients.iter().map(Tensor::shape))?)
     }
 
-    /// Returns the first member whose gradient contains an infinity or a NaN, and which of the two.
-    pub(super) fn first_not_finite(&self) -> Result<Option<(usize, &'static str)>> {
+    /// Returns the first member whose gradient in the sum at `depth` contains an infinity or a NaN, and which of the two.
+    pub(super) fn first_not_finite(&self, depth: usize) -> Result<Option<(usize, &'static str)>> {
+        let Sum { flat, gradients, .. } = self.sum_at(depth);
         // Zero times such a value is NaN, and so is every sum that contains it.
         let is_finite = |tensor: &Tensor| -> Result<bool> {
             Ok(!tensor.affine(0., 0.)?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?.is_nan())
         };
-        if self.flat.elem_count() == 0 || is_finite(&self.flat)? {
+        if flat.elem_count() == 0 || is_finite(flat)? {
             return Ok(None);
         }
-        for (member, gradient) in self.members.iter().zip(&self.gradients) {
+        for (member, gradient) in self.members.iter().zip(gradients) {
             if gradient.elem_count() > 0 && !is_finite(gradient)? {
                 let is_nan = gradient.ne(gradient)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()? > 0.;
                 return Ok(Some((*member, if is_nan { "a NaN" } else { "an infinity" })));
@@ -297,6 +298,11 @@ impl Bucket {
         self.arrivals.clear();
         self.work = None;
     }
+}
+
+/// Whether every number of the dtype `from` exists in `to`.
+fn is_exact(from: DType, to: DType) -> bool {
+    from == to || to == DType::F64 || (to == DType::F32 && from != DType::F64)
 }
 
 /// Returns flags whose sum over the ranks is at most 1.

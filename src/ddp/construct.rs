@@ -67,6 +67,9 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
+        if options.virtual_ranks.is_some() {
+            group.use_virtual_ranks();
+        }
         let reducer = Arc::new(Reducer::new(group.clone()));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
@@ -83,6 +86,9 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
     pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
+        if options.virtual_ranks.is_some() {
+            group.use_virtual_ranks();
+        }
         let reducer = Arc::new(Reducer::new(group.clone()));
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());

@@ -2,6 +2,7 @@
 use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
+use super::micro_batch::{self, Snapshots};
 use super::options::DdpOptions;
 use super::parameter::{Parameter, Variables};
 use super::reducer::Reducer;
@@ -33,6 +34,7 @@ pub struct DistributedModel {
     pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
     pub(super) marks: Mutex<Marks>,
     pub(super) first: Mutex<FirstGradients>,
+    pub(super) snapshots: Mutex<Snapshots>,
 }
 
 impl DistributedModel {
@@ -48,14 +50,16 @@ impl DistributedModel {
         let built = built.and_then(|module| {
             options.mixed_precision.unwrap_or_default().check()?;
             check_variables(&reducer, &variables)?;
+            let virtual_ranks = micro_batch::check_options(&options, &variables, group)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);
             }
-            Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
+            let caps = BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?;
+            Ok((module, caps, virtual_ranks))
         });
         // A rank without a model takes part in the check, so that the others get its error.
         let verdict = verify::same_model(group, &options, built.as_ref().map(|_| &variables));
-        let (module, caps) = built?;
+        let (module, caps, virtual_ranks) = built?;
         verdict?;
         if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
             reducer.groups().add_cpu()?;
@@ -64,11 +68,15 @@ impl DistributedModel {
         let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
         let parameters = variables.parameters.iter().map(info).collect();
         reducer.set_parameters(parameters, caps, options.nan_check)?;
+        if let Some(ranks) = virtual_ranks {
+            reducer.set_virtual_ranks(ranks)?;
+        }
         sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
-        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first }))
+        let snapshots = Mutex::default();
+        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first, snapshots }))
     }
 
     pub(super) fn group(&self) -> &ProcessGroup {
@@ -96,6 +104,7 @@ impl DistributedModel {
     /// Updates the replicas, and converted frozen tensors, from the variables.
     pub(super) fn refresh(&self) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
+        micro_batch::keep_buffers(self)?;
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
         // optimizer has just written them, and the model reads the first ones first.
         let replicas = self.variables.parameters.iter().rev();

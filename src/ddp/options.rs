@@ -43,6 +43,11 @@ pub struct DdpOptions {
     /// The folder for a timeline of the training steps, with one file per rank (see [`trace`](crate::trace)). Default:
     /// the folder in the environment variable `CANDLE_DDP_TRACE`, if set; otherwise there is no tracing and no cost.
     pub trace: Option<PathBuf>,
+    /// The number of micro-batches in a global batch, a power of two and at least the number of ranks. It makes a run's bits
+    /// independent of the number of ranks: each rank computes some of the micro-batches, and
+    /// [`backward_micro_batch`](crate::DistributedDataParallel::backward_micro_batch) adds their gradients in an order that
+    /// does not depend on the ranks (see `docs/virtual_ranks.md`). Default: None.
+    pub virtual_ranks: Option<usize>,
     /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:
     /// PyTorch's `TORCH_NCCL_NAN_CHECK`. Every bucket is checked before it is sent, which on a GPU waits for the gradients
     /// in it. Do not use it with a [`GradScaler`](crate::amp::GradScaler), which expects infinities. When it is off, it costs
@@ -61,6 +66,7 @@ impl Default for DdpOptions {
             unused: Unused::default(),
             mixed_precision: None,
             init_seed: None,
+            virtual_ranks: None,
             trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
             nan_check: std::env::var_os(NAN_CHECK_VARIABLE).is_some_and(|value| !value.is_empty() && value != "0"),
         }
@@ -88,6 +94,7 @@ impl fmt::Debug for DdpOptions {
             .field("mixed_precision", &self.mixed_precision)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
+            .field("virtual_ranks", &self.virtual_ranks)
             .field("nan_check", &self.nan_check)
             .finish_non_exhaustive()
     }

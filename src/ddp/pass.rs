@@ -23,6 +23,8 @@ pub(super) struct Pass<'a> {
     pub(super) graph: Option<Graph<'a>>,
     /// This rank's count, if the pass is weighted.
     pub(super) count: Option<f64>,
+    /// Under virtual ranks, the number of the micro-batch.
+    pub(super) micro_batch: Option<usize>,
     /// The ranks that have inputs. None outside of a join, where all have.
     active: Option<Active>,
     /// The reducers in which this pass has begun.
@@ -49,6 +51,16 @@ impl<'a> Pass<'a> {
         Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), count, None)
     }
 
+    /// A backward pass from `loss`, that of the micro-batch `number` of `model`, which has virtual ranks. The last one on this
+    /// rank sends what they have added up to.
+    pub(super) fn of_micro_batch(loss: &'a Tensor, model: &'a DistributedModel, number: usize) -> Self {
+        let is_last = model.reducer.micro_batches().is_some_and(|own| number + 1 == own.end);
+        let member = Member { core: model, synchronises: is_last, adds_up: false };
+        let mut pass = Self::of(vec![member], Some(Graph::of(loss)), None, None);
+        pass.micro_batch = Some(number);
+        pass
+    }
+
     /// The pass of the `active` ranks, in which this one takes part with zeros.
     pub(super) fn shadow(models: &[&'a DistributedModel], kind: Kind, active: &Active) -> Self {
         let adds_up = kind == Kind::AddsUp;
@@ -58,8 +70,8 @@ impl<'a> Pass<'a> {
     }
 
     fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, count: Option<f64>, active: Option<Active>) -> Self {
-        let (begun, has_succeeded) = (Vec::new(), false);
-        Self { models, graph, count, active, begun, has_succeeded, _sums: function::Pass::begin() }
+        let (micro_batch, begun, has_succeeded) = (None, Vec::new(), false);
+        Self { models, graph, count, micro_batch, active, begun, has_succeeded, _sums: function::Pass::begin() }
     }
 
     /// The models that send gradients.
@@ -107,6 +119,7 @@ impl<'a> Pass<'a> {
             reducer.begin(Part {
                 synchronises,
                 adds_up,
+                leaf: self.micro_batch.and_then(|number| reducer.leaf(number)),
                 count: self.count,
                 total: None,
                 is_held: core.marks().is_last_held(),
@@ -123,10 +136,11 @@ impl<'a> Pass<'a> {
         successor.map_or(Ok(()), |first| first.open())
     }
 
-    /// Ends the groups whose other ranks wait for this one. In a world of one, the program may try again, with a smaller
-    /// batch for example.
+    /// Ends the groups whose other ranks wait for this one, now or, for the sum of its micro-batches, later. In a world of
+    /// one, the program may try again, with a smaller batch for example.
     pub(super) fn abort(&self, reason: &str) {
-        let groups = self.synchronised().map(DistributedModel::group);
+        let models = self.models.iter().filter(|model| model.synchronises || self.micro_batch.is_some());
+        let groups = models.map(|model| model.core.group());
         groups.filter(|group| group.world_size() > 1).for_each(|group| group.abort(reason));
     }
 }

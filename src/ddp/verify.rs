@@ -57,6 +57,8 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
         "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
         options.bucket_cap_mb, options.first_bucket_mb, options.broadcast_buffers
     )];
+    let virtual_ranks = options.virtual_ranks.map_or("none".to_string(), |count| count.to_string());
+    lines.push(format!("virtual ranks: {virtual_ranks}"));
     if let Some(mixed) = options.mixed_precision {
         lines.push(format!("mixed precision: {mixed}"));
     }

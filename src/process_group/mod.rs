@@ -98,6 +98,8 @@ struct Inner {
     cpu: Mutex<Option<ProcessGroup>>,
     /// Whether the program itself has ended the group.
     was_aborted: AtomicBool,
+    /// Whether a model with virtual ranks was made in it.
+    has_virtual_ranks: AtomicBool,
     stop: Stop,
 }
 
@@ -137,6 +139,7 @@ impl ProcessGroup {
             companion: Mutex::default(),
             cpu: Mutex::default(),
             was_aborted: AtomicBool::new(false),
+            has_virtual_ranks: AtomicBool::new(false),
             stop: Stop::default(),
         }))
     }
@@ -209,6 +212,15 @@ impl ProcessGroup {
     /// Whether this rank has called [`abort`](Self::abort) before the group had failed.
     pub(crate) fn was_aborted(&self) -> bool {
         self.0.was_aborted.load(Ordering::Relaxed)
+    }
+
+    /// Records that a model with virtual ranks is made in this group, which excludes layers that communicate.
+    pub(crate) fn use_virtual_ranks(&self) {
+        self.0.has_virtual_ranks.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn has_virtual_ranks(&self) -> bool {
+        self.0.has_virtual_ranks.load(Ordering::Relaxed)
     }
 
     /// A handle that does not keep the group alive.

@@ -134,7 +134,7 @@ fn all_lost(what: &str) -> bool {
     std::env::var(ALL_LOST).is_ok_and(|all_lost| all_lost == what)
 }
 
-fn append(name: &str, line: &str) {
+pub(crate) fn append(name: &str, line: &str) {
     use std::io::Write;
     let mut file = std::fs::File::options().create(true).append(true).open(folder().join(name)).unwrap();
     writeln!(file, "{line}").unwrap();

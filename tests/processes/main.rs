@@ -24,3 +24,6 @@ mod programs;
 mod small_data;
 mod status;
 mod stop;
+mod virtual_ranks;
+#[path = "../common/virtual_ranks.rs"]
+mod virtual_run;

@@ -62,6 +62,9 @@ mod small_data;
 mod stop;
 mod thawing;
 mod unused;
+mod virtual_ranks;
+#[path = "../common/virtual_ranks.rs"]
+mod virtual_run;
 mod vision_errors;
 mod vision_models;
 mod vision_values;

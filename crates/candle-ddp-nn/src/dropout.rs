@@ -37,7 +37,7 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     if p == 0.0 || x.elem_count() == 0 {
         return Ok(x.clone());
     }
-    let draw = draw(|| generator.draw(x.elem_count()));
+    let draw = draw(generator, x.elem_count());
     let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
     let x = x.contiguous()?;
     op1(&x, mask)

@@ -7,7 +7,7 @@ use crate::data::recipe::Recipe;
 #[cfg(feature = "cuda")]
 use crate::data::upload::{Staged, Uploads};
 use crate::data::workers::Workers;
-use crate::data::{Dataset, EpochOrder, LoaderIter, LoaderState, Remainder};
+use crate::data::{Dataset, EpochOrder, LoaderIter, LoaderState, MicroBatches, Remainder};
 #[cfg(feature = "cuda")]
 use crate::kernels::Uploader;
 use crate::panic::lock;
@@ -49,6 +49,22 @@ where
         }
     }
 
+    /// Like [`iter`](Self::iter), with the number of each micro-batch: this rank's ones of each global batch, step by step, as
+    /// [`backward_micro_batch`](crate::DistributedDataParallel::backward_micro_batch) takes them.
+    ///
+    /// The loader's [`state`](Self::state) moves on with the last micro-batch of a step. A run that resumes from a state in the
+    /// middle of a step repeats the step.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a loader without [`virtual_ranks`](crate::data::LoaderOptions::virtual_ranks).
+    pub fn micro_batches(&self) -> Result<MicroBatches<T>> {
+        if !self.deal.is_virtual() {
+            let reason = "the loader has none, so its batches have no numbers: set LoaderOptions.virtual_ranks";
+            return Err(Error::invalid("virtual_ranks", reason));
+        }
+        Ok(MicroBatches::new(self.iter(), self.deal.rank, self.seed, self.dataset.len()))
+    }
+
     fn begin(&self, start: &mut Position) -> Result<(Source<T>, usize, Progress)> {
         let order = self.order_of(start.epoch)?;
         start.order = Some(order.clone());
@@ -87,9 +103,7 @@ impl<D: Dataset, T> DataLoader<D, T> {
     /// The position after the batches that the loader has delivered; batches that it has only read ahead do not count. Between
     /// two training steps it is the same on all ranks.
     pub fn state(&self) -> LoaderState {
-        let Position { epoch, consumed, order, .. } = self.position().clone();
-        let order = order.filter(|_| consumed > 0).map_or(0, |order| order.fingerprint());
-        LoaderState { seed: self.seed, epoch, consumed, dataset_len: self.dataset.len(), order }
+        self.position().state(self.seed, self.dataset.len())
     }
 
     /// Continues from the `state` of another run, which may have had another number of ranks and another batch size. The loader
@@ -210,7 +224,9 @@ impl<D: Dataset, T> DataLoader<D, T> {
     }
 
     fn recipe<F>(&self, epoch: u64, collate: F) -> Recipe<D, F> {
-        Recipe { dataset: self.dataset.clone(), collate, seed: self.seed, epoch, rank: self.deal.rank }
+        // Augmentation must not depend on which rank computes a micro-batch.
+        let rank = if self.deal.is_virtual() { 0 } else { self.deal.rank };
+        Recipe { dataset: self.dataset.clone(), collate, seed: self.seed, epoch, rank }
     }
 }
 

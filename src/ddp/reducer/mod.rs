@@ -1,4 +1,5 @@
 //! The state machine between candle's backward pass and the communicator. See `src/ddp/README.md`.
+mod micro_batch;
 mod state;
 mod strategy;
 
@@ -10,10 +11,12 @@ use crate::ddp::count;
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
 use crate::ddp::reduction::Reduction;
+use crate::ddp::sums::Write;
 use crate::panic::lock;
 use crate::process_group::{Active, ProcessGroup};
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
+use crate::virtual_ranks::Leaf;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use state::{Rebuild, State};
@@ -34,6 +37,8 @@ pub(crate) struct Reducer {
 pub(crate) struct Part {
     pub(crate) synchronises: bool,
     pub(crate) adds_up: bool,
+    /// Under virtual ranks, the place of this pass's micro-batch in the tree.
+    pub(crate) leaf: Option<Leaf>,
     /// This rank's count, if the pass is weighted.
     pub(crate) count: Option<f64>,
     /// The count of all ranks with what has accumulated, known once all buckets are reduced.
@@ -137,8 +142,12 @@ impl Reducer {
             } else if part.is_held
                 && !matches!(state.reduction, Reduction::Shard(_))
                 && !state.accumulated.contains(&true)
+                && state.computed == 0
             {
                 state.renew_buckets(self.world_size())?;
+            }
+            if let Some(leaf) = part.leaf {
+                state.buckets.iter_mut().try_for_each(|bucket| bucket.make_room(leaf))?;
             }
             state.reduction.begin(part.adds_up)
         })
@@ -219,8 +228,14 @@ impl Reducer {
                           pass through this parameter: to recompute activations, use candle_ddp::nn::checkpoint";
             return Err(Error::parameter(&parameter.name, reason));
         }
-        let scale = if part.synchronises { state.reduction.scale(part.active.divisor()) } else { 1.0 };
-        state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
+        let write = match part.leaf {
+            Some(leaf) => state.buckets[bucket].write(leaf),
+            None => {
+                let factor = if part.synchronises { state.reduction.scale(part.active.divisor()) } else { 1.0 };
+                Write { depth: 0, factor, accumulate: state.accumulated[index] }
+            }
+        };
+        state.buckets[bucket].put(slot, gradient, write)?;
         if !part.synchronises {
             state.accumulated[index] = true;
             return Ok(());
@@ -242,6 +257,9 @@ impl Reducer {
         let number = part.next;
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
+        }
+        if let Some(leaf) = part.leaf {
+            state.buckets[number].merge(leaf)?;
         }
         if state.nan_check {
             state.check_finite(number, self.groups.main().rank())?;
@@ -275,6 +293,11 @@ impl Reducer {
     pub(crate) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         self.with_part(|part| {
             let mut state = self.lock();
+            if let Some(leaf) = part.leaf
+                && !part.synchronises
+            {
+                return state.keep(leaf);
+            }
             if !part.synchronises {
                 state.buckets.iter_mut().try_for_each(Bucket::flush)?;
                 state.accumulated_count = state.own_count(part.count);
@@ -342,14 +365,14 @@ impl Reducer {
             if bucket.arrived[slot] {
                 continue;
             }
-            let gradient = &bucket.gradients[slot];
-            if state.accumulated[index] {
+            let gradient = &bucket.sum.gradients[slot];
+            match (part.leaf, state.accumulated[index]) {
+                (Some(leaf), _) => bucket.put_zeros(slot, leaf)?,
                 // Not used in this pass, but accumulated under `no_sync`, where gradients are not divided.
-                copy::scale(gradient, scale)?;
-            } else {
-                gradient.zero_set()?;
-                part.used[index] = false;
+                (None, true) => copy::scale(gradient, scale)?,
+                (None, false) => gradient.zero_set()?,
             }
+            part.used[index] = state.accumulated[index];
         }
         let members_used: Vec<bool> = bucket.members.iter().map(|index| part.used[*index]).collect();
         self.launch(part, state, Some(&members_used))

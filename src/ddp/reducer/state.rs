@@ -24,6 +24,8 @@ pub(super) struct State {
     pub(super) accumulated: Vec<bool>,
     /// The sum of the counts of those passes, if they were weighted.
     pub(super) accumulated_count: Option<f64>,
+    /// Under virtual ranks, how many micro-batches of the step this rank has computed. What they used has accumulated.
+    pub(super) computed: usize,
     pub(super) rebuild: Rebuild,
 }
 
@@ -67,7 +69,10 @@ impl State {
     /// Gives the same buckets new memory, because the program still holds the gradients in the old one.
     pub(super) fn renew_buckets(&mut self, world_size: usize) -> Result<()> {
         let renewed = self.buckets.iter_mut().enumerate().try_for_each(|(number, bucket)| {
-            *bucket = Bucket::new(&self.parameters, number, bucket.members.clone(), world_size)?;
+            let mut renewed = Bucket::new(&self.parameters, number, bucket.members.clone(), world_size)?;
+            // The program holds nothing but the first sum.
+            renewed.stack = std::mem::take(&mut bucket.stack);
+            *bucket = renewed;
             Ok(())
         });
         // Also if memory for some of them was missing.
@@ -88,7 +93,12 @@ impl State {
 
     /// Returns an error if a gradient in the bucket `number` of this rank is not finite.
     pub(super) fn check_finite(&self, number: usize, rank: usize) -> Result<()> {
-        let Some((parameter, value)) = self.buckets[number].first_not_finite()? else { return Ok(()) };
+        let sums = match &self.reduction {
+            Reduction::Tree(tree) => tree.ranks().subtrees(rank).len(),
+            _ => 1,
+        };
+        let found = (0..sums).find_map(|depth| self.buckets[number].first_not_finite(depth).transpose()).transpose()?;
+        let Some((parameter, value)) = found else { return Ok(()) };
         let reason = format!(
             "its gradient on rank {rank} contains {value} (DdpOptions.nan_check): look at the inputs and the loss of \
              that rank, or lower the learning rate"
@@ -123,6 +133,7 @@ impl State {
     pub(super) fn clear_accumulated(&mut self) {
         self.accumulated.fill(false);
         self.accumulated_count = None;
+        self.computed = 0;
     }
 
     /// Returns an error if gradients have accumulated that a pass which is weighted, or not, cannot add to.

@@ -21,6 +21,10 @@ impl Reducer {
                 "a ZeroRedundancyOptimizer reduces the gradients, and cannot be combined with a communication hook: \
                  use another optimizer, or no hook"
             }
+            Reduction::Tree(_) => {
+                "DdpOptions.virtual_ranks adds gradients along a fixed tree, and cannot be combined with a communication hook: use \
+                 no hook, or no virtual ranks"
+            }
             Reduction::AllReduce if state.begun => "it must be registered before the first backward pass",
             Reduction::AllReduce => return Ok(()),
         };
@@ -44,7 +48,7 @@ impl Reducer {
     pub(crate) fn with_comm_hook<T>(&self, work: impl FnOnce(&mut dyn RunningHook) -> Result<T>) -> Result<T> {
         match &mut self.lock().reduction {
             Reduction::Hook(reduction) => work(reduction.hook()),
-            Reduction::AllReduce | Reduction::Shard(_) => {
+            Reduction::AllReduce | Reduction::Shard(_) | Reduction::Tree(_) => {
                 Err(Error::invalid("comm_hook", "no communication hook is registered"))
             }
         }
@@ -52,7 +56,7 @@ impl Reducer {
 
     pub(crate) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
         match &self.lock().reduction {
-            Reduction::AllReduce | Reduction::Shard(_) => None,
+            Reduction::AllReduce | Reduction::Shard(_) | Reduction::Tree(_) => None,
             Reduction::Hook(reduction) => Some(reduction.traffic()),
         }
     }
@@ -66,6 +70,10 @@ impl Reducer {
                  use another optimizer, or no hook"
             }
             Reduction::Shard(_) => "another ZeroRedundancyOptimizer already reduces its gradients: drop that one first",
+            Reduction::Tree(_) => {
+                "DdpOptions.virtual_ranks adds gradients along a fixed tree, and cannot be combined with a ZeroRedundancyOptimizer: \
+                 use another optimizer, or no virtual ranks"
+            }
             Reduction::AllReduce if state.accumulated.contains(&true) => {
                 "gradients are accumulating under no_sync: create the optimizer before that, or after the next \
                  synchronised backward pass"

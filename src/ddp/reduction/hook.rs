@@ -28,8 +28,8 @@ impl HookReduction {
             Ok(GradBucket {
                 index,
                 is_last: index + 1 == buckets.len(),
-                buffer: bucket.flat.clone(),
-                gradients: bucket.gradients.clone().into(),
+                buffer: bucket.sum.flat.clone(),
+                gradients: bucket.sum.gradients.clone().into(),
                 names: bucket.members.iter().map(|member| parameters[*member].name.clone()).collect(),
             })
         };

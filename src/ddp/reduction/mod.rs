@@ -1,6 +1,8 @@
 //! Reduction of full buckets, and the exchange of which rank used which parameter.
 pub(super) mod hook;
 pub(super) mod shard;
+pub(super) mod tree;
+mod tree_sum;
 
 use super::bucket::{Bucket, Message, ParameterInfo};
 use super::groups::Groups;
@@ -10,6 +12,7 @@ use crate::trace::Trace;
 use crate::{ReduceOp, Result};
 use hook::HookReduction;
 use shard::ShardReduction;
+use tree::TreeReduction;
 
 /// How buckets are reduced; identical on all ranks.
 #[derive(Default)]
@@ -21,6 +24,8 @@ pub(super) enum Reduction {
     Hook(HookReduction),
     /// Each rank gets its part of each bucket (ZeRO-1).
     Shard(ShardReduction),
+    /// Gradients are added along the tree over the micro-batches (virtual ranks).
+    Tree(TreeReduction),
 }
 
 impl Reduction {
@@ -30,6 +35,8 @@ impl Reduction {
         match self {
             Self::AllReduce | Self::Shard(_) => 1.0 / divisor as f64,
             Self::Hook(_) => 1.0,
+            // The root of the tree is divided.
+            Self::Tree(_) => 1.0,
         }
     }
 
@@ -37,7 +44,7 @@ impl Reduction {
     pub(super) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
         match self {
             // The layout is final when shards are made.
-            Self::AllReduce | Self::Shard(_) => Ok(()),
+            Self::AllReduce | Self::Shard(_) | Self::Tree(_) => Ok(()),
             Self::Hook(hook) => hook.set_buckets(buckets, parameters),
         }
     }
@@ -45,7 +52,7 @@ impl Reduction {
     /// Begins a backward pass. `adds_up`: its gradients are added to those that the shards hold.
     pub(super) fn begin(&mut self, adds_up: bool) -> Result<()> {
         match self {
-            Self::AllReduce | Self::Hook(_) => Ok(()),
+            Self::AllReduce | Self::Hook(_) | Self::Tree(_) => Ok(()),
             Self::Shard(shard) => shard.begin(adds_up),
         }
     }
@@ -56,13 +63,14 @@ impl Reduction {
             Self::AllReduce => {}
             Self::Hook(hook) => hook.discard(),
             Self::Shard(shard) => shard.discard(),
+            Self::Tree(tree) => tree.discard(),
         }
     }
 
     /// The number by which its results are sums over the ranks divided, if [`scale`](Self::scale) had this `divisor`.
     pub(super) fn divisor(&self, divisor: usize, world_size: usize) -> usize {
         match self {
-            Self::AllReduce | Self::Shard(_) => divisor,
+            Self::AllReduce | Self::Shard(_) | Self::Tree(_) => divisor,
             Self::Hook(hook) if hook.is_local() => 1,
             // A hook computes a mean over all ranks.
             Self::Hook(_) => world_size,
@@ -87,6 +95,7 @@ impl Reduction {
             }
             Self::Hook(hook) => hook.launch(number, group),
             Self::Shard(shard) => shard.launch(number, group, trace),
+            Self::Tree(tree) => tree.launch(number, bucket, group),
         }
     }
 
@@ -114,6 +123,7 @@ impl Reduction {
             }
             Self::Hook(hook) => hook.finish(used, message, groups, trace),
             Self::Shard(shard) => shard.finish(used, message, groups.main(), trace).map(Some),
+            Self::Tree(tree) => tree.finish(buckets, used, message, groups, trace).map(Some),
         }
     }
 }

@@ -35,12 +35,12 @@ pub(crate) struct Member {
 
 impl Shard {
     fn new(bucket: &Bucket, group: &ProcessGroup) -> Result<Self> {
-        let whole = bucket.parts.clone();
+        let whole = bucket.sum.parts.clone();
         let elements = whole.elem_count() / group.world_size();
         let own = whole.narrow(0, group.rank() * elements, elements)?;
         let mut offset = 0;
         let mut members = Vec::with_capacity(bucket.members.len());
-        for (&parameter, gradient) in bucket.members.iter().zip(&bucket.gradients) {
+        for (&parameter, gradient) in bucket.members.iter().zip(&bucket.sum.gradients) {
             let elements = gradient.elem_count();
             members.push(Member { parameter, offset, elements });
             offset += elements;

@@ -33,8 +33,18 @@ pub struct Generator {
     seed: u64,
     sequence: u64,
     offset: u64,
-    /// Whether it was made for a rank: each rank has another sequence.
-    is_of_rank: bool,
+    maker: Maker,
+}
+
+/// What a generator was made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Maker {
+    /// Anything.
+    Any,
+    /// A rank: each rank has another sequence.
+    Rank,
+    /// The micro-batch of this number: each has another sequence.
+    MicroBatch(usize),
 }
 
 impl Generator {
@@ -46,7 +56,7 @@ impl Generator {
     /// A generator that draws different numbers on each rank, from the same `seed`: for dropout and augmentation. `rank` is
     /// the rank in the job, `pg.rank()`. [`new`](Self::new) draws from another sequence.
     pub fn for_rank(seed: u64, rank: usize) -> Self {
-        Self { is_of_rank: true, ..Self::with_sequence(seed, rank as u64 + 1) }
+        Self { maker: Maker::Rank, ..Self::with_sequence(seed, rank as u64 + 1) }
     }
 
     /// A generator for the augmentation of one sample of a dataset: its numbers follow from these four values alone, so
@@ -56,9 +66,20 @@ impl Generator {
         Self::with_sequence(join(a, b) ^ join(c, d).rotate_left(32), index as u64)
     }
 
+    /// A generator for the layers' random numbers in one micro-batch under virtual ranks: they follow from these values
+    /// alone, and not from the rank. `consumed` is the number of samples of the epoch before the step, `number` the
+    /// micro-batch's. candle-ddp's `MicroBatch::generator` makes it.
+    pub fn for_micro_batch(seed: u64, epoch: u64, consumed: usize, number: usize) -> Self {
+        // Block 0 belongs to no sample's rank; its numbers begin another sequence for each position in the epoch.
+        let [a, b, c, d] = Self::with_sequence(seed, epoch).draw(4).block(0);
+        let of_epoch = join(a, b) ^ join(c, d).rotate_left(32);
+        let [a, b, ..] = Self::with_sequence(of_epoch, consumed as u64).draw(4).block(0);
+        Self { maker: Maker::MicroBatch(number), ..Self::with_sequence(join(a, b), number as u64) }
+    }
+
     /// The generator of one of the 2^64 sequences of `seed`: 0 is the one of [`new`](Self::new).
     pub fn with_sequence(seed: u64, sequence: u64) -> Self {
-        Self { seed, sequence, offset: 0, is_of_rank: false }
+        Self { seed, sequence, offset: 0, maker: Maker::Any }
     }
 
     /// The number of the sequence of the seed: 0, or 1 + the rank that the generator was made for.
@@ -68,7 +89,11 @@ impl Generator {
 
     /// Whether [`for_rank`](Self::for_rank) made it, so that each rank has another sequence.
     pub fn is_of_rank(&self) -> bool {
-        self.is_of_rank
+        self.maker == Maker::Rank
+    }
+
+    pub(super) fn maker(&self) -> Maker {
+        self.maker
     }
 
     /// Continues in another sequence, from its block `offset`. A generator of a rank remains one.

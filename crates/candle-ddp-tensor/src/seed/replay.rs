@@ -1,5 +1,6 @@
 //! Random numbers that a recomputed function draws again.
-use super::Draw;
+use super::generator::Maker;
+use super::{Draw, Generator};
 use std::cell::RefCell;
 
 /// The random numbers that layers have drawn while a function was computed.
@@ -12,6 +13,20 @@ struct State {
     play: Option<Vec<Draw>>,
     /// The draws so far.
     record: Option<Vec<Draw>>,
+    /// From which generators layers have drawn on this thread.
+    drawn: Drawn,
+}
+
+/// From which generators layers have drawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Drawn {
+    /// From none.
+    #[default]
+    Nothing,
+    /// From those of the micro-batch of this number.
+    MicroBatch(usize),
+    /// From others, or those of several micro-batches.
+    Others,
 }
 
 thread_local! {
@@ -54,14 +69,31 @@ impl Replay {
     }
 }
 
-/// The draws of a layer: new ones from `new`, or the recorded ones if the layer is recomputed.
-pub fn draw(new: impl FnOnce() -> Draw) -> Draw {
-    let again = STATE.with_borrow_mut(|state| state.play.as_mut().and_then(Vec::pop));
-    let drawn = again.unwrap_or_else(new);
+/// The draws of a layer: the next `count` numbers of `generator`, or the recorded ones if the layer is recomputed.
+pub fn draw(generator: &mut Generator, count: usize) -> Draw {
     STATE.with_borrow_mut(|state| {
+        let again = state.play.as_mut().and_then(Vec::pop);
+        if again.is_none() {
+            state.drawn = match (state.drawn, generator.maker()) {
+                (Drawn::Nothing, Maker::MicroBatch(number)) => Drawn::MicroBatch(number),
+                (Drawn::MicroBatch(earlier), Maker::MicroBatch(number)) if earlier == number => state.drawn,
+                _ => Drawn::Others,
+            };
+        }
+        let drawn = again.unwrap_or_else(|| generator.draw(count));
         if let Some(record) = &mut state.record {
             record.push(drawn);
         }
-    });
-    drawn
+        drawn
+    })
+}
+
+/// From which generators layers have drawn on this thread since the last call of this function or of [`forget_draws`].
+pub fn take_drawn() -> Drawn {
+    STATE.with_borrow_mut(|state| std::mem::take(&mut state.drawn))
+}
+
+/// Makes [`take_drawn`] begin anew.
+pub fn forget_draws() {
+    take_drawn();
 }

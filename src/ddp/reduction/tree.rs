@@ -1,0 +1,115 @@
+//! Reduction under virtual ranks: gradients are added along the binary tree over the micro-batches, whatever the number of
+//! ranks. The engine moves the sums, and does not add them.
+use super::tree_sum::TreeSum;
+use crate::Result;
+use crate::backend::Work;
+use crate::ddp::bucket::{Bucket, Message};
+use crate::ddp::groups::Groups;
+use crate::ddp::usage::Usage;
+use crate::process_group::ProcessGroup;
+use crate::trace::Trace;
+use crate::virtual_ranks::VirtualRanks;
+use candle_core::Tensor;
+
+/// Rank `c` completes the tree for chunk `c` of each bucket: all ranks send it that chunk of the sums of their maximal
+/// subtrees, one all-to-all for each place on their stacks, and get the result in an all-gather.
+pub(crate) struct TreeReduction {
+    ranks: VirtualRanks,
+    sum: TreeSum,
+    /// The buckets in flight.
+    in_flight: Vec<InFlight>,
+    /// Memory of earlier passes, by bucket.
+    memory: Vec<Option<Tensor>>,
+}
+
+/// A bucket whose sums are on their way to the ranks that add them up.
+struct InFlight {
+    number: usize,
+    /// For each place on the ranks' stacks, this rank's chunk of their sums, in rank order.
+    received: Tensor,
+    works: Vec<Work>,
+}
+
+impl TreeReduction {
+    pub(crate) fn new(ranks: VirtualRanks, group: &ProcessGroup) -> Result<Self> {
+        let sum = TreeSum::new(&ranks, group.rank(), group.world_size())?;
+        Ok(Self { ranks, sum, in_flight: Vec::new(), memory: Vec::new() })
+    }
+
+    pub(crate) fn ranks(&self) -> &VirtualRanks {
+        &self.ranks
+    }
+
+    pub(crate) fn discard(&mut self) {
+        // Their memory may still be written.
+        self.in_flight.clear();
+    }
+
+    /// Sends the sums of this rank's subtrees.
+    pub(crate) fn launch(&mut self, number: usize, bucket: &Bucket, group: &ProcessGroup) -> Result<()> {
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        let (rounds, own) = (self.ranks.rounds(), self.ranks.subtrees(group.rank()).len());
+        let elements = bucket.sum.parts.elem_count();
+        let received = self.memory(number, &bucket.sum.parts, rounds * elements)?;
+        let mut works = Vec::with_capacity(rounds);
+        for round in 0..rounds {
+            let output = received.narrow(0, round * elements, elements)?;
+            // A rank with fewer sums than others sends one again, and nobody reads it.
+            works.push(group.all_to_all_async(&output, &bucket.sum_at(round.min(own - 1)).parts)?);
+        }
+        self.in_flight.push(InFlight { number, received, works });
+        Ok(())
+    }
+
+    /// A flat tensor of `elements` elements like those of `parts`, that of the last pass if possible.
+    fn memory(&mut self, number: usize, parts: &Tensor, elements: usize) -> Result<Tensor> {
+        let fits = |kept: &Tensor| {
+            kept.elem_count() == elements && kept.dtype() == parts.dtype() && kept.device().same_device(parts.device())
+        };
+        match self.memory.get_mut(number).and_then(Option::take).filter(fits) {
+            Some(kept) => Ok(kept),
+            None => Ok(Tensor::zeros(elements, parts.dtype(), parts.device())?),
+        }
+    }
+
+    /// Waits until all buckets hold the mean over all micro-batches. Returns which parameters any rank used.
+    pub(crate) fn finish(
+        &mut self,
+        buckets: &[Bucket],
+        used: &[bool],
+        message: Message,
+        groups: &Groups,
+        trace: Option<&Trace>,
+    ) -> Result<Usage> {
+        let usage = Usage::send(used, message, groups.main())?;
+        let mut gathers = Vec::with_capacity(buckets.len());
+        for InFlight { number, received, works } in std::mem::take(&mut self.in_flight) {
+            for work in &works {
+                work.wait()?;
+                if let Some(trace) = trace {
+                    trace.collective(work, format_args!("all-to-all of bucket {number}"));
+                }
+            }
+            let (bucket, parts) = (&buckets[number], &buckets[number].sum.parts);
+            let group = groups.of(parts.device());
+            let elements = parts.elem_count() / group.world_size();
+            let chunk = parts.narrow(0, group.rank() * elements, elements)?;
+            self.sum.run(&chunk, &received)?;
+            gathers.push(bucket.label.during(|| group.all_gather_async(parts, &chunk))?);
+            if self.memory.len() <= number {
+                self.memory.resize(number + 1, None);
+            }
+            self.memory[number] = Some(received);
+        }
+        for (number, work) in gathers.iter().enumerate() {
+            work.wait()?;
+            if let Some(trace) = trace {
+                trace.collective(work, format_args!("all-gather of bucket {number}"));
+            }
+        }
+        usage.wait()?;
+        Ok(usage)
+    }
+}

@@ -1,0 +1,143 @@
+//! A training run with virtual ranks, and its bits.
+#![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
+use crate::common::{floats, values};
+use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor};
+use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
+use candle_ddp::nn::{BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilder, batch_norm, conv2d, linear, loss};
+use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
+use candle_ddp::seed::Generator;
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused};
+use candle_nn::VarMap;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+pub(crate) const VIRTUAL: usize = 8;
+
+/// Images with noise that each sample draws, and labels.
+pub(crate) struct Noisy;
+
+impl Dataset for Noisy {
+    type Sample = (Tensor, u32);
+
+    fn len(&self) -> usize {
+        // No multiple of a global batch.
+        90
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(Tensor, u32)> {
+        let noise = random.randn(0., 0.1, (1, 6, 6), DType::F32, &Device::Cpu)?;
+        let image = Tensor::from_vec(values(36, index as u64), (1, 6, 6), &Device::Cpu)?;
+        Ok(((image + noise)?, (index % 4) as u32))
+    }
+}
+
+/// A convolution, batch normalisation, dropout, and a part that some micro-batches do not use.
+struct Net {
+    conv: Conv2d,
+    norm: BatchNorm,
+    dropout: Dropout,
+    head: Linear,
+    rare: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder, generator: &Arc<Mutex<Generator>>) -> CandleResult<Self> {
+        Ok(Self {
+            conv: conv2d(1, 5, 3, Conv2dConfig::default(), vb.pp("conv"))?,
+            norm: batch_norm(5, 1e-5, vb.pp("norm"))?,
+            dropout: Dropout::with_generator(0.3, Arc::clone(generator)),
+            head: linear(80, 4, vb.pp("head"))?,
+            rare: linear(4, 4, vb.pp("rare"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, is_rare: bool) -> CandleResult<Tensor> {
+        let x = self.norm.forward_t(&x.apply(&self.conv)?, true)?.relu()?.flatten_from(1)?;
+        let x = self.dropout.forward(&x, true)?.apply(&self.head)?;
+        if is_rare { x.apply(&self.rare) } else { Ok(x) }
+    }
+}
+
+/// The bits of a run.
+pub(crate) type Bits = BTreeMap<String, Vec<u32>>;
+
+pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
+    floats(tensor).into_iter().map(f32::to_bits).collect()
+}
+
+fn options(mixed_precision: Option<MixedPrecision>) -> DdpOptions {
+    let (bucket_cap_mb, first_bucket_mb) = (0.001, 0.0005);
+    let (virtual_ranks, init_seed) = (Some(VIRTUAL), Some(3));
+    let unused = Unused::Allow;
+    DdpOptions {
+        bucket_cap_mb,
+        first_bucket_mb,
+        virtual_ranks,
+        init_seed,
+        mixed_precision,
+        unused,
+        ..Default::default()
+    }
+}
+
+/// Trains for some epochs of four steps, and returns all that a run leaves: parameters, buffers, losses, and the states of the
+/// optimizer, the average of weights and the loader.
+pub(crate) fn train(pg: &ProcessGroup, epochs: u64, mixed_precision: Option<MixedPrecision>) -> Result<Bits> {
+    let generator = Arc::new(Mutex::new(Generator::new(0)));
+    let varmap = VarMap::new();
+    let build = |vb| Net::new(vb, &generator);
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(mixed_precision))?;
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
+    // Overflows and growth come within the run.
+    let enabled = mixed_precision.is_some();
+    let scaling =
+        GradScalerOptions { init_scale: 1e6, backoff_factor: 0.05, growth_interval: 3, enabled, ..Default::default() };
+    let mut scaler = GradScaler::new(pg, ddp.named_parameters(), scaling)?;
+    let mut ema = Ema::new(ddp.named_weights(), 0.9)?;
+    let loader_options = LoaderOptions { batch_size: 3, virtual_ranks: Some(VIRTUAL), ..Default::default() };
+    let loader = DataLoader::new(Noisy, pg, loader_options)?;
+    let (mut all_losses, mut own_losses, mut kept) = (Vec::new(), Vec::new(), None);
+    for epoch in 0..epochs {
+        loader.set_epoch(epoch);
+        for micro_batch in loader.micro_batches()? {
+            let micro_batch = micro_batch?;
+            micro_batch.seed(&generator);
+            let (x, y) = &micro_batch.batch;
+            let x = ddp.cast_forward_inputs(x)?;
+            let is_rare = micro_batch.number % 3 == 2;
+            let logits = ddp.call(|net| net.forward(&x, is_rare))?.to_dtype(DType::F32)?;
+            let loss = loss::cross_entropy(&logits, y)?;
+            own_losses.push(f64::from(loss.to_scalar::<f32>()?));
+            let Some(mut grads) = ddp.backward_micro_batch(&scaler.scale(&loss)?, micro_batch.number)? else {
+                continue;
+            };
+            all_losses.extend(ddp.gather_micro_batches(&own_losses)?);
+            own_losses.clear();
+            if enabled {
+                optimizer.unscale(&mut scaler, &mut grads)?;
+            }
+            optimizer.clip_grad_norm(&mut grads, 0.5)?;
+            scaler.step(&mut optimizer, &mut grads)?;
+            scaler.update()?;
+            ema.update()?;
+            // Gradients that the program holds keep their values.
+            kept = Some(grads);
+        }
+    }
+    drop(kept);
+    let mut all: Bits = varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), bits(var))).collect();
+    let losses: Vec<u32> = all_losses.iter().map(|loss| (*loss as f32).to_bits()).collect();
+    assert_eq!(losses.len(), epochs as usize * 4 * VIRTUAL);
+    all.insert("losses".to_string(), losses);
+    for (part, state) in [
+        ("optimizer", optimizer.state_dict()?),
+        ("ema", ema.state_dict()?),
+        ("scaler", scaler.state_dict()?),
+        ("loader", loader.state_dict()?),
+    ] {
+        all.extend(state.iter().map(|(name, tensor)| (format!("{part}: {name}"), bits(tensor))));
+    }
+    Ok(all)
+}

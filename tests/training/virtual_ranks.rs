@@ -1,0 +1,336 @@
+//! Virtual ranks: a run has the same bits on any number of ranks.
+use crate::common::{assert_close, floats, ranks, values};
+use crate::virtual_run::{Noisy, train};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::amp::MixedPrecision;
+use candle_ddp::data::{
+    DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions,
+};
+use candle_ddp::nn::{Linear, batch_norm, linear, sync_batch_norm};
+use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::seed::Generator;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role, comm_hook};
+use candle_nn::VarMap;
+use std::sync::Arc;
+
+fn assert_same(mixed_precision: Option<MixedPrecision>, worlds: &[usize]) {
+    let one = ranks(1, |pg| train(&pg, 2, mixed_precision)).unwrap().remove(0);
+    assert!(one.len() > 20 && one.values().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
+    for &world_size in worlds {
+        for (rank, other) in ranks(world_size, |pg| train(&pg, 2, mixed_precision)).unwrap().into_iter().enumerate() {
+            for (name, expected) in &one {
+                assert!(other[name] == *expected, "{name} differs on rank {rank} of {world_size}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_has_the_same_bits_on_any_number_of_ranks() {
+    assert_same(None, &[2, 3, 4, 5, 6, 7, 8]);
+}
+
+#[test]
+fn so_it_has_with_gradients_in_other_dtypes() {
+    for (param_dtype, reduce_dtype) in [(None, DType::BF16), (None, DType::F16), (Some(DType::BF16), DType::F32)] {
+        let mixed = MixedPrecision { param_dtype, reduce_dtype: Some(reduce_dtype), ..Default::default() };
+        assert_same(Some(mixed), &[2, 3, 8]);
+    }
+}
+
+/// The gradients are the mean over all micro-batches, as one process computes it.
+#[test]
+fn gradients_are_the_mean_over_all_micro_batches() {
+    let input = |number: usize| Tensor::from_vec(values(12, number as u64), (3, 4), &Device::Cpu).unwrap();
+    let all: Vec<Tensor> = (0..16).map(input).collect();
+    let whole = Tensor::cat(&all, 0).unwrap();
+    let weight = Tensor::from_vec(values(8, 77), (2, 4), &Device::Cpu).unwrap();
+    let var = Var::from_tensor(&weight).unwrap();
+    let mean = whole.matmul(&var.t().unwrap()).unwrap().sqr().unwrap().sum(1).unwrap().mean_all().unwrap();
+    let expected = floats(mean.backward().unwrap().get(&var).unwrap());
+    for world_size in [1, 3, 5, 12, 16] {
+        let found = ranks(world_size, |pg| {
+            let vars = vec![("weight".to_string(), Var::from_tensor(&weight)?)];
+            let options = DdpOptions { virtual_ranks: Some(16), ..Default::default() };
+            let ddp = DistributedDataParallel::from_vars(&pg, vars[0].1.clone(), vars, options)?;
+            let mut result = None;
+            for number in ddp.micro_batches().unwrap() {
+                let loss = ddp.call(|w| all[number].matmul(&w.t()?)?.sqr()?.sum(1)?.mean_all())?;
+                result = ddp.backward_micro_batch(&loss, number)?;
+            }
+            Ok(floats(result.unwrap().get(&ddp.parameters()[0]).unwrap()))
+        });
+        for found in found.unwrap() {
+            assert_close(&found, &expected, 1e-6, &format!("{world_size} ranks"));
+        }
+    }
+}
+
+type Model = DistributedDataParallel<Linear>;
+
+fn model(pg: &ProcessGroup, virtual_ranks: usize) -> Result<Model> {
+    let options = DdpOptions { virtual_ranks: Some(virtual_ranks), ..Default::default() };
+    DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(4, 1, vb), options)
+}
+
+fn step(ddp: &Model, numbers: impl IntoIterator<Item = usize>) -> Result<bool> {
+    let mut has_gradients = false;
+    for number in numbers {
+        let loss = ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+        has_gradients = ddp.backward_micro_batch(&loss, number)?.is_some();
+    }
+    Ok(has_gradients)
+}
+
+fn invalid<T>(result: Result<T>, argument: &str, part: &str) {
+    match result.err() {
+        Some(Error::InvalidArgument { argument: found, reason }) => {
+            assert_eq!(found, argument, "{reason}");
+            assert!(reason.contains(part), "{reason}");
+        }
+        other => panic!("not an invalid {argument}: {other:?}"),
+    }
+}
+
+#[test]
+fn a_wrong_number_is_an_error_on_every_rank() {
+    // Rank 1 computes 2 and 3 of 8; one it has left out, and one that it repeats.
+    for wrong in [vec![3], vec![2, 2], vec![2, 4], vec![0]] {
+        let results = ranks(4, |pg| {
+            let ddp = model(&pg, 8)?;
+            let own = if pg.rank() == 1 { wrong.clone() } else { ddp.micro_batches().unwrap().collect() };
+            // Rank 1 may have ended the group before a slower rank is through the first step.
+            Ok(step(&ddp, ddp.micro_batches().unwrap()).and_then(|_| step(&ddp, own)))
+        });
+        for (rank, result) in results.unwrap().into_iter().enumerate() {
+            match rank {
+                1 => invalid(result, "number", "comes next on rank 1"),
+                _ => {
+                    let error = result.unwrap_err().to_string();
+                    assert!(error.contains("rank 1") && error.contains("comes next"), "rank {rank}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_that_was_left_begins_again_after_zero_grad() {
+    ranks(2, |pg| {
+        let ddp = model(&pg, 8)?;
+        let own = ddp.micro_batches().unwrap();
+        assert!(!step(&ddp, own.start..own.start + 3)?);
+        ddp.zero_grad();
+        assert!(step(&ddp, own)?);
+        Ok(())
+    })
+    .unwrap();
+    // In a world of one, a failed pass leaves nothing behind.
+    ranks(1, |pg| {
+        let ddp = model(&pg, 4)?;
+        invalid(step(&ddp, [0, 1, 3]), "number", "micro-batch 2 comes next on rank 0, not 3");
+        assert!(step(&ddp, 2..4)?);
+        assert!(step(&ddp, 0..4)?);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn numbers_of_virtual_ranks_that_cannot_be_are_errors_on_every_rank() {
+    for (virtual_ranks, part) in
+        [(0, "power of two"), (3, "power of two"), (6, "power of two"), (2, "number of ranks, 3")]
+    {
+        let results = ranks(3, |pg| {
+            let loader = LoaderOptions { virtual_ranks: Some(virtual_ranks), ..Default::default() };
+            let loader = DataLoader::new(Noisy, &pg, loader).err().unwrap().to_string();
+            assert!(loader.contains(part), "{loader}");
+            Ok(model(&pg, virtual_ranks).err().unwrap().to_string())
+        });
+        for error in results.unwrap() {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+    for error in ranks(2, |pg| Ok(model(&pg, 8 << pg.rank()).err().unwrap())).unwrap() {
+        let Error::Mismatch { what: "model", rank: 1, difference } = error else { panic!("{error}") };
+        assert_eq!(difference, "virtual ranks: 16 on rank 1, virtual ranks: 8 on rank 0");
+    }
+    let unequal = |pg: ProcessGroup| {
+        let options = LoaderOptions { virtual_ranks: Some(8 << pg.rank()), ..Default::default() };
+        Ok(DataLoader::new(Noisy, &pg, options).err().unwrap())
+    };
+    for error in ranks(2, unequal).unwrap() {
+        assert!(matches!(error, Error::Mismatch { what: "data loader", rank: 1, .. }), "{error}");
+    }
+}
+
+#[test]
+fn what_would_depend_on_the_ranks_is_refused() {
+    ranks(2, |pg| {
+        let ddp = model(&pg, 4)?;
+        let loss =
+            || ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all().map_err(Error::from);
+        invalid(ddp.backward(&loss()?), "models", "backward_micro_batch");
+        invalid(ddp.backward_weighted(&loss()?, 1.), "models", "backward_micro_batch");
+        invalid(ddp.backward_into(&loss()?, &mut Default::default()), "models", "backward_micro_batch");
+        invalid(candle_ddp::backward(&loss()?, &[&ddp]), "models", "backward_micro_batch");
+        invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
+        invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual_ranks");
+        invalid(ZeroRedundancyOptimizer::<ParamsSgd>::new(&ddp, ParamsSgd::default()), "ddp", "virtual_ranks");
+        invalid(
+            ddp.gather_micro_batches(&vec![0.; 2 + pg.rank()]),
+            "own",
+            "rank 1 has 2 micro-batches in a step, and gave 3 values",
+        );
+        assert!(step(&ddp, ddp.micro_batches().unwrap())?);
+
+        let sync = |vb| sync_batch_norm(&pg, 3, 1e-5, vb);
+        let options = || DdpOptions { virtual_ranks: Some(4), ..Default::default() };
+        let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), sync, options()).err().unwrap();
+        assert!(error.to_string().contains("SyncBatchNorm cannot be combined"), "{error}");
+        let own = DdpOptions { broadcast_buffers: false, ..options() };
+        let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| batch_norm(3, 1e-5, vb), own)
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("broadcast_buffers"), "{error}");
+        let role = Arc::new(|name: &str| if name == "bias" { Role::Ignored } else { Role::Parameter });
+        let own = DdpOptions { role, ..options() };
+        let error =
+            DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), own).err().unwrap();
+        assert!(error.to_string().contains("the variable bias has Role::Ignored"), "{error}");
+
+        let plain = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
+        assert!(plain.micro_batches().is_none());
+        invalid(plain.gather_micro_batches(&[]), "own", "no virtual ranks");
+        let loss = plain.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+        invalid(plain.backward_micro_batch(&loss, 0), "number", "no virtual ranks");
+        plain.backward(&loss)?;
+        let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
+        invalid(loader.micro_batches(), "virtual_ranks", "LoaderOptions.virtual_ranks");
+        Ok(())
+    })
+    .unwrap();
+    let under = |case: fn(&Model, &Tensor) -> Result<()>| {
+        let result = ranks(1, |pg| {
+            let ddp = model(&pg, 4)?;
+            let loss = ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+            Ok(case(&ddp, &loss))
+        });
+        result.unwrap().remove(0)
+    };
+    let no_sync = under(|ddp, loss| {
+        let _guard = ddp.no_sync();
+        ddp.backward_micro_batch(loss, 0).map(drop)
+    });
+    invalid(no_sync, "no_sync", "virtual ranks");
+    let other_generator = under(|ddp, loss| {
+        candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_rank(1, 0))?;
+        ddp.backward_micro_batch(loss, 0).map(drop)
+    });
+    invalid(other_generator, "generator", "not that of micro-batch 0");
+    let other_number = under(|ddp, loss| {
+        candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_micro_batch(1, 0, 0, 2))?;
+        ddp.backward_micro_batch(loss, 0).map(drop)
+    });
+    invalid(other_number, "generator", "not that of micro-batch 0");
+}
+
+/// The indices of 45 samples, with what each sample draws.
+struct Indices;
+
+impl Dataset for Indices {
+    type Sample = (u32, f64);
+
+    fn len(&self) -> usize {
+        45
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(u32, f64)> {
+        Ok((index as u32, random.uniform(0., 1.)))
+    }
+}
+
+/// All micro-batches of an epoch in the order of the steps and their numbers, of 4 virtual ranks with 3 samples each.
+fn dealt(
+    world_size: usize,
+    num_workers: usize,
+    drop_last: bool,
+    start: Option<LoaderState>,
+) -> Vec<(usize, Vec<u32>, Vec<f64>)> {
+    let of_rank = |pg: ProcessGroup| {
+        let options =
+            LoaderOptions { batch_size: 3, virtual_ranks: Some(4), num_workers, drop_last, ..Default::default() };
+        let mut loader = DataLoader::new(Indices, &pg, options)?;
+        if let Some(start) = start {
+            loader.resume(start)?;
+        }
+        let micro_batches = loader.micro_batches()?;
+        assert_eq!(micro_batches.len(), loader.iter().len());
+        let mut dealt = Vec::new();
+        for micro_batch in micro_batches {
+            let micro_batch = micro_batch?;
+            let (indices, drawn) = &micro_batch.batch;
+            let first: f64 = micro_batch.generator().uniform(0., 1.);
+            let drawn = [drawn.to_vec1::<f64>()?, vec![first]].concat();
+            dealt.push((micro_batch.start.consumed, micro_batch.number, indices.to_vec1::<u32>()?, drawn));
+        }
+        assert_eq!((loader.current_epoch(), loader.state().consumed), (1, 0));
+        Ok(dealt)
+    };
+    let mut all = ranks(world_size, of_rank).unwrap().concat();
+    all.sort_by_key(|(consumed, number, ..)| (*consumed, *number));
+    all.into_iter().map(|(_, number, indices, drawn)| (number, indices, drawn)).collect()
+}
+
+#[test]
+fn micro_batches_do_not_depend_on_the_ranks() {
+    let one = dealt(1, 0, false, None);
+    assert_eq!(one.iter().map(|(number, ..)| *number).collect::<Vec<_>>(), [0, 1, 2, 3].repeat(4));
+    // Each virtual rank has the samples of a rank.
+    for virtual_rank in 0..4 {
+        let sampler = DistributedSampler::new(45, virtual_rank, 4, SamplerOptions::default()).unwrap();
+        let own = one.iter().filter(|(number, ..)| *number == virtual_rank).flat_map(|(_, indices, _)| indices);
+        assert!(sampler.iter().eq(own.map(|index| *index as usize).take(12)), "{virtual_rank}");
+    }
+    // The last global batch is filled from the head of the epoch.
+    let mut seen: Vec<u32> = one.iter().flat_map(|(_, indices, _)| indices).copied().collect();
+    seen.sort_unstable();
+    seen.dedup();
+    assert_eq!(seen.len(), 45);
+    assert_eq!(dealt(1, 0, true, None), one[..12]);
+    for (world_size, num_workers) in [(1, 2), (2, 0), (3, 1), (4, 2)] {
+        assert_eq!(dealt(world_size, num_workers, false, None), one, "{world_size} ranks, {num_workers} workers");
+    }
+    // Another number of ranks continues after the second step.
+    let start = LoaderState { seed: 0, epoch: 0, consumed: 24, dataset_len: 45, order: 0 };
+    assert_eq!(dealt(3, 0, false, Some(start)), one[8..]);
+}
+
+#[test]
+fn a_loader_in_the_middle_of_a_step_is_before_it() {
+    ranks(2, |pg| {
+        let options = LoaderOptions { batch_size: 3, virtual_ranks: Some(4), ..Default::default() };
+        let loader = DataLoader::new(Indices, &pg, options)?;
+        let mut micro_batches = loader.micro_batches()?;
+        for consumed in [0, 12, 12, 24] {
+            micro_batches.next().unwrap()?;
+            assert_eq!(loader.state().consumed, consumed);
+        }
+        Ok(())
+    })
+    .unwrap();
+    let refused = |options: LoaderOptions| {
+        ranks(1, |pg| {
+            Ok(DataLoader::new(Indices, &pg, LoaderOptions { virtual_ranks: Some(4), ..options }).err().unwrap())
+        })
+        .unwrap()
+        .remove(0)
+        .to_string()
+    };
+    let sampler = SamplerOptions { remainder: Remainder::Uneven, ..Default::default() };
+    assert!(refused(LoaderOptions { sampler, ..Default::default() }).contains("Remainder::Pad or Drop"));
+    let large = refused(LoaderOptions { batch_size: 12, drop_last: true, ..Default::default() });
+    assert!(large.contains("a global batch of 4 × 12"), "{large}");
+    assert!(refused(LoaderOptions { batch_size: usize::MAX, ..Default::default() }).contains("too large"));
+    assert!(refused(LoaderOptions { batch_size: 0, ..Default::default() }).contains("at least 1"));
+}
