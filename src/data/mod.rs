@@ -1,7 +1,8 @@
 //! Each rank's part of a dataset, in batches: [`DataLoader`]. The order is the [`DistributedSampler`]'s, or another
-//! [`Order`], such as [`WeightedSampler`] and [`LengthBatches`]. [`TensorDataset`] has its samples in memory, and [`randperm`] is
-//! PyTorch's permutation. `docs/data.md` shows how they are used.
+//! [`Order`], such as [`WeightedSampler`] and [`LengthBatches`]. [`TensorDataset`] has its samples in memory, [`TarShards`] in tar
+//! files, and [`randperm`] is PyTorch's permutation. `docs/data.md` shows how they are used.
 mod batch;
+mod blocks;
 mod collate;
 mod dataset;
 mod deal;
@@ -13,9 +14,12 @@ mod micro_batch;
 mod options;
 mod order;
 mod randperm;
+mod range_cache;
+mod read_range;
 mod recipe;
 mod sampler;
 mod state;
+mod tar;
 mod tensor_dataset;
 #[cfg(feature = "cuda")]
 mod upload;
@@ -23,6 +27,7 @@ mod weighted;
 mod workers;
 
 pub use batch::Batch;
+pub use blocks::{BlockOptions, BlockShuffle};
 pub use collate::{Collate, default_collate};
 pub use dataset::Dataset;
 pub use iter::LoaderIter;
@@ -32,7 +37,10 @@ pub use micro_batch::{MicroBatch, MicroBatches};
 pub use options::{LoaderOptions, Remainder, SamplerOptions};
 pub use order::{EpochOrder, Order};
 pub use randperm::{Permutation, randperm};
+pub use range_cache::{RangeCache, RangeCacheOptions};
+pub use read_range::ReadRange;
 pub use sampler::{DistributedSampler, SamplerIter};
 pub use state::LoaderState;
+pub use tar::{TarOptions, TarSample, TarShards};
 pub use tensor_dataset::{Row, TensorDataset};
 pub use weighted::WeightedSampler;

@@ -8,6 +8,8 @@ mod layers;
 mod model;
 #[path = "../common/programs.rs"]
 mod programs;
+#[path = "../common/tar_files.rs"]
+mod tar_files;
 #[path = "../common/weights.rs"]
 mod weights;
 
@@ -60,6 +62,7 @@ mod sampler;
 mod several_models;
 mod small_data;
 mod stop;
+mod tar_shards;
 mod thawing;
 mod unused;
 mod virtual_ranks;

@@ -1,7 +1,7 @@
 //! Orders of the program's own, weighted and of batches of similar length: how ranks share them, and runs that resume in them.
 use candle_ddp::data::{
-    DataLoader, DistributedSampler, EpochOrder, LengthBatches, LengthOptions, LoaderOptions, LoaderState, Order,
-    Remainder, SamplerOptions, WeightedSampler,
+    BlockOptions, BlockShuffle, DataLoader, DistributedSampler, EpochOrder, LengthBatches, LengthOptions,
+    LoaderOptions, LoaderState, Order, Remainder, SamplerOptions, WeightedSampler,
 };
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, ProcessGroup, Result, spawn};
@@ -42,6 +42,7 @@ fn orders() -> Vec<(&'static str, usize, Arc<dyn Order>)> {
         ("the sampler's", 2, Arc::new(DistributedSampler::new(101, 0, 1, SamplerOptions::default()).unwrap())),
         ("with replacement", 3, Arc::new(WeightedSampler::with_replacement(weights.clone(), 130).unwrap())),
         ("without replacement", 2, Arc::new(WeightedSampler::without_replacement(weights, 75).unwrap())),
+        ("in blocks", 3, Arc::new(BlockShuffle::new(101, BlockOptions { block: 8, window: 3, lanes: 2 }).unwrap())),
         ("of batches", 1, Arc::new(LengthBatches::new(lengths(200), 500).unwrap())),
     ]
 }
