@@ -109,8 +109,28 @@ pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut 
     Ok(())
 }
 
+/// Runs the backward pass of a micro-batch. Returns the mean gradients after the last one of this rank.
+pub(super) fn run_micro_batch(loss: &Tensor, model: &DistributedModel, number: usize) -> Result<Option<GradStore>> {
+    let mut pass = Pass::of_micro_batch(loss, model, number);
+    let is_last = pass.models.iter().any(|model| model.synchronises);
+    let mut all = average(loss, &mut pass)?;
+    if !is_last {
+        return Ok(None);
+    }
+    // Gradients of anything else are those of this micro-batch alone.
+    let mut grads = GradStore::default();
+    for parameter in &model.variables.parameters {
+        if let Some(gradient) = all.remove(&parameter.var) {
+            grads.insert(&parameter.var, gradient);
+        }
+    }
+    let mark = model.marks().take(&mut all);
+    model.marks().put_back(&mut grads, mark);
+    Ok(Some(grads))
+}
+
 /// Runs `pass`, which begins at `loss`, and returns the averaged gradients.
-pub(super) fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
+fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     check(pass)?;
     let counted = pass.count.map_or(Ok(()), count::check);
     let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_reached(pass));
@@ -119,7 +139,7 @@ pub(super) fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     pass.run(|pass| {
         pass.begin()?;
         pass.synchronised().try_for_each(warn_of_lost)?;
-        micro_batch::take_buffers(pass)?;
+        micro_batch::begin(pass)?;
         let buffers = broadcast_buffers(pass)?;
         let mut grads = pass.models[0].core.phase("backward", || loss.backward())?;
         pass.graph.iter().flat_map(Graph::frozen).for_each(|tensor| drop(grads.remove(tensor)));
@@ -129,7 +149,7 @@ pub(super) fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         }
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
-        micro_batch::restore_buffers(pass)?;
+        micro_batch::end(pass)?;
         pass.models.iter().filter_map(|model| model.core.reducer.trace()).for_each(|trace| trace.flush());
         match beside {
             None => Ok(grads),

@@ -201,6 +201,11 @@ impl Bucket {
         })
     }
 
+    /// The sum at `depth` of the stack; the lowest is the bucket itself.
+    pub(super) fn sum_at(&self, depth: usize) -> &Sum {
+        depth.checked_sub(1).map_or(&self.sum, |above| &self.stack[above])
+    }
+
     /// Takes the gradient of the member `slot`.
     pub(super) fn put(&mut self, slot: usize, gradient: &Tensor, write: Write) -> Result<()> {
         self.arrivals.push(Arrival { slot, gradient: gradient.clone(), write });

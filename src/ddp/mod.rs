@@ -14,6 +14,7 @@ mod guards;
 mod hook;
 mod hook_state;
 mod join;
+mod leaf;
 mod micro_batch;
 mod mixed_precision;
 mod model;
@@ -28,6 +29,7 @@ mod sums;
 mod sync;
 mod usage;
 mod verify;
+mod virtual_ranks;
 
 pub use backward::{backward, backward_into, backward_weighted};
 pub use guards::{Freeze, NoSync};
@@ -285,7 +287,7 @@ impl<M> DistributedDataParallel<M> {
     /// Those of [`backward`](Self::backward). [`Error::InvalidArgument`] for another number than the next one, without
     /// virtual ranks, and under [`no_sync`](Self::no_sync); the group then ends on all ranks.
     pub fn backward_micro_batch(&self, loss: &Tensor, number: usize) -> Result<Option<GradStore>> {
-        micro_batch::run(loss, &self.core, number)
+        backward::run_micro_batch(loss, &self.core, number)
     }
 
     /// The numbers of the micro-batches that this rank computes in each step, under

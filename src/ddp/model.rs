@@ -2,10 +2,10 @@
 use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
-use super::micro_batch::{self, Snapshots};
 use super::options::DdpOptions;
 use super::parameter::{Parameter, Variables};
 use super::reducer::Reducer;
+use super::virtual_ranks::{self, Snapshots};
 use super::{sync, verify};
 use crate::backend;
 use crate::backend::Label;
@@ -50,16 +50,16 @@ impl DistributedModel {
         let built = built.and_then(|module| {
             options.mixed_precision.unwrap_or_default().check()?;
             check_variables(&reducer, &variables)?;
-            let virtual_ranks = micro_batch::check_options(&options, &variables, group)?;
+            let ranks = virtual_ranks::check_options(&options, &variables, group)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);
             }
             let caps = BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?;
-            Ok((module, caps, virtual_ranks))
+            Ok((module, caps, ranks))
         });
         // A rank without a model takes part in the check, so that the others get its error.
         let verdict = verify::same_model(group, &options, built.as_ref().map(|_| &variables));
-        let (module, caps, virtual_ranks) = built?;
+        let (module, caps, ranks) = built?;
         verdict?;
         if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
             reducer.groups().add_cpu()?;
@@ -68,7 +68,7 @@ impl DistributedModel {
         let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
         let parameters = variables.parameters.iter().map(info).collect();
         reducer.set_parameters(parameters, caps, options.nan_check)?;
-        if let Some(ranks) = virtual_ranks {
+        if let Some(ranks) = ranks {
             reducer.set_virtual_ranks(ranks)?;
         }
         sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
@@ -104,7 +104,9 @@ impl DistributedModel {
     /// Updates the replicas, and converted frozen tensors, from the variables.
     pub(super) fn refresh(&self) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
-        micro_batch::keep_buffers(self)?;
+        if self.options.virtual_ranks.is_some() && self.reducer.is_between_steps() {
+            lock(&self.snapshots).keep(&self.variables.buffers)?;
+        }
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
         // optimizer has just written them, and the model reads the first ones first.
         let replicas = self.variables.parameters.iter().rev();

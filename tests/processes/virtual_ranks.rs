@@ -195,24 +195,25 @@ fn layers() -> Vec<Layer> {
         Ok((angles.cos()?, angles.sin()?))
     }
     // Enough pixels for several parts of a convolution's sums.
-    let images: &[usize] = &[17, 24, 32, 32];
+    let (images, many): (&[usize], &[usize]) = (&[3, 24, 20, 20], &[17, 8, 32, 32]);
     let rows: &[usize] = &[100, 300];
     let heads: &[usize] = &[2, 4, 96, 32];
     vec![
         ("linear", shapes(&[rows, &[500, 300], &[500]]), |x| {
             Linear::new(x[1].clone(), Some(x[2].clone())).forward(&x[0])
         }),
-        ("conv2d", shapes(&[images, &[28, 24, 3, 3], &[28]]), |x| conv(x, 1, 1)),
-        ("conv2d with a stride", shapes(&[images, &[28, 24, 3, 3], &[28]]), |x| conv(x, 2, 1)),
-        ("conv2d in groups", shapes(&[images, &[28, 6, 3, 3], &[28]]), |x| conv(x, 1, 4)),
-        ("depthwise conv2d", shapes(&[images, &[24, 1, 3, 3], &[24]]), |x| conv(x, 1, 24)),
-        ("pointwise conv2d", shapes(&[images, &[30, 24, 1, 1], &[30]]), |x| {
+        ("conv2d by Winograd's algorithm", shapes(&[&[17, 24, 32, 32], &[28, 24, 3, 3], &[28]]), |x| conv(x, 1, 1)),
+        ("conv2d", shapes(&[many, &[12, 8, 3, 3], &[12]]), |x| conv(x, 1, 1)),
+        ("conv2d with a stride", shapes(&[&[65, 8, 32, 32], &[12, 8, 3, 3], &[12]]), |x| conv(x, 2, 1)),
+        ("conv2d in groups", shapes(&[many, &[12, 2, 3, 3], &[12]]), |x| conv(x, 1, 4)),
+        ("depthwise conv2d", shapes(&[many, &[8, 1, 3, 3], &[8]]), |x| conv(x, 1, 8)),
+        ("pointwise conv2d", shapes(&[many, &[12, 8, 1, 1], &[12]]), |x| {
             Conv2d::new(x[1].clone(), Some(x[2].clone()), Conv2dConfig::default()).forward(&x[0])
         }),
         ("conv1d", shapes(&[&[70, 8, 256], &[12, 8, 5], &[12]]), |x| {
             Conv1d::new(x[1].clone(), Some(x[2].clone()), Conv1dConfig::default()).forward(&x[0])
         }),
-        ("conv_transpose2d", shapes(&[images, &[24, 16, 3, 3], &[16]]), |x| {
+        ("conv_transpose2d", shapes(&[many, &[8, 6, 3, 3], &[6]]), |x| {
             let config = ConvTranspose2dConfig { stride: 2, ..Default::default() };
             ConvTranspose2d::new(x[1].clone(), Some(x[2].clone()), config).forward(&x[0])
         }),

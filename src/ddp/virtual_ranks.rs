@@ -1,0 +1,81 @@
+//! What a model needs for virtual ranks: options that allow them, and buffers that do not depend on the number of ranks.
+use super::options::DdpOptions;
+use super::parameter::{Buffer, Variables};
+use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
+use crate::virtual_ranks::VirtualRanks;
+use crate::{Error, Result};
+use candle_core::Tensor;
+
+/// Checks what the options and the model must fulfil for results that do not depend on the number of ranks.
+pub(super) fn check_options(
+    options: &DdpOptions,
+    variables: &Variables,
+    group: &ProcessGroup,
+) -> Result<Option<VirtualRanks>> {
+    let Some(count) = options.virtual_ranks else { return Ok(None) };
+    let refuse = |reason: String| Err(Error::invalid("virtual_ranks", reason));
+    if !options.broadcast_buffers && !variables.buffers.is_empty() {
+        return refuse(
+            "it needs broadcast_buffers, since each rank's own buffers depend on the number of ranks".to_string(),
+        );
+    }
+    if let Some(Buffer { name, .. }) = variables.ignored.first() {
+        return refuse(format!(
+            "the variable {name} has Role::Ignored, so each rank has its own gradient of it, which depends on the number of ranks: \
+             give it another role"
+        ));
+    }
+    VirtualRanks::new(count, group.rank(), group.world_size()).map(Some)
+}
+
+/// Values of the buffers, such as running means. Every micro-batch begins with those before the step, and the step leaves
+/// those after micro-batch 0, as if each were computed by its own rank.
+#[derive(Default)]
+pub(super) struct Snapshots {
+    before: Option<Vec<Tensor>>,
+    after_first: Option<Vec<Tensor>>,
+}
+
+impl Snapshots {
+    /// Keeps the values before a step. Call it before every forward pass between two steps.
+    pub(super) fn keep(&mut self, buffers: &[Buffer]) -> Result<()> {
+        if !buffers.is_empty() {
+            *self = Self { before: Some(values(buffers)?), after_first: None };
+        }
+        Ok(())
+    }
+
+    /// Keeps the values after the forward pass of micro-batch 0. After that of this rank's last micro-batch, when rank 0 sends the
+    /// buffers, they get these values.
+    pub(super) fn take(&mut self, buffers: &[Buffer], number: usize, is_last: bool) -> Result<()> {
+        if number == 0 && !buffers.is_empty() {
+            self.after_first = Some(values(buffers)?);
+        } else if is_last && let Some(first) = self.after_first.take() {
+            set(buffers, &first)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the buffers the values from before the step.
+    pub(super) fn restore(&self, buffers: &[Buffer]) -> Result<()> {
+        match &self.before {
+            _ if buffers.is_empty() => Ok(()),
+            Some(before) => set(buffers, before),
+            None => {
+                let reason = "the model has buffers, and must run its forward passes through ddp.forward, ddp.forward_t or ddp.call, \
+                              which keep their values before each step of micro-batches";
+                Err(Error::invalid("virtual_ranks", reason))
+            }
+        }
+    }
+}
+
+fn values(buffers: &[Buffer]) -> Result<Vec<Tensor>> {
+    let copies = buffers.iter().map(|buffer| buffer.var.as_detached_tensor().copy());
+    Ok(copies.collect::<candle_core::Result<_>>()?)
+}
+
+fn set(buffers: &[Buffer], values: &[Tensor]) -> Result<()> {
+    Ok(copy::copy_all(buffers.iter().map(|buffer| buffer.var.as_tensor()).zip(values))?)
+}
