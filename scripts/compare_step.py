@@ -1,10 +1,12 @@
 """Measures the overhead of DistributedDataParallel in a training step on two ranks, with candle-ddp and PyTorch over Gloo.
 
     python3 scripts/compare_step.py
+    python3 scripts/compare_step.py --dtype bf16
     python3 scripts/compare_step.py --overlap
 
 The first command measures on this machine, with one thread per rank, the step of a plain model on every rank and the step
-with DDP. The second command, which needs root, measures candle-ddp alone on two hosts (network namespaces joined by a veth
+with DDP. The second compares DDP steps that compute in bf16 with parameters in f32 (in PyTorch by autocast) with those in f32.
+The third command, which needs root, measures candle-ddp alone on two hosts (network namespaces joined by a veth
 pair). Their link is so slow that communication would take 80 % of the backward pass's time; the result shows how much of
 it the backward pass hides. Results are written to benches/results/. The environment variable CANDLE_DDP_PYTHON names the
 Python interpreter with PyTorch (default: python3); without PyTorch, that part is skipped with a message.
@@ -34,13 +36,19 @@ COMMUNICATION = 0.8
 def main():
     options = parse()
     program = harness.build_bench("step")
-    document = overlap(options, program) if options.overlap else overhead(options, program)
-    harness.write(options.output / ("overlap.md" if options.overlap else "step.md"), document)
+    if options.overlap:
+        name, document = "overlap.md", overlap(options, program)
+    elif options.dtype == "bf16":
+        name, document = "step_bf16.md", mixed(options, program)
+    else:
+        name, document = "step.md", overhead(options, program)
+    harness.write(options.output / name, document)
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overlap", action="store_true", help="measure two hosts with a slow link instead")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="the dtype that models compute in [f32]")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, help="measured steps of each kind per run [30 for mlp, 5 for resnet18]")
     parser.add_argument("--rounds", type=int, default=3, help="alternating runs of everything [3]")
@@ -60,9 +68,9 @@ def ours(options, program, model, modes, hosts, *more):
     return by_mode(harness.run_ranks(command, 2, hosts))
 
 
-def pytorch(options, model, modes, hosts):
+def pytorch(options, model, modes, hosts, *more):
     steps = options.steps or STEPS[model]
-    command = [harness.PYTHON, PEERS / "step_pytorch.py", model, steps, ",".join(modes)]
+    command = [harness.PYTHON, PEERS / "step_pytorch.py", model, steps, ",".join(modes), *more]
     return by_mode(harness.run_ranks(command, 2, hosts))
 
 
@@ -127,6 +135,55 @@ def overhead(options, program):
                 change = [100 * (b / a - 1) for a, b in zip(plain, ddp)]
                 cells = f"{statistics.median(plain):.1f} | {statistics.median(ddp):.1f} | {spread(change, '+.1f')} %"
                 lines.append(f"| {name} | {part} | {cells} |")
+    return lines
+
+
+def mixed(options, program):
+    hosts = harness.OneHost()
+    of_ours = lambda *more: lambda model: ours(options, program, model, ["ddp"], hosts, *more)["ddp"]
+    of_peer = lambda *more: lambda model: pytorch(options, model, ["ddp"], hosts, *more)["ddp"]
+    systems = {"candle-ddp, f32": of_ours(), "candle-ddp, bf16": of_ours("--amp", "bf16")}
+    versions = [f"- Ours: {harness.toolchain()}"]
+    if version := harness.pytorch_version():
+        systems |= {"PyTorch, f32": of_peer("f32"), "PyTorch, bf16": of_peer("autocast")}
+        versions.append(f"- PyTorch: {version}")
+    else:
+        harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
+    runs = {(model, name): [] for model in options.models for name in systems}
+    for number in range(1, options.rounds + 1):
+        for model, name in runs:
+            say(f"round {number} of {options.rounds}: {model}, {name}")
+            runs[model, name].append(systems[name](model))
+    times = lambda model, name: [run["step_ms"] for run in runs[model, name]]
+    median = lambda model, name: statistics.median(times(model, name))
+    lines = [
+        "# A training step with DDP in bf16, 2 ranks on one machine",
+        "",
+        "*bf16*: models compute in bf16, with parameters in f32 (`MixedPrecision`; in PyTorch autocast). Fused AdamW, one thread per "
+        f"rank. Times are medians in ms over {options.rounds} alternating rounds of the slower rank's median step. Ratios are medians "
+        "over rounds, with the lowest and highest in brackets.",
+        "",
+        *about(options, "scripts/compare_step.py --dtype bf16", versions),
+        "",
+        f"| DDP step | {' | '.join(systems)} | ours, bf16 / f32 | bf16, ours / PyTorch | fastest, ours / PyTorch |",
+        "|---|" + "---:|" * (len(systems) + 3),
+    ]
+    for model in options.models:
+        cells = [f"{median(model, name):.1f}" for name in systems]
+        ratios = lambda a, b: spread([x / y for x, y in zip(a, b)], ".2f")
+        fastest = lambda library: min((times(model, name) for name in systems if name.startswith(library)), key=statistics.median)
+        cells.append(ratios(times(model, "candle-ddp, bf16"), times(model, "candle-ddp, f32")))
+        if len(systems) == 4:
+            cells.append(ratios(times(model, "candle-ddp, bf16"), times(model, "PyTorch, bf16")))
+            cells.append(ratios(fastest("candle-ddp"), fastest("PyTorch")))
+        else:
+            cells += ["", ""]
+        lines.append(f"| {MODELS[model]} | {' | '.join(cells)} |")
+    for model in options.models:
+        lines += ["", f"## {MODELS[model]}", "", f"| | {' | '.join(PARTS)} |", "|---|" + "---:|" * len(PARTS)]
+        for name in systems:
+            parts = (f"{statistics.median(run[f'{part}_ms'] for run in runs[model, name]):.1f}" for part in PARTS)
+            lines.append(f"| {name} | {' | '.join(parts)} |")
     return lines
 
 

@@ -8,6 +8,7 @@ mod common;
 mod net;
 
 use candle_core::{DType, Tensor};
+use candle_ddp::amp::MixedPrecision;
 use candle_ddp::optim::AdamW;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
@@ -37,6 +38,9 @@ struct Options {
     /// The dtype of parameters and activations: f32, f16 or bf16.
     #[arg(long, default_value = "f32")]
     dtype: DType,
+    /// Compute in this dtype, f16 or bf16, with parameters in f32 (mode ddp only).
+    #[arg(long)]
+    amp: Option<DType>,
     /// The height and width of resnet50's images.
     #[arg(long, default_value_t = 224)]
     image_size: usize,
@@ -75,7 +79,12 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
     let input = options.model.input(batch_size, options.image_size, options.dtype, pg.device())?;
     let default = DdpOptions::default();
-    let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
+    let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
+    let mixed_precision = options.amp.map(|dtype| MixedPrecision { param_dtype: Some(dtype), ..Default::default() });
+    if mixed_precision.is_some() && options.modes.iter().any(|mode| !matches!(mode, Mode::Ddp)) {
+        return Err(Error::InvalidArgument { argument: "modes", reason: "must be ddp, with --amp".to_string() });
+    }
+    let ddp = DdpOptions { bucket_cap_mb, mixed_precision, ..default };
     let new = |mode: &Mode| Trainer::new(*mode, options.model, options.dtype, pg, ddp.clone());
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
@@ -99,6 +108,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "model": options.model.name(),
             "mode": mode.name(),
             "dtype": options.dtype.as_str(),
+            "amp": options.amp.map(|dtype| dtype.as_str()),
             "world_size": pg.world_size(),
             "batch_size": batch_size,
             "gradient_bytes": trainer.gradient_bytes,
@@ -178,7 +188,7 @@ impl Trainer {
             Net::Local(net) => net.forward_t(input, true)?,
             Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.forward_t(input, true)?,
         };
-        let loss = output.sqr()?.mean_all()?;
+        let loss = output.to_dtype(DType::F32)?.sqr()?.mean_all()?;
         let forward = now()?;
         let gradients = match &self.net {
             Net::Local(_) => loss.backward()?,

@@ -3,7 +3,7 @@
 //! last block. The variables are named as timm's.
 use super::convolution::{Convolution, Separable};
 use candle_core::{ModuleT, Result, Tensor};
-use candle_ddp::nn::relu;
+use candle_ddp::nn::{add, relu};
 use candle_ddp::vision::models::NormLayer;
 use candle_nn::VarBuilder;
 
@@ -141,8 +141,8 @@ impl Block {
         let y = self.convolve(2, inner, train)?;
         match &self.skip {
             Skip::None => Ok(y),
-            Skip::Identity => y + x,
-            Skip::Convolution(skip) => y + skip.forward_t(x, train)?,
+            Skip::Identity => add(&y, x),
+            Skip::Convolution(skip) => add(&y, &skip.forward_t(x, train)?),
         }
     }
 }

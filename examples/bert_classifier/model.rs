@@ -6,7 +6,7 @@ use candle_ddp::nn as candle_nn;
 
 use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::ops::softmax_last_dim;
-use candle_nn::{Activation, Dropout, Embedding, Init, LayerNorm, Linear, VarBuilder, layer_norm};
+use candle_nn::{Activation, Dropout, Embedding, Init, LayerNorm, Linear, VarBuilder, add, layer_norm};
 use serde::Deserialize;
 
 /// The number added to the scores of padding, whose weights are then zero after the softmax, in any dtype.
@@ -130,7 +130,7 @@ impl Output {
 
     fn forward(&self, x: &Tensor, residual: &Tensor, train: bool) -> Result<Tensor> {
         let x = self.dropout.forward(&self.dense.forward(x)?, train)?;
-        self.norm.forward(&(x + residual)?)
+        self.norm.forward(&add(&x, residual)?)
     }
 }
 

@@ -1,7 +1,7 @@
 //! A block of a GPT: attention and a network of two layers, each after a norm and with a residual connection.
 use candle_core::{Module, Result, Tensor};
 use candle_ddp::nn::{
-    AttentionOptions, LayerNorm, Linear, gelu, layer_norm, linear, scaled_dot_product_attention_qkvpacked,
+    AttentionOptions, LayerNorm, Linear, add, gelu, layer_norm, linear, scaled_dot_product_attention_qkvpacked,
 };
 use candle_nn::VarBuilder;
 
@@ -37,7 +37,7 @@ impl Block {
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = (x + self.attention(&self.norm1.forward(x)?)?)?;
-        &x + self.fc2.forward(&gelu(&self.fc1.forward(&self.norm2.forward(&x)?)?)?)?
+        let x = add(x, &self.attention(&self.norm1.forward(x)?)?)?;
+        add(&x, &self.fc2.forward(&gelu(&self.fc1.forward(&self.norm2.forward(&x)?)?)?)?)
     }
 }

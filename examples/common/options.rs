@@ -15,7 +15,7 @@ pub(crate) struct TrainOptions {
     /// The number of batches whose gradients are added up for one step of the optimizer.
     #[arg(long, value_name = "BATCHES", default_value = "1")]
     pub(crate) accumulate: NonZeroUsize,
-    /// Compute in this dtype; the variables remain f32. On CPUs this saves no time.
+    /// Compute in this dtype; the variables remain f32.
     #[arg(long, value_enum)]
     pub(crate) amp: Option<Amp>,
     /// Write one JSON object per line to this file (on rank 0).

@@ -3,7 +3,8 @@ the bench `step`, with the same models, the same measurement and the same JSON o
 
     torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]]
 
-With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32 or bf16.
+With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, bf16, or autocast: bf16 with parameters
+in f32.
 """
 
 import json
@@ -153,10 +154,12 @@ def now():
     return time.perf_counter()
 
 
-def step(model, optimizer, x):
+def step(model, optimizer, x, autocast):
     """Returns the milliseconds of forward, backward and optimizer."""
     start = now()
-    loss = model(x).square().mean()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        output = model(x)
+    loss = output.float().square().mean()
     forward = now()
     optimizer.zero_grad()
     loss.backward()
@@ -185,6 +188,7 @@ def main():
     build, batch_size, data = MODELS[name]
     modes = sys.argv[3].split(",") if len(sys.argv) > 3 else ["local", "ddp"]
     dtype = sys.argv[4] if len(sys.argv) > 4 else "f32"
+    autocast, dtype = dtype == "autocast", "f32" if dtype == "autocast" else dtype
     batch_size = int(sys.argv[5]) if len(sys.argv) > 5 else batch_size
     x = data(batch_size).to(DEVICE)
     x = x.to(DTYPES[dtype]) if x.is_floating_point() else x
@@ -198,7 +202,7 @@ def main():
         for turn in range(len(modes)):
             index = (turn + number) % len(modes)
             dist.barrier()
-            elapsed = slowest(step(*trainers[index], x))
+            elapsed = slowest(step(*trainers[index], x, autocast))
             if number >= WARMUP:
                 times[index].append(elapsed)
     if dist.get_rank() == 0:
@@ -208,6 +212,7 @@ def main():
                 "model": name,
                 "mode": mode,
                 "dtype": dtype,
+                "amp": "bf16" if autocast else None,
                 "world_size": dist.get_world_size(),
                 "batch_size": x.shape[0],
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),

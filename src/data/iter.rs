@@ -1,19 +1,35 @@
 //! The batches of an epoch, and how far the program has come in them.
+use super::deal::Deal;
+use super::order::Batches;
 use super::recipe::Recipe;
-use super::{Dataset, DistributedSampler, LoaderOptions, SamplerIter};
+use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
 use crate::panic::lock;
 use crate::{Error, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// Where a loader is.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct Position {
     pub(super) epoch: u64,
     /// How many samples of the epoch all ranks have consumed together, without padding.
     pub(super) consumed: usize,
     /// The next iterator begins there, and not at the beginning of the epoch.
     pub(super) resume: bool,
+    /// The epoch's order, if it was made.
+    pub(super) order: Option<Arc<EpochOrder>>,
+}
+
+impl Position {
+    /// The beginning of an epoch.
+    pub(super) fn begin(epoch: u64) -> Self {
+        Self { epoch, consumed: 0, resume: false, order: None }
+    }
+
+    pub(super) fn state(&self, seed: u64, dataset_len: usize) -> LoaderState {
+        let order = self.order.as_ref().filter(|_| self.consumed > 0).map_or(0, |order| order.fingerprint());
+        LoaderState { seed, epoch: self.epoch, consumed: self.consumed, dataset_len, order }
+    }
 }
 
 /// Batches.
@@ -28,62 +44,78 @@ pub struct LoaderIter<T> {
     failure: Option<Error>,
     /// How many batches there are still.
     remaining: usize,
+    progress: Progress,
     /// Where the loader is after the batch that was delivered last.
     here: Position,
-    batch_size: usize,
-    /// How many batches this rank has in a step: its micro-batches, or one.
-    per_step: usize,
-    /// How many of them it has delivered in this step.
-    delivered: usize,
-    /// How many samples a rank, or a virtual rank, has left, at most.
-    most: usize,
-    dataset_len: usize,
-    world_size: usize,
     /// Where the loader keeps it.
     position: Arc<Mutex<Position>>,
 }
 
-impl<T> LoaderIter<T> {
-    pub(super) fn new(
-        batches: Result<Source<T>>,
-        options: LoaderOptions,
-        sampler: &DistributedSampler,
-        start: Position,
-        position: Arc<Mutex<Position>>,
-    ) -> Self {
-        let (batches, failure, remaining) = match batches {
-            Ok(batches) => (Some(batches), None, options.num_batches(sampler.len_after(start.consumed))),
-            Err(failure) => (None, Some(failure), 1),
-        };
-        let here = Position { resume: false, ..start };
-        let (dataset_len, world_size) = (sampler.dataset_len(), sampler.world_size());
-        let (batch_size, most) = (options.batch_size, sampler.most_after(start.consumed));
-        let (per_step, delivered) = (sampler.batches_per_step(), 0);
-        Self {
-            batches,
-            failure,
-            remaining,
-            here,
-            batch_size,
-            per_step,
-            delivered,
-            most,
-            dataset_len,
-            world_size,
-            position,
+/// How far all ranks are in an order.
+#[derive(Clone, Copy)]
+pub(super) struct Progress {
+    /// How many places all ranks have consumed together.
+    consumed: usize,
+    /// How many a rank, or a virtual rank, has left, at most.
+    most: usize,
+    batch_size: usize,
+    world_size: usize,
+    /// How many batches this rank has in a step: its micro-batches, or one.
+    per_step: usize,
+    /// How many of them it has delivered in this step.
+    delivered: usize,
+}
+
+impl Progress {
+    pub(super) fn new(order: &EpochOrder, consumed: usize, deal: &Deal, options: &LoaderOptions) -> Self {
+        let most = deal.most_after(order.places(), consumed);
+        let per_step = deal.batches_per_step();
+        Self { consumed, most, batch_size: options.batch_size, world_size: deal.world_size, per_step, delivered: 0 }
+    }
+
+    /// This rank has delivered another batch. Returns whether it was the last one of a step.
+    ///
+    /// Then all ranks have consumed as many batches, and together the next part of the order: of it, those that have one place
+    /// more than others tell how long it is.
+    fn advance(&mut self, order: &EpochOrder) -> bool {
+        self.delivered = (self.delivered + 1) % self.per_step;
+        if self.delivered > 0 {
+            return false;
         }
+        let places = self.batch_size.min(self.most);
+        self.most -= places;
+        self.consumed = self.consumed.saturating_add(places.saturating_mul(self.world_size)).min(order.places());
+        true
     }
 }
 
 impl<T> LoaderIter<T> {
-    /// Where the loader was before the step of the next batch: the epoch, and the samples consumed in it.
-    pub(super) fn step(&self) -> (u64, usize) {
-        (self.here.epoch, self.here.consumed)
+    pub(super) fn new(
+        batches: Source<T>,
+        remaining: usize,
+        progress: Progress,
+        start: Position,
+        position: Arc<Mutex<Position>>,
+    ) -> Self {
+        let here = Position { resume: false, ..start };
+        Self { batches: Some(batches), failure: None, remaining, progress, here, position }
+    }
+
+    /// An error in place of the batches.
+    pub(super) fn failed(failure: Error, start: Position, position: Arc<Mutex<Position>>) -> Self {
+        let progress = Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0, per_step: 1, delivered: 0 };
+        let here = Position { resume: false, ..start };
+        Self { batches: None, failure: Some(failure), remaining: 1, progress, here, position }
+    }
+
+    /// Where the loader was before the step of the next batch.
+    pub(super) fn step(&self, seed: u64, dataset_len: usize) -> LoaderState {
+        self.here.state(seed, dataset_len)
     }
 
     /// The place of the next batch in its step.
     pub(super) fn place(&self) -> usize {
-        self.delivered
+        self.progress.delivered
     }
 }
 
@@ -98,22 +130,17 @@ impl<T> Iterator for LoaderIter<T> {
         match self.batches.as_mut()?.next() {
             Some(batch) => {
                 self.remaining -= 1;
-                self.delivered = (self.delivered + 1) % self.per_step;
-                if self.delivered > 0 {
-                    return Some(batch);
+                if let Some(order) = &self.here.order
+                    && self.progress.advance(order)
+                {
+                    self.here.consumed = order.samples(self.progress.consumed);
+                    *lock(&self.position) = self.here.clone();
                 }
-                // All ranks have consumed as many batches, and together the next part of the order: of it, those that have
-                // one sample more than others tell how long it is.
-                let samples = self.batch_size.min(self.most);
-                self.most -= samples;
-                let consumed = self.here.consumed.saturating_add(samples.saturating_mul(self.world_size));
-                self.here.consumed = consumed.min(self.dataset_len);
-                *lock(&self.position) = self.here;
                 Some(batch)
             }
             None => {
                 self.batches = None;
-                *lock(&self.position) = Position { epoch: self.here.epoch + 1, consumed: 0, resume: false };
+                *lock(&self.position) = Position::begin(self.here.epoch + 1);
                 None
             }
         }
@@ -140,15 +167,14 @@ impl<T> std::iter::FusedIterator for LoaderIter<T> {}
 /// Makes a batch when it is asked for, on the thread that asks.
 pub(super) struct Inline<D, F> {
     recipe: Recipe<D, F>,
-    order: SamplerIter,
-    options: LoaderOptions,
+    order: Batches,
     /// The indices of the current batch, kept for its memory.
     indices: Vec<usize>,
 }
 
 impl<D, F> Inline<D, F> {
-    pub(super) fn new(recipe: Recipe<D, F>, order: SamplerIter, options: LoaderOptions) -> Self {
-        Self { recipe, order, options, indices: Vec::new() }
+    pub(super) fn new(recipe: Recipe<D, F>, order: Batches) -> Self {
+        Self { recipe, order, indices: Vec::new() }
     }
 }
 
@@ -156,7 +182,7 @@ impl<D: Dataset, T, F: Fn(Vec<D::Sample>) -> Result<T>> Iterator for Inline<D, F
     type Item = Result<T>;
 
     fn next(&mut self) -> Option<Result<T>> {
-        if !self.options.cut(&mut self.order, &mut self.indices) {
+        if !self.order.next_into(&mut self.indices) {
             return None;
         }
         let samples = self.indices.iter().map(|index| self.recipe.read(*index)).collect();

@@ -1,26 +1,18 @@
 //! Batches of a dataset, for each rank.
-use super::batch::{Batch, to_device};
-use super::iter::{Inline, Position, Source};
-use super::recipe::Recipe;
-#[cfg(feature = "cuda")]
-use super::upload::{Staged, Uploads};
-use super::workers::Workers;
-use super::{
-    Collate, Dataset, DistributedSampler, LoaderIter, LoaderOptions, LoaderState, MicroBatches, SamplerOptions,
-    default_collate,
-};
+mod running;
+
+use super::batch::Batch;
+use super::deal::Deal;
+use super::iter::Position;
+use super::{Collate, Dataset, DistributedSampler, LoaderOptions, Order, SamplerOptions, default_collate};
 use crate::backend::Label;
 #[cfg(feature = "cuda")]
 use crate::kernels::Uploader;
-use crate::panic::lock;
 use crate::process_group::ProcessGroup;
-use crate::state::StateDict;
-use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
-use std::collections::HashMap;
+use candle_core::Device;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 /// Makes batches of a [`Dataset`]: each rank gets its part of the samples, as a [`DistributedSampler`] deals them out. Worker
 /// threads read ahead of training if [`num_workers`](LoaderOptions::num_workers) says so. The loader knows its position, so a
@@ -85,8 +77,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub struct DataLoader<D: Dataset, T> {
     dataset: Arc<D>,
     collate: MakeBatch<D, T>,
-    /// Its epoch is not used.
-    sampler: DistributedSampler,
+    order: Arc<dyn Order>,
+    deal: Deal,
+    /// Of the order and of augmentation.
+    seed: u64,
     options: LoaderOptions,
     /// Where batches go; None leaves them where `collate` made them.
     device: Option<Device>,
@@ -130,19 +124,60 @@ where
     where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
     {
+        let (len, sampler) = (dataset.len(), options.sampler);
+        let deal = Deal::of(&options, group.rank(), group.world_size());
+        let sampler = deal.and_then(|deal| DistributedSampler::of(len, deal, sampler));
+        let loader =
+            sampler.and_then(|sampler| Self::of_sampler(dataset, sampler, options, Some(group.device()), collate));
+        Self::compared(loader, group, |_| format!("length of the dataset: {len}\noptions: {options:?}"))
+    }
+
+    /// A loader of the samples of an order of the program's own, such as a [`WeightedSampler`](super::WeightedSampler), with
+    /// batches on the group's device. The ranks take turns in the order. Every rank must call it.
+    ///
+    /// Of [`options.sampler`](LoaderOptions::sampler), the seed is given to the order, and
+    /// [`remainder`](SamplerOptions::remainder) holds for its samples, or its batches if it makes them. `shuffle` is up to the
+    /// order and must be true, the default.
+    ///
+    /// # Errors
+    /// The same error on every rank: [`Error::Mismatch`] if ranks give datasets of different lengths, other options, or orders
+    /// that differ in epoch 0; [`Error::RankFailed`] with the error of a rank whose options are invalid (see
+    /// [`new`](Self::new)), whose order returns an error, is for a dataset of another length, has an index that is not in the
+    /// dataset, or has no sample; or makes the batches itself, and there is a `batch_size`.
+    pub fn with_order<C>(
+        dataset: D,
+        order: impl Order + 'static,
+        group: &ProcessGroup,
+        options: LoaderOptions,
+        collate: C,
+    ) -> Result<Self>
+    where
+        C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
+    {
         let len = dataset.len();
-        let (rank, world_size) = (group.rank(), group.world_size());
-        let sampler = match options.virtual_ranks {
-            None => DistributedSampler::new(len, rank, world_size, options.sampler),
-            Some(count) => {
-                options.check().and_then(|()| VirtualRanks::new(count, rank, world_size)).and_then(|ranks| {
-                    let LoaderOptions { batch_size, drop_last, sampler, .. } = options;
-                    DistributedSampler::of_virtual_ranks(len, &ranks, batch_size, drop_last, sampler)
-                })
+        let make = || {
+            if !options.sampler.shuffle {
+                let reason = "shuffle is up to the order, so that it must be true here, the default";
+                return Err(Error::invalid("options", reason));
             }
+            let (deal, seed) = (Deal::of(&options, group.rank(), group.world_size())?, options.sampler.seed);
+            let order: Arc<dyn Order> = Arc::new(order);
+            let loader =
+                Self::make(dataset, ("order", order), (deal, seed, 0), options, Some(group.device()), collate)?;
+            // Errors come early, and the ranks compare it.
+            let order = loader.order_of(0)?;
+            loader.position().order = Some(order);
+            Ok(loader)
         };
-        let loader = sampler.and_then(|sampler| Self::make(dataset, sampler, options, Some(group.device()), collate));
-        let described = loader.as_ref().map(|_| format!("length of the dataset: {len}\noptions: {options:?}"));
+        Self::compared(make(), group, |loader| {
+            let order = loader.position().order.as_ref().map_or(0, |order| order.fingerprint());
+            format!("length of the dataset: {len}\noptions: {options:?}\nhash of the order of epoch 0: {order:016x}")
+        })
+    }
+
+    /// The loader, if all ranks have made one of the same description.
+    fn compared(loader: Result<Self>, group: &ProcessGroup, describe: impl Fn(&Self) -> String) -> Result<Self> {
+        let described = loader.as_ref().map(describe);
         match Label::LOADER_NEW.during(|| group.compare(described, "it could not make its DataLoader"))? {
             None => loader.inspect(|loader| loader.warn_of_no_batch(group.rank())),
             Some((rank, difference)) => Err(Error::Mismatch { what: "data loader", rank, difference }),
@@ -167,10 +202,10 @@ where
             let reason = "a loader of virtual ranks makes its sampler itself: use `DataLoader::new` or `with_collate`";
             return Err(Error::invalid("virtual_ranks", reason));
         }
-        Self::make(dataset, sampler, options, None, collate)
+        Self::of_sampler(dataset, sampler, options, None, collate)
     }
 
-    fn make<C>(
+    fn of_sampler<C>(
         dataset: D,
         sampler: DistributedSampler,
         options: LoaderOptions,
@@ -180,25 +215,43 @@ where
     where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
     {
-        options.check()?;
-        if sampler.dataset_len() != dataset.len() {
-            let (expected, found) = (sampler.dataset_len(), dataset.len());
-            let reason = format!("it must be for this dataset of {found} samples, and is for {expected}");
-            return Err(Error::invalid("sampler", reason));
-        }
+        let (deal, seed, epoch) = (sampler.deal(), sampler.seed(), sampler.epoch());
+        let most = deal.most_after(sampler.dataset_len(), 0);
+        let loader =
+            Self::make(dataset, ("sampler", Arc::new(sampler)), (deal, seed, epoch), options, device, collate)?;
         // With Remainder::Uneven, some ranks may have fewer batches than rank 0, or none.
-        let most = sampler.most_after(0);
         if options.num_batches(most) == 0 {
             return Err(options.no_batch(most));
         }
-        let position = Arc::new(Mutex::new(Position { epoch: sampler.epoch(), consumed: 0, resume: false }));
+        Ok(loader)
+    }
+
+    fn make<C>(
+        dataset: D,
+        (argument, order): (&'static str, Arc<dyn Order>),
+        (deal, seed, epoch): (Deal, u64, u64),
+        options: LoaderOptions,
+        device: Option<&Device>,
+        collate: C,
+    ) -> Result<Self>
+    where
+        C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
+    {
+        options.check()?;
+        if order.dataset_len() != dataset.len() {
+            let (expected, found) = (order.dataset_len(), dataset.len());
+            let reason = format!("it must be for this dataset of {found} samples, and is for {expected}");
+            return Err(Error::invalid(argument, reason));
+        }
         Ok(Self {
             dataset: Arc::new(dataset),
             collate: Arc::new(collate),
-            sampler,
+            order,
+            deal,
+            seed,
             options,
             device: device.cloned(),
-            position,
+            position: Arc::new(Mutex::new(Position::begin(epoch))),
             #[cfg(feature = "cuda")]
             uploader: Mutex::default(),
         })
@@ -207,188 +260,6 @@ where
     /// The loader with batches on `device` instead of the group's.
     pub fn to_device(self, device: &Device) -> Self {
         Self { device: Some(device.clone()), ..self }
-    }
-
-    /// The batches of epoch `epoch`: [`set_epoch`](Self::set_epoch) and [`iter`](Self::iter). In a loop that begins with
-    /// [`current_epoch`](Self::current_epoch), a resumed run continues in the middle of its epoch.
-    pub fn epoch(&self, epoch: u64) -> LoaderIter<T> {
-        self.set_epoch(epoch);
-        self.iter()
-    }
-
-    /// The batches of the current epoch. The first iterator after a [`resume`](Self::resume) continues where the resumed run
-    /// stopped. The loader enters the next epoch when the iterator has returned `None`, and not before.
-    ///
-    /// Use one iterator at a time: the position is that of the one that has delivered last.
-    pub fn iter(&self) -> LoaderIter<T> {
-        let mut start = *self.position();
-        if !start.resume {
-            start.consumed = 0;
-        }
-        let mut sampler = self.sampler.clone();
-        sampler.set_epoch(start.epoch);
-        let batches = self.batches(&sampler, start.consumed);
-        LoaderIter::new(batches, self.options, &sampler, start, self.position.clone())
-    }
-
-    /// Like [`iter`](Self::iter), with the number of each micro-batch: this rank's ones of each global batch, step by step, as
-    /// [`backward_micro_batch`](crate::DistributedDataParallel::backward_micro_batch) takes them.
-    ///
-    /// The loader's [`state`](Self::state) moves on with the last micro-batch of a step. A run that resumes from a state in the
-    /// middle of a step repeats the step.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a loader without [`virtual_ranks`](LoaderOptions::virtual_ranks).
-    pub fn micro_batches(&self) -> Result<MicroBatches<T>> {
-        if self.options.virtual_ranks.is_none() {
-            let reason = "the loader has none, so its batches have no numbers: set LoaderOptions.virtual_ranks";
-            return Err(Error::invalid("virtual_ranks", reason));
-        }
-        Ok(MicroBatches::new(self.iter(), &self.sampler))
-    }
-
-    fn batches(&self, sampler: &DistributedSampler, consumed: usize) -> Result<Source<T>> {
-        let order = sampler.iter_after(consumed);
-        let collate = self.collate.clone();
-        #[cfg(feature = "cuda")]
-        if let Some(Device::Cuda(gpu)) = &self.device
-            && self.options.num_workers > 0
-        {
-            let uploader = self.uploader(gpu)?;
-            let stage = uploader.clone();
-            let recipe = self.recipe(sampler, move |samples| Staged::new(collate(samples)?, &stage));
-            let workers = Workers::start(recipe, order, self.options)?;
-            return Ok(Box::new(Uploads::new(workers, uploader)));
-        }
-        let recipe = self.recipe(sampler, move |samples| collate(samples));
-        let batches: Source<T> = match self.options.num_workers {
-            0 => Box::new(Inline::new(recipe, order, self.options)),
-            _ => Box::new(Workers::start(recipe, order, self.options)?),
-        };
-        Ok(match self.device.clone() {
-            Some(device) => Box::new(batches.map(move |batch| batch.and_then(|batch| to_device(batch, &device)))),
-            None => batches,
-        })
-    }
-}
-
-impl<D: Dataset, T> DataLoader<D, T> {
-    /// The position after the batches that the loader has delivered; batches that it has only read ahead do not count. Between
-    /// two training steps it is the same on all ranks.
-    pub fn state(&self) -> LoaderState {
-        let Position { epoch, consumed, .. } = *self.position();
-        LoaderState { seed: self.sampler.seed(), epoch, consumed, dataset_len: self.dataset.len() }
-    }
-
-    /// Continues from the `state` of another run, which may have had another number of ranks and another batch size. The loader
-    /// takes over its seed.
-    ///
-    /// No sample is read to get there. Over the whole epoch, each sample is seen as often as without the interruption: once,
-    /// except that fewer than `world_size` samples are padding or dropped, as in any epoch.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] in the middle of an epoch if the dataset had another length.
-    pub fn resume(&mut self, state: LoaderState) -> Result<()> {
-        let LoaderState { seed, epoch, consumed, dataset_len } = state;
-        let len = self.dataset.len();
-        if consumed > 0 && (dataset_len != len || consumed > len) {
-            let reason = format!(
-                "a run in the middle of epoch {epoch}, after {consumed} samples, must continue with a dataset of {dataset_len} \
-                 samples, and this one has {len}; otherwise samples would be repeated and left out. Continue with the same \
-                 dataset, or begin an epoch (a state with consumed: 0)"
-            );
-            return Err(Error::invalid("state", reason));
-        }
-        self.sampler.set_seed(seed);
-        *self.position() = Position { epoch, consumed, resume: true };
-        Ok(())
-    }
-
-    /// The current epoch.
-    pub fn current_epoch(&self) -> u64 {
-        self.position().epoch
-    }
-
-    /// Moves to the beginning of an epoch. It has no effect if the loader is in that epoch already, so a resumed run continues in
-    /// its middle. A loop that reads every epoch to its end need not call it: the loader moves to the next epoch itself.
-    pub fn set_epoch(&self, epoch: u64) {
-        let mut position = self.position();
-        if position.epoch != epoch {
-            *position = Position { epoch, consumed: 0, resume: false };
-        }
-    }
-
-    /// How many batches a whole epoch has on this rank. `iter().len()` is the number of remaining ones.
-    pub fn num_batches(&self) -> usize {
-        self.options.num_batches(self.sampler.len())
-    }
-
-    /// The dataset.
-    pub fn dataset(&self) -> &D {
-        &self.dataset
-    }
-
-    /// Other ranks have batches, so this one would only wait in their collectives, or make them wait.
-    fn warn_of_no_batch(&self, rank: usize) {
-        if self.num_batches() == 0 {
-            log::warn!(
-                "rank {rank} has no batch in an epoch, but others have: its part of the dataset is {} of {} samples, and \
-                 batch_size {} with drop_last leaves them out. Use a smaller batch, fewer ranks, or no drop_last; in training, \
-                 all ranks must have the same number of batches, or use ddp.join",
-                self.sampler.len(),
-                self.dataset.len(),
-                self.options.batch_size
-            );
-        }
-    }
-
-    fn position(&self) -> MutexGuard<'_, Position> {
-        lock(&self.position)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn uploader(&self, gpu: &candle_core::CudaDevice) -> Result<Arc<Uploader>> {
-        let mut kept = lock(&self.uploader);
-        if let Some(uploader) = kept.as_ref().filter(|uploader| uploader.device().id() == gpu.id()) {
-            return Ok(uploader.clone());
-        }
-        let uploader = Arc::new(Uploader::new(gpu)?);
-        *kept = Some(uploader.clone());
-        Ok(uploader)
-    }
-
-    fn recipe<F>(&self, sampler: &DistributedSampler, collate: F) -> Recipe<D, F> {
-        // Augmentation must not depend on which rank computes a micro-batch.
-        let rank = if self.options.virtual_ranks.is_some() { 0 } else { sampler.rank() };
-        let (seed, epoch) = (sampler.seed(), sampler.epoch());
-        Recipe { dataset: self.dataset.clone(), collate, seed, epoch, rank }
-    }
-}
-
-impl<D, T> IntoIterator for &DataLoader<D, T>
-where
-    D: Dataset + 'static,
-    D::Sample: 'static,
-    T: Batch + Send + 'static,
-{
-    type Item = Result<T>;
-    type IntoIter = LoaderIter<T>;
-
-    fn into_iter(self) -> LoaderIter<T> {
-        self.iter()
-    }
-}
-
-/// The [`state`](DataLoader::state) and [`resume`](DataLoader::resume).
-impl<D: Dataset, T> StateDict for DataLoader<D, T> {
-    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        self.state().state_dict()
-    }
-
-    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        let mut state = self.state();
-        state.load_state_dict(dict)?;
-        self.resume(state)
     }
 }
 

@@ -1,5 +1,5 @@
 //! Micro-batches with their numbers, for virtual ranks.
-use super::{DistributedSampler, LoaderIter, LoaderState};
+use super::{LoaderIter, LoaderState};
 use crate::Result;
 use crate::panic::lock;
 use crate::seed::Generator;
@@ -45,8 +45,8 @@ pub struct MicroBatches<T> {
 }
 
 impl<T> MicroBatches<T> {
-    pub(super) fn new(batches: LoaderIter<T>, sampler: &DistributedSampler) -> Self {
-        Self { batches, first: sampler.rank(), seed: sampler.seed(), dataset_len: sampler.dataset_len() }
+    pub(super) fn new(batches: LoaderIter<T>, first: usize, seed: u64, dataset_len: usize) -> Self {
+        Self { batches, first, seed, dataset_len }
     }
 }
 
@@ -54,8 +54,8 @@ impl<T> Iterator for MicroBatches<T> {
     type Item = Result<MicroBatch<T>>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let ((epoch, consumed), number) = (self.batches.step(), self.first + self.batches.place());
-        let start = LoaderState { seed: self.seed, epoch, consumed, dataset_len: self.dataset_len };
+        let number = self.first + self.batches.place();
+        let start = self.batches.step(self.seed, self.dataset_len);
         let batch = self.batches.next()?;
         // What was drawn before, as in an evaluation, does not belong to it.
         forget_draws();

@@ -1,29 +1,46 @@
-//! Each rank's part of a dataset, in batches: [`DataLoader`], [`DistributedSampler`], [`TensorDataset`], and PyTorch's
-//! permutation, [`randperm`]. `docs/data.md` shows how they are used.
+//! Each rank's part of a dataset, in batches: [`DataLoader`]. The order is the [`DistributedSampler`]'s, or another
+//! [`Order`], such as [`WeightedSampler`] and [`LengthBatches`]. [`TensorDataset`] has its samples in memory, [`TarShards`] in tar
+//! files, and [`randperm`] is PyTorch's permutation. `docs/data.md` shows how they are used.
 mod batch;
+mod blocks;
 mod collate;
 mod dataset;
+mod deal;
+mod indices;
 mod iter;
+mod lengths;
 mod loader;
 mod micro_batch;
 mod options;
+mod order;
 mod randperm;
+mod range_cache;
+mod read_range;
 mod recipe;
 mod sampler;
 mod state;
+mod tar;
 mod tensor_dataset;
 #[cfg(feature = "cuda")]
 mod upload;
+mod weighted;
 mod workers;
 
 pub use batch::Batch;
+pub use blocks::{BlockOptions, BlockShuffle};
 pub use collate::{Collate, default_collate};
 pub use dataset::Dataset;
 pub use iter::LoaderIter;
+pub use lengths::{LengthBatches, LengthOptions};
 pub use loader::DataLoader;
 pub use micro_batch::{MicroBatch, MicroBatches};
-pub use options::LoaderOptions;
+pub use options::{LoaderOptions, Remainder, SamplerOptions};
+pub use order::{EpochOrder, Order};
 pub use randperm::{Permutation, randperm};
-pub use sampler::{DistributedSampler, Remainder, SamplerIter, SamplerOptions};
+pub use range_cache::{RangeCache, RangeCacheOptions};
+pub use read_range::ReadRange;
+pub use sampler::{DistributedSampler, SamplerIter};
 pub use state::LoaderState;
+pub use tar::{TarOptions, TarSample, TarShards};
 pub use tensor_dataset::{Row, TensorDataset};
+pub use weighted::WeightedSampler;

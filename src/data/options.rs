@@ -1,6 +1,40 @@
-//! How a loader makes batches.
-use super::SamplerOptions;
+//! How ranks share a dataset, and how a loader makes batches.
 use crate::{Error, Result};
+
+/// How a [`DistributedSampler`](super::DistributedSampler) deals the dataset out. The defaults are PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SamplerOptions {
+    /// Permute the dataset anew in each epoch. Default: true.
+    pub shuffle: bool,
+    /// The seed of the permutation, the same on all ranks; the epoch is added to it. Default: 0.
+    ///
+    /// As in PyTorch, only the low 32 bits of the sum count. The sum wraps, so that a negative seed of PyTorch's can be
+    /// given as `seed as u64`.
+    pub seed: u64,
+    /// What to do if the ranks cannot all get the same number of samples. Default: [`Remainder::Pad`].
+    pub remainder: Remainder,
+}
+
+impl Default for SamplerOptions {
+    fn default() -> Self {
+        Self { shuffle: true, seed: 0, remainder: Remainder::default() }
+    }
+}
+
+/// What a [`DistributedSampler`](super::DistributedSampler) does if the length of the dataset is not a multiple of the number of ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Remainder {
+    /// Repeat the head of the epoch until it is: PyTorch's default.
+    #[default]
+    Pad,
+    /// Drop the tail of the epoch, fewer samples than there are ranks: PyTorch's `drop_last=True`.
+    Drop,
+    /// Give the first ranks one sample more than the others. Each sample is there exactly once, as an evaluation needs it.
+    ///
+    /// Some ranks may then have one batch less than others, so nothing that all ranks do together, such as
+    /// [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward), may happen once per batch.
+    Uneven,
+}
 
 /// How a [`DataLoader`](super::DataLoader) makes batches. The defaults are those of PyTorch's `DataLoader` with a
 /// `DistributedSampler`.
@@ -74,12 +108,5 @@ impl LoaderOptions {
     /// How many batches an order of `len` indices makes.
     pub(super) fn num_batches(&self, len: usize) -> usize {
         if self.drop_last { len / self.batch_size } else { len.div_ceil(self.batch_size) }
-    }
-
-    /// Takes the indices of the next batch out of `order`. Returns whether there was a batch.
-    pub(super) fn cut(&self, order: &mut impl Iterator<Item = usize>, indices: &mut Vec<usize>) -> bool {
-        indices.clear();
-        indices.extend(order.take(self.batch_size));
-        if self.drop_last { indices.len() == self.batch_size } else { !indices.is_empty() }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! PyTorch fills its Mersenne Twister (mt19937) from the low 32 bits of the seed, and shuffles in one of two ways:
 //! Fisher–Yates with 32-bit draws below [`LARGE`] elements, and the "inside-out" variant with 64-bit draws from there.
+use super::indices::Indices;
 
 /// The number of elements from which PyTorch draws 64 bits, so that `% n` does not favour small indices: `UINT32_MAX / 20`.
 const LARGE: usize = (u32::MAX / 20) as usize;
@@ -10,19 +11,10 @@ const LARGE: usize = (u32::MAX / 20) as usize;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Permutation(Indices);
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Indices {
-    Narrow(Vec<u32>),
-    Wide(Vec<u64>),
-}
-
 impl Permutation {
     /// How many elements are permuted.
     pub fn len(&self) -> usize {
-        match &self.0 {
-            Indices::Narrow(indices) => indices.len(),
-            Indices::Wide(indices) => indices.len(),
-        }
+        self.0.len()
     }
 
     /// Whether there is nothing to permute.
@@ -32,10 +24,7 @@ impl Permutation {
 
     /// The index at `position`, or `None` from `len` on.
     pub fn get(&self, position: usize) -> Option<usize> {
-        match &self.0 {
-            Indices::Narrow(indices) => indices.get(position).map(|&index| index as usize),
-            Indices::Wide(indices) => indices.get(position).map(|&index| index as usize),
-        }
+        self.0.get(position)
     }
 
     /// The indices in their permuted order.
@@ -43,7 +32,12 @@ impl Permutation {
         (0..self.len()).map(|position| match &self.0 {
             Indices::Narrow(indices) => indices[position] as usize,
             Indices::Wide(indices) => indices[position] as usize,
+            Indices::InOrder(_) => position,
         })
+    }
+
+    pub(super) fn into_indices(self) -> Indices {
+        self.0
     }
 }
 

@@ -6,9 +6,9 @@ use candle_core::Tensor;
 use std::collections::HashMap;
 
 /// How far a training run has come in its data: the state of a [`DataLoader`](super::DataLoader), or of a loop
-/// that reads the samples itself, with [`indices`](Self::indices) and [`advance`](Self::advance). It does not depend on the
-/// number of ranks or the batch size, so both may change. The length of the dataset may change only between two epochs,
-/// because the order of the samples changes with it.
+/// that reads the samples of a [`DistributedSampler`] itself, with [`indices`](Self::indices) and [`advance`](Self::advance). It
+/// does not depend on the number of ranks or the batch size, so both may change. The dataset's length, and an order's weights,
+/// lengths and options, may change only between two epochs, because the order of the samples changes with them.
 ///
 /// The order of an epoch's samples does not depend on the number of ranks, which take turns in it. So all ranks together have
 /// consumed the beginning of that order, and any number of ranks can continue from there: every sample of the epoch is seen,
@@ -18,7 +18,7 @@ use std::collections::HashMap;
 /// use candle_ddp::data::LoaderState;
 ///
 /// // Of 10 samples, two ranks have consumed 4; three continue.
-/// let begin = LoaderState { seed: 42, epoch: 3, consumed: 0, dataset_len: 10 };
+/// let begin = LoaderState { seed: 42, epoch: 3, dataset_len: 10, ..Default::default() };
 /// let mut state = LoaderState { consumed: 4, ..begin };
 /// let mut seen = Vec::new();
 /// for rank in 0..3 {
@@ -46,6 +46,9 @@ pub struct LoaderState {
     pub consumed: usize,
     /// How many samples the dataset has.
     pub dataset_len: usize,
+    /// A hash of the epoch's order in its middle: a run that resumes must have the same one. 0 if it is not known, as in a state
+    /// that the program makes itself; then nothing is compared.
+    pub order: u64,
 }
 
 impl LoaderState {
@@ -72,7 +75,7 @@ impl LoaderState {
     }
 }
 
-/// `seed`, `epoch`, `consumed` and `dataset_len`.
+/// `seed`, `epoch`, `consumed`, `dataset_len` and `order`.
 impl StateDict for LoaderState {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin("LoaderState")?;
@@ -81,6 +84,7 @@ impl StateDict for LoaderState {
         dict.insert("epoch".to_string(), state::count(self.epoch)?);
         dict.insert("consumed".to_string(), state::count(self.consumed as u64)?);
         dict.insert("dataset_len".to_string(), state::count(self.dataset_len as u64)?);
+        dict.insert("order".to_string(), state::list(&[self.order as i64])?);
         Ok(dict)
     }
 
@@ -89,8 +93,9 @@ impl StateDict for LoaderState {
         let seed = loader.list::<i64>("seed", 1)?[0] as u64;
         let (epoch, consumed) = (loader.count("epoch")?, loader.count("consumed")? as usize);
         let dataset_len = loader.count("dataset_len")? as usize;
+        let order = loader.list::<i64>("order", 1)?[0] as u64;
         loader.finish()?;
-        *self = Self { seed, epoch, consumed, dataset_len };
+        *self = Self { seed, epoch, consumed, dataset_len, order };
         Ok(())
     }
 }
@@ -103,7 +108,7 @@ mod tests {
     fn an_epoch_continues_where_it_was() {
         for (dataset_len, world_size) in [(10, 4), (7, 3), (2, 5), (12, 4)] {
             for rank in 0..world_size {
-                let begin = LoaderState { seed: 5, epoch: 2, consumed: 0, dataset_len };
+                let begin = LoaderState { seed: 5, epoch: 2, dataset_len, ..Default::default() };
                 let options = SamplerOptions { seed: 5, ..Default::default() };
                 let mut sampler = DistributedSampler::new(dataset_len, rank, world_size, options).unwrap();
                 sampler.set_epoch(2);
@@ -123,7 +128,7 @@ mod tests {
 
     #[test]
     fn the_next_epoch_begins_after_the_last_sample() {
-        let mut state = LoaderState { seed: 1, epoch: 3, consumed: 8, dataset_len: 10 };
+        let mut state = LoaderState { seed: 1, epoch: 3, consumed: 8, dataset_len: 10, order: 0 };
         state.advance(1);
         assert_eq!((state.epoch, state.consumed), (3, 9));
         state.advance(3);

@@ -3,8 +3,9 @@
 //! Workers take samples, one at a time, in the order in which they are needed; whoever reads the last sample of a batch
 //! makes the batch. So all workers share the work on the next batch, and a slow sample holds up nothing but its own batch
 //! and the delivery of those after it. The window bounds how many batches are begun and not yet delivered.
+use super::order::Batches;
 use super::recipe::Recipe;
-use super::{Dataset, LoaderOptions, SamplerIter};
+use super::{Dataset, LoaderOptions};
 use crate::panic::{lock, wait};
 use crate::{Error, Result};
 use std::cell::Cell;
@@ -35,8 +36,8 @@ struct Shared<S, T> {
 /// The batches that were begun and not delivered.
 struct Window<S, T> {
     options: LoaderOptions,
-    /// The indices that belong to no batch yet.
-    order: SamplerIter,
+    /// Those that are not begun.
+    order: Batches,
     batches: VecDeque<Batch<S, T>>,
     /// The number of the first one of them in the epoch.
     first: usize,
@@ -71,12 +72,13 @@ struct Complete<S> {
 
 impl<S: Send + 'static, T: Send + 'static> Workers<S, T> {
     /// Starts `options.num_workers` threads.
-    pub(super) fn start<D, F>(recipe: Recipe<D, F>, order: SamplerIter, options: LoaderOptions) -> Result<Self>
+    pub(super) fn start<D, F>(recipe: Recipe<D, F>, order: Batches, options: LoaderOptions) -> Result<Self>
     where
         D: Dataset<Sample = S> + 'static,
         F: Fn(Vec<S>) -> Result<T> + Send + Sync + 'static,
     {
-        let count = options.num_workers.min(order.len());
+        // An order's own batches have many samples.
+        let count = if order.len() == 0 { 0 } else { options.num_workers.min(order.samples_left()) };
         let window = Window {
             options,
             exhausted: order.len() == 0,
@@ -186,7 +188,7 @@ impl<S, T> Window<S, T> {
     /// Begins another batch, if there is one.
     fn begin(&mut self) -> bool {
         let mut indices = Vec::new();
-        self.exhausted = !self.options.cut(&mut self.order, &mut indices);
+        self.exhausted = !self.order.next_into(&mut indices);
         if !self.exhausted {
             let (samples, missing) = (indices.iter().map(|_| None).collect(), indices.len());
             self.batches.push_back(Batch { indices: indices.into(), samples, missing, batch: None });

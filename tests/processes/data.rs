@@ -3,9 +3,9 @@
 //! The processes are this test binary itself.
 use crate::common::test_arguments;
 use candle_ddp::checkpoint::StateDict;
-use candle_ddp::data::{DataLoader, Dataset, LoaderOptions, SamplerOptions, randperm};
+use candle_ddp::data::{DataLoader, Dataset, LengthBatches, LoaderOptions, SamplerOptions, WeightedSampler};
 use candle_ddp::seed::Generator;
-use candle_ddp::{InitOptions, Result, init_process_group};
+use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
@@ -15,6 +15,9 @@ use std::process::Command;
 const FOLDER: &str = "CANDLE_DDP_TEST_DATA_FOLDER";
 /// The variable that says after how many steps the ranks are killed.
 const KILLED_AFTER: &str = "CANDLE_DDP_TEST_DATA_KILLED_AFTER";
+/// The variable that names the order, one of `ORDERS`.
+const ORDER: &str = "CANDLE_DDP_TEST_DATA_ORDER";
+const ORDERS: [&str; 3] = ["sampler", "weighted", "lengths"];
 const SAMPLES: usize = 101;
 
 struct Slow;
@@ -44,9 +47,8 @@ fn rank_of_another_test() {
 /// Reads an epoch, and after every step writes down the samples it has consumed and saves its position.
 fn rank(folder: &Path) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
-    let sampler = SamplerOptions { seed: 3, ..Default::default() };
-    let options = LoaderOptions { batch_size: 3, num_workers: 3, sampler, ..Default::default() };
-    let mut loader = DataLoader::with_collate(Slow, &pg, options, Ok)?;
+    let order = std::env::var(ORDER).unwrap();
+    let mut loader = loader(&pg, &order, if order == "lengths" { 1 } else { 3 })?;
     let state = folder.join("loader.safetensors");
     if state.exists() {
         loader.load(&state)?;
@@ -73,10 +75,27 @@ fn rank(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-fn run(folder: &Path, ranks: usize, killed_after: Option<usize>) -> bool {
+fn loader(pg: &ProcessGroup, order: &str, batch_size: usize) -> Result<DataLoader<Slow, Vec<usize>>> {
+    let sampler = SamplerOptions { seed: 3, ..Default::default() };
+    let options = LoaderOptions { batch_size, num_workers: 3, sampler, ..Default::default() };
+    match order {
+        "weighted" => {
+            let weights: Vec<f64> = (1..=SAMPLES).map(|index| index as f64).collect();
+            let order = WeightedSampler::without_replacement(weights, SAMPLES)?;
+            DataLoader::with_order(Slow, order, pg, options, Ok)
+        }
+        "lengths" => {
+            let order = LengthBatches::new((0..SAMPLES).map(|index| 1 + index % 30), 50)?;
+            DataLoader::with_order(Slow, order, pg, options, Ok)
+        }
+        _ => DataLoader::with_collate(Slow, pg, options, Ok),
+    }
+}
+
+fn run(folder: &Path, order: &str, ranks: usize, killed_after: Option<usize>) -> bool {
     let mut command = Command::new(crate::common::ddprun());
     command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
-    command.args(test_arguments(module_path!(), "rank_of_another_test")).env(FOLDER, folder);
+    command.args(test_arguments(module_path!(), "rank_of_another_test")).env(FOLDER, folder).env(ORDER, order);
     if let Some(steps) = killed_after {
         command.env(KILLED_AFTER, steps.to_string());
     }
@@ -85,10 +104,10 @@ fn run(folder: &Path, ranks: usize, killed_after: Option<usize>) -> bool {
 
 #[test]
 fn killed_runs_go_on_with_other_numbers_of_ranks() {
-    for (before, after) in [(1, 3), (4, 2)] {
+    for (order, (before, after)) in ORDERS.into_iter().flat_map(|order| [(order, (1, 3)), (order, (4, 2))]) {
         let folder = tempfile::tempdir().unwrap();
-        assert!(!run(folder.path(), before, Some(4)), "{before} ranks were not killed");
-        assert!(run(folder.path(), after, None), "{after} ranks do not continue");
+        assert!(!run(folder.path(), order, before, Some(4)), "{before} ranks were not killed");
+        assert!(run(folder.path(), order, after, None), "{after} ranks do not continue");
         let mut counts = vec![0; SAMPLES];
         for file in std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()) {
             if file.extension().is_none() {
@@ -96,11 +115,14 @@ fn killed_runs_go_on_with_other_numbers_of_ranks() {
                 consumed.lines().for_each(|index| counts[index.parse::<usize>().unwrap()] += 1);
             }
         }
-        // The remaining samples after the kill are padded to a multiple of the ranks, from the head of the order.
-        let left = SAMPLES - 4 * 3 * before;
+        // The order itself: samples, or batches.
+        let places = candle_ddp::spawn(1, |pg| loader(&pg, order, 1)?.iter().collect::<Result<Vec<_>>>());
+        let places = places.unwrap().remove(0);
+        // What is left after the kill is padded to a multiple of the ranks, from the head of the order.
+        let left = places.len() - 4 * before * if order == "lengths" { 1 } else { 3 };
         let mut expected = vec![1; SAMPLES];
         let padding = left.next_multiple_of(after) - left;
-        randperm(SAMPLES, 3).iter().take(padding).for_each(|index| expected[index] += 1);
-        assert_eq!(counts, expected, "{before} → {after} ranks");
+        places[..padding].concat().into_iter().for_each(|index| expected[index] += 1);
+        assert_eq!(counts, expected, "{order}: {before} → {after} ranks");
     }
 }

@@ -8,6 +8,8 @@ mod layers;
 mod model;
 #[path = "../common/programs.rs"]
 mod programs;
+#[path = "../common/tar_files.rs"]
+mod tar_files;
 #[path = "../common/weights.rs"]
 mod weights;
 
@@ -15,6 +17,7 @@ mod accumulate;
 mod advice;
 mod amp;
 mod amp_grad_scaler;
+mod autocast;
 mod candle_gradients;
 mod checkpoint;
 mod checkpoint_file;
@@ -52,12 +55,14 @@ mod optim_choice;
 mod optim_golden;
 mod optim_own;
 mod optim_state;
+mod orders;
 mod quick_start;
 mod resume;
 mod sampler;
 mod several_models;
 mod small_data;
 mod stop;
+mod tar_shards;
 mod thawing;
 mod unused;
 mod virtual_ranks;

@@ -306,7 +306,7 @@ fn micro_batches_do_not_depend_on_the_ranks() {
         assert_eq!(dealt(world_size, num_workers, false, None), one, "{world_size} ranks, {num_workers} workers");
     }
     // Another number of ranks continues after the second step.
-    let start = LoaderState { seed: 0, epoch: 0, consumed: 24, dataset_len: 45 };
+    let start = LoaderState { seed: 0, epoch: 0, consumed: 24, dataset_len: 45, order: 0 };
     assert_eq!(dealt(3, 0, false, Some(start)), one[8..]);
 }
 

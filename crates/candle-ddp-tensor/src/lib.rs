@@ -18,6 +18,7 @@ mod number;
 pub mod pack;
 pub mod seed;
 mod simd;
+mod sum;
 
 pub use element::{Element, Real};
 pub use error::{Error, Result};

@@ -1,4 +1,6 @@
 use crate::Result;
+use crate::data::deal::Deal;
+use crate::data::order::Batches;
 use crate::data::*;
 use crate::error::Error;
 use crate::seed::Generator;
@@ -206,11 +208,13 @@ fn workers_do_not_compute_on_the_threads_of_training() {
 #[test]
 fn batches_are_made_by_workers_and_wait_for_delivery() {
     let dataset = Samples(6, |index| index);
-    let order = DistributedSampler::new(6, 0, 1, SamplerOptions { shuffle: false, ..Default::default() }).unwrap();
+    let order = Arc::new((0..6).collect::<EpochOrder>());
+    let deal = Deal::new(0, 1, Remainder::Pad).unwrap();
     let options = LoaderOptions { batch_size: 4, num_workers: 1, ..Default::default() };
+    let order = Batches::new(order, 0, &deal, options);
     let collate = |samples: Vec<usize>| Ok((samples, std::thread::current().id()));
     let recipe = super::Recipe { dataset: Arc::new(dataset), collate, seed: 0, epoch: 0, rank: 0 };
-    let mut workers = super::Workers::start(recipe, order.iter(), options).unwrap();
+    let mut workers = super::Workers::start(recipe, order, options).unwrap();
     for expected in [vec![0, 1, 2, 3], vec![4, 5]] {
         wait_for("a batch", || workers.is_ready());
         let (batch, thread) = workers.next().unwrap().unwrap();

@@ -22,10 +22,10 @@ fn each_row(geometry: &Geometry, mut work: impl FnMut(usize, usize, usize, usize
 }
 
 #[inline(always)]
-pub(super) fn forward<T: Element>(
+pub(super) fn forward<T: Element, F: Element<Real = T::Real>>(
     geometry: &Geometry,
     x: &[T],
-    weight: &[T::Real],
+    weight: &[F],
     bias: Option<&[T::Real]>,
     y: &mut [T],
 ) {
@@ -44,7 +44,7 @@ pub(super) fn forward<T: Element>(
                     if valid.is_empty() {
                         continue;
                     }
-                    let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x];
+                    let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x].widen();
                     let source = &row[geometry.seen(1, valid.start, tap_x)..];
                     let line = &mut line[valid];
                     match geometry.stride[1] {
@@ -63,7 +63,12 @@ pub(super) fn forward<T: Element>(
 }
 
 #[inline(always)]
-pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T::Real], dx: &mut [T::Real]) {
+pub(super) fn backward_data<T: Element, F: Element<Real = T::Real>>(
+    geometry: &Geometry,
+    dy: &[T],
+    weight: &[F],
+    dx: &mut [T::Real],
+) {
     let [kernel_y, kernel_x] = geometry.kernel;
     each_row(geometry, |channel, tap_y, input, output| {
         for tap_x in 0..kernel_x {
@@ -71,7 +76,7 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
             if valid.is_empty() {
                 continue;
             }
-            let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x];
+            let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x].widen();
             let target = &mut dx[input..input + geometry.input[1]][geometry.seen(1, valid.start, tap_x)..];
             let source = &dy[output..output + geometry.output[1]][valid];
             match geometry.stride[1] {

@@ -174,7 +174,7 @@ impl Convolution {
         }
         let storage = dispatch!(x.dtype(), self.name, T => {
             let bias = bias.map(|bias| with_wide::<T, _>(bias, |bias| Ok(bias.to_vec()))).transpose()?;
-            with_slice::<T, _>(x, |x| with_wide::<T, _>(weight, |weight| {
+            with_slice::<T, _>(x, |x| with_slice::<T, _>(weight, |weight| {
                 let y = match self.transposed {
                     false => cpu::forward::<T>(geometry, x, weight, bias.as_deref())?,
                     true => cpu::backward_data::<T>(geometry, x, weight, bias.as_deref())?,
@@ -208,7 +208,7 @@ impl Convolution {
         let mut gradients = vec![None; needed.len()];
         dispatch!(dy.dtype(), self.name, T => with_slice::<T, _>(dy, |dy| {
             if needed[0] {
-                gradients[0] = Some(with_wide::<T, _>(weight, |weight| {
+                gradients[0] = Some(with_slice::<T, _>(weight, |weight| {
                     let dx = match transposed {
                         true => cpu::forward::<T>(geometry, dy, weight, None)?,
                         false => cpu::backward_data::<T>(geometry, dy, weight, None)?,

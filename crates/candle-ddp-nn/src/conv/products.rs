@@ -5,10 +5,9 @@ use super::columns::{col2im, im2col};
 use super::depthwise;
 use super::geometry::Geometry;
 use super::parts::{each_part, sum_parts};
-use crate::gemm::{self, Strides, factor, gemm, is_native};
+use crate::gemm::{Strides, factor, gemm, is_native, wide};
 use candle_core::{Result, WithDType};
 use candle_ddp_tensor::{Element, vectorise};
-use std::borrow::Cow;
 use std::ops::Range;
 
 /// The target size of a block's columns in bytes, so that they stay in a core's cache.
@@ -20,22 +19,21 @@ const MIN_COLUMNS: usize = 512;
 pub(super) fn forward<T: Element>(
     geometry: &Geometry,
     x: &[T],
-    weight: &[T::Real],
+    weight: &[T],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
     match is_native::<T>() {
-        true => forward_by::<T, T>(geometry, x, weight, bias),
-        false => forward_by::<T, T::Real>(geometry, x, weight, bias),
+        true => forward_by(geometry, x, weight, bias),
+        false => forward_by(geometry, x, &wide(weight), bias),
     }
 }
 
 fn forward_by<T: Element, F: Element<Real = T::Real>>(
     geometry: &Geometry,
     x: &[T],
-    weight: &[T::Real],
+    weight: &[F],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
-    let factors = narrowed::<F>(weight);
     let zero = T::from_f64(0.0);
     let mut y = vec![zero; geometry.n * geometry.co * geometry.output_pixels()];
     let images = geometry.ci * geometry.input_pixels();
@@ -52,7 +50,7 @@ fn forward_by<T: Element, F: Element<Real = T::Real>>(
             for group in 0..geometry.groups {
                 let columns = &mut work.columns[..geometry.taps() * count];
                 vectorise!(|| im2col::<T, F>(&geometry, group, rows.clone(), x, columns));
-                let weight = group_weight(&geometry, group, &factors);
+                let weight = group_weight(&geometry, group, weight);
                 let extents = (geometry.group_outputs(), count, geometry.taps());
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
                 let (weight, columns) = ((weight, Strides::rows(geometry.taps())), (&*columns, Strides::rows(count)));
@@ -66,19 +64,18 @@ fn forward_by<T: Element, F: Element<Real = T::Real>>(
 }
 
 /// As [`backward_data`](super::cpu::backward_data), without a bias.
-pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T::Real]) -> Result<Vec<T::Real>> {
+pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T]) -> Result<Vec<T::Real>> {
     match is_native::<T>() {
-        true => backward_data_by::<T, T>(geometry, dy, weight),
-        false => backward_data_by::<T, T::Real>(geometry, dy, weight),
+        true => backward_data_by(geometry, dy, weight),
+        false => backward_data_by(geometry, dy, &wide(weight)),
     }
 }
 
 fn backward_data_by<T: Element, F: Element<Real = T::Real>>(
     geometry: &Geometry,
     dy: &[T],
-    weight: &[T::Real],
+    weight: &[F],
 ) -> Result<Vec<T::Real>> {
-    let factors = narrowed::<F>(weight);
     let mut dx = vec![T::Real::from_f64(0.0); geometry.n * geometry.ci * geometry.input_pixels()];
     let images = geometry.co * geometry.output_pixels();
     each_part(geometry, geometry.ci * geometry.input_pixels(), &mut dx, |part, dx, threads| {
@@ -94,7 +91,7 @@ fn backward_data_by<T: Element, F: Element<Real = T::Real>>(
             for group in 0..geometry.groups {
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
                 vectorise!(|| collect::<T, F>(&geometry, group, rows.clone(), dy, outputs));
-                let weight = group_weight(&geometry, group, &factors);
+                let weight = group_weight(&geometry, group, weight);
                 let extents = (geometry.taps(), count, geometry.group_outputs());
                 let columns = &mut work.columns[..geometry.taps() * count];
                 let (weight, outputs) =
@@ -149,11 +146,6 @@ fn backward_filter_by<T: Element, F: Element<Real = T::Real>>(
         }
         Ok(sum)
     })
-}
-
-/// The weights as factors of products. They are exact, since they come from elements of the images' type.
-fn narrowed<F: Element>(weight: &[F::Real]) -> Cow<'_, [F]> {
-    gemm::same(weight).map_or_else(|| weight.iter().map(|weight| F::narrow(*weight)).collect(), Cow::Borrowed)
 }
 
 /// A thread's working memory.

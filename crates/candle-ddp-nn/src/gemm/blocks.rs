@@ -7,7 +7,7 @@ use candle_ddp_tensor::vectorise;
 use rayon::prelude::*;
 
 /// The largest block of a product: rows, columns and depth.
-const ROWS: usize = 168;
+const ROWS: usize = 336;
 const COLUMNS: usize = 384;
 const DEPTH: usize = 512;
 

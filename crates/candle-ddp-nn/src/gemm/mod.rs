@@ -11,6 +11,7 @@ use candle_ddp_tensor::borrow::narrow_vec;
 use candle_ddp_tensor::{Element, vectorise};
 use gemm::Parallelism;
 use std::any::TypeId;
+use std::borrow::Cow;
 pub(super) use strides::Strides;
 
 /// The number of threads that a product uses: those of rayon's pool, as in candle.
@@ -43,7 +44,7 @@ pub(super) fn product<T: Element>(
         return Ok(result);
     }
     if !is_wide::<T>() {
-        let (of_a, of_b, bias) = (widened(a.0), widened(b.0), bias.map(widened));
+        let (of_a, of_b, bias) = (wide(a.0), wide(b.0), bias.map(wide));
         let (a, b) = ((&of_a[..], a.1), (&of_b[..], b.1));
         return Ok(narrow_vec::<T>(product((m, n, k), a, b, bias.as_deref(), threads)?));
     }
@@ -93,7 +94,7 @@ pub(super) fn gemm<T: Element>(
             {
                 blocks::sums(unit, (m, n, k), result, accumulate, (of_a, a.1), (of_b, b.1), threads);
             } else {
-                let (of_a, of_b) = (widened(a.0), widened(b.0));
+                let (of_a, of_b) = (wide(a.0), wide(b.0));
                 return gemm((m, n, k), result, accumulate, (&of_a[..], a.1), (&of_b[..], b.1), threads);
             }
         }
@@ -102,8 +103,11 @@ pub(super) fn gemm<T: Element>(
 }
 
 /// The elements in the type that they are computed in.
-fn widened<T: Element>(values: &[T]) -> Vec<T::Real> {
-    vectorise!(|| values.iter().map(|value| value.widen()).collect())
+pub(super) fn wide<T: Element>(values: &[T]) -> Cow<'_, [T::Real]> {
+    match T::as_reals(values) {
+        Some(values) => Cow::Borrowed(values),
+        None => vectorise!(|| values.iter().map(|value| value.widen()).collect()),
+    }
 }
 
 /// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them.

@@ -15,12 +15,14 @@
 //! pass (`pass.rs`): a pass that fails leaves none to the next. An argument that was not
 //! made by a function of this module is lifted: its gradient leaves the sum for candle's graph, once for all functions that
 //! use it.
+mod add;
 mod leaf;
 mod operation;
 mod pass;
 mod rerun;
 mod token;
 
+pub use add::add;
 #[doc(hidden)]
 pub use leaf::{Leaves, leaf};
 pub use operation::{apply, op1, op2, op3};

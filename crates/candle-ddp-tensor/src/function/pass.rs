@@ -1,4 +1,5 @@
 //! The gradients of one backward pass, until the functions that need them are visited.
+use crate::sum::sum;
 use candle_core::{Result, Tensor};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -55,7 +56,7 @@ impl Default for GradientSum {
 impl GradientSum {
     pub(super) fn add(&self, gradient: Tensor) -> Result<()> {
         let sum = match self.take() {
-            Some(earlier) => or_end(earlier.add(&gradient))?,
+            Some(earlier) => or_end(sum(&earlier, &gradient))?,
             None => gradient,
         };
         SUMS.with_borrow_mut(|sums| sums.insert(self.0, sum));

@@ -1,0 +1,209 @@
+//! Samples in tar files.
+mod index;
+mod names;
+mod read;
+mod sample;
+
+pub use sample::TarSample;
+
+use super::{Dataset, ReadRange};
+use crate::seed::Generator;
+use crate::{Error, Result};
+use index::Index;
+use read::Shard;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where [`TarShards`] keeps its indices.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TarOptions {
+    /// The folder for the indices, which must exist. Default: none, which puts each index beside its shard, as `SHARD.index`.
+    pub index_folder: Option<PathBuf>,
+}
+
+/// Samples in plain tar files, with the names of [WebDataset](https://github.com/webdataset/webdataset): the files of a sample lie
+/// next to each other and share their path up to the first dot of the file name. `0001.jpg` and `0001.cls` are the files `jpg`
+/// and `cls` of the sample `0001`. `tar --sort=name -cf shard-000.tar FOLDER` makes such a shard.
+///
+/// It is a [`Dataset`] of [`TarSample`]s, read by their positions, so order, workers, and runs that resume in the middle of an epoch
+/// are those of every [`DataLoader`](super::DataLoader). [`BlockShuffle`](super::BlockShuffle) is an order that keeps reads nearly
+/// sequential. Memory: 16 bytes for each sample; ranks on one host share what the system has cached of the shards.
+///
+/// **Indices.** The first opening reads the headers of all shards, on rayon's threads, and writes an index for each shard. Ranks
+/// that open at once share the work; an index appears as a whole or not at all. An index says which size and time of modification
+/// its shard had: a shard that has changed since is an error.
+///
+/// **Names.** As in WebDataset, folders and links, and files without a dot in their name or with one at its beginning, are left out.
+///
+/// ```
+/// use candle_ddp::data::{BlockShuffle, DataLoader, LoaderOptions, TarShards};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = std::env::temp_dir().join(format!("tar-shards-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder)?;
+/// # for shard in 0..2 {
+/// #     let mut tar = tar::Builder::new(std::fs::File::create(folder.join(format!("{shard}.tar")))?);
+/// #     for sample in 0..10 {
+/// #         for (extension, content) in [("cls", b"7"), ("txt", b"x")] {
+/// #             let mut header = tar::Header::new_ustar();
+/// #             header.set_size(1);
+/// #             tar.append_data(&mut header, format!("{shard}-{sample}.{extension}"), &content[..])?;
+/// #         }
+/// #     }
+/// #     tar.finish()?;
+/// # }
+/// candle_ddp::spawn(2, |pg| {
+///     let shards = TarShards::in_folder(&folder)?;
+///     let order = BlockShuffle::new(shards.num_samples(), Default::default())?;
+///     let options = LoaderOptions { batch_size: 5, num_workers: 2, ..Default::default() };
+///     // Decoding goes here; the workers do it.
+///     let collate = |samples: Vec<_>| Ok(samples.iter().map(|sample: &candle_ddp::data::TarSample| sample.key().to_string()).collect());
+///     let loader = DataLoader::with_order(shards, order, &pg, options, collate)?;
+///     for batch in &loader {
+///         let keys: Vec<String> = batch?;
+///         assert_eq!(keys.len(), 5);
+///     }
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(folder)?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct TarShards {
+    shards: Vec<Shard>,
+    /// The number of each shard's first sample, and of all samples.
+    firsts: Vec<usize>,
+    indices: Vec<Index>,
+    /// None where the shards are files.
+    remote: Option<Arc<dyn ReadRange>>,
+}
+
+impl TarShards {
+    /// The files of `folder` whose names end in `.tar`.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new); [`Error::Io`] if the folder cannot be listed.
+    pub fn in_folder(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let listing = |error| Error::io(format!("listing {}", folder.display()), error);
+        let entries = std::fs::read_dir(folder).map_err(listing)?;
+        let paths = entries.map(|entry| Ok(entry.map_err(listing)?.path())).collect::<Result<Vec<_>>>()?;
+        let shards: Vec<PathBuf> =
+            paths.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "tar")).collect();
+        if shards.is_empty() {
+            let reason = format!("there is no file *.tar in {}", folder.display());
+            return Err(Error::invalid("folder", reason));
+        }
+        Self::new(shards)
+    }
+
+    /// The shards `paths`, in the order of their paths, whatever the order in which they are given.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no shard, one is there twice, or there is no sample in any of them;
+    /// [`Error::DataFile`] if a shard cannot be read, is truncated or is no plain tar file, has changed since its index was
+    /// made, or has the files of a sample in different places; it names the shard and the offset. [`Error::Io`] if an index
+    /// cannot be written.
+    pub fn new(paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Result<Self> {
+        Self::with_options(paths, TarOptions::default())
+    }
+
+    /// Like [`new`](Self::new), with options.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_options(paths: impl IntoIterator<Item = impl Into<PathBuf>>, options: TarOptions) -> Result<Self> {
+        Self::open(paths.into_iter().map(Into::into).collect(), None, options.index_folder.as_deref())
+    }
+
+    /// Shards that lie elsewhere, under the names `names`, with their indices in a folder here. Ranks on one host may share it.
+    /// To make the indices, all headers are read once, which for small samples means all bytes: [`RangeCache`](super::RangeCache)
+    /// keeps what was read. Copy the indices to other hosts to read the headers once only.
+    ///
+    /// Shards must not change: when they are read, only the headers of their samples are compared with the index.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn remote(
+        names: impl IntoIterator<Item = impl Into<String>>,
+        source: impl ReadRange + 'static,
+        index_folder: impl AsRef<Path>,
+    ) -> Result<Self> {
+        let names = names.into_iter().map(|name| PathBuf::from(name.into())).collect();
+        Self::open(names, Some(Arc::new(source)), Some(index_folder.as_ref()))
+    }
+
+    fn open(mut paths: Vec<PathBuf>, remote: Option<Arc<dyn ReadRange>>, folder: Option<&Path>) -> Result<Self> {
+        // Ranks may list a folder in different orders.
+        paths.sort_unstable();
+        if paths.is_empty() {
+            return Err(Error::invalid("paths", "there must be at least one shard"));
+        }
+        if let Some(pair) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::invalid(
+                "paths",
+                format!("the shard {} must be there once, not twice", pair[0].display()),
+            ));
+        }
+        let shards: Vec<Shard> =
+            paths.into_iter().map(|path| Shard::new(path, remote.clone())).collect::<Result<_>>()?;
+        let indices = index::of_all(&shards, folder)?;
+        let mut firsts = vec![0];
+        firsts.extend(indices.iter().scan(0, |sum, index| {
+            *sum += index.len();
+            Some(*sum)
+        }));
+        let opened = Self { shards, firsts, indices, remote };
+        if opened.num_samples() == 0 {
+            let first = opened.shards[0].name();
+            let reason = format!(
+                "there must be at least one sample, but none of the {} shard(s) from {first} on has one: samples are files with \
+                 names such as 0001.jpg",
+                opened.shards.len()
+            );
+            return Err(Error::invalid("paths", reason));
+        }
+        Ok(opened)
+    }
+
+    /// How many samples all shards have together.
+    pub fn num_samples(&self) -> usize {
+        self.firsts.last().copied().unwrap_or(0)
+    }
+
+    /// The numbers of the samples of each shard, in the order of the shards' paths.
+    pub fn samples_of_shards(&self) -> impl ExactSizeIterator<Item = std::ops::Range<usize>> + '_ {
+        self.firsts.windows(2).map(|pair| pair[0]..pair[1])
+    }
+}
+
+impl Dataset for TarShards {
+    type Sample = TarSample;
+
+    fn len(&self) -> usize {
+        self.num_samples()
+    }
+
+    fn get(&self, index: usize, _: &mut Generator) -> Result<TarSample> {
+        let shard = self.firsts.partition_point(|first| *first <= index).saturating_sub(1);
+        let place = self.indices.get(shard).and_then(|of_shard| of_shard.place(index - self.firsts[shard]));
+        let Some((offset, len)) = place else {
+            let reason = format!("it must be below {}, the number of samples, not {index}", self.num_samples());
+            return Err(Error::invalid("index", reason));
+        };
+        let shard = &self.shards[shard];
+        let bytes = shard.read(offset, len)?;
+        TarSample::parse(bytes).map_err(|(at, reason)| shard.error_at(offset + at, reason))
+    }
+}
+
+impl fmt::Debug for TarShards {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TarShards")
+            .field("shards", &self.shards.len())
+            .field("samples", &self.num_samples())
+            .field("remote", &self.remote.is_some())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,242 @@
+//! Mixed precision in bf16 learns as PyTorch's autocast does: `scripts/golden_autocast.py`.
+use crate::common::ranks;
+use candle_core::{D, DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
+use candle_ddp::amp::MixedPrecision;
+use candle_ddp::nn::{
+    BatchNorm, Conv2d, Embedding, LayerNorm, Linear, conv2d_no_bias, cross_entropy, embedding, layer_norm, linear,
+    linear_no_bias, relu, sync_batch_norm,
+};
+use candle_ddp::optim::{AdamW, ParamsAdamW};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use candle_nn::{Conv2dConfig, VarBuilder, VarMap};
+
+#[path = "../../examples/char_gpt/block.rs"]
+mod block;
+use block::Block;
+
+const RANKS: usize = 2;
+
+/// A model of the script, and its data.
+trait Golden: ModuleT + Sized {
+    const NAME: &str;
+    const SAMPLES: usize;
+    const BATCH: usize;
+
+    fn new(vb: VarBuilder, pg: &ProcessGroup) -> CandleResult<Self>;
+    /// The inputs and targets of all samples.
+    fn data() -> CandleResult<(Tensor, Tensor)>;
+}
+
+/// Pseudo-random numbers.
+fn hashes(count: usize, key: u32) -> impl Iterator<Item = u32> {
+    (1..=count as u32).map(move |at| {
+        let mut x = at.wrapping_mul(2_654_435_761).wrapping_add((key + 1).wrapping_mul(40503));
+        for shift in [15, 13, 16] {
+            x = (x ^ (x >> shift)).wrapping_mul(2_246_822_519);
+        }
+        x ^ (x >> 16)
+    })
+}
+
+fn noise(shape: &[usize], key: u32) -> CandleResult<Tensor> {
+    let values: Vec<f32> =
+        hashes(shape.iter().product(), key).map(|hash| (f64::from(hash) / 2f64.powi(31) - 1.0) as f32).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+struct Mlp(Vec<Linear>);
+
+impl ModuleT for Mlp {
+    fn forward_t(&self, x: &Tensor, _: bool) -> CandleResult<Tensor> {
+        let (last, layers) = self.0.split_last().unwrap();
+        last.forward(&layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))?)
+    }
+}
+
+impl Golden for Mlp {
+    const NAME: &str = "mlp";
+    const SAMPLES: usize = 256;
+    const BATCH: usize = 32;
+
+    fn new(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<Self> {
+        let vb = vb.pp("layers");
+        Ok(Self(vec![linear(32, 64, vb.pp(0))?, linear(64, 64, vb.pp(1))?, linear(64, 10, vb.pp(2))?]))
+    }
+
+    fn data() -> CandleResult<(Tensor, Tensor)> {
+        let x = noise(&[Self::SAMPLES, 32], 900)?;
+        let targets = x.i((.., ..10))?.argmax(1)?;
+        Ok((x, targets))
+    }
+}
+
+struct ResNet {
+    conv: Vec<Conv2d>,
+    norm: Vec<BatchNorm>,
+    head: Linear,
+}
+
+impl ModuleT for ResNet {
+    fn forward_t(&self, x: &Tensor, train: bool) -> CandleResult<Tensor> {
+        let relu = |index: usize, x: &Tensor| self.norm[index].forward_relu_t(&self.conv[index].forward(x)?, train);
+        let x = relu(0, x)?;
+        let x = self.norm[2].forward_add_relu_t(&self.conv[2].forward(&relu(1, &x)?)?, &x, train)?;
+        self.head.forward(&relu(3, &x)?.flatten_from(2)?.mean(D::Minus1)?)
+    }
+}
+
+impl Golden for ResNet {
+    const NAME: &str = "resnet";
+    const SAMPLES: usize = 64;
+    const BATCH: usize = 16;
+
+    fn new(vb: VarBuilder, pg: &ProcessGroup) -> CandleResult<Self> {
+        let sizes = [(3, 8, 1), (8, 8, 1), (8, 8, 1), (8, 16, 2)];
+        let config = |stride| Conv2dConfig { padding: 1, stride, ..Default::default() };
+        let conv = sizes.iter().enumerate();
+        let conv = conv.map(|(index, (inputs, outputs, stride))| {
+            conv2d_no_bias(*inputs, *outputs, 3, config(*stride), vb.pp("conv").pp(index))
+        });
+        let norm = sizes.iter().enumerate();
+        let norm = norm.map(|(index, (_, outputs, _))| sync_batch_norm(pg, *outputs, 1e-5, vb.pp("norm").pp(index)));
+        Ok(Self {
+            conv: conv.collect::<CandleResult<_>>()?,
+            norm: norm.collect::<CandleResult<_>>()?,
+            head: linear(16, 4, vb.pp("head"))?,
+        })
+    }
+
+    fn data() -> CandleResult<(Tensor, Tensor)> {
+        let x = noise(&[Self::SAMPLES, 3, 8, 8], 901)?;
+        let targets = x.i((.., 0..1))?.to_dtype(DType::F64)?.avg_pool2d(4)?.flatten_from(1)?.argmax(1)?;
+        Ok((x, targets))
+    }
+}
+
+struct Gpt {
+    tokens: Embedding,
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl ModuleT for Gpt {
+    fn forward_t(&self, x: &Tensor, _: bool) -> CandleResult<Tensor> {
+        let x = self.blocks.iter().try_fold(self.tokens.forward(x)?, |x, block| block.forward(&x))?;
+        self.head.forward(&self.norm.forward(&x)?)?.flatten_to(1)
+    }
+}
+
+impl Golden for Gpt {
+    const NAME: &str = "gpt";
+    const SAMPLES: usize = 64;
+    const BATCH: usize = 8;
+
+    fn new(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<Self> {
+        Ok(Self {
+            tokens: embedding(32, 24, vb.pp("tokens"))?,
+            blocks: (0..2).map(|index| Block::new(24, 2, vb.pp("blocks").pp(index))).collect::<CandleResult<_>>()?,
+            norm: layer_norm(24, 1e-5, vb.pp("norm"))?,
+            head: linear_no_bias(24, 32, vb.pp("head"))?,
+        })
+    }
+
+    fn data() -> CandleResult<(Tensor, Tensor)> {
+        const LENGTH: usize = 16;
+        let choices: Vec<u32> = hashes(Self::SAMPLES * LENGTH, 902).map(|hash| hash % 3).collect();
+        let sample = |sample: usize| {
+            let mut tokens = vec![sample as u32 % 32];
+            for choice in &choices[sample * LENGTH..][..LENGTH] {
+                tokens.push((5 * tokens[tokens.len() - 1] + 7 + choice) % 32);
+            }
+            tokens
+        };
+        let tokens = Tensor::from_iter((0..Self::SAMPLES).flat_map(sample), &Device::Cpu)?;
+        let tokens = tokens.reshape((Self::SAMPLES, LENGTH + 1))?;
+        Ok((tokens.i((.., ..LENGTH))?, tokens.i((.., 1..))?))
+    }
+}
+
+/// The variables' first values.
+fn fill(varmap: &VarMap) -> CandleResult<()> {
+    let vars = varmap.data().lock().unwrap();
+    let mut vars: Vec<_> = vars.iter().filter(|(name, _)| !name.contains("running_")).collect();
+    vars.sort_by_key(|(name, _)| (*name).clone());
+    for (key, (name, var)) in vars.into_iter().enumerate() {
+        var.set(&match var.dims() {
+            [rows, ..] if var.rank() > 1 => {
+                let fan_in = if name.contains("tokens") { 1 } else { var.elem_count() / rows };
+                (noise(var.dims(), key as u32)? * (fan_in as f64).powf(-0.5))?
+            }
+            _ if name.contains("norm") && name.ends_with("weight") => var.ones_like()?,
+            _ => var.zeros_like()?,
+        })?;
+    }
+    Ok(())
+}
+
+/// The losses over both ranks' halves of each batch.
+fn train<G: Golden>(dtype: Option<DType>, steps: usize) -> Vec<f64> {
+    let losses = ranks(RANKS, |pg| {
+        let varmap = VarMap::new();
+        G::new(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()), &pg)?;
+        fill(&varmap)?;
+        let mixed_precision = dtype.map(|dtype| MixedPrecision {
+            param_dtype: Some(dtype),
+            reduce_dtype: Some(DType::F32),
+            ..Default::default()
+        });
+        let options = DdpOptions { mixed_precision, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| G::new(vb, &pg), options)?;
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 2e-3, ..Default::default() })?;
+        let (x, targets) = G::data()?;
+        let part = G::BATCH / RANKS;
+        (0..steps)
+            .map(|step| {
+                let start = 3 * step % (G::SAMPLES / G::BATCH) * G::BATCH + pg.rank() * part;
+                let rows = start..start + part;
+                let output = ddp.forward_t(&x.i(rows.clone())?, true)?.to_dtype(DType::F32)?;
+                let loss = cross_entropy(&output, &targets.i(rows)?.flatten_all()?)?;
+                let gradients = ddp.backward(&loss)?;
+                candle_nn::Optimizer::step(&mut optimizer, &gradients)?;
+                Ok(pg.all_reduce_scalars([loss.to_scalar::<f32>()?.into()], ReduceOp::Avg)?[0])
+            })
+            .collect::<Result<Vec<f64>>>()
+    });
+    losses.unwrap().swap_remove(0)
+}
+
+/// The largest difference between means over twenty steps.
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+    let difference = |(a, b): (&[f64], &[f64])| (mean(a) - mean(b)).abs();
+    a.chunks(20).zip(b.chunks(20)).map(difference).fold(0.0, f64::max)
+}
+
+fn follows_autocast<G: Golden>() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/autocast.json");
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let golden = |case: &str| -> Vec<f64> {
+        golden[G::NAME][case].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+    };
+    let [f32, bf16, other] = ["f32", "bf16", "bf16_other_seed"].map(golden);
+    // The same model, data and optimizer.
+    assert!(distance(&train::<G>(None, 20), &f32[..20]) < 1e-5);
+    let (ours, seeds) = (distance(&train::<G>(Some(DType::BF16), bf16.len()), &bf16), distance(&bf16, &other));
+    assert!(ours < seeds / 10.0, "the losses differ from PyTorch's by {ours}, and those of two seeds by {seeds}");
+}
+
+#[test]
+fn an_mlp_learns_as_under_autocast() {
+    follows_autocast::<Mlp>();
+}
+
+#[test]
+fn a_resnet_learns_as_under_autocast() {
+    follows_autocast::<ResNet>();
+}
+
+#[test]
+fn a_gpt_learns_as_under_autocast() {
+    follows_autocast::<Gpt>();
+}
