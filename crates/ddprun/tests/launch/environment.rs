@@ -127,15 +127,20 @@ fn the_store_exists_during_the_whole_run() {
     assert_eq!(Ran::of(child).code, Some(0));
 }
 
-/// mimalloc keeps the memory of a step for the next one, unless the user wants something else.
+/// mimalloc keeps the memory of a step for the next one, CUDA loads kernels before a call can wait for another rank, and streams have
+/// queues of their own; unless the user wants something else.
 #[test]
-fn workers_keep_freed_memory() {
+fn workers_get_settings_of_allocators_and_cuda() {
     let sandbox = Sandbox::new();
-    let script = "echo $MIMALLOC_PURGE_DELAY";
-    let mut command = sandbox.ddprun(&["sh", "-c", script]);
-    assert_eq!(Ran::new(command.env_remove("MIMALLOC_PURGE_DELAY")).stdout, "10000\n");
-    let mut command = sandbox.ddprun(&["sh", "-c", script]);
-    assert_eq!(Ran::new(command.env("MIMALLOC_PURGE_DELAY", "5")).stdout, "5\n");
+    let defaults =
+        [("MIMALLOC_PURGE_DELAY", "10000"), ("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+    for (name, default) in defaults {
+        let script = format!("echo ${name}");
+        let mut command = sandbox.ddprun(&["sh", "-c", &script]);
+        assert_eq!(Ran::new(command.env_remove(name)).stdout, format!("{default}\n"), "{name}");
+        let mut command = sandbox.ddprun(&["sh", "-c", &script]);
+        assert_eq!(Ran::new(command.env(name, "5")).stdout, "5\n", "{name}");
+    }
 }
 
 #[test]
