@@ -24,3 +24,5 @@ mod programs;
 mod small_data;
 mod status;
 mod stop;
+#[path = "../common/tar_files.rs"]
+mod tar_files;
