@@ -14,8 +14,8 @@ use candle_core::Device;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Makes batches of a [`Dataset`]: each rank gets its part of the samples, as a [`DistributedSampler`] deals them out. Worker
-/// threads read ahead of training if [`num_workers`](LoaderOptions::num_workers) says so. The loader knows its position, so a
+/// Makes batches of a [`Dataset`]: each rank gets its part of the samples, as a [`DistributedSampler`] deals them out, or in
+/// another [`Order`] ([`with_order`](Self::with_order)). Worker threads read ahead of training if [`num_workers`](LoaderOptions::num_workers) says so. The loader knows its position, so a
 /// checkpoint with its [`state`](Self::state) lets a run resume in the middle of an epoch, as with torchdata's
 /// `StatefulDataLoader`.
 ///

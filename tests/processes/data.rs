@@ -2,8 +2,12 @@
 //!
 //! The processes are this test binary itself.
 use crate::common::test_arguments;
+use crate::tar_files::{files, shard};
 use candle_ddp::checkpoint::StateDict;
-use candle_ddp::data::{DataLoader, Dataset, LengthBatches, LoaderOptions, SamplerOptions, WeightedSampler};
+use candle_ddp::data::{
+    BlockOptions, BlockShuffle, DataLoader, Dataset, LengthBatches, LoaderOptions, SamplerOptions, TarShards,
+    WeightedSampler,
+};
 use candle_ddp::seed::Generator;
 use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};
 use std::fs::OpenOptions;
@@ -17,10 +21,13 @@ const FOLDER: &str = "CANDLE_DDP_TEST_DATA_FOLDER";
 const KILLED_AFTER: &str = "CANDLE_DDP_TEST_DATA_KILLED_AFTER";
 /// The variable that names the order, one of `ORDERS`.
 const ORDER: &str = "CANDLE_DDP_TEST_DATA_ORDER";
-const ORDERS: [&str; 3] = ["sampler", "weighted", "lengths"];
+const ORDERS: [&str; 4] = ["sampler", "weighted", "lengths", "shards"];
+/// The folder of the shards in that of the run.
+const SHARDS: &str = "shards.d";
 const SAMPLES: usize = 101;
 
-struct Slow;
+/// The indices, or the samples of shards with their numbers as keys.
+struct Slow(Option<TarShards>);
 
 impl Dataset for Slow {
     type Sample = usize;
@@ -33,7 +40,10 @@ impl Dataset for Slow {
         std::thread::sleep(std::time::Duration::from_micros(random.below(2000)));
         // Workers must leave rayon's threads, of which ddprun sets the number, to training.
         assert_eq!(rayon::current_num_threads(), 1);
-        Ok(index)
+        match &self.0 {
+            Some(shards) => Ok(shards.get(index, random)?.key().parse().unwrap()),
+            None => Ok(index),
+        }
     }
 }
 
@@ -48,7 +58,7 @@ fn rank_of_another_test() {
 fn rank(folder: &Path) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
     let order = std::env::var(ORDER).unwrap();
-    let mut loader = loader(&pg, &order, if order == "lengths" { 1 } else { 3 })?;
+    let mut loader = loader(&pg, folder, &order, if order == "lengths" { 1 } else { 3 })?;
     let state = folder.join("loader.safetensors");
     if state.exists() {
         loader.load(&state)?;
@@ -75,20 +85,26 @@ fn rank(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-fn loader(pg: &ProcessGroup, order: &str, batch_size: usize) -> Result<DataLoader<Slow, Vec<usize>>> {
+fn loader(pg: &ProcessGroup, folder: &Path, order: &str, batch_size: usize) -> Result<DataLoader<Slow, Vec<usize>>> {
     let sampler = SamplerOptions { seed: 3, ..Default::default() };
     let options = LoaderOptions { batch_size, num_workers: 3, sampler, ..Default::default() };
     match order {
         "weighted" => {
             let weights: Vec<f64> = (1..=SAMPLES).map(|index| index as f64).collect();
             let order = WeightedSampler::without_replacement(weights, SAMPLES)?;
-            DataLoader::with_order(Slow, order, pg, options, Ok)
+            DataLoader::with_order(Slow(None), order, pg, options, Ok)
         }
         "lengths" => {
             let order = LengthBatches::new((0..SAMPLES).map(|index| 1 + index % 30), 50)?;
-            DataLoader::with_order(Slow, order, pg, options, Ok)
+            DataLoader::with_order(Slow(None), order, pg, options, Ok)
         }
-        _ => DataLoader::with_collate(Slow, pg, options, Ok),
+        "shards" => {
+            // All ranks make the indices at once.
+            let shards = TarShards::in_folder(folder.join(SHARDS))?;
+            let order = BlockShuffle::new(shards.len(), BlockOptions { block: 9, window: 2, lanes: 3 })?;
+            DataLoader::with_order(Slow(Some(shards)), order, pg, options, Ok)
+        }
+        _ => DataLoader::with_collate(Slow(None), pg, options, Ok),
     }
 }
 
@@ -106,6 +122,11 @@ fn run(folder: &Path, order: &str, ranks: usize, killed_after: Option<usize>) ->
 fn killed_runs_go_on_with_other_numbers_of_ranks() {
     for (order, (before, after)) in ORDERS.into_iter().flat_map(|order| [(order, (1, 3)), (order, (4, 2))]) {
         let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join(SHARDS)).unwrap();
+        for first in (0..SAMPLES).step_by(20) {
+            let path = folder.path().join(SHARDS).join(format!("{first:05}.tar"));
+            shard(&path, &files(first..SAMPLES.min(first + 20)));
+        }
         assert!(!run(folder.path(), order, before, Some(4)), "{before} ranks were not killed");
         assert!(run(folder.path(), order, after, None), "{after} ranks do not continue");
         let mut counts = vec![0; SAMPLES];
@@ -116,7 +137,8 @@ fn killed_runs_go_on_with_other_numbers_of_ranks() {
             }
         }
         // The order itself: samples, or batches.
-        let places = candle_ddp::spawn(1, |pg| loader(&pg, order, 1)?.iter().collect::<Result<Vec<_>>>());
+        let places =
+            candle_ddp::spawn(1, |pg| loader(&pg, folder.path(), order, 1)?.iter().collect::<Result<Vec<_>>>());
         let places = places.unwrap().remove(0);
         // What is left after the kill is padded to a multiple of the ranks, from the head of the order.
         let left = places.len() - 4 * before * if order == "lengths" { 1 } else { 3 };

@@ -24,6 +24,8 @@ mod programs;
 mod small_data;
 mod status;
 mod stop;
+#[path = "../common/tar_files.rs"]
+mod tar_files;
 mod virtual_ranks;
 #[path = "../common/virtual_ranks.rs"]
 mod virtual_run;

@@ -57,6 +57,7 @@ mod optim_own;
 mod optim_state;
 mod orders;
 mod quick_start;
+mod range_cache;
 mod resume;
 mod sampler;
 mod several_models;

@@ -74,14 +74,19 @@ fn answer(mut connection: TcpStream, files: &HashMap<String, Vec<u8>>, mood: &Mu
     let mood = *mood.lock().unwrap();
     let empty = |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
     let head = match (files.get(&name), range) {
-        _ if mood == Mood::Silent => return _ = connection.read_to_end(&mut Vec::new()),
+        _ if mood == Mood::Silent => {
+            // Until the client gives up.
+            let _ = connection.read_to_end(&mut Vec::new());
+            return;
+        }
         _ if matches!(mood, Mood::Failing(count) if number < count) => empty("503 Service Unavailable"),
         (None, _) => empty("404 Not Found"),
         (Some(file), Some(range)) if range.start < file.len() => {
             let body = &file[range.start..range.end.min(file.len())];
             let head = format!("HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\n\r\n", body.len());
             let sent = if mood == Mood::Cut { body.len() / 2 } else { body.len() };
-            return _ = connection.write_all(&[head.as_bytes(), &body[..sent]].concat());
+            let _ = connection.write_all(&[head.as_bytes(), &body[..sent]].concat());
+            return;
         }
         _ => empty("416 Range Not Satisfiable"),
     };
@@ -225,7 +230,7 @@ impl ReadRange for Counting {
         self.reads.fetch_add(1, Ordering::SeqCst);
         let end = range.end.min(self.len);
         let begin = range.start.min(end);
-        let end = if end > begin { end - self.short_by } else { end };
+        let end = if end > begin + 1 { end - self.short_by } else { end };
         Ok((begin..end).map(|at| (at % 251) as u8).collect())
     }
 }

@@ -1,0 +1,113 @@
+//! Samples per second from tar shards, and how long it takes to open them and to resume in the middle of an epoch.
+//!
+//! ```text
+//! cargo bench --bench tar_shards -- --folder FOLDER [--shards 1000 --samples 1000 --bytes 500 --read 200000]
+//! python3 scripts/compare/tar_webdataset.py FOLDER --read 200000
+//! ```
+//!
+//! An empty FOLDER gets shards of samples of two files, a class and `--bytes` bytes; the script reads the same ones with webdataset, in
+//! one process. Each line of the output is a JSON object: `index_seconds`, the first opening, which makes the indices;
+//! `open_seconds`, every other one; `resume_seconds`, from a state in the middle of an epoch to the loader being there, and
+//! `first_batch_seconds`, from then to the first batch; and for a number of workers `samples_per_second`, with the samples of
+//! `BlockShuffle` in batches of 64.
+//!
+//! Without `--bench` (as under `cargo test`), it reads a few samples as a smoke test.
+use candle_ddp::data::{BlockShuffle, DataLoader, Dataset, LoaderOptions, LoaderState, TarSample, TarShards};
+use candle_ddp::{Error, ProcessGroup, Result};
+use clap::Parser;
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+#[derive(Parser, Clone)]
+struct Options {
+    /// Set by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+    /// Where the shards are, or are made.
+    #[arg(long)]
+    folder: Option<PathBuf>,
+    #[arg(long, default_value_t = 1000)]
+    shards: usize,
+    /// How many samples each shard has.
+    #[arg(long, default_value_t = 1000)]
+    samples: usize,
+    /// The size of a sample's larger file.
+    #[arg(long, default_value_t = 500)]
+    bytes: usize,
+    /// How many samples are read to measure the speed.
+    #[arg(long, default_value_t = 200_000)]
+    read: usize,
+}
+
+fn main() -> Result<()> {
+    // Other arguments are for cargo test's own harness.
+    let measure = std::env::args().any(|argument| argument == "--bench");
+    let smoke = ["tar_shards", "--shards", "3", "--samples", "50", "--read", "100"];
+    let options = if measure { Options::parse() } else { Options::parse_from(smoke) };
+    let made = tempfile::tempdir().map_err(|error| Error::Io { context: "a folder for shards".into(), error })?;
+    let folder = options.folder.clone().unwrap_or_else(|| made.path().to_path_buf());
+    if !folder.join("00000.tar").exists() {
+        let context = format!("making shards in {}", folder.display());
+        make(&folder, &options).map_err(|error| Error::Io { context, error })?;
+    }
+    candle_ddp::spawn(1, |pg| measured(&pg, &folder, options.read))?;
+    Ok(())
+}
+
+fn make(folder: &Path, options: &Options) -> std::io::Result<()> {
+    let content = vec![7; options.bytes];
+    for shard in 0..options.shards {
+        let mut tar = tar::Builder::new(BufWriter::new(File::create(folder.join(format!("{shard:05}.tar")))?));
+        for sample in 0..options.samples {
+            for (name, content) in [("bin", &content[..]), ("cls", b"3")] {
+                let mut header = tar::Header::new_ustar();
+                header.set_mode(0o644);
+                header.set_size(content.len() as u64);
+                tar.append_data(&mut header, format!("{shard:05}-{sample:05}.{name}"), content)?;
+            }
+        }
+        tar.finish()?;
+    }
+    Ok(())
+}
+
+fn seconds<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    let start = Instant::now();
+    let made = work()?;
+    Ok((made, start.elapsed().as_secs_f64()))
+}
+
+fn measured(pg: &ProcessGroup, folder: &Path, read: usize) -> Result<()> {
+    let (_, first) = seconds(|| TarShards::in_folder(folder))?;
+    let (shards, open) = seconds(|| TarShards::in_folder(folder))?;
+    let samples = shards.len();
+    println!("{}", serde_json::json!({ "samples": samples, "index_seconds": first, "open_seconds": open }));
+    let loader = |shards, num_workers| -> Result<DataLoader<TarShards, usize>> {
+        let order = BlockShuffle::new(samples, Default::default())?;
+        let collate = |samples: Vec<TarSample>| {
+            Ok(samples.iter().map(|sample| sample.files().map(|(_, content)| content.len()).sum::<usize>()).sum())
+        };
+        let options = LoaderOptions { batch_size: 64, num_workers, ..Default::default() };
+        DataLoader::with_order(shards, order, pg, options, collate)
+    };
+    let mut resumed = loader(shards, 0)?;
+    let state = LoaderState { epoch: 1, consumed: samples / 2, dataset_len: samples, ..Default::default() };
+    let ((), resume) = seconds(|| resumed.resume(state))?;
+    let (_, batch) = seconds(|| resumed.iter().next().transpose())?;
+    println!("{}", serde_json::json!({ "resume_seconds": resume, "first_batch_seconds": batch }));
+    for num_workers in [0, 1, 2] {
+        // The second round finds the shards in the system's cache, as those of webdataset are.
+        for round in 0..2 {
+            let batches = loader(TarShards::in_folder(folder)?, num_workers)?.epoch(0).take(read / 64 + 1);
+            let (count, seconds) = seconds(|| batches.map(|batch| batch.map(|_| 64)).sum::<Result<usize>>())?;
+            let row = serde_json::json!({ "workers": num_workers, "round": round, "samples_per_second": count as f64 / seconds });
+            println!("{row}");
+        }
+    }
+    Ok(())
+}
