@@ -78,20 +78,33 @@ def by_mode(output):
     return {row["mode"]: row for row in harness.json_lines(output)}
 
 
-def overhead(options, program):
-    hosts = harness.OneHost()
-    systems = {"candle-ddp": lambda model, modes: ours(options, program, model, modes, hosts)}
+def with_peers(systems, peers):
+    """Adds PyTorch's systems, if PyTorch is there. Returns the lines of a document that name the versions."""
     versions = [f"- Ours: {harness.toolchain()}"]
     if version := harness.pytorch_version():
-        systems["PyTorch, Gloo"] = lambda model, modes: pytorch(options, model, modes, hosts)
+        systems |= peers
         versions.append(f"- PyTorch: {version}")
     else:
         harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
+    return versions
+
+
+def rounds(options, systems, modes):
+    """Returns the rows by mode of each round, by model and system; the systems alternate."""
     runs = {(model, name): [] for model in options.models for name in systems}
     for number in range(1, options.rounds + 1):
         for model, name in runs:
             say(f"round {number} of {options.rounds}: {model}, {name}")
-            runs[model, name].append(systems[name](model, ["local", "ddp"]))
+            runs[model, name].append(systems[name](model, modes))
+    return runs
+
+
+def overhead(options, program):
+    hosts = harness.OneHost()
+    systems = {"candle-ddp": lambda model, modes: ours(options, program, model, modes, hosts)}
+    peers = {"PyTorch, Gloo": lambda model, modes: pytorch(options, model, modes, hosts)}
+    versions = with_peers(systems, peers)
+    runs = rounds(options, systems, ["local", "ddp"])
     memory = {}
     for model, name in runs:
         say(f"memory: {model}, {name}")
@@ -140,21 +153,12 @@ def overhead(options, program):
 
 def mixed(options, program):
     hosts = harness.OneHost()
-    of_ours = lambda *more: lambda model: ours(options, program, model, ["ddp"], hosts, *more)["ddp"]
-    of_peer = lambda *more: lambda model: pytorch(options, model, ["ddp"], hosts, *more)["ddp"]
+    of_ours = lambda *more: lambda model, modes: ours(options, program, model, modes, hosts, *more)
+    of_peer = lambda dtype: lambda model, modes: pytorch(options, model, modes, hosts, dtype)
     systems = {"candle-ddp, f32": of_ours(), "candle-ddp, bf16": of_ours("--amp", "bf16")}
-    versions = [f"- Ours: {harness.toolchain()}"]
-    if version := harness.pytorch_version():
-        systems |= {"PyTorch, f32": of_peer("f32"), "PyTorch, bf16": of_peer("autocast")}
-        versions.append(f"- PyTorch: {version}")
-    else:
-        harness.skip("PyTorch", f"{harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
-    runs = {(model, name): [] for model in options.models for name in systems}
-    for number in range(1, options.rounds + 1):
-        for model, name in runs:
-            say(f"round {number} of {options.rounds}: {model}, {name}")
-            runs[model, name].append(systems[name](model))
-    times = lambda model, name: [run["step_ms"] for run in runs[model, name]]
+    versions = with_peers(systems, {"PyTorch, f32": of_peer("f32"), "PyTorch, bf16": of_peer("autocast")})
+    runs = rounds(options, systems, ["ddp"])
+    times = lambda model, name: [run["ddp"]["step_ms"] for run in runs[model, name]]
     median = lambda model, name: statistics.median(times(model, name))
     lines = [
         "# A training step with DDP in bf16, 2 ranks on one machine",
@@ -182,7 +186,7 @@ def mixed(options, program):
     for model in options.models:
         lines += ["", f"## {MODELS[model]}", "", f"| | {' | '.join(PARTS)} |", "|---|" + "---:|" * len(PARTS)]
         for name in systems:
-            parts = (f"{statistics.median(run[f'{part}_ms'] for run in runs[model, name]):.1f}" for part in PARTS)
+            parts = (f"{statistics.median(run['ddp'][f'{part}_ms'] for run in runs[model, name]):.1f}" for part in PARTS)
             lines.append(f"| {name} | {' | '.join(parts)} |")
     return lines
 

@@ -1,7 +1,6 @@
 //! A shuffle that reads a dataset in pieces.
-use super::order::shuffle;
+use super::order::{generator, shuffle};
 use super::{EpochOrder, Order, randperm};
-use crate::seed::Generator;
 use crate::{Error, Result};
 
 /// How [`BlockShuffle`] shuffles.
@@ -75,8 +74,7 @@ impl Order for BlockShuffle {
     fn epoch_order(&self, seed: u64, epoch: u64) -> Result<EpochOrder> {
         let BlockOptions { block, window, lanes } = self.options;
         let blocks = randperm(self.dataset_len.div_ceil(block), seed.wrapping_add(epoch));
-        // Augmentation draws from the seed itself.
-        let mut random = Generator::with_sequence(seed ^ 0x626c_6f63_6b73_6875, epoch);
+        let mut random = generator(*b"blockshu", seed, epoch);
         let mut lane_of = |lane: usize| {
             let of_lane: Vec<usize> = blocks.iter().skip(lane).step_by(lanes).collect();
             let mut samples = Vec::with_capacity(of_lane.len() * block.min(self.dataset_len));

@@ -20,11 +20,19 @@ impl Indices {
     }
 
     pub(super) fn get(&self, position: usize) -> Option<usize> {
+        (position < self.len()).then(|| self.at(position))
+    }
+
+    fn at(&self, position: usize) -> usize {
         match self {
-            Self::InOrder(len) => (position < *len).then_some(position),
-            Self::Narrow(indices) => indices.get(position).map(|&index| index as usize),
-            Self::Wide(indices) => indices.get(position).map(|&index| index as usize),
+            Self::InOrder(_) => position,
+            Self::Narrow(indices) => indices[position] as usize,
+            Self::Wide(indices) => indices[position] as usize,
         }
+    }
+
+    pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
+        (0..self.len()).map(|position| self.at(position))
     }
 
     /// The least number that is above all of them.

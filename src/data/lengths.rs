@@ -1,7 +1,6 @@
 //! Batches of samples of similar length, with as many tokens each.
-use super::order::shuffle;
+use super::order::{generator, shuffle};
 use super::{EpochOrder, Order};
-use crate::seed::Generator;
 use crate::{Error, Result};
 use std::fmt;
 use std::sync::Arc;
@@ -107,8 +106,7 @@ impl Order for LengthBatches {
     }
 
     fn epoch_order(&self, seed: u64, epoch: u64) -> Result<EpochOrder> {
-        // Augmentation draws from the seed itself.
-        let mut random = Generator::with_sequence(seed ^ 0x6c65_6e67_7468_7321, epoch);
+        let mut random = generator(*b"lengths!", seed, epoch);
         let key = |(index, length): (usize, &u32)| {
             let factor = 1. + self.options.noise * random.uniform(0., 1.);
             // The random bits decide between equal lengths, as chance and not as the index does.
@@ -119,13 +117,13 @@ impl Order for LengthBatches {
         sorted.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
         let (mut batches, mut batch, mut longest) = (Vec::new(), Vec::new(), 0);
         for (_, _, index) in sorted {
-            let with_it = longest.max(self.lengths[index] as usize);
-            let tokens = with_it.saturating_mul(batch.len() + 1);
+            let length = self.lengths[index] as usize;
+            let tokens = longest.max(length).saturating_mul(batch.len() + 1);
             if !batch.is_empty() && (tokens > self.max_tokens || batch.len() == self.options.max_samples) {
                 batches.push(std::mem::take(&mut batch));
                 longest = 0;
             }
-            longest = longest.max(self.lengths[index] as usize);
+            longest = longest.max(length);
             batch.push(index);
         }
         batches.push(batch);

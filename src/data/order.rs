@@ -201,6 +201,11 @@ impl fmt::Debug for EpochOrder {
     }
 }
 
+/// The generator of an epoch of the orders of this name. Augmentation draws from the seed itself.
+pub(super) fn generator(name: [u8; 8], seed: u64, epoch: u64) -> Generator {
+    Generator::with_sequence(seed ^ u64::from_be_bytes(name), epoch)
+}
+
 /// Fisher and Yates's shuffle.
 pub(super) fn shuffle<T>(items: &mut [T], random: &mut Generator) {
     for left in (2..=items.len()).rev() {

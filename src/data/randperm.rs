@@ -29,11 +29,7 @@ impl Permutation {
 
     /// The indices in their permuted order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
-        (0..self.len()).map(|position| match &self.0 {
-            Indices::Narrow(indices) => indices[position] as usize,
-            Indices::Wide(indices) => indices[position] as usize,
-            Indices::InOrder(_) => position,
-        })
+        self.0.iter()
     }
 
     pub(super) fn into_indices(self) -> Indices {

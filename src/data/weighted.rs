@@ -1,6 +1,6 @@
 //! Samples that are drawn as often as their weights say.
+use super::order::generator;
 use super::{EpochOrder, Order};
-use crate::seed::Generator;
 use crate::{Error, Result};
 use rayon::prelude::*;
 use std::fmt;
@@ -143,13 +143,8 @@ impl Order for WeightedSampler {
 
 /// Numbers in `0 <= x < 1`, by their places in the epoch.
 fn uniform(seed: u64, epoch: u64) -> impl Fn(usize) -> f64 + Sync {
-    // Augmentation draws from the seed itself.
-    let draw = Generator::with_sequence(seed ^ 0x7765_6967_6874_6564, epoch).draw(0);
-    move |place| {
-        let [low, high, ..] = draw.block(place as u64);
-        // The upper 53 bits, which an f64 holds exactly.
-        ((u64::from(low) | u64::from(high) << 32) >> 11) as f64 / (1_u64 << 53) as f64
-    }
+    let draw = generator(*b"weighted", seed, epoch).draw(0);
+    move |place| draw.unit(place as u64)
 }
 
 impl fmt::Debug for WeightedSampler {

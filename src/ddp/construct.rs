@@ -67,10 +67,7 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
-        if options.virtual_ranks.is_some() {
-            group.use_virtual_ranks();
-        }
-        let reducer = Arc::new(Reducer::new(group.clone()));
+        let reducer = reducer(group, &options);
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
@@ -86,10 +83,7 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
     pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
-        if options.virtual_ranks.is_some() {
-            group.use_virtual_ranks();
-        }
-        let reducer = Arc::new(Reducer::new(group.clone()));
+        let reducer = reducer(group, &options);
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = Ok(module);
@@ -120,4 +114,11 @@ impl<M> DistributedDataParallel<M> {
         let (module, core) = DistributedModel::connect(reducer, built, variables, options)?;
         Ok(Self { module, core: Box::new(core) })
     }
+}
+
+fn reducer(group: &ProcessGroup, options: &DdpOptions) -> Arc<Reducer> {
+    if options.virtual_ranks.is_some() {
+        group.use_virtual_ranks();
+    }
+    Arc::new(Reducer::new(group.clone()))
 }

@@ -35,18 +35,6 @@ pub fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T]) -> R
     }
 }
 
-/// Passes the elements of `tensor`, which has dtype `T`, to `work` in the type used for arithmetic: borrowed if
-/// possible, otherwise converted.
-pub fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::Real]) -> Result<R>) -> Result<R> {
-    if T::DTYPE == T::Real::DTYPE {
-        return with_slice::<T::Real, _>(tensor, work);
-    }
-    with_slice::<T, _>(tensor, |values| {
-        let wide: Vec<T::Real> = vectorise!(|| values.iter().map(|value| value.widen()).collect());
-        work(&wide)
-    })
-}
-
 /// Rounds to the nearest values of dtype `T`; a no-op if that is the type used for arithmetic.
 pub fn narrow_vec<T: Element>(values: Vec<T::Real>) -> Vec<T> {
     // Only `Any` can tell whether the two types are the same.

@@ -88,13 +88,12 @@ fn load(shard: &Shard, file: &Path) -> Result<Option<Index>> {
         log::warn!("the index {} is damaged, or of another version: it is made again", file.display());
         return Ok(None);
     };
-    match shard.changed(stamp, shard.stamp) {
+    match stamp.changed(shard.stamp) {
         None => Ok(Some(index)),
-        Some(Error::DataFile { path, reason }) => {
-            let reason = format!("{reason}. If that is right, remove {}, and a new one is made", file.display());
-            Err(Error::DataFile { path, reason })
+        Some(reason) => {
+            let hint = format!("If that is right, remove {}, and a new one is made", file.display());
+            Err(shard.error(format!("{reason}. {hint}")))
         }
-        Some(error) => Err(error),
     }
 }
 

@@ -75,8 +75,6 @@ pub struct TarShards {
     /// The number of each shard's first sample, and of all samples.
     firsts: Vec<usize>,
     indices: Vec<Index>,
-    /// None where the shards are files.
-    remote: Option<Arc<dyn ReadRange>>,
 }
 
 impl TarShards {
@@ -154,7 +152,7 @@ impl TarShards {
             *sum += index.len();
             Some(*sum)
         }));
-        let opened = Self { shards, firsts, indices, remote };
+        let opened = Self { shards, firsts, indices };
         if opened.num_samples() == 0 {
             let first = opened.shards[0].name();
             let reason = format!(
@@ -203,7 +201,7 @@ impl fmt::Debug for TarShards {
         f.debug_struct("TarShards")
             .field("shards", &self.shards.len())
             .field("samples", &self.num_samples())
-            .field("remote", &self.remote.is_some())
+            .field("remote", &self.shards.iter().any(Shard::is_remote))
             .finish_non_exhaustive()
     }
 }

@@ -23,6 +23,18 @@ impl Stamp {
         let modified = metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
         Ok(Self { size: metadata.len(), modified })
     }
+
+    /// Why a shard that has the stamp `now` is not the one that was opened, or indexed.
+    pub(super) fn changed(self, now: Self) -> Option<String> {
+        let reason = if self.size != now.size {
+            format!("it had {} bytes and has {} now", self.size, now.size)
+        } else if self.modified != now.modified {
+            "it was written to".to_string()
+        } else {
+            return None;
+        };
+        Some(format!("it has changed since its index was made: {reason}"))
+    }
 }
 
 /// A tar file, here or elsewhere.
@@ -45,6 +57,10 @@ impl Shard {
         Ok(shard)
     }
 
+    pub(super) fn is_remote(&self) -> bool {
+        self.remote.is_some()
+    }
+
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -61,18 +77,6 @@ impl Shard {
         self.error(format!("at byte {offset}: {reason}"))
     }
 
-    /// Why a shard with this stamp is not the one that was opened, or indexed.
-    pub(super) fn changed(&self, then: Stamp, now: Stamp) -> Option<Error> {
-        let reason = if then.size != now.size {
-            format!("it had {} bytes and has {} now", then.size, now.size)
-        } else if then.modified != now.modified {
-            "it was written to".to_string()
-        } else {
-            return None;
-        };
-        Some(self.error(format!("it has changed since its index was made: {reason}")))
-    }
-
     /// Reads exactly these bytes.
     pub(super) fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
         let range = offset..offset.saturating_add(len as u64);
@@ -81,8 +85,8 @@ impl Shard {
             Some(remote) => remote.read_range(&self.name, range).map_err(failed)?,
             None => {
                 let file = File::open(&self.path).map_err(failed)?;
-                if let Some(changed) = self.changed(self.stamp, Stamp::of(&file).map_err(failed)?) {
-                    return Err(changed);
+                if let Some(changed) = self.stamp.changed(Stamp::of(&file).map_err(failed)?) {
+                    return Err(self.error(changed));
                 }
                 let mut bytes = vec![0; len];
                 file.read_exact_at(&mut bytes, offset).map_err(failed)?;

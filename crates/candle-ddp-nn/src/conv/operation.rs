@@ -2,9 +2,10 @@
 use super::geometry::{Geometry, positions};
 use super::{cpu, cuda};
 use crate::channels;
+use crate::gemm::wide;
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::Error;
-use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice, with_wide};
+use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice};
 use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
@@ -173,7 +174,7 @@ impl Convolution {
             return Ok(y.into_result());
         }
         let storage = dispatch!(x.dtype(), self.name, T => {
-            let bias = bias.map(|bias| with_wide::<T, _>(bias, |bias| Ok(bias.to_vec()))).transpose()?;
+            let bias = bias.map(|bias| with_slice::<T, _>(bias, |bias| Ok(wide(bias).into_owned()))).transpose()?;
             with_slice::<T, _>(x, |x| with_slice::<T, _>(weight, |weight| {
                 let y = match self.transposed {
                     false => cpu::forward::<T>(geometry, x, weight, bias.as_deref())?,

@@ -159,6 +159,23 @@ __device__ inline double share(const Real *weights, unsigned long long classes, 
     return weights ? weights[target] : 1;
 }
 
+// Writes what is known of a sample: its logits are `distance` apart, `smooth` is the weighted sum of all negative
+// log-probabilities.
+template <typename T>
+__device__ inline void put_loss(const Arguments &by, unsigned long long sample, const T *x, unsigned long long distance,
+                                double norm, double smooth) {
+    typedef typename Element<T>::Real Real;
+    const Rows &r = ROWS;
+    const long long target = TENSOR(const long long, 1)[sample];
+    const double weight = share(TENSOR(const Real, 2), r.count, target, LOSSES.ignore);
+    double loss = weight;
+    if (weight == weight && target != LOSSES.ignore)
+        loss = weight * (1 - by.reals[0]) * (norm - Element<T>::load(x[target * distance])) + by.reals[0] / r.count * smooth;
+    TENSOR(double, 3)[sample] = norm;
+    TENSOR(double, 4)[2 * sample] = loss;
+    TENSOR(double, 4)[2 * sample + 1] = weight;
+}
+
 // tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64), pairs (f64) for each sample:
 // its loss, and the weight of its target. One block per sample.
 template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
@@ -178,14 +195,7 @@ template <typename T> __device__ inline void losses_of_rows(const Arguments &by)
     }
     if (threadIdx.x != 0) return;
     if (by.reals[0] > 0) smooth = pair[0];
-    const long long target = TENSOR(const long long, 1)[blockIdx.x];
-    const double weight = share(weights, r.count, target, LOSSES.ignore);
-    TENSOR(double, 3)[blockIdx.x] = norm;
-    double loss = weight;
-    if (weight == weight && target != LOSSES.ignore)
-        loss = weight * (1 - by.reals[0]) * (norm - Element<T>::load(x[target])) + by.reals[0] / r.count * smooth;
-    TENSOR(double, 4)[2 * blockIdx.x] = loss;
-    TENSOR(double, 4)[2 * blockIdx.x + 1] = weight;
+    put_loss(by, blockIdx.x, x, 1, norm, smooth);
 }
 LAYER(losses_of_rows)
 
@@ -201,19 +211,11 @@ template <typename T> __device__ inline void losses_of_columns(const Arguments &
     const Real *weights = TENSOR(const Real, 2);
     const Sum<Real> of = sum_column(x, r.count, r.inner);
     const double norm = (double)of.largest + log((double)of.sum);
-    const long long target = TENSOR(const long long, 1)[sample];
-    const double weight = share(weights, r.count, target, LOSSES.ignore);
-    TENSOR(double, 3)[sample] = norm;
-    double loss = weight;
-    if (weight == weight && target != LOSSES.ignore) {
-        double smooth = 0;
-        if (by.reals[0] > 0)
-            for (unsigned long long i = 0; i < r.count; i++)
-                smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i * r.inner]));
-        loss = weight * (1 - by.reals[0]) * (norm - Element<T>::load(x[target * r.inner])) + by.reals[0] / r.count * smooth;
-    }
-    TENSOR(double, 4)[2 * sample] = loss;
-    TENSOR(double, 4)[2 * sample + 1] = weight;
+    double smooth = 0;
+    if (by.reals[0] > 0)
+        for (unsigned long long i = 0; i < r.count; i++)
+            smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i * r.inner]));
+    put_loss(by, sample, x, r.inner, norm, smooth);
 }
 LAYER(losses_of_columns)
 

@@ -62,8 +62,7 @@ impl Generator {
     /// A generator for the augmentation of one sample of a dataset: its numbers follow from these four values alone, so
     /// they do not depend on the thread that draws them, or on earlier draws.
     pub fn for_sample(seed: u64, epoch: u64, index: usize, rank: usize) -> Self {
-        let [a, b, c, d] = Self::with_sequence(seed, epoch).draw(4).block(rank as u64 + 1);
-        Self::with_sequence(join(a, b) ^ join(c, d).rotate_left(32), index as u64)
+        Self::with_sequence(Self::seed_of_epoch(seed, epoch, rank as u64 + 1), index as u64)
     }
 
     /// A generator for the layers' random numbers in one micro-batch under virtual ranks: they follow from these values
@@ -71,10 +70,14 @@ impl Generator {
     /// micro-batch's. candle-ddp's `MicroBatch::generator` makes it.
     pub fn for_micro_batch(seed: u64, epoch: u64, consumed: usize, number: usize) -> Self {
         // Block 0 belongs to no sample's rank; its numbers begin another sequence for each position in the epoch.
-        let [a, b, c, d] = Self::with_sequence(seed, epoch).draw(4).block(0);
-        let of_epoch = join(a, b) ^ join(c, d).rotate_left(32);
-        let [a, b, ..] = Self::with_sequence(of_epoch, consumed as u64).draw(4).block(0);
-        Self { maker: Maker::MicroBatch(number), ..Self::with_sequence(join(a, b), number as u64) }
+        let of_epoch = Self::seed_of_epoch(seed, epoch, 0);
+        let of_step = Self::with_sequence(of_epoch, consumed as u64).next_u64();
+        Self { maker: Maker::MicroBatch(number), ..Self::with_sequence(of_step, number as u64) }
+    }
+
+    fn seed_of_epoch(seed: u64, epoch: u64, block: u64) -> u64 {
+        let [first, second] = Self::with_sequence(seed, epoch).draw(4).pair(block);
+        first ^ second.rotate_left(32)
     }
 
     /// The generator of one of the 2^64 sequences of `seed`: 0 is the one of [`new`](Self::new).
@@ -128,8 +131,7 @@ impl Generator {
 
     /// A number from 0 to 2^64 - 1. It takes a whole block: tensors make better use of the sequence.
     pub fn next_u64(&mut self) -> u64 {
-        let [low, high, ..] = self.draw(4).block(0);
-        join(low, high)
+        self.draw(4).pair(0)[0]
     }
 
     /// A number that is uniform in `lo <= x < up`, or `lo` where the two are equal.
@@ -206,18 +208,13 @@ impl Generator {
         values.par_chunks_mut(PART).enumerate().for_each(|(part, values)| {
             let first = part * PART / 2;
             for (index, pair) in values.chunks_mut(2).enumerate() {
-                let [a, b, c, d] = draw.block((first + index) as u64);
-                for (value, made) in pair.iter_mut().zip(make([join(a, b), join(c, d)])) {
+                for (value, made) in pair.iter_mut().zip(make(draw.pair((first + index) as u64))) {
                     *value = round(made);
                 }
             }
         });
         values
     }
-}
-
-fn join(low: u32, high: u32) -> u64 {
-    u64::from(low) | u64::from(high) << 32
 }
 
 /// A number in `0 <= x < 1` of the upper 53 bits, which an f64 holds exactly.
@@ -247,6 +244,17 @@ impl Draw {
         let halves = |number: u64| [number as u32, (number >> 32) as u32];
         let ([low, high], [s0, s1]) = (halves(self.offset.wrapping_add(index)), halves(self.sequence));
         philox::block(halves(self.seed), [low, high, s0, s1])
+    }
+
+    /// The same as two numbers of 64 bits.
+    fn pair(&self, index: u64) -> [u64; 2] {
+        let [a, b, c, d] = self.block(index);
+        [[a, b], [c, d]].map(|[low, high]| u64::from(low) | u64::from(high) << 32)
+    }
+
+    /// A number that is uniform in `0 <= x < 1`, of the block `index`.
+    pub fn unit(&self, index: u64) -> f64 {
+        unit(self.pair(index)[0])
     }
 
     /// Fills `numbers`, beginning with number `first`.
