@@ -56,7 +56,8 @@ impl<M> DistributedDataParallel<M> {
 
     /// Returns a number of every micro-batch of a step, such as its loss, in the order of the micro-batches, under
     /// [virtual ranks](crate::DdpOptions::virtual_ranks). `own` are those of this rank's
-    /// [`micro_batches`](Self::micro_batches). A sum or a mean of the result has the same bits on any number of ranks, while the order in which
+    /// [`micro_batches`](Self::micro_batches). A sum or a mean of the result has the same bits on any number of ranks, while the
+    /// order in which
     /// [`all_reduce_scalars`](crate::ProcessGroup::all_reduce_scalars) adds depends on the ranks. Every rank must call it.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ use crate::flight_recorder::Recording;
 use crate::panic::lock;
 use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
