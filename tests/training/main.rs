@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/http_server.rs"]
+mod http_server;
 #[path = "../common/layers/mod.rs"]
 mod layers;
 #[path = "../golden/model.rs"]

@@ -1,97 +1,19 @@
 //! `TarShards::remote` and `RangeCache`: shards behind an HTTP server with ranges, one that fails, and one that is too slow.
 use crate::common::ranks;
+use crate::http_server::{Mood, Server};
 use crate::tar_files::{files, shard};
 use candle_ddp::data::{Dataset, RangeCache, RangeCacheOptions, ReadRange, TarShards};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
-use std::collections::HashMap;
 use std::fs;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 use tempfile::tempdir;
-
-/// How a server answers.
-#[derive(Clone, Copy, PartialEq)]
-enum Mood {
-    Well,
-    /// The first so many requests for data fail.
-    Failing(usize),
-    /// It accepts connections and says nothing.
-    Silent,
-    /// It closes the connection in the middle of a body.
-    Cut,
-}
-
-/// An HTTP server of files with ranges. It ends with the test's process.
-struct Server {
-    address: SocketAddr,
-    mood: Arc<Mutex<Mood>>,
-    requests: Arc<AtomicUsize>,
-}
-
-impl Server {
-    fn start(files: HashMap<String, Vec<u8>>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let server = Self {
-            address: listener.local_addr().unwrap(),
-            mood: Arc::new(Mutex::new(Mood::Well)),
-            requests: Arc::default(),
-        };
-        let (mood, requests, files) = (server.mood.clone(), server.requests.clone(), Arc::new(files));
-        std::thread::spawn(move || {
-            for connection in listener.incoming() {
-                let (mood, requests, files) = (mood.clone(), requests.clone(), files.clone());
-                std::thread::spawn(move || answer(connection.unwrap(), &files, &mood, &requests));
-            }
-        });
-        server
-    }
-
-    fn in_mood(&self, mood: Mood) {
-        *self.mood.lock().unwrap() = mood;
-        self.requests.store(0, Ordering::SeqCst);
-    }
-
-    fn requests(&self) -> usize {
-        self.requests.load(Ordering::SeqCst)
-    }
-}
-
-fn answer(mut connection: TcpStream, files: &HashMap<String, Vec<u8>>, mood: &Mutex<Mood>, requests: &AtomicUsize) {
-    let mut lines = BufReader::new(connection.try_clone().unwrap()).lines().map_while(io::Result::ok);
-    let Some(first) = lines.next() else { return };
-    let name = first.split(' ').nth(1).unwrap().trim_start_matches('/').to_string();
-    let range = lines.by_ref().take_while(|line| !line.is_empty()).find_map(|line| {
-        let (begin, end) = line.strip_prefix("Range: bytes=")?.split_once('-')?;
-        Some(begin.parse::<usize>().unwrap()..end.parse::<usize>().unwrap() + 1)
-    });
-    let number = requests.fetch_add(1, Ordering::SeqCst);
-    let mood = *mood.lock().unwrap();
-    let empty = |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
-    let head = match (files.get(&name), range) {
-        _ if mood == Mood::Silent => {
-            // Until the client gives up.
-            let _ = connection.read_to_end(&mut Vec::new());
-            return;
-        }
-        _ if matches!(mood, Mood::Failing(count) if number < count) => empty("503 Service Unavailable"),
-        (None, _) => empty("404 Not Found"),
-        (Some(file), Some(range)) if range.start < file.len() => {
-            let body = &file[range.start..range.end.min(file.len())];
-            let head = format!("HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\n\r\n", body.len());
-            let sent = if mood == Mood::Cut { body.len() / 2 } else { body.len() };
-            let _ = connection.write_all(&[head.as_bytes(), &body[..sent]].concat());
-            return;
-        }
-        _ => empty("416 Range Not Satisfiable"),
-    };
-    let _ = connection.write_all(head.as_bytes());
-}
 
 /// The client that a program would have of a library.
 struct Http {

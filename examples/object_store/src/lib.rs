@@ -1,0 +1,78 @@
+//! A folder of an object store as a source of tar shards.
+use candle_ddp::data::ReadRange;
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::path::Path;
+use object_store::{ClientOptions, ObjectStore, ObjectStoreExt, ObjectStoreScheme, RetryConfig};
+use std::io::{Error, ErrorKind, Result};
+use std::ops::Range;
+use tokio::runtime::Runtime;
+use url::{Position, Url};
+
+/// A folder of an object store.
+#[derive(Debug)]
+pub struct Bucket {
+    store: Box<dyn ObjectStore>,
+    folder: Path,
+    runtime: Runtime,
+}
+
+impl Bucket {
+    /// The folder `url`: `s3://BUCKET/FOLDER`, `gs://…`, `az://…` or `https://…`. Keys, regions and time-outs come from the
+    /// environment: AWS_*, GOOGLE_*, AZURE_*. A request may take 30 s unless they say otherwise.
+    pub fn open(url: &str) -> Result<Self> {
+        let url = Url::parse(url).map_err(Error::other)?;
+        let (scheme, folder) = ObjectStoreScheme::parse(&url).map_err(Error::other)?;
+        // RangeCache tries again, after any failure.
+        let retry = RetryConfig { max_retries: 0, ..Default::default() };
+        Self::new(
+            match scheme {
+                ObjectStoreScheme::AmazonS3 => {
+                    Box::new(AmazonS3Builder::from_env().with_url(url).with_retry(retry).build()?)
+                }
+                ObjectStoreScheme::GoogleCloudStorage => {
+                    Box::new(GoogleCloudStorageBuilder::from_env().with_url(url).with_retry(retry).build()?)
+                }
+                ObjectStoreScheme::MicrosoftAzure => {
+                    Box::new(MicrosoftAzureBuilder::from_env().with_url(url).with_retry(retry).build()?)
+                }
+                ObjectStoreScheme::Http => {
+                    let options = ClientOptions::new().with_allow_http(true);
+                    let host = HttpBuilder::new().with_url(&url[..Position::BeforePath]);
+                    Box::new(host.with_client_options(options).with_retry(retry).build()?)
+                }
+                _ => return Err(Error::new(ErrorKind::Unsupported, format!("{url} is in no object store"))),
+            },
+            folder,
+        )
+    }
+
+    /// The folder `folder` of any store.
+    pub fn new(store: Box<dyn ObjectStore>, folder: Path) -> Result<Self> {
+        Ok(Self { store, folder, runtime: Runtime::new()? })
+    }
+}
+
+impl ReadRange for Bucket {
+    fn read_range(&self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        let path: Path = self.folder.parts().chain(Path::from(file).parts()).collect();
+        let read = async {
+            let end = range.end.min(self.store.head(&path).await?.size);
+            if range.start >= end {
+                return Ok(Vec::new());
+            }
+            Ok(self.store.get_range(&path, range.start..end).await?.to_vec())
+        };
+        self.runtime.block_on(read).map_err(|error: object_store::Error| {
+            use object_store::Error::{NotFound, PermissionDenied, Unauthenticated};
+            match error {
+                NotFound { .. } => Error::new(ErrorKind::NotFound, error),
+                PermissionDenied { .. } | Unauthenticated { .. } => Error::new(ErrorKind::PermissionDenied, error),
+                // Whatever may pass, such as a time-out.
+                error => Error::other(error),
+            }
+        })
+    }
+}
