@@ -171,6 +171,53 @@ fn attention_in_blocks_matches_the_cpu() {
     });
 }
 
+/// cuDNN loads 16 bytes at once, so images and weights that begin between such addresses are copied for it.
+#[test]
+fn convolutions_take_views_at_any_address() {
+    on_gpu("convolutions_take_views_at_any_address", |gpu| {
+        for dtype in [DType::F32, DType::BF16] {
+            let run = |device: &Device| {
+                let var = |shape: &[usize], seed| {
+                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                    Var::from_tensor(&values).unwrap()
+                };
+                // All but the first image, of 25 elements; the weights and the gradient likewise.
+                let (x, weight, dy) = (var(&[3, 1, 5, 5], 1), var(&[3, 1, 3, 3], 2), var(&[3, 2, 3, 3], 3));
+                let rest = |var: &Var| var.narrow(0, 1, 2).unwrap();
+                let y = Conv2d::new(rest(&weight), None, Conv2dConfig::default()).forward(&rest(&x)).unwrap();
+                let first = y.flatten_all().unwrap().narrow(0, 0, 1).unwrap();
+                let shifted = Tensor::cat(&[&first, &y.flatten_all().unwrap()], 0).unwrap();
+                let dy = dy.flatten_all().unwrap().narrow(0, 0, 37).unwrap();
+                let grads = (shifted * dy).unwrap().sum_all().unwrap().backward().unwrap();
+                let gradients = [&x, &weight].map(|var| floats(grads.get(var).unwrap()));
+                [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
+            };
+            let tolerance = if dtype == DType::F32 { 1e-5 } else { 1.6e-2 };
+            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                assert_close(there, &here, tolerance, &format!("result {index} in {dtype:?}"));
+            }
+        }
+    });
+}
+
+/// More products than one call of cuBLAS takes.
+#[test]
+fn attention_of_many_heads_matches_the_cpu() {
+    on_gpu("attention_of_many_heads_matches_the_cpu", |gpu| {
+        let run = |device: &Device| {
+            let var = |seed| Var::from_tensor(&tensor(&[65_540, 1, 2, 1], seed).to_device(device).unwrap()).unwrap();
+            let [q, k, v] = [1, 2, 3].map(var);
+            let y = scaled_dot_product_attention(&q, &k, &v, AttentionOptions::default()).unwrap();
+            let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+            let gradients = [&q, &k, &v].map(|var| floats(grads.get(var).unwrap()));
+            [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
+        };
+        for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+            assert_close(there, &here, 1e-5, &format!("result {index}"));
+        }
+    });
+}
+
 /// Errors that are not checked on a GPU, since that would mean waiting for it.
 #[test]
 fn indices_and_targets_that_do_not_exist_give_nan() {

@@ -177,6 +177,8 @@ number!(f32);
 number!(f64);
 
 const PART: usize = 1024;
+/// The largest batch.
+const MOST: usize = 65_535;
 
 struct Product {
     m: usize,
@@ -246,6 +248,10 @@ impl Product {
     }
 
     fn put_on(self, handle: *mut c_void) -> Status {
+        // As on GPUs of major version 7.
+        if self.batch > MOST {
+            return EXECUTION_FAILED;
+        }
         if self.m * self.n * self.batch == 0 {
             return SUCCESS;
         }

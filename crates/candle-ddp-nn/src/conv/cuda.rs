@@ -24,6 +24,7 @@ pub(super) fn forward(
         return Ok(Output::zeros(this.device, this.dtype, shape)?);
     }
     let y = Output::new(this.device, this.dtype, shape)?;
+    let (x, weight) = (&aligned(x)?, &aligned(weight)?);
     let (x, weight, bias) = (address(x)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
     let bias_address = address_or_none(bias.as_ref())?;
     if this.by_cudnn(Convolve::Forward, [x, weight, y.address()?])? {
@@ -59,6 +60,7 @@ pub(super) fn backward_data(
         return Ok(Output::zeros(this.device, this.dtype, shape)?);
     }
     let dx = Output::new(this.device, this.dtype, shape)?;
+    let (dy, weight) = (&aligned(dy)?, &aligned(weight)?);
     let (dy, weight, bias) = (address(dy)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
     let bias_address = address_or_none(bias.as_ref())?;
     if this.by_cudnn(Convolve::BackwardData, [dx.address()?, weight, dy])? {
@@ -86,6 +88,7 @@ pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shap
     if this.is_empty() {
         return Ok(Output::zeros(this.device, this.dtype, shape)?.into_tensor());
     }
+    let (x, dy) = (&aligned(x)?, &aligned(dy)?);
     let (x, dy) = (address(x)?, address(dy)?);
     let dw = Output::new(this.device, this.dtype, shape)?;
     if this.by_cudnn(Convolve::BackwardFilter, [x, dw.address()?, dy])? {
@@ -105,6 +108,16 @@ pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shap
         this.product([m, n, k], [(outputs.address()?, false), (columns.address()?, true)], &sum, images.0 > 0)?;
     }
     sum.into_tensor().to_dtype(this.dtype)
+}
+
+/// cuDNN chooses its algorithms without the addresses, and loads 16 bytes at once. So a view that begins between such addresses is
+/// copied.
+fn aligned(tensor: &Tensor) -> Result<Tensor> {
+    if !cfg!(feature = "cudnn") || address(tensor)?.is_aligned() {
+        Ok(tensor.clone())
+    } else {
+        tensor.force_contiguous()
+    }
 }
 
 /// The first image and the number of images.

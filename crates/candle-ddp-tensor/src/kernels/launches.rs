@@ -36,8 +36,13 @@ impl Address<'_> {
     /// bytes hold, or 1 if a row could not be loaded so.
     pub fn vector(addresses: &[Self], row: usize, dtype: DType) -> usize {
         let elements = 16 / dtype.size_in_bytes().max(1);
-        let fits = row.is_multiple_of(elements) && addresses.iter().all(|address| address.0.is_multiple_of(16));
+        let fits = row.is_multiple_of(elements) && addresses.iter().all(|address| address.is_aligned());
         if fits { elements } else { 1 }
+    }
+
+    /// Whether a thread may load 16 bytes at once from here, as cuDNN's kernels do.
+    pub fn is_aligned(self) -> bool {
+        self.0.is_multiple_of(16)
     }
 
     /// The address of the element with this index, in the same tensor.

@@ -1,11 +1,15 @@
 //! Products of matrices by cuBLAS, on candle's handle and stream.
-use super::launches::{Factor, Product};
+use super::launches::{Address, Factor, Product};
 use crate::{Error, Result};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{CudaDevice, DType};
 use cudarc::cublas::result::gemm_strided_batched_ex;
 use cudarc::cublas::sys::{cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t, cudaDataType};
 use std::ffi::c_void;
+
+/// The number of products in a call. cuBLAS refuses more than 65535 on some GPUs; after a power of two, the next matrices begin at an
+/// address that is as aligned as the first.
+const MOST: usize = 1 << 15;
 
 /// Enqueues a product after all work that candle has enqueued on `device`. Does not wait. f16 and bf16 are multiplied and
 /// added up in f32; f32 in TF32 only if candle was asked for it (`set_gemm_reduced_precision_f32`).
@@ -49,36 +53,40 @@ pub fn product(device: &CudaDevice, product: Product) -> Result<()> {
         reason: error.to_string(),
     };
     stream.context().bind_to_thread().map_err(|error| failed(&error))?;
-    // SAFETY: the matrices are on this device, and live until the call returns; memory that is freed later is freed
-    // after the product, on the same stream. The scalars are on the host, from which the call reads them.
-    unsafe {
-        gemm_strided_batched_ex(
-            *blas.handle(),
-            operation(b),
-            operation(a),
-            int(n)?,
-            int(m)?,
-            int(k)?,
-            alpha,
-            b.address.0 as *const c_void,
-            factors,
-            int(b_leading)?,
-            b_stride,
-            a.address.0 as *const c_void,
-            factors,
-            int(a_leading)?,
-            a_stride,
-            beta,
-            c.address.0 as *mut c_void,
-            result,
-            int(c.row.unwrap_or(n))?,
-            c_stride,
-            int(batch)?,
-            compute,
-            cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
-        )
+    for first in (0..batch).step_by(MOST) {
+        let address = |address: Address, stride: i64, dtype| address.skip(first * stride as usize, dtype).0;
+        // SAFETY: the matrices are on this device, and live until the call returns; memory that is freed later is freed
+        // after the product, on the same stream. The scalars are on the host, from which the call reads them.
+        unsafe {
+            gemm_strided_batched_ex(
+                *blas.handle(),
+                operation(b),
+                operation(a),
+                int(n)?,
+                int(m)?,
+                int(k)?,
+                alpha,
+                address(b.address, b_stride, dtype) as *const c_void,
+                factors,
+                int(b_leading)?,
+                b_stride,
+                address(a.address, a_stride, dtype) as *const c_void,
+                factors,
+                int(a_leading)?,
+                a_stride,
+                beta,
+                address(c.address, c_stride, c.dtype) as *mut c_void,
+                result,
+                int(c.row.unwrap_or(n))?,
+                c_stride,
+                int(MOST.min(batch - first))?,
+                compute,
+                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+            )
+        }
+        .map_err(|error| failed(&error))?;
     }
-    .map_err(|error| failed(&error))
+    Ok(())
 }
 
 fn data_type(dtype: DType) -> cudaDataType {

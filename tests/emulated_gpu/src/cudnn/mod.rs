@@ -208,6 +208,10 @@ unsafe fn convolve(
     if algorithm != GOOD {
         return NOT_SUPPORTED;
     }
+    // cuDNN's kernels load 16 bytes at once; a GPU reports this only when the kernel has failed.
+    if [x, w, y, workspace as u64].iter().any(|address| !address.is_multiple_of(16)) {
+        return EXECUTION_FAILED;
+    }
     let scalars = if problem.x.dtype == Some(DType::F64) { DType::F64 } else { DType::F32 };
     // SAFETY: the scalars are on the host.
     let (alpha, beta) = unsafe { (scalars.read(alpha as u64, 0), scalars.read(beta as u64, 0)) };

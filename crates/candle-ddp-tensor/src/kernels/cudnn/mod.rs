@@ -1,6 +1,7 @@
 //! Convolutions by cuDNN: its algorithm for each shape is chosen once, by its heuristics, and kept.
 mod algorithm;
 mod descriptor;
+mod workspace;
 
 use super::launches::{Address, ConvShape, Convolve};
 use super::layer::Output;
@@ -17,8 +18,6 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The largest workspace of an algorithm, in bytes.
-const WORKSPACE: usize = 64 << 20;
 /// The number of shapes for which a thread keeps algorithms.
 const PLANS: usize = 4096;
 /// The oldest version whose status codes and functions are the ones expected here: 9.0.
@@ -39,6 +38,8 @@ struct Plan {
 struct Handle {
     raw: cudnnHandle_t,
     stream: Arc<CudaStream>,
+    /// The largest workspace of an algorithm, in bytes.
+    limit: usize,
     /// None where cuDNN has no algorithm.
     plans: HashMap<Key, Option<Rc<Plan>>>,
 }
@@ -61,8 +62,9 @@ impl Handle {
                 hint: "install cuDNN 9, or build without the feature `cudnn`".to_string(),
             });
         }
+        let limit = workspace::limit(stream.context())?;
         let raw = result::create_handle().map_err(|error| failure("creating a handle", error))?;
-        let handle = Self { raw, stream, plans: HashMap::new() };
+        let handle = Self { raw, stream, limit, plans: HashMap::new() };
         // SAFETY: the handle was just created, and the stream lives at least as long.
         unsafe { result::set_stream(raw, handle.stream.cu_stream().cast()) }
             .map_err(|error| failure("setting the stream", error))?;
@@ -75,7 +77,7 @@ impl Handle {
         }
         let (convolve, dtype, math, shape) = key;
         let plan = match Descriptors::new(dtype, math, &shape)? {
-            Some(descriptors) => choose(self.raw, convolve, &descriptors, WORKSPACE, math)?
+            Some(descriptors) => choose(self.raw, convolve, &descriptors, self.limit, math)?
                 .map(|(algorithm, workspace)| Rc::new(Plan { descriptors, algorithm, workspace })),
             None => None,
         };
