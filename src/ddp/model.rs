@@ -9,12 +9,13 @@ use super::virtual_ranks::{self, Snapshots};
 use super::{sync, verify};
 use crate::backend;
 use crate::backend::Label;
+use crate::kernels;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -50,6 +51,7 @@ impl DistributedModel {
         let built = built.and_then(|module| {
             options.mixed_precision.unwrap_or_default().check()?;
             check_variables(&reducer, &variables)?;
+            preload(&variables, &options)?;
             let ranks = virtual_ranks::check_options(&options, &variables, group)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);
@@ -156,6 +158,23 @@ fn agreed_number(group: &ProcessGroup) -> Result<u64> {
     let of_rank_0 = Tensor::new(&[number as i64], group.device())?;
     Label::DDP_NEW.during(|| group.broadcast(&of_rank_0, 0))?;
     Ok(of_rank_0.to_vec1::<i64>()?[0] as u64)
+}
+
+/// Loads the kernels that the model and its training may need, before the first collective.
+fn preload(variables: &Variables, options: &DdpOptions) -> Result<()> {
+    let mixed = options.mixed_precision.unwrap_or_default();
+    let shared = || variables.shared().map(|(_, var)| var);
+    let mut dtypes: Vec<DType> = shared().map(|var| var.dtype()).collect();
+    dtypes.extend([Some(DType::F32), mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype].into_iter().flatten());
+    dtypes.sort_by_key(DType::as_str);
+    dtypes.dedup();
+    let mut devices: Vec<&Device> = Vec::new();
+    for var in shared() {
+        if !devices.iter().any(|device| device.same_device(var.device())) {
+            devices.push(var.device());
+        }
+    }
+    devices.into_iter().try_for_each(|device| Ok(kernels::preload(device, &dtypes)?))
 }
 
 /// Checks the variables against the requirements of the reducer and the broadcasts.

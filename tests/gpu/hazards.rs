@@ -22,6 +22,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "drop elsewhere" => drop_elsewhere(&group(20)).unwrap(),
         "memory" => worker.report(&kept_memory(&group(20)).to_string()),
         "waits of a call" => waits_of_a_call(&group(20)),
+        "load in between" => load_in_between(&group(30)),
         "communicator in between" => communicator_in_between(worker, &group(30)),
         _ => return false,
     }
@@ -278,6 +279,37 @@ fn communicator_in_between(worker: &Worker, pg: &ProcessGroup) {
 #[test]
 fn a_communicator_is_connected_while_calls_are_in_flight() {
     crate::finish("a_communicator_is_connected_while_calls_are_in_flight", 2, "communicator in between");
+}
+
+/// Rank 0 uses kernels for the first time while it has an all-reduce in flight, and then makes the call of another group that rank 1
+/// makes first.
+fn load_in_between(pg: &ProcessGroup) {
+    let other = pg.new_group(&[0, 1]).unwrap().unwrap();
+    let tensor = ones(pg.device());
+    let (rows, weight) = (tensor.reshape((1024, 1024)).unwrap(), Tensor::ones(1024, DType::F32, pg.device()).unwrap());
+    let all_reduce = |group: &ProcessGroup| group.all_reduce_async(&tensor, ReduceOp::Max).unwrap();
+    for group in [pg, &other] {
+        all_reduce(group).synchronize().unwrap();
+    }
+    if pg.rank() == 0 {
+        let work = all_reduce(pg);
+        let kernels =
+            candle_ddp::nn::relu(&rows).and_then(|rows| candle_ddp::nn::ops::rms_norm(&rows, &weight, 1e-5)).unwrap();
+        all_reduce(&other).synchronize().unwrap();
+        work.synchronize().unwrap();
+        drop(kernels);
+    } else {
+        all_reduce(&other).synchronize().unwrap();
+        all_reduce(pg).synchronize().unwrap();
+    }
+}
+
+#[test]
+fn kernels_are_loaded_before_the_first_call() {
+    const TEST: &str = "kernels_are_loaded_before_the_first_call";
+    if gpus(TEST).is_some() && emulated(TEST) {
+        Ranks::start_in(2, "load in between", |_| Some(("EMULATED_GPU_LOADS_WAIT", "1"))).finish();
+    }
 }
 
 #[test]

@@ -20,10 +20,11 @@ use crate::backend::{Collective, Communicator, Split, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
+use crate::kernels;
 use crate::panic::lock;
 use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::{Error, Result};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
@@ -254,6 +255,10 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     warn_of_old(nccl_version);
     if std::env::var(BLOCKING).is_ok_and(|value| value.trim() == "1") {
         return Err(blocking().into_error(rank));
+    }
+    if let Err(error) = kernels::preload(device, &[DType::F32]) {
+        // A program may use none of them.
+        log::warn!("a kernel that is loaded during a collective may wait for other ranks: {error}");
     }
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;

@@ -1,14 +1,15 @@
 //! Modules and kernels.
 use crate::count::count;
 use crate::driver::{
-    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, SUCCESS, context_device, fatal,
+    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, SUCCESS, context_device,
+    driver_lock, fatal,
 };
 use crate::memory::check_argument;
 use crate::ptx::{Kernel, entries};
-use crate::stream::{find, push};
+use crate::stream::{find, push, synchronize_device};
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_uint, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The maximum number of threads in a block.
 const THREADS: u64 = 1024;
@@ -32,6 +33,7 @@ impl Module {
         if let Some(function) = functions.get(name) {
             return function;
         }
+        await_gpu();
         match Kernel::load(&self.ptx, name) {
             Ok(kernel) => {
                 let function: &'static Function = Box::leak(Box::new(Function { name: name.to_string(), kernel }));
@@ -40,6 +42,17 @@ impl Module {
             }
             Err(reason) => fatal(&format!("the kernel {name}: {reason}")),
         }
+    }
+}
+
+/// Waits for everything on the GPU, if `EMULATED_GPU_LOADS_WAIT` is set, as loading code may.
+fn await_gpu() {
+    static WANTED: OnceLock<bool> = OnceLock::new();
+    if let Some(device) = context_device()
+        && *WANTED.get_or_init(|| std::env::var_os("EMULATED_GPU_LOADS_WAIT").is_some())
+    {
+        let _lock = driver_lock();
+        synchronize_device(device);
     }
 }
 
@@ -56,6 +69,7 @@ pub unsafe extern "C" fn cuModuleLoadData(handle: *mut *mut c_void, image: *cons
     if names.is_empty() {
         return INVALID_IMAGE;
     }
+    await_gpu();
     let module = Box::new(Module { ptx: ptx.to_string(), names, functions: Mutex::default() });
     // SAFETY: guaranteed by the caller.
     unsafe { *handle = Box::into_raw(module).cast() };

@@ -15,6 +15,10 @@ pub fn take(_: &Device, _: DType) -> bool {
     false
 }
 
+pub fn preload(_: &Device, _: &[DType]) -> Result<()> {
+    Ok(())
+}
+
 pub fn allocates_nothing(_: &CudaDevice) -> bool {
     false
 }

@@ -2,10 +2,10 @@
 use super::compile::{failure, image};
 use super::launches::Arguments;
 use super::program::Machine;
-use super::source::{Kernel, Source};
+use super::source::{DTYPES, Kernel, Source};
 use super::table::THREADS;
 use crate::{Error, Result};
-use candle_core::{CudaDevice, DType};
+use candle_core::{CudaDevice, DType, Device};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 use parking_lot::RwLock;
@@ -51,6 +51,17 @@ impl Gpu<'_> {
         loaded.functions.insert((gpu, kernel, dtype), function.clone());
         Ok(function)
     }
+}
+
+/// Loads all kernels for tensors of these dtypes, if `device` is a GPU. Loading a kernel may wait for everything on the GPU, so for
+/// a collective that waits for another rank, which may itself wait for a later call of this one.
+pub fn preload(device: &Device, dtypes: &[DType]) -> Result<()> {
+    let Device::Cuda(device) = device else { return Ok(()) };
+    let known = dtypes.iter().filter(|dtype| DTYPES.iter().any(|(known, _)| known == *dtype));
+    known.flat_map(|dtype| Kernel::ALL.iter().map(|kernel| (*kernel, *dtype))).try_for_each(|(kernel, dtype)| {
+        Gpu(device).function(kernel, dtype)?;
+        Ok(())
+    })
 }
 
 fn load(context: &Arc<CudaContext>, source: Source, dtype: DType) -> Result<Arc<CudaModule>> {

@@ -47,6 +47,8 @@ mod upload;
 pub use absent::*;
 #[cfg(feature = "cuda")]
 pub use convolve::convolve;
+#[cfg(feature = "cuda")]
+pub use gpu::preload;
 pub use launches::{Address, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, dtype_number, supported};
 #[cfg(feature = "cuda")]
 pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};

@@ -50,8 +50,6 @@ macro_rules! kernels {
         }
 
         impl Kernel {
-            #[cfg(test)]
-            #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
             pub(super) const ALL: &[Self] = &[$($(Self::$Kernel,)*)*];
 
             pub(super) fn source(self) -> Source {
