@@ -236,19 +236,19 @@ impl Run {
         Self::with(test, world_size, options, events, min.map(|min| (MIN, min.to_string())))
     }
 
-    /// Under ddprun, with a variable more.
-    pub(crate) fn with(
+    /// Under ddprun, with more variables.
+    pub(crate) fn with<'a>(
         test: &str,
         world_size: usize,
         options: &[&str],
         events: &str,
-        variable: Option<(&str, String)>,
+        variables: impl IntoIterator<Item = (&'a str, String)>,
     ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut launcher = Command::new(crate::common::ddprun());
         launcher.args(["--nproc-per-node", &world_size.to_string()]).args(options);
         launcher.arg(std::env::current_exe().unwrap()).args(arguments(test));
-        launcher.env(EVENTS, events).env(FOLDER, folder.path()).envs(variable);
+        launcher.env(EVENTS, events).env(FOLDER, folder.path()).envs(variables);
         Self { output: launcher.output().unwrap(), folder }
     }
 

@@ -26,6 +26,7 @@ mod status;
 mod stop;
 #[path = "../common/tar_files.rs"]
 mod tar_files;
+mod virtual_models;
 mod virtual_ranks;
 #[path = "../common/virtual_ranks.rs"]
 mod virtual_run;
