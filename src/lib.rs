@@ -107,7 +107,7 @@ pub use backend::collective::ReduceOp;
 pub use backend::work::Work;
 pub use ddp::{
     DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, Role, Unused, backward,
-    backward_into, backward_weighted, comm_hook, join,
+    backward_into, backward_micro_batch, backward_micro_batch_weighted, backward_weighted, comm_hook, join,
 };
 #[doc(inline)]
 pub use error::Failure;

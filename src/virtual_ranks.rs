@@ -2,13 +2,15 @@
 //! gradients are added. See `docs/virtual_ranks.md`.
 use crate::{Error, Result};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The micro-batches of a global batch, dealt out to the ranks of a group: each rank has a contiguous block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VirtualRanks {
     count: usize,
     rank: usize,
-    world_size: usize,
+    /// The number of each rank's first, and of all.
+    starts: Arc<[usize]>,
 }
 
 /// What happens to the gradients of one micro-batch on the rank that computes it. A rank has a stack of sums, which lie in
@@ -24,9 +26,11 @@ pub(crate) struct Leaf {
 }
 
 impl VirtualRanks {
+    /// `speeds` are those of the ranks, which are finite and above 0; without them, all are equal.
+    ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `count` is not a power of two, or below the number of ranks.
-    pub(crate) fn new(count: usize, rank: usize, world_size: usize) -> Result<Self> {
+    pub(crate) fn new(count: usize, rank: usize, world_size: usize, speeds: Option<&[f64]>) -> Result<Self> {
         if !count.is_power_of_two() {
             let reason =
                 format!("it must be a power of two, such as {}, not {count}", count.max(1).next_power_of_two());
@@ -39,7 +43,22 @@ impl VirtualRanks {
             );
             return Err(Error::invalid("virtual_ranks", reason));
         }
-        Ok(Self { count, rank, world_size })
+        let starts: Vec<usize> = match speeds {
+            // Up to 2^32 virtual ranks on 64-bit machines; a micro-batch is at least one sample in memory.
+            None => (0..=world_size).map(|rank| (rank as u128 * count as u128 / world_size as u128) as usize).collect(),
+            Some(speeds) => {
+                let ends = shares(count, speeds).into_iter().scan(0, |end, share| {
+                    *end += share;
+                    Some(*end)
+                });
+                [0].into_iter().chain(ends).collect()
+            }
+        };
+        Ok(Self { count, rank, starts: starts.into() })
+    }
+
+    fn world_size(&self) -> usize {
+        self.starts.len() - 1
     }
 
     pub(crate) fn count(&self) -> usize {
@@ -48,9 +67,7 @@ impl VirtualRanks {
 
     /// The numbers of the micro-batches that rank `rank` computes.
     pub(crate) fn block(&self, rank: usize) -> Range<usize> {
-        // Up to 2^32 virtual ranks on 64-bit machines; a micro-batch is at least one sample in memory.
-        let start = |rank: usize| (rank as u128 * self.count as u128 / self.world_size as u128) as usize;
-        start(rank)..start(rank + 1)
+        self.starts[rank]..self.starts[rank + 1]
     }
 
     /// The numbers of the micro-batches that this rank computes.
@@ -72,13 +89,26 @@ impl VirtualRanks {
 
     /// The largest number of sums that a rank sends.
     pub(crate) fn rounds(&self) -> usize {
-        (0..self.world_size).map(|rank| self.subtrees(rank).len()).max().unwrap_or(1)
+        (0..self.world_size()).map(|rank| self.subtrees(rank).len()).max().unwrap_or(1)
     }
 
     /// The factor that makes the sum over all micro-batches their mean.
     pub(crate) fn factor(&self) -> f64 {
         1. / self.count as f64
     }
+}
+
+/// How many of `count` micro-batches each rank gets, at least one, so that the slowest is done as early as possible.
+fn shares(count: usize, speeds: &[f64]) -> Vec<usize> {
+    let mut shares = vec![1; speeds.len()];
+    for _ in speeds.len()..count {
+        // The next goes where it is done first.
+        let end = |rank: &usize| (shares[*rank] + 1) as f64 / speeds[*rank];
+        if let Some(next) = (0..speeds.len()).min_by(|a, b| end(a).total_cmp(&end(b))) {
+            shares[next] += 1;
+        }
+    }
+    shares
 }
 
 /// The maximal subtrees of a binary tree whose leaves are all in `leaves`, from left to right.
@@ -107,7 +137,7 @@ mod tests {
     #[test]
     fn blocks_cover_all_micro_batches_and_differ_by_one() {
         for (count, world_size) in [(1, 1), (8, 3), (16, 16), (16, 5), (16, 7), (16, 12), (1024, 1000)] {
-            let ranks = |rank| VirtualRanks::new(count, rank, world_size).unwrap();
+            let ranks = |rank| VirtualRanks::new(count, rank, world_size, None).unwrap();
             let blocks: Vec<_> = (0..world_size).map(|rank| ranks(rank).own()).collect();
             assert_eq!(blocks.iter().flat_map(Clone::clone).collect::<Vec<_>>(), (0..count).collect::<Vec<_>>());
             assert!(blocks.iter().all(|block| [count / world_size, count.div_ceil(world_size)].contains(&block.len())));
@@ -115,15 +145,32 @@ mod tests {
     }
 
     #[test]
+    fn a_fast_rank_gets_more() {
+        let blocks = |count, speeds: &[f64]| {
+            let ranks = VirtualRanks::new(count, 0, speeds.len(), Some(speeds)).unwrap();
+            (0..speeds.len()).map(|rank| ranks.block(rank)).collect::<Vec<_>>()
+        };
+        assert_eq!(blocks(16, &[1., 1.]), [0..8, 8..16]);
+        assert_eq!(blocks(16, &[1., 0.5]), [0..11, 11..16]);
+        assert_eq!(blocks(8, &[1., 3., 0.001]), [0..2, 2..7, 7..8]);
+        assert_eq!(blocks(4, &[1e-300, 1., 1e300, 5.]), [0..1, 1..2, 2..3, 3..4]);
+        // No other shares are done earlier.
+        let speeds = [3.1, 1.7, 0.9];
+        let time = |shares: &[usize]| shares.iter().zip(speeds).map(|(n, speed)| *n as f64 / speed).fold(0., f64::max);
+        let best = (1..15).flat_map(|a| (1..16 - a).map(move |b| [a, b, 16 - a - b])).map(|shares| time(&shares));
+        assert_eq!(time(&shares(16, &speeds)), best.fold(f64::INFINITY, f64::min));
+    }
+
+    #[test]
     fn a_power_of_two_of_micro_batches_per_rank_is_one_subtree() {
         for world_size in [1, 2, 4, 8, 16] {
-            let ranks = VirtualRanks::new(16, 0, world_size).unwrap();
+            let ranks = VirtualRanks::new(16, 0, world_size, None).unwrap();
             assert_eq!(ranks.rounds(), 1);
         }
         // As docs/virtual_ranks.md says.
-        let rounds = |world_size| VirtualRanks::new(16, 0, world_size).unwrap().rounds();
+        let rounds = |world_size| VirtualRanks::new(16, 0, world_size, None).unwrap().rounds();
         assert_eq!([3, 5, 6, 7, 12].map(rounds), [3, 2, 2, 2, 1]);
-        let ranks = VirtualRanks::new(16, 1, 3).unwrap();
+        let ranks = VirtualRanks::new(16, 1, 3, None).unwrap();
         assert_eq!(ranks.own(), 5..10);
         assert_eq!(ranks.subtrees(1), [5..6, 6..8, 8..10]);
         assert_eq!(ranks.rounds(), 3);
@@ -136,7 +183,7 @@ mod tests {
         let tree = |world_size: usize| {
             let mut all: Vec<(Range<usize>, String)> = Vec::new();
             for rank in 0..world_size {
-                let ranks = VirtualRanks::new(16, rank, world_size).unwrap();
+                let ranks = VirtualRanks::new(16, rank, world_size, None).unwrap();
                 let mut stack: Vec<String> = Vec::new();
                 for number in ranks.own() {
                     let leaf = ranks.leaf(number);
@@ -175,7 +222,7 @@ mod tests {
     #[test]
     fn other_numbers_are_refused() {
         for (count, world_size) in [(0, 1), (3, 1), (12, 4), (8, 9), (1, 2)] {
-            assert!(matches!(VirtualRanks::new(count, 0, world_size), Err(Error::InvalidArgument { .. })));
+            assert!(matches!(VirtualRanks::new(count, 0, world_size, None), Err(Error::InvalidArgument { .. })));
         }
     }
 }

@@ -48,6 +48,7 @@ labels! {
     BATCH_NORM_BACKWARD = "SyncBatchNorm's gradients";
     UNSCALE = "GradScaler::unscale";
     STOP = "agree_on_stop";
+    SPEED = "share_by_speed";
     AVERAGER = "PeriodicModelAverager::average_parameters";
     ZERO_NEW = "ZeroRedundancyOptimizer::new";
     ZERO_STEP = "ZeroRedundancyOptimizer::step";

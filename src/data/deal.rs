@@ -1,5 +1,6 @@
 //! How ranks take turns in an order: each takes every `world_size`-th of its places.
 use super::{LoaderOptions, Remainder};
+use crate::ProcessGroup;
 use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 
@@ -34,13 +35,14 @@ impl Deal {
         Ok(Self { rank, world_size, remainder, block: None })
     }
 
-    /// The part of rank `rank` under these options: its samples, or the micro-batches of its virtual ranks, as if each were a
+    /// The part of this rank under these options: its samples, or the micro-batches of its virtual ranks, as if each were a
     /// rank. Then every global batch is full.
-    pub(super) fn of(options: &LoaderOptions, rank: usize, world_size: usize) -> Result<Self> {
+    pub(super) fn of(options: &LoaderOptions, group: &ProcessGroup) -> Result<Self> {
+        let (rank, world_size) = (group.rank(), group.world_size());
         let LoaderOptions { batch_size, drop_last, sampler, virtual_ranks, .. } = *options;
         let Some(count) = virtual_ranks else { return Self::new(rank, world_size, sampler.remainder) };
         options.check()?;
-        let ranks = VirtualRanks::new(count, rank, world_size)?;
+        let ranks = VirtualRanks::new(count, rank, world_size, group.speeds().as_deref())?;
         if sampler.remainder == Remainder::Uneven {
             let reason =
                 "with virtual_ranks, it must be Remainder::Pad or Drop: all micro-batches have as many samples";

@@ -125,7 +125,7 @@ where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
     {
         let (len, sampler) = (dataset.len(), options.sampler);
-        let deal = Deal::of(&options, group.rank(), group.world_size());
+        let deal = Deal::of(&options, group);
         let sampler = deal.and_then(|deal| DistributedSampler::of(len, deal, sampler));
         let loader =
             sampler.and_then(|sampler| Self::of_sampler(dataset, sampler, options, Some(group.device()), collate));
@@ -160,7 +160,7 @@ where
                 let reason = "shuffle is up to the order, so that it must be true here, the default";
                 return Err(Error::invalid("options", reason));
             }
-            let (deal, seed) = (Deal::of(&options, group.rank(), group.world_size())?, options.sampler.seed);
+            let (deal, seed) = (Deal::of(&options, group)?, options.sampler.seed);
             let order: Arc<dyn Order> = Arc::new(order);
             let loader =
                 Self::make(dataset, ("order", order), (deal, seed, 0), options, Some(group.device()), collate)?;

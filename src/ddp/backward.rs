@@ -110,8 +110,13 @@ pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut 
 }
 
 /// Runs the backward pass of a micro-batch. Returns the mean gradients after the last one of this rank.
-pub(super) fn run_micro_batch(loss: &Tensor, model: &DistributedModel, number: usize) -> Result<Option<GradStore>> {
-    let mut pass = Pass::of_micro_batch(loss, model, number);
+pub(super) fn run_micro_batch(
+    loss: &Tensor,
+    models: &[&DistributedModel],
+    number: usize,
+    count: Option<f64>,
+) -> Result<Option<GradStore>> {
+    let mut pass = Pass::of_micro_batch(loss, models, number, count);
     let is_last = pass.models.iter().any(|model| model.synchronises);
     let mut all = average(loss, &mut pass)?;
     if !is_last {
@@ -119,13 +124,15 @@ pub(super) fn run_micro_batch(loss: &Tensor, model: &DistributedModel, number: u
     }
     // Gradients of anything else are those of this micro-batch alone.
     let mut grads = GradStore::default();
-    for parameter in &model.variables.parameters {
-        if let Some(gradient) = all.remove(&parameter.var) {
-            grads.insert(&parameter.var, gradient);
+    for model in models {
+        for (_, var) in named(model) {
+            if let Some(gradient) = all.remove(var) {
+                grads.insert(var, gradient);
+            }
         }
+        let mark = model.marks().take(&mut all);
+        model.marks().put_back(&mut grads, mark);
     }
-    let mark = model.marks().take(&mut all);
-    model.marks().put_back(&mut grads, mark);
     Ok(Some(grads))
 }
 
@@ -144,6 +151,7 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         let mut grads = pass.models[0].core.phase("backward", || loss.backward())?;
         pass.graph.iter().flat_map(Graph::frozen).for_each(|tensor| drop(grads.remove(tensor)));
         let beside = take_unhooked(&mut grads, pass)?;
+        micro_batch::computed(pass);
         for model in &pass.models {
             model.core.reducer.launch_remaining()?;
         }
@@ -224,15 +232,17 @@ fn check(pass: &Pass) -> Result<()> {
         model.reducer.check_accumulated(pass.count.is_some())?;
         match (pass.micro_batch, model.options.virtual_ranks) {
             (None, Some(_)) => {
-                let reason = "under DdpOptions.virtual_ranks, call ddp.backward_micro_batch(&loss, number) for each micro-batch: \
-                              `backward`, `backward_into` and `backward_weighted` do not know its number";
+                let reason = "under DdpOptions.virtual_ranks, call ddp.backward_micro_batch(&loss, number) for each micro-batch, or \
+                              backward_micro_batch_weighted: `backward`, `backward_into` and `backward_weighted` do not know its \
+                              number";
                 return Err(Error::invalid("models", reason));
             }
             (Some(_), None) => {
                 let reason = "the model has no virtual ranks: set DdpOptions.virtual_ranks, or call `backward`";
                 return Err(Error::invalid("number", reason));
             }
-            _ => {}
+            (Some(_), Some(_)) => check_same_micro_batches(pass.models[0].core, model)?,
+            (None, None) => {}
         }
     }
     let identities: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();
@@ -243,6 +253,16 @@ fn check(pass: &Pass) -> Result<()> {
         Some(parameter) => Err(Error::OtherModelInGraph { parameter: parameter.to_string() }),
         None => Ok(()),
     }
+}
+
+/// Checks that a rank computes the same micro-batches for both models.
+fn check_same_micro_batches(first: &DistributedModel, model: &DistributedModel) -> Result<()> {
+    if model.reducer.virtual_ranks() == first.reducer.virtual_ranks() && model.group().is_same(first.group()) {
+        return Ok(());
+    }
+    let reason = "the models of one backward pass need the same process group and the same DdpOptions.virtual_ranks, since a \
+                  rank computes each micro-batch for all of them";
+    Err(Error::invalid("models", reason))
 }
 
 /// Starts to broadcast the buffers. The backward pass does not read them, so it hides the broadcast.

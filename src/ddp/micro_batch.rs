@@ -5,6 +5,7 @@ use crate::panic::lock;
 use crate::tensor::seed::{Drawn, take_drawn};
 use crate::{Error, Result};
 use candle_core::Tensor;
+use std::time::Instant;
 
 /// Every micro-batch's number, in the order of the micro-batches.
 pub(super) fn gather(model: &DistributedModel, own: &[f64]) -> Result<Vec<f64>> {
@@ -54,6 +55,14 @@ pub(super) fn begin(pass: &Pass) -> Result<()> {
         lock(&model.snapshots).take(&model.variables.buffers, number, is_last)
     };
     pass.models.iter().map(|model| (model.core, model.synchronises)).try_for_each(begin)
+}
+
+/// Call when this rank has computed the gradients of a micro-batch, before it waits for others.
+pub(super) fn computed(pass: &Pass) {
+    if pass.micro_batch.is_some() {
+        let end = |model: &DistributedModel| lock(&model.pace).end(Instant::now(), model.reducer.has_trained());
+        pass.models.iter().for_each(|model| end(model.core));
+    }
 }
 
 /// Call when the backward pass of a micro-batch has succeeded.

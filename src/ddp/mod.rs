@@ -20,6 +20,7 @@ mod mixed_precision;
 mod model;
 mod options;
 mod order;
+mod pace;
 mod parameter;
 mod pass;
 mod reducer;
@@ -40,6 +41,7 @@ pub use model::DistributedModel;
 pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
+pub use step::{backward_micro_batch, backward_micro_batch_weighted};
 
 use crate::process_group::{Active, Operation, ProcessGroup};
 use crate::{Error, Result};

@@ -3,6 +3,7 @@ use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
 use super::options::DdpOptions;
+use super::pace::Pace;
 use super::parameter::{Parameter, Variables};
 use super::reducer::Reducer;
 use super::virtual_ranks::{self, Snapshots};
@@ -36,6 +37,7 @@ pub struct DistributedModel {
     pub(super) marks: Mutex<Marks>,
     pub(super) first: Mutex<FirstGradients>,
     pub(super) snapshots: Mutex<Snapshots>,
+    pub(super) pace: Mutex<Pace>,
 }
 
 impl DistributedModel {
@@ -77,8 +79,8 @@ impl DistributedModel {
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
-        let snapshots = Mutex::default();
-        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first, snapshots }))
+        let (snapshots, pace) = Default::default();
+        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first, snapshots, pace }))
     }
 
     pub(super) fn group(&self) -> &ProcessGroup {
@@ -106,8 +108,11 @@ impl DistributedModel {
     /// Updates the replicas, and converted frozen tensors, from the variables.
     pub(super) fn refresh(&self) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
-        if self.options.virtual_ranks.is_some() && self.reducer.is_between_steps() {
-            lock(&self.snapshots).keep(&self.variables.buffers)?;
+        if self.options.virtual_ranks.is_some() {
+            lock(&self.pace).begin(Instant::now());
+            if self.reducer.is_between_steps() {
+                lock(&self.snapshots).keep(&self.variables.buffers)?;
+            }
         }
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
         // optimizer has just written them, and the model reads the first ones first.

@@ -51,12 +51,19 @@ impl<'a> Pass<'a> {
         Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), count, None)
     }
 
-    /// A backward pass from `loss`, that of the micro-batch `number` of `model`, which has virtual ranks. The last one on this
+    /// A backward pass from `loss`, that of the micro-batch `number` of models that have virtual ranks. The last one on this
     /// rank sends what they have added up to.
-    pub(super) fn of_micro_batch(loss: &'a Tensor, model: &'a DistributedModel, number: usize) -> Self {
-        let is_last = model.reducer.micro_batches().is_some_and(|own| number + 1 == own.end);
-        let member = Member { core: model, synchronises: is_last, adds_up: false };
-        let mut pass = Self::of(vec![member], Some(Graph::of(loss)), None, None);
+    pub(super) fn of_micro_batch(
+        loss: &'a Tensor,
+        models: &[&'a DistributedModel],
+        number: usize,
+        count: Option<f64>,
+    ) -> Self {
+        let member = |core: &&'a DistributedModel| {
+            let synchronises = core.reducer.micro_batches().is_some_and(|own| number + 1 == own.end);
+            Member { core, synchronises, adds_up: false }
+        };
+        let mut pass = Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), count, None);
         pass.micro_batch = Some(number);
         pass
     }

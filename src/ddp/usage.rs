@@ -6,7 +6,7 @@ use crate::{ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 
 /// An all-reduce of one byte per parameter, in registration order, and one that says whether to stop; in a weighted
-/// pass, of as many f64 and the count.
+/// pass, of as many f64 and the counts.
 pub(super) struct Usage {
     sent: Tensor,
     parameters: usize,
@@ -16,10 +16,20 @@ pub(super) struct Usage {
 impl Usage {
     /// Sends which parameters this rank used, and its message; every rank must call it.
     pub(super) fn send(used: &[bool], message: Message, group: &ProcessGroup) -> Result<Self> {
-        let Message { is_stop_asked, count } = message;
+        Self::send_counts(used, message.is_stop_asked, message.count.as_slice(), group)
+    }
+
+    /// Like [`send`](Self::send), with a list of counts, of which each is added to the other ranks'. It is empty unless the pass
+    /// is weighted.
+    pub(super) fn send_counts(
+        used: &[bool],
+        is_stop_asked: bool,
+        counts: &[f64],
+        group: &ProcessGroup,
+    ) -> Result<Self> {
         let flags = used.iter().copied().chain([is_stop_asked]).map(|flag| f64::from(u8::from(flag)));
-        let values: Vec<f64> = flags.chain(count).collect();
-        let (dtype, op) = if count.is_some() { (DType::F64, ReduceOp::Sum) } else { (DType::U8, ReduceOp::Max) };
+        let values: Vec<f64> = flags.chain(counts.iter().copied()).collect();
+        let (dtype, op) = if counts.is_empty() { (DType::U8, ReduceOp::Max) } else { (DType::F64, ReduceOp::Sum) };
         let length = values.len();
         let sent = Tensor::from_vec(values, length, &Device::Cpu)?.to_dtype(dtype)?.to_device(group.device())?;
         let work = Label::DDP_USED.during(|| group.all_reduce_async(&sent, op))?;
@@ -37,7 +47,7 @@ impl Usage {
 
     /// Whether any rank used the parameter `index`; valid after [`wait`](Self::wait).
     pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
-        Ok(self.value(index)? > 0.)
+        Ok(self.values(index, 1)?[0] > 0.)
     }
 
     /// Above zero if any rank was asked to stop; valid after [`wait`](Self::wait).
@@ -47,10 +57,11 @@ impl Usage {
 
     /// The count of all ranks in a weighted pass; valid after [`wait`](Self::wait).
     pub(super) fn total_count(&self) -> Result<f64> {
-        self.value(self.parameters + 1)
+        let first = self.parameters + 1;
+        Ok(self.values(first, self.sent.elem_count() - first)?.into_iter().sum())
     }
 
-    fn value(&self, index: usize) -> Result<f64> {
-        Ok(self.sent.narrow(0, index, 1)?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1::<f64>()?[0])
+    fn values(&self, first: usize, count: usize) -> Result<Vec<f64>> {
+        Ok(self.sent.narrow(0, first, count)?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1::<f64>()?)
     }
 }

@@ -26,7 +26,7 @@ pub(super) fn check_options(
              give it another role"
         ));
     }
-    VirtualRanks::new(count, group.rank(), group.world_size()).map(Some)
+    VirtualRanks::new(count, group.rank(), group.world_size(), group.speeds().as_deref()).map(Some)
 }
 
 /// Values of the buffers, such as running means. Every micro-batch begins with those before the step, and the step leaves

@@ -14,6 +14,7 @@ mod on_error;
 mod parent;
 mod reports;
 pub(crate) mod spawn;
+mod speed;
 mod stop;
 mod subgroups;
 mod tensors;
@@ -100,6 +101,8 @@ struct Inner {
     was_aborted: AtomicBool,
     /// Whether a model with virtual ranks was made in it.
     has_virtual_ranks: AtomicBool,
+    /// What the ranks have said of their speeds.
+    speeds: Mutex<Option<Arc<[f64]>>>,
     stop: Stop,
 }
 
@@ -140,6 +143,7 @@ impl ProcessGroup {
             cpu: Mutex::default(),
             was_aborted: AtomicBool::new(false),
             has_virtual_ranks: AtomicBool::new(false),
+            speeds: Mutex::default(),
             stop: Stop::default(),
         }))
     }

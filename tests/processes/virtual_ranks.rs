@@ -23,6 +23,8 @@ use std::sync::{Arc, Mutex};
 
 /// The folder to which ranks write their bits.
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+/// The speed of a rank, if they are not equal.
+const SPEED: &str = "CANDLE_DDP_TEST_SPEED";
 
 fn write(bits: &Bits, path: &Path) {
     std::fs::write(path, serde_json::to_string(bits).unwrap()).unwrap();
@@ -37,7 +39,12 @@ fn read(path: &Path) -> Bits {
 #[ignore = "started by other tests"]
 fn rank_of_another_test() {
     let pg = init_process_group(InitOptions::default()).unwrap();
-    let bits = pg.abort_on_error(|| virtual_run::train(&pg, 2, None)).unwrap();
+    let speed = std::env::var(SPEED).ok().map(|speed| speed.parse().unwrap());
+    let train = || {
+        speed.map_or(Ok(()), |speed| pg.share_by_speed(speed))?;
+        virtual_run::train(&pg, 2, None)
+    };
+    let bits = pg.abort_on_error(train).unwrap();
     write(&bits, &Path::new(&std::env::var(FOLDER).unwrap()).join(format!("rank{}", pg.rank())));
 }
 
@@ -60,7 +67,10 @@ fn processes_train_with_the_same_bits_on_any_number_of_ranks() {
     let tcp = "CANDLE_DDP_CPU_TRANSPORT=tcp";
     // Two hosts of unequal sizes.
     let hosts = "CANDLE_DDP_CPU_HOST=$((RANK % 3 / 2))";
-    for (world_size, variables) in [(2, ""), (3, ""), (4, tcp), (6, ""), (5, hosts), (8, "")] {
+    // The last rank computes more than the others.
+    let speeds = "CANDLE_DDP_TEST_SPEED=$((1 + RANK * RANK))";
+    for (world_size, variables) in [(2, ""), (3, ""), (4, tcp), (6, ""), (5, hosts), (8, ""), (2, speeds), (3, speeds)]
+    {
         for (rank, other) in run(world_size, variables).into_iter().enumerate() {
             for (name, expected) in &one {
                 assert!(other[name] == *expected, "{name} differs on rank {rank} of {world_size}, {variables}");

@@ -69,6 +69,7 @@ mod tar_shards;
 mod thawing;
 mod unused;
 mod virtual_ranks;
+mod virtual_ranks_passes;
 #[path = "../common/virtual_ranks.rs"]
 mod virtual_run;
 mod vision_errors;

@@ -38,6 +38,45 @@ fn so_it_has_with_gradients_in_other_dtypes() {
     }
 }
 
+#[test]
+fn so_it_has_while_fast_ranks_compute_more() {
+    let one = ranks(1, |pg| train(&pg, 2, None)).unwrap().remove(0);
+    for (speeds, blocks) in [
+        (vec![2., 1.], vec![0..6, 6..8]),
+        (vec![1., 5., 0.3], vec![0..1, 1..7, 7..8]),
+        (vec![1., 1., 1.1], vec![0..3, 3..5, 5..8]),
+    ] {
+        let found = ranks(speeds.len(), |pg| {
+            pg.share_by_speed(speeds[pg.rank()])?;
+            assert_eq!(model(&pg, 8)?.micro_batches(), Some(blocks[pg.rank()].clone()));
+            train(&pg, 2, None)
+        });
+        assert!(found.unwrap().iter().all(|other| *other == one), "{speeds:?}");
+    }
+    for wrong in [0., -1., f64::NAN, f64::INFINITY] {
+        ranks(2, |pg| {
+            invalid(pg.share_by_speed(if pg.rank() == 1 { wrong } else { 1. }), "speed", "on rank 1");
+            // As before.
+            assert_eq!(model(&pg, 8)?.micro_batches(), Some(4 * pg.rank()..4 * pg.rank() + 4));
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn the_pace_is_known_after_the_second_step() {
+    ranks(2, |pg| {
+        let ddp = model(&pg, 8)?;
+        assert!(step(&ddp, ddp.micro_batches().unwrap())?);
+        assert!(ddp.micro_batches_per_second().is_none());
+        assert!(step(&ddp, ddp.micro_batches().unwrap())?);
+        assert!(ddp.micro_batches_per_second().is_some_and(|pace| pace > 0. && pace.is_finite()));
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// The gradients are the mean over all micro-batches, as one process computes it.
 #[test]
 fn gradients_are_the_mean_over_all_micro_batches() {

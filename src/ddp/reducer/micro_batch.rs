@@ -15,7 +15,7 @@ impl Reducer {
     }
 
     pub(crate) fn virtual_ranks(&self) -> Option<VirtualRanks> {
-        self.lock().virtual_ranks().copied()
+        self.lock().virtual_ranks().cloned()
     }
 
     /// The numbers of the micro-batches that this rank computes in each step; None without virtual ranks.
@@ -31,6 +31,11 @@ impl Reducer {
     /// Whether the next micro-batch is the first of a step.
     pub(crate) fn is_between_steps(&self) -> bool {
         self.lock().computed == 0
+    }
+
+    /// Whether the first step is complete.
+    pub(crate) fn has_trained(&self) -> bool {
+        self.lock().trained
     }
 
     /// Returns an error unless the micro-batch `number` comes next.

@@ -293,9 +293,13 @@ impl Reducer {
     pub(crate) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         self.with_part(|part| {
             let mut state = self.lock();
+            if let (Reduction::Tree(tree), Some(count)) = (&mut state.reduction, part.count) {
+                tree.add_count(count);
+            }
             if let Some(leaf) = part.leaf
                 && !part.synchronises
             {
+                state.accumulated_count = state.own_count(part.count);
                 return state.keep(leaf);
             }
             if !part.synchronises {

@@ -70,7 +70,9 @@ impl Reduction {
     /// The number by which its results are sums over the ranks divided, if [`scale`](Self::scale) had this `divisor`.
     pub(super) fn divisor(&self, divisor: usize, world_size: usize) -> usize {
         match self {
-            Self::AllReduce | Self::Shard(_) | Self::Tree(_) => divisor,
+            Self::AllReduce | Self::Shard(_) => divisor,
+            // The mean is that over the micro-batches.
+            Self::Tree(tree) => tree.ranks().count(),
             Self::Hook(hook) if hook.is_local() => 1,
             // A hook computes a mean over all ranks.
             Self::Hook(_) => world_size,

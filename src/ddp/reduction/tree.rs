@@ -16,6 +16,8 @@ use candle_core::Tensor;
 pub(crate) struct TreeReduction {
     ranks: VirtualRanks,
     sum: TreeSum,
+    /// The counts of the micro-batches that this rank has computed in this step, if its passes are weighted.
+    counts: Vec<f64>,
     /// The buckets in flight.
     in_flight: Vec<InFlight>,
     /// Memory of earlier passes, by bucket.
@@ -33,14 +35,20 @@ struct InFlight {
 impl TreeReduction {
     pub(crate) fn new(ranks: VirtualRanks, group: &ProcessGroup) -> Result<Self> {
         let sum = TreeSum::new(&ranks, group.rank(), group.world_size())?;
-        Ok(Self { ranks, sum, in_flight: Vec::new(), memory: Vec::new() })
+        Ok(Self { ranks, sum, counts: Vec::new(), in_flight: Vec::new(), memory: Vec::new() })
     }
 
     pub(crate) fn ranks(&self) -> &VirtualRanks {
         &self.ranks
     }
 
+    /// Takes the count of the next micro-batch.
+    pub(crate) fn add_count(&mut self, count: f64) {
+        self.counts.push(count);
+    }
+
     pub(crate) fn discard(&mut self) {
+        self.counts.clear();
         // Their memory may still be written.
         self.in_flight.clear();
     }
@@ -83,7 +91,11 @@ impl TreeReduction {
         groups: &Groups,
         trace: Option<&Trace>,
     ) -> Result<Usage> {
-        let usage = Usage::send(used, message, groups.main())?;
+        let own_counts = std::mem::take(&mut self.counts);
+        // One for each micro-batch, so that ranks add numbers to zeros: the order of their sum depends on no rank.
+        let mut counts = if message.count.is_some() { vec![0.; self.ranks.count()] } else { Vec::new() };
+        counts.iter_mut().skip(self.ranks.own().start).zip(own_counts).for_each(|(count, own)| *count = own);
+        let usage = Usage::send_counts(used, message.is_stop_asked, &counts, groups.main())?;
         let mut gathers = Vec::with_capacity(buckets.len());
         for InFlight { number, received, works } in std::mem::take(&mut self.in_flight) {
             for work in &works {

@@ -1,0 +1,171 @@
+//! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, and losses of several models.
+use crate::common::{assert_close, floats, ranks, values};
+use crate::virtual_run::bits;
+use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch,
+    backward_micro_batch_weighted,
+};
+use candle_nn::{Linear, VarMap, linear};
+
+const VIRTUAL: usize = 8;
+
+type Model = DistributedDataParallel<Linear>;
+
+fn model(pg: &ProcessGroup, inputs: usize, outputs: usize) -> Result<Model> {
+    let options =
+        DdpOptions { dtype: DType::F64, virtual_ranks: Some(VIRTUAL), init_seed: Some(7), ..Default::default() };
+    DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(inputs, outputs, vb), options)
+}
+
+/// The samples of a micro-batch: some have more than others, and one has none.
+fn samples(number: usize) -> Result<Tensor> {
+    let rows = [3, 1, 0, 5, 2, 2, 7, 1][number];
+    let all = Tensor::from_vec(values(7 * 4, number as u64), (7, 4), &Device::Cpu)?;
+    Ok(all.narrow(0, 0, rows)?.to_dtype(DType::F64)?)
+}
+
+/// A weight of each sample of a micro-batch. The order in which they are added shows in their sum's last bit.
+fn weight(number: usize) -> f64 {
+    0.1 + 0.3 * number as f64
+}
+
+fn loss_sum(model: &Model, number: usize) -> Result<(Tensor, f64)> {
+    let x = samples(number)?;
+    let count = x.dim(0)? as f64 * weight(number);
+    let loss =
+        if count == 0. { Tensor::zeros((), DType::F64, &Device::Cpu)? } else { model.forward(&x)?.sqr()?.sum_all()? };
+    Ok(((loss * weight(number))?, count))
+}
+
+#[test]
+fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
+    let run = |world_size: usize| {
+        let found = ranks(world_size, |pg| {
+            let ddp = model(&pg, 4, 2)?;
+            let mut results = Vec::new();
+            for _ in 0..2 {
+                for number in ddp.micro_batches().unwrap() {
+                    let (loss, count) = loss_sum(&ddp, number)?;
+                    if let Some(grads) = ddp.backward_micro_batch_weighted(&loss, number, count)? {
+                        results.extend(ddp.parameters().iter().map(|var| grads.get(var).unwrap().to_dtype(DType::F64)));
+                    }
+                }
+            }
+            let exact = results.into_iter().map(|gradient| gradient?.flatten_all()?.to_vec1::<f64>());
+            Ok(exact.collect::<candle_core::Result<Vec<_>>>()?.concat())
+        });
+        let mut found = found.unwrap();
+        assert!(found.iter().all(|of_rank| of_rank == &found[0]), "{world_size} ranks");
+        found.remove(0)
+    };
+    let one = run(1);
+    for world_size in 2..=VIRTUAL {
+        assert!(run(world_size) == one, "{world_size} ranks: {:?}, 1 rank: {one:?}", run(world_size));
+    }
+    // One process over everything.
+    let whole = ranks(1, |pg| {
+        let ddp = model(&pg, 4, 2)?;
+        let vars: Vec<Var> = ddp.parameters().to_vec();
+        let plain = Linear::new(vars[0].as_tensor().clone(), Some(vars[1].as_tensor().clone()));
+        let (mut sum, mut total) = (Tensor::zeros((), DType::F64, &Device::Cpu)?, 0.);
+        for number in (0..VIRTUAL).filter(|number| *number != 2) {
+            let x = samples(number)?;
+            sum = (sum + (plain.forward(&x)?.sqr()?.sum_all()? * weight(number))?)?;
+            total += x.dim(0)? as f64 * weight(number);
+        }
+        let grads = (sum / total)?.backward()?;
+        Ok(vars.iter().map(|var| floats(grads.get(var).unwrap())).collect::<Vec<_>>().concat())
+    });
+    let whole = whole.unwrap().remove(0);
+    let one: Vec<f32> = one.into_iter().map(|value| value as f32).collect();
+    assert_close(&one, &[&whole[..], &whole].concat(), 1e-6, "the mean over all samples");
+}
+
+#[test]
+fn weighted_passes_count_something_and_do_not_mix() {
+    ranks(3, |pg| {
+        let ddp = model(&pg, 4, 2)?;
+        let own = ddp.micro_batches().unwrap();
+        for number in own.clone() {
+            let (loss, _) = loss_sum(&ddp, number)?;
+            match ddp.backward_micro_batch_weighted(&(loss * 0.)?, number, 0.) {
+                Err(error) => {
+                    assert!(number + 1 == own.end && matches!(error, Error::NothingCounted { total: 0. }), "{error}");
+                }
+                Ok(grads) => assert!(grads.is_none() && number + 1 < own.end),
+            }
+        }
+        // Nothing is left of that step.
+        for number in own {
+            let (loss, count) = loss_sum(&ddp, number)?;
+            ddp.backward_micro_batch_weighted(&loss, number, count)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    let mixed = ranks(1, |pg| {
+        let ddp = model(&pg, 4, 2)?;
+        let (loss, count) = loss_sum(&ddp, 0)?;
+        ddp.backward_micro_batch_weighted(&loss, 0, count)?;
+        Ok(ddp.backward_micro_batch(&loss_sum(&ddp, 1)?.0, 1).unwrap_err().to_string())
+    });
+    let mixed = mixed.unwrap().remove(0);
+    assert!(mixed.contains("cannot add to gradients"), "{mixed}");
+}
+
+#[test]
+fn several_models_have_the_same_bits_on_any_number_of_ranks() {
+    let run = |world_size: usize, weighted: bool| {
+        let found = ranks(world_size, |pg| {
+            let (first, second) = (model(&pg, 4, 3)?, model(&pg, 3, 2)?);
+            let mut results = Vec::new();
+            for _ in 0..2 {
+                for number in first.micro_batches().unwrap() {
+                    let x = Tensor::from_vec(values(12, number as u64), (3, 4), &Device::Cpu)?.to_dtype(DType::F64)?;
+                    let loss = second.forward(&first.forward(&x)?.tanh()?)?.sqr()?.sum_all()?;
+                    let models = [&*first, &*second];
+                    let grads = match weighted {
+                        true => backward_micro_batch_weighted(&loss, &models, number, weight(number))?,
+                        false => backward_micro_batch(&loss, &models, number)?,
+                    };
+                    let Some(grads) = grads else { continue };
+                    let vars = [first.parameters(), second.parameters()].concat();
+                    results.extend(vars.iter().flat_map(|var| bits(grads.get(var).unwrap())));
+                }
+            }
+            Ok(results)
+        });
+        let mut found = found.unwrap();
+        assert!(found.iter().all(|of_rank| of_rank == &found[0]), "{world_size} ranks");
+        found.remove(0)
+    };
+    let mut all = Vec::new();
+    for weighted in [false, true] {
+        let one = run(1, weighted);
+        for world_size in [2, 3, 5, 8] {
+            assert!(run(world_size, weighted) == one, "{world_size} ranks, weighted: {weighted}");
+        }
+        all.push(one);
+    }
+    assert_ne!(all[0], all[1]);
+}
+
+#[test]
+fn models_of_one_pass_have_the_same_micro_batches() {
+    ranks(1, |pg| {
+        let first = model(&pg, 4, 3)?;
+        let options = DdpOptions { dtype: DType::F64, virtual_ranks: Some(4), ..Default::default() };
+        let second = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(3, 2, vb), options)?;
+        let x = Tensor::zeros((1, 4), DType::F64, &Device::Cpu)?;
+        let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
+        match backward_micro_batch(&loss, &[&first, &second], 0) {
+            Err(Error::InvalidArgument { argument: "models", reason }) => {
+                assert!(reason.contains("same DdpOptions.virtual_ranks"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+        Ok(())
+    })
+    .unwrap();
+}
