@@ -417,8 +417,16 @@ fn a_table_has_the_layout_of_part_cu() {
     let entry = |elements| Entry { elements, ..Default::default() };
     let table = Table::new(&[entry(CHUNK + 1), entry(0), entry(1)]).unwrap();
     assert_eq!((table.parts, table.chunks), (3, 3));
-    let first_chunks: Vec<u64> = table.words.chunks(18).map(|part| part[0]).collect();
+    let first_chunks: Vec<u64> = table.words.chunks(7).map(|part| part[0]).collect();
     assert_eq!(first_chunks, [0, 2, 2, 3]);
+    // Each set of numbers once.
+    let numbered = |number| Entry { scalars: crate::kernels::scalars([number]), ..entry(1) };
+    let table =
+        Table::new(&[numbered(0.), numbered(-0.), numbered(0.), numbered(f64::NAN), numbered(f64::NAN)]).unwrap();
+    let sets: Vec<u64> = table.words.chunks(7).take(5).map(|part| part[6]).collect();
+    assert_eq!(sets, [0, 1, 0, 2, 2]);
+    let error = Table::new(&(0..33).map(|number| numbered(f64::from(number))).collect::<Vec<_>>()).unwrap_err();
+    assert!(error.to_string().contains("sets of numbers"), "{error}");
     let error = Table::new(&[entry(usize::MAX)]).unwrap_err().to_string();
     assert!(error.contains("more elements than one kernel launch"), "{error}");
 }

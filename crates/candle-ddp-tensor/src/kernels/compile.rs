@@ -103,7 +103,7 @@ fn version(source: Source) -> Result<[i32; 2]> {
 }
 
 /// The compiler's options. Multiplications and additions are not fused, so that results equal those of the CPU kernels.
-fn options(source: Source, dtype: DType, target: Target) -> Result<[String; 5]> {
+fn options(source: Source, dtype: DType, target: Target) -> Result<[String; 6]> {
     supported(dtype, source.name())?;
     let only = match dtype {
         DType::F64 => ("double", "f64"),
@@ -119,6 +119,8 @@ fn options(source: Source, dtype: DType, target: Target) -> Result<[String; 5]> 
         format!("--gpu-architecture={architecture}"),
         "--std=c++17".to_string(),
         "--fmad=false".to_string(),
+        // For closures.
+        "--device-as-default-execution-space".to_string(),
         format!("-DONLY={}", only.0),
         format!("-DSUFFIX={}", only.1),
     ])

@@ -3,13 +3,15 @@ use super::compile::{failure, image};
 use super::launches::Arguments;
 use super::program::Machine;
 use super::source::{DTYPES, Kernel, Source};
-use super::table::THREADS;
+use super::table::{THREADS, Table};
+use super::uploaded::uploaded;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, DType, Device};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 use parking_lot::RwLock;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
 
 /// A GPU. Only [`read`](Machine::read) waits for it.
@@ -78,12 +80,11 @@ fn load(context: &Arc<CudaContext>, source: Source, dtype: DType) -> Result<Arc<
 }
 
 impl Machine for Gpu<'_> {
-    type Words = CudaSlice<u64>;
+    type Words = Rc<CudaSlice<u64>>;
     type Numbers = CudaSlice<f64>;
 
-    fn upload(&self, words: &[u64]) -> Result<CudaSlice<u64>> {
-        // The driver has its own copy of the words when this returns.
-        Ok(self.0.clone_htod(words)?)
+    fn upload(&self, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
+        uploaded(self.0, words)
     }
 
     fn numbers(&self, count: usize) -> Result<CudaSlice<f64>> {
@@ -107,20 +108,19 @@ impl Machine for Gpu<'_> {
         &self,
         (kernel, dtype): (Kernel, DType),
         blocks: u32,
-        table: &CudaSlice<u64>,
-        parts: u32,
+        (words, table): (&Rc<CudaSlice<u64>>, &Table),
         numbers: Option<&mut CudaSlice<f64>>,
     ) -> Result<()> {
         let (function, stream) = (self.function(kernel, dtype)?, self.0.cuda_stream());
         let mut arguments = stream.launch_builder(&function);
-        arguments.arg(table).arg(&parts);
+        arguments.arg(&**words).arg(&table.parts).arg(&table.sets);
         match numbers {
             Some(numbers) => arguments.arg(numbers),
             None => arguments.arg(&0u64),
         };
         let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: these are the arguments of all kernels in the `.cu` files (`KERNELS` in part.cu): table, number of
-        // parts, and sums or null. A kernel accesses only the tensors in the table's entries, up to their number of
+        // parts, their numbers, and sums or null. A kernel accesses only the tensors in the table's entries, up to their number of
         // elements (in norm.cu, rows of them). The entries were made in this module from contiguous tensors of `dtype`
         // on this device, whose borrows end after this call; memory that is freed later is freed after the kernel, on
         // the same stream. The programs have allocated the sums.

@@ -14,45 +14,58 @@ template <typename Real> struct Extent {
     }
 };
 
-template <typename T> __device__ inline void measure(const Part *parts, unsigned count, double *sums) {
+template <typename T> __device__ inline void measure(const Part *parts, unsigned count, const Sets &, double *sums) {
     const Part &part = part_of_block(parts, count);
     const T *values = static_cast<const T *>(part.gradient);
     Extent<typename Element<T>::Real> extent;
-    FOR_EACH_ELEMENT(part, i) extent.add(Element<T>::load(values[i]));
+    for_each_few<T>(part, [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(values + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) extent.add(few.at[k]);
+    });
     extent.put(sums);
 }
 KERNELS(measure)
 
 // Run by one block.
-extern "C" __global__ void total(const Part *parts, unsigned count, double *sums) {
+extern "C" __global__ void total(const Part *parts, unsigned count, const Sets, double *sums) {
     reduce_chunks<Add, Larger>(sums + 2, 0, parts[count].first_chunk, sums);
 }
 
-// Multiplies by scalars[0]. If `sums` is given, it receives the magnitude of the values before the multiplication.
-template <typename T> __device__ inline void rescale(const Part *parts, unsigned count, double *sums) {
+// Multiplies by the first number. If `sums` is given, it receives the magnitude of the values before the multiplication.
+template <typename T> __device__ inline void rescale(const Part *parts, unsigned count, const Sets &sets, double *sums) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
-    const Real factor = part.scalars[0];
+    const Real factor = numbers_of<double>(part, sets);
     T *values = static_cast<T *>(part.parameter);
     Extent<Real> extent;
-    FOR_EACH_ELEMENT(part, i) {
-        const Real value = Element<T>::load(values[i]);
-        extent.add(value);
-        values[i] = Element<T>::store(value * factor);
-    }
+    for_each_few<T>(part, [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(values + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) {
+            extent.add(few.at[k]);
+            few.at[k] = few.at[k] * factor;
+        }
+        few.store(values + i, size.is_vector);
+    });
     if (sums) extent.put(sums);
 }
 KERNELS(rescale)
 
-// Clamps values to the range from -scalars[0] to scalars[0]. NaN stays NaN.
-template <typename T> __device__ inline void clamp(const Part *parts, unsigned count, double *) {
+// Clamps values to the range from the first number's negative to the number. NaN stays NaN.
+template <typename T> __device__ inline void clamp(const Part *parts, unsigned count, const Sets &sets, double *) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
-    const Real limit = part.scalars[0];
+    const Real limit = numbers_of<double>(part, sets);
     T *values = static_cast<T *>(part.parameter);
-    FOR_EACH_ELEMENT(part, i) {
-        const Real value = Element<T>::load(values[i]);
-        values[i] = Element<T>::store(value < -limit ? -limit : value > limit ? limit : value);
-    }
+    for_each_few<T>(part, [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(values + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) {
+            const Real value = few.at[k];
+            few.at[k] = value < -limit ? -limit : value > limit ? limit : value;
+        }
+        few.store(values + i, size.is_vector);
+    });
 }
 KERNELS(clamp)

@@ -36,20 +36,22 @@ static void run(void (*kernel)(const void *), const void *by, unsigned blocks, u
 }
 
 struct Launch {
-    void (*kernel)(const Part *, unsigned, double *);
+    void (*kernel)(const Part *, unsigned, const Sets, double *);
     const Part *parts;
     unsigned count;
+    const Sets *sets;
     double *sums;
 };
 
 static void launched(const void *by) {
     const Launch &launch = *static_cast<const Launch *>(by);
-    launch.kernel(launch.parts, launch.count, launch.sums);
+    launch.kernel(launch.parts, launch.count, *launch.sets, launch.sums);
 }
 
-extern "C" __global__ void host_launch(void (*kernel)(const Part *, unsigned, double *), unsigned blocks, unsigned threads,
-                                       const Part *parts, unsigned count, double *sums) {
-    const Launch launch = {kernel, parts, count, sums};
+extern "C" __global__ void host_launch(void (*kernel)(const Part *, unsigned, const Sets, double *), unsigned blocks,
+                                       unsigned threads, const Part *parts, unsigned count, const Sets *sets,
+                                       double *sums) {
+    const Launch launch = {kernel, parts, count, sets, sums};
     run(launched, &launch, blocks, threads);
 }
 

@@ -5,7 +5,7 @@
 use super::launches::Arguments;
 use super::program::Machine;
 use super::source::Kernel;
-use super::table::THREADS;
+use super::table::{Sets, THREADS, Table};
 use crate::Result;
 use candle_core::DType;
 use libloading::Library;
@@ -18,6 +18,7 @@ use std::sync::OnceLock;
 const SOURCE: &str = concat!(
     include_str!("host.h"),
     include_str!("element.cu"),
+    include_str!("few.cu"),
     include_str!("part.cu"),
     include_str!("reduce.cu"),
     include_str!("adam.cu"),
@@ -30,8 +31,8 @@ const SOURCE: &str = concat!(
     include_str!("host.cpp"),
 );
 
-type KernelEntry = unsafe extern "C" fn(*const u64, u32, *mut f64);
-type HostLaunch = unsafe extern "C" fn(KernelEntry, u32, u32, *const u64, u32, *mut f64);
+type KernelEntry = unsafe extern "C" fn(*const u64, u32, Sets, *mut f64);
+type HostLaunch = unsafe extern "C" fn(KernelEntry, u32, u32, *const u64, u32, *const Sets, *mut f64);
 type LayerEntry = unsafe extern "C" fn(Arguments);
 type HostLaunchByValue = unsafe extern "C" fn(LayerEntry, u32, u32, *const Arguments);
 
@@ -120,8 +121,7 @@ impl Machine for Host {
         &self,
         (kernel, dtype): (Kernel, DType),
         blocks: u32,
-        table: &Vec<u64>,
-        parts: u32,
+        (words, table): (&Vec<u64>, &Table),
         numbers: Option<&mut Vec<f64>>,
     ) -> Result<()> {
         let _turn = ONE_AT_A_TIME.lock();
@@ -130,7 +130,7 @@ impl Machine for Host {
         let launch: HostLaunch = self.symbol("host_launch");
         let numbers = numbers.map_or(std::ptr::null_mut(), Vec::as_mut_ptr);
         // SAFETY: these are the arguments of all kernels; the tests ensure that the tensors in the table exist.
-        unsafe { launch(kernel, blocks, THREADS, table.as_ptr(), parts, numbers) };
+        unsafe { launch(kernel, blocks, THREADS, words.as_ptr(), table.parts, &table.sets, numbers) };
         Ok(())
     }
 

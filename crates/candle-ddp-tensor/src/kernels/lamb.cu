@@ -19,43 +19,51 @@ template <typename Real> struct Direction {
     }
 };
 
-template <typename T> __device__ inline void lamb_moments(const Part *parts, unsigned count, double *sums) {
+template <typename T> __device__ inline void lamb_moments(const Part *parts, unsigned count, const Sets &sets, double *sums) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
-    const LambScalars &by = *reinterpret_cast<const LambScalars *>(part.scalars);
+    const LambScalars &by = numbers_of<LambScalars>(part, sets);
     const Real beta1 = by.beta1, rate1 = by.rate1, beta2 = by.beta2, rate2 = by.rate2;
     const Real scale = by.scale, coupled = by.coupled;
     const Direction<Real> direction(by);
     const T *parameter = static_cast<const T *>(part.parameter), *gradients = static_cast<const T *>(part.gradient);
     Real *mean = static_cast<Real *>(part.states[0]), *squares = static_cast<Real *>(part.states[1]);
     Real norm = 0, update_norm = 0;
-    FOR_EACH_ELEMENT(part, i) {
-        const Real value = Element<T>::load(parameter[i]);
-        const Real gradient = plus_decay(Element<T>::load(gradients[i]) * scale, value, coupled);
-        const Real m = mean[i] * beta1 + gradient * rate1;
-        const Real v = squares[i] * beta2 + gradient * gradient * rate2;
-        mean[i] = m;
-        squares[i] = v;
-        const Real update = direction.of(value, m, v);
-        norm += value * value;
-        update_norm += update * update;
-    }
+    for_each_few<T>(part, [&](auto size, unsigned long long i) {
+        const bool is_vector = size.is_vector;
+        Few<T> values, few, m, v;
+        values.load(parameter + i, is_vector);
+        few.load(gradients + i, is_vector);
+        m.load(mean + i, is_vector);
+        v.load(squares + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real value = values.at[k];
+            const Real gradient = plus_decay(few.at[k] * scale, value, coupled);
+            m.at[k] = m.at[k] * beta1 + gradient * rate1;
+            v.at[k] = v.at[k] * beta2 + gradient * gradient * rate2;
+            const Real update = direction.of(value, m.at[k], v.at[k]);
+            norm += value * value;
+            update_norm += update * update;
+        }
+        m.store(mean + i, is_vector);
+        v.store(squares + i, is_vector);
+    });
     const bool adapt = by.adapt != 0;
     reduce_block<Add, Add>(adapt ? norm : 0, adapt ? update_norm : 0, sums + 2ull * (count + blockIdx.x));
 }
 KERNELS(lamb_moments)
 
 // One block per part.
-extern "C" __global__ void lamb_sums(const Part *parts, unsigned count, double *sums) {
+extern "C" __global__ void lamb_sums(const Part *parts, unsigned count, const Sets, double *sums) {
     const Part *part = parts + blockIdx.x;
     reduce_chunks<Add, Add>(sums + 2ull * count, part[0].first_chunk, part[1].first_chunk, sums + 2ull * blockIdx.x);
 }
 
 // Computes the update again instead of storing it.
-template <typename T> __device__ inline void lamb_update(const Part *parts, unsigned count, double *sums) {
+template <typename T> __device__ inline void lamb_update(const Part *parts, unsigned count, const Sets &sets, double *sums) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
-    const LambScalars &by = *reinterpret_cast<const LambScalars *>(part.scalars);
+    const LambScalars &by = numbers_of<LambScalars>(part, sets);
     // A single thread does this, because many GPUs are slow in f64.
     __shared__ double trusted_rate;
     if (threadIdx.x == 0) {
@@ -68,9 +76,16 @@ template <typename T> __device__ inline void lamb_update(const Part *parts, unsi
     T *parameter = static_cast<T *>(part.parameter);
     const Real *mean = static_cast<const Real *>(part.states[0]);
     const Real *squares = static_cast<const Real *>(part.states[1]);
-    FOR_EACH_ELEMENT(part, i) {
-        const Real value = Element<T>::load(parameter[i]);
-        parameter[i] = Element<T>::store(value - direction.of(value, mean[i], squares[i]) * rate);
-    }
+    for_each_few<T>(part, [&](auto size, unsigned long long i) {
+        const bool is_vector = size.is_vector;
+        Few<T> values, m, v;
+        values.load(parameter + i, is_vector);
+        m.load(mean + i, is_vector);
+        v.load(squares + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            values.at[k] = values.at[k] - direction.of(values.at[k], m.at[k], v.at[k]) * rate;
+        }
+        values.store(parameter + i, is_vector);
+    });
 }
 KERNELS(lamb_update)

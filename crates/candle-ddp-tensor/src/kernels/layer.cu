@@ -15,40 +15,6 @@ struct Arguments {
 #define LAYER(NAME) FOR_EACH_TYPE(LAYER_KERNEL, NAME)
 #endif
 
-// As much as a thread loads or stores at once, from an address that is a multiple of its size.
-struct alignas(16) Words { unsigned words[4]; };
-template <typename T> struct alignas(16) Vector { T at[16 / sizeof(T)]; };
-
-// A thread's neighbouring elements in the dtype of the arithmetic: a vector, or one.
-template <typename T> struct Few {
-    typedef typename Element<T>::Real Real;
-    static const int most = 16 / sizeof(T);
-    Real at[most];
-
-    __device__ void load(const T *from, bool is_vector) {
-        if (!is_vector) {
-            at[0] = Element<T>::load(*from);
-            return;
-        }
-        const Vector<T> vector = *reinterpret_cast<const Vector<T> *>(from);
-        for (int k = 0; k < most; k++) at[k] = Element<T>::load(vector.at[k]);
-    }
-
-    __device__ void store(T *to, bool is_vector) const {
-        if (!is_vector) {
-            *to = Element<T>::store(at[0]);
-            return;
-        }
-        Vector<T> vector;
-        for (int k = 0; k < most; k++) vector.at[k] = Element<T>::store(at[k]);
-        *reinterpret_cast<Vector<T> *>(to) = vector;
-    }
-};
-
-// Loops over the elements of a `Few`.
-#define FOR_EACH_OF(T, is_vector, k) \
-    _Pragma("unroll") for (int k = 0; k < Few<T>::most; k++) if (k == 0 || (is_vector))
-
 // Tensor `index` of the arguments, with elements of type `TYPE`.
 #define TENSOR(TYPE, index) static_cast<TYPE *>(by.tensors[index])
 

@@ -42,6 +42,8 @@ pub mod table;
 mod tensors;
 #[cfg(feature = "cuda")]
 mod upload;
+#[cfg(feature = "cuda")]
+mod uploaded;
 
 #[cfg(not(feature = "cuda"))]
 pub use absent::*;

@@ -7,8 +7,18 @@ struct Part {
     void *parameter;                // or another tensor to write
     const void *gradient;           // or another tensor to read
     void *states[2];                // null if there is none
-    double scalars[12];             // their meaning depends on the kernel
+    unsigned long long numbers;     // which of the launch's sets of numbers is its own
 };
+
+// What kernels need beside the table, by value: while the tensors stay where they are, the table on the GPU stays as it is.
+struct Sets {
+    double numbers[32][12]; // their meaning depends on the kernel
+};
+
+// The numbers of a part, as the kernel's `Numbers`.
+template <typename Numbers> __device__ inline const Numbers &numbers_of(const Part &part, const Sets &sets) {
+    return *reinterpret_cast<const Numbers *>(sets.numbers[part.numbers]);
+}
 
 // Elements in a chunk; the last chunk of a part may have fewer.
 #define CHUNK 4096ull
@@ -27,17 +37,32 @@ __device__ inline const Part &part_of_block(const Part *parts, unsigned count) {
     return parts[low];
 }
 
-// Loops over this thread's elements `i` of this block's chunk; neighbouring threads process neighbouring elements.
-#define FOR_EACH_ELEMENT(part, i)                                                             \
-    for (unsigned long long i = (blockIdx.x - (part).first_chunk) * CHUNK + threadIdx.x,      \
-                            end_of_chunk = min((part).count, i - threadIdx.x + CHUNK);        \
-         i < end_of_chunk; i += THREADS)
+struct One { static const bool is_vector = false; };
+struct Several { static const bool is_vector = true; };
+
+// Calls `body` for this thread's elements of this block's chunk, with the index of the first of some: `Several`, a `Few<T>`, if all
+// tensors of the part begin at multiples of 16, and `One` otherwise and for the rest. Neighbouring threads process neighbouring
+// elements.
+template <typename T, typename Body> __device__ inline void for_each_few(const Part &part, Body body) {
+    const unsigned long long most = Few<T>::most;
+    const unsigned long long from = (blockIdx.x - part.first_chunk) * CHUNK, to = min(part.count, from + CHUNK);
+    const unsigned long long addresses = (unsigned long long)part.parameter | (unsigned long long)part.gradient |
+                                         (unsigned long long)part.states[0] | (unsigned long long)part.states[1];
+    unsigned long long rest = from;
+    if (addresses % 16 == 0) {
+        rest += (to - from) / most * most;
+        for (unsigned long long i = from + threadIdx.x * most; i < rest; i += THREADS * most) body(Several(), i);
+    }
+    for (unsigned long long i = rest + threadIdx.x; i < to; i += THREADS) body(One(), i);
+}
 
 // Defines the kernels `NAME_f32`, `NAME_f64`, `NAME_f16` and `NAME_bf16` from the template `NAME`, or only the one of the type
-// ONLY with the suffix SUFFIX. All kernels take the same arguments: the table, the number of parts in it, and memory for sums or
-// null.
-#define KERNEL(NAME, TYPE, SUFFIX)                                                                  \
-    extern "C" __global__ void NAME##_##SUFFIX(const Part *p, unsigned n, double *sums) { NAME<TYPE>(p, n, sums); }
+// ONLY with the suffix SUFFIX. All kernels take the same arguments: the table, the number of parts in it, their numbers, and memory
+// for sums or null.
+#define KERNEL(NAME, TYPE, SUFFIX)                                                                         \
+    extern "C" __global__ void NAME##_##SUFFIX(const Part *p, unsigned n, const Sets sets, double *sums) { \
+        NAME<TYPE>(p, n, sets, sums);                                                                      \
+    }
 #define FOR_EACH_TYPE(DEFINE, NAME) \
     DEFINE(NAME, float, f32) DEFINE(NAME, double, f64) DEFINE(NAME, F16, f16) DEFINE(NAME, BF16, bf16)
 #ifdef ONLY

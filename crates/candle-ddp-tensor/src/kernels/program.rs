@@ -13,6 +13,7 @@ pub trait Machine {
     /// Numbers that kernels write.
     type Numbers;
 
+    /// Returns the words in the machine's memory.
     fn upload(&self, words: &[u64]) -> Result<Self::Words>;
 
     /// Memory for `count` numbers, whose values are undefined.
@@ -27,13 +28,12 @@ pub trait Machine {
     /// Returns the address of `numbers` for kernels. It is valid as long as `numbers` lives.
     fn address(&self, numbers: &Self::Numbers) -> u64;
 
-    /// Launches a kernel; `parts` is the number of parts in `table`.
+    /// Launches a kernel with a table that was uploaded.
     fn launch(
         &self,
         kernel: (Kernel, DType),
         blocks: u32,
-        table: &Self::Words,
-        parts: u32,
+        table: (&Self::Words, &Table),
         numbers: Option<&mut Self::Numbers>,
     ) -> Result<()>;
 
@@ -43,26 +43,27 @@ pub trait Machine {
 
 /// Updates parameters of `dtype`, each of which is one entry.
 pub fn update_whole<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Entry]) -> Result<()> {
-    let table @ Table { parts, chunks, .. } = &Table::new(entries)?;
-    if *chunks == 0 {
+    let table = &Table::new(entries)?;
+    if table.chunks == 0 {
         return Ok(());
     }
     let words = &machine.upload(&table.words)?;
+    let launch = |kernel, sums| machine.launch((kernel, dtype), table.chunks, (words, table), sums);
     match rule {
-        Rule::Adam => machine.launch((Kernel::Adam, dtype), *chunks, words, *parts, None),
-        Rule::Sgd => machine.launch((Kernel::Sgd, dtype), *chunks, words, *parts, None),
+        Rule::Adam => launch(Kernel::Adam, None),
+        Rule::Sgd => launch(Kernel::Sgd, None),
         Rule::Lamb => {
-            let mut sums = lamb_sums(machine, dtype, table, words)?;
-            machine.launch((Kernel::LambUpdate, dtype), *chunks, words, *parts, Some(&mut sums))
+            let mut sums = lamb_sums(machine, dtype, (words, table))?;
+            launch(Kernel::LambUpdate, Some(&mut sums))
         }
     }
 }
 
-fn lamb_sums<M: Machine>(machine: &M, dtype: DType, table: &Table, words: &M::Words) -> Result<M::Numbers> {
-    let Table { parts, chunks, .. } = *table;
+fn lamb_sums<M: Machine>(machine: &M, dtype: DType, table: (&M::Words, &Table)) -> Result<M::Numbers> {
+    let Table { parts, chunks, .. } = *table.1;
     let mut sums = machine.numbers(2 * (parts as usize + chunks as usize))?;
-    machine.launch((Kernel::LambMoments, dtype), chunks, words, parts, Some(&mut sums))?;
-    machine.launch((Kernel::LambSums, dtype), parts, words, parts, Some(&mut sums))?;
+    machine.launch((Kernel::LambMoments, dtype), chunks, table, Some(&mut sums))?;
+    machine.launch((Kernel::LambSums, dtype), parts, table, Some(&mut sums))?;
     Ok(sums)
 }
 
@@ -72,8 +73,7 @@ pub fn prepare<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Ent
     if rule != Rule::Lamb || table.chunks == 0 {
         return Ok(None);
     }
-    let words = machine.upload(&table.words)?;
-    lamb_sums(machine, dtype, &table, &words).map(Some)
+    lamb_sums(machine, dtype, (&machine.upload(&table.words)?, &table)).map(Some)
 }
 
 pub fn read_sums<M: Machine>(machine: &M, sums: Option<&M::Numbers>, entries: usize) -> Result<Vec<[f64; 2]>> {
@@ -86,14 +86,14 @@ pub fn update<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Entr
     if rule != Rule::Lamb {
         return update_whole(machine, rule, dtype, entries);
     }
-    let Table { words, parts, chunks } = Table::new(entries)?;
-    if chunks == 0 {
+    let table = &Table::new(entries)?;
+    if table.chunks == 0 {
         return Ok(());
     }
-    let words = machine.upload(&words)?;
+    let words = &machine.upload(&table.words)?;
     let mut numbers = machine.numbers(2 * entries.len())?;
     machine.write(&mut numbers, &sums.concat())?;
-    machine.launch((Kernel::LambUpdate, dtype), chunks, &words, parts, Some(&mut numbers))
+    machine.launch((Kernel::LambUpdate, dtype), table.chunks, (words, table), Some(&mut numbers))
 }
 
 /// Launches the measurement of all entries together; [`read_extent`] returns it.
@@ -107,14 +107,14 @@ pub fn rescale_measured<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]
 }
 
 fn measured<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
-    let Table { words, parts, chunks } = Table::new(entries)?;
-    if chunks == 0 {
+    let table = &Table::new(entries)?;
+    if table.chunks == 0 {
         return Ok(None);
     }
-    let words = machine.upload(&words)?;
-    let mut sums = machine.numbers(2 * (1 + chunks as usize))?;
-    machine.launch((kernel, dtype), chunks, &words, parts, Some(&mut sums))?;
-    machine.launch((Kernel::Total, dtype), 1, &words, parts, Some(&mut sums))?;
+    let words = &machine.upload(&table.words)?;
+    let mut sums = machine.numbers(2 * (1 + table.chunks as usize))?;
+    machine.launch((kernel, dtype), table.chunks, (words, table), Some(&mut sums))?;
+    machine.launch((Kernel::Total, dtype), 1, (words, table), Some(&mut sums))?;
     Ok(Some(sums))
 }
 
@@ -128,9 +128,9 @@ pub fn read_extent<M: Machine>(machine: &M, extent: Option<&M::Numbers>) -> Resu
 
 /// Runs [`Kernel::Rescale`] or [`Kernel::Clamp`] with the first scalar, or a copy with the first two.
 pub fn change<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<()> {
-    let Table { words, parts, chunks } = Table::new(entries)?;
-    if chunks == 0 {
+    let table = &Table::new(entries)?;
+    if table.chunks == 0 {
         return Ok(());
     }
-    machine.launch((kernel, dtype), chunks, &machine.upload(&words)?, parts, None)
+    machine.launch((kernel, dtype), table.chunks, (&machine.upload(&table.words)?, table), None)
 }

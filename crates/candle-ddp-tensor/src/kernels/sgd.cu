@@ -6,25 +6,32 @@ struct SgdScalars {
     double nesterov;         // whether to use Nesterov momentum, 0 or 1
 };
 
-template <typename T> __device__ inline void sgd(const Part *parts, unsigned count, double *) {
+template <typename T> __device__ inline void sgd(const Part *parts, unsigned count, const Sets &sets, double *) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
-    const SgdScalars &by = *reinterpret_cast<const SgdScalars *>(part.scalars);
+    const SgdScalars &by = numbers_of<SgdScalars>(part, sets);
     const Real lr = by.lr, decay = by.decay, scale = by.scale, momentum = by.momentum, share = by.share;
     const bool nesterov = by.nesterov != 0;
     T *parameter = static_cast<T *>(part.parameter);
     const T *gradients = static_cast<const T *>(part.gradient);
     Real *directions = static_cast<Real *>(part.states[0]);
-    FOR_EACH_ELEMENT(part, i) {
-        const Real value = Element<T>::load(parameter[i]);
-        const Real gradient = plus_decay(Element<T>::load(gradients[i]) * scale, value, decay);
-        Real step = gradient;
-        if (directions) {
-            const Real direction = directions[i] * momentum + gradient * share;
-            directions[i] = direction;
-            step = nesterov ? gradient + direction * momentum : direction;
+    for_each_few<T>(part, [&](auto size, unsigned long long i) {
+        const bool is_vector = size.is_vector;
+        Few<T> values, few, direction;
+        values.load(parameter + i, is_vector);
+        few.load(gradients + i, is_vector);
+        if (directions) direction.load(directions + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real gradient = plus_decay(few.at[k] * scale, values.at[k], decay);
+            Real step = gradient;
+            if (directions) {
+                direction.at[k] = direction.at[k] * momentum + gradient * share;
+                step = nesterov ? gradient + direction.at[k] * momentum : direction.at[k];
+            }
+            values.at[k] = values.at[k] - step * lr;
         }
-        parameter[i] = Element<T>::store(value - step * lr);
-    }
+        if (directions) direction.store(directions + i, is_vector);
+        values.store(parameter + i, is_vector);
+    });
 }
 KERNELS(sgd)

@@ -69,19 +69,19 @@ macro_rules! kernels {
 }
 
 sources! {
-    Adam: ["element.cu", "part.cu"] "adam.cu",
-    Sgd: ["element.cu", "part.cu"] "sgd.cu",
-    Lamb: ["element.cu", "part.cu", "reduce.cu"] "lamb.cu",
-    Copy: ["element.cu", "part.cu"] "copy.cu",
-    Gradient: ["element.cu", "part.cu", "reduce.cu"] "gradient.cu",
-    Norm: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "norm.cu",
-    Conv: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
-    Pool: ["element.cu", "part.cu", "layer.cu"] "pool.cu",
-    Channels: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
-    Softmax: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "softmax.cu",
-    Elementwise: ["element.cu", "part.cu", "layer.cu"] "elementwise.cu",
-    Linear: ["element.cu", "part.cu", "layer.cu"] "linear.cu",
-    Attention: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
+    Adam: ["element.cu", "few.cu", "part.cu"] "adam.cu",
+    Sgd: ["element.cu", "few.cu", "part.cu"] "sgd.cu",
+    Lamb: ["element.cu", "few.cu", "part.cu", "reduce.cu"] "lamb.cu",
+    Copy: ["element.cu", "few.cu", "part.cu"] "copy.cu",
+    Gradient: ["element.cu", "few.cu", "part.cu", "reduce.cu"] "gradient.cu",
+    Norm: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "norm.cu",
+    Conv: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
+    Pool: ["element.cu", "few.cu", "part.cu", "layer.cu"] "pool.cu",
+    Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
+    Softmax: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "softmax.cu",
+    Elementwise: ["element.cu", "few.cu", "part.cu", "layer.cu"] "elementwise.cu",
+    Linear: ["element.cu", "few.cu", "part.cu", "layer.cu"] "linear.cu",
+    Attention: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
 }
 
 kernels! {

@@ -7,7 +7,7 @@ pub const CHUNK: usize = 4096;
 /// The number of threads in a block.
 pub const THREADS: u32 = 256;
 
-/// The addresses of one part's elements; 0 if a kernel does not use them.
+/// The addresses of one part's elements, 0 if a kernel does not use them; and the numbers that it needs for them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Entry {
     pub elements: usize,
@@ -18,12 +18,32 @@ pub struct Entry {
 }
 
 /// The size of `part.cu`'s `Part` in words.
-const WORDS: usize = 18;
+const WORDS: usize = 7;
 
-/// The table, which has one more entry than there are parts.
+/// The numbers of the parts, each different set once: `part.cu`'s `Sets`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Sets([Scalars; Self::MOST]);
+
+// SAFETY: numbers without padding, laid out as the kernels expect them.
+#[cfg(feature = "cuda")]
+unsafe impl cudarc::driver::DeviceRepr for Sets {}
+
+impl Sets {
+    /// How many different sets a launch takes: with more, its arguments would exceed the 4 KiB that every GPU takes.
+    pub const MOST: usize = 32;
+}
+
+/// Whether two sets have the same bits.
+pub fn same(a: &Scalars, b: &Scalars) -> bool {
+    a.map(f64::to_bits) == b.map(f64::to_bits)
+}
+
+/// The table, which has one more entry than there are parts, and what kernels need beside it.
 #[derive(Clone, Debug)]
 pub struct Table {
     pub words: Vec<u64>,
+    pub sets: Sets,
     pub parts: u32,
     /// The number of blocks needed.
     pub chunks: u32,
@@ -32,17 +52,28 @@ pub struct Table {
 impl Table {
     pub fn new(entries: &[Entry]) -> Result<Self> {
         let mut words = Vec::with_capacity((entries.len() + 1) * WORDS);
+        let (mut sets, mut count) = (Sets::default(), 0);
         let mut first_chunk = 0u64;
         for Entry { elements, parameter, gradient, states: [first, second], scalars } in entries {
-            words.extend([first_chunk, *elements as u64, *parameter, *gradient, *first, *second]);
-            words.extend(scalars.map(f64::to_bits));
+            // The last is the likeliest.
+            let known = sets.0[..count].iter().rposition(|set| same(set, scalars));
+            let number = match known {
+                Some(number) => number,
+                None if count < Sets::MOST => {
+                    sets.0[count] = *scalars;
+                    count += 1;
+                    count - 1
+                }
+                None => return Err(Error::invalid("parameters", "they have too many different sets of numbers")),
+            };
+            words.extend([first_chunk, *elements as u64, *parameter, *gradient, *first, *second, number as u64]);
             first_chunk += elements.div_ceil(CHUNK) as u64;
         }
         words.push(first_chunk);
         words.resize((entries.len() + 1) * WORDS, 0);
         // The limits of a grid.
         match (u32::try_from(entries.len()), i32::try_from(first_chunk)) {
-            (Ok(parts), Ok(chunks)) => Ok(Self { words, parts, chunks: chunks.unsigned_abs() }),
+            (Ok(parts), Ok(chunks)) => Ok(Self { words, sets, parts, chunks: chunks.unsigned_abs() }),
             _ => Err(Error::invalid("parameters", "there are more elements than one kernel launch can process")),
         }
     }

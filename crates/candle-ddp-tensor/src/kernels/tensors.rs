@@ -1,10 +1,10 @@
 //! Kernels on candle's tensors. Tensors on the same GPU with the same dtype share launches.
 use super::address::{input, output};
 use super::gpu::Gpu;
-use super::operands::{Assignment, Extent, Operands, Rule};
+use super::operands::{Assignment, Extent, Operands, Rule, Scalars};
 use super::program;
 use super::source::{DTYPES, Kernel};
-use super::table::Entry;
+use super::table::{Entry, Sets, same};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use cudarc::driver::CudaSlice;
@@ -32,6 +32,8 @@ struct Batch<'a> {
     dtype: DType,
     indices: Vec<usize>,
     entries: Vec<Entry>,
+    /// The different sets of numbers of the entries.
+    sets: Vec<Scalars>,
 }
 
 impl<'a> Batch<'a> {
@@ -40,16 +42,33 @@ impl<'a> Batch<'a> {
         let mut batches: Vec<Self> = Vec::new();
         for (index, (tensor, entry)) in tensors.enumerate() {
             let (device, dtype, entry) = (tensor.device().as_cuda_device()?, tensor.dtype(), entry?);
-            let alike = |batch: &&mut Self| batch.device.id() == device.id() && batch.dtype == dtype;
-            match batches.iter_mut().find(alike) {
-                Some(batch) => {
-                    batch.indices.push(index);
-                    batch.entries.push(entry);
+            let batch = batches.iter_mut().find(|batch| {
+                batch.device.id() == device.id() && batch.dtype == dtype && batch.has_room(&entry.scalars)
+            });
+            let batch = match batch {
+                Some(batch) => batch,
+                None => {
+                    batches.push(Self { device, dtype, indices: Vec::new(), entries: Vec::new(), sets: Vec::new() });
+                    let last = batches.len() - 1;
+                    &mut batches[last]
                 }
-                None => batches.push(Self { device, dtype, indices: vec![index], entries: vec![entry] }),
+            };
+            if !batch.knows(&entry.scalars) {
+                batch.sets.push(entry.scalars);
             }
+            batch.indices.push(index);
+            batch.entries.push(entry);
         }
         Ok(batches)
+    }
+
+    fn knows(&self, scalars: &Scalars) -> bool {
+        self.sets.iter().rev().any(|set| same(set, scalars))
+    }
+
+    /// Whether a launch takes these numbers as well.
+    fn has_room(&self, scalars: &Scalars) -> bool {
+        self.sets.len() < Sets::MOST || self.knows(scalars)
     }
 
     fn of_operands(operands: &'a [Operands<'a>]) -> Result<Vec<Self>> {

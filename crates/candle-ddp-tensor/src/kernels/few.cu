@@ -1,0 +1,38 @@
+// Loading and storing neighbouring elements at once.
+
+// Neighbouring elements, which begin at an address that is a multiple of 16, or of their size if that is less.
+template <typename T, int count> struct alignas(count * sizeof(T) < 16 ? count * sizeof(T) : 16) Neighbours { T at[count]; };
+
+// As much as a thread loads or stores at once.
+typedef Neighbours<unsigned, 4> Words;
+
+// A thread's neighbouring elements in the arithmetic of dtype `T`: as many as 16 bytes hold, or one.
+template <typename T> struct Few {
+    typedef typename Element<T>::Real Real;
+    static const int most = 16 / sizeof(T);
+    Real at[most];
+
+    // The elements in memory may have another dtype.
+    template <typename From> __device__ void load(const From *from, bool is_vector) {
+        if (!is_vector) {
+            at[0] = Element<From>::load(*from);
+            return;
+        }
+        const Neighbours<From, most> vector = *reinterpret_cast<const Neighbours<From, most> *>(from);
+        for (int k = 0; k < most; k++) at[k] = Element<From>::load(vector.at[k]);
+    }
+
+    template <typename To> __device__ void store(To *to, bool is_vector) const {
+        if (!is_vector) {
+            *to = Element<To>::store(at[0]);
+            return;
+        }
+        Neighbours<To, most> vector;
+        for (int k = 0; k < most; k++) vector.at[k] = Element<To>::store(at[k]);
+        *reinterpret_cast<Neighbours<To, most> *>(to) = vector;
+    }
+};
+
+// Loops over the elements of a `Few`.
+#define FOR_EACH_OF(T, is_vector, k) \
+    _Pragma("unroll") for (int k = 0; k < Few<T>::most; k++) if (k == 0 || (is_vector))

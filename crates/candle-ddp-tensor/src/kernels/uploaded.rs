@@ -1,0 +1,45 @@
+//! Tables that are on a GPU already. Optimizers, clipping and DDP's copies use the same tensors in every step, so the same tables.
+//! Uploading one again would cost an allocation and a copy, for which the driver may wait.
+use crate::Result;
+use candle_core::CudaDevice;
+use cudarc::driver::CudaSlice;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// The number of tables that a thread keeps for each stream.
+const MOST: usize = 64;
+
+/// The tables of a stream, in the order of their last uses.
+#[derive(Default)]
+struct Tables(Vec<(Vec<u64>, Rc<CudaSlice<u64>>)>);
+
+impl Tables {
+    fn get(&mut self, device: &CudaDevice, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
+        let known = self.0.iter().rposition(|(known, _)| known == words);
+        let table = match known {
+            Some(index) => self.0.remove(index),
+            // The driver has its own copy of the words when this returns.
+            None => (words.to_vec(), Rc::new(device.clone_htod(words)?)),
+        };
+        if self.0.len() >= MOST {
+            self.0.remove(0);
+        }
+        let slice = table.1.clone();
+        self.0.push(table);
+        Ok(slice)
+    }
+}
+
+thread_local! {
+    /// The tables of this thread, by context and stream: a table is uploaded before its first use on the stream, and freed after its
+    /// last. Their streams' handles stay taken as long as these are here.
+    static TABLES: RefCell<HashMap<(usize, usize), Tables>> = RefCell::default();
+}
+
+/// Returns `words` on the GPU, which must not change them.
+pub(super) fn uploaded(device: &CudaDevice, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
+    let stream = device.cuda_stream();
+    let key = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
+    TABLES.with_borrow_mut(|tables| tables.entry(key).or_default().get(device, words))
+}
