@@ -188,12 +188,12 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(&name, &random, vb), options)?;
     let options = LoaderOptions { batch_size: BATCH, virtual_ranks, ..Default::default() };
     let mut loader = DataLoader::new(data(&name)?, pg, options)?;
-    let first = state.commits();
-    if first > 1 {
+    if state.commits() > 0 {
         loader.resume(state.progress)?;
     }
     let mut losses = Vec::new();
-    'epochs: loop {
+    // A rank may be lost after the last step.
+    while state.commits() < steps {
         for micro_batch in loader.micro_batches()? {
             let micro_batch = micro_batch?;
             micro_batch.seed(&random);
@@ -209,8 +209,8 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             (state.losses, state.progress) = (f64::from(hash as u32), loader.state());
             event("step", own, state.commits())?;
             state.commit()?;
-            if state.commits() > steps {
-                break 'epochs;
+            if state.commits() >= steps {
+                break;
             }
         }
     }
@@ -283,7 +283,7 @@ fn compare(model: &str, short: u64) {
         None => (3, 1, &[1, 2]),
     };
     let place = |number: usize| if number.is_multiple_of(2) { "forward" } else { "step" };
-    let commit = |number: usize| (number as u64 + 1) * steps / (dying.len() as u64 + 1) + 1;
+    let commit = |number: usize| (number as u64 + 1) * steps / (dying.len() as u64 + 1);
     let events = dying.iter().enumerate().map(|(at, rank)| format!("{rank} kill-{} {}", place(at), commit(at)));
     let events = events.collect::<Vec<_>>().join(",");
     let begin = Instant::now();

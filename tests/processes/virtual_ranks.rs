@@ -131,7 +131,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     let data = TensorDataset::new(tensor(&[62, 4], 1))?;
     let options = LoaderOptions { batch_size: 2, virtual_ranks: Some(8), ..Default::default() };
     let mut loader = DataLoader::new(data, pg, options)?;
-    if state.commits() > 1 {
+    if state.commits() > 0 {
         loader.resume(state.progress)?;
     }
     while loader.current_epoch() < 3 {
