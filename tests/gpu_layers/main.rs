@@ -16,8 +16,8 @@ mod operations;
 
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::nn::{
-    AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2dOptions,
-    avg_pool2d, cross_entropy, max_pool2d, relu, scaled_dot_product_attention, softmax,
+    AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2dOptions, add,
+    avg_pool2d, cross_entropy, gelu, max_pool2d, relu, scaled_dot_product_attention, softmax,
 };
 use candle_nn::{Conv2dConfig, ConvTranspose2dConfig};
 use common::{assert_close, floats, skip_unless, tensor};
@@ -195,6 +195,34 @@ fn convolutions_take_views_at_any_address() {
             let tolerance = if dtype == DType::F32 { 1e-5 } else { 1.6e-2 };
             for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
                 assert_close(there, &here, tolerance, &format!("result {index} in {dtype:?}"));
+            }
+        }
+    });
+}
+
+/// Sums and activations of tensors that a thread loads in vectors, and of others, and their gradients.
+#[test]
+fn elementwise_layers_of_any_size_match_the_cpu() {
+    on_gpu("elementwise_layers_of_any_size_match_the_cpu", |gpu| {
+        for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F64, 1e-6), (DType::F16, 1e-3), (DType::BF16, 8e-3)] {
+            for (skipped, size) in [(0, 4096), (0, 1001), (1, 512), (0, 1)] {
+                let run = |device: &Device| {
+                    let var = |seed| {
+                        let values = tensor(&[skipped + size], seed).to_dtype(dtype).unwrap();
+                        Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
+                    };
+                    let (a, b) = (var(1), var(2));
+                    let [x, y] = [&a, &b].map(|var| var.narrow(0, skipped, size).unwrap());
+                    // The gradients of x and of the sum are sums as well.
+                    let sum = add(&add(&x, &y).unwrap(), &gelu(&x).unwrap()).unwrap();
+                    let loss =
+                        (relu(&sum).unwrap().sum_all().unwrap() + sum.sqr().unwrap().sum_all().unwrap()).unwrap();
+                    let grads = loss.backward().unwrap();
+                    [&sum, grads.get(&a).unwrap(), grads.get(&b).unwrap()].map(floats)
+                };
+                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                    assert_close(there, &here, tolerance, &format!("result {index} of {size} in {dtype:?}"));
+                }
             }
         }
     });

@@ -186,8 +186,8 @@ impl Operation {
         tensors: &[Address],
     ) -> Result<()> {
         // The same order as in elementwise.cu.
-        let numbers = &[elements, self as usize];
-        let grid = Grid::Threads(elements);
+        let vector = Address::vector(tensors, elements, dtype);
+        let (grid, numbers) = (Grid::Threads(elements / vector), &[elements, vector, self as usize]);
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 

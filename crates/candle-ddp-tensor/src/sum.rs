@@ -1,9 +1,10 @@
 //! Sums of two tensors, in one pass over memory. candle's own sum of f16 and bf16 converts one number at a time.
 use crate::borrow::with_slice;
 use crate::element::DTYPES;
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::{Element, dispatch, vectorise};
 use candle_core::op::BackpropOp;
-use candle_core::{Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CudaDevice, Device, Result, Shape, Storage, Tensor, WithDType};
 use rayon::prelude::*;
 
 /// The number of elements that a thread takes at a time.
@@ -20,16 +21,29 @@ pub(crate) fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Whether [`values`] takes the two.
 pub(crate) fn is_fast(a: &Tensor, b: &Tensor) -> bool {
-    let on_cpu = a.device().is_cpu() && b.device().is_cpu();
-    on_cpu && a.shape() == b.shape() && a.dtype() == b.dtype() && DTYPES.contains(&a.dtype())
+    let alike = a.shape() == b.shape() && a.dtype() == b.dtype() && a.device().same_device(b.device());
+    alike && (a.device().is_cpu() && DTYPES.contains(&a.dtype()) || kernels::take(a.device(), a.dtype()))
 }
 
-/// The sum of two contiguous tensors on the CPU, of the same shape and floating-point dtype.
+/// The sum of two contiguous tensors that are alike, of a floating-point dtype.
 pub(crate) fn values(a: &Tensor, b: &Tensor) -> Result<(Storage, Shape)> {
+    if let Device::Cuda(device) = a.device() {
+        return on_cuda(device, a, b);
+    }
     dispatch!(a.dtype(), "add", T => with_slice::<T, _>(a, |a_values| with_slice::<T, _>(b, |b_values| {
         let values = T::to_cpu_storage_owned(added(a_values, b_values));
         Ok((Storage::Cpu(values), a.shape().clone()))
     })))
+}
+
+fn on_cuda(device: &CudaDevice, a: &Tensor, b: &Tensor) -> Result<(Storage, Shape)> {
+    let (dtype, count) = (a.dtype(), a.elem_count());
+    let sum = Output::new(device, dtype, a.shape())?;
+    let tensors = &[kernels::address(a)?, kernels::address(b)?, sum.address()?];
+    let vector = Address::vector(tensors, count, dtype);
+    let (grid, numbers) = (Grid::Threads(count / vector), &[count, vector]);
+    kernels::launch(device, Launch { kernel: Kernel::Add, dtype, grid, tensors, numbers, reals: &[] })?;
+    Ok(sum.into_result())
 }
 
 fn added<T: Element>(a: &[T], b: &[T]) -> Vec<T> {

@@ -6,7 +6,7 @@ use candle_core::{Result, Tensor};
 
 /// `a` + `b`, of the same shape and dtype: candle's sum, whose gradient passes to both unchanged.
 ///
-/// On CPUs, tensors of f32, f64, f16 and bf16 are added in one pass, and no pass is needed backward. Others are added by candle.
+/// Tensors of f32, f64, f16 and bf16 on CPUs and CUDA are added in one pass, and no pass is needed backward. Others are added by candle.
 ///
 /// # Errors
 /// candle's, for tensors of different shapes, dtypes or devices.

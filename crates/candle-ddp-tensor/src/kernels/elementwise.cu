@@ -1,4 +1,4 @@
-// Activations, dropout, lookups of vectors, and rotations of pairs.
+// Activations, sums of tensors, dropout, lookups of vectors, and rotations of pairs.
 
 #define RELU 0
 #define GELU 1
@@ -18,47 +18,74 @@ template <typename Real> __device__ inline Real gelu_argument(Real x) { return x
 
 template <typename Real> __device__ inline Real normal_cdf(Real x) { return erfc(-x * ROOT_HALF) / 2; }
 
-// tensors: x, y; numbers: elements, and which function. One thread per element.
-template <typename T> __device__ inline void activation(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
-    const unsigned long long i = thread_in_grid();
-    if (i >= by.numbers[0]) return;
-    const Real x = Element<T>::load(TENSOR(const T, 0)[i]);
-    Real y = x;
-    switch (by.numbers[1]) {
-    case RELU: y = x <= 0 ? 0 : x; break;
-    case GELU: y = x * sigmoid(gelu_argument(x)); break;
-    case GELU_ERF: y = x * normal_cdf(x); break;
-    case SILU: y = x * sigmoid(x); break;
+// The elements of a thread: `vector` neighbours, a whole vector or one, of `count` elements.
+struct Elements {
+    unsigned long long count, vector;
+};
+#define ELEMENTS (*reinterpret_cast<const Elements *>(by.numbers))
+#define FOR_ELEMENTS(T, i, is_vector)                                \
+    const unsigned long long i = thread_in_grid() * ELEMENTS.vector; \
+    const bool is_vector = ELEMENTS.vector > 1;                      \
+    if (i >= ELEMENTS.count) return;
+
+template <typename Real> __device__ inline Real activated(Real x, unsigned long long function) {
+    switch (function) {
+    case RELU: return x <= 0 ? 0 : x;
+    case GELU: return x * sigmoid(gelu_argument(x));
+    case GELU_ERF: return x * normal_cdf(x);
+    case SILU: return x * sigmoid(x);
     }
-    TENSOR(T, 1)[i] = Element<T>::store(y);
+    return x;
+}
+
+// tensors: x, y; numbers: `Elements`, and which function.
+template <typename T> __device__ inline void activation(const Arguments &by) {
+    FOR_ELEMENTS(T, i, is_vector)
+    Few<T> few;
+    few.load(TENSOR(const T, 0) + i, is_vector);
+    FOR_EACH_OF(T, is_vector, k) few.at[k] = activated(few.at[k], by.numbers[2]);
+    few.store(TENSOR(T, 1) + i, is_vector);
 }
 LAYER(activation)
 
-// tensors: x (for relu y), dy, dx; numbers as above.
-template <typename T> __device__ inline void activation_backward(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
-    const unsigned long long i = thread_in_grid();
-    if (i >= by.numbers[0]) return;
-    const Real x = Element<T>::load(TENSOR(const T, 0)[i]), dy = Element<T>::load(TENSOR(const T, 1)[i]);
-    Real dx = dy;
-    switch (by.numbers[1]) {
-    case RELU: dx = x <= 0 ? 0 : dy; break;
+// `x`: for relu y.
+template <typename Real> __device__ inline Real activation_gradient(Real x, Real dy, unsigned long long function) {
+    switch (function) {
+    case RELU: return x <= 0 ? 0 : dy;
     case GELU: {
         const Real s = sigmoid(gelu_argument(x)), slope = GELU_SCALE * (1 + 3 * CUBE * x * x);
-        dx = dy * (s + x * s * (1 - s) * slope);
-        break;
+        return dy * (s + x * s * (1 - s) * slope);
     }
-    case GELU_ERF: dx = dy * (normal_cdf(x) + x * exp(x * x * Real(-0.5)) * DENSITY); break;
+    case GELU_ERF: return dy * (normal_cdf(x) + x * exp(x * x * Real(-0.5)) * DENSITY);
     case SILU: {
         const Real s = sigmoid(x);
-        dx = dy * s * (1 + x * (1 - s));
-        break;
+        return dy * s * (1 + x * (1 - s));
     }
     }
-    TENSOR(T, 2)[i] = Element<T>::store(dx);
+    return dy;
+}
+
+// tensors: x (for relu y), dy, dx; numbers as above.
+template <typename T> __device__ inline void activation_backward(const Arguments &by) {
+    FOR_ELEMENTS(T, i, is_vector)
+    Few<T> x, dy;
+    x.load(TENSOR(const T, 0) + i, is_vector);
+    dy.load(TENSOR(const T, 1) + i, is_vector);
+    FOR_EACH_OF(T, is_vector, k) dy.at[k] = activation_gradient(x.at[k], dy.at[k], by.numbers[2]);
+    dy.store(TENSOR(T, 2) + i, is_vector);
 }
 LAYER(activation_backward)
+
+// tensors: a, b, a + b; numbers: `Elements`.
+template <typename T> __device__ inline void add(const Arguments &by) {
+    FOR_ELEMENTS(T, i, is_vector)
+    Few<T> a, b;
+    a.load(TENSOR(const T, 0) + i, is_vector);
+    b.load(TENSOR(const T, 1) + i, is_vector);
+    FOR_EACH_OF(T, is_vector, k) a.at[k] = a.at[k] + b.at[k];
+    a.store(TENSOR(T, 2) + i, is_vector);
+}
+LAYER(add)
 
 // Four numbers of Philox 4x32-10.
 __device__ inline void philox(unsigned key[2], unsigned counter[4]) {

@@ -5,8 +5,13 @@ struct Norm {
     unsigned long long rows, size; // of x
     unsigned long long centred;    // whether to subtract the mean
     unsigned long long group;      // rows summed per block for the gradients of weight and bias
+    unsigned long long vector;     // elements of a row that a thread loads at once: a whole vector, or one
 };
 #define NORM (*reinterpret_cast<const Norm *>(by.numbers))
+
+// Loops over this thread's elements of a row, with the index of the first of some.
+#define FOR_EACH_OF_ROW(i) \
+    for (unsigned long long i = threadIdx.x * NORM.vector; i < NORM.size; i += THREADS * NORM.vector)
 
 // Like `reduce_block` with sums, but every thread gets the results. Later steps use the dtype of the arithmetic,
 // because many GPUs are slow in f64.
@@ -26,21 +31,35 @@ template <typename T> __device__ inline void norm_forward(const Arguments &by) {
     T *y = TENSOR(T, 1) + row * size;
     const Real *weight = TENSOR(const Real, 2), *bias = TENSOR(const Real, 3);
     const Real elements = size, eps = by.reals[0];
+    const bool is_vector = NORM.vector > 1;
     Real sum = 0, squares = 0, unused = 0;
+    Few<T> few, w, b;
     if (NORM.centred) {
-        for (unsigned long long i = threadIdx.x; i < size; i += THREADS) sum += Element<T>::load(x[i]);
+        FOR_EACH_OF_ROW(i) {
+            few.load(x + i, is_vector);
+            FOR_EACH_OF(T, is_vector, k) sum += few.at[k];
+        }
         add_for_all(sum, unused);
     }
     const Real mean = sum / elements;
-    for (unsigned long long i = threadIdx.x; i < size; i += THREADS) {
-        const Real distance = Element<T>::load(x[i]) - mean;
-        squares += distance * distance;
+    FOR_EACH_OF_ROW(i) {
+        few.load(x + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real distance = few.at[k] - mean;
+            squares += distance * distance;
+        }
     }
     add_for_all(squares, unused);
     const Real scale = 1 / sqrt(squares / elements + eps);
-    for (unsigned long long i = threadIdx.x; i < size; i += THREADS) {
-        const Real value = (Element<T>::load(x[i]) - mean) * scale * weight[i];
-        y[i] = Element<T>::store(bias ? value + bias[i] : value);
+    FOR_EACH_OF_ROW(i) {
+        few.load(x + i, is_vector);
+        w.load(weight + i, is_vector);
+        if (bias) b.load(bias + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real value = (few.at[k] - mean) * scale * w.at[k];
+            few.at[k] = bias ? value + b.at[k] : value;
+        }
+        few.store(y + i, is_vector);
     }
     if (threadIdx.x == 0) {
         TENSOR(double, 4)[2 * row] = mean;
@@ -57,17 +76,30 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
     const Real *weight = TENSOR(const Real, 2);
     T *dx = TENSOR(T, 1) + row * size;
     const Real mean = TENSOR(const double, 4)[2 * row], scale = TENSOR(const double, 4)[2 * row + 1];
+    const bool is_vector = NORM.vector > 1;
     Real plain = 0, weighted = 0;
-    for (unsigned long long i = threadIdx.x; i < size; i += THREADS) {
-        const Real d = Element<T>::load(dy[i]) * weight[i];
-        plain += d;
-        weighted += d * ((Element<T>::load(x[i]) - mean) * scale);
+    Few<T> values, few, w;
+    FOR_EACH_OF_ROW(i) {
+        values.load(x + i, is_vector);
+        few.load(dy + i, is_vector);
+        w.load(weight + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real d = few.at[k] * w.at[k];
+            plain += d;
+            weighted += d * ((values.at[k] - mean) * scale);
+        }
     }
     add_for_all(plain, weighted);
     const Real elements = size, a = NORM.centred ? plain / elements : 0, b = weighted / elements * scale;
-    for (unsigned long long i = threadIdx.x; i < size; i += THREADS) {
-        const Real d = Element<T>::load(dy[i]) * weight[i];
-        dx[i] = Element<T>::store(scale * (d - a - (Element<T>::load(x[i]) - mean) * b));
+    FOR_EACH_OF_ROW(i) {
+        values.load(x + i, is_vector);
+        few.load(dy + i, is_vector);
+        w.load(weight + i, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real d = few.at[k] * w.at[k];
+            few.at[k] = scale * (d - a - (values.at[k] - mean) * b);
+        }
+        few.store(dx + i, is_vector);
     }
 }
 LAYER(norm_backward)

@@ -1,5 +1,5 @@
 //! Launching the kernels that normalise rows: the programs for `norm.cu`.
-use super::launches::Arguments;
+use super::launches::{Address, Arguments};
 use super::program::Machine;
 use super::source::Kernel;
 use super::table::THREADS;
@@ -24,7 +24,9 @@ const MIN_ROWS: usize = 32;
 
 impl Rows {
     fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
-        let numbers = [self.rows, self.size, usize::from(self.centred), self.group()];
+        let addresses: Vec<Address> = tensors.iter().map(|address| Address::new(*address)).collect();
+        let vector = Address::vector(&addresses, self.size, self.dtype);
+        let numbers = [self.rows, self.size, usize::from(self.centred), self.group(), vector];
         Arguments::new(tensors.iter().copied(), &numbers, &[self.eps])
     }
 

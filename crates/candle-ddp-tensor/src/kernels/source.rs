@@ -104,7 +104,7 @@ kernels! {
         SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
         LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossRowsBackward "loss_rows_backward",
         LossColumnsBackward "loss_columns_backward";
-    Elementwise: Activation "activation", ActivationBackward "activation_backward", Dropout "dropout", Lookup "lookup",
+    Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Lookup "lookup",
         LookupLinks "lookup_links", LookupBackward "lookup_backward", Rope "rope";
     Linear: RepeatRow "repeat_row", SumColumns "sum_columns";
     Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients",
