@@ -7,7 +7,7 @@ use candle_ddp::data::{
     DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions,
 };
 use candle_ddp::nn::{Linear, batch_norm, linear, sync_batch_norm};
-use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role, comm_hook};
 use candle_nn::VarMap;
@@ -219,7 +219,12 @@ fn what_would_depend_on_the_ranks_is_refused() {
         invalid(candle_ddp::backward(&loss()?, &[&ddp]), "models", "backward_micro_batch");
         invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
         invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual_ranks");
-        invalid(ZeroRedundancyOptimizer::<ParamsSgd>::new(&ddp, ParamsSgd::default()), "ddp", "virtual_ranks");
+        invalid(ZeroRedundancyOptimizer::new(&ddp, ParamsLamb::default()), "virtual_ranks", "no norms");
+        let mut sharded = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
+        let loss_of_zero =
+            ddp.micro_batches().unwrap().try_fold(None, |_, number| ddp.backward_micro_batch(&loss()?, number));
+        invalid(sharded.clip_grad_norm(&mut loss_of_zero?.unwrap(), 1.), "virtual_ranks", "no norms");
+        drop(sharded);
         invalid(
             ddp.gather_micro_batches(&vec![0.; 2 + pg.rank()]),
             "own",

@@ -1,12 +1,16 @@
-//! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, and losses of several models.
+//! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
+//! gradients that stay on the ranks that need them.
 use crate::common::{assert_close, floats, ranks, values};
 use crate::virtual_run::bits;
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch,
     backward_micro_batch_weighted,
 };
-use candle_nn::{Linear, VarMap, linear};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 const VIRTUAL: usize = 8;
 
@@ -168,4 +172,66 @@ fn models_of_one_pass_have_the_same_micro_batches() {
         Ok(())
     })
     .unwrap();
+}
+
+/// Three steps with a ZeroRedundancyOptimizer, or with an AdamW on each rank, and one step after it is dropped: the bits of parameters and
+/// of the optimizer's state.
+fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u32>> {
+    // Buckets of some parameters, none of which the ranks divide evenly.
+    let options = DdpOptions {
+        bucket_cap_mb: 0.0002,
+        first_bucket_mb: 0.0001,
+        virtual_ranks: Some(VIRTUAL),
+        init_seed: Some(7),
+        ..Default::default()
+    };
+    let build = |vb: VarBuilder| -> candle_core::Result<_> {
+        Ok((linear(4, 13, vb.pp("a"))?, linear(13, 7, vb.pp("b"))?, linear(7, 1, vb.pp("c"))?))
+    };
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+    let step = |of: &mut dyn FnMut(&GradStore) -> Result<()>| -> Result<()> {
+        for number in ddp.micro_batches().unwrap() {
+            let x = Tensor::from_vec(values(12, number as u64), (3, 4), &Device::Cpu)?;
+            let loss = ddp.call(|(a, b, c)| x.apply(a)?.tanh()?.apply(b)?.tanh()?.apply(c)?.sqr()?.sum_all())?;
+            let grads = match weighted {
+                true => ddp.backward_micro_batch_weighted(&loss, number, weight(number))?,
+                false => ddp.backward_micro_batch(&loss, number)?,
+            };
+            if let Some(grads) = grads {
+                of(&grads)?;
+            }
+        }
+        Ok(())
+    };
+    let params = ParamsAdamW { lr: 0.01, ..Default::default() };
+    let state = if is_sharded {
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params)?;
+        (0..3).try_for_each(|_| step(&mut |grads| optimizer.step(grads)))?;
+        optimizer.state_dict()?
+    } else {
+        let mut optimizer = AdamW::new(&ddp, params)?;
+        (0..3).try_for_each(|_| step(&mut |grads| optimizer.step(grads)))?;
+        optimizer.state_dict()?
+    };
+    let mut state: Vec<_> = state.into_iter().collect();
+    state.sort_by(|(name, _), (other, _)| name.cmp(other));
+    let mut all: Vec<u32> = state.iter().flat_map(|(_, tensor)| bits(tensor)).collect();
+    all.extend(ddp.parameters().iter().flat_map(|var| bits(var)));
+    step(&mut |grads| {
+        all.extend(ddp.parameters().iter().flat_map(|var| bits(grads.get(var).unwrap())));
+        Ok(())
+    })?;
+    Ok(all)
+}
+
+#[test]
+fn a_sharded_optimizer_has_the_same_bits_on_any_number_of_ranks() {
+    for weighted in [false, true] {
+        let one = ranks(1, |pg| sharded(&pg, false, weighted)).unwrap().remove(0);
+        assert!(one.len() > 3 * 150);
+        for world_size in [1, 2, 3, 5, 8] {
+            let found = ranks(world_size, |pg| sharded(&pg, true, weighted)).unwrap();
+            assert!(found.iter().all(|other| *other == one), "{world_size} ranks, weighted: {weighted}");
+        }
+    }
 }

@@ -59,11 +59,8 @@ impl Reducer {
 }
 
 impl State {
-    fn virtual_ranks(&self) -> Option<&VirtualRanks> {
-        match &self.reduction {
-            Reduction::Tree(tree) => Some(tree.ranks()),
-            _ => None,
-        }
+    pub(super) fn virtual_ranks(&self) -> Option<&VirtualRanks> {
+        self.reduction.tree().map(TreeReduction::ranks)
     }
 
     /// Keeps the gradients of the micro-batch `leaf`, which is not the last of the step. There are no results yet.

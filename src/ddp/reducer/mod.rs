@@ -293,7 +293,7 @@ impl Reducer {
     pub(crate) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         self.with_part(|part| {
             let mut state = self.lock();
-            if let (Reduction::Tree(tree), Some(count)) = (&mut state.reduction, part.count) {
+            if let (Some(tree), Some(count)) = (state.reduction.tree_mut(), part.count) {
                 tree.add_count(count);
             }
             if let Some(leaf) = part.leaf

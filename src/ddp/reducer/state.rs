@@ -93,10 +93,7 @@ impl State {
 
     /// Returns an error if a gradient in the bucket `number` of this rank is not finite.
     pub(super) fn check_finite(&self, number: usize, rank: usize) -> Result<()> {
-        let sums = match &self.reduction {
-            Reduction::Tree(tree) => tree.ranks().subtrees(rank).len(),
-            _ => 1,
-        };
+        let sums = self.virtual_ranks().map_or(1, |ranks| ranks.subtrees(rank).len());
         let found = (0..sums).find_map(|depth| self.buckets[number].first_not_finite(depth).transpose()).transpose()?;
         let Some((parameter, value)) = found else { return Ok(()) };
         let reason = format!(

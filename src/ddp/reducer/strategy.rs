@@ -70,19 +70,18 @@ impl Reducer {
                  use another optimizer, or no hook"
             }
             Reduction::Shard(_) => "another ZeroRedundancyOptimizer already reduces its gradients: drop that one first",
-            Reduction::Tree(_) => {
-                "DdpOptions.virtual_ranks adds gradients along a fixed tree, and cannot be combined with a ZeroRedundancyOptimizer: \
-                 use another optimizer, or no virtual ranks"
+            Reduction::Tree(_) if state.computed > 0 => {
+                "some micro-batches of a step have been computed: create the optimizer between two steps"
             }
             Reduction::AllReduce if state.accumulated.contains(&true) => {
                 "gradients are accumulating under no_sync: create the optimizer before that, or after the next \
                  synchronised backward pass"
             }
-            Reduction::AllReduce if self.groups.are_two() => {
+            Reduction::AllReduce | Reduction::Tree(_) if self.groups.are_two() => {
                 "a ZeroRedundancyOptimizer needs all variables on one device, but they are on the CPU and on a GPU: \
                  use another optimizer, or put the whole model on one device"
             }
-            Reduction::AllReduce => return Ok(()),
+            Reduction::AllReduce | Reduction::Tree(_) => return Ok(()),
         };
         Err(Error::invalid("ddp", reason))
     }
@@ -95,15 +94,25 @@ impl Reducer {
         if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
             state.rebuild_buckets(&order, self.world_size())?;
         }
-        let reduction = ShardReduction::new(&state.buckets, self.groups.main())?;
+        let shards =
+            state.buckets.iter().map(|bucket| Shard::new(bucket, self.groups.main())).collect::<Result<_>>()?;
+        let tree = match std::mem::take(&mut state.reduction) {
+            Reduction::Tree(tree) => Some(tree),
+            _ => None,
+        };
+        let reduction = ShardReduction::new(shards, tree);
         let shards = reduction.shards();
         state.reduction = Reduction::Shard(reduction);
         Ok(shards)
     }
 
-    /// Returns to all-reducing gradients.
+    /// Returns to all-reducing gradients, or to adding them along the tree of virtual ranks.
     pub(crate) fn unshard(&self) {
-        self.lock().reduction = Reduction::AllReduce;
+        let mut state = self.lock();
+        state.reduction = match std::mem::take(&mut state.reduction) {
+            Reduction::Shard(shard) => shard.into_tree().map_or(Reduction::AllReduce, Reduction::Tree),
+            other => other,
+        };
     }
 
     /// Whether a ZeroRedundancyOptimizer uses the gradients.

@@ -29,6 +29,23 @@ pub(super) enum Reduction {
 }
 
 impl Reduction {
+    /// The tree along which gradients are added, under virtual ranks.
+    pub(super) fn tree(&self) -> Option<&TreeReduction> {
+        match self {
+            Self::Tree(tree) => Some(tree),
+            Self::Shard(shard) => shard.tree(),
+            Self::AllReduce | Self::Hook(_) => None,
+        }
+    }
+
+    pub(super) fn tree_mut(&mut self) -> Option<&mut TreeReduction> {
+        match self {
+            Self::Tree(tree) => Some(tree),
+            Self::Shard(shard) => shard.tree_mut(),
+            Self::AllReduce | Self::Hook(_) => None,
+        }
+    }
+
     /// The factor by which gradients are multiplied on their way into a bucket, so that sums over the ranks are divided by
     /// `divisor`.
     pub(super) fn scale(&self, divisor: usize) -> f64 {
@@ -69,10 +86,12 @@ impl Reduction {
 
     /// The number by which its results are sums over the ranks divided, if [`scale`](Self::scale) had this `divisor`.
     pub(super) fn divisor(&self, divisor: usize, world_size: usize) -> usize {
-        match self {
-            Self::AllReduce | Self::Shard(_) => divisor,
+        if let Some(tree) = self.tree() {
             // The mean is that over the micro-batches.
-            Self::Tree(tree) => tree.ranks().count(),
+            return tree.ranks().count();
+        }
+        match self {
+            Self::AllReduce | Self::Shard(_) | Self::Tree(_) => divisor,
             Self::Hook(hook) if hook.is_local() => 1,
             // A hook computes a mean over all ranks.
             Self::Hook(_) => world_size,
@@ -96,7 +115,7 @@ impl Reduction {
                 Ok(())
             }
             Self::Hook(hook) => hook.launch(number, group),
-            Self::Shard(shard) => shard.launch(number, group, trace),
+            Self::Shard(shard) => shard.launch(number, bucket, group, trace),
             Self::Tree(tree) => tree.launch(number, bucket, group),
         }
     }
@@ -124,7 +143,7 @@ impl Reduction {
                 Ok(None)
             }
             Self::Hook(hook) => hook.finish(used, message, groups, trace),
-            Self::Shard(shard) => shard.finish(used, message, groups.main(), trace).map(Some),
+            Self::Shard(shard) => shard.finish(buckets, used, message, groups, trace).map(Some),
             Self::Tree(tree) => tree.finish(buckets, used, message, groups, trace).map(Some),
         }
     }

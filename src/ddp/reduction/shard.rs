@@ -1,6 +1,8 @@
 //! Reduction under ZeRO-1: each rank gets only the mean of its own part of each bucket.
+use super::tree::TreeReduction;
 use crate::backend::Work;
 use crate::ddp::bucket::{Bucket, Message};
+use crate::ddp::groups::Groups;
 use crate::ddp::usage::Usage;
 use crate::kernels::Assignment;
 use crate::panic::lock;
@@ -34,7 +36,7 @@ pub(crate) struct Member {
 }
 
 impl Shard {
-    fn new(bucket: &Bucket, group: &ProcessGroup) -> Result<Self> {
+    pub(in crate::ddp) fn new(bucket: &Bucket, group: &ProcessGroup) -> Result<Self> {
         let whole = bucket.sum.parts.clone();
         let elements = whole.elem_count() / group.world_size();
         let own = whole.narrow(0, group.rank() * elements, elements)?;
@@ -95,6 +97,8 @@ impl Staging {
 pub(crate) struct ShardReduction {
     shards: Vec<Shard>,
     staging: Arc<Staging>,
+    /// Under virtual ranks, gradients are added along its tree.
+    tree: Option<TreeReduction>,
     /// The numbers of the buckets in flight, each with this rank's part.
     in_flight: VecDeque<(usize, Staged, Work)>,
     pending: Option<PendingGradients>,
@@ -103,9 +107,20 @@ pub(crate) struct ShardReduction {
 }
 
 impl ShardReduction {
-    pub(crate) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
-        let shards = buckets.iter().map(|bucket| Shard::new(bucket, group)).collect::<Result<_>>()?;
-        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), pending: None, earlier: None })
+    pub(crate) fn new(shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
+        Self { shards, staging: Arc::default(), tree, in_flight: VecDeque::new(), pending: None, earlier: None }
+    }
+
+    pub(crate) fn tree(&self) -> Option<&TreeReduction> {
+        self.tree.as_ref()
+    }
+
+    pub(crate) fn tree_mut(&mut self) -> Option<&mut TreeReduction> {
+        self.tree.as_mut()
+    }
+
+    pub(crate) fn into_tree(self) -> Option<TreeReduction> {
+        self.tree
     }
 
     pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
@@ -126,10 +141,20 @@ impl ShardReduction {
 
     pub(crate) fn discard(&mut self) {
         self.in_flight.clear();
+        self.tree.iter_mut().for_each(TreeReduction::discard);
         (self.pending, self.earlier) = (None, None);
     }
 
-    pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+    pub(crate) fn launch(
+        &mut self,
+        number: usize,
+        bucket: &Bucket,
+        group: &ProcessGroup,
+        trace: Option<&Trace>,
+    ) -> Result<()> {
+        if let Some(tree) = &mut self.tree {
+            return tree.launch(number, bucket, group);
+        }
         // Receive early, so that little memory is in use at a time.
         while self.in_flight.front().is_some_and(|(.., work)| work.is_completed()) {
             self.receive(trace)?;
@@ -156,12 +181,20 @@ impl ShardReduction {
     /// Returns which parameters any rank used.
     pub(crate) fn finish(
         &mut self,
+        buckets: &[Bucket],
         used: &[bool],
         message: Message,
-        group: &ProcessGroup,
+        groups: &Groups,
         trace: Option<&Trace>,
     ) -> Result<Usage> {
-        let usage = Usage::send(used, message, group)?;
+        let usage = match &mut self.tree {
+            Some(tree) => {
+                let usage = tree.send_usage(used, message, groups)?;
+                tree.add_up(buckets, groups, trace)?;
+                usage
+            }
+            None => Usage::send(used, message, groups.main())?,
+        };
         while !self.in_flight.is_empty() {
             self.receive(trace)?;
         }

@@ -91,29 +91,13 @@ impl TreeReduction {
         groups: &Groups,
         trace: Option<&Trace>,
     ) -> Result<Usage> {
-        let own_counts = std::mem::take(&mut self.counts);
-        // One for each micro-batch, so that ranks add numbers to zeros: the order of their sum depends on no rank.
-        let mut counts = if message.count.is_some() { vec![0.; self.ranks.count()] } else { Vec::new() };
-        counts.iter_mut().skip(self.ranks.own().start).zip(own_counts).for_each(|(count, own)| *count = own);
-        let usage = Usage::send_counts(used, message.is_stop_asked, &counts, groups.main())?;
+        let usage = self.send_usage(used, message, groups)?;
         let mut gathers = Vec::with_capacity(buckets.len());
-        for InFlight { number, received, works } in std::mem::take(&mut self.in_flight) {
-            for work in &works {
-                work.wait()?;
-                if let Some(trace) = trace {
-                    trace.collective(work, format_args!("all-to-all of bucket {number}"));
-                }
-            }
+        for number in self.add_up(buckets, groups, trace)? {
             let (bucket, parts) = (&buckets[number], &buckets[number].sum.parts);
             let group = groups.of(parts.device());
-            let elements = parts.elem_count() / group.world_size();
-            let chunk = parts.narrow(0, group.rank() * elements, elements)?;
-            self.sum.run(&chunk, &received)?;
+            let chunk = own_part(parts, group)?;
             gathers.push(bucket.label.during(|| group.all_gather_async(parts, &chunk))?);
-            if self.memory.len() <= number {
-                self.memory.resize(number + 1, None);
-            }
-            self.memory[number] = Some(received);
         }
         for (number, work) in gathers.iter().enumerate() {
             work.wait()?;
@@ -124,4 +108,40 @@ impl TreeReduction {
         usage.wait()?;
         Ok(usage)
     }
+
+    /// Sends which parameters this rank used, and the counts of its micro-batches.
+    pub(crate) fn send_usage(&mut self, used: &[bool], message: Message, groups: &Groups) -> Result<Usage> {
+        let own_counts = std::mem::take(&mut self.counts);
+        // One for each micro-batch, so that ranks add numbers to zeros: the order of their sum depends on no rank.
+        let mut counts = if message.count.is_some() { vec![0.; self.ranks.count()] } else { Vec::new() };
+        counts.iter_mut().skip(self.ranks.own().start).zip(own_counts).for_each(|(count, own)| *count = own);
+        Usage::send_counts(used, message.is_stop_asked, &counts, groups.main())
+    }
+
+    /// Waits until this rank's part of each bucket in flight holds the mean over all micro-batches. Returns their numbers.
+    pub(crate) fn add_up(&mut self, buckets: &[Bucket], groups: &Groups, trace: Option<&Trace>) -> Result<Vec<usize>> {
+        let mut numbers = Vec::with_capacity(buckets.len());
+        for InFlight { number, received, works } in std::mem::take(&mut self.in_flight) {
+            for work in &works {
+                work.wait()?;
+                if let Some(trace) = trace {
+                    trace.collective(work, format_args!("all-to-all of bucket {number}"));
+                }
+            }
+            let parts = &buckets[number].sum.parts;
+            self.sum.run(&own_part(parts, groups.of(parts.device()))?, &received)?;
+            numbers.push(number);
+            if self.memory.len() <= number {
+                self.memory.resize(number + 1, None);
+            }
+            self.memory[number] = Some(received);
+        }
+        Ok(numbers)
+    }
+}
+
+/// The part of a bucket for which this rank completes the tree.
+fn own_part(parts: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+    let elements = parts.elem_count() / group.world_size();
+    Ok(parts.narrow(0, group.rank() * elements, elements)?)
 }

@@ -98,6 +98,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let described = format!("{}: {:?}", R::NAME, groups.iter().map(describe).collect::<Vec<_>>());
         let built = layout::trained(ddp.averaged_parameters(), &groups).and_then(|trained| {
             reducer.check_shard()?;
+            if groups.iter().any(|group| needs_norms(&group.options)) {
+                check_norms(&reducer)?;
+            }
             Ok(trained)
         });
         let described = built.as_ref().map(|_| described);
@@ -336,6 +339,7 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// Returns the errors of [`step`](Self::step), and [`Error::InvalidArgument`] for a negative or NaN `max_norm`.
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
+        check_norms(&self.reducer)?;
         self.check_synchronised(grads)?;
         let pending = self.reducer.pending()?;
         self.process_group.announce(Operation::ClipGradNorm)?;
@@ -382,6 +386,21 @@ impl<R: UpdateRule> std::fmt::Debug for ZeroRedundancyOptimizer<R> {
             .field("state_bytes", &self.state_bytes())
             .finish_non_exhaustive()
     }
+}
+
+/// Whether updates depend on norms of gradients or parameters.
+fn needs_norms<R: UpdateRule>(rule: &R) -> bool {
+    rule.fused().is_some_and(Fused::needs_sums) || max_grad_norm(rule).is_some()
+}
+
+/// Refuses norms under virtual ranks: ranks add them up from their parts, whose sizes depend on the number of ranks.
+fn check_norms(reducer: &Reducer) -> Result<()> {
+    if reducer.virtual_ranks().is_none() {
+        return Ok(());
+    }
+    let reason = "under DdpOptions.virtual_ranks, a ZeroRedundancyOptimizer can compute no norms, whose last bits would depend on \
+                  the number of ranks: use no clipping by norm and no Lamb, or an optimizer that has the whole state on each rank";
+    Err(Error::invalid("virtual_ranks", reason))
 }
 
 /// Describes what ranks must agree on.
