@@ -80,8 +80,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     ///
     /// # Errors
     /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if the rule is not
-    /// element-wise, if `ddp` has a communication hook or another optimizer of this kind, or if ranks give different
-    /// options.
+    /// element-wise, if `ddp` has a communication hook or another optimizer of this kind, if ranks give different
+    /// options, or if the rule needs norms and `ddp` has [virtual ranks](crate::DdpOptions::virtual_ranks).
     pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
         let parameters = ddp.averaged_parameters();
         Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
@@ -336,7 +336,8 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// Makes the next step scale the gradients down, since they are not in `grads`.
     ///
     /// # Errors
-    /// Returns the errors of [`step`](Self::step), and [`Error::InvalidArgument`] for a negative or NaN `max_norm`.
+    /// Returns the errors of [`step`](Self::step), and [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and
+    /// under [virtual ranks](crate::DdpOptions::virtual_ranks).
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
         check_norms(&self.reducer)?;
