@@ -23,6 +23,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "memory" => worker.report(&kept_memory(&group(20)).to_string()),
         "waits of a call" => waits_of_a_call(&group(20)),
         "load in between" => load_in_between(&group(30)),
+        "threads" => threads(worker),
         "communicator in between" => communicator_in_between(worker, &group(30)),
         _ => return false,
     }
@@ -309,6 +310,28 @@ fn kernels_are_loaded_before_the_first_call() {
     const TEST: &str = "kernels_are_loaded_before_the_first_call";
     if gpus(TEST).is_some() && emulated(TEST) {
         Ranks::start_in(2, "load in between", |_| Some(("EMULATED_GPU_LOADS_WAIT", "1"))).finish();
+    }
+}
+
+/// Two ranks in one process.
+fn threads(worker: &Worker) {
+    let device = Device::new_cuda_with_stream(0).unwrap();
+    let connect = &|rank: usize| {
+        let timeout = Duration::from_secs(20);
+        let store: Arc<dyn Store> = Arc::new(FileStore::open(worker.store(), timeout).unwrap());
+        NcclCommunicator::new(store, rank, 2, &device, NcclOptions { timeout, ..Default::default() })
+    };
+    let errors = std::thread::scope(|scope| {
+        [0, 1].map(|rank| scope.spawn(move || connect(rank))).map(|rank| rank.join().unwrap().unwrap_err().to_string())
+    });
+    assert!(errors.iter().all(|error| error.contains("ranks 0 and 1 are threads of one process")), "{errors:?}");
+}
+
+#[test]
+fn ranks_that_are_threads_of_one_process_are_refused() {
+    const TEST: &str = "ranks_that_are_threads_of_one_process_are_refused";
+    if gpus(TEST).is_some() {
+        Ranks::start_in(1, "threads", |_| Some(("CANDLE_DDP_ALLOW_SHARED_GPU", "1"))).finish();
     }
 }
 

@@ -102,7 +102,7 @@ impl NcclCommunicator {
     ///
     /// # Errors
     /// All ranks get the same error if one of them cannot take part, if their versions of NCCL differ, or if two of
-    /// them are on one GPU. The error names ranks that do not arrive in time.
+    /// them are on one GPU or in one process. The error names ranks that do not arrive in time.
     pub fn new(
         store: Arc<dyn Store>,
         rank: usize,
@@ -262,7 +262,7 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     }
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
-    Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id }))
+    Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id, process: identity::process()? }))
 }
 
 /// Warns of versions of NCCL that have known errors.

@@ -4,11 +4,13 @@ use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
 use crate::error::Failure;
+use crate::random::random_bytes;
 use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 /// Facts about one rank.
@@ -19,6 +21,8 @@ pub(super) struct Identity {
     pub(super) host: String,
     /// The GPU's PCI bus id, as `nvidia-smi` shows it: `0000:3b:00`.
     pub(super) pci_bus_id: String,
+    /// The same for all ranks of a process, and for no other rank. Numbers of processes repeat in containers.
+    pub(super) process: u64,
 }
 
 /// Tells the other ranks this one's identity, or why it cannot take part, and returns all ranks' identities. If any of
@@ -50,12 +54,19 @@ pub(super) fn exchange<T>(
     Ok((rest, reports.iter().enumerate().map(decode).collect::<Result<_>>()?))
 }
 
+/// The number of this process.
+pub(super) fn process() -> Result<u64> {
+    static PROCESS: OnceLock<u64> = OnceLock::new();
+    let drawn = u64::from_le_bytes(random_bytes()?);
+    Ok(*PROCESS.get_or_init(|| drawn))
+}
+
 /// The keys of the exchange.
 pub(super) fn reports(store: &dyn Store, rank: usize, world_size: usize) -> StoreReports<'_> {
     StoreReports { store, topic: "identity", rank, world_size }
 }
 
-/// Checks that ranks are compatible: one version of NCCL, and a GPU each unless `shared_gpus` are allowed.
+/// Checks that ranks are compatible: one version of NCCL, a process each, and a GPU each unless `shared_gpus` are allowed.
 pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
     if let Some(first) = identities.first()
         && let Some(rank) = identities.iter().position(|other| other.nccl_version != first.nccl_version)
@@ -72,6 +83,17 @@ pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
                 Version(other.nccl_version)
             ),
         });
+    }
+    let mut processes: HashMap<u64, usize> = HashMap::new();
+    for (rank, identity) in identities.iter().enumerate() {
+        if let Some(other) = processes.insert(identity.process, rank) {
+            return Err(Error::Unavailable {
+                what: format!("a group over NCCL whose ranks {other} and {rank} are threads of one process"),
+                hint: "NCCL would read the memory of one of its GPUs from the other, which candle's memory does not allow: \
+                       start each rank as a process, with `ddprun`, or use `DataParallel`"
+                    .to_string(),
+            });
+        }
     }
     if shared_gpus {
         return Ok(());
@@ -96,13 +118,18 @@ pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
 impl Identity {
     fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
-        writer.u32(self.nccl_version.cast_unsigned()).text(&self.host).text(&self.pci_bus_id);
+        writer.u32(self.nccl_version.cast_unsigned()).text(&self.host).text(&self.pci_bus_id).u64(self.process);
         writer.0
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let mut reader = Reader(bytes);
-        Some(Self { nccl_version: reader.u32()?.cast_signed(), host: reader.text()?, pci_bus_id: reader.text()? })
+        Some(Self {
+            nccl_version: reader.u32()?.cast_signed(),
+            host: reader.text()?,
+            pci_bus_id: reader.text()?,
+            process: reader.u64()?,
+        })
     }
 
     /// The host's name, without the part that makes it unique.
@@ -148,9 +175,12 @@ pub(super) fn await_id(
 mod tests {
     use super::*;
     use crate::rendezvous::HashStore;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {
-        Identity { nccl_version: version, host: host.to_string(), pci_bus_id: gpu.to_string() }
+        static PROCESSES: AtomicU64 = AtomicU64::new(0);
+        let process = PROCESSES.fetch_add(1, Ordering::Relaxed);
+        Identity { nccl_version: version, host: host.to_string(), pci_bus_id: gpu.to_string(), process }
     }
 
     const TIMEOUT: Duration = Duration::from_secs(5);
@@ -176,9 +206,10 @@ mod tests {
 
     #[test]
     fn all_ranks_hear_of_each_other() {
-        let expected = [identity(22809, "a", "0000:3b:00"), identity(22809, "b", "0000:3b:00")];
+        let mut expected = [identity(22809, "a", "0000:3b:00"), identity(22809, "b", "0000:3b:00")];
         for heard in exchanged(Ok(expected[1].clone())) {
             let heard = heard.unwrap();
+            expected[0].process = heard[0].process;
             assert_eq!(heard, expected);
             check(&heard, false).unwrap();
         }
@@ -224,6 +255,10 @@ mod tests {
         let error = check(&shared, false).unwrap_err().to_string();
         assert!(error.contains("ranks 0 and 2 are both on the GPU 0000:3b:00 of host a"), "{error}");
         check(&shared, true).unwrap();
+        let mut threads = [0, 1, 2].map(|gpu| identity(22809, "a 1", &gpu.to_string()));
+        threads[2].process = threads[0].process;
+        let error = check(&threads, true).unwrap_err().to_string();
+        assert!(error.contains("ranks 0 and 2 are threads of one process"), "{error}");
     }
 
     #[test]
