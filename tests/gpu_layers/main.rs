@@ -246,6 +246,30 @@ fn attention_of_many_heads_matches_the_cpu() {
     });
 }
 
+/// More lookups than a block sorts, indices of several digits, and rows that fill no tile, one, or many.
+#[test]
+fn gradients_of_many_lookups_match_the_cpu() {
+    on_gpu("gradients_of_many_lookups_match_the_cpu", |gpu| {
+        for (rows, count, often) in [(300, 9000, 3), (5, 64, 1), (70_000, 4097, 100), (2, 8192, 1), (17, 1, 2)] {
+            for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1.6e-2)] {
+                // Every `often`th is the same.
+                let index = |i: i64| if i % often == 0 { 1 } else { i * i % rows };
+                let indices: Vec<i64> = (0..count).map(index).collect();
+                let run = |device: &Device| {
+                    let values =
+                        |shape: &[usize], seed| tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                    let table = Var::from_tensor(&values(&[rows as usize, 3], 1)).unwrap();
+                    let indices = Tensor::new(indices.as_slice(), device).unwrap();
+                    let y = Embedding::new(table.as_tensor().clone(), 3).forward(&indices).unwrap();
+                    let grads = (y * values(&[count as usize, 3], 2)).unwrap().sum_all().unwrap().backward().unwrap();
+                    floats(grads.get(&table).unwrap())
+                };
+                assert_close(&run(gpu), &run(&Device::Cpu), tolerance, &format!("{count} of {rows} in {dtype:?}"));
+            }
+        }
+    });
+}
+
 /// Errors that are not checked on a GPU, since that would mean waiting for it.
 #[test]
 fn indices_and_targets_that_do_not_exist_give_nan() {

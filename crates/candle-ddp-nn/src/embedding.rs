@@ -1,15 +1,16 @@
 //! Embeddings with a fast backward pass.
+mod cuda;
+
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType,
-};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::kernels::Output;
 use candle_ddp_tensor::{Element, dispatch};
 use candle_nn::{Init, VarBuilder};
+use cuda::LookupOnCuda;
 use rayon::prelude::*;
 
 /// The approximate number of elements that a thread takes at a time.
@@ -19,7 +20,7 @@ const BLOCK_ELEMENTS: usize = 1 << 15;
 /// the `VarMap` (`weight`), and PyTorch's `nn.Embedding`.
 ///
 /// The gradient of the table is dense. Contributions to the same vector are added up in f32 (f64 for f64), in the
-/// order of the indices, so the result does not depend on the number of threads.
+/// order of the indices, so the result does not depend on the number of threads. On a GPU the order is another one, and fixed too.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -166,64 +167,4 @@ pub(super) fn wide_indices(indices: &Tensor) -> Result<Tensor> {
         return Ok(Output::zeros(indices.device().as_cuda_device()?, DType::I64, indices.shape())?.into_tensor());
     }
     indices.detach().to_dtype(DType::I64)?.contiguous()
-}
-
-struct LookupOnCuda {
-    /// i64
-    indices: Tensor,
-    size: usize,
-}
-
-impl LookupOnCuda {
-    /// `rows`: vectors in the table; `items`: one per thread of the kernel.
-    fn launch(
-        &self,
-        device: &CudaDevice,
-        (kernel, dtype): (Kernel, DType),
-        (rows, items): (usize, usize),
-        tensors: &[Address],
-    ) -> Result<()> {
-        let numbers = &[self.indices.elem_count(), rows, self.size];
-        let grid = Grid::Threads(items);
-        Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
-    }
-}
-
-impl CustomOp1 for LookupOnCuda {
-    fn name(&self) -> &'static str {
-        "embedding"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        candle_core::bail!("the table of Embedding was on CUDA")
-    }
-
-    fn cuda_fwd(&self, table: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let (device, dtype, count) = (table.device(), table.dtype(), self.indices.elem_count());
-        kernels::supported(dtype, self.name())?;
-        if !self.indices.device().is_cuda() {
-            let reason = "they must be on the device of the table, CUDA, not on the CPU".to_string();
-            return Err(Error::invalid("the indices of Embedding", reason).into());
-        }
-        let y = Output::new(device, dtype, (count, self.size))?;
-        let tensors = [kernels::storage_address(table, layout)?, kernels::address(&self.indices)?, y.address()?];
-        self.launch(device, (Kernel::Lookup, dtype), (layout.dims()[0], count * self.size), &tensors)?;
-        Ok(y.into_parts())
-    }
-
-    fn bwd(&self, table: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (dy, device, dtype) = (dy.contiguous()?, table.device().as_cuda_device()?, table.dtype());
-        let (rows, count) = (table.dim(0)?, self.indices.elem_count());
-        if u32::try_from(count).is_err() {
-            let reason = format!("there must be at most 2^32, not {count}");
-            return Err(Error::invalid("the indices of Embedding", reason).into());
-        }
-        let d_table = Output::zeros(device, dtype, table.shape())?;
-        let links = Output::zeros(device, DType::U32, 2 * count)?;
-        let indices = kernels::address(&self.indices)?;
-        self.launch(device, (Kernel::LookupLinks, dtype), (rows, count), &[indices, links.address()?])?;
-        let tensors = [indices, links.address()?, kernels::address(&dy)?, d_table.address()?];
-        self.launch(device, (Kernel::LookupBackward, dtype), (rows, count * self.size), &tensors)?;
-        Ok(Some(d_table.into_tensor()))
-    }
 }

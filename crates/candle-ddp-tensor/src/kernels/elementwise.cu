@@ -1,4 +1,4 @@
-// Activations, sums of tensors, dropout, lookups of vectors, and rotations of pairs.
+// Activations, sums of tensors, dropout, and rotations of pairs.
 
 #define RELU 0
 #define GELU 1
@@ -123,63 +123,6 @@ template <typename T> __device__ inline void dropout(const Arguments &by) {
     }
 }
 LAYER(dropout)
-
-// A table of `rows` vectors of `size` elements, of which `count` are looked up.
-struct Lookup {
-    unsigned long long count, rows, size;
-};
-#define LOOKUP (*reinterpret_cast<const Lookup *>(by.numbers))
-
-// tensors: the table, indices (i64), y. An index outside the table gives NaN. One thread per element of y.
-template <typename T> __device__ inline void lookup(const Arguments &by) {
-    const Lookup &l = LOOKUP;
-    const unsigned long long element = thread_in_grid();
-    unsigned long long rest = element;
-    const unsigned long long column = take(rest, l.size);
-    if (rest >= l.count) return;
-    const long long row = TENSOR(const long long, 1)[rest];
-    const bool is_there = row >= 0 && row < (long long)l.rows;
-    TENSOR(T, 2)[element] =
-        is_there ? TENSOR(const T, 0)[row * l.size + column] : Element<T>::store(__uint_as_float(0x7fc00000u));
-}
-LAYER(lookup)
-
-// tensors: indices, and two numbers (u32) for each, which are zero before: 1 + the next position that has the same index, and
-// whether one before it has. One thread per index.
-template <typename T> __device__ inline void lookup_links(const Arguments &by) {
-    const Lookup &l = LOOKUP;
-    const long long *indices = TENSOR(const long long, 0);
-    unsigned *links = TENSOR(unsigned, 1);
-    const unsigned long long position = thread_in_grid();
-    if (position >= l.count) return;
-    const long long index = indices[position];
-    for (unsigned long long next = position + 1; next < l.count; next++) {
-        if (indices[next] == index) {
-            links[2 * position] = next + 1;
-            links[2 * next + 1] = 1;
-            return;
-        }
-    }
-}
-LAYER(lookup_links)
-
-// tensors: indices, the links, dy, the gradient of the table, which is zero before. The gradients of a vector are added in the
-// order of the indices. One thread per element of dy, of which those of the first position with an index work.
-template <typename T> __device__ inline void lookup_backward(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
-    const Lookup &l = LOOKUP;
-    const unsigned *links = TENSOR(const unsigned, 1);
-    unsigned long long position = thread_in_grid();
-    const unsigned long long column = take(position, l.size);
-    if (position >= l.count || links[2 * position + 1]) return;
-    const long long row = TENSOR(const long long, 0)[position];
-    if (row < 0 || row >= (long long)l.rows) return;
-    Real sum = Element<T>::load(TENSOR(const T, 2)[position * l.size + column]);
-    for (unsigned next = links[2 * position]; next > 0; next = links[2 * (next - 1ull)])
-        sum += Element<T>::load(TENSOR(const T, 2)[(next - 1ull) * l.size + column]);
-    TENSOR(T, 3)[row * l.size + column] = Element<T>::store(sum);
-}
-LAYER(lookup_backward)
 
 // Vectors of `2 × half` elements, `second × third` of them in a sample.
 struct Rotation {

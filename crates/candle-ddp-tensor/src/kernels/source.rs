@@ -80,6 +80,7 @@ sources! {
     Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
     Softmax: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "softmax.cu",
     Elementwise: ["element.cu", "few.cu", "part.cu", "layer.cu"] "elementwise.cu",
+    Lookup: ["element.cu", "few.cu", "part.cu", "layer.cu"] "lookup.cu",
     Linear: ["element.cu", "few.cu", "part.cu", "layer.cu"] "linear.cu",
     Attention: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
 }
@@ -104,8 +105,9 @@ kernels! {
         SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
         LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossRowsBackward "loss_rows_backward",
         LossColumnsBackward "loss_columns_backward";
-    Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Lookup "lookup",
-        LookupLinks "lookup_links", LookupBackward "lookup_backward", Rope "rope";
+    Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope";
+    Lookup: Lookup "lookup", LookupCount "lookup_count", LookupScan "lookup_scan", LookupMove "lookup_move",
+        LookupSums "lookup_sums", LookupTotals "lookup_totals";
     Linear: RepeatRow "repeat_row", SumColumns "sum_columns";
     Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients",
         SplitHeads "split_heads", MergeHeads "merge_heads";
