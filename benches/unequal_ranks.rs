@@ -30,7 +30,7 @@ struct Options {
     #[arg(long, default_value_t = 16)]
     virtual_ranks: usize,
     /// Samples of a micro-batch.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 512)]
     batch_size: usize,
     /// The number of measured steps of each kind; the kinds alternate.
     #[arg(long, default_value_t = 20)]
@@ -89,7 +89,7 @@ fn step(pg: &ProcessGroup, model: &Model, x: &Tensor) -> Result<f64> {
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let x = Tensor::randn(0f32, 1., (options.batch_size, WIDTH), pg.device())?.to_dtype(DType::F32)?;
     let equal = model(pg, options)?;
-    (0..5).try_for_each(|_| step(pg, &equal, &x).map(drop))?;
+    (0..20).try_for_each(|_| step(pg, &equal, &x).map(drop))?;
     let reason = "the ranks have measured no speed: run on CPUs".to_string();
     let own = equal.micro_batches_per_second().ok_or(Error::InvalidArgument { argument: "device", reason })?;
     pg.share_by_speed(own)?;
