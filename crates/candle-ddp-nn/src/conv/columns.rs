@@ -1,7 +1,6 @@
 //! The columns of a convolution: the inputs that its kernel sees at each output position, and the reverse (im2col and
 //! col2im).
 use super::geometry::Geometry;
-use crate::gemm::factor;
 use candle_ddp_tensor::{Element, Real};
 use std::ops::Range;
 
@@ -9,15 +8,15 @@ use std::ops::Range;
 /// one row of `columns` per weight. Rows of outputs are numbered through all images; `x` has the images from the
 /// first on.
 #[inline(always)]
-pub(super) fn im2col<T: Element, F: Element<Real = T::Real>>(
+pub(super) fn im2col<T: Element>(
     geometry: &Geometry,
     group: usize,
     rows: Range<usize>,
     x: &[T],
-    columns: &mut [F],
+    columns: &mut [T::Real],
 ) {
     let [width, out_width] = [geometry.input[1], geometry.output[1]];
-    let zero = F::from_f64(0.0);
+    let zero = T::Real::default();
     let length = rows.len() * out_width;
     let mut lines = columns.chunks_exact_mut(length);
     for channel in channels(geometry, group) {
@@ -39,12 +38,12 @@ pub(super) fn im2col<T: Element, F: Element<Real = T::Real>>(
                     let source = &source[geometry.seen(1, valid.start, tap_x)..];
                     let line = &mut line[valid.clone()];
                     match geometry.stride[1] {
-                        1 => line.iter_mut().zip(source).for_each(|(to, from)| *to = factor(*from)),
-                        2 => line.iter_mut().zip(source.chunks(2)).for_each(|(to, from)| *to = factor(from[0])),
+                        1 => line.iter_mut().zip(source).for_each(|(to, from)| *to = from.widen()),
+                        2 => line.iter_mut().zip(source.chunks(2)).for_each(|(to, from)| *to = from[0].widen()),
                         stride => {
                             line.iter_mut()
                                 .zip(source.iter().step_by(stride))
-                                .for_each(|(to, from)| *to = factor(*from));
+                                .for_each(|(to, from)| *to = from.widen());
                         }
                     }
                 }

@@ -1,15 +1,23 @@
-//! Convolutions on the CPU: by Winograd's algorithm where that is faster, otherwise as products of matrices. Winograd's sums are
-//! always products of f32 (f64 for f64): transformed factors would not stay within the rounding of bf16.
+//! Convolutions on the CPU: of bf16 by the processor's own instructions if it has them, otherwise by Winograd's algorithm where
+//! that is faster, otherwise as products of matrices.
 use super::geometry::Geometry;
-use super::{products, winograd};
-use crate::gemm::{is_native, wide};
+use super::{direct, products, winograd};
+use crate::gemm::bf16::Avx512;
+use crate::gemm::{same, unit, wide};
 use candle_core::Result;
 use candle_ddp_tensor::Element;
 use candle_ddp_tensor::borrow::narrow_vec;
+use std::any::Any;
 
-fn winograd_kind<T: Element>(geometry: &Geometry) -> Option<winograd::Kind> {
-    // Instructions for bf16 are twice as fast as those for f32. Tiles of 4×4 save more than that, tiles of 2×2 do not.
-    winograd::kind(geometry).filter(|kind| *kind == winograd::Kind::Four || !is_native::<T>())
+/// The instructions that convolve `T`, if this processor has them. Depthwise convolutions are no products.
+fn native<T: Element>(geometry: &Geometry) -> Option<Avx512> {
+    unit::<T>().filter(|_| !geometry.is_depthwise())
+}
+
+/// The same vector, if `A` is `B`.
+fn same_vec<A: 'static, B: 'static>(values: Vec<A>) -> Option<Vec<B>> {
+    let values: Box<dyn Any> = Box::new(values);
+    values.downcast().ok().map(|values| *values)
 }
 
 /// y of shape (n, co, output), from x of shape (n, ci, input) and weights of shape (co, ci / groups, kernel).
@@ -19,7 +27,13 @@ pub(super) fn forward<T: Element>(
     weight: &[T],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
-    match winograd_kind::<T>(geometry) {
+    if let Some(unit) = native::<T>(geometry)
+        && let (Some(x), Some(weight), bias) = (same(x), same(weight), bias.and_then(same))
+        && let Some(y) = same_vec(direct::forward(unit, geometry, x, weight, bias)?)
+    {
+        return Ok(y);
+    }
+    match winograd::kind(geometry) {
         Some(kind) => winograd::forward(kind, geometry, x, &wide(weight), bias),
         None => products::forward(geometry, x, weight, bias),
     }
@@ -34,7 +48,13 @@ pub(super) fn backward_data<T: Element>(
     weight: &[T],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
-    if let Some(kind) = winograd_kind::<T>(geometry) {
+    if let Some(unit) = native::<T>(geometry)
+        && let (Some(dy), Some(weight), bias) = (same(dy), same(weight), bias.and_then(same))
+        && let Some(dx) = same_vec(direct::backward_data(unit, geometry, dy, weight, bias)?)
+    {
+        return Ok(dx);
+    }
+    if let Some(kind) = winograd::kind(geometry) {
         return winograd::backward_data(kind, geometry, dy, &wide(weight), bias);
     }
     let mut dx = products::backward_data::<T>(geometry, dy, weight)?;
@@ -49,7 +69,13 @@ pub(super) fn backward_data<T: Element>(
 
 /// The gradient of the weights from x and the gradient of y.
 pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
-    match winograd_kind::<T>(geometry) {
+    if let Some(unit) = native::<T>(geometry)
+        && let (Some(x), Some(dy)) = (same(x), same(dy))
+        && let Some(sums) = same_vec(direct::backward_filter(unit, geometry, x, dy)?)
+    {
+        return Ok(sums);
+    }
+    match winograd::kind(geometry) {
         Some(kind) => winograd::backward_filter(kind, geometry, x, dy),
         None => products::backward_filter(geometry, x, dy),
     }

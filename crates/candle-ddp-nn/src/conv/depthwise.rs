@@ -22,10 +22,10 @@ fn each_row(geometry: &Geometry, mut work: impl FnMut(usize, usize, usize, usize
 }
 
 #[inline(always)]
-pub(super) fn forward<T: Element, F: Element<Real = T::Real>>(
+pub(super) fn forward<T: Element>(
     geometry: &Geometry,
     x: &[T],
-    weight: &[F],
+    weight: &[T::Real],
     bias: Option<&[T::Real]>,
     y: &mut [T],
 ) {
@@ -44,7 +44,7 @@ pub(super) fn forward<T: Element, F: Element<Real = T::Real>>(
                     if valid.is_empty() {
                         continue;
                     }
-                    let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x].widen();
+                    let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x];
                     let source = &row[geometry.seen(1, valid.start, tap_x)..];
                     let line = &mut line[valid];
                     match geometry.stride[1] {
@@ -63,12 +63,7 @@ pub(super) fn forward<T: Element, F: Element<Real = T::Real>>(
 }
 
 #[inline(always)]
-pub(super) fn backward_data<T: Element, F: Element<Real = T::Real>>(
-    geometry: &Geometry,
-    dy: &[T],
-    weight: &[F],
-    dx: &mut [T::Real],
-) {
+pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T::Real], dx: &mut [T::Real]) {
     let [kernel_y, kernel_x] = geometry.kernel;
     each_row(geometry, |channel, tap_y, input, output| {
         for tap_x in 0..kernel_x {
@@ -76,7 +71,7 @@ pub(super) fn backward_data<T: Element, F: Element<Real = T::Real>>(
             if valid.is_empty() {
                 continue;
             }
-            let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x].widen();
+            let factor = weight[(channel * kernel_y + tap_y) * kernel_x + tap_x];
             let target = &mut dx[input..input + geometry.input[1]][geometry.seen(1, valid.start, tap_x)..];
             let source = &dy[output..output + geometry.output[1]][valid];
             match geometry.stride[1] {

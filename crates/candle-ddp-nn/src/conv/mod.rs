@@ -3,6 +3,7 @@ mod columns;
 mod cpu;
 mod cuda;
 mod depthwise;
+mod direct;
 mod geometry;
 mod operation;
 mod parts;

@@ -1,11 +1,10 @@
 //! Convolutions on the CPU as products of the weight matrix with columns (see `columns.rs`), a block of columns at a
-//! time. Their factors are of type `F`: bf16 where the processor multiplies it, otherwise the type of arithmetic. Sums are in
-//! the latter.
+//! time, in the type of arithmetic.
 use super::columns::{col2im, im2col};
 use super::depthwise;
 use super::geometry::Geometry;
 use super::parts::{each_part, sum_parts};
-use crate::gemm::{Strides, factor, gemm, is_native, wide};
+use crate::gemm::{Strides, gemm, wide};
 use candle_core::{Result, WithDType};
 use candle_ddp_tensor::{Element, vectorise};
 use std::ops::Range;
@@ -22,18 +21,7 @@ pub(super) fn forward<T: Element>(
     weight: &[T],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
-    match is_native::<T>() {
-        true => forward_by(geometry, x, weight, bias),
-        false => forward_by(geometry, x, &wide(weight), bias),
-    }
-}
-
-fn forward_by<T: Element, F: Element<Real = T::Real>>(
-    geometry: &Geometry,
-    x: &[T],
-    weight: &[F],
-    bias: Option<&[T::Real]>,
-) -> Result<Vec<T>> {
+    let weight = &wide(weight)[..];
     let zero = T::from_f64(0.0);
     let mut y = vec![zero; geometry.n * geometry.co * geometry.output_pixels()];
     let images = geometry.ci * geometry.input_pixels();
@@ -44,12 +32,12 @@ fn forward_by<T: Element, F: Element<Real = T::Real>>(
             vectorise!(|| depthwise::forward(&geometry, x, weight, bias, y));
             return Ok(());
         }
-        let mut work = Work::<F, T::Real>::new(&geometry);
+        let mut work = Work::<T::Real>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
             for group in 0..geometry.groups {
                 let columns = &mut work.columns[..geometry.taps() * count];
-                vectorise!(|| im2col::<T, F>(&geometry, group, rows.clone(), x, columns));
+                vectorise!(|| im2col(&geometry, group, rows.clone(), x, columns));
                 let weight = group_weight(&geometry, group, weight);
                 let extents = (geometry.group_outputs(), count, geometry.taps());
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
@@ -65,17 +53,7 @@ fn forward_by<T: Element, F: Element<Real = T::Real>>(
 
 /// As [`backward_data`](super::cpu::backward_data), without a bias.
 pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T]) -> Result<Vec<T::Real>> {
-    match is_native::<T>() {
-        true => backward_data_by(geometry, dy, weight),
-        false => backward_data_by(geometry, dy, &wide(weight)),
-    }
-}
-
-fn backward_data_by<T: Element, F: Element<Real = T::Real>>(
-    geometry: &Geometry,
-    dy: &[T],
-    weight: &[F],
-) -> Result<Vec<T::Real>> {
+    let weight = &wide(weight)[..];
     let mut dx = vec![T::Real::from_f64(0.0); geometry.n * geometry.ci * geometry.input_pixels()];
     let images = geometry.co * geometry.output_pixels();
     each_part(geometry, geometry.ci * geometry.input_pixels(), &mut dx, |part, dx, threads| {
@@ -85,12 +63,12 @@ fn backward_data_by<T: Element, F: Element<Real = T::Real>>(
             vectorise!(|| depthwise::backward_data(&geometry, dy, weight, dx));
             return Ok(());
         }
-        let mut work = Work::<T::Real, F>::new(&geometry);
+        let mut work = Work::<T::Real>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
             for group in 0..geometry.groups {
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
-                vectorise!(|| collect::<T, F>(&geometry, group, rows.clone(), dy, outputs));
+                vectorise!(|| collect(&geometry, group, rows.clone(), dy, outputs));
                 let weight = group_weight(&geometry, group, weight);
                 let extents = (geometry.taps(), count, geometry.group_outputs());
                 let columns = &mut work.columns[..geometry.taps() * count];
@@ -107,17 +85,6 @@ fn backward_data_by<T: Element, F: Element<Real = T::Real>>(
 
 /// As [`backward_filter`](super::cpu::backward_filter).
 pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
-    match is_native::<T>() {
-        true => backward_filter_by::<T, T>(geometry, x, dy),
-        false => backward_filter_by::<T, T::Real>(geometry, x, dy),
-    }
-}
-
-fn backward_filter_by<T: Element, F: Element<Real = T::Real>>(
-    geometry: &Geometry,
-    x: &[T],
-    dy: &[T],
-) -> Result<Vec<T::Real>> {
     let zero = T::Real::from_f64(0.0);
     let size = geometry.co * geometry.taps();
     let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
@@ -129,15 +96,15 @@ fn backward_filter_by<T: Element, F: Element<Real = T::Real>>(
             vectorise!(|| depthwise::backward_filter(&geometry, x, dy, &mut sum));
             return Ok(sum);
         }
-        let mut work = Work::<F, F>::new(&geometry);
+        let mut work = Work::<T::Real>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
             for (group, sum) in sum.chunks_exact_mut(geometry.group_outputs() * geometry.taps()).enumerate() {
                 let columns = &mut work.columns[..geometry.taps() * count];
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
                 vectorise!(|| {
-                    im2col::<T, F>(&geometry, group, rows.clone(), x, columns);
-                    collect::<T, F>(&geometry, group, rows.clone(), dy, outputs);
+                    im2col(&geometry, group, rows.clone(), x, columns);
+                    collect(&geometry, group, rows.clone(), dy, outputs);
                 });
                 let extents = (geometry.group_outputs(), geometry.taps(), count);
                 let (outputs, columns) = ((&*outputs, Strides::rows(count)), (&*columns, Strides::transposed(count)));
@@ -149,16 +116,16 @@ fn backward_filter_by<T: Element, F: Element<Real = T::Real>>(
 }
 
 /// A thread's working memory.
-struct Work<C, O> {
-    columns: Vec<C>,
-    outputs: Vec<O>,
+struct Work<R> {
+    columns: Vec<R>,
+    outputs: Vec<R>,
 }
 
-impl<C: WithDType, O: WithDType> Work<C, O> {
+impl<R: WithDType> Work<R> {
     fn new(geometry: &Geometry) -> Self {
         let count = block_rows(geometry) * geometry.output[1];
-        let columns = vec![C::from_f64(0.0); geometry.taps() * count];
-        Self { columns, outputs: vec![O::from_f64(0.0); geometry.group_outputs() * count] }
+        let zeros = |rows: usize| vec![R::from_f64(0.0); rows * count];
+        Self { columns: zeros(geometry.taps()), outputs: zeros(geometry.group_outputs()) }
     }
 }
 
@@ -221,17 +188,11 @@ fn scatter<T: Element>(
 
 /// Collects a block's outputs of `group` from the images.
 #[inline(always)]
-fn collect<T: Element, F: Element<Real = T::Real>>(
-    geometry: &Geometry,
-    group: usize,
-    rows: Range<usize>,
-    y: &[T],
-    outputs: &mut [F],
-) {
+fn collect<T: Element>(geometry: &Geometry, group: usize, rows: Range<usize>, y: &[T], outputs: &mut [T::Real]) {
     let count = rows.len() * geometry.output[1];
     for (index, outputs) in outputs.chunks_exact_mut(count).enumerate() {
         for (there, here) in runs(geometry, group * geometry.group_outputs() + index, rows.clone()) {
-            outputs[here].iter_mut().zip(&y[there]).for_each(|(to, from)| *to = factor(*from));
+            outputs[here].iter_mut().zip(&y[there]).for_each(|(to, from)| *to = from.widen());
         }
     }
 }

@@ -2,7 +2,7 @@
 //! in f32, but bf16 by the processor's own instructions if it has them.
 // Matrices are given to `gemm` by their addresses. Every block says why it is sound.
 #![allow(unsafe_code)]
-mod bf16;
+pub(super) mod bf16;
 mod blocks;
 mod strides;
 
@@ -111,7 +111,7 @@ pub(super) fn wide<T: Element>(values: &[T]) -> Cow<'_, [T::Real]> {
 }
 
 /// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them.
-fn unit<T: Element>() -> Option<bf16::Avx512> {
+pub(super) fn unit<T: Element>() -> Option<bf16::Avx512> {
     if T::DTYPE == DType::BF16 { bf16::Avx512::detect() } else { None }
 }
 
@@ -125,16 +125,6 @@ pub(super) fn is_wide<T: Element>() -> bool {
     T::as_reals(&[]).is_some()
 }
 
-/// The element as a factor of products.
-#[inline(always)]
-pub(super) fn factor<T: Element, F: Element<Real = T::Real>>(value: T) -> F {
-    if TypeId::of::<T>() == TypeId::of::<F>() {
-        // SAFETY: the two types are the same.
-        return unsafe { std::mem::transmute_copy(&value) };
-    }
-    F::narrow(value.widen())
-}
-
 /// The same elements, if `A` is `B`.
 pub(super) fn same<A: 'static, B: 'static>(values: &[A]) -> Option<&[B]> {
     // SAFETY: the two types are the same.
@@ -143,7 +133,7 @@ pub(super) fn same<A: 'static, B: 'static>(values: &[A]) -> Option<&[B]> {
 }
 
 /// The same elements, if `A` is `B`.
-fn same_mut<A: 'static, B: 'static>(values: &mut [A]) -> Option<&mut [B]> {
+pub(super) fn same_mut<A: 'static, B: 'static>(values: &mut [A]) -> Option<&mut [B]> {
     // SAFETY: the two types are the same, and the new borrow ends the old one.
     (TypeId::of::<A>() == TypeId::of::<B>())
         .then(|| unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })

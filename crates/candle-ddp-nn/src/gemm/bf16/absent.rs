@@ -4,10 +4,10 @@ use half::bf16;
 
 /// There is none.
 #[derive(Clone, Copy)]
-pub(in crate::gemm) enum Avx512 {}
+pub(crate) enum Avx512 {}
 
 impl Avx512 {
-    pub(in crate::gemm) fn detect() -> Option<Self> {
+    pub(crate) fn detect() -> Option<Self> {
         None
     }
 }
@@ -22,6 +22,10 @@ impl Unit for Avx512 {
     }
 
     fn tile(self, _: &[u32], _: &[u32], _: usize, _: usize, _: usize, _: &mut [f32], _: usize, _: bool) {
+        match self {}
+    }
+
+    fn round(self, _: &[f32], _: f32, _: &mut [bf16]) {
         match self {}
     }
 }

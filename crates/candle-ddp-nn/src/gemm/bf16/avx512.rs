@@ -6,11 +6,11 @@ use std::mem::transmute;
 
 /// Proof that this processor has AVX512-BF16.
 #[derive(Clone, Copy)]
-pub(in crate::gemm) struct Avx512(());
+pub(crate) struct Avx512(());
 
 impl Avx512 {
     /// The proof, if this processor has the instructions.
-    pub(in crate::gemm) fn detect() -> Option<Self> {
+    pub(crate) fn detect() -> Option<Self> {
         let has = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
@@ -72,6 +72,12 @@ impl Unit for Avx512 {
             };
         }
         tiles!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+    }
+
+    fn round(self, from: &[f32], term: f32, to: &mut [bf16]) {
+        let count = from.len().min(to.len());
+        // SAFETY: the processor has the instructions, and both slices have `count` elements.
+        unsafe { round(from.as_ptr(), term, to.as_mut_ptr(), count) };
     }
 }
 
@@ -191,5 +197,21 @@ unsafe fn interleave(from: *const bf16, distance: usize, lines: usize, depth: us
         }
         // SAFETY: `to` has room for 16 elements at each of the pairs.
         unsafe { _mm512_storeu_si512(to.add(pair * width).cast(), both) };
+    }
+}
+
+/// # Safety
+/// Both pointers must be valid for `count` elements.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn round(from: *const f32, term: f32, to: *mut bf16, count: usize) {
+    let term = _mm512_set1_ps(term);
+    for start in (0..count).step_by(LANES) {
+        let mask = if count - start >= LANES { !0 } else { (1 << (count - start)) - 1 };
+        // SAFETY: the mask leaves out what is beyond `count`, and both types are 256 bits of anything.
+        unsafe {
+            let sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, from.add(start)), term);
+            let rounded = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum));
+            _mm256_mask_storeu_epi16(to.add(start).cast(), mask, rounded);
+        }
     }
 }

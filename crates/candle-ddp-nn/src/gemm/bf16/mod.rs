@@ -4,22 +4,26 @@
 #[cfg_attr(not(target_arch = "x86_64"), path = "absent.rs")]
 mod avx512;
 #[cfg(test)]
-mod portable;
+pub(crate) mod portable;
 
 use super::strides::Strides;
-pub(super) use avx512::Avx512;
+pub(crate) use avx512::Avx512;
 use half::bf16;
+use rayon::prelude::*;
+use std::ops::Range;
 
 /// The numbers of rows, and of vectors of 16 columns, whose sums a processor holds in its registers.
 const ROWS: usize = 14;
 const VECTORS: usize = 2;
 /// The f32 of a vector.
-const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
+/// The columns of a panel of b.
+pub(crate) const WIDTH: usize = LANES * VECTORS;
 
 /// What a processor can do. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
 ///
 /// Packed factors lie in panels of lines (rows of a, columns of b): pair by pair, and the pairs of all lines side by side.
-trait Unit: Copy {
+pub(crate) trait Unit: Copy + Send + Sync {
     /// Writes a panel, to[pair × width + line], from `lines` ≤ 16 lines of `depth` elements. `from` has neighbours along
     /// the depth side by side, and lines `distance` apart. 16 pairs are written at each place, so `to` must have room for
     /// them after the last, and a place's surplus is overwritten by the next.
@@ -43,49 +47,102 @@ trait Unit: Copy {
         distance: usize,
         accumulate: bool,
     );
+
+    /// Rounds each of `from` + `term`, as far as `to` goes.
+    fn round(self, from: &[f32], term: f32, to: &mut [bf16]);
+}
+
+/// Rows of a, packed in panels of at most [`ROWS`].
+#[derive(Default)]
+pub(crate) struct PackedRows {
+    rows: usize,
+    pairs: usize,
+    values: Vec<u32>,
+}
+
+impl PackedRows {
+    /// Makes room for other rows, and lets `pack` write each panel, which has room for [`LANES`] more.
+    pub(crate) fn pack(&mut self, rows: usize, pairs: usize, mut pack: impl FnMut(Range<usize>, &mut [u32])) {
+        (self.rows, self.pairs) = (rows, pairs);
+        self.values.resize(rows * pairs + LANES, 0);
+        for panel in panels(rows) {
+            let to = &mut self.values[panel.start * pairs..];
+            pack(panel, to);
+        }
+    }
+}
+
+/// The rows of each panel: panels are of about equal height.
+fn panels(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    let panels = rows.div_ceil(ROWS);
+    (0..panels).map(move |panel| panel * rows / panels..(panel + 1) * rows / panels)
+}
+
+/// result = a · b, or result + a · b if `accumulate`, over the range `pairs` of a's depth, which is the whole of b's. `b` has
+/// panels of [`WIDTH`] columns. Rows of the result are `distance` apart.
+pub(crate) fn multiply_packed<U: Unit>(
+    unit: U,
+    a: &PackedRows,
+    pairs: Range<usize>,
+    (b, columns): (&[u32], usize),
+    (result, distance): (&mut [f32], usize),
+    accumulate: bool,
+    threads: usize,
+) {
+    let panel = |(rows, result): (Range<usize>, &mut [f32])| {
+        let height = rows.len();
+        let a = &a.values[rows.start * a.pairs..][pairs.start * height..pairs.end * height];
+        for (column, b) in (0..columns).step_by(WIDTH).zip(b.chunks_exact(WIDTH * pairs.len())) {
+            let columns = WIDTH.min(columns - column);
+            unit.tile(a, b, height, columns, pairs.len(), &mut result[column..], distance, accumulate);
+        }
+    };
+    if pairs.is_empty() || columns == 0 {
+        return;
+    }
+    if threads == 1 {
+        panels(a.rows).for_each(|rows| panel((rows.clone(), &mut result[rows.start * distance..])));
+        return;
+    }
+    let mut rest = result;
+    let mut work = Vec::new();
+    for rows in panels(a.rows) {
+        let size = (rows.len() * distance).min(rest.len());
+        let (result, after) = std::mem::take(&mut rest).split_at_mut(size);
+        work.push((rows, result));
+        rest = after;
+    }
+    work.into_par_iter().for_each(panel);
 }
 
 /// Memory for packed factors.
 #[derive(Default)]
 pub(super) struct Packed {
-    a: Vec<u32>,
+    a: PackedRows,
     b: Vec<u32>,
 }
 
 /// result = a · b, or result + a · b if `accumulate`. Rows of the result are `distance` apart.
-#[expect(private_bounds)]
 pub(super) fn multiply<U: Unit>(
     unit: U,
     (m, n, k): (usize, usize, usize),
-    (result, distance): (&mut [f32], usize),
+    result: (&mut [f32], usize),
     accumulate: bool,
     (a, a_strides): (&[bf16], Strides),
     (b, b_strides): (&[bf16], Strides),
     packed: &mut Packed,
 ) {
-    const WIDTH: usize = LANES * VECTORS;
     let pairs = k.div_ceil(2);
-    // Panels of about equal height.
-    let panels = m.div_ceil(ROWS);
-    let rows_of = |panel: usize| panel * m / panels..(panel + 1) * m / panels;
-    packed.a.resize(m * pairs + LANES, 0);
     packed.b.resize(n.next_multiple_of(WIDTH) * pairs, 0);
-    for rows in (0..panels).map(rows_of) {
+    packed.a.pack(m, pairs, |rows, to| {
         let from = &a[rows.start * a_strides.row..];
-        let to = &mut packed.a[rows.start * pairs..];
         pack(unit, from, [a_strides.row, a_strides.column], rows.len(), k, to, rows.len());
-    }
+    });
     for (column, to) in (0..n).step_by(WIDTH).zip(packed.b.chunks_exact_mut(WIDTH * pairs)) {
         let from = &b[column * b_strides.column..];
         pack(unit, from, [b_strides.column, b_strides.row], WIDTH.min(n - column), k, to, WIDTH);
     }
-    for (column, b) in (0..n).step_by(WIDTH).zip(packed.b.chunks_exact(WIDTH * pairs)) {
-        for rows in (0..panels).map(rows_of) {
-            let a = &packed.a[rows.start * pairs..rows.end * pairs];
-            let result = &mut result[rows.start * distance + column..];
-            unit.tile(a, b, rows.len(), WIDTH.min(n - column), pairs, result, distance, accumulate);
-        }
-    }
+    multiply_packed(unit, &packed.a, 0..pairs, (&packed.b, n), result, accumulate, 1);
 }
 
 /// Writes a panel of `lines` lines: `by_line` and `by_depth` are the distances in `from`.

@@ -3,7 +3,7 @@ use super::{LANES, Unit, VECTORS};
 use half::bf16;
 
 #[derive(Clone, Copy)]
-pub(super) struct Portable;
+pub(crate) struct Portable;
 
 impl Unit for Portable {
     fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
@@ -38,6 +38,10 @@ impl Unit for Portable {
                 *result = if accumulate { *result + sum } else { sum };
             }
         }
+    }
+
+    fn round(self, from: &[f32], term: f32, to: &mut [bf16]) {
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = bf16::from_f32(*from + term));
     }
 }
 

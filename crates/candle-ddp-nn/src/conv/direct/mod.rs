@@ -1,0 +1,302 @@
+//! Convolutions of bf16 by the processor's instructions for pairs, without columns (see `columns.rs`): factors are packed
+//! right from the images. Products are exact, and sums in f32.
+//!
+//! A pair is two channels of the input, of the same tap. So the inputs of a tap at neighbouring outputs lie side by side,
+//! once the images have zeros around them (`planes.rs`), and the depth of the products goes over pairs of channels and taps.
+mod filter;
+mod planes;
+#[cfg(test)]
+mod tests;
+
+use super::geometry::Geometry;
+use super::parts::each_part;
+use crate::gemm::bf16::{PackedRows, Unit, WIDTH, multiply_packed};
+use candle_core::Result;
+use candle_ddp_tensor::vectorise;
+pub(super) use filter::backward_filter;
+use half::bf16;
+use planes::{Band, Planes, Window, copy_runs};
+
+/// The columns of a block: their packed inputs stay in a core's second cache.
+const COLUMNS: usize = 4 * WIDTH;
+/// The largest depth of a block, in pairs: a panel of columns stays in a core's first cache.
+const DEPTH: usize = 256;
+/// The target size of a band's planes in cells. Tests have small images.
+const BAND: usize = if cfg!(test) { 1 << 12 } else { 1 << 19 };
+
+/// What a kernel's element multiplies: an offset of the window, and the element's place among the kernel's.
+struct Tap {
+    offset: [usize; 2],
+    element: usize,
+}
+
+/// A pass from input images to output images: forward, or backward for some of the pixels.
+struct Pass {
+    window: Window,
+    taps: Vec<Tap>,
+    /// Channels of a group.
+    inputs: usize,
+    outputs: usize,
+    groups: usize,
+    /// The distance from one weight to the next output's, and the next input's.
+    by_output: usize,
+    by_input: usize,
+    /// The size of output images, and the outputs' distances and the first output in them.
+    size: [usize; 2],
+    stride: [usize; 2],
+    first: [usize; 2],
+}
+
+/// As [`forward`](super::cpu::forward), by `unit`.
+pub(super) fn forward<U: Unit>(
+    unit: U,
+    geometry: &Geometry,
+    x: &[bf16],
+    weight: &[bf16],
+    bias: Option<&[f32]>,
+) -> Result<Vec<bf16>> {
+    let [height, width] = geometry.kernel;
+    let taps = (0..height * width)
+        .map(|element| Tap {
+            offset: [element / width * geometry.dilation[0], element % width * geometry.dilation[1]],
+            element,
+        })
+        .collect();
+    let pass = Pass {
+        window: window(geometry),
+        taps,
+        inputs: geometry.group_inputs(),
+        outputs: geometry.group_outputs(),
+        groups: geometry.groups,
+        by_output: geometry.taps(),
+        by_input: height * width,
+        size: geometry.output,
+        stride: [1; 2],
+        first: [0; 2],
+    };
+    run(unit, geometry, &[pass], x, weight, bias)
+}
+
+/// As [`backward_data`](super::cpu::backward_data), by `unit`.
+///
+/// The inputs that lie at the same place modulo the stride see the same taps of the outputs: they are one pass.
+pub(super) fn backward_data<U: Unit>(
+    unit: U,
+    geometry: &Geometry,
+    dy: &[bf16],
+    weight: &[bf16],
+    bias: Option<&[f32]>,
+) -> Result<Vec<bf16>> {
+    let [height, width] = geometry.stride.map(|stride| 0..stride);
+    let phases = height.flat_map(|y| width.clone().map(move |x| [y, x]));
+    let passes: Vec<_> = phases
+        .filter(|first| (0..2).all(|axis| first[axis] < geometry.input[axis]))
+        .map(|first| {
+            let axes = [0, 1].map(|axis| phase(geometry, axis, first[axis]));
+            let taps = axes[0].1.iter().flat_map(|(y, tap_y)| {
+                let row = tap_y * geometry.kernel[1];
+                axes[1].1.iter().map(move |(x, tap_x)| Tap { offset: [*y, *x], element: row + tap_x })
+            });
+            let reach = |axis: usize| axes[axis].1.iter().map(|(offset, _)| *offset).max().unwrap_or(0);
+            Pass {
+                window: Window {
+                    size: geometry.output,
+                    padding: [axes[0].0, axes[1].0],
+                    step: [1; 2],
+                    reach: [reach(0), reach(1)],
+                    outputs: [0, 1].map(|axis| (geometry.input[axis] - first[axis]).div_ceil(geometry.stride[axis])),
+                },
+                taps: taps.collect(),
+                inputs: geometry.group_outputs(),
+                outputs: geometry.group_inputs(),
+                groups: geometry.groups,
+                by_output: geometry.kernel[0] * geometry.kernel[1],
+                by_input: geometry.taps(),
+                size: geometry.input,
+                stride: geometry.stride,
+                first,
+            }
+        })
+        .collect();
+    run(unit, geometry, &passes, dy, weight, bias)
+}
+
+/// What the outputs of a convolution see of its inputs.
+fn window(geometry: &Geometry) -> Window {
+    Window {
+        size: geometry.input,
+        padding: geometry.padding,
+        step: geometry.stride,
+        reach: [0, 1].map(|axis| (geometry.kernel[axis] - 1) * geometry.dilation[axis]),
+        outputs: geometry.output,
+    }
+}
+
+/// Along an axis, for the inputs `first`, `first` + stride, …: the padding, and the offsets and numbers of the taps that
+/// connect them with outputs.
+fn phase(geometry: &Geometry, axis: usize, first: usize) -> (usize, Vec<(usize, usize)>) {
+    let stride = geometry.stride[axis];
+    let position = first + geometry.padding[axis];
+    // How far after the phase's n-th input the n-th output lies that it sees by a tap, as (ahead, behind), one of them 0.
+    let taps: Vec<_> = (0..geometry.kernel[axis])
+        .filter_map(|tap| {
+            let shift = tap * geometry.dilation[axis];
+            let distance = position.abs_diff(shift);
+            distance.is_multiple_of(stride).then_some(match position >= shift {
+                true => (distance / stride, 0, tap),
+                false => (0, distance / stride, tap),
+            })
+        })
+        .collect();
+    let padding = taps.iter().map(|(_, behind, _)| *behind).max().unwrap_or(0);
+    (padding, taps.into_iter().map(|(ahead, behind, tap)| (padding + ahead - behind, tap)).collect())
+}
+
+/// The images that all passes together result in.
+fn run<U: Unit>(
+    unit: U,
+    geometry: &Geometry,
+    passes: &[Pass],
+    x: &[bf16],
+    weight: &[bf16],
+    bias: Option<&[f32]>,
+) -> Result<Vec<bf16>> {
+    let Some(Pass { inputs, outputs, groups, size, window, .. }) = passes.first() else { return Ok(Vec::new()) };
+    let from = inputs * groups * window.size[0] * window.size[1];
+    let to = outputs * groups * size[0] * size[1];
+    let weights: Vec<Vec<PackedRows>> =
+        passes.iter().map(|pass| (0..pass.groups).map(|group| pass.pack_weights(group, weight)).collect()).collect();
+    let mut y = vec![bf16::ZERO; geometry.n * to];
+    each_part(geometry, to, &mut y, |part, y, threads| {
+        let x = &x[part.start * from..part.end * from];
+        for (pass, weights) in passes.iter().zip(&weights) {
+            let images = part.len();
+            for band in pass.window.bands(images, pass.inputs.div_ceil(2), BAND) {
+                for (group, weights) in weights.iter().enumerate() {
+                    pass.band(unit, &band, group, x, weights, bias, y, threads);
+                }
+            }
+        }
+        Ok(())
+    })?;
+    Ok(y)
+}
+
+impl Pass {
+    /// The depth of the products in pairs.
+    fn pairs(&self) -> usize {
+        self.inputs.div_ceil(2) * self.taps.len()
+    }
+
+    /// The weights of a group, with an output per row.
+    fn pack_weights(&self, group: usize, weight: &[bf16]) -> PackedRows {
+        let weight = &weight[group * (weight.len() / self.groups)..];
+        let mut packed = PackedRows::default();
+        packed.pack(self.outputs, self.pairs(), |rows, to| {
+            let (height, taps) = (rows.len(), self.taps.len());
+            for input in (0..self.inputs).step_by(2) {
+                let to = &mut to[input / 2 * taps * height..][..taps * height];
+                for (row, output) in rows.clone().enumerate() {
+                    let first = &weight[output * self.by_output + input * self.by_input..];
+                    let second = if input + 1 < self.inputs { &first[self.by_input..] } else { &[] };
+                    for (tap, to) in self.taps.iter().zip(to.chunks_exact_mut(height)) {
+                        let number =
+                            |weights: &[bf16]| weights.get(tap.element).map_or(0, |weight| u32::from(weight.to_bits()));
+                        to[row] = number(first) | number(second) << 16;
+                    }
+                }
+            }
+        });
+        packed
+    }
+
+    /// The outputs of a band and a group.
+    #[expect(clippy::too_many_arguments)]
+    fn band<U: Unit>(
+        &self,
+        unit: U,
+        band: &Band,
+        group: usize,
+        x: &[bf16],
+        weights: &PackedRows,
+        bias: Option<&[f32]>,
+        y: &mut [bf16],
+        threads: usize,
+    ) {
+        if self.taps.is_empty() && bias.is_none() {
+            return;
+        }
+        let planes = vectorise!(|| self.pair_planes(band, group, x));
+        let starts = planes.starts(self.inputs.div_ceil(2), self.taps.iter().map(|tap| tap.offset));
+        let (count, pairs) = (band.outputs(&self.window), self.pairs());
+        let columns = COLUMNS.min(count);
+        let mut sums = vec![0.0; self.outputs * columns];
+        let depth = pairs.div_ceil(pairs.div_ceil(DEPTH).max(1));
+        let mut packed = vec![0; columns.next_multiple_of(WIDTH) * depth];
+        for start in (0..count).step_by(COLUMNS) {
+            let range = start..(start + COLUMNS).min(count);
+            for first in (0..pairs).step_by(depth.max(1)) {
+                let depth = first..(first + depth).min(pairs);
+                vectorise!(|| {
+                    for (start, panel) in range.clone().step_by(WIDTH).zip(packed.chunks_exact_mut(WIDTH * depth.len()))
+                    {
+                        for run in self.window.runs(band, start..(start + WIDTH).min(range.end)) {
+                            let at = planes.start(&run);
+                            let from = starts[depth.clone()].iter().map(|start| planes.from(start + at));
+                            copy_runs(panel, (run.start - start, WIDTH), run.length, from);
+                        }
+                    }
+                });
+                let (b, result) = ((&packed[..], range.len()), (&mut sums[..], range.len()));
+                multiply_packed(unit, weights, depth, b, result, first > 0, threads);
+            }
+            vectorise!(|| self.write(unit, band, range.clone(), group, &sums, bias, y));
+        }
+    }
+
+    /// The images of a band, with pairs of channels as planes.
+    #[inline(always)]
+    fn pair_planes(&self, band: &Band, group: usize, x: &[bf16]) -> Planes<u32> {
+        let pixels = self.window.size[0] * self.window.size[1];
+        let zeros = vec![bf16::ZERO; pixels];
+        let planes = |pair: usize, image: usize| {
+            let first = (image * self.groups + group) * self.inputs + 2 * pair;
+            let plane = |channel: usize| &x[channel * pixels..][..pixels];
+            [plane(first), if 2 * pair + 1 < self.inputs { plane(first + 1) } else { &zeros[..] }]
+        };
+        let cell = |first: bf16, second: bf16| u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
+        Planes::new(&self.window, band, self.inputs.div_ceil(2), planes, cell)
+    }
+
+    /// Writes sums, with an output channel per row, to the images.
+    #[inline(always)]
+    #[expect(clippy::too_many_arguments)]
+    fn write<U: Unit>(
+        &self,
+        unit: U,
+        band: &Band,
+        range: std::ops::Range<usize>,
+        group: usize,
+        sums: &[f32],
+        bias: Option<&[f32]>,
+        y: &mut [bf16],
+    ) {
+        let ([height, width], [down, right]) = (self.size, self.stride);
+        let mut line = [bf16::ZERO; COLUMNS];
+        for (output, sums) in sums.chunks_exact(range.len()).take(self.outputs).enumerate() {
+            let channel = group * self.outputs + output;
+            let bias = bias.map_or(0.0, |bias| bias[channel]);
+            unit.round(sums, bias, &mut line);
+            for run in self.window.runs(band, range.clone()) {
+                let row = run.row * down + self.first[0];
+                let row = ((run.image * self.groups * self.outputs + channel) * height + row) * width;
+                let y = &mut y[row + run.column * right + self.first[1]..row + width];
+                let line = &line[run.start - range.start..][..run.length];
+                match right {
+                    1 => y[..run.length].copy_from_slice(line),
+                    _ => y.iter_mut().step_by(right).zip(line).for_each(|(y, value)| *y = *value),
+                }
+            }
+        }
+    }
+}
