@@ -5,19 +5,26 @@
 #     scripts/gpu_suite.sh build gpu_suite.tar.xz      # here: builds the programs and packs them (.tar: uncompressed)
 #
 #     tar xf gpu_suite.tar.xz                          # there: needs bash, coreutils, Python 3 and CUDA's libraries
-#     gpu_suite/gpu_suite.sh run RESULTS tests         # or: steps, bandwidth, models, allreduce, faults, all
+#     gpu_suite/gpu_suite.sh run RESULTS quick         # or one of the parts below, or all
 #
-# `run` writes logs and `summary.md` to the folder RESULTS, and fails if a test fails. Every program has a time limit, and a
-# part takes at most eight minutes. With QUICK=1 it measures so little that the emulated GPU can do it
-# (scripts/emulated_gpu.sh). CUDA_COMPUTE_CAP=90 or another value chooses the generation to build for.
+# `run` writes to the folder RESULTS: a log of each step, a line of JSON for each step in `results.jsonl` as soon as it has ended,
+# and `summary.md`, also if it is interrupted. It fails if a test fails. Every step has a time limit; one that exceeds it leaves
+# the stacks of its threads (with gdb, where it is installed). CUDA_COMPUTE_CAP, 80 by default, is the oldest generation of GPUs
+# that the programs run on.
 #
-#     tests      the tests, among them one that leaves out each fence between streams and sees wrong results
+#     preflight  the machine, versions and paths of the libraries, and whether a kernel runs
+#     tests      each test by itself, among them one that leaves out each fence between streams and sees wrong results
+#     faults     ranks that die, leave or disagree, and training that continues without them
 #     steps      what DistributedDataParallel adds to a step, in a world of one; a timeline
 #     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
 #     models     steps of ResNet-50 and a GPT, f32 and bf16
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
-#     faults     ranks that die, leave or disagree, and training that continues without them
+#     switches   steps with one setting changed: kept memory, cuDNN and its workspace, lazy loading, queues, PTX
+#     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
+#     quick      something of each in at most six minutes
+#     all        everything, in this order
 #
+# With QUICK=1 all parts measure so little that the emulated GPU can do it (scripts/emulated_gpu.sh).
 # Where Python finds PyTorch with CUDA, `bandwidth` and `models` measure it too; otherwise the summary says that they do not.
 set -euo pipefail
 
@@ -33,6 +40,7 @@ build() {
   archive=$(realpath -m "${1:?$(usage)}")
   cd "$(dirname "$0")/.."
   : "${CUDA_HOME:?source the env.sh of scripts/cuda_toolkit.sh first}"
+  export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80}
   local features=nccl,cudnn
   local tests=() programs=(--bin ddprun)
   for name in "${TESTS[@]}"; do tests+=(--test "$name"); done
@@ -51,14 +59,14 @@ for line in sys.stdin:
     message = json.loads(line)
     if message.get("executable"):
         print(message["target"]["name"], message["executable"])' |
-    while read -r name file; do strip --strip-all -o "$pack/gpu_suite/bin/$name" "$file"; done
+    while read -r name file; do strip --strip-debug -o "$pack/gpu_suite/bin/$name" "$file"; done
   for name in "${TESTS[@]}" "${BENCHES[@]}" "${EXAMPLES[@]}" ddprun; do
     [ -x "$pack/gpu_suite/bin/$name" ] || { echo "error: cargo built no $name" >&2; exit 1; }
   done
   cp scripts/gpu_suite.sh "$pack/gpu_suite/"
   cp scripts/compare/{step_pytorch,bandwidth_pytorch,gpt}.py "$pack/gpu_suite/"
   git rev-parse --short HEAD >"$pack/gpu_suite/commit"
-  echo "$features, compute capability ${CUDA_COMPUTE_CAP:-90}" >"$pack/gpu_suite/features"
+  echo "$features, compute capability $CUDA_COMPUTE_CAP" >"$pack/gpu_suite/features"
   case $archive in
     # The programs have most of their content in common; a dictionary that spans several of them finds it.
     *.xz) tar -C "$pack" -c gpu_suite | xz --lzma2=preset=4,dict=256MiB >"$archive" ;;
@@ -67,34 +75,95 @@ for line in sys.stdin:
   echo "$archive: $(du -h "$archive" | cut -f1)"
 }
 
-# Finds the folders of CUDA's libraries: the system's and those in Python packages.
+# Finds the folders of the libraries that the programs need: those of Python packages first, which belong together.
 library_path() {
-  local name found
-  for name in libcuda.so.1 libcudart.so libcublas.so libcurand.so libnvrtc.so libnccl.so.2 libcudnn.so; do
-    found=$(ldconfig -p 2>/dev/null | awk -v name="$name" 'index($1, name) == 1 { print $NF; exit }')
+  local name found folders
+  folders=$(python3 -c '
+import glob, site, sys
+for folder in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
+    print(*glob.glob(folder + "/nvidia/*/lib"), *glob.glob(folder + "/torch/lib"), sep="\n")' 2>/dev/null | sort -u)
+  for name in $(ldd "$bin/gpu" | awk '/not found/ { print $1 }') libcuda.so.1; do
+    found=$(ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF; exit }')
     if [ -z "$found" ]; then
-      found=$({ find /usr/local /opt /usr/lib -name "$name*" -not -path '*/stubs/*' 2>/dev/null || true; } | sort | head -n 1)
+      # A driver library in a folder `compat` is for other drivers.
+      # shellcheck disable=SC2086  # a list of folders
+      found=$({ find $folders /usr/local /opt /usr/lib -name "$name" -not -path '*/stubs/*' -not -path '*/compat/*' \
+        2>/dev/null || true; } | head -n 1)
       [ -n "$found" ] && dirname "$found"
     fi
     echo "$name: ${found:-not found}" >&2
   done
 }
 
-# Runs a program for at most so many seconds, with its output in a log and its last lines in the summary.
+# The processes of a session.
+of_session() {
+  local file fields
+  for file in /proc/[0-9]*/stat; do
+    # The name, in parentheses, may contain anything; after it come the state, the parent, the group and the session.
+    read -r -a fields < <(sed 's/.*) //' "$file" 2>/dev/null) || continue
+    if [ "${fields[3]:-}" = "$1" ]; then file=${file%/stat}; echo "${file#/proc/}"; fi
+  done
+}
+
+# Ends a step's processes.
+end() {
+  # shellcheck disable=SC2046  # a list of processes
+  kill -KILL "$1" $(of_session "$1") 2>/dev/null || true
+}
+
+# What a step that has run out of time is doing.
+stacks() {
+  local pid task
+  for pid in $(of_session "$1"); do
+    echo "== process $pid: $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null)"
+    if command -v gdb >/dev/null; then
+      timeout 30 gdb -p "$pid" -batch -ex 'set pagination off' -ex 'thread apply all backtrace 40' 2>&1 || true
+    fi
+    for task in "/proc/$pid/task"/*; do
+      echo "$(cat "$task/comm" 2>/dev/null) waits in $(cat "$task/wchan" 2>/dev/null)"
+    done
+  done
+  nvidia-smi 2>&1 || true
+  dmesg 2>/dev/null | grep -i -E 'xid|nvrm' | tail -n 20 || true
+}
+
+result() {
+  printf '{"part": "%s", "step": "%s", "outcome": "%s", "status": %d, "seconds": %d}\n' "$part" "$@" \
+    >>"$results/results.jsonl"
+  echo "$1: $2"
+}
+
+# Runs a program for at most so many seconds, with its output in a log, and appends its result to `results.jsonl`, and to the summary
+# unless it is a test that passes.
 step() {
-  local name=$1 seconds=$2 status=0 start=$SECONDS
+  local name=$1 seconds=$2 status=0 start=$SECONDS outcome=passed pid
   shift 2
   # The emulated GPU is slow.
-  [ "${QUICK:-0}" = 0 ] || seconds=$((4 * seconds))
-  timeout --kill-after=10 "$seconds" "$@" >"$results/$name.log" 2>&1 || status=$?
-  local outcome=passed
-  [ "$status" = 0 ] || { outcome="FAILED (exit status $status)"; failed=1; }
+  [ "$size" != tiny ] || seconds=$((4 * seconds))
+  if [ "$size" = quick ]; then
+    local left=$((360 - SECONDS))
+    [ "$seconds" -le "$left" ] || seconds=$left
+    [ "$seconds" -ge 5 ] || { result "$name" "left out" 0 0; return; }
+  fi
+  setsid "$@" >"$results/$name.log" 2>&1 </dev/null &
+  pid=$! running=$!
+  while kill -0 "$pid" 2>/dev/null && [ $((SECONDS - start)) -lt "$seconds" ]; do sleep 0.1; done
+  if kill -0 "$pid" 2>/dev/null; then
+    outcome="timed out"
+    stacks "$pid" >"$results/$name.stacks" 2>&1 || true
+    end "$pid"
+  fi
+  wait "$pid" 2>/dev/null || status=$?
+  running=
+  [ "$status" = 0 ] || [ "$outcome" != passed ] || outcome=failed
+  result "$name" "$outcome" "$status" $((SECONDS - start))
+  if [ "$outcome" = passed ] && [[ $name == test-* ]]; then return; fi
   {
     printf '\n## %s: %s, %d s\n\n' "$name" "$outcome" $((SECONDS - start))
     printf '    %s\n\n' "$*"
     grep -E '^test result|^\||^\{|^SKIPPED|panicked|rror' "$results/$name.log" | head -n 60 | sed 's/^/    /' || true
   } >>"$results/summary.md"
-  echo "$name: $outcome"
+  [ "$outcome" = passed ] || { failed=1; return 1; }
 }
 
 # Several ranks share one GPU if NCCL takes each for a separate host. For correctness only: it is slow.
@@ -104,19 +173,55 @@ shared() {
     NCCL_CUMEM_HOST_ENABLE=0 NCCL_RAS_ENABLE=0 NCCL_MAX_CTAS=2
 }
 
+# The tests of a program that match a pattern, or with -v those that do not.
+names() {
+  comm -23 <("$bin/$1" --list 2>/dev/null | sed -n 's/: test$//p' | sort) \
+    <("$bin/$1" --list --ignored 2>/dev/null | sed -n 's/: test$//p' | sort) | grep -E "${@:2}" || true
+}
+
+# Runs tests, each by itself. One that fails runs again with messages.
+each() {
+  local program=$1 seconds=$2 name file
+  shift 2
+  while read -r name; do
+    file=test-$program-${name//::/-}${VARIANT:+-$VARIANT}
+    step "$file" "$seconds" "$bin/$program" --exact "$name" --nocapture && continue
+    CUDA_LAUNCH_BLOCKING=1 NCCL_DEBUG=INFO step "$file-again" "$seconds" "$bin/$program" --exact "$name" --nocapture || true
+  done
+}
+
+# Tests in which ranks die, leave or disagree.
+FAULTS='death|messages_with_a_rank|mismatched|elastic|communicators_end|ends_with_its_group'
+# A selection for `quick`.
+SOME='^(collectives_in_a_world_of_two|gradients_are_read_after_their_all_reduce|fused_optimizers_match_the_cpu)$'
+
 tests() {
-  step tests-gpu 240 "$bin/gpu" --test-threads=2
-  step tests-layers 90 "$bin/gpu_layers" --test-threads=2
-  step tests-layers-without-cudnn 60 env CANDLE_DDP_CUDNN=0 "$bin/gpu_layers" --test-threads=2
-  step tests-data-parallel 90 "$bin/gpu_data_parallel" --test-threads=2
+  if [ "$size" = quick ]; then
+    step test-gpu_layers 60 "$bin/gpu_layers" --test-threads=2 || true
+    each gpu 30 < <(names gpu "$SOME")
+    return
+  fi
+  each gpu_layers 60 < <(names gpu_layers .)
+  CANDLE_DDP_CUDNN=0 VARIANT=without-cudnn each gpu_layers 60 < <(names gpu_layers 'conv|images|resnet|address')
+  each gpu 60 < <(names gpu -v "$FAULTS")
+  each gpu_data_parallel 60 < <(names gpu_data_parallel .)
+}
+
+faults() {
+  local some=$FAULTS
+  [ "$size" != quick ] || some='the_death_of_a_rank|communicators_end_together$'
+  each gpu 110 < <(names gpu "$some")
 }
 
 steps() {
-  local rounds=(--rounds 20)
-  [ "${QUICK:-0}" = 0 ] || rounds=(--rounds 1 --steps 1 --divide-batch 64 --model MLP)
-  step steps-world-of-one 300 "$bin/ddp_step_gpu" --bench "${rounds[@]}"
-  step steps-timeline 60 env CANDLE_DDP_TRACE="$results/trace" \
-    "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model mlp --steps 3 --modes ddp
+  local rounds=(--rounds 20) seconds=300
+  case $size in
+    quick) rounds=(--rounds 2 --steps 3 --model MLP) seconds=30 ;;
+    tiny) rounds=(--rounds 1 --steps 1 --divide-batch 64 --model MLP) ;;
+  esac
+  step steps-world-of-one "$seconds" "$bin/ddp_step_gpu" --bench "${rounds[@]}" || true
+  step steps-timeline 30 env CANDLE_DDP_TRACE="$results/trace" \
+    "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model mlp --steps 3 --modes ddp || true
 }
 
 # Whether PyTorch can be measured as well. The summary says if not.
@@ -127,77 +232,167 @@ pytorch() {
 }
 
 bandwidth() {
-  local sizes=(--millions 64 --rounds 20 --steps 10)
-  [ "${QUICK:-0}" = 0 ] || sizes=(--millions 0.1 --rounds 1 --steps 1)
-  step bandwidth 200 "$bin/bandwidth_gpu" --bench "${sizes[@]}"
-  if pytorch bandwidth; then step bandwidth-pytorch 200 python3 "$here/bandwidth_pytorch.py" "${sizes[@]}"; fi
+  local sizes=(--millions 64 --rounds 20 --steps 10) seconds=200
+  case $size in
+    quick) sizes=(--millions 16 --rounds 3 --steps 3) seconds=30 ;;
+    tiny) sizes=(--millions 0.1 --rounds 1 --steps 1) ;;
+  esac
+  step bandwidth "$seconds" "$bin/bandwidth_gpu" --bench "${sizes[@]}" || true
+  if pytorch bandwidth; then
+    step bandwidth-pytorch "$seconds" python3 "$here/bandwidth_pytorch.py" "${sizes[@]}" || true
+  fi
 }
 
 models() {
-  local count=20 batches=("resnet50 128" "gpt 32") quick=() has_pytorch=0
-  [ "${QUICK:-0}" = 0 ] || count=1 batches=("resnet50 2" "gpt 1") quick=(--modes ddp --image-size 32)
+  local count=20 seconds=58 batches=("resnet50 128" "gpt 32") quick=() has_pytorch=0
+  case $size in
+    quick) count=5 seconds=20 batches=("resnet50 64" "gpt 32") quick=(--modes ddp) ;;
+    tiny) count=1 batches=("resnet50 2" "gpt 1") quick=(--modes ddp --image-size 32) ;;
+  esac
   if pytorch models; then has_pytorch=1; fi
   for dtype in f32 bf16; do
     for of in "${batches[@]}"; do
       read -r model batch <<<"$of"
-      step "models-$model-$dtype" 58 "$bin/ddprun" --nproc-per-node 1 \
-        "$bin/step" --model "$model" --steps "$count" --dtype "$dtype" --batch-size "$batch" "${quick[@]}"
+      step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 \
+        "$bin/step" --model "$model" --steps "$count" --dtype "$dtype" --batch-size "$batch" "${quick[@]}" || true
       [ "$has_pytorch" = 1 ] || continue
-      step "models-$model-$dtype-pytorch" 58 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
-        CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" local,ddp "$dtype" "$batch"
+      step "models-$model-$dtype-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
+        CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" local,ddp "$dtype" "$batch" || true
     done
   done
 }
 
 allreduce() {
   local sizes=(--sizes 1M,4M,25M,256M) calls=(--calls 50)
-  [ "${QUICK:-0}" = 0 ] || sizes=(--sizes 1K,4K,16K --iters 2) calls=(--sizes 0.001,0.1 --calls 2 --rounds 2)
-  step allreduce-world-of-one 100 "$bin/ddprun" --nproc-per-node 1 "$bin/allreduce" "${sizes[@]}"
-  step allreduce-calls-world-of-one 60 "$bin/ddprun" --nproc-per-node 1 "$bin/nccl_call" --bench "${calls[@]}"
+  case $size in
+    quick) sizes=(--sizes 1M,25M --iters 5) calls=(--calls 10 --rounds 3) ;;
+    tiny) sizes=(--sizes 1K,4K,16K --iters 2) calls=(--sizes 0.001,0.1 --calls 2 --rounds 2) ;;
+  esac
+  step allreduce-world-of-one 30 "$bin/ddprun" --nproc-per-node 1 "$bin/allreduce" "${sizes[@]}" || true
+  step allreduce-calls-world-of-one 30 "$bin/ddprun" --nproc-per-node 1 "$bin/nccl_call" --bench "${calls[@]}" || true
+  [ "$size" != quick ] || return 0
   (
     shared
     # shellcheck disable=SC2016  # each rank's shell expands RANK
     local ranks=("$bin/ddprun" --nproc-per-node 2 sh -c 'NCCL_HOSTID=rank$RANK exec "$0" "$@"')
-    step allreduce-two-ranks-on-one-gpu 200 "${ranks[@]}" "$bin/allreduce" "${sizes[@]}"
-    step allreduce-calls-two-ranks-on-one-gpu 100 "${ranks[@]}" "$bin/nccl_call" --bench "${calls[@]}"
+    step allreduce-two-ranks-on-one-gpu 200 "${ranks[@]}" "$bin/allreduce" "${sizes[@]}" || true
+    step allreduce-calls-two-ranks-on-one-gpu 100 "${ranks[@]}" "$bin/nccl_call" --bench "${calls[@]}" || true
     [ "${failed:-0}" = 0 ]
   ) || failed=1
 }
 
-faults() {
-  # The tests in which ranks die, leave or disagree.
-  for name in the_death messages_with_a_rank mismatched elastic; do
-    step "faults-$name" 110 "$bin/gpu" "$name" --test-threads=1 --nocapture
+# Steps of a model with one setting changed, next to each other. The first of a pair is the default.
+switches() {
+  local count=20 gpt=(--model gpt --batch-size 32) resnet=(--model resnet50 --batch-size 64) tiny=()
+  case $size in
+    quick) count=5 ;;
+    tiny) count=1 gpt=(--model gpt --batch-size 1) resnet=(--model resnet50 --batch-size 2 --image-size 32) ;;
+  esac
+  tiny=(--steps "$count" --modes ddp --dtype bf16)
+  ab() { # NAME, VARIABLE, OTHER VALUE, ARGUMENTS
+    local name=$1 setting=$2
+    shift 2
+    step "switch-$name-default" 45 "$bin/ddprun" --nproc-per-node 1 "$bin/step" "$@" "${tiny[@]}" || true
+    step "switch-$name" 45 env "$setting" "$bin/ddprun" --nproc-per-node 1 "$bin/step" "$@" "${tiny[@]}" || true
+  }
+  ab memory CANDLE_DDP_KEEP_GPU_MEMORY=0 "${gpt[@]}"
+  [ "$size" != quick ] || return 0
+  ab cudnn CANDLE_DDP_CUDNN=0 "${resnet[@]}"
+  ab workspace CANDLE_DDP_CUDNN_WORKSPACE=67108864 "${resnet[@]}"
+  ab loading CUDA_MODULE_LOADING=LAZY "${gpt[@]}"
+  ab queues CUDA_DEVICE_MAX_CONNECTIONS=8 "${gpt[@]}"
+  ab ptx CANDLE_DDP_KERNEL_FORM=ptx "${gpt[@]}"
+}
+
+sanitizer() {
+  local program tool tools=(memcheck racecheck initcheck synccheck)
+  program=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
+  if [ -z "$program" ]; then
+    printf '\n## sanitizer: compute-sanitizer was not found\n' >>"$results/summary.md"
+    return
+  fi
+  [ "$size" != quick ] || tools=(memcheck)
+  for tool in "${tools[@]}"; do
+    step "sanitizer-$tool" 240 "$program" --tool "$tool" --error-exitcode 9 "$bin/gpu_layers" --test-threads=1 \
+      activations embedding softmax_matches cross_entropy_matches layer_norm linear_matches any_address || true
   done
+}
+
+# Looks at the machine. Only libraries that are missing, and a GPU that is too old, are failures.
+preflight() {
+  {
+    nvidia-smi -q || true
+    nvidia-smi topo -m || true
+    env | grep -E '^(NCCL|CUDA|CANDLE_DDP|LD_LIBRARY_PATH|LD_PRELOAD)' || true
+    cat /etc/nccl.conf 2>/dev/null || true
+    ulimit -a
+    df -h /dev/shm || true
+    for program in "$bin"/*; do ldd "$program"; done
+  } >"$results/machine.log" 2>&1
+  # shellcheck disable=SC2016  # the inner shell expands it
+  step libraries 30 bash -c '! ldd "$0"/* | grep "not found"' "$bin" || true
+  local built gpu
+  built=$(sed 's/.* //' "$here/features")
+  gpu=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
+  if [ -n "$gpu" ]; then
+    step capability 10 test "$gpu" -ge "$built" || echo "build for this GPU with CUDA_COMPUTE_CAP=$gpu" >&2
+  fi
+  # Compiles or loads kernels for the first time.
+  step first-kernel 60 "$bin/gpu_layers" --exact activations_match_pytorch || true
+}
+
+# One part.
+part() {
+  part=$1
+  "$part" || true
+}
+
+finish() {
+  local status=$?
+  if [ -n "$running" ]; then
+    end "$running"
+    result "a step that was running" interrupted "$status" 0
+  fi
+  {
+    printf '\n## Outcomes\n\n'
+    cut -d'"' -f12 "$results/results.jsonl" 2>/dev/null | sort | uniq -c | sed 's/^ */- /'
+    [ "$status" = 0 ] || [ "$failed" = 1 ] || echo "- interrupted, with exit status $status"
+  } >>"$results/summary.md"
+  cat "$results/summary.md"
 }
 
 run() {
   results=$(realpath -m "${1:?$(usage)}")
-  local part=${2:-all}
+  local what=${2:-all} parts=(preflight tests faults steps bandwidth models allreduce switches sanitizer)
   here=$(realpath "$(dirname "$0")")
   bin=$here/bin
-  failed=0
+  failed=0 size=full part='' running=''
+  [ "$what" != quick ] || size=quick
+  [ "${QUICK:-0}" = 0 ] || size=tiny
+  case " ${parts[*]} all quick " in *" $what "*) ;; *) usage ;; esac
   mkdir -p "$results"
+  trap finish EXIT
+  trap 'exit 130' INT TERM HUP
   {
-    echo "# GPU suite: $part"
+    echo "# GPU suite: $what"
     echo
     echo "- Date: $(date -u +%F)"
     echo "- Commit: $(cat "$here/commit"); features $(cat "$here/features")"
     echo "- GPU: $(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo none)"
     echo "- Processor: $(nproc) cores, $(sed -n 's/^model name\s*: //p' /proc/cpuinfo | head -n 1)"
-    echo "- Command: gpu_suite/gpu_suite.sh run RESULTS $part"
+    echo "- Command: gpu_suite/gpu_suite.sh run RESULTS $what"
   } >"$results/summary.md"
   local folders
   folders=$(library_path 2>"$results/libraries.log" | sort -u | paste -sd :)
   export LD_LIBRARY_PATH=$folders${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   { echo; sed 's/^/- /' "$results/libraries.log"; } >>"$results/summary.md"
   export CANDLE_DDP_REQUIRE_GPU=1
-  case $part in
-    tests | steps | bandwidth | models | allreduce | faults) "$part" ;;
-    all) tests; steps; bandwidth; models; allreduce; faults ;;
-    *) usage ;;
+  # The driver's own cache, for kernels that it compiles.
+  export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$results/cuda-cache}
+  case $what in
+    quick | all) for name in "${parts[@]}"; do part "$name"; done ;;
+    *) part "$what" ;;
   esac
-  cat "$results/summary.md"
   return "$failed"
 }
 
