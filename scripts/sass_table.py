@@ -110,12 +110,13 @@ def row(name, dtype, lines):
     bodies = [body for body in loops(lines) if any(width(text, "LDG") for text in body)]
     widest = lambda body: max(width(text, "LDG") for text in body)
     body = min(bodies, key=lambda body: (-widest(body), len(body)), default=None)
-    per_element = "–"
+    loop, per_load = "–", "–"
     if body:
-        # Compilers unroll loops: all loads of the widest kind together, divided by the tensors that are read.
-        loads = sum(width(text, "LDG") == widest(body) for text in body)
-        per_element = f"{len(body)} for {loads} × {widest(body)} bytes"
-    return f"| `{name}` | {len(instructions)} | {per_element} | {widths(instructions, 'LDG')} | {widths(instructions, 'STG')} |"
+        loads = [width(text, "LDG") for text in body]
+        loop = f"{len(body)} for {loads.count(max(loads))} × {max(loads)} bytes"
+        per_load = f"{16 * len(body) / sum(loads):.0f}"
+    loaded, stored = widths(instructions, "LDG"), widths(instructions, "STG")
+    return f"| `{name}` | {len(instructions)} | {loop} | {per_load} | {loaded} | {stored} |"
 
 
 def main():
@@ -129,13 +130,14 @@ def main():
     print("# The CUDA kernels as machine code\n")
     print(
         f"By `scripts/sass_table.py`, with NVRTC {major.value}.{minor.value}. Nothing was run. *Loop* is the innermost loop with "
-        "the widest loads: its\ninstructions, and how many loads of which width it has. Instructions outside loops run once per "
-        "thread. The widths are bytes\nper thread; a kernel that has narrow ones as well uses them for tensors that begin "
-        "elsewhere and for the rest of a chunk.\nRead a division of two numbers of this table as an estimate.\n"
+        "the widest loads: its\ninstructions, and how many loads of which width it has; next to it, its instructions for each 16 "
+        "bytes that it loads, which are\n4 elements of f32 or 8 of bf16, of all tensors together. Instructions outside loops run "
+        "once per thread. The widths are bytes per\nthread; a kernel that has narrow ones as well uses them for tensors that "
+        "begin elsewhere and for the rest of a chunk.\n"
     )
     for generation in options.generations.split(","):
         print(f"## Compute capability {generation[:-1]}.{generation[-1]}\n")
-        print("| kernel | instructions | loop | loads | stores |\n|---|---|---|---|---|")
+        print("| kernel | instructions | loop | for 16 bytes | loads | stores |\n|---|---|---|---|---|---|")
         for files in units():
             for dtype in DTYPES:
                 code = compile_unit(nvrtc, files, dtype, generation)
