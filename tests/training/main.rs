@@ -44,6 +44,7 @@ mod loader;
 mod loader_state;
 mod messages;
 mod nan_check;
+mod nn_bf16;
 mod nn_checkpoint;
 mod nn_conv;
 mod nn_dropout;

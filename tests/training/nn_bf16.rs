@@ -1,0 +1,98 @@
+//! Layers and functions in bf16, compared with PyTorch's in bf16.
+use candle_core::{DType, Device, Module, Tensor, Var, safetensors};
+use candle_ddp::nn::{
+    AttentionOptions, AvgPool2dOptions, Conv2d, Conv2dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding,
+    InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, avg_pool2d, cross_entropy, gelu, gelu_erf,
+    interpolate, log_softmax, max_pool2d, relu, scaled_dot_product_attention, silu, softmax,
+};
+use std::collections::HashMap;
+
+/// Input number `index` of a case, as the script makes it.
+fn wave(shape: &[usize], index: usize) -> Var {
+    let number = |j: usize| 2.0 * (1.7 * j as f64 + index as f64 + 0.3).sin();
+    let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
+    let x = Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap();
+    Var::from_tensor(&x.to_dtype(DType::BF16).unwrap()).unwrap()
+}
+
+/// Both results are sums in f32 which are rounded once, or, in PyTorch, twice at some places: they may be two units in
+/// the last place apart, of the element or of what it is a difference of.
+fn check(name: &str, ours: &Tensor, theirs: &Tensor) {
+    assert_eq!((ours.dtype(), ours.dims()), (DType::BF16, theirs.dims()), "{name}");
+    let floats = |x: &Tensor| x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let (ours, theirs) = (floats(ours), floats(theirs));
+    let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+    for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+        let bound = theirs.abs() / 64.0 + largest / 256.0;
+        assert!((ours - theirs).abs() <= bound, "{name}[{at}] is {ours}, in PyTorch {theirs}");
+    }
+}
+
+#[test]
+fn layers_in_bf16_match_pytorch() {
+    let golden = include_bytes!("../golden/bf16.safetensors");
+    let golden: HashMap<String, Tensor> = safetensors::load_buffer(golden, &Device::Cpu).unwrap();
+    let mut left = golden.len();
+    let mut case = |name: &str, shapes: &[&[usize]], run: &dyn Fn(&[Tensor]) -> candle_core::Result<Tensor>| {
+        let inputs: Vec<Var> = shapes.iter().enumerate().map(|(index, shape)| wave(shape, index)).collect();
+        let tensors: Vec<Tensor> = inputs.iter().map(|input| input.as_tensor().clone()).collect();
+        let y = run(&tensors).unwrap();
+        check(&format!("{name}: y"), &y, &golden[&format!("{name}|y")]);
+        let weight = |j: usize| (0.9 * j as f64 + 0.1).cos();
+        let dy =
+            Tensor::from_vec((0..y.elem_count()).map(weight).collect::<Vec<_>>(), y.shape(), &Device::Cpu).unwrap();
+        let loss = (y.to_dtype(DType::F32).unwrap() * dy.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap())
+            .and_then(|products| products.sum_all());
+        let gradients = loss.unwrap().backward().unwrap();
+        for (index, input) in inputs.iter().enumerate() {
+            let gradient = gradients.get(input).unwrap();
+            check(&format!("{name}: d{index}"), gradient, &golden[&format!("{name}|d{index}")]);
+        }
+        left -= 1 + inputs.len();
+    };
+    let conv = |x: &[Tensor], config| Conv2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0]);
+    let config = Conv2dConfig { padding: 1, ..Default::default() };
+    case("linear", &[&[5, 37], &[18, 37], &[18]], &|x| Linear::new(x[1].clone(), Some(x[2].clone())).forward(&x[0]));
+    case("conv2d", &[&[2, 5, 8, 8], &[6, 5, 3, 3], &[6]], &|x| conv(x, config));
+    case("conv2d stride 2", &[&[2, 4, 9, 7], &[6, 4, 3, 3], &[6]], &|x| conv(x, Conv2dConfig { stride: 2, ..config }));
+    case("conv2d 1x1", &[&[2, 9, 4, 4], &[6, 9, 1, 1], &[6]], &|x| conv(x, Conv2dConfig::default()));
+    case("conv2d groups", &[&[1, 6, 7, 6], &[4, 3, 3, 3]], &|x| {
+        conv(x, Conv2dConfig { padding: 2, dilation: 2, groups: 2, ..Default::default() })
+    });
+    case("conv2d depthwise", &[&[2, 4, 6, 5], &[4, 1, 3, 3]], &|x| conv(x, Conv2dConfig { groups: 4, ..config }));
+    case("conv_transpose2d", &[&[2, 4, 4, 5], &[4, 3, 3, 3], &[3]], &|x| {
+        let config = ConvTranspose2dConfig { padding: 1, output_padding: 1, stride: 2, dilation: 1 };
+        ConvTranspose2d::new(x[1].clone(), Some(x[2].clone()), config).forward(&x[0])
+    });
+    case("relu", &[&[3, 17]], &|x| relu(&x[0]));
+    case("gelu", &[&[3, 17]], &|x| gelu(&x[0]));
+    case("gelu_erf", &[&[3, 17]], &|x| gelu_erf(&x[0]));
+    case("silu", &[&[3, 17]], &|x| silu(&x[0]));
+    case("softmax", &[&[4, 33]], &|x| softmax(&x[0], 1));
+    case("log_softmax", &[&[4, 33]], &|x| log_softmax(&x[0], 1));
+    case("layer_norm", &[&[5, 24], &[24], &[24]], &|x| LayerNorm::new(x[1].clone(), x[2].clone(), 1e-5).forward(&x[0]));
+    case("rms_norm", &[&[5, 24], &[24]], &|x| RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0]));
+    case("cross_entropy", &[&[6, 10]], &|x| {
+        let classes: Vec<u32> = (0..6).map(|at| at * 3 % 10).collect();
+        cross_entropy(&x[0], &Tensor::new(classes, &Device::Cpu)?)
+    });
+    case("embedding", &[&[7, 9]], &|x| {
+        let indices: Vec<u32> = (0..12).map(|at| at * 5 % 7).collect();
+        Embedding::new(x[0].clone(), 9).forward(&Tensor::from_vec(indices, (3, 4), &Device::Cpu)?)
+    });
+    case("attention", &[&[1, 2, 6, 8], &[1, 2, 6, 8], &[1, 2, 6, 8]], &|x| {
+        let options = AttentionOptions { is_causal: true, ..Default::default() };
+        scaled_dot_product_attention(&x[0], &x[1], &x[2], options)
+    });
+    case("max_pool2d", &[&[2, 3, 7, 8]], &|x| {
+        max_pool2d(&x[0], 3, MaxPool2dOptions { stride: Some((2, 2)), padding: (1, 1), ceil_mode: false })
+    });
+    case("avg_pool2d", &[&[2, 3, 7, 8]], &|x| {
+        avg_pool2d(&x[0], 3, AvgPool2dOptions { stride: Some((2, 2)), padding: (1, 1), ..Default::default() })
+    });
+    case("bilinear", &[&[1, 2, 4, 5]], &|x| {
+        interpolate(&x[0], (7, 9), InterpolateMode::Bilinear { align_corners: false })
+    });
+    case("add", &[&[3, 17], &[3, 17]], &|x| add(&x[0], &x[1]));
+    assert_eq!(left, 0, "cases of the file without a test");
+}
