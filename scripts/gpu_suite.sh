@@ -305,16 +305,17 @@ switches() {
 }
 
 sanitizer() {
-  local program tool tools=(memcheck racecheck initcheck synccheck)
+  local program tool tools=(memcheck racecheck initcheck synccheck) seconds=240
+  local tests=(activations embedding softmax_matches cross_entropy_matches layer_norm linear_matches any_address)
   program=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
   if [ -z "$program" ]; then
     printf '\n## sanitizer: compute-sanitizer was not found\n' >>"$results/summary.md"
     return
   fi
-  [ "$size" != quick ] || tools=(memcheck)
+  [ "$size" != quick ] || tools=(memcheck) tests=(activations embedding_matches) seconds=60
   for tool in "${tools[@]}"; do
-    step "sanitizer-$tool" 240 "$program" --tool "$tool" --error-exitcode 9 "$bin/gpu_layers" --test-threads=1 \
-      activations embedding softmax_matches cross_entropy_matches layer_norm linear_matches any_address || true
+    step "sanitizer-$tool" "$seconds" "$program" --tool "$tool" --error-exitcode 9 "$bin/gpu_layers" --test-threads=1 \
+      "${tests[@]}" || true
   done
 }
 
