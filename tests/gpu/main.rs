@@ -24,6 +24,7 @@ mod norms;
 mod optim;
 mod toolbox;
 mod training;
+mod virtual_ranks;
 
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
@@ -107,6 +108,9 @@ fn rank_of_another_test() {
         "killed" => worker.report(&until_failure(&worker, &pg(300))),
         "desync" => worker.report(&disagree(&pg(3))),
         "wrong device" => wrong_device(&pg(20)),
+        "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&pg(60), false).unwrap()),
+        "virtual ranks with shards" => report_floats(&worker, &virtual_ranks::train(&pg(60), true).unwrap()),
+        "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
         _ if hazards::run(&worker, pg) => {}
         other => {
             let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
