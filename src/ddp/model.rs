@@ -53,7 +53,9 @@ impl DistributedModel {
         let built = built.and_then(|module| {
             options.mixed_precision.unwrap_or_default().check()?;
             check_variables(&reducer, &variables)?;
-            preload(&variables, &options)?;
+            if group.world_size() > 1 {
+                preload(&variables, &options)?;
+            }
             let ranks = virtual_ranks::check_options(&options, &variables, group)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);

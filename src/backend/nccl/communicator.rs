@@ -139,6 +139,12 @@ impl NcclCommunicator {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
         let health_store = HealthStore::new(Arc::clone(&store), rank, world_size)?.leave_will();
+        if world_size > 1
+            && let Err(error) = kernels::preload(device, &[DType::F32])
+        {
+            // A program may use none of them.
+            log::warn!("a kernel that is loaded during a collective may wait for other ranks: {error}");
+        }
         let opened = open(device, rank);
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed())?;
@@ -255,10 +261,6 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     warn_of_old(nccl_version);
     if std::env::var(BLOCKING).is_ok_and(|value| value.trim() == "1") {
         return Err(blocking().into_error(rank));
-    }
-    if let Err(error) = kernels::preload(device, &[DType::F32]) {
-        // A program may use none of them.
-        log::warn!("a kernel that is loaded during a collective may wait for other ranks: {error}");
     }
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
