@@ -1,6 +1,6 @@
 //! The gradient of the weights: a product whose depth goes over pairs of neighbouring outputs.
 use super::planes::{Band, Planes, Window, copy_runs};
-use super::{BAND, COLUMNS, DEPTH, window};
+use super::{BAND, COLUMNS, DEPTH, taps, window};
 use crate::conv::geometry::Geometry;
 use crate::conv::parts::sum_parts;
 use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
@@ -48,10 +48,8 @@ fn add_band<U: Unit>(
     let channels =
         |channel: usize, image: usize| [&x[(image * geometry.ci + group * inputs + channel) * pixels..][..pixels]; 2];
     let planes = vectorise!(|| Planes::new(window, band, inputs, channels, |pixel, _| pixel));
-    let [tap_rows, tap_columns] = geometry.kernel;
-    let offset = |tap: usize| [0, 1].map(|axis| [tap / tap_columns, tap % tap_columns][axis] * geometry.dilation[axis]);
-    let starts = planes.starts(inputs, (0..tap_rows * tap_columns).map(offset));
-    let (count, taps) = (band.outputs(window), geometry.taps());
+    let starts = planes.starts(inputs, taps(geometry).iter().map(|tap| tap.offset));
+    let (count, row) = (band.outputs(window), geometry.taps());
     let mut rows = PackedRows::default();
     let mut lines = vec![bf16::ZERO; LANES * 2 * DEPTH];
     let mut packed = vec![0; COLUMNS * DEPTH];
@@ -63,12 +61,12 @@ fn add_band<U: Unit>(
             vectorise!(|| gradients(geometry, window, band, group, rows, range.clone(), dy, &mut lines));
             unit.transpose(&lines, 2 * DEPTH, width, depth, to, width);
         });
-        for column in (0..taps).step_by(COLUMNS) {
-            let columns = COLUMNS.min(taps - column);
+        for column in (0..row).step_by(COLUMNS) {
+            let columns = COLUMNS.min(row - column);
             for (at, panel) in (0..columns).step_by(WIDTH).zip(packed.chunks_exact_mut(WIDTH * pairs)) {
                 for lane in (0..WIDTH.min(columns - at)).step_by(LANES) {
                     let first = column + at + lane;
-                    let count = LANES.min(taps - first);
+                    let count = LANES.min(row - first);
                     vectorise!(|| {
                         for run in window.runs(band, range.clone()) {
                             let seen = planes.start(&run);
@@ -79,7 +77,7 @@ fn add_band<U: Unit>(
                     unit.transpose(&lines, 2 * DEPTH, count, depth, &mut panel[lane..], WIDTH);
                 }
             }
-            multiply_packed(unit, &rows, 0..pairs, (&packed, columns), (&mut sum[column..], taps), true, threads);
+            multiply_packed(unit, &rows, 0..pairs, (&packed, columns), (&mut sum[column..], row), true, threads);
         }
     }
 }

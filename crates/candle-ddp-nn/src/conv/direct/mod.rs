@@ -55,21 +55,14 @@ pub(super) fn forward<U: Unit>(
     weight: &[bf16],
     bias: Option<&[f32]>,
 ) -> Result<Vec<bf16>> {
-    let [height, width] = geometry.kernel;
-    let taps = (0..height * width)
-        .map(|element| Tap {
-            offset: [element / width * geometry.dilation[0], element % width * geometry.dilation[1]],
-            element,
-        })
-        .collect();
     let pass = Pass {
         window: window(geometry),
-        taps,
+        taps: taps(geometry),
         inputs: geometry.group_inputs(),
         outputs: geometry.group_outputs(),
         groups: geometry.groups,
         by_output: geometry.taps(),
-        by_input: height * width,
+        by_input: geometry.kernel[0] * geometry.kernel[1],
         size: geometry.output,
         stride: [1; 2],
         first: [0; 2],
@@ -130,6 +123,13 @@ fn window(geometry: &Geometry) -> Window {
         reach: [0, 1].map(|axis| (geometry.kernel[axis] - 1) * geometry.dilation[axis]),
         outputs: geometry.output,
     }
+}
+
+/// The taps of a convolution, in the order of its kernel's elements.
+fn taps(geometry: &Geometry) -> Vec<Tap> {
+    let ([height, width], [down, right]) = (geometry.kernel, geometry.dilation);
+    let tap = |element: usize| Tap { offset: [element / width * down, element % width * right], element };
+    (0..height * width).map(tap).collect()
 }
 
 /// Along an axis, for the inputs `first`, `first` + stride, …: the padding, and the offsets and numbers of the taps that
