@@ -7,10 +7,13 @@
 //! Ranks are threads that speak the real protocol over TCP, and rank 0 hosts the store, all in one process. Bytes are those of
 //! the loopback device with all headers, so the program must be alone in its network namespace; processor time is that of all
 //! ranks and the store together.
+mod reading;
+
 use candle_ddp_rendezvous::{RendezvousOptions, Secret, descriptors, rendezvous};
+use reading::Reading;
 use std::net::TcpListener;
 use std::sync::Barrier;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long all ranks wait for the last one.
 const WAIT: Duration = Duration::from_secs(5);
@@ -30,25 +33,6 @@ fn main() -> Result<()> {
         println!("{}", run(ranks)?);
     }
     Ok(())
-}
-
-/// Bytes, processor time and the time.
-#[derive(Clone, Copy)]
-struct Reading {
-    bytes: u64,
-    cpu: Duration,
-    at: Instant,
-}
-
-fn read() -> Reading {
-    let devices = std::fs::read_to_string("/proc/self/net/dev").unwrap_or_default();
-    let line = devices.lines().find_map(|line| line.trim().strip_prefix("lo:"));
-    let bytes = line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0);
-    // User and system time of all threads, in hundredths of a second.
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields).split_whitespace();
-    let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
-    Reading { bytes, cpu: Duration::from_millis(10 * ticks), at: Instant::now() }
 }
 
 /// One row of the table.
@@ -81,27 +65,26 @@ fn run(ranks: usize) -> Result<String> {
         let mut threads: Vec<_> = (0..last).map(rank).collect();
         // Until all others have come.
         std::thread::sleep(WAIT);
-        let early = read();
+        let early = Reading::now();
         std::thread::sleep(WAIT);
-        let late = read();
+        let late = Reading::now();
         threads.push(rank(last));
         step.wait();
-        let met = read();
+        let met = Reading::now();
         step.wait();
-        let before = read();
+        let before = Reading::now();
         step.wait();
-        let after = read();
+        let after = Reading::now();
         threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a rank panicked"))?;
-        let each = |from: Reading, to: Reading| (to.bytes - from.bytes) as f64 / ranks as f64;
-        let ms = |from: Reading, to: Reading| (to.at - from.at).as_secs_f64() * 1e3;
-        let cpu = (late.cpu - early.cpu).as_secs_f64() * 1e3 / ranks as f64 / WAIT.as_secs_f64();
+        let each = |whole: f64| whole / ranks as f64;
         Ok(format!(
-            "| {ranks} | {:.0} | {cpu:.2} | {:.0} | {:.0} | {:.0} | {:.0} |",
-            each(early, late) / WAIT.as_secs_f64(),
-            ms(late, met),
-            each(late, met),
-            ms(before, after),
-            each(before, after),
+            "| {ranks} | {:.0} | {:.2} | {:.0} | {:.0} | {:.0} | {:.0} |",
+            each(late.bytes_since(&early)) / WAIT.as_secs_f64(),
+            each(late.cpu_ms_since(&early)) / WAIT.as_secs_f64(),
+            met.ms_since(&late),
+            each(met.bytes_since(&late)),
+            after.ms_since(&before),
+            each(after.bytes_since(&before)),
         ))
     })
 }

@@ -40,7 +40,7 @@ pub struct Member {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Decision {
     /// Another generation begins, with these processes in the order of their new ranks.
-    Members(Vec<Member>),
+    Members(#[serde(with = "runs")] Vec<Member>),
     /// All ranks have finished.
     Done,
     /// The run cannot continue, because of this rank.
@@ -56,6 +56,36 @@ impl Decision {
     /// The members of the first generation of `world_size` ranks.
     pub fn everyone(world_size: usize) -> Self {
         Self::Members((0..world_size).map(|rank| Member { rank, incarnation: 0 }).collect())
+    }
+}
+
+/// Members as runs of consecutive ranks with the same incarnation: `[first rank, count, incarnation]`. All ranks read each
+/// decision, which must not grow with their number.
+mod runs {
+    use super::Member;
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    /// More members than any run has. Whoever can write to the store cannot make its readers allocate more.
+    const MOST: usize = 1 << 20;
+
+    pub(super) fn serialize<S: Serializer>(members: &[Member], serializer: S) -> Result<S::Ok, S::Error> {
+        let follows = |before: &Member, next: &Member| {
+            before.rank.checked_add(1) == Some(next.rank) && before.incarnation == next.incarnation
+        };
+        let runs = members.chunk_by(follows).map(|run| (run[0].rank, run.len(), run[0].incarnation));
+        runs.collect::<Vec<_>>().serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Member>, D::Error> {
+        let runs = Vec::<(usize, usize, u64)>::deserialize(deserializer)?;
+        let mut members = Vec::new();
+        for (first, count, incarnation) in runs {
+            let last = first.checked_add(count).filter(|_| count <= MOST - members.len());
+            let last = last.ok_or_else(|| D::Error::custom(format!("there must be at most {MOST} members")))?;
+            members.extend((first..last).map(|rank| Member { rank, incarnation }));
+        }
+        Ok(members)
     }
 }
 
@@ -136,6 +166,31 @@ mod tests {
         assert_eq!(all, [Member { rank: 0, incarnation: 0 }, Member { rank: 1, incarnation: 0 }]);
         log.store().set("generation/2", b"members 1").unwrap();
         assert!(log.get(2).unwrap_err().to_string().contains("another version"));
+    }
+
+    #[test]
+    fn a_decision_is_short_however_many_its_members_are() {
+        let member = |rank, incarnation| Member { rank, incarnation };
+        let round_trip = |members: Vec<Member>| {
+            let text = encode(&Decision::Members(members.clone()));
+            let decoded: Decision = crate::json::decode("key", &text).unwrap();
+            assert_eq!(decoded, Decision::Members(members));
+            String::from_utf8(text).unwrap()
+        };
+        let mut all: Vec<Member> = (0..1000).map(|rank| member(rank, 0)).collect();
+        assert_eq!(round_trip(all.clone()), r#"{"Members":[[0,1000,0]]}"#);
+        all.remove(7);
+        all[500].incarnation = 2;
+        assert_eq!(round_trip(all), r#"{"Members":[[0,7,0],[8,493,0],[501,1,2],[502,498,0]]}"#);
+        round_trip(vec![]);
+        round_trip(vec![member(3, 0), member(2, 0), member(2, 1), member(usize::MAX - 1, u64::MAX)]);
+        let decode = |text: &str| crate::json::decode::<Decision>("key", text.as_bytes());
+        decode(r#"{"Members":[[0,1048576,0]]}"#).unwrap();
+        let refusal = |text: &str| decode(text).map(drop).unwrap_err().to_string();
+        for wrong in ["[0,1048577,0]", "[0,1048576,0],[1048576,1,0]", "[18446744073709551615,1048576,0]"] {
+            let error = refusal(&format!(r#"{{"Members":[{wrong}]}}"#));
+            assert!(error.contains("at most 1048576 members"), "{error}");
+        }
     }
 
     #[test]

@@ -12,6 +12,8 @@
 mod coordinator;
 mod elastic;
 mod link;
+#[cfg(test)]
+mod many;
 mod message;
 mod run;
 mod status;
