@@ -48,13 +48,18 @@ fn call_of(
         }
         Collective::AllToAll { output, input } => {
             let call = call(Operation::AllToAll, input, None, None)?;
-            checker.pair(("output", output), ("input", input), 1)?;
-            if !input.elem_count().is_multiple_of(world_size) {
-                let count = input.elem_count();
+            let count = input.elem_count();
+            if !count.is_multiple_of(world_size) {
                 return Err(checker.refuse(format!(
                     "input has {count} elements, which cannot be split into {world_size} equal parts, one for each rank"
                 )));
             }
+            let (output, input) = (("output", output), ("input", input));
+            checker.same_dtype(output, input)?;
+            if output.1.elem_count() != count - count / world_size {
+                checker.times(output, input, 1)?;
+            }
+            checker.distinct(output, input, None)?;
             call
         }
         Collective::Gather { output, input, root } => {
@@ -111,6 +116,13 @@ pub(crate) fn on_device(tensor: &Tensor, device: &Device) -> std::result::Result
     } else {
         format!("is on {is:?}, but this group works on {belongs:?}: move it with to_device(pg.device())")
     })
+}
+
+/// Two tensors of a call, by their arguments' names.
+fn describe(whole: (&str, &Tensor), part: (&str, &Tensor)) -> String {
+    let [whole, part] = [whole, part]
+        .map(|(name, tensor)| format!("{name} is {}", crate::error::describe(tensor.dtype(), tensor.shape())));
+    format!("{whole}, {part}")
 }
 
 struct Checker<'a> {
@@ -179,24 +191,36 @@ impl Checker<'_> {
         times: usize,
         place: Option<Range<usize>>,
     ) -> Result<()> {
+        self.same_dtype(whole, part)?;
+        self.times(whole, part, times)?;
+        self.distinct(whole, part, place)
+    }
+
+    fn same_dtype(&self, whole: (&str, &Tensor), part: (&str, &Tensor)) -> Result<()> {
         self.tensor(whole.1)?;
         self.tensor(part.1)?;
-        let describe = |(name, tensor): (&str, &Tensor)| {
-            format!("{name} is {}", crate::error::describe(tensor.dtype(), tensor.shape()))
-        };
-        let both = || format!("{}, {}", describe(whole), describe(part));
         if whole.1.dtype() != part.1.dtype() {
-            return Err(self.refuse(format!("{}: they must have the same dtype", both())));
+            return Err(self.refuse(format!("{}: they must have the same dtype", describe(whole, part))));
         }
+        Ok(())
+    }
+
+    /// Checks that `whole` has `times` the elements of `part`.
+    fn times(&self, whole: (&str, &Tensor), part: (&str, &Tensor), times: usize) -> Result<()> {
         if Some(whole.1.elem_count()) != part.1.elem_count().checked_mul(times) {
             let times = if times == 1 { String::new() } else { format!("{times} (world_size) times ") };
             return Err(self.refuse(format!(
                 "{}: {} must have {times}as many elements as {}",
-                both(),
+                describe(whole, part),
                 whole.0,
                 part.0
             )));
         }
+        Ok(())
+    }
+
+    /// Checks that `part` shares no memory with `whole`, or is its elements `place`.
+    fn distinct(&self, whole: (&str, &Tensor), part: (&str, &Tensor), place: Option<Range<usize>>) -> Result<()> {
         if overlap(whole.1, part.1) {
             let size = whole.1.dtype().size_in_bytes();
             let start = byte_range(whole.1).start;

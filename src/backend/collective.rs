@@ -62,7 +62,7 @@ pub enum Collective {
     },
     /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`. Parts are equal in size.
     AllToAll {
-        /// As many elements as `input`.
+        /// As many elements as `input`; or, on all ranks, only the parts of the other ranks.
         output: Tensor,
         /// `world_size` equal parts.
         input: Tensor,

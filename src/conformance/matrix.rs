@@ -119,8 +119,15 @@ pub(super) fn all_to_all(rank: &Rank) -> Outcome {
         let all = count * rank.world_size();
         let input = marks(rank, dtype, rank.number(), 0, all)?;
         let output = rank.full(dtype, all, 99.0)?;
-        rank.run(Collective::AllToAll { output: output.clone(), input })?;
-        rank.assert_equal(&output, &marks_of_all(rank, dtype, rank.number() * count, count)?)
+        rank.run(Collective::AllToAll { output: output.clone(), input: input.clone() })?;
+        let expected = marks_of_all(rank, dtype, rank.number() * count, count)?;
+        rank.assert_equal(&output, &expected)?;
+        // Without this rank's own part.
+        let others = rank.full(dtype, all - count, 99.0)?;
+        rank.run(Collective::AllToAll { output: others.clone(), input })?;
+        let start = rank.number() * count;
+        let (before, after) = (expected.narrow(0, 0, start)?, expected.narrow(0, start + count, all - count - start)?);
+        rank.assert_equal(&others, &Tensor::cat(&[before, after], 0)?)
     })
 }
 

@@ -104,9 +104,15 @@ impl Communicator for StoreCommunicator {
             }
             Collective::AllToAll { output, input } => {
                 let count = input.elem_count() / self.world_size;
-                let parts =
-                    self.exchange(input)?.iter().map(|whole| self.part(whole, count)).collect::<Result<Vec<_>>>();
-                write(output, &Tensor::cat(&parts?, 0)?)?;
+                let mut parts =
+                    self.exchange(input)?.iter().map(|whole| self.part(whole, count)).collect::<Result<Vec<_>>>()?;
+                if output.elem_count() < input.elem_count() {
+                    parts.remove(self.rank);
+                }
+                // Alone, a rank gets nothing.
+                if !parts.is_empty() {
+                    write(output, &Tensor::cat(&parts, 0)?)?;
+                }
             }
             Collective::Gather { output, input, .. } => {
                 let all = self.exchange(input)?;

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use candle_ddp::backend::{Collective, bytes_mut};
 use candle_ddp::{Error, ReduceOp, Result};
 use mpi::ffi::{
-    MPI_Iallgather, MPI_Iallreduce, MPI_Ialltoall, MPI_Ibcast, MPI_Igather, MPI_Irecv, MPI_Ireduce,
+    MPI_Iallgather, MPI_Iallreduce, MPI_Ialltoall, MPI_Ialltoallv, MPI_Ibcast, MPI_Igather, MPI_Irecv, MPI_Ireduce,
     MPI_Ireduce_scatter_block, MPI_Iscatter, MPI_Isend,
 };
 use std::collections::VecDeque;
@@ -70,6 +70,12 @@ enum Kind {
         output: Memory,
         input: Memory,
     },
+    /// The same without this rank's own part.
+    ExchangeParts {
+        output: Memory,
+        input: Memory,
+        parts: Parts,
+    },
     Gather {
         output: Option<Memory>,
         input: Memory,
@@ -91,6 +97,28 @@ enum Kind {
     Barrier,
 }
 
+/// The elements of the other ranks' parts, in rank order. MPI reads these arrays until the call is over.
+struct Parts {
+    /// None for this rank.
+    counts: Box<[c_int]>,
+    /// Where they begin in the input, and in the output.
+    sent: Box<[c_int]>,
+    received: Box<[c_int]>,
+}
+
+impl Parts {
+    /// Parts of `count` elements; None if there are too many elements for MPI to count.
+    fn new(rank: usize, world_size: usize, count: usize) -> Option<Self> {
+        c_int::try_from(count.checked_mul(world_size)?).ok()?;
+        let of_all = |of: &dyn Fn(usize) -> usize| (0..world_size).map(|peer| int(of(peer))).collect();
+        Some(Self {
+            counts: of_all(&|peer| if peer == rank { 0 } else { count }),
+            sent: of_all(&|peer| peer * count),
+            received: of_all(&|peer| (peer - usize::from(peer > rank)) * count),
+        })
+    }
+}
+
 /// A call that was checked, and how far it is.
 pub(crate) struct Call {
     /// Keeps the tensors alive. MPI uses their memory until the call is over.
@@ -107,6 +135,14 @@ pub(crate) struct Call {
     pieces: usize,
     started: usize,
     in_flight: VecDeque<Request>,
+}
+
+fn too_large(rank: usize, collective: &Collective, tensor: &str, count: usize) -> Error {
+    Error::InvalidTensor {
+        rank,
+        operation: collective.name().to_string(),
+        reason: format!("{tensor} of {count} elements is too large for MPI, which counts to 2147483647: split it"),
+    }
 }
 
 impl Call {
@@ -146,7 +182,15 @@ impl Call {
             }
             Collective::AllToAll { output, input } => {
                 is_whole = true;
-                (Kind::AllToAll { output: of(output)?, input: of(input)? }, Some(input))
+                let count = input.elem_count();
+                let kind = if output.elem_count() == count {
+                    Kind::AllToAll { output: of(output)?, input: of(input)? }
+                } else {
+                    let parts = Parts::new(rank, world_size, count / world_size)
+                        .ok_or_else(|| too_large(rank, &collective, "the input", count))?;
+                    Kind::ExchangeParts { output: of(output)?, input: of(input)?, parts }
+                };
+                (kind, Some(input))
             }
             Collective::Gather { output, input, root } => {
                 is_whole = true;
@@ -167,18 +211,12 @@ impl Call {
         let dtype = part.map_or(DType::U8, Tensor::dtype);
         // The only call without a tensor is made once.
         let mut count = part.map_or(1, Tensor::elem_count);
-        if let Kind::AllToAll { .. } = kind {
+        if let Kind::AllToAll { .. } | Kind::ExchangeParts { .. } = kind {
             count /= world_size;
         }
         let piece = if is_whole { count.max(1) } else { (piece_bytes / dtype.size_in_bytes()).max(1) };
         if c_int::try_from(piece).is_err() {
-            return Err(Error::InvalidTensor {
-                rank,
-                operation: collective.name().to_string(),
-                reason: format!(
-                    "a part of {count} elements is too large for MPI, which counts to 2147483647: split it"
-                ),
-            });
+            return Err(too_large(rank, &collective, "a part", count));
         }
         let pieces = count.div_ceil(piece);
         let (started, in_flight) = (0, VecDeque::new());
@@ -257,6 +295,14 @@ impl Call {
             Kind::AllToAll { output, input } => comm.start("MPI_Ialltoall", |request| unsafe {
                 MPI_Ialltoall(input.at(0), count, kind, output.at(0), count, kind, raw, request)
             }),
+            Kind::ExchangeParts { output, input, parts: Parts { counts, sent, received } } => {
+                let (counts, sent, received) = (counts.as_ptr(), sent.as_ptr(), received.as_ptr());
+                // SAFETY: see above. The arrays have an element for each rank, and live until the call is over.
+                comm.start("MPI_Ialltoallv", |request| unsafe {
+                    let (input, output) = (input.at(0), output.at(0));
+                    MPI_Ialltoallv(input, counts, sent, kind, output, counts, received, kind, raw, request)
+                })
+            }
             Kind::Gather { output, input, root } => {
                 let output = output.map_or(std::ptr::null_mut(), |output| output.at(0));
                 // SAFETY: see above.

@@ -64,7 +64,17 @@ impl Prepared {
                 Self::ReduceScatter { output: output(own)?, input: input(all)?, op: nccl_op(*op) }
             }
             Collective::AllToAll { output: to, input: from } => {
-                Self::Messages { sends: parts(input(from)?), recvs: parts(output(to)?) }
+                let (from, to) = (input(from)?, output(to)?);
+                let mut sends: Vec<_> = parts(from);
+                // The output may have the parts of the other ranks only.
+                let recvs = if to.count == from.count {
+                    parts(to)
+                } else {
+                    sends.retain(|(peer, _)| *peer != rank);
+                    let part = |index| to.part(index, world_size - 1);
+                    sends.iter().enumerate().map(|(index, (peer, _))| (*peer, part(index))).collect()
+                };
+                Self::Messages { sends, recvs }
             }
             Collective::Gather { output: all, input: own, root } => Self::Messages {
                 sends: vec![(*root, input(own)?)],

@@ -27,7 +27,7 @@ pub(crate) struct TreeReduction {
 /// A bucket whose sums are on their way to the ranks that add them up.
 struct InFlight {
     number: usize,
-    /// For each place on the ranks' stacks, this rank's chunk of their sums, in rank order.
+    /// For each place on the ranks' stacks, this rank's chunk of their sums, in rank order; in the first without its own.
     received: Tensor,
     works: Vec<Work>,
 }
@@ -60,10 +60,14 @@ impl TreeReduction {
         }
         let (rounds, own) = (self.ranks.rounds(), self.ranks.subtrees(group.rank()).len());
         let elements = bucket.sum.parts.elem_count();
-        let received = self.memory(number, &bucket.sum.parts, rounds * elements)?;
+        let own_part = elements / group.world_size();
+        let received = self.memory(number, &bucket.sum.parts, rounds * elements - own_part)?;
         let mut works = Vec::with_capacity(rounds);
         for round in 0..rounds {
-            let output = received.narrow(0, round * elements, elements)?;
+            let output = match round {
+                0 => received.narrow(0, 0, elements - own_part)?,
+                _ => received.narrow(0, round * elements - own_part, elements)?,
+            };
             // A rank with fewer sums than others sends one again, and nobody reads it.
             works.push(group.all_to_all_async(&output, &bucket.sum_at(round.min(own - 1)).parts)?);
         }

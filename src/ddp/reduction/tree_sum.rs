@@ -24,14 +24,16 @@ enum Op {
 }
 
 impl TreeSum {
-    /// The sum on the rank `rank`. The sum in the place `round` of the stack of rank `r` is received as number
-    /// `round` × world size + `r`, except for this rank's first one.
+    /// The sum on the rank `rank`. The others' sums in the first places of their stacks are received in rank order, then those of
+    /// all ranks in the second places, and so on.
     pub(super) fn new(ranks: &VirtualRanks, rank: usize, world_size: usize) -> Result<Self> {
         let mut ops = Vec::new();
         let mut stack: Vec<Range<usize>> = Vec::new();
         for of in 0..world_size {
             for (round, leaves) in ranks.subtrees(of).into_iter().enumerate() {
-                ops.push(Op::Push((of != rank || round > 0).then_some(round * world_size + of)));
+                let place = round * world_size + of;
+                // This rank's first sum lacks.
+                ops.push(Op::Push((place != rank).then(|| place - usize::from(place > rank))));
                 stack.push(leaves);
                 while let [.., left, right] = &stack[..]
                     && are_siblings(left, right)
@@ -150,9 +152,10 @@ mod tests {
         let values = |place: usize| (0..elements).map(move |i| ((place * 7919 + i * 104_729) % 1000) as f32 / 7. - 60.);
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let all: Vec<f32> = (0..6).flat_map(values).collect();
-            let received = Tensor::from_vec(all, 6 * elements, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            let part = |place: usize| received.narrow(0, place * elements, elements).unwrap().copy().unwrap();
+            let all = Tensor::from_vec(all, 6 * elements, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let part = |place: usize| all.narrow(0, place * elements, elements).unwrap().copy().unwrap();
             let own = part(1);
+            let received = Tensor::cat(&[0, 2, 3, 4, 5].map(part), 0).unwrap();
             TreeSum::new(&ranks, 1, 3).unwrap().run(&own, &received).unwrap();
             let add = |a: &Tensor, b: &Tensor| {
                 let (a, b) = (a.to_dtype(DType::F64).unwrap(), b.to_dtype(DType::F64).unwrap());

@@ -3,7 +3,7 @@ use crate::digits::{Options, train};
 use crate::launch;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
-use candle_ddp::{DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
 use candle_ddp_mpi::run;
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use clap::Parser;
@@ -76,6 +76,40 @@ fn ddp_trains_as_one_process_does() {
         }
         Ok(())
     });
+}
+
+const VIRTUAL: usize = 4;
+
+/// The bits of the weights after three steps of four micro-batches.
+fn virtual_ranks(pg: &ProcessGroup) -> Result<Vec<u32>> {
+    let varmap = VarMap::new();
+    let options = DdpOptions { virtual_ranks: Some(VIRTUAL), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
+    set_weights(&varmap)?;
+    for step in 0..3 {
+        let mut grads = None;
+        for number in ddp.micro_batches().unwrap() {
+            let x = batch(step)?.narrow(0, number, 1)?;
+            grads = ddp.backward_micro_batch(&ddp.forward(&x)?.sin()?.mean_all()?, number)?;
+        }
+        let grads = grads.unwrap();
+        for (_, var) in ddp.named_parameters() {
+            var.set(&(var.as_tensor() - (grads.get(&var).unwrap() * 0.1)?)?)?;
+        }
+    }
+    Ok(weights(&varmap)?.into_iter().map(f32::to_bits).collect())
+}
+
+/// Of three ranks, one computes two micro-batches and the others one each.
+#[test]
+fn virtual_ranks_give_the_bits_of_one_process() {
+    for count in [2, 3, 4] {
+        launch::ranks("training::virtual_ranks_give_the_bits_of_one_process", count, || {
+            let alone = candle_ddp::spawn(1, |pg| virtual_ranks(&pg))?.remove(0);
+            assert_eq!(run(virtual_ranks)?, alone);
+            Ok(())
+        });
+    }
 }
 
 /// The background write has its own group over MPI.

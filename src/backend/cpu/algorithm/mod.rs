@@ -14,6 +14,8 @@ pub(super) use hierarchical::Hierarchical;
 pub(super) use shm::Shm;
 
 use super::shm::Layout;
+use super::storage::Region;
+use super::transport_error::TransportError;
 use std::ops::Range;
 
 /// Sizes that choose between algorithms.
@@ -77,6 +79,33 @@ impl Scratch {
         let mut slots: Vec<&mut [u8]> = slots.map(|slot| &mut bytemuck::cast_slice_mut(slot)[..bytes]).collect();
         slots.resize_with(count, || &mut []);
         slots
+    }
+}
+
+/// Where the parts of all ranks lie in the output of an all-to-all, which may lack this rank's own part.
+#[derive(Clone, Copy)]
+struct Places {
+    each: usize,
+    own: usize,
+    has_own: bool,
+}
+
+impl Places {
+    fn new(output: Region, input: Region, own: usize, world_size: usize) -> Self {
+        Self { each: input.len() / world_size, own, has_own: output.len() == input.len() }
+    }
+
+    /// The bytes `piece` of the part of rank `peer`.
+    fn of(self, peer: usize, piece: Range<usize>) -> Range<usize> {
+        let start = (peer - usize::from(!self.has_own && peer > self.own)) * self.each;
+        start + piece.start..start + piece.end
+    }
+
+    /// Copies the bytes `piece` of this rank's own part.
+    fn copy_own(self, output: Region, input: Region, piece: Range<usize>) -> Result<(), TransportError> {
+        let start = self.own * self.each;
+        let own = start + piece.start..start + piece.end;
+        if self.has_own { output.part(own.clone()).copy_from(input.part(own)) } else { Ok(()) }
     }
 }
 

@@ -3,7 +3,7 @@
 //! Every rank has a stream of slots that all others read (`shm/stream.rs`). If ranks hold different data for each
 //! other, a slot is divided into equal parts, one for each peer.
 use super::dispatch::ByteCollectives;
-use super::{Tuning, chunk, segment};
+use super::{Places, Tuning, chunk, segment};
 use crate::backend::call::Element;
 use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, Streams, pieces, reduce};
@@ -214,14 +214,14 @@ fn reduce_scatter(
 
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
 fn all_to_all(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
-    let (each, parts) = (input.len() / streams.world_size(), Parts::new(streams));
+    let (parts, places) = (Parts::new(streams), Places::new(output, input, streams.rank(), streams.world_size()));
+    let each = places.each;
     for piece in pieces(each, parts.length) {
-        let place = |rank: usize| rank * each + piece.start..rank * each + piece.end;
-        publish_parts(streams, parts, |peer| input.part(place(peer)))?;
-        let own = place(streams.rank());
-        output.part(own.clone()).copy_from(input.part(own))?;
+        publish_parts(streams, parts, |peer| input.part(peer * each + piece.start..peer * each + piece.end))?;
+        places.copy_own(output, input, piece.clone())?;
         for peer in streams.peers() {
-            streams.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(output.part(place(peer))))?;
+            let to = output.part(places.of(peer, piece.clone()));
+            streams.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(to))?;
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
 //! Collectives whose data is sent directly from the rank that has it to the rank that needs it.
-use crate::backend::cpu::algorithm::{Scratch, Tuning, segment, whole_elements};
+use crate::backend::cpu::algorithm::{Places, Scratch, Tuning, segment, whole_elements};
 use crate::backend::cpu::piece::{Piece, PieceMut};
 use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, reduce};
@@ -80,10 +80,12 @@ pub(super) fn all_gather(session: &mut TcpSession, output: Region, input: Region
 
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
 pub(super) fn all_to_all(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
-    let each = input.len() / session.world_size();
-    let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
-    let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, part_of(peer).into())).collect();
-    let recvs = parts_of_peers(session, output, part_of(session.rank()))?;
+    let places = Places::new(output, input, session.rank(), session.world_size());
+    let each = places.each;
+    session.move_bytes(places.copy_own(output, input, 0..each))?;
+    let sends: Vec<(usize, Piece)> =
+        session.peers().map(|peer| (peer, input.part(peer * each..(peer + 1) * each).into())).collect();
+    let recvs = session.peers().map(|peer| (peer, output.part(places.of(peer, 0..each)).into())).collect();
     session.exchange(&sends, recvs)
 }
 

@@ -1,5 +1,6 @@
 use super::Bridge;
 use crate::backend::call::Element;
+use crate::backend::cpu::algorithm::Places;
 use crate::backend::cpu::algorithm::shm::{Parts, publish_parts};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::piece::Piece;
@@ -49,26 +50,26 @@ impl Bridge<'_> {
 
     /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
     pub(super) fn all_to_all(&mut self, output: Region, input: Region) -> Result<(), Failure> {
-        let each = input.len() / self.session.world_size();
-        let members = self.hosts.members();
-        let own = self.session.rank() * each..(self.session.rank() + 1) * each;
-        self.session.move_bytes(output.part(own.clone()).copy_from(input.part(own)))?;
+        let places = Places::new(output, input, self.session.rank(), self.session.world_size());
+        let (each, members) = (places.each, self.hosts.members());
+        self.session.move_bytes(places.copy_own(output, input, 0..each))?;
+        let part_for =
+            |rank: usize, piece: &Range<usize>| input.part(rank * each + piece.start..rank * each + piece.end);
         self.inside(|streams| {
             let parts = Parts::new(streams);
             for piece in pieces(each, parts.length) {
-                let place = |peer: usize| members[peer] * each + piece.start..members[peer] * each + piece.end;
-                publish_parts(streams, parts, |peer| input.part(place(peer)))?;
+                publish_parts(streams, parts, |peer| part_for(members[peer], &piece))?;
                 for peer in streams.peers() {
-                    let part = parts.from(peer, piece.len());
-                    streams.take(peer, |slot| slot.part(part).read_into(output.part(place(peer))))?;
+                    let to = output.part(places.of(members[peer], piece.clone()));
+                    streams.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(to))?;
                 }
             }
             Ok(())
         })?;
         let strangers = self.strangers();
-        let place = |rank: &usize| rank * each..(rank + 1) * each;
-        let sends: Vec<(usize, Piece)> = strangers.iter().map(|rank| (*rank, input.part(place(rank)).into())).collect();
-        let recvs = strangers.iter().map(|rank| (*rank, output.part(place(rank)).into())).collect();
+        let sends: Vec<(usize, Piece)> =
+            strangers.iter().map(|rank| (*rank, part_for(*rank, &(0..each)).into())).collect();
+        let recvs = strangers.iter().map(|rank| (*rank, output.part(places.of(*rank, 0..each)).into())).collect();
         self.session.exchange(&sends, recvs)
     }
 }
