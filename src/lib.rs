@@ -103,6 +103,7 @@ pub mod vision;
 use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, warnings};
 use candle_ddp_tensor::{self as tensor, kernels};
 
+pub use backend::batch::P2pOp;
 pub use backend::collective::ReduceOp;
 pub use backend::work::Work;
 pub use ddp::{

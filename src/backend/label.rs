@@ -31,6 +31,7 @@ macro_rules! labels {
 }
 
 labels! {
+    BATCH = "batch_isend_irecv";
     BROADCAST_OBJECT = "broadcast_object";
     ALL_GATHER_OBJECT = "all_gather_object";
     ALL_GATHER_VARIED = "all_gather_varied";

@@ -2,6 +2,7 @@
 // Only the NCCL engine uses it, but its tests need neither CUDA nor NCCL.
 #[cfg(any(test, feature = "nccl"))]
 mod awake;
+pub(crate) mod batch;
 mod bytes;
 mod call;
 mod check;
@@ -19,6 +20,7 @@ pub mod nccl;
 pub(crate) mod single;
 pub(crate) mod work;
 
+pub(crate) use batch::P2pOp;
 pub use bytes::{bytes, bytes_mut};
 pub(crate) use check::on_device;
 pub use collective::Collective;
@@ -78,6 +80,18 @@ pub trait Communicator: Send + Sync {
     /// Runs `collective` and waits for it; an engine may do so on the calling thread.
     fn run(&self, collective: Collective) -> Result<()> {
         self.start(collective)?.wait()
+    }
+
+    /// Starts `batch`, whose messages progress together: [`ProcessGroup::batch_isend_irecv`]. By default, each message is
+    /// [started](Self::start) as a call, those that are sent first; this suits an engine whose messages of different ranks
+    /// and directions do not wait for each other.
+    ///
+    /// [`ProcessGroup::batch_isend_irecv`]: crate::ProcessGroup::batch_isend_irecv
+    fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
+        batch::check_overlaps(self.rank(), &batch)?;
+        let (sends, recvs): (Vec<_>, Vec<_>) = batch.into_iter().partition(|message| !message.is_recv());
+        let works = sends.into_iter().chain(recvs).map(|message| self.start(message.into()));
+        Ok(Work::all(works.collect::<Result<_>>()?))
     }
 
     /// Makes [`Work::span`] available for collectives started from now on, if measuring costs something, as on GPUs.

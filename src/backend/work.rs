@@ -55,6 +55,11 @@ impl Work {
         Self::new(Done)
     }
 
+    /// Several calls as one, which is complete when all are. Its error is the first of theirs.
+    pub fn all(works: Vec<Self>) -> Self {
+        Self::new(All(works))
+    }
+
     /// Waits until the results may be used by this thread's next candle operations.
     pub fn wait(&self) -> Result<()> {
         self.0.wait()
@@ -73,5 +78,34 @@ impl Work {
     /// When execution started and finished, if known; `None` before the collective is complete.
     pub fn span(&self) -> Option<(Instant, Instant)> {
         self.0.span()
+    }
+}
+
+struct All(Vec<Work>);
+
+impl All {
+    /// Waits for all, even after an error: their tensors may be used once it returns.
+    fn each(&self, wait: impl Fn(&Work) -> Result<()>) -> Result<()> {
+        self.0.iter().map(wait).fold(Ok(()), Result::and)
+    }
+}
+
+impl Completion for All {
+    fn wait(&self) -> Result<()> {
+        self.each(Work::wait)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.each(Work::synchronize)
+    }
+
+    fn is_completed(&self) -> bool {
+        self.0.iter().all(Work::is_completed)
+    }
+
+    fn span(&self) -> Option<(Instant, Instant)> {
+        let spans: Vec<_> = self.0.iter().map(Work::span).collect::<Option<_>>()?;
+        let (starts, ends): (Vec<_>, Vec<_>) = spans.into_iter().unzip();
+        Some((starts.into_iter().min()?, ends.into_iter().max()?))
     }
 }

@@ -1,6 +1,6 @@
 //! Calls that start before earlier ones are complete.
 use super::rank::{Fault, Outcome, Rank};
-use crate::backend::{Collective, ReduceOp};
+use crate::backend::{Collective, P2pOp, ReduceOp};
 use candle_core::{DType, Tensor};
 
 fn filled(rank: &Rank, value: f64, count: usize) -> Outcome<Tensor> {
@@ -95,8 +95,12 @@ pub(super) fn large_messages(rank: &Rank) -> Outcome {
     let (before, next) = rank.neighbours();
     let sent = filled(rank, rank.number() as f64, COUNT)?;
     let received = filled(rank, 9.0, COUNT)?;
-    let work = rank.start(Collective::Send { tensor: sent, peer: next })?;
+    let work = rank.start(Collective::Send { tensor: sent.clone(), peer: next })?;
     rank.run(Collective::Recv { tensor: received.clone(), peer: before })?;
     work.wait()?;
+    assert_all(rank, &received, before as f64)?;
+    let received = filled(rank, 9.0, COUNT)?;
+    let recv = P2pOp::Recv { tensor: received.clone(), peer: before };
+    rank.start_batch(vec![P2pOp::Send { tensor: sent, peer: next }, recv])?.wait()?;
     assert_all(rank, &received, before as f64)
 }

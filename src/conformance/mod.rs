@@ -20,6 +20,7 @@
 //! Every collective runs in worlds of several sizes, with every dtype and reduction, with small and large element
 //! counts, and is compared with closed forms. Calls in flight and slices of one tensor follow ([`Case`] has the list).
 //! The suite tests neither speed nor an engine's behaviour when a rank dies or makes a different call.
+mod batches;
 mod in_flight;
 mod matrix;
 mod options;
@@ -107,6 +108,7 @@ fn test(case: Case, rank: &Rank) -> Outcome {
         Case::AllToAll => matrix::all_to_all(rank),
         Case::GatherAndScatter => matrix::gather_and_scatter(rank),
         Case::SendAndRecv => matrix::send_and_recv(rank),
+        Case::Batches => batches::batches(rank),
         Case::Barrier => matrix::barrier(rank),
         Case::Views => matrix::views(rank),
         Case::SameBits => matrix::same_bits(rank),

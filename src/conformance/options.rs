@@ -92,6 +92,9 @@ cases! {
     /// [`Collective::Send`](crate::backend::Collective::Send) and
     /// [`Collective::Recv`](crate::backend::Collective::Recv) around the ring of ranks.
     SendAndRecv = send_and_recv,
+    /// [`Communicator::start_batch`](crate::backend::Communicator::start_batch), with messages to and from both neighbours in
+    /// the ring.
+    Batches = batches,
     /// [`Collective::Barrier`](crate::backend::Collective::Barrier): no rank leaves before all have arrived, which only
     /// [`run`](super::run) can check.
     Barrier = barrier,
@@ -109,7 +112,7 @@ cases! {
     RunAfterStart = run_after_start,
     /// Messages between two ranks do not wait for collectives that were started before them.
     MessagesPassCollectives = messages_pass_collectives,
-    /// Large messages in both directions, all sent before any is received.
+    /// Large messages in both directions, all sent before any is received, as calls and in a batch.
     LargeMessages = large_messages,
     /// Parts of one tensor are sent and received at the same time.
     Halos = halos,

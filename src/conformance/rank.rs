@@ -1,6 +1,6 @@
 //! One rank under test: its tensors, its calls, and the comparison of results.
 use super::options::ConformanceOptions;
-use crate::backend::{Collective, Communicator, ReduceOp, Work};
+use crate::backend::{Collective, Communicator, P2pOp, ReduceOp, Work};
 use crate::error::describe;
 use candle_core::{DType, Device, Tensor};
 use std::fmt;
@@ -63,6 +63,10 @@ impl Rank<'_> {
 
     pub(super) fn start(&self, collective: Collective) -> Outcome<Work> {
         Ok(self.groups[0].start(collective)?)
+    }
+
+    pub(super) fn start_batch(&self, batch: Vec<P2pOp>) -> Outcome<Work> {
+        Ok(self.groups[0].start_batch(batch)?)
     }
 
     pub(super) fn run(&self, collective: Collective) -> Outcome {

@@ -1,4 +1,5 @@
 //! Process groups: the ranks of a job, and the collectives among them.
+mod batch;
 mod collectives;
 mod compare;
 mod custom;

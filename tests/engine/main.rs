@@ -1,6 +1,7 @@
 //! The CPU engine in all its arrangements: the conformance suite, and the guarantees of this engine alone.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #![allow(clippy::duplicate_mod)] // `failures` runs the same tests over each kind of connection
+mod batch;
 #[path = "../common/mod.rs"]
 mod common;
 mod custom;

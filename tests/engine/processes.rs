@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{FileStore, Store};
-use candle_ddp::{ReduceOp, Result};
+use candle_ddp::{P2pOp, ReduceOp, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
 use std::process::{Child, Stdio};
@@ -29,25 +29,38 @@ const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
 /// The scenario whose calls time out soon.
 const STOPPED: &str = "stopped";
+/// The scenario in which ranks repeat batches instead of all-reduces.
+const BATCHES: &str = "batches";
 
 /// The folder in which ranks meet and write down their results.
 fn store_in(folder: &Path) -> FileStore {
     FileStore::open(folder.join("store"), PATIENCE).unwrap()
 }
 
-/// A rank: repeats all-reduces of 4 MiB until one fails, and writes down the error.
+/// Sends `tensor` to all other ranks, and receives theirs.
+fn exchange(communicator: &CpuCommunicator, tensor: &Tensor, received: &[Tensor]) -> Result<()> {
+    let peers = || (0..WORLD_SIZE).filter(|peer| *peer != communicator.rank());
+    let sends = peers().map(|peer| P2pOp::Send { tensor: tensor.clone(), peer });
+    let recvs = peers().map(|peer| P2pOp::Recv { tensor: received[peer].clone(), peer });
+    communicator.start_batch(sends.chain(recvs).collect())?.wait()
+}
+
+/// A rank: repeats all-reduces of 4 MiB, or batches, until one fails, and writes down the error.
 #[test]
 #[ignore = "started by other tests"]
 fn rank_process() {
     let [rank, folder] = [RANK, FOLDER].map(|variable| std::env::var(variable).unwrap());
     let store = Arc::new(store_in(folder.as_ref()));
-    let timeout = if std::env::var(SCENARIO).unwrap() == STOPPED { TIMEOUT } else { PATIENCE };
+    let scenario = std::env::var(SCENARIO).unwrap();
+    let timeout = if scenario == STOPPED { TIMEOUT } else { PATIENCE };
     let options = CpuOptions { timeout, construction_timeout: Some(PATIENCE), ..CpuOptions::default() };
     let communicator = CpuCommunicator::new(store.clone(), rank.parse().unwrap(), WORLD_SIZE, options).unwrap();
     let tensor = Tensor::zeros(1 << 20, DType::F32, &Device::Cpu).unwrap();
     let all_reduce = || Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
+    let received: Vec<Tensor> = (0..WORLD_SIZE).map(|_| tensor.zeros_like().unwrap()).collect();
     for round in 0.. {
         let error = match round % 2 {
+            _ if scenario == BATCHES => exchange(&communicator, &tensor, &received),
             0 => communicator.run(all_reduce()),
             _ => communicator.start(all_reduce()).and_then(|work| work.wait()),
         };
@@ -145,6 +158,21 @@ fn every_survivor_names_a_killed_rank_at_once() {
         for error in survivors(folder.path()) {
             assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
             assert!(error.contains("closed during all_reduce(f32[1048576])"), "{transport:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn every_survivor_names_a_rank_killed_in_a_batch() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("rank_process", BATCHES, folder.path(), transport);
+        // The victim is at a different point each time.
+        std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
+        ranks.0[VICTIM].kill().unwrap();
+        for error in survivors(folder.path()) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
+            assert!(error.contains("(f32[1048576]) for batch_isend_irecv"), "{transport:?}: {error}");
         }
     }
 }

@@ -9,6 +9,7 @@
 //! slow but correct. Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used)]
+mod batch;
 #[path = "../common/mod.rs"]
 mod common;
 mod data;
@@ -50,7 +51,7 @@ fn conforms(worker: &Worker, cases: &[Case]) {
 }
 
 /// Every collective.
-const MATRIX: [Case; 10] = [
+const MATRIX: [Case; 11] = [
     Case::AllReduce,
     Case::Broadcast,
     Case::Reduce,
@@ -59,6 +60,7 @@ const MATRIX: [Case; 10] = [
     Case::AllToAll,
     Case::GatherAndScatter,
     Case::SendAndRecv,
+    Case::Batches,
     Case::Barrier,
     Case::Views,
 ];
@@ -111,7 +113,7 @@ fn rank_of_another_test() {
         "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&pg(60), false).unwrap()),
         "virtual ranks with shards" => report_floats(&worker, &virtual_ranks::train(&pg(60), true).unwrap()),
         "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
-        _ if hazards::run(&worker, pg) => {}
+        _ if hazards::run(&worker, pg) || batch::run(&worker, pg) => {}
         other => {
             let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
             report_floats(&worker, &toolbox::train(&pg(60), tool).unwrap());

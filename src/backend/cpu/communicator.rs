@@ -1,5 +1,5 @@
 use super::algorithm::Tuning;
-use super::check::check;
+use super::check::{check, check_batch};
 use super::connect::Connections;
 use super::connector::Connector;
 use super::control::Control;
@@ -12,7 +12,7 @@ use super::options::{CpuOptions, or_environment};
 use super::transport::Transport;
 use super::work_queue::WorkQueue;
 use crate::backend::call::{Call, Channel, Operation};
-use crate::backend::{Collective, Communicator, Construction, Work};
+use crate::backend::{Collective, Communicator, Construction, P2pOp, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::rendezvous::{Secret, Store, loopback};
@@ -226,6 +226,18 @@ impl Communicator for CpuCommunicator {
     fn run(&self, collective: Collective) -> Result<()> {
         let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
         self.queue_of(channel).run(call, collective)
+    }
+
+    fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
+        let calls = check_batch(self.group.rank, self.group.world_size, &batch)?;
+        let entered = calls.into_iter().zip(batch).map(|((call, channel), message)| {
+            let (queue, collective) = (self.queue_of(channel), message.into());
+            Ok((queue, call, queue.enter(call, &collective)?, collective))
+        });
+        // All are accepted before the first is sent.
+        let entered = entered.collect::<Result<Vec<_>>>()?.into_iter();
+        let works = entered.map(|(queue, call, in_flight, collective)| queue.push(call, collective, in_flight));
+        Ok(Work::all(works.collect::<Result<_>>()?))
     }
 
     fn failure(&self) -> Option<Error> {

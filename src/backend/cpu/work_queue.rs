@@ -66,8 +66,18 @@ impl WorkQueue {
 
     /// Puts the call into the queue.
     pub(super) fn start(&self, call: Call, collective: Collective) -> Result<Work> {
+        let in_flight = self.enter(call, &collective)?;
+        self.push(call, collective, in_flight)
+    }
+
+    /// Records that a call that will be [put into the queue](Self::push) is in flight, unless it conflicts with another one.
+    pub(super) fn enter(&self, call: Call, collective: &Collective) -> Result<InFlight> {
         self.ensure_thread()?;
-        let in_flight = self.caller(call).enter(&collective)?;
+        self.caller(call).enter(collective)
+    }
+
+    /// Puts a call that has [entered](Self::enter) into the queue.
+    pub(super) fn push(&self, call: Call, collective: Collective, in_flight: InFlight) -> Result<Work> {
         let mut queue = lock(&self.shared.queue);
         let header = self.shared.number(&mut queue, call, None)?;
         let outcome = Arc::new(Outcome::default());

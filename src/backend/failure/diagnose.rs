@@ -50,6 +50,10 @@ pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
         peers.filter_map(|(peer, state)| Some((peer, reason(expired, peer, state)?))).unzip();
     if reasons.is_empty() {
         reasons.push(match (expired.channel, expired.awaited) {
+            (Channel::SendTo(_) | Channel::RecvFrom(_), Some(peers @ [_, _, ..])) => {
+                waiting_for.extend(peers);
+                format!("of ranks {}, at least one did not make the matching call", error::ranks(peers))
+            }
             (Channel::SendTo(peer) | Channel::RecvFrom(peer), _) => {
                 waiting_for.push(peer);
                 format!("rank {peer} did not make the matching call")
@@ -364,6 +368,10 @@ mod tests {
         let text = |channel| Error::from(diagnose(&expired(channel, None), &[])).to_string();
         assert!(text(Channel::Collectives).ends_with("the other ranks cannot be asked why"));
         assert!(text(Channel::SendTo(3)).ends_with("rank 3 did not make the matching call"));
+        let batch = diagnose(&expired(Channel::SendTo(3), Some(&[2, 3])), &[]);
+        assert!(matches!(&batch, Failure::TimedOut { waiting_for, .. } if *waiting_for == [2, 3]), "{batch:?}");
+        let text = Error::from(batch).to_string();
+        assert!(text.ends_with("of ranks [2, 3], at least one did not make the matching call"), "{text}");
     }
 
     #[test]

@@ -2,7 +2,7 @@ use super::calls::Buffer;
 use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
 use super::comm_stream::CommStream;
 use super::comm_streams::CommStreams;
-use super::group::{Group, SuspectedFailure};
+use super::group::{Fence, Group, SuspectedFailure};
 use super::health_store::HealthStore;
 use super::heartbeat::HeartbeatMonitor;
 use super::identity::{self, Identity, Version};
@@ -13,10 +13,11 @@ use super::stream::{Clock, Done, Streams};
 use super::threads::{join, join_until, spawn};
 use super::watchdog::{self, Watched};
 use super::work::{NcclWork, Shared};
-use super::{cuda_failure, device};
+use super::{batch, cuda_failure, device};
+use crate::backend::batch::check_batch;
 use crate::backend::call::{Call, Channel};
 use crate::backend::check::{check, on_device};
-use crate::backend::{Collective, Communicator, Split, Work};
+use crate::backend::{Collective, Communicator, P2pOp, Split, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
@@ -24,7 +25,7 @@ use crate::kernels;
 use crate::panic::lock;
 use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::{Error, Result};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
@@ -60,7 +61,8 @@ impl Default for NcclOptions {
 /// One rank of a group whose tensors are on GPUs.
 ///
 /// Collectives run on their own stream, in the order in which they are started. Messages (`Send`, `Recv`) have their
-/// own order for each pair of ranks and direction, independently of collectives. [`Work::wait`] makes only candle's
+/// own order for each pair of ranks and direction, independently of collectives; a batch of messages
+/// ([`start_batch`](Communicator::start_batch)) has the order of the collectives. [`Work::wait`] makes only candle's
 /// stream wait; call it on the thread that then uses the tensors. A barrier and [`Work::synchronize`] block the host.
 ///
 /// The first failure ends the group for all its ranks: an error of NCCL or of a GPU, a rank that dies or leaves early,
@@ -156,15 +158,20 @@ impl NcclCommunicator {
     }
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
-        let streams = &self.comm_stream.streams;
         let prepared = self.prepare(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
-        let work = self.work(call, collective, streams.clone(), blocks_host);
+        let work = self.work(call, prepared::tensors(collective), self.comm_stream.streams.clone(), blocks_host);
+        self.launch(&[(call, Channel::Collectives)], &prepared, work)
+    }
+
+    /// Puts calls that NCCL runs as one kernel behind the collectives: `work` is that of all.
+    fn launch(&self, calls: &[(Call, Channel)], prepared: &Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
         // Before the lock is taken, for which an abort would wait: candle's stream may be full.
-        let marked = streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
+        let marked = self.comm_stream.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
         let started = {
             let mut turn = self.comm_stream.turn();
-            self.group.begin(Channel::Collectives, call, work.done.clone())?;
+            let fence: Arc<dyn Fence> = work.done.clone();
+            self.group.begin_together(calls, &fence)?;
             marked.and_then(|ready| {
                 turn.launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
@@ -184,7 +191,7 @@ impl NcclCommunicator {
             Entry::Vacant(entry) => entry.insert(self.open_p2p(channel)?),
         };
         let prepared = self.prepare(&collective)?;
-        let work = self.work(call, collective, pair.streams.clone(), false);
+        let work = self.work(call, prepared::tensors(collective), pair.streams.clone(), false);
         self.group.begin(channel, call, work.done.clone())?;
         let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
         pair.push(Job { prepared, ready, work: work.clone() });
@@ -196,8 +203,7 @@ impl NcclCommunicator {
         Ok(Prepared::new(collective, &Member { rank, world_size, token: self.token })?)
     }
 
-    fn work(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<NcclWork> {
-        let tensors = prepared::tensors(collective);
+    fn work(&self, call: Call, tensors: Vec<Tensor>, streams: Streams, blocks_host: bool) -> Arc<NcclWork> {
         let (group, done) = (self.group.clone(), Arc::new(Done::new(lock(&self.clock).clone())));
         Arc::new(NcclWork { group, streams, done, call, blocks_host, _tensors: tensors })
     }
@@ -431,6 +437,16 @@ impl Communicator for NcclCommunicator {
             message => self.start_message(message, call, collective)?,
         };
         Ok(Work::new(Shared(work)))
+    }
+
+    fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
+        let Group { rank, world_size, .. } = *self.group;
+        let calls = check_batch(rank, world_size, &|tensor| on_device(tensor, &self.device), &batch)?;
+        let Some((first, _)) = calls.first() else { return Ok(Work::done()) };
+        let prepared = batch::prepare(&batch)?;
+        let tensors = batch.into_iter().map(P2pOp::into_tensor).collect();
+        let work = self.work(*first, tensors, self.comm_stream.streams.clone(), false);
+        Ok(Work::new(Shared(self.launch(&calls, &prepared, work)?)))
     }
 
     fn measure_spans(&self) -> Result<()> {

@@ -7,7 +7,7 @@ use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, Recorded, Recording};
 use crate::panic::{lock, wait, wait_timeout};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -55,6 +55,8 @@ struct Outstanding {
     call: Call,
     deadline: Instant,
     fence: Arc<dyn Fence>,
+    /// Whether it is a message that later collectives wait for.
+    is_of_batch: bool,
 }
 
 /// What the watchdog has noticed, before the root cause is known.
@@ -85,6 +87,18 @@ impl Group {
     /// Records that `call` is about to be started, with the fence that tells when it is complete. Returns its sequence
     /// number.
     pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
+        self.begin_as(channel, call, fence, false)
+    }
+
+    /// Like [`begin`](Self::begin), for the calls of one kernel on the stream of the collectives: a collective, or the messages of a
+    /// batch.
+    pub(super) fn begin_together(&self, calls: &[(Call, Channel)], fence: &Arc<dyn Fence>) -> Result<(), Failure> {
+        calls.iter().try_for_each(|(call, channel)| {
+            self.begin_as(*channel, *call, Arc::clone(fence), *channel != Channel::Collectives).map(drop)
+        })
+    }
+
+    fn begin_as(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>, is_of_batch: bool) -> Result<u64, Failure> {
         if let Some(failure) = self.root_cause() {
             return Err(failure);
         }
@@ -96,7 +110,7 @@ impl Group {
         history.start(sequence, call, Some(now));
         history.begin(sequence, Some(now));
         let deadline = deadline_from(now, self.timeout);
-        state.outstanding.push(Outstanding { channel, sequence, call, deadline, fence });
+        state.outstanding.push(Outstanding { channel, sequence, call, deadline, fence, is_of_batch });
         Ok(sequence)
     }
 
@@ -165,8 +179,30 @@ impl Group {
         messages.map(|call| (call.channel, call.sequence, call.call)).collect()
     }
 
+    /// The progress of the collectives. Those behind a batch have not begun.
     pub(super) fn progress_report(&self) -> ProgressReport {
-        self.state().collectives.report(false)
+        let state = self.state();
+        let mut report = state.collectives.report(false);
+        let mut behind_batch = state.outstanding.iter().skip_while(|call| !call.is_of_batch);
+        if let Some(call) = behind_batch.find(|call| call.channel == Channel::Collectives) {
+            report.begun = call.sequence - 1;
+        }
+        report
+    }
+
+    /// The ranks whose messages end together with this one, as those of a batch do.
+    pub(super) fn partners(&self, channel: Channel, sequence: u64) -> Vec<usize> {
+        let state = self.state();
+        let mut all = state.outstanding.iter();
+        let Some(own) = all.find(|call| (call.channel, call.sequence) == (channel, sequence)) else {
+            return Vec::new();
+        };
+        let together = state.outstanding.iter().filter(|call| Arc::ptr_eq(&call.fence, &own.fence));
+        let peers = together.filter_map(|call| match call.channel {
+            Channel::Collectives => None,
+            Channel::SendTo(peer) | Channel::RecvFrom(peer) => Some(peer),
+        });
+        peers.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// An expired call of this rank, for the diagnosis.

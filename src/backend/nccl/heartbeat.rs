@@ -4,7 +4,7 @@ use super::group::{Group, News, SuspectedFailure};
 use super::health_store::{HealthStore, Heartbeat, ProgressQuery, ShutdownRecord};
 use crate::backend::awake::AwakeClock;
 use crate::backend::call::{Call, Channel};
-use crate::backend::failure::{CallCounts, RankState, diagnose, left_before};
+use crate::backend::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
 use crate::error::Failure;
 use crate::rendezvous::Result;
 use std::time::{Duration, Instant};
@@ -287,7 +287,9 @@ pub(super) fn without_asking(group: &Group, suspected: &SuspectedFailure) -> Fai
     match suspected {
         SuspectedFailure::Broken(reason) => Failure::PeerFailed { peer: group.rank, reason: reason.clone() },
         SuspectedFailure::Expired { channel, sequence, call } => {
-            diagnose(&group.expired(*channel, *sequence, *call), &[])
+            let partners = group.partners(*channel, *sequence);
+            let awaited = Some(&*partners).filter(|_| *channel != Channel::Collectives);
+            diagnose(&ExpiredCall { awaited, ..group.expired(*channel, *sequence, *call) }, &[])
         }
     }
 }

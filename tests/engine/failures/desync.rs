@@ -148,3 +148,30 @@ fn messages_must_match() {
         );
     }
 }
+
+#[test]
+fn messages_of_batches_must_match() {
+    let errors = on_ranks(3, |communicator| {
+        let (send, recv) = (
+            |count, peer| P2pOp::Send { tensor: zeros(count), peer },
+            |count, peer| P2pOp::Recv { tensor: zeros(count), peer },
+        );
+        let batch = match communicator.rank() {
+            0 => vec![send(4, 2), recv(10, 1)],
+            1 => vec![send(4, 2), send(20, 0)],
+            _ => vec![recv(4, 1), recv(4, 0)],
+        };
+        let ended = communicator.start_batch(batch).and_then(|work| work.wait());
+        ended.err().unwrap_or_else(|| until_failure(&communicator, Collective::Barrier))
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            text.starts_with(
+                "rank 1 called send(f32[20]) for batch_isend_irecv where rank 0 called recv(f32[10]) for batch_isend_irecv, \
+                 sequence 1"
+            ),
+            "{text}"
+        );
+    }
+}

@@ -3,7 +3,7 @@ pub(crate) use candle_core::{DType, Device, Tensor};
 pub(crate) use candle_ddp::backend::{Collective, Communicator};
 pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 pub(crate) use candle_ddp::rendezvous::{HashStore, Store};
-pub(crate) use candle_ddp::{Error, Failure, ReduceOp};
+pub(crate) use candle_ddp::{Error, Failure, P2pOp, ReduceOp};
 pub(crate) use std::sync::Arc;
 pub(crate) use std::time::{Duration, Instant};
 

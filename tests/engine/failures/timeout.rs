@@ -41,6 +41,29 @@ fn a_message_that_is_not_sent_times_out() {
     });
 }
 
+/// Rank 0 has messages with both others, of which only rank 1 takes part.
+#[test]
+fn a_message_of_a_batch_that_is_not_sent_times_out() {
+    let errors = on_hasty_ranks(3, |communicator| {
+        let recv = |peer| P2pOp::Recv { tensor: zeros(4), peer };
+        let batch = match communicator.rank() {
+            0 => vec![recv(1), recv(2)],
+            1 => vec![P2pOp::Send { tensor: zeros(4), peer: 0 }],
+            _ => Vec::new(),
+        };
+        let ended = communicator.start_batch(batch).and_then(|work| work.wait());
+        ended.err().unwrap_or_else(|| {
+            idle_until_failure(&communicator);
+            communicator.run(Collective::Barrier).unwrap_err()
+        })
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(text.contains("rank 0: recv(f32[4]) for batch_isend_irecv, sequence 1, timed out"), "{text}");
+        assert!(text.contains("rank 2 did not make the matching call"), "{text}");
+    }
+}
+
 /// Dropping a communicator must not hang, even if its calls cannot complete.
 #[test]
 fn dropping_with_work_in_flight_ends_in_time() {

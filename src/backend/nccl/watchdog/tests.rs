@@ -2,6 +2,7 @@
 //! NCCL itself is not tested here.
 use super::*;
 use crate::Error;
+use crate::backend::Label;
 use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::nccl::group::Fence;
 use crate::backend::nccl::health_store::HealthStore;
@@ -192,6 +193,55 @@ fn a_rank_that_does_not_come_is_named_by_the_one_that_waits() {
     assert!(text.contains("rank 0: all_reduce(), sequence 1, timed out after 300ms"), "{text}");
     assert!(text.contains("rank 1 has not started any collective"), "{text}");
     assert_eq!(late.end(), text);
+}
+
+impl Rank {
+    /// Begins messages to these ranks, in one batch.
+    fn begin_batch(&self, peers: &[usize]) -> Arc<Switch> {
+        let switch = Arc::new(Switch::default());
+        let message = Call { count: 4, label: Label::BATCH, ..Call::bare(Operation::Send) };
+        let calls: Vec<_> = peers.iter().map(|peer| (message, Channel::SendTo(*peer))).collect();
+        let fence: Arc<dyn Fence> = switch.clone();
+        self.group.begin_together(&calls, &fence).unwrap();
+        switch
+    }
+}
+
+#[test]
+fn a_batch_that_expires_names_its_ranks() {
+    let [waiting, _second, _third] = ranks(Duration::from_millis(300));
+    waiting.begin_on(Channel::SendTo(1), all_reduce(2)).0.store(true, Ordering::SeqCst);
+    let _switch = waiting.begin_batch(&[2, 1, 2]);
+    let text = waiting.end();
+    assert!(text.contains("rank 0: send() for batch_isend_irecv, sequence 1, timed out after 300ms"), "{text}");
+    assert!(text.contains("of ranks [1, 2], at least one did not make the matching call"), "{text}");
+}
+
+#[test]
+fn all_messages_of_a_batch_end_together() {
+    let [rank] = ranks(Duration::from_millis(300));
+    rank.begin_batch(&[2, 1, 2]).0.store(true, Ordering::SeqCst);
+    assert_eq!(rank.group.drain(), None);
+    assert!(!rank.group.is_busy());
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(rank.group.failure(), None);
+}
+
+/// Rank 0's collective waits for its batch with a third rank, and rank 1 waits for that collective.
+#[test]
+fn a_collective_behind_a_batch_has_not_begun() {
+    let [held_up, waiting, _third] = ranks(Duration::from_secs(2));
+    let fence = Arc::new(Switch(AtomicBool::new(true)));
+    held_up.group.begin(Channel::Collectives, all_reduce(1), fence).unwrap();
+    waiting.call(all_reduce(1));
+    let _second = waiting.begin(all_reduce(2));
+    std::thread::sleep(Duration::from_millis(500));
+    let (_batch, _behind) = (held_up.begin_batch(&[2]), held_up.begin(all_reduce(2)));
+    let text = waiting.end();
+    assert!(
+        text.contains("rank 0 has started this collective but is not in it: its last was sequence 1, all_reduce()"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -1,0 +1,39 @@
+//! Several messages in one call.
+use super::{ProcessGroup, in_place};
+use crate::Result;
+use crate::backend::{P2pOp, Work};
+
+impl ProcessGroup {
+    /// Starts several messages together, without waiting; the returned work is complete when all are. Only the ranks that
+    /// take part call it. Two ranks may name their messages in any order, but those from one rank to another arrive in the
+    /// order in which they are sent. What is sent in a batch must be received in a batch.
+    ///
+    /// ```no_run
+    /// # use candle_core::Tensor;
+    /// # use candle_ddp::{P2pOp, ProcessGroup, Result};
+    /// /// Receives the tensor of the rank before this one, in a ring.
+    /// fn shift(pg: &ProcessGroup, own: &Tensor) -> Result<Tensor> {
+    ///     let (rank, world_size) = (pg.rank(), pg.world_size());
+    ///     let received = own.zeros_like()?;
+    ///     let send = P2pOp::Send { tensor: own.clone(), peer: (rank + 1) % world_size };
+    ///     let recv = P2pOp::Recv { tensor: received.clone(), peer: (rank + world_size - 1) % world_size };
+    ///     pg.batch_isend_irecv(&[send, recv])?.wait()?;
+    ///     Ok(received)
+    /// }
+    /// ```
+    ///
+    /// With NCCL, as in PyTorch, a batch is a single kernel, and runs on the communicator and the stream of the collectives:
+    /// after the collectives and batches that its rank has started before, and before those that follow. So the ranks of a
+    /// batch must have the same collectives before it. With the CPU engines, it is independent of the collectives.
+    ///
+    /// # Errors
+    /// Those of [`isend`](Self::isend) and [`irecv`](Self::irecv), and [`Error::InvalidTensor`](crate::Error::InvalidTensor)
+    /// if a tensor that is received overlaps another one of the batch. If a message is refused, none is sent.
+    pub fn batch_isend_irecv(&self, batch: &[P2pOp]) -> Result<Work> {
+        if batch.is_empty() {
+            self.failed()?;
+        }
+        batch.iter().try_for_each(|message| in_place::check(self.rank(), &message.clone().into()))?;
+        self.0.communicator.start_batch(batch.to_vec()).map_err(|error| self.names_a_rank(error))
+    }
+}
