@@ -214,6 +214,12 @@ impl Call {
         if let Kind::AllToAll { .. } | Kind::ExchangeParts { .. } = kind {
             count /= world_size;
         }
+        // Alone, a rank has no other parts, and Open MPI refuses an empty output.
+        if let Kind::ExchangeParts { .. } = kind
+            && world_size == 1
+        {
+            count = 0;
+        }
         let piece = if is_whole { count.max(1) } else { (piece_bytes / dtype.size_in_bytes()).max(1) };
         if c_int::try_from(piece).is_err() {
             return Err(too_large(rank, &collective, "a part", count));
