@@ -10,7 +10,7 @@ mod tests;
 
 use super::geometry::Geometry;
 use super::parts::each_part;
-use crate::gemm::bf16::{PackedRows, Unit, WIDTH, multiply_packed};
+use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
 use candle_core::Result;
 use candle_ddp_tensor::vectorise;
 pub(super) use filter::backward_filter;
@@ -164,8 +164,10 @@ fn run<U: Unit>(
     let Some(Pass { inputs, outputs, groups, size, window, .. }) = passes.first() else { return Ok(Vec::new()) };
     let from = inputs * groups * window.size[0] * window.size[1];
     let to = outputs * groups * size[0] * size[1];
-    let weights: Vec<Vec<PackedRows>> =
-        passes.iter().map(|pass| (0..pass.groups).map(|group| pass.pack_weights(group, weight)).collect()).collect();
+    let weights: Vec<Vec<PackedRows>> = passes
+        .iter()
+        .map(|pass| (0..pass.groups).map(|group| pass.pack_weights(unit, group, weight)).collect())
+        .collect();
     let mut y = vec![bf16::ZERO; geometry.n * to];
     each_part(geometry, to, &mut y, |part, y, threads| {
         let x = &x[part.start * from..part.end * from];
@@ -189,25 +191,35 @@ impl Pass {
     }
 
     /// The weights of a group, with an output per row.
-    fn pack_weights(&self, group: usize, weight: &[bf16]) -> PackedRows {
+    fn pack_weights<U: Unit>(&self, unit: U, group: usize, weight: &[bf16]) -> PackedRows {
         let weight = &weight[group * (weight.len() / self.groups)..];
+        let depth = 2 * self.pairs();
+        let mut lines = vec![bf16::ZERO; LANES * depth];
         let mut packed = PackedRows::default();
         packed.pack(self.outputs, self.pairs(), |rows, to| {
-            let (height, taps) = (rows.len(), self.taps.len());
-            for input in (0..self.inputs).step_by(2) {
-                let to = &mut to[input / 2 * taps * height..][..taps * height];
-                for (row, output) in rows.clone().enumerate() {
-                    let first = &weight[output * self.by_output + input * self.by_input..];
-                    let second = if input + 1 < self.inputs { &first[self.by_input..] } else { &[] };
-                    for (tap, to) in self.taps.iter().zip(to.chunks_exact_mut(height)) {
-                        let number =
-                            |weights: &[bf16]| weights.get(tap.element).map_or(0, |weight| u32::from(weight.to_bits()));
-                        to[row] = number(first) | number(second) << 16;
-                    }
-                }
+            if depth == 0 {
+                return;
             }
+            let width = rows.len();
+            for (output, line) in rows.zip(lines.chunks_exact_mut(depth)) {
+                vectorise!(|| self.weight_pairs(&weight[output * self.by_output..], line));
+            }
+            unit.transpose(&lines, depth, width, depth, to, width);
         });
         packed
+    }
+
+    /// The weights of an output, those of an input and of the next one side by side.
+    #[inline(always)]
+    fn weight_pairs(&self, weight: &[bf16], line: &mut [bf16]) {
+        for (input, line) in (0..self.inputs).step_by(2).zip(line.chunks_exact_mut(2 * self.taps.len())) {
+            let first = &weight[input * self.by_input..];
+            let second = (input + 1 < self.inputs).then(|| &first[self.by_input..]);
+            for (tap, to) in self.taps.iter().zip(line.chunks_exact_mut(2)) {
+                to[0] = first[tap.element];
+                to[1] = second.map_or(bf16::ZERO, |second| second[tap.element]);
+            }
+        }
     }
 
     /// The outputs of a band and a group.
