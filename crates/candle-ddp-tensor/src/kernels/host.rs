@@ -21,6 +21,7 @@ const SOURCE: &str = concat!(
     include_str!("few.cu"),
     include_str!("part.cu"),
     include_str!("reduce.cu"),
+    include_str!("moments.cu"),
     include_str!("adam.cu"),
     include_str!("sgd.cu"),
     include_str!("lamb.cu"),

@@ -23,30 +23,12 @@ template <typename T> __device__ inline void lamb_moments(const Part *parts, uns
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
     const LambScalars &by = numbers_of<LambScalars>(part, sets);
-    const Real beta1 = by.beta1, rate1 = by.rate1, beta2 = by.beta2, rate2 = by.rate2;
-    const Real scale = by.scale, coupled = by.coupled;
     const Direction<Real> direction(by);
-    const T *parameter = static_cast<const T *>(part.parameter), *gradients = static_cast<const T *>(part.gradient);
-    Real *mean = static_cast<Real *>(part.states[0]), *squares = static_cast<Real *>(part.states[1]);
     Real norm = 0, update_norm = 0;
-    for_each_few<T>(part, [&](auto size, unsigned long long i) {
-        const bool is_vector = size.is_vector;
-        Few<T> values, few, m, v;
-        values.load(parameter + i, is_vector);
-        few.load(gradients + i, is_vector);
-        m.load(mean + i, is_vector);
-        v.load(squares + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) {
-            const Real value = values.at[k];
-            const Real gradient = plus_decay(few.at[k] * scale, value, coupled);
-            m.at[k] = m.at[k] * beta1 + gradient * rate1;
-            v.at[k] = v.at[k] * beta2 + gradient * gradient * rate2;
-            const Real update = direction.of(value, m.at[k], v.at[k]);
-            norm += value * value;
-            update_norm += update * update;
-        }
-        m.store(mean + i, is_vector);
-        v.store(squares + i, is_vector);
+    for_each_moments<T, false>(part, by, [&](Real value, Real m, Real v) {
+        const Real update = direction.of(value, m, v);
+        norm += value * value;
+        update_norm += update * update;
     });
     const bool adapt = by.adapt != 0;
     reduce_block<Add, Add>(adapt ? norm : 0, adapt ? update_norm : 0, sums + 2ull * (count + blockIdx.x));

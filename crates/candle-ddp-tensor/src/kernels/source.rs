@@ -69,9 +69,9 @@ macro_rules! kernels {
 }
 
 sources! {
-    Adam: ["element.cu", "few.cu", "part.cu"] "adam.cu",
+    Adam: ["element.cu", "few.cu", "part.cu", "moments.cu"] "adam.cu",
     Sgd: ["element.cu", "few.cu", "part.cu"] "sgd.cu",
-    Lamb: ["element.cu", "few.cu", "part.cu", "reduce.cu"] "lamb.cu",
+    Lamb: ["element.cu", "few.cu", "part.cu", "moments.cu", "reduce.cu"] "lamb.cu",
     Copy: ["element.cu", "few.cu", "part.cu"] "copy.cu",
     Gradient: ["element.cu", "few.cu", "part.cu", "reduce.cu"] "gradient.cu",
     Norm: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "norm.cu",

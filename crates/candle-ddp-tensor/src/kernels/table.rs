@@ -31,12 +31,20 @@ unsafe impl cudarc::driver::DeviceRepr for Sets {}
 
 impl Sets {
     /// How many different sets a launch takes: with more, its arguments would exceed the 4 KiB that every GPU takes.
-    pub const MOST: usize = 32;
-}
+    const MOST: usize = 32;
 
-/// Whether two sets have the same bits.
-pub fn same(a: &Scalars, b: &Scalars) -> bool {
-    a.map(f64::to_bits) == b.map(f64::to_bits)
+    /// The number of `set` among the `known` ones, of which it becomes one; `None` if a launch takes no more.
+    pub fn number_of(known: &mut Vec<Scalars>, set: &Scalars) -> Option<usize> {
+        let bits = |set: &Scalars| set.map(f64::to_bits);
+        // The last is the likeliest.
+        known.iter().rposition(|other| bits(other) == bits(set)).or_else(|| {
+            let has_room = known.len() < Self::MOST;
+            has_room.then(|| {
+                known.push(*set);
+                known.len() - 1
+            })
+        })
+    }
 }
 
 /// The table, which has one more entry than there are parts, and what kernels need beside it.
@@ -52,23 +60,16 @@ pub struct Table {
 impl Table {
     pub fn new(entries: &[Entry]) -> Result<Self> {
         let mut words = Vec::with_capacity((entries.len() + 1) * WORDS);
-        let (mut sets, mut count) = (Sets::default(), 0);
+        let mut known = Vec::new();
         let mut first_chunk = 0u64;
         for Entry { elements, parameter, gradient, states: [first, second], scalars } in entries {
-            // The last is the likeliest.
-            let known = sets.0[..count].iter().rposition(|set| same(set, scalars));
-            let number = match known {
-                Some(number) => number,
-                None if count < Sets::MOST => {
-                    sets.0[count] = *scalars;
-                    count += 1;
-                    count - 1
-                }
-                None => return Err(Error::invalid("parameters", "they have too many different sets of numbers")),
-            };
+            let too_many = || Error::invalid("parameters", "they have too many different sets of numbers");
+            let number = Sets::number_of(&mut known, scalars).ok_or_else(too_many)?;
             words.extend([first_chunk, *elements as u64, *parameter, *gradient, *first, *second, number as u64]);
             first_chunk += elements.div_ceil(CHUNK) as u64;
         }
+        let mut sets = Sets::default();
+        sets.0[..known.len()].copy_from_slice(&known);
         words.push(first_chunk);
         words.resize((entries.len() + 1) * WORDS, 0);
         // The limits of a grid.

@@ -4,7 +4,7 @@ use super::gpu::Gpu;
 use super::operands::{Assignment, Extent, Operands, Rule, Scalars};
 use super::program;
 use super::source::{DTYPES, Kernel};
-use super::table::{Entry, Sets, same};
+use super::table::{Entry, Sets};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use cudarc::driver::CudaSlice;
@@ -42,33 +42,20 @@ impl<'a> Batch<'a> {
         let mut batches: Vec<Self> = Vec::new();
         for (index, (tensor, entry)) in tensors.enumerate() {
             let (device, dtype, entry) = (tensor.device().as_cuda_device()?, tensor.dtype(), entry?);
-            let batch = batches.iter_mut().find(|batch| {
-                batch.device.id() == device.id() && batch.dtype == dtype && batch.has_room(&entry.scalars)
-            });
-            let batch = match batch {
-                Some(batch) => batch,
-                None => {
-                    batches.push(Self { device, dtype, indices: Vec::new(), entries: Vec::new(), sets: Vec::new() });
-                    let last = batches.len() - 1;
-                    &mut batches[last]
-                }
+            let takes = |batch: &mut Self| {
+                let is_alike = batch.device.id() == device.id() && batch.dtype == dtype;
+                is_alike && Sets::number_of(&mut batch.sets, &entry.scalars).is_some()
             };
-            if !batch.knows(&entry.scalars) {
-                batch.sets.push(entry.scalars);
+            let place = batches.iter_mut().position(takes).unwrap_or(batches.len());
+            if place == batches.len() {
+                let sets = vec![entry.scalars];
+                batches.push(Self { device, dtype, indices: Vec::new(), entries: Vec::new(), sets });
             }
+            let batch = &mut batches[place];
             batch.indices.push(index);
             batch.entries.push(entry);
         }
         Ok(batches)
-    }
-
-    fn knows(&self, scalars: &Scalars) -> bool {
-        self.sets.iter().rev().any(|set| same(set, scalars))
-    }
-
-    /// Whether a launch takes these numbers as well.
-    fn has_room(&self, scalars: &Scalars) -> bool {
-        self.sets.len() < Sets::MOST || self.knows(scalars)
     }
 
     fn of_operands(operands: &'a [Operands<'a>]) -> Result<Vec<Self>> {
