@@ -9,15 +9,14 @@ use candle_ddp_tensor::Element;
 use candle_ddp_tensor::borrow::narrow_vec;
 use std::any::Any;
 
-/// The instructions that convolve `T`, if this processor has them. Depthwise convolutions are no products.
-fn native<T: Element>(geometry: &Geometry) -> Option<Avx512> {
-    unit::<T>().filter(|_| !geometry.is_depthwise())
-}
-
-/// The same vector, if `A` is `B`.
-fn same_vec<A: 'static, B: 'static>(values: Vec<A>) -> Option<Vec<B>> {
-    let values: Box<dyn Any> = Box::new(values);
-    values.downcast().ok().map(|values| *values)
+/// What `run` computes by this processor's instructions for `T`, if there are any. Depthwise convolutions are no products.
+fn natively<T: Element, N: 'static, R: 'static>(
+    geometry: &Geometry,
+    run: impl FnOnce(Avx512) -> Option<Result<Vec<N>>>,
+) -> Option<Result<Vec<R>>> {
+    let unit = unit::<T>().filter(|_| !geometry.is_depthwise())?;
+    let values: Result<Box<dyn Any>> = run(unit)?.map(|values| Box::new(values) as _);
+    values.map(|values| values.downcast().ok().map(|values| *values)).transpose()
 }
 
 /// y of shape (n, co, output), from x of shape (n, ci, input) and weights of shape (co, ci / groups, kernel).
@@ -27,11 +26,11 @@ pub(super) fn forward<T: Element>(
     weight: &[T],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
-    if let Some(unit) = native::<T>(geometry)
-        && let (Some(x), Some(weight), bias) = (same(x), same(weight), bias.and_then(same))
-        && let Some(y) = same_vec(direct::forward(unit, geometry, x, weight, bias)?)
-    {
-        return Ok(y);
+    let native = natively::<T, _, _>(geometry, |unit| {
+        Some(direct::forward(unit, geometry, same(x)?, same(weight)?, bias.and_then(same)))
+    });
+    if let Some(y) = native {
+        return y;
     }
     match winograd::kind(geometry) {
         Some(kind) => winograd::forward(kind, geometry, x, &wide(weight), bias),
@@ -48,11 +47,11 @@ pub(super) fn backward_data<T: Element>(
     weight: &[T],
     bias: Option<&[T::Real]>,
 ) -> Result<Vec<T>> {
-    if let Some(unit) = native::<T>(geometry)
-        && let (Some(dy), Some(weight), bias) = (same(dy), same(weight), bias.and_then(same))
-        && let Some(dx) = same_vec(direct::backward_data(unit, geometry, dy, weight, bias)?)
-    {
-        return Ok(dx);
+    let native = natively::<T, _, _>(geometry, |unit| {
+        Some(direct::backward_data(unit, geometry, same(dy)?, same(weight)?, bias.and_then(same)))
+    });
+    if let Some(dx) = native {
+        return dx;
     }
     if let Some(kind) = winograd::kind(geometry) {
         return winograd::backward_data(kind, geometry, dy, &wide(weight), bias);
@@ -69,11 +68,10 @@ pub(super) fn backward_data<T: Element>(
 
 /// The gradient of the weights from x and the gradient of y.
 pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
-    if let Some(unit) = native::<T>(geometry)
-        && let (Some(x), Some(dy)) = (same(x), same(dy))
-        && let Some(sums) = same_vec(direct::backward_filter(unit, geometry, x, dy)?)
-    {
-        return Ok(sums);
+    let native =
+        natively::<T, _, _>(geometry, |unit| Some(direct::backward_filter(unit, geometry, same(x)?, same(dy)?)));
+    if let Some(sums) = native {
+        return sums;
     }
     match winograd::kind(geometry) {
         Some(kind) => winograd::backward_filter(kind, geometry, x, dy),
