@@ -94,10 +94,7 @@ impl CpuCommunicator {
         let host = options.host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
         let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
         let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
-        let tune = |by_default: Tuning| Tuning {
-            segment: segment_bytes.unwrap_or(by_default.segment),
-            small: small_bytes.unwrap_or(by_default.small),
-        };
+        let tune = |by_default: Tuning| by_default.or(segment_bytes, small_bytes);
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
         let latest = deadline_after(construction_timeout);
         let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
@@ -124,7 +121,7 @@ impl CpuCommunicator {
         let tuning = match layout {
             None => tune(Tuning::TCP),
             Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),
-            Some(layout) => tune(Tuning::HOSTS).within(layout),
+            Some(layout) => tune(Tuning::of_hosts(hosts.count())).within(layout),
         };
         let Connections { data, direct, control } = connections;
         let control = Control::new(control).map_err(|error| Error::io("creating a pipe", error))?;

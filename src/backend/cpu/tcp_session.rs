@@ -49,10 +49,12 @@ impl<'a> TcpSession<'a> {
     /// without waiting; these must be the lists `now` of the next exchange with the same peers.
     pub(super) fn exchange_ahead(&mut self, now: (&Sends, Recvs), ahead: (&Sends, Recvs)) -> Result<(), Failure> {
         let (outgoing, incoming) = (self.outgoing, self.incoming);
+        // By rank: the position of its flow. With very many peers, a search would take longer than their system calls.
+        let mut places = vec![None; self.world_size()];
         let mut outflows: Vec<Outflow> = Vec::with_capacity(now.0.len());
         let sends = now.0.iter().map(|send| (send, true)).chain(ahead.0.iter().map(|send| (send, false)));
         for ((peer, piece), is_needed) in sends {
-            let position = outflows.iter().position(|flow| flow.peer == *peer).unwrap_or_else(|| {
+            let position = *places[*peer].get_or_insert_with(|| {
                 let first = !std::mem::replace(&mut self.sent_head[*peer], true);
                 let mut flow = Outflow::new(*peer, first.then_some(&outgoing));
                 flow.resume(std::mem::take(&mut self.sent_ahead[*peer]));
@@ -61,10 +63,11 @@ impl<'a> TcpSession<'a> {
             });
             if is_needed { outflows[position].push(*piece) } else { outflows[position].push_ahead(*piece) }
         }
+        places.fill(None);
         let mut inflows: Vec<Inflow> = Vec::with_capacity(now.1.len());
         let recvs = now.1.into_iter().map(|recv| (recv, true)).chain(ahead.1.into_iter().map(|recv| (recv, false)));
         for ((peer, piece), is_needed) in recvs {
-            let position = inflows.iter().position(|flow| flow.peer == peer).unwrap_or_else(|| {
+            let position = *places[peer].get_or_insert_with(|| {
                 let first = !std::mem::replace(&mut self.received_head[peer], true);
                 let mut flow = Inflow::new(peer, first.then_some(&incoming));
                 flow.resume(std::mem::take(&mut self.received_ahead[peer]));

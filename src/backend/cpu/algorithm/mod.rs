@@ -23,6 +23,8 @@ use std::ops::Range;
 pub(super) struct Tuning {
     /// The number of bytes sent at a time if data is reduced or forwarded.
     pub(super) segment: usize,
+    /// The same for a large all-reduce between hosts, of whose segments each host gets a share.
+    pub(super) shared_segment: usize,
     /// If a rank receives no more bytes than this in total, every rank sends all its data to every other rank.
     pub(super) small: usize,
 }
@@ -36,7 +38,7 @@ impl Tuning {
     /// CANDLE_DDP_CPU_SEGMENT_BYTES=65536 --set CANDLE_DDP_CPU_SEGMENT_BYTES=262144`
     ///
     /// With 4 ranks on one host, 128 KiB were as good. For `small`, see the engine's README.
-    pub(super) const TCP: Self = Self { segment: 64 << 10, small: 128 << 10 };
+    pub(super) const TCP: Self = Self { segment: 64 << 10, shared_segment: 64 << 10, small: 128 << 10 };
     /// For shared memory. 2 ranks, f32, medians of 5 rounds on 2 cores with other work: 1, 4 and 64 MiB took 41, 165
     /// and 6921 us in segments of 128 KiB; 39, 175 and 6027 us of 256; 42, 167 and 6641 us of 512. Segments matter only
     /// for large tensors. Command:
@@ -49,18 +51,37 @@ impl Tuning {
     ///
     /// `python3 scripts/compare_settings.py --sizes 65536 131072 262144 524288 --set CANDLE_DDP_CPU_SMALL_BYTES=1000000
     /// --set CANDLE_DDP_CPU_SMALL_BYTES=0`, and with `--ranks 4`
-    pub(super) const SHARED: Self = Self { segment: 256 << 10, small: 256 << 10 };
+    pub(super) const SHARED: Self = Self { segment: 256 << 10, shared_segment: 256 << 10, small: 256 << 10 };
     /// For groups with several hosts. Segments of 32, 128 and 256 KiB took 1.2, 1.1 to 1.8 and 1.5 to 1.6 times as long
     /// as those of 64: see `benches/results/allreduce_hierarchical.md`, with the command. At once and in chunks, 32 KiB
     /// took 59 and 63 us, 64 KiB 93 and 54 us (2 hosts of 2 ranks; medians of 5 rounds under load). Command:
     ///
     /// `python3 scripts/compare_settings.py --hosts 2 --sizes 16384 32768 65536 131072 --set CANDLE_DDP_CPU_SMALL_BYTES=0
     /// --set CANDLE_DDP_CPU_SMALL_BYTES=1000000`
-    pub(super) const HOSTS: Self = Self { segment: 64 << 10, small: 32 << 10 };
+    pub(super) fn of_hosts(hosts: usize) -> Self {
+        /// A smaller share is not worth a message. On links of 200 Mbit/s, 16 hosts of 2 ranks took 2.0 times the links'
+        /// bound for 64 MiB in segments of 64 KiB, and 1.1 times in segments of 256: see
+        /// `benches/results/many_hosts.md`.
+        const SHARE: usize = 16 << 10;
+        Self { segment: 64 << 10, shared_segment: (64 << 10).max(hosts.saturating_mul(SHARE)), small: 32 << 10 }
+    }
+
+    /// These sizes, but for those that options set.
+    pub(super) fn or(self, segment: Option<usize>, small: Option<usize>) -> Self {
+        Self {
+            segment: segment.unwrap_or(self.segment),
+            shared_segment: segment.unwrap_or(self.shared_segment),
+            small: small.unwrap_or(self.small),
+        }
+    }
 
     /// Limits the sizes to what the slots of the shared memory on every host hold.
     pub(super) fn within(self, layout: Layout) -> Self {
-        Self { segment: self.segment.min(layout.part()), small: self.small.min(layout.capacity()) }
+        Self {
+            segment: self.segment.min(layout.part()),
+            shared_segment: self.shared_segment.min(layout.part()),
+            small: self.small.min(layout.capacity()),
+        }
     }
 }
 
@@ -157,6 +178,17 @@ mod tests {
             assert!(chunks.iter().all(|chunk| chunk.len().abs_diff(elements * 4 / count) < 8));
         }
         assert_eq!((whole_elements(10, 4), whole_elements(3, 8)), (8, 8));
+    }
+
+    #[test]
+    fn segments_grow_with_the_number_of_hosts() {
+        let layout = Layout::new(2, Tuning::SHARED.segment);
+        let shared =
+            |hosts: usize, segment| Tuning::of_hosts(hosts).or(segment, None).within(layout).shared_segment >> 10;
+        assert_eq!([2, 4, 5, 8, 16, 1000].map(|hosts| shared(hosts, None)), [64, 64, 80, 128, 256, 256]);
+        assert_eq!([2, 16].map(|hosts| shared(hosts, Some(8 << 10))), [8, 8]);
+        let others = Tuning::of_hosts(16).within(layout);
+        assert_eq!((others.segment, others.small), (64 << 10, 32 << 10));
     }
 
     #[test]

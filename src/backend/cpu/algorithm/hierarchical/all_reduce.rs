@@ -1,6 +1,6 @@
 use super::{Bridge, between};
 use crate::backend::cpu::algorithm::shm::{Parts, publish_parts};
-use crate::backend::cpu::algorithm::{Scratch, chunk, segment};
+use crate::backend::cpu::algorithm::{Scratch, chunk, segment, whole_elements};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::reduction::Reduction;
@@ -61,7 +61,7 @@ impl Bridge<'_> {
         let (own, size) = (self.hosts.index(), reduction.element.size());
         let rails = self.hosts.all().iter().map(Vec::len).min().unwrap_or(1);
         let chunks: Vec<_> = (0..rails).map(|rail| chunk(data.len() / size, size, rail, rails)).collect();
-        let length = self.length(size);
+        let length = whole_elements(self.tuning.shared_segment, size);
         // The first chunk is the longest.
         let steps = chunks[0].len().div_ceil(length).max(1);
         // Ranks beyond the rails have no chunk.
