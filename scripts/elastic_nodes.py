@@ -91,13 +91,13 @@ def second_node_unplugged(run):
     run.step(4)
 
     def unplug():
-        harness.ip("-n", run.hosts.names[1], "link", "set", run.hosts.interface, "down")
+        run.hosts.plug(1, False)
 
     def plug_in():
         # The rest of the node has lost the store by then.
         code, text = run.wait(1)
         assert code == 1 and ("process that hosts it" in text or "the store of the run is gone" in text), text
-        harness.ip("-n", run.hosts.names[1], "link", "set", run.hosts.interface, "up")
+        run.hosts.plug(1, True)
 
     return without_and_with(run, unplug, plug_in, "the second node's network goes away")
 

@@ -15,7 +15,8 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Small positive integers, whose sums and products over a few ranks are exact in all dtypes. `key` distinguishes parts.
+    /// Small positive integers, whose sums and products are exact here, and over a few ranks in all dtypes. `key` distinguishes
+    /// parts.
     pub(crate) fn of(key: u64, count: usize, op: ReduceOp) -> Self {
         let largest = if op == ReduceOp::Prod { 2 } else { 11 };
         Self { count, values: std::array::from_fn(|index| (1 + mix(key + index as u64) % largest) as f64) }
@@ -93,8 +94,14 @@ macro_rules! with_element {
 
 fn elements<T: WithDType>(parts: &[Part]) -> Vec<T> {
     let mut all = Vec::with_capacity(parts.iter().map(|part| part.count).sum());
+    // Over many ranks, results exceed the smaller integers, which wrap.
+    let range = match T::DTYPE {
+        DType::U8 => 2_f64.powi(8),
+        DType::U32 => 2_f64.powi(32),
+        _ => f64::INFINITY,
+    };
     for part in parts {
-        let values = part.values.map(T::from_f64);
+        let values = part.values.map(|value| T::from_f64(value % range));
         all.extend(values.iter().copied().cycle().take(part.count));
     }
     all

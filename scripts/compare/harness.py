@@ -1,5 +1,5 @@
-"""Helpers of the comparison scripts: starting ranks, on one host or on two network namespaces, and describing the machine.
-Needs only Python; two hosts need root, iproute2 and util-linux."""
+"""Helpers of the comparison scripts: starting ranks, on one host or in network namespaces, and describing the machine.
+Needs only Python; several hosts need root, iproute2 and util-linux."""
 
 import json
 import os
@@ -91,22 +91,21 @@ class OneHost:
         return []
 
 
-class TwoHosts:
-    """Two network namespaces joined by a veth pair, each with its own host name: processes in them see two hosts. Both have
-    the same number of ranks. They exist inside a `with` block."""
+class Namespaces:
+    """Hosts that are network namespaces, each with its own host name: processes in them see different hosts. All have the same
+    number of ranks. They exist inside a `with` block."""
 
     interface = "ddp0"
 
-    def __init__(self, ranks_per_host=1):
-        self.ranks_per_host = ranks_per_host
-        self.names = [f"candle-ddp-{os.getpid()}-{host}" for host in range(2)]
+    def __init__(self, count, ranks_per_host=1):
+        self.count, self.ranks_per_host = count, ranks_per_host
+        self.names = [f"candle-ddp-{os.getpid()}-{host}" for host in range(count)]
 
     def __enter__(self):
         try:
-            for name in self.names:
+            for name in self.all_names():
                 ip("netns", "add", name)
-            peer = ["peer", "name", self.interface, "netns", self.names[1]]
-            ip("-n", self.names[0], "link", "add", self.interface, "type", "veth", *peer)
+            self.join()
             for host, name in enumerate(self.names):
                 ip("-n", name, "address", "add", f"{self.address_of(host)}/24", "dev", self.interface)
                 ip("-n", name, "link", "set", self.interface, "up")
@@ -117,19 +116,30 @@ class TwoHosts:
         return self
 
     def __exit__(self, *_):
-        for name in self.names:
-            # Deleting one end of the pair deletes both.
+        for name in self.all_names():
+            # Deleting one end of a pair deletes both.
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
+    def all_names(self):
+        return self.names
+
+    def ends(self):
+        """Returns the namespace and the device of every sender of a link."""
+        return [(name, self.interface) for name in self.names]
+
     def limit(self, bytes_per_second):
-        """Limits the link's rate in each direction."""
+        """Limits the rate of each link in each direction."""
         # Room for whole TCP packets of up to 64 KiB with headers: network adapters split these in hardware, but here it
         # would cost processor time.
         burst = max(256 << 10, int(bytes_per_second / 500))
         shape = ["tbf", "rate", f"{int(bytes_per_second * 8)}bit", "burst", str(burst), "latency", "50ms"]
-        for name in self.names:
-            device = ["tc", "qdisc", "replace", "dev", self.interface, "root"]
-            subprocess.run(["ip", "netns", "exec", name, *device, *shape], check=True)
+        for name, device in self.ends():
+            qdisc = ["tc", "qdisc", "replace", "dev", device, "root"]
+            subprocess.run(["ip", "netns", "exec", name, *qdisc, *shape], check=True)
+
+    def plug(self, host, is_up):
+        """Connects a host to the others, or cuts its link."""
+        ip("-n", self.names[host], "link", "set", self.interface, "up" if is_up else "down")
 
     def host(self, rank):
         return rank // self.ranks_per_host
@@ -146,6 +156,68 @@ class TwoHosts:
     def enter(self, rank):
         rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{self.host(rank)}"]
         return ["ip", "netns", "exec", self.names[self.host(rank)], *rename]
+
+
+class TwoHosts(Namespaces):
+    """Two hosts joined by a veth pair."""
+
+    def __init__(self, ranks_per_host=1):
+        super().__init__(2, ranks_per_host)
+
+    def join(self):
+        peer = ["peer", "name", self.interface, "netns", self.names[1]]
+        ip("-n", self.names[0], "link", "add", self.interface, "type", "veth", *peer)
+
+
+class ManyHosts(Namespaces):
+    """Hosts joined by a bridge in a namespace of its own, each over a veth pair."""
+
+    def __init__(self, count, ranks_per_host=1):
+        super().__init__(count, ranks_per_host)
+        self.switch = f"candle-ddp-{os.getpid()}-switch"
+
+    def all_names(self):
+        return [*self.names, self.switch]
+
+    def ends(self):
+        return [*super().ends(), *((self.switch, f"port{host}") for host in range(self.count))]
+
+    def join(self):
+        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "bridge", "up")
+        for host, name in enumerate(self.names):
+            port = f"port{host}"
+            peer = ["peer", "name", self.interface, "netns", name]
+            ip("-n", self.switch, "link", "add", port, "type", "veth", *peer)
+            ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
+
+
+class DelayedHosts(Namespaces):
+    """Hosts joined by a program that delivers every packet after `delay` seconds: most systems here have no netem."""
+
+    def __init__(self, count, ranks_per_host, delay):
+        super().__init__(count, ranks_per_host)
+        self.delay, self.switch = delay, None
+
+    def join(self):
+        devices = [f"ddp{os.getpid()}.{host}" for host in range(self.count)]
+        with tempfile.TemporaryDirectory() as folder:
+            program = f"{folder}/delayed_switch"
+            source = Path(__file__).parent / "delayed_switch.c"
+            subprocess.run([os.environ.get("CC", "cc"), "-O2", "-Wall", source, "-o", program], check=True)
+            command = [program, str(int(self.delay * 1e6)), *devices]
+            self.switch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            is_ready = self.switch.stdout.readline() == "ready\n"
+        if not is_ready:
+            raise RuntimeError("the delayed switch did not start")
+        for device, name in zip(devices, self.names):
+            ip("link", "set", device, "netns", name, "name", self.interface)
+
+    def __exit__(self, *_):
+        if self.switch:
+            self.switch.kill()
+            self.switch.wait()
+        super().__exit__()
 
 
 def ip(*arguments):

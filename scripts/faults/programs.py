@@ -20,15 +20,16 @@ class Programs:
         return [*map(str, [*self.prefix, *launch, self.program]), *MAIN]
 
 
-def build(nccl=False, built=None):
+def build(nccl=False, built=None, release=False):
     """Builds both, with NCCL for the emulated GPU, unless they are given."""
     prefix = [ROOT / "scripts" / "emulated_gpu.sh"] if nccl else []
     if built:
         return Programs(*built, prefix)
-    features = ["--release", "--features", "nccl,cudnn"] if nccl else []
+    profile = ["--release"] if nccl or release else []
+    features = ["--features", "nccl,cudnn"] if nccl else []
     built = {}
-    for command in (["test", "--no-run", "--test", "processes", *features], ["build", "--package", "ddprun", *features[:1]]):
-        command = ["cargo", *command, "--locked", "--message-format=json"]
+    for command in (["test", "--no-run", "--test", "processes", *features], ["build", "--package", "ddprun"]):
+        command = ["cargo", *command, *profile, "--locked", "--message-format=json"]
         output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
         for message in map(json.loads, output.splitlines()):
             if executable := message.get("executable"):
