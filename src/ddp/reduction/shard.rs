@@ -190,7 +190,7 @@ impl ShardReduction {
         let usage = match &mut self.tree {
             Some(tree) => {
                 let usage = tree.send_usage(used, message, groups)?;
-                tree.add_up(buckets, groups, trace)?;
+                tree.add_up(buckets, groups, trace, |_, _| Ok(()))?;
                 usage
             }
             None => Usage::send(used, message, groups.main())?,

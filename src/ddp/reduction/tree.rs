@@ -97,12 +97,12 @@ impl TreeReduction {
     ) -> Result<Usage> {
         let usage = self.send_usage(used, message, groups)?;
         let mut gathers = Vec::with_capacity(buckets.len());
-        for number in self.add_up(buckets, groups, trace)? {
-            let (bucket, parts) = (&buckets[number], &buckets[number].sum.parts);
-            let group = groups.of(parts.device());
-            let chunk = own_part(parts, group)?;
-            gathers.push(bucket.label.during(|| group.all_gather_async(parts, &chunk))?);
-        }
+        // A bucket's results are gathered while the next one is added up.
+        self.add_up(buckets, groups, trace, |bucket, own| {
+            let parts = &bucket.sum.parts;
+            gathers.push(bucket.label.during(|| groups.of(parts.device()).all_gather_async(parts, own))?);
+            Ok(())
+        })?;
         for (number, work) in gathers.iter().enumerate() {
             work.wait()?;
             if let Some(trace) = trace {
@@ -122,9 +122,14 @@ impl TreeReduction {
         Usage::send_counts(used, message.is_stop_asked, &counts, groups.main())
     }
 
-    /// Waits until this rank's part of each bucket in flight holds the mean over all micro-batches. Returns their numbers.
-    pub(crate) fn add_up(&mut self, buckets: &[Bucket], groups: &Groups, trace: Option<&Trace>) -> Result<Vec<usize>> {
-        let mut numbers = Vec::with_capacity(buckets.len());
+    /// Waits until this rank's part of each bucket in flight holds the mean over all micro-batches, and calls `then` with both.
+    pub(crate) fn add_up(
+        &mut self,
+        buckets: &[Bucket],
+        groups: &Groups,
+        trace: Option<&Trace>,
+        mut then: impl FnMut(&Bucket, &Tensor) -> Result<()>,
+    ) -> Result<()> {
         for InFlight { number, received, works } in std::mem::take(&mut self.in_flight) {
             for work in &works {
                 work.wait()?;
@@ -132,15 +137,16 @@ impl TreeReduction {
                     trace.collective(work, format_args!("all-to-all of bucket {number}"));
                 }
             }
-            let parts = &buckets[number].sum.parts;
-            self.sum.run(&own_part(parts, groups.of(parts.device()))?, &received)?;
-            numbers.push(number);
+            let bucket = &buckets[number];
+            let own = own_part(&bucket.sum.parts, groups.of(bucket.sum.parts.device()))?;
+            self.sum.run(&own, &received)?;
+            then(bucket, &own)?;
             if self.memory.len() <= number {
                 self.memory.resize(number + 1, None);
             }
             self.memory[number] = Some(received);
         }
-        Ok(numbers)
+        Ok(())
     }
 }
 
