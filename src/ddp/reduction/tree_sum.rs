@@ -82,38 +82,45 @@ impl TreeSum {
 
     fn apply<T: Element>(&self, own: &mut [T], received: &[T]) {
         let elements = own.len();
+        // The stack's sums, each with room for a piece, and whether it has been computed or is still in its source.
         let depth = self.0.iter().scan(0usize, |depth, op| {
             *depth = if matches!(op, Op::Push(_)) { *depth + 1 } else { *depth - 1 };
             Some(*depth)
         });
-        let mut stack = vec![T::from_f64(0.); PIECE * depth.max().unwrap_or(0)];
+        let mut sums = vec![T::from_f64(0.); PIECE * depth.max().unwrap_or(0)];
         vectorise!(|| {
             for start in (0..elements).step_by(PIECE) {
                 let now = start..elements.min(start + PIECE);
                 let length = now.len();
-                let mut depth = 0;
+                let source = |place: Option<usize>| match place {
+                    None => &own[now.clone()],
+                    Some(place) => &received[place * elements + start..][..length],
+                };
+                let mut stack: Vec<Option<&[T]>> = Vec::with_capacity(sums.len() / PIECE);
                 for op in &self.0 {
                     match *op {
-                        Op::Push(place) => {
-                            let source = match place {
-                                None => &own[now.clone()],
-                                Some(place) => &received[place * elements + start..][..length],
-                            };
-                            stack[depth * PIECE..][..length].copy_from_slice(source);
-                            depth += 1;
-                        }
+                        Op::Push(place) => stack.push(Some(source(place))),
                         Op::Add(factor) => {
-                            depth -= 1;
-                            let (below, top) = stack.split_at_mut(depth * PIECE);
+                            let (Some(b), Some(a)) = (stack.pop(), stack.pop()) else { break };
+                            let (below, top) = sums.split_at_mut((stack.len() + 1) * PIECE);
+                            let sum = &mut below[stack.len() * PIECE..][..length];
+                            let b = b.unwrap_or_else(|| &top[..length]);
                             let factor = T::Real::from_f64(factor);
                             // As in a copy that accumulates.
-                            for (a, b) in below[(depth - 1) * PIECE..][..length].iter_mut().zip(&top[..length]) {
-                                *a = T::narrow((a.widen() + b.widen()) * factor);
+                            let add = |a: T, b: T| T::narrow((a.widen() + b.widen()) * factor);
+                            match a {
+                                Some(a) => {
+                                    sum.iter_mut().zip(a.iter().zip(b)).for_each(|(sum, (a, b))| *sum = add(*a, *b))
+                                }
+                                None => sum.iter_mut().zip(b).for_each(|(sum, b)| *sum = add(*sum, *b)),
                             }
+                            stack.push(None);
                         }
                     }
                 }
-                own[now].copy_from_slice(&stack[..length]);
+                if let Some(None) = stack.pop() {
+                    own[now].copy_from_slice(&sums[..length]);
+                }
             }
         });
     }
