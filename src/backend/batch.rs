@@ -1,6 +1,6 @@
 //! Several messages in one call.
 use super::call::{Call, Channel};
-use super::check::{CheckDevice, check, extent, on_device};
+use super::check::{CheckDevice, check, extent, intersect, on_device};
 use super::{Collective, Label};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -46,14 +46,7 @@ impl P2pOp {
         check_batch(rank, world_size, &|tensor| on_device(tensor, device), batch).map(drop)
     }
 
-    fn tensor(&self) -> &Tensor {
-        let (Self::Send { tensor, .. } | Self::Recv { tensor, .. }) = self;
-        tensor
-    }
-
-    /// Its tensor.
-    #[cfg(feature = "nccl")]
-    pub(super) fn into_tensor(self) -> Tensor {
+    pub(super) fn tensor(&self) -> &Tensor {
         let (Self::Send { tensor, .. } | Self::Recv { tensor, .. }) = self;
         tensor
     }
@@ -90,8 +83,7 @@ pub(super) fn check_overlaps(rank: usize, batch: &[P2pOp]) -> Result<()> {
     for (index, (storage, bytes)) in extents.iter().enumerate() {
         for (before, (other, others)) in extents[..index].iter().enumerate() {
             let (a, b) = (&batch[before], &batch[index]);
-            let overlap = storage == other && bytes.start.max(others.start) < bytes.end.min(others.end);
-            if overlap && (a.is_recv() || b.is_recv()) {
+            if storage == other && intersect(bytes, others) && (a.is_recv() || b.is_recv()) {
                 let reason = format!(
                     "{} and {} overlap (bytes {others:?} and {bytes:?} of one storage), and one of them is written: use slices \
                      that do not overlap, or a copy()",

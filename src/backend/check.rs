@@ -289,7 +289,12 @@ pub(super) fn extent(tensor: &Tensor) -> (usize, Range<usize>) {
 /// Whether two contiguous tensors have bytes in common.
 fn overlap(a: &Tensor, b: &Tensor) -> bool {
     let ((a, a_bytes), (b, b_bytes)) = (extent(a), extent(b));
-    a == b && a_bytes.start.max(b_bytes.start) < a_bytes.end.min(b_bytes.end)
+    a == b && intersect(&a_bytes, &b_bytes)
+}
+
+/// Whether two ranges of bytes of one storage have some in common.
+pub(super) fn intersect(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start.max(b.start) < a.end.min(b.end)
 }
 
 #[cfg(test)]

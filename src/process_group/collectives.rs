@@ -66,8 +66,7 @@ collectives! {
     }
 
     /// Sends part `p` of `input` to rank `p`, and receives part `p` of `output` from rank `p`. The `world_size` parts
-    /// have equal sizes: PyTorch's `all_to_all_single`. If `output` lacks this rank's own part, on all ranks, the part stays where it
-    /// is.
+    /// have equal sizes: PyTorch's `all_to_all_single`. On all ranks alike, `output` may lack the rank's own part.
     all_to_all / all_to_all_async = AllToAll { output: &Tensor => output.clone(), input: &Tensor => input.clone() }
 
     /// Gathers all ranks' `input`, in rank order, into `output` on rank `root`, where it has `world_size` × the elements of

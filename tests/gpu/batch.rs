@@ -10,7 +10,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
     match worker.job.as_str() {
         "batches and collectives" => in_order(&group(60)).unwrap(),
         "waits of a batch" => waits(&group(60)).unwrap(),
-        "killed in a batch" => worker.report(&until_failure(worker, &group(300))),
+        "killed in a batch" => worker.report(&batches(worker, &group(300))),
         "leave before a batch" => leave(worker, &group(200)),
         "late for a batch" => late(worker, &group(5)),
         _ => return false,
@@ -88,15 +88,9 @@ fn a_batch_waits_for_two_events() {
 }
 
 /// Repeats batches among all ranks until one fails, and returns its error.
-fn until_failure(worker: &Worker, pg: &ProcessGroup) -> String {
+fn batches(worker: &Worker, pg: &ProcessGroup) -> String {
     let own = Tensor::ones(1 << 20, DType::F32, pg.device()).unwrap();
-    loop {
-        let (batch, _) = exchange(pg, &others(pg), &own);
-        match pg.batch_isend_irecv(&batch).and_then(|work| work.synchronize()) {
-            Ok(()) => worker.sign(),
-            Err(error) => return error.to_string(),
-        }
-    }
+    worker.until_failure(|| pg.batch_isend_irecv(&exchange(pg, &others(pg), &own).0))
 }
 
 #[test]

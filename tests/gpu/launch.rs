@@ -1,6 +1,7 @@
 //! Ranks as processes, on one or several GPUs.
 use crate::common::{skip, skip_unless, test_process};
 use candle_ddp::backend::nccl::device_count;
+use candle_ddp::{Result, Work};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -95,6 +96,16 @@ impl Worker {
     /// Signals to the test that this rank is in the middle of its job.
     pub(crate) fn sign(&self) {
         std::fs::write(sign_of(&self.folder, self.rank), "").unwrap();
+    }
+
+    /// Repeats a call until one fails, and returns its error.
+    pub(crate) fn until_failure(&self, start: impl Fn() -> Result<Work>) -> String {
+        loop {
+            match start().and_then(|work| work.synchronize()) {
+                Ok(()) => self.sign(),
+                Err(error) => return error.to_string(),
+            }
+        }
     }
 }
 

@@ -107,7 +107,7 @@ fn rank_of_another_test() {
         "scaler" => optim::scales(&pg(60)).unwrap(),
         "zero" => optim::shards(&pg(60)).unwrap(),
         "leave" => leave(&worker, &pg(200)),
-        "killed" => worker.report(&until_failure(&worker, &pg(300))),
+        "killed" => worker.report(&all_reduces(&worker, &pg(300))),
         "desync" => worker.report(&disagree(&pg(3))),
         "wrong device" => wrong_device(&pg(20)),
         "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&pg(60), false).unwrap()),
@@ -460,15 +460,9 @@ fn leave(worker: &Worker, pg: &ProcessGroup) {
 }
 
 /// Repeats all-reduces until one fails, and returns its error.
-fn until_failure(worker: &Worker, pg: &ProcessGroup) -> String {
+fn all_reduces(worker: &Worker, pg: &ProcessGroup) -> String {
     let tensor = Tensor::ones(4 << 20, DType::F32, pg.device()).unwrap();
-    loop {
-        let reduced = pg.all_reduce_async(&tensor, ReduceOp::Max).and_then(|work| work.synchronize());
-        match reduced {
-            Ok(()) => worker.sign(),
-            Err(error) => return error.to_string(),
-        }
-    }
+    worker.until_failure(|| pg.all_reduce_async(&tensor, ReduceOp::Max))
 }
 
 #[test]

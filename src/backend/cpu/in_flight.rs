@@ -6,7 +6,7 @@
 //! little.
 use crate::backend::Collective;
 use crate::backend::call::Call;
-use crate::backend::check::extent;
+use crate::backend::check::{extent, intersect};
 use crate::error::describe;
 use crate::panic::lock;
 use crate::{Error, Result};
@@ -90,9 +90,7 @@ impl Caller {
         is_change: bool,
     ) -> Result<()> {
         let conflicts = |other: &&Use| {
-            other.by.queue != self.queue
-                && (is_change || other.is_change)
-                && bytes.start.max(other.bytes.start) < bytes.end.min(other.bytes.end)
+            other.by.queue != self.queue && (is_change || other.is_change) && intersect(bytes, &other.bytes)
         };
         let Some(other) = uses.get(&storage).and_then(|uses| uses.iter().find(conflicts)) else { return Ok(()) };
         let reason = format!(

@@ -1,4 +1,6 @@
 //! The NCCL engine in a build without it: every call returns an error that says how to get it.
+mod options;
+
 use super::{Collective, Communicator, Work};
 use crate::flight_recorder::Recording;
 use crate::rendezvous::Store;
@@ -6,7 +8,8 @@ use crate::{Error, Result};
 use candle_core::Device;
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
+
+pub use options::NcclOptions;
 
 fn absent() -> Error {
     Error::Unavailable {
@@ -31,21 +34,6 @@ pub fn device_count() -> Result<usize> {
 #[allow(unused_variables)]
 pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     Err(absent())
-}
-
-/// Options of an [`NcclCommunicator`]. They must be the same on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NcclOptions {
-    /// How long the construction, and later each call, may take before the group fails.
-    pub timeout: Duration,
-    /// A rank that sends no heartbeat for this long is considered dead, which ends the group.
-    pub lost_after: Duration,
-}
-
-impl Default for NcclOptions {
-    fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), lost_after: Duration::from_secs(10) }
-    }
 }
 
 /// One rank of a group whose tensors are on GPUs. This build never creates one.

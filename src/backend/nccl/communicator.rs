@@ -13,7 +13,7 @@ use super::stream::{Clock, Done, Streams};
 use super::threads::{join, join_until, spawn};
 use super::watchdog::{self, Watched};
 use super::work::{NcclWork, Shared};
-use super::{batch, cuda_failure, device};
+use super::{NcclOptions, batch, cuda_failure, device};
 use crate::backend::batch::check_batch;
 use crate::backend::call::{Call, Channel};
 use crate::backend::check::{check, on_device};
@@ -42,21 +42,6 @@ const LEAVING: Duration = Duration::from_secs(10);
 /// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should
 /// end at once, but may hang in NCCL or in the store.
 const ENDING: Duration = Duration::from_secs(30);
-
-/// Options of an [`NcclCommunicator`]. They must be the same on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NcclOptions {
-    /// The time-out of the construction and of each later call. Default: 10 minutes, as in PyTorch's NCCL.
-    pub timeout: Duration,
-    /// A rank that sends no heartbeat for this long is considered dead, which ends the group. Default: 10 seconds.
-    pub lost_after: Duration,
-}
-
-impl Default for NcclOptions {
-    fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), lost_after: Duration::from_secs(10) }
-    }
-}
 
 /// One rank of a group whose tensors are on GPUs.
 ///
@@ -444,7 +429,7 @@ impl Communicator for NcclCommunicator {
         let calls = check_batch(rank, world_size, &|tensor| on_device(tensor, &self.device), &batch)?;
         let Some((first, _)) = calls.first() else { return Ok(Work::done()) };
         let prepared = batch::prepare(&batch)?;
-        let tensors = batch.into_iter().map(P2pOp::into_tensor).collect();
+        let tensors = batch.iter().map(|message| message.tensor().clone()).collect();
         let work = self.work(*first, tensors, self.comm_stream.streams.clone(), false);
         Ok(Work::new(Shared(self.launch(&calls, &prepared, work)?)))
     }

@@ -18,6 +18,7 @@ mod group;
 mod health_store;
 mod heartbeat;
 mod identity;
+mod options;
 mod p2p;
 mod prepared;
 mod status;
@@ -26,9 +27,10 @@ mod threads;
 mod watchdog;
 mod work;
 
-pub use communicator::{NcclCommunicator, NcclOptions};
+pub use communicator::NcclCommunicator;
 pub(crate) use device::choose_device;
 pub use device::device_count;
+pub use options::NcclOptions;
 pub use status::version;
 
 /// Describes a `DriverError`.

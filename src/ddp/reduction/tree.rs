@@ -64,10 +64,8 @@ impl TreeReduction {
         let received = self.memory(number, &bucket.sum.parts, rounds * elements - own_part)?;
         let mut works = Vec::with_capacity(rounds);
         for round in 0..rounds {
-            let output = match round {
-                0 => received.narrow(0, 0, elements - own_part)?,
-                _ => received.narrow(0, round * elements - own_part, elements)?,
-            };
+            let start = (round * elements).saturating_sub(own_part);
+            let output = received.narrow(0, start, (round + 1) * elements - own_part - start)?;
             // A rank with fewer sums than others sends one again, and nobody reads it.
             works.push(group.all_to_all_async(&output, &bucket.sum_at(round.min(own - 1)).parts)?);
         }

@@ -32,7 +32,7 @@ impl TreeSum {
         for of in 0..world_size {
             for (round, leaves) in ranks.subtrees(of).into_iter().enumerate() {
                 let place = round * world_size + of;
-                // This rank's first sum lacks.
+                // This rank's own first sum is not received.
                 ops.push(Op::Push((place != rank).then(|| place - usize::from(place > rank))));
                 stack.push(leaves);
                 while let [.., left, right] = &stack[..]
@@ -82,12 +82,14 @@ impl TreeSum {
 
     fn apply<T: Element>(&self, own: &mut [T], received: &[T]) {
         let elements = own.len();
-        // The stack's sums, each with room for a piece, and whether it has been computed or is still in its source.
         let depth = self.0.iter().scan(0usize, |depth, op| {
             *depth = if matches!(op, Op::Push(_)) { *depth + 1 } else { *depth - 1 };
             Some(*depth)
         });
-        let mut sums = vec![T::from_f64(0.); PIECE * depth.max().unwrap_or(0)];
+        let depth = depth.max().unwrap_or(0);
+        // What was put on the stack, read where it is; None for a sum, of which `sums` has a piece.
+        let mut stack: Vec<Option<Option<usize>>> = Vec::with_capacity(depth);
+        let mut sums = vec![T::from_f64(0.); PIECE * depth];
         vectorise!(|| {
             for start in (0..elements).step_by(PIECE) {
                 let now = start..elements.min(start + PIECE);
@@ -96,19 +98,21 @@ impl TreeSum {
                     None => &own[now.clone()],
                     Some(place) => &received[place * elements + start..][..length],
                 };
-                let mut stack: Vec<Option<&[T]>> = Vec::with_capacity(sums.len() / PIECE);
                 for op in &self.0 {
                     match *op {
-                        Op::Push(place) => stack.push(Some(source(place))),
+                        Op::Push(place) => stack.push(Some(place)),
                         Op::Add(factor) => {
                             let (Some(b), Some(a)) = (stack.pop(), stack.pop()) else { break };
                             let (below, top) = sums.split_at_mut((stack.len() + 1) * PIECE);
                             let sum = &mut below[stack.len() * PIECE..][..length];
-                            let b = b.unwrap_or_else(|| &top[..length]);
+                            let b = match b {
+                                Some(place) => source(place),
+                                None => &top[..length],
+                            };
                             let factor = T::Real::from_f64(factor);
                             // As in a copy that accumulates.
                             let add = |a: T, b: T| T::narrow((a.widen() + b.widen()) * factor);
-                            match a {
+                            match a.map(source) {
                                 Some(a) => {
                                     sum.iter_mut().zip(a.iter().zip(b)).for_each(|(sum, (a, b))| *sum = add(*a, *b))
                                 }

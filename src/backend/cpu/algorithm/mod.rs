@@ -103,7 +103,7 @@ impl Scratch {
     }
 }
 
-/// Where the parts of all ranks lie in the output of an all-to-all, which may lack this rank's own part.
+/// Where the parts of all ranks lie in the input of an all-to-all, and in its output, which may lack this rank's own part.
 #[derive(Clone, Copy)]
 struct Places {
     each: usize,
@@ -116,16 +116,19 @@ impl Places {
         Self { each: input.len() / world_size, own, has_own: output.len() == input.len() }
     }
 
-    /// The bytes `piece` of the part of rank `peer`.
-    fn of(self, peer: usize, piece: Range<usize>) -> Range<usize> {
-        let start = (peer - usize::from(!self.has_own && peer > self.own)) * self.each;
-        start + piece.start..start + piece.end
+    /// The bytes `piece` of the part for rank `peer` in the input.
+    fn sent(self, peer: usize, piece: &Range<usize>) -> Range<usize> {
+        peer * self.each + piece.start..peer * self.each + piece.end
+    }
+
+    /// The bytes `piece` of the part from rank `peer` in the output.
+    fn received(self, peer: usize, piece: &Range<usize>) -> Range<usize> {
+        self.sent(peer - usize::from(!self.has_own && peer > self.own), piece)
     }
 
     /// Copies the bytes `piece` of this rank's own part.
-    fn copy_own(self, output: Region, input: Region, piece: Range<usize>) -> Result<(), TransportError> {
-        let start = self.own * self.each;
-        let own = start + piece.start..start + piece.end;
+    fn copy_own(self, output: Region, input: Region, piece: &Range<usize>) -> Result<(), TransportError> {
+        let own = self.sent(self.own, piece);
         if self.has_own { output.part(own.clone()).copy_from(input.part(own)) } else { Ok(()) }
     }
 }

@@ -215,12 +215,11 @@ fn reduce_scatter(
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
 fn all_to_all(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
     let (parts, places) = (Parts::new(streams), Places::new(output, input, streams.rank(), streams.world_size()));
-    let each = places.each;
-    for piece in pieces(each, parts.length) {
-        publish_parts(streams, parts, |peer| input.part(peer * each + piece.start..peer * each + piece.end))?;
-        places.copy_own(output, input, piece.clone())?;
+    for piece in pieces(places.each, parts.length) {
+        publish_parts(streams, parts, |peer| input.part(places.sent(peer, &piece)))?;
+        places.copy_own(output, input, &piece)?;
         for peer in streams.peers() {
-            let to = output.part(places.of(peer, piece.clone()));
+            let to = output.part(places.received(peer, &piece));
             streams.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(to))?;
         }
     }

@@ -81,11 +81,11 @@ pub(super) fn all_gather(session: &mut TcpSession, output: Region, input: Region
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
 pub(super) fn all_to_all(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let places = Places::new(output, input, session.rank(), session.world_size());
-    let each = places.each;
-    session.move_bytes(places.copy_own(output, input, 0..each))?;
+    let whole = 0..places.each;
+    session.move_bytes(places.copy_own(output, input, &whole))?;
     let sends: Vec<(usize, Piece)> =
-        session.peers().map(|peer| (peer, input.part(peer * each..(peer + 1) * each).into())).collect();
-    let recvs = session.peers().map(|peer| (peer, output.part(places.of(peer, 0..each)).into())).collect();
+        session.peers().map(|peer| (peer, input.part(places.sent(peer, &whole)).into())).collect();
+    let recvs = session.peers().map(|peer| (peer, output.part(places.received(peer, &whole)).into())).collect();
     session.exchange(&sends, recvs)
 }
 

@@ -51,16 +51,14 @@ impl Bridge<'_> {
     /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
     pub(super) fn all_to_all(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let places = Places::new(output, input, self.session.rank(), self.session.world_size());
-        let (each, members) = (places.each, self.hosts.members());
-        self.session.move_bytes(places.copy_own(output, input, 0..each))?;
-        let part_for =
-            |rank: usize, piece: &Range<usize>| input.part(rank * each + piece.start..rank * each + piece.end);
+        let (whole, members) = (0..places.each, self.hosts.members());
+        self.session.move_bytes(places.copy_own(output, input, &whole))?;
         self.inside(|streams| {
             let parts = Parts::new(streams);
-            for piece in pieces(each, parts.length) {
-                publish_parts(streams, parts, |peer| part_for(members[peer], &piece))?;
+            for piece in pieces(places.each, parts.length) {
+                publish_parts(streams, parts, |peer| input.part(places.sent(members[peer], &piece)))?;
                 for peer in streams.peers() {
-                    let to = output.part(places.of(members[peer], piece.clone()));
+                    let to = output.part(places.received(members[peer], &piece));
                     streams.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(to))?;
                 }
             }
@@ -68,8 +66,8 @@ impl Bridge<'_> {
         })?;
         let strangers = self.strangers();
         let sends: Vec<(usize, Piece)> =
-            strangers.iter().map(|rank| (*rank, part_for(*rank, &(0..each)).into())).collect();
-        let recvs = strangers.iter().map(|rank| (*rank, output.part(places.of(*rank, 0..each)).into())).collect();
+            strangers.iter().map(|rank| (*rank, input.part(places.sent(*rank, &whole)).into())).collect();
+        let recvs = strangers.iter().map(|rank| (*rank, output.part(places.received(*rank, &whole)).into())).collect();
         self.session.exchange(&sends, recvs)
     }
 }
