@@ -1,6 +1,7 @@
-//! The convolutions of cuDNN, over images in the format NCHW.
+//! The convolutions of cuDNN, over images in the format NCHW, and the graphs of attention.
 mod calculate;
 mod descriptors;
+mod graph;
 
 use crate::blas::DType;
 use crate::count::count;
