@@ -19,7 +19,7 @@
 #     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
 #     models     steps of ResNet-50 and a GPT, f32 and bf16
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
-#     switches   steps with one setting changed: kept memory, cuDNN and its workspace, lazy loading, queues, PTX
+#     switches   steps with one setting changed: kept memory, cuDNN, its attention and its workspace, lazy loading, queues, PTX
 #     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
 #     quick      something of each in at most six minutes
 #     all        everything, in this order
@@ -203,6 +203,7 @@ tests() {
   fi
   each gpu_layers 60 < <(names gpu_layers .)
   CANDLE_DDP_CUDNN=0 VARIANT=without-cudnn each gpu_layers 60 < <(names gpu_layers 'conv|images|resnet|address')
+  CANDLE_DDP_CUDNN_ATTENTION=0 VARIANT=without-cudnn-attention each gpu_layers 60 < <(names gpu_layers 'attention')
   each gpu 60 < <(names gpu -v "$FAULTS")
   each gpu_data_parallel 60 < <(names gpu_data_parallel .)
 }
@@ -295,6 +296,7 @@ switches() {
     step "switch-$name-default" 45 "$bin/ddprun" --nproc-per-node 1 "$bin/step" "$@" "${tiny[@]}" || true
     step "switch-$name" 45 env "$setting" "$bin/ddprun" --nproc-per-node 1 "$bin/step" "$@" "${tiny[@]}" || true
   }
+  ab attention CANDLE_DDP_CUDNN_ATTENTION=0 "${gpt[@]}"
   ab memory CANDLE_DDP_KEEP_GPU_MEMORY=0 "${gpt[@]}"
   [ "$size" != quick ] || return 0
   ab cudnn CANDLE_DDP_CUDNN=0 "${resnet[@]}"

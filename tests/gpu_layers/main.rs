@@ -17,7 +17,8 @@ mod operations;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2dOptions, add,
-    avg_pool2d, cross_entropy, gelu, max_pool2d, relu, scaled_dot_product_attention, softmax,
+    avg_pool2d, cross_entropy, gelu, max_pool2d, relu, scaled_dot_product_attention,
+    scaled_dot_product_attention_qkvpacked, softmax,
 };
 use candle_nn::{Conv2dConfig, ConvTranspose2dConfig};
 use common::{assert_close, floats, skip_unless, tensor};
@@ -166,6 +167,62 @@ fn attention_in_blocks_matches_the_cpu() {
             };
             for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
                 assert_close(there, &here, tolerance, &format!("result {index} of {heads} × {length} in {dtype:?}"));
+            }
+        }
+    });
+}
+
+/// What cuDNN has kernels for: rows of 16 bytes, and heads side by side or apart, as many of keys as of queries or fewer. It has
+/// none for the backward pass of the longest rows, nor for masks.
+#[test]
+fn attention_by_cudnn_matches_the_cpu() {
+    on_gpu("attention_by_cudnn_matches_the_cpu", |gpu| {
+        let cases = [
+            // Heads of queries and of keys, queries, keys, and the lengths of queries and of values.
+            (3, 3, 70, 70, 16, 16),
+            (4, 2, 33, 50, 8, 24),
+            (6, 1, 50, 33, 24, 8),
+            (2, 2, 1, 1, 8, 8),
+            (1, 1, 9, 9, 136, 8),
+        ];
+        for ((dtype, tolerance), (heads, key_heads, queries, keys, size, value_size)) in
+            [(DType::F16, 3e-3), (DType::BF16, 2e-2)].into_iter().flat_map(|dtype| cases.map(|case| (dtype, case)))
+        {
+            for (is_causal, is_masked, scale) in [(true, false, None), (false, false, Some(0.4)), (false, true, None)] {
+                let run = |device: &Device| {
+                    let var = |shape: &[usize], seed| {
+                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                        Var::from_tensor(&values).unwrap()
+                    };
+                    let q = var(&[2, heads, queries, size], 1);
+                    let (k, v) = (var(&[2, key_heads, keys, size], 2), var(&[2, key_heads, keys, value_size], 3));
+                    let dy = var(&[2, heads, queries, value_size], 4);
+                    let mask = is_masked.then(|| tensor(&[queries, keys], 5).to_device(device).unwrap());
+                    let options = AttentionOptions { mask, is_causal, scale };
+                    let y = scaled_dot_product_attention(&q, &k, &v, options.clone()).unwrap();
+                    let grads = (&y * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+                    let mut found = vec![floats(&y)];
+                    found.extend([&q, &k, &v].map(|var| floats(grads.get(var).unwrap())));
+
+                    let qkv = var(&[2, queries, 3 * heads * size], 6);
+                    let dy = var(&[2, queries, heads * size], 7);
+                    if !is_masked {
+                        let y = scaled_dot_product_attention_qkvpacked(&qkv, heads, options).unwrap();
+                        let grads = (&y * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+                        found.extend([floats(&y), floats(grads.get(&qkv).unwrap())]);
+                    }
+                    found
+                };
+                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                    let case =
+                        format!("result {index} of {heads} / {key_heads} × {queries} × {keys}, {size}, {value_size}");
+                    assert_close(
+                        there,
+                        &here,
+                        tolerance,
+                        &format!("{case} in {dtype:?}, causal: {is_causal}, {scale:?}"),
+                    );
+                }
             }
         }
     });

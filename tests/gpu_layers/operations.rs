@@ -9,7 +9,10 @@ use crate::common::{skip, tensor};
 use crate::on_gpu;
 use block::Block;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
-use candle_ddp::nn::{cross_entropy, embedding, layer_norm, linear_no_bias};
+use candle_ddp::nn::{
+    AttentionOptions, cross_entropy, embedding, layer_norm, linear_no_bias, scaled_dot_product_attention,
+    scaled_dot_product_attention_qkvpacked,
+};
 use candle_ddp::optim::{AdamW, FusedOptimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::vision::models::{ResNetOptions, resnet50};
 use candle_ddp::{Backend, DistributedDataParallel, InitOptions, init_process_group};
@@ -189,6 +192,44 @@ fn a_step_of_resnet50_asks_for_little() {
             false => [[850, 954], [1169, 1276]],
         };
         check("ResNet-50", &resnet(gpu), bounds);
+    });
+}
+
+/// With attention in bf16 by cuDNN, a call each way.
+#[test]
+fn attention_in_bf16_asks_for_little() {
+    const NAME: &str = "attention_in_bf16_asks_for_little";
+    on_gpu(NAME, |gpu| {
+        let is_on = |variable| std::env::var_os(variable).is_none_or(|value| value != "0");
+        let is_cudnn = cfg!(feature = "cudnn") && is_on("CANDLE_DDP_CUDNN") && is_on("CANDLE_DDP_CUDNN_ATTENTION");
+        let step = |shape: &[usize], attend: &dyn Fn(&Tensor) -> Result<Tensor>| {
+            let qkv =
+                Var::from_tensor(&tensor(shape, 1).to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap()).unwrap();
+            let run = || {
+                take_counts();
+                let y = attend(&qkv)?;
+                let forward = take_counts();
+                y.backward()?;
+                Ok::<_, candle_core::Error>([forward, take_counts()])
+            };
+            run().unwrap();
+            run().unwrap()
+        };
+        let options = || AttentionOptions { is_causal: true, ..Default::default() };
+        let packed = step(&[2, 20, 3 * 4 * 8], &|qkv| scaled_dot_product_attention_qkvpacked(qkv, 4, options()));
+        let apart = step(&[2, 4, 20, 8], &|q| scaled_dot_product_attention(q, q, q, options()));
+        for (what, counts) in [("packed", packed), ("apart", apart)] {
+            let [Some(forward), Some(backward)] = counts else {
+                return skip(NAME, "only an emulated GPU counts operations");
+            };
+            println!("{what}: {forward:?}, {backward:?}");
+            let has = |counts: &[(String, usize)], name: &str| counts.iter().any(|(known, _)| known == name);
+            assert_eq!(has(&forward, "attention forward"), is_cudnn, "{what}: {forward:?}");
+            assert_eq!(has(&backward, "attention backward"), is_cudnn, "{what}: {backward:?}");
+            if is_cudnn {
+                assert_eq!(forward.iter().filter(|(name, _)| name != "allocation").count(), 1, "{what}: {forward:?}");
+            }
+        }
     });
 }
 

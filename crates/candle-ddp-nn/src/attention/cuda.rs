@@ -1,6 +1,6 @@
 //! Attention on CUDA: products by cuBLAS, and kernels between them, for as many rows at a time as fit into the
 //! workspace. Neighbouring heads of queries that share keys and values form one matrix with group × queries rows.
-use super::problem::{AttentionOptions, Problem};
+use super::problem::Problem;
 use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
@@ -8,15 +8,16 @@ use candle_ddp_tensor::kernels::{
     self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none, supported,
 };
 
-/// The name of attention with heads side by side, for messages.
-const NAME: &str = "scaled_dot_product_attention_qkvpacked";
+/// The name of attention, for messages, and with heads side by side.
+pub(super) const APART: &str = "scaled_dot_product_attention";
+pub(super) const PACKED: &str = "scaled_dot_product_attention_qkvpacked";
 
 /// The maximum memory for the scores, weights and gradients of a block, unless a single row needs more.
 const WORKSPACE: usize = 64 << 20;
 
 /// The tensors are contiguous, and there are queries and keys.
 pub(super) fn attention([q, k, v]: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
-    supported(q.dtype(), "scaled_dot_product_attention")?;
+    supported(q.dtype(), APART)?;
     let qkv = [q, k, v].map(Tensor::detach);
     let (y, normalisers) = Attention::of(&problem, q)?.forward(&qkv)?;
     apply(&[q, k, v], y.into_result(), Backward { problem, qkv, normalisers })
@@ -31,47 +32,64 @@ struct Backward {
 
 impl Function for Backward {
     fn name(&self) -> &'static str {
-        "scaled_dot_product_attention"
+        APART
     }
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let gradients = Attention::of(&self.problem, dy)?.backward(&self.qkv, &self.normalisers, dy)?;
-        gradients.into_iter().map(|gradient| gradient.into_tensor().to_dtype(dy.dtype()).map(Some)).collect()
+        gradients(&self.problem, &self.qkv, &self.normalisers, dy)
     }
+}
+
+/// Of q, k and v.
+pub(super) fn gradients(
+    problem: &Problem,
+    qkv: &[Tensor; 3],
+    normalisers: &Output,
+    dy: &Tensor,
+) -> Result<Vec<Option<Tensor>>> {
+    let gradients = Attention::of(problem, dy)?.backward(qkv, normalisers, dy)?;
+    gradients.into_iter().map(|gradient| gradient.into_tensor().to_dtype(dy.dtype()).map(Some)).collect()
 }
 
 /// The same for heads side by side: `qkv` has the shape (B, T, 3 × H × D), the result (B, T, H × D).
-pub(super) fn packed(qkv: &Tensor, heads: usize, options: &AttentionOptions) -> Result<Tensor> {
-    supported(qkv.dtype(), NAME)?;
-    let qkv = &qkv.contiguous()?;
-    let (batch, tokens, width) = qkv.dims3()?;
-    let sides = Heads { batch, tokens, parts: 3, heads, size: width / (3 * heads) };
-    let parts = sides.split(&qkv.detach())?;
-    let parts = [parts.get(0)?, parts.get(1)?, parts.get(2)?];
-    let problem = Problem::new([&parts[0], &parts[1], &parts[2]], options)?;
+pub(super) fn packed(qkv: &Tensor, problem: Problem) -> Result<Tensor> {
+    supported(qkv.dtype(), PACKED)?;
+    let sides = Heads::new(&problem);
+    let parts = sides.apart(&qkv.detach())?;
     let (y, normalisers) = Attention::of(&problem, qkv)?.forward(&parts)?;
     let y = Heads { parts: 1, ..sides }.merge(qkv, &[&y])?;
-    apply(&[qkv], y.into_result(), Packed(Backward { problem, qkv: parts, normalisers }, sides))
+    apply(&[qkv], y.into_result(), Packed(Backward { problem, qkv: parts, normalisers }))
 }
 
-struct Packed(Backward, Heads);
+struct Packed(Backward);
 
 impl Function for Packed {
     fn name(&self) -> &'static str {
-        NAME
+        PACKED
     }
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let Self(Backward { problem, qkv, normalisers }, sides) = self;
-        let by_head = Heads { parts: 1, ..*sides }.split(dy)?;
-        let [dq, dk, dv] = Attention::of(problem, dy)?.backward(qkv, normalisers, &by_head)?;
-        Ok(vec![Some(sides.merge(dy, &[&dq, &dk, &dv])?.into_tensor())])
+        let Self(Backward { problem, qkv, normalisers }) = self;
+        packed_gradients(problem, qkv, normalisers, dy)
     }
+}
+
+/// Of heads side by side.
+pub(super) fn packed_gradients(
+    problem: &Problem,
+    qkv: &[Tensor; 3],
+    normalisers: &Output,
+    dy: &Tensor,
+) -> Result<Vec<Option<Tensor>>> {
+    let sides = Heads::new(problem);
+    let by_head = Heads { parts: 1, ..sides }.split(dy)?;
+    let [dq, dk, dv] = Attention::of(problem, dy)?.backward(qkv, normalisers, &by_head)?;
+    Ok(vec![Some(sides.merge(dy, &[&dq, &dk, &dv])?.into_tensor())])
 }
 
 /// The heads of tokens, side by side in memory, or each by itself.
 #[derive(Clone, Copy)]
-struct Heads {
+pub(super) struct Heads {
     batch: usize,
     tokens: usize,
     parts: usize,
@@ -80,6 +98,17 @@ struct Heads {
 }
 
 impl Heads {
+    /// Queries, keys and values.
+    pub(super) fn new(&Problem { batch, queries, heads, size, .. }: &Problem) -> Self {
+        Self { batch, tokens: queries, parts: 3, heads, size }
+    }
+
+    /// The three parts, with each head by itself.
+    pub(super) fn apart(&self, together: &Tensor) -> Result<[Tensor; 3]> {
+        let parts = self.split(together)?;
+        Ok([parts.get(0)?, parts.get(1)?, parts.get(2)?])
+    }
+
     /// A tensor (parts, batch, heads, tokens, size) of heads side by side.
     fn split(&self, together: &Tensor) -> Result<Tensor> {
         let Self { batch, tokens, parts, heads, size } = *self;
@@ -327,6 +356,7 @@ fn blocks(problem: &Problem, room: usize) -> Vec<Block> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::problem::AttentionOptions;
     use super::*;
     use candle_core::Device;
     use std::collections::HashSet;

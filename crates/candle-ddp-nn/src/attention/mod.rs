@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 mod composite;
 mod cpu;
 mod cuda;
+mod cudnn;
 mod flash;
 mod packed;
 mod problem;
@@ -33,7 +34,8 @@ use problem::Problem;
 ///
 /// Only a block of the weights is in memory at a time, and one number per query is kept for the backward pass. The
 /// block has 128 × 256 weights for each thread on the CPU. On CUDA, blocks need at most 64 MiB, or the memory of a
-/// single query, and the backward pass in f16 and bf16 also needs the gradients of keys and values in f32.
+/// single query, and the backward pass in f16 and bf16 also needs the gradients of keys and values in f32. With the feature
+/// `cudnn`, cuDNN does this where it can, without a mask in f16 and bf16; its backward pass needs two bytes for each weight.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for shapes,
@@ -46,7 +48,7 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
     }
     let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
     if q.device().is_cuda() {
-        return cuda::attention([&q, &k, &v], problem);
+        return cudnn::attention([&q, &k, &v], problem);
     }
     let qkv = [&q, &k, &v].map(Tensor::detach);
     let (storage, normalisers) = forward(&problem, &qkv)?;

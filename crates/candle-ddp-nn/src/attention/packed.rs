@@ -1,5 +1,5 @@
 //! Attention with queries, keys and values side by side in one tensor, as one linear layer produces them.
-use super::cuda;
+use super::cudnn;
 use super::problem::{AttentionOptions, Problem};
 use super::{backward, forward, scaled_dot_product_attention};
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
@@ -37,7 +37,7 @@ pub fn scaled_dot_product_attention_qkvpacked(qkv: &Tensor, heads: usize, option
         Ok::<_, candle_core::Error>([parts.get(0)?, parts.get(1)?, parts.get(2)?])
     };
     if qkv.device().is_cuda() && batch * tokens > 0 {
-        return cuda::packed(qkv, heads, &options);
+        return cudnn::packed(qkv, heads, &options);
     }
     if batch * tokens == 0 {
         let [q, k, v] = parts(qkv)?;

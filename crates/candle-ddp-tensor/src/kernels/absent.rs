@@ -1,5 +1,5 @@
 //! The kernels' interface in builds without CUDA, where no tensor is on a GPU.
-use super::launches::{Address, ConvShape, Convolve, Launch, Product};
+use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve, Launch, Product};
 use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
@@ -134,5 +134,13 @@ pub fn product(_: &CudaDevice, _: Product) -> Result<()> {
 }
 
 pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3]) -> Result<bool> {
+    Err(absent())
+}
+
+pub fn may_attend(_: DType, _: &AttendShape) -> bool {
+    false
+}
+
+pub fn attend(_: &CudaDevice, _: DType, _: &AttendShape, _: f64, _: &AttendTensors) -> Result<bool> {
     Err(absent())
 }

@@ -9,6 +9,13 @@ use std::sync::LazyLock;
 #[cfg(feature = "cudnn")]
 const VARIABLE: &str = "CANDLE_DDP_CUDNN";
 
+/// Whether cuDNN is not switched off.
+#[cfg(feature = "cudnn")]
+pub(super) fn is_enabled() -> bool {
+    static ENABLED: LazyLock<bool> = LazyLock::new(|| std::env::var_os(VARIABLE).is_none_or(|value| value != "0"));
+    *ENABLED
+}
+
 /// Enqueues a convolution of contiguous tensors x, w and y after all work that candle has enqueued on `device`. Returns
 /// false, and does nothing, in builds without cuDNN, where it is switched off, and for what cuDNN does not offer.
 pub fn convolve(
@@ -19,8 +26,7 @@ pub fn convolve(
 ) -> Result<bool> {
     #[cfg(feature = "cudnn")]
     {
-        static ENABLED: LazyLock<bool> = LazyLock::new(|| std::env::var_os(VARIABLE).is_none_or(|value| value != "0"));
-        if *ENABLED { super::cudnn::convolve(device, kind, shape, tensors) } else { Ok(false) }
+        if is_enabled() { super::cudnn::convolve(device, kind, shape, tensors) } else { Ok(false) }
     }
     #[cfg(not(feature = "cudnn"))]
     {

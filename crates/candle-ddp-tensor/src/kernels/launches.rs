@@ -143,6 +143,42 @@ pub enum Convolve {
     BackwardFilter,
 }
 
+/// The extents of attention, for cuDNN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "cudnn"), allow(dead_code))]
+pub struct AttendShape {
+    pub batch: usize,
+    /// Of queries.
+    pub heads: usize,
+    /// Of keys and values: `heads` is a multiple of it.
+    pub key_heads: usize,
+    pub queries: usize,
+    pub keys: usize,
+    /// The length of queries and keys.
+    pub size: usize,
+    /// The length of values.
+    pub value_size: usize,
+    /// Whether query i sees only the keys up to i.
+    pub is_causal: bool,
+    /// Whether the heads of a token are side by side: queries, keys and values in one tensor (batch, tokens, 3 × heads × size),
+    /// and results in one (batch, tokens, heads × size). Otherwise, a tensor is (batch, heads, tokens, size).
+    pub is_packed: bool,
+}
+
+/// The tensors of attention.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cudnn"), allow(dead_code))]
+pub struct AttendTensors<'a> {
+    pub qkv: [Address<'a>; 3],
+    /// The result.
+    pub y: Address<'a>,
+    /// The logarithm of the sum of e^score of each query, in f32: (batch, heads, queries).
+    pub normalisers: Address<'a>,
+    /// For the backward pass, which reads all of the above: the gradient of the result, and the results here, the gradients of
+    /// queries, keys and values.
+    pub backward: Option<(Address<'a>, [Address<'a>; 3])>,
+}
+
 /// A batch of matrices in row-major order.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

@@ -11,6 +11,8 @@ mod absent;
 #[cfg(feature = "cuda")]
 pub mod address;
 #[cfg(feature = "cuda")]
+mod attend;
+#[cfg(feature = "cuda")]
 mod cache;
 #[cfg(feature = "cuda")]
 mod compile;
@@ -48,10 +50,15 @@ mod uploaded;
 #[cfg(not(feature = "cuda"))]
 pub use absent::*;
 #[cfg(feature = "cuda")]
+pub use attend::{attend, may_attend};
+#[cfg(feature = "cuda")]
 pub use convolve::convolve;
 #[cfg(feature = "cuda")]
 pub use gpu::preload;
-pub use launches::{Address, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, dtype_number, supported};
+pub use launches::{
+    Address, AttendShape, AttendTensors, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, dtype_number,
+    supported,
+};
 #[cfg(feature = "cuda")]
 pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};
 #[cfg(feature = "cuda")]

@@ -1,9 +1,12 @@
-//! Convolutions by cuDNN: its algorithm for each shape is chosen once, by its heuristics, and kept.
+//! Convolutions and attention by cuDNN: its algorithm or plan for each shape is chosen once, by its heuristics, and kept.
 mod algorithm;
+mod attention;
+mod backend;
 mod descriptor;
+mod graph;
 mod workspace;
 
-use super::launches::{Address, ConvShape, Convolve};
+use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve};
 use super::layer::Output;
 use crate::{Error, Result};
 use algorithm::{Algorithm, choose, run};
@@ -12,14 +15,17 @@ use candle_core::{CudaDevice, DType};
 use cudarc::cudnn::result;
 use cudarc::cudnn::sys::{cudnnHandle_t, cudnnMathType_t};
 use cudarc::driver::CudaStream;
+use cudarc::driver::sys::CUdevice_attribute;
 use descriptor::{Descriptors, failure};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The number of shapes for which a thread keeps algorithms.
+/// The number of shapes for which a thread keeps algorithms, and the number for which it keeps plans.
 const PLANS: usize = 4096;
+/// Of memory that is allocated by itself, in bytes.
+const ALIGNMENT: usize = 256;
 /// The oldest version whose status codes and functions are the ones expected here: 9.0.
 const OLDEST: usize = 90_000;
 
@@ -38,16 +44,21 @@ struct Plan {
 struct Handle {
     raw: cudnnHandle_t,
     stream: Arc<CudaStream>,
+    version: usize,
     /// The largest workspace of an algorithm, in bytes.
     limit: usize,
     /// None where cuDNN has no algorithm.
     plans: HashMap<Key, Option<Rc<Plan>>>,
+    /// Of attention: whether it is the backward pass; none where cuDNN has no plan.
+    attention: HashMap<(bool, DType, AttendShape), Option<Rc<graph::Plan>>>,
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
         // Nobody is left to handle an error.
         let _ = self.stream.context().bind_to_thread();
+        // Plans were made for the handle.
+        self.attention.clear();
         // SAFETY: the handle was created, and is destroyed only here.
         let _ = unsafe { result::destroy_handle(self.raw) };
     }
@@ -64,7 +75,7 @@ impl Handle {
         }
         let limit = workspace::limit(stream.context())?;
         let raw = result::create_handle().map_err(|error| failure("creating a handle", error))?;
-        let handle = Self { raw, stream, limit, plans: HashMap::new() };
+        let handle = Self { raw, stream, version, limit, plans: HashMap::new(), attention: HashMap::new() };
         // SAFETY: the handle was just created, and the stream lives at least as long.
         unsafe { result::set_stream(raw, handle.stream.cu_stream().cast()) }
             .map_err(|error| failure("setting the stream", error))?;
@@ -88,11 +99,56 @@ impl Handle {
         self.plans.insert(key, plan.clone());
         Ok(plan)
     }
+
+    fn attention(&mut self, is_backward: bool, dtype: DType, shape: &AttendShape) -> Result<Option<Rc<graph::Plan>>> {
+        let key = (is_backward, dtype, *shape);
+        if let Some(plan) = self.attention.get(&key) {
+            return Ok(plan.clone());
+        }
+        let capability = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+        let capability = self.stream.context().attribute(capability).map_err(|error| Error::Kernel {
+            file: "cuDNN",
+            operation: "asking for the compute capability".into(),
+            reason: error.to_string(),
+        })?;
+        let plan = match attention::is_served(self.version, capability, is_backward, shape) {
+            true => attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, is_backward, shape))?,
+            false => None,
+        };
+        let (pass, whose) = (
+            if is_backward { "backward" } else { "forward" },
+            plan.as_ref().map_or("kernels without cuDNN", |_| "cuDNN"),
+        );
+        log::debug!("attention's {pass} pass of {shape:?} in {dtype:?} by {whose}");
+        if self.attention.len() >= PLANS {
+            self.attention.clear();
+        }
+        let plan = plan.map(Rc::new);
+        self.attention.insert(key, plan.clone());
+        Ok(plan)
+    }
 }
 
 thread_local! {
     /// The handles of this thread, by their streams, whose addresses stay taken as long as these are here.
     static HANDLES: RefCell<HashMap<(usize, usize), Handle>> = RefCell::default();
+}
+
+/// Calls `f` with this thread's handle for the device's stream, whose context is bound.
+fn with_handle<T>(device: &CudaDevice, f: impl FnOnce(&mut Handle) -> Result<T>) -> Result<T> {
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().map_err(|error| Error::Kernel {
+        file: "cuDNN",
+        operation: "binding the context".into(),
+        reason: error.to_string(),
+    })?;
+    HANDLES.with_borrow_mut(|handles| {
+        let key = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
+        f(match handles.entry(key) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Handle::new(stream)?),
+        })
+    })
 }
 
 /// See the function of the same name in the parent module.
@@ -102,28 +158,38 @@ pub(super) fn convolve(
     shape: &ConvShape,
     [x, w, y]: [Address; 3],
 ) -> Result<bool> {
-    let stream = device.cuda_stream();
-    stream.context().bind_to_thread().map_err(|error| Error::Kernel {
-        file: "cuDNN",
-        operation: "binding the context".into(),
-        reason: error.to_string(),
-    })?;
     // cuDNN's own default for f32 is TF32.
     let math = match dtype {
         DType::F16 | DType::BF16 => cudnnMathType_t::CUDNN_TENSOR_OP_MATH,
         DType::F32 if !gemm_reduced_precision_f32() => cudnnMathType_t::CUDNN_FMA_MATH,
         _ => cudnnMathType_t::CUDNN_DEFAULT_MATH,
     };
-    HANDLES.with_borrow_mut(|handles| {
-        let key = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
-        let handle = match handles.entry(key) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Handle::new(stream)?),
-        };
+    with_handle(device, |handle| {
         let Some(plan) = handle.plan((convolve, dtype, math, *shape))? else { return Ok(false) };
         let workspace = Output::new(device, DType::U8, plan.workspace)?;
         let workspace = (workspace.address()?, plan.workspace);
         run(handle.raw, &plan.descriptors, plan.algorithm, workspace, [x, w, y], dtype == DType::F64)?;
+        Ok(true)
+    })
+}
+
+/// See the function of the same name in the parent module.
+pub(super) fn attend(
+    device: &CudaDevice,
+    dtype: DType,
+    shape: &AttendShape,
+    scale: f64,
+    tensors: &AttendTensors,
+) -> Result<bool> {
+    let is_backward = tensors.backward.is_some();
+    with_handle(device, |handle| {
+        let Some(plan) = handle.attention(is_backward, dtype, shape)? else { return Ok(false) };
+        // The numbers that the backward pass keeps for each query, and then the workspace.
+        let sums = if is_backward { shape.batch * shape.heads * shape.queries } else { 0 };
+        let sums = (sums * DType::F32.size_in_bytes()).next_multiple_of(ALIGNMENT);
+        let memory = Output::new(device, DType::U8, sums + plan.workspace)?;
+        let memory = [memory.address()?, memory.address()?.skip(sums, DType::U8)];
+        attention::run(handle.raw, &plan, (shape, scale), tensors, memory)?;
         Ok(true)
     })
 }

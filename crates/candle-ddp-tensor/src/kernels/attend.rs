@@ -1,0 +1,54 @@
+//! Attention by cuDNN, where the feature `cudnn` is on.
+use super::launches::{AttendShape, AttendTensors};
+use crate::Result;
+use candle_core::{CudaDevice, DType};
+#[cfg(feature = "cudnn")]
+use std::sync::LazyLock;
+
+/// The environment variable that switches attention by cuDNN off with the value 0.
+#[cfg(feature = "cudnn")]
+const VARIABLE: &str = "CANDLE_DDP_CUDNN_ATTENTION";
+
+/// Whether cuDNN may have something for this: false in builds without it, where it is switched off, and for what it never has.
+pub fn may_attend(dtype: DType, shape: &AttendShape) -> bool {
+    #[cfg(feature = "cudnn")]
+    {
+        static ENABLED: LazyLock<bool> = LazyLock::new(|| {
+            super::convolve::is_enabled() && std::env::var_os(VARIABLE).is_none_or(|value| value != "0")
+        });
+        // cuDNN's kernels load 16 bytes of a row at once.
+        let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
+        *ENABLED && is_narrow && [shape.size, shape.value_size].iter().all(|size| size.is_multiple_of(8))
+    }
+    #[cfg(not(feature = "cudnn"))]
+    {
+        let _ = (dtype, shape);
+        false
+    }
+}
+
+/// Enqueues attention, or its backward pass, after all work that candle has enqueued on `device`. Returns false, and does
+/// nothing, where `may_attend` is false, and for what cuDNN does not offer.
+pub fn attend(
+    device: &CudaDevice,
+    dtype: DType,
+    shape: &AttendShape,
+    scale: f64,
+    tensors: &AttendTensors,
+) -> Result<bool> {
+    if !may_attend(dtype, shape) {
+        return Ok(false);
+    }
+    #[cfg(feature = "cudnn")]
+    {
+        let AttendTensors { qkv: [q, k, v], y, backward, .. } = *tensors;
+        let gradients = backward.iter().flat_map(|(dy, [dq, dk, dv])| [dy, dq, dk, dv]).copied();
+        let is_aligned = [q, k, v, y].into_iter().chain(gradients).all(|address| address.is_aligned());
+        if is_aligned { super::cudnn::attend(device, dtype, shape, scale, tensors) } else { Ok(false) }
+    }
+    #[cfg(not(feature = "cudnn"))]
+    {
+        let _ = (device, scale, tensors);
+        Ok(false)
+    }
+}

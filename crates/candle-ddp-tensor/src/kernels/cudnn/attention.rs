@@ -1,0 +1,345 @@
+//! Attention by cuDNN: softmax(q kᵀ × scale) v as a graph, for which cuDNN has kernels that keep no weights in memory. The gradients
+//! of queries are sums over blocks of keys. cuDNN either adds them up with atomic operations, in any order, or keeps their terms;
+//! a graph that names no memory for the sums gets the latter, whose results are the same in every run.
+use super::backend::{Descriptor, Failure, Value};
+use super::graph::{Gpu, Graph, Id, Plan, Tensor, contiguous, swapped};
+use crate::Result;
+use crate::kernels::launches::{Address, AttendShape, AttendTensors};
+use candle_core::DType;
+use cudarc::cudnn::sys::{
+    cudnnBackendAttributeName_t as Name, cudnnBackendDescriptorType_t as Kind, cudnnDataType_t as Type, cudnnHandle_t,
+    cudnnPointwiseMode_t as Pointwise, cudnnReduceTensorOp_t as Reduction,
+};
+
+type Outcome<T> = std::result::Result<T, Failure>;
+
+const Q: Id = 1;
+const K: Id = 2;
+const V: Id = 3;
+const Y: Id = 4;
+const NORMALISERS: Id = 5;
+const DY: Id = 6;
+const DQ: Id = 7;
+const DK: Id = 8;
+const DV: Id = 9;
+const SUMS: Id = 10;
+const SCALE: Id = 11;
+const UNSEEN: Id = 12;
+const ONE: Id = 13;
+
+/// The oldest version for which attention is served here: 9.10.2. Before, there were errors in it.
+const OLDEST: usize = 91_002;
+/// Up to this version, gradients are right only for whole blocks of keys: 9.15.0.
+const WHOLE_BLOCKS: usize = 91_500;
+const BLOCK: usize = 128;
+
+/// Whether this version of cuDNN computes attention on this GPU, of a major compute capability. Newer GPUs have another kind of
+/// kernel, whose gradients are the same in every run only with settings that cuDNN calls knobs.
+pub(super) fn is_served(version: usize, capability: i32, is_backward: bool, shape: &AttendShape) -> bool {
+    let AttendShape { batch, heads, queries, keys, size, value_size, .. } = *shape;
+    // As in convolutions, elements have numbers of 31 bits.
+    let elements = [batch, 3 * heads, queries.max(keys), size.max(value_size)];
+    let is_small = i32::try_from(elements.iter().product::<usize>()).is_ok();
+    let backward = matches!(capability, 8 | 9)
+        && (version > WHOLE_BLOCKS || keys.is_multiple_of(BLOCK))
+        && (queries, keys) != (1, 1);
+    version >= OLDEST && is_small && (!is_backward || backward)
+}
+
+/// The tensors that both passes have.
+struct Common {
+    dtype: Type,
+    /// Of one head and one query or key; keys and values have rows and columns swapped where that is asked for.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    normalisers: Tensor,
+    scale: Tensor,
+}
+
+/// Sizes and strides, in elements.
+struct Layout([usize; 4], [usize; 4]);
+
+impl Layout {
+    fn swapped(self) -> Self {
+        Self(swapped(self.0), swapped(self.1))
+    }
+
+    fn add(self, graph: &mut Graph, id: Id, dtype: Type) -> Outcome<Tensor> {
+        graph.stored(id, dtype, self.0, self.1)
+    }
+}
+
+impl AttendShape {
+    /// Of a tensor with heads of its own, or, packed, with all heads of `parts` tensors side by side.
+    fn layout(&self, heads: usize, rows: usize, size: usize, parts: usize) -> Layout {
+        let sizes = [self.batch, heads, rows, size];
+        let row = parts * heads * size;
+        Layout(sizes, if self.is_packed { [rows * row, size, row, 1] } else { contiguous(sizes) })
+    }
+
+    fn queries(&self) -> Layout {
+        self.layout(self.heads, self.queries, self.size, 3)
+    }
+
+    fn keys(&self) -> Layout {
+        self.layout(self.key_heads, self.keys, self.size, 3)
+    }
+
+    fn values(&self) -> Layout {
+        self.layout(self.key_heads, self.keys, self.value_size, 3)
+    }
+
+    fn results(&self) -> Layout {
+        self.layout(self.heads, self.queries, self.value_size, 1)
+    }
+
+    fn weights(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.queries, self.keys]
+    }
+
+    fn per_query(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.queries, 1]
+    }
+}
+
+fn data_type(dtype: DType) -> Option<Type> {
+    match dtype {
+        DType::F16 => Some(Type::CUDNN_DATA_HALF),
+        DType::BF16 => Some(Type::CUDNN_DATA_BFLOAT16),
+        _ => None,
+    }
+}
+
+/// The graph of one of the two passes.
+fn graph(dtype: Type, is_backward: bool, shape: &AttendShape) -> Outcome<Graph> {
+    let graph = &mut Graph::default();
+    let values = shape.values();
+    let common = Common {
+        dtype,
+        q: shape.queries().add(graph, Q, dtype)?,
+        k: shape.keys().swapped().add(graph, K, dtype)?,
+        v: if is_backward { values.swapped() } else { values }.add(graph, V, dtype)?,
+        y: shape.results().add(graph, Y, dtype)?,
+        normalisers: graph.stored(
+            NORMALISERS,
+            Type::CUDNN_DATA_FLOAT,
+            shape.per_query(),
+            contiguous(shape.per_query()),
+        )?,
+        scale: graph.scalar(SCALE)?,
+    };
+    match is_backward {
+        false => forward(graph, shape, &common)?,
+        true => backward(graph, shape, &common)?,
+    }
+    Ok(std::mem::take(graph))
+}
+
+/// q kᵀ × scale.
+fn scores(graph: &mut Graph, shape: &AttendShape, Common { q, k, scale, .. }: &Common) -> Outcome<Tensor> {
+    let products = graph.result(shape.weights())?;
+    graph.product(q, k, &products)?;
+    graph.apply(Pointwise::CUDNN_POINTWISE_MUL, &products, Some(scale))
+}
+
+fn masked(graph: &mut Graph, shape: &AttendShape, scores: Tensor) -> Outcome<Tensor> {
+    if !shape.is_causal {
+        return Ok(scores);
+    }
+    let unseen = graph.scalar(UNSEEN)?;
+    graph.lower_triangle(&scores, &unseen)
+}
+
+fn forward(graph: &mut Graph, shape: &AttendShape, common: &Common) -> Outcome<()> {
+    let scores = scores(graph, shape, common)?;
+    let scores = masked(graph, shape, scores)?;
+    let largest = graph.reduce_rows(Reduction::CUDNN_REDUCE_TENSOR_MAX, &scores)?;
+    let shifted = graph.apply(Pointwise::CUDNN_POINTWISE_SUB, &scores, Some(&largest))?;
+    let powers = graph.apply(Pointwise::CUDNN_POINTWISE_EXP, &shifted, None)?;
+    let sums = graph.reduce_rows(Reduction::CUDNN_REDUCE_TENSOR_ADD, &powers)?;
+    let logarithms = graph.apply(Pointwise::CUDNN_POINTWISE_LOG, &sums, None)?;
+    graph.apply_to(Pointwise::CUDNN_POINTWISE_ADD, &largest, Some(&logarithms), &common.normalisers)?;
+    let weights = graph.between(common.dtype, shape.weights(), contiguous(shape.weights()))?;
+    graph.apply_to(Pointwise::CUDNN_POINTWISE_DIV, &powers, Some(&sums), &weights)?;
+    graph.product(&weights, &common.v, &common.y)
+}
+
+fn backward(graph: &mut Graph, shape: &AttendShape, common: &Common) -> Outcome<()> {
+    let Common { dtype, q, k, v, y, normalisers, scale } = common;
+    let dy = shape.results().add(graph, DY, *dtype)?;
+    let dq = shape.queries().add(graph, DQ, *dtype)?;
+    let dk = shape.keys().add(graph, DK, *dtype)?;
+    let dv = shape.values().add(graph, DV, *dtype)?;
+    let one = graph.scalar(ONE)?;
+
+    // What each query's gradients have in common. The multiplication by one is a part of the graph that cuDNN knows.
+    let products = graph.apply(Pointwise::CUDNN_POINTWISE_MUL, &dy, Some(y))?;
+    let totals = graph.reduce_rows(Reduction::CUDNN_REDUCE_TENSOR_ADD, &products)?;
+    let sums = graph.stored(SUMS, Type::CUDNN_DATA_FLOAT, shape.per_query(), contiguous(shape.per_query()))?;
+    graph.apply_to(Pointwise::CUDNN_POINTWISE_MUL, &totals, Some(&one), &sums)?;
+
+    let scores = scores(graph, shape, common)?;
+    let shifted = graph.apply(Pointwise::CUDNN_POINTWISE_SUB, &scores, Some(normalisers))?;
+    let shifted = masked(graph, shape, shifted)?;
+    let weights = graph.apply(Pointwise::CUDNN_POINTWISE_EXP, &shifted, None)?;
+    let by_key = graph.transpose(*dtype, &weights)?;
+    of_keys(graph, *dtype, [&by_key, &dy], &dv)?;
+
+    let of_weights = graph.result(shape.weights())?;
+    graph.product(&dy, v, &of_weights)?;
+    let centred = graph.apply(Pointwise::CUDNN_POINTWISE_SUB, &of_weights, Some(&sums))?;
+    let of_scores = graph.apply(Pointwise::CUDNN_POINTWISE_MUL, &centred, Some(&weights))?;
+    let of_products = graph.apply(Pointwise::CUDNN_POINTWISE_MUL, &of_scores, Some(scale))?;
+    let by_key = graph.transpose(*dtype, &of_products)?;
+    of_keys(graph, *dtype, [&by_key, q], &dk)?;
+    let keys = graph.transpose(*dtype, k)?;
+    graph.product(&of_products, &keys, &dq)
+}
+
+/// A gradient of keys or values, which is the sum of those of the queries' heads that share them.
+fn of_keys(graph: &mut Graph, dtype: Type, [a, b]: [&Tensor; 2], to: &Tensor) -> Outcome<()> {
+    let [batch, heads, rows, _] = a.sizes;
+    if to.sizes[1] == heads {
+        return graph.product(a, b, to);
+    }
+    let sizes = [batch, heads, rows, b.sizes[3]];
+    let apart = graph.between(dtype, sizes, contiguous(sizes))?;
+    graph.product(a, b, &apart)?;
+    graph.reduce_to(Reduction::CUDNN_REDUCE_TENSOR_ADD, &apart, to)
+}
+
+/// The plan of a pass; `None` where cuDNN has none whose workspace is small enough.
+pub(super) fn plan(
+    gpu: Gpu,
+    limit: usize,
+    (dtype, is_backward, shape): (DType, bool, &AttendShape),
+) -> Result<Option<Plan>> {
+    let Some(dtype) = data_type(dtype) else { return Ok(None) };
+    let found = graph(dtype, is_backward, shape).and_then(|graph| graph.plan(gpu, limit));
+    Ok(Failure::or_nothing(found)?.flatten())
+}
+
+/// Enqueues a pass on the handle's stream. Does not wait.
+pub(super) fn run(
+    handle: cudnnHandle_t,
+    plan: &Plan,
+    (shape, scale): (&AttendShape, f64),
+    tensors: &AttendTensors,
+    [sums, workspace]: [Address; 2],
+) -> Result<()> {
+    let pointer = |address: Address| address.0 as *mut std::ffi::c_void;
+    let (scale, unseen, one) = (scale as f32, f32::NEG_INFINITY, 1f32);
+    let scalar = |number: &f32| std::ptr::from_ref(number).cast_mut().cast();
+    let AttendTensors { qkv: [q, k, v], y, normalisers, backward } = *tensors;
+    let mut given = vec![(Q, pointer(q)), (K, pointer(k)), (V, pointer(v)), (Y, pointer(y))];
+    given.extend([(NORMALISERS, pointer(normalisers)), (SCALE, scalar(&scale))]);
+    if shape.is_causal {
+        given.push((UNSEEN, scalar(&unseen)));
+    }
+    if let Some((dy, [dq, dk, dv])) = backward {
+        given.extend([(DY, pointer(dy)), (DQ, pointer(dq)), (DK, pointer(dk)), (DV, pointer(dv))]);
+        given.extend([(SUMS, pointer(sums)), (ONE, scalar(&one))]);
+    }
+    let (ids, pointers): (Vec<_>, Vec<_>) = given.into_iter().unzip();
+    let workspace = [pointer(workspace)];
+    let mut attributes = vec![
+        (Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Value::Integers(&ids)),
+        (Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, Value::Pointers(&pointers)),
+    ];
+    if plan.workspace > 0 {
+        attributes.push((Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, Value::Pointers(&workspace)));
+    }
+    let done = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, &attributes).and_then(|pack| {
+        // SAFETY: the handle exists, and the tensors are as the graph describes them; they live until the call returns, and
+        // memory that is freed later is freed after the kernels, on the same stream. The scalars are read before the call
+        // returns. The workspace is as large as the plan asked for.
+        unsafe { plan.plan.execute(handle, &pack) }
+    });
+    done.map_err(|failure| match failure {
+        Failure::NotSupported(status) => super::descriptor::failure("running attention", status),
+        Failure::Other(error) => error,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: AttendShape = AttendShape {
+        batch: 4,
+        heads: 12,
+        key_heads: 12,
+        queries: 1024,
+        keys: 1024,
+        size: 64,
+        value_size: 64,
+        is_causal: true,
+        is_packed: true,
+    };
+
+    #[test]
+    fn versions_and_gpus_with_errors_are_not_served() {
+        let served = |version, capability, shape: AttendShape| {
+            [false, true].map(|is_backward| is_served(version, capability, is_backward, &shape))
+        };
+        assert_eq!(served(92_800, 8, SHAPE), [true; 2]);
+        assert_eq!(served(91_001, 8, SHAPE), [false; 2]);
+        assert_eq!([10, 7].map(|capability| served(92_800, capability, SHAPE)), [[true, false]; 2]);
+        let odd = AttendShape { keys: 1000, ..SHAPE };
+        assert_eq!([91_500, 91_501].map(|version| served(version, 9, odd)), [[true, false], [true, true]]);
+        assert_eq!(served(92_800, 9, AttendShape { queries: 1, keys: 1, ..SHAPE }), [true, false]);
+        assert_eq!(served(92_800, 9, AttendShape { batch: 1000, ..SHAPE }), [false; 2]);
+    }
+
+    /// A GPU of NVIDIA's, as cuDNN would describe it.
+    fn described(name: &str, version: usize, processors: usize, shared: usize) -> Descriptor {
+        let text = format!(
+            r#"{{"deviceVer":{version},"driverVer":13000,"deviceName":"{name}","cudaDeviceId":0,"maxGridSize":[2147483647,65535,65535],"#
+        ) + &format!(
+            r#""maxBlockSize":[1024,1024,64],"regsPerBlock":65536,"multiProcessorCount":{processors},"smCountOrigin":0,"warpSize":32,"#
+        ) + &format!(
+            r#""maxSharedMemoryPerBlock":49152,"maxSharedMemoryPerBlockOptin":{shared},"reservedSharedMemoryPerBlock":1024,"#
+        ) + r#""oversizedSharedMemoryPerBlock":0,"maxRegistersPerSM":65536,"maxCtasPerSM":32,"maxThreadsPerBlock":1024,"#
+            + r#""maxThreadsPerSM":2048,"pciDeviceId":0,"isTccDriver":0,"supportCoopLaunch":1,"totalGlobalMem":85899345920,"#
+            + r#""smClockRateKHz":1410000,"memClockRateKHz":1593000,"memoryBusWidth":5120,"l2CacheSize":41943040}"#;
+        let attributes = [(Name::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, Value::Text(text.as_bytes()))];
+        Descriptor::new(Kind::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR, &attributes).unwrap()
+    }
+
+    /// cuDNN itself accepts the graphs, and makes plans of them, for GPUs that are only described.
+    #[test]
+    #[ignore = "needs the library of cuDNN: scripts/cudnn_plans.sh runs it"]
+    fn cudnn_has_plans_for_the_graphs() {
+        println!("cuDNN {}", cudarc::cudnn::result::get_version());
+        let gpus = [described("A100", 800, 108, 166_912), described("H100", 900, 132, 232_448)];
+        let apart = AttendShape { is_packed: false, ..SHAPE };
+        let cases = [
+            ("packed", SHAPE, [true; 2]),
+            ("apart", apart, [true; 2]),
+            ("all keys", AttendShape { is_causal: false, ..SHAPE }, [true; 2]),
+            ("shared keys", AttendShape { key_heads: 4, ..apart }, [true; 2]),
+            ("one head of keys", AttendShape { key_heads: 1, ..apart }, [true; 2]),
+            ("rows of 128", AttendShape { size: 128, value_size: 128, ..SHAPE }, [true; 2]),
+            ("rows of 72", AttendShape { size: 72, value_size: 72, ..SHAPE }, [true; 2]),
+            ("rows of 8", AttendShape { size: 8, value_size: 8, ..SHAPE }, [true; 2]),
+            ("other values", AttendShape { value_size: 32, ..apart }, [true; 2]),
+            ("odd lengths", AttendShape { queries: 77, keys: 130, ..apart }, [true; 2]),
+            ("more queries", AttendShape { queries: 130, keys: 77, ..apart }, [true; 2]),
+            ("one query", AttendShape { queries: 1, is_causal: false, ..apart }, [true; 2]),
+            ("rows of 5", AttendShape { size: 5, value_size: 5, ..apart }, [false; 2]),
+        ];
+        for (gpu, dtype) in gpus.iter().flat_map(|gpu| [(gpu, DType::F16), (gpu, DType::BF16)]) {
+            for (name, shape, expected) in cases {
+                let plans = [false, true]
+                    .map(|is_backward| plan(Gpu::Described([gpu]), usize::MAX, (dtype, is_backward, &shape)).unwrap());
+                println!(
+                    "{dtype:?}, {name}: workspaces {:?}",
+                    plans.each_ref().map(|plan| plan.as_ref().map(|plan| plan.workspace))
+                );
+                assert_eq!(plans.map(|plan| plan.is_some()), expected, "{dtype:?}, {name}");
+            }
+        }
+    }
+}
