@@ -43,6 +43,8 @@ mod prefix_store;
 mod progress;
 #[doc(hidden)]
 pub mod random;
+#[doc(hidden)]
+pub mod reading;
 mod reports;
 #[doc(hidden)]
 pub mod secret;

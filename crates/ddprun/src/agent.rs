@@ -40,9 +40,9 @@ pub(super) struct Agent<'a> {
     own_store: Option<Arc<dyn Store>>,
     /// The connection to the agents of the other nodes, if there are any.
     link: Option<Link>,
-    /// This node's number among them, and the members of the last round.
+    /// This node's number among them, and whether it was a member of the last round.
     slot: Option<Slot>,
-    slots: Vec<Slot>,
+    is_member: bool,
     /// Why all nodes have failed, with the exit code.
     failure: Option<(String, u8)>,
     /// The coordinator cannot be reached any more.
@@ -70,7 +70,7 @@ impl<'a> Agent<'a> {
             own_store: None,
             link,
             slot: None,
-            slots: Vec::new(),
+            is_member: false,
             failure: None,
             is_lost: false,
             run_id,
@@ -116,17 +116,14 @@ impl<'a> Agent<'a> {
 
     /// Takes part in a round; returns whether this node belongs to it. `Err` says why the other nodes dropped it.
     pub(super) fn enter(&mut self, round: Round) -> std::result::Result<bool, String> {
-        let node_rank = round.slots.iter().position(|slot| Some(*slot) == self.slot);
-        let was_member = self.slot.is_some_and(|slot| self.slots.contains(&slot));
-        let nodes = round.slots.len();
-        self.slots = round.slots;
-        let Some(node_rank) = node_rank else {
+        let was_member = std::mem::replace(&mut self.is_member, round.node_rank.is_some());
+        let Some(node_rank) = round.node_rank else {
             let lost = "the other nodes continued without this one, because it gave no sign of life in time, or its \
                         connection to the store was cut";
             return if was_member { Err(lost.to_string()) } else { Ok(false) };
         };
         let local_world_size = self.starter.topology.local_world_size;
-        self.starter.topology = Topology { nodes, node_rank, local_world_size };
+        self.starter.topology = Topology { nodes: round.nodes, node_rank, local_world_size };
         (self.restart_count, self.attempt) = (round.restart_count, round.attempt);
         Ok(true)
     }
@@ -214,7 +211,7 @@ impl<'a> Agent<'a> {
         let local_world_size = self.starter.topology.local_world_size;
         self.starter.topology = Topology { nodes, node_rank, local_world_size };
         (self.attempt, self.restart_count) = (attempt, restart_count);
-        self.slots.extend(self.slot);
+        self.is_member = true;
         (0..local_world_size).try_for_each(|local_rank| {
             let incarnation = incarnations.get(local_rank).copied().unwrap_or(0);
             self.start(local_rank, incarnation).map(&mut started)

@@ -37,7 +37,10 @@ const SAME: &str = "give all processes of the job the same secret (CANDLE_DDP_SE
                     CANDLE_DDP_SECRET_FILE); ddprun gives it to its workers";
 
 /// How often to retry a connection that ends during the handshake: a flood of strangers may have pushed it out.
-const RETRIES: u32 = 5;
+const RETRIES: u32 = 9;
+/// The pause before the first of these; each further one is twice as long. When the ranks of a large job all connect at once, they
+/// push each other out, so together the pauses must last longer than such a start.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// A connection on which both ends have proved that they know the secret, if there is one, and that has completed PING.
 pub(super) struct Link {
@@ -63,8 +66,8 @@ impl Link {
         loop {
             match Self::open_once(address, secret, deadline) {
                 Err(LinkError::Closed(error)) if retries < RETRIES && was_pushed_out(&error) => {
+                    let pause = PAUSE * (1 << retries);
                     retries += 1;
-                    let pause = Duration::from_millis(5) * retries;
                     std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
                 }
                 result => return result,
@@ -311,5 +314,29 @@ pub(super) fn connect(
         }
         std::thread::sleep(sleep);
         pause = (pause * 3 / 2).min(Duration::from_secs(1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_client_that_is_pushed_out_comes_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = std::thread::spawn(move || {
+            for _ in 0..7 {
+                drop(listener.accept().unwrap());
+            }
+            let (mut client, _) = listener.accept().unwrap();
+            // VALIDATE and PING, each a byte and four of its number. The reply is the number of PING.
+            let mut requests = [0; 10];
+            client.read_exact(&mut requests).unwrap();
+            client.write_all(&requests[6..]).unwrap();
+        });
+        Link::open(address, None, Instant::now() + Duration::from_secs(60)).map(drop).unwrap();
+        server.join().unwrap();
     }
 }

@@ -1,8 +1,8 @@
 //! The thread that decides for all nodes of a run. Its state machine is `Run`; this module connects it to the store.
-use super::message::{Message, Slot, Welcome};
+use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::terms::{Pace, Terms};
-use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, welcome_key};
+use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::error::{Error, Result};
 use crate::status::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::{BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
@@ -13,6 +13,9 @@ use std::time::{Duration, Instant};
 
 /// The time-out of a call to the store, which is in this process.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// How often the status is published if it changes. It lists all nodes, so while they join, one for each change would cost as much
+/// as the square of their number.
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The coordinator's thread.
 pub(crate) struct Coordinator {
@@ -32,7 +35,7 @@ impl Coordinator {
         let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
-        let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None };
+        let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None, tell_at: Instant::now() };
         let work = move || serve(desk, run, &pace);
         let thread = std::thread::Builder::new().name("ddprun-coordinator".into()).spawn(work);
         Ok(Self { thread: thread.map_err(|error| Error::io("starting a thread", error))? })
@@ -55,10 +58,10 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace) {
             tick = now + pace.keep_alive_interval;
             desk.hear_beats(&mut run, pace.keep_alive_max_attempt)
         } else {
-            desk.hear_messages(&mut run, tick - now)
+            desk.hear_messages(&mut run, tick.min(desk.tell_at).saturating_duration_since(now))
         };
         run.on_time(Instant::now());
-        if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(run.status())) {
+        if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(&run)) {
             // The store is in this process, so only the end of the process takes it away.
             log::debug!("the coordinator: {error}");
             return;
@@ -75,6 +78,8 @@ struct Desk {
     beats: BTreeMap<Slot, (Vec<u8>, u32)>,
     /// The last published status of the run.
     told: Option<RunStatus>,
+    /// When to publish it again.
+    tell_at: Instant,
 }
 
 impl Desk {
@@ -119,9 +124,14 @@ impl Desk {
     fn carry_out(&mut self, run: &mut Run) -> candle_ddp_rendezvous::Result<()> {
         for action in run.take_actions() {
             match action {
-                Action::Write(entry) => {
-                    self.keys.set(&entry_key(self.entries), &encode(&entry))?;
-                    self.entries += 1;
+                Action::Write(entry) => self.write(&entry)?,
+                Action::Start(round, slots) => {
+                    let key_of = |(rank, slot): (usize, &Slot)| (node_rank_key(round.attempt, *slot), encode(&rank));
+                    let ranks: Vec<(String, Vec<u8>)> = slots.iter().enumerate().map(key_of).collect();
+                    let pairs: Vec<(&str, &[u8])> = ranks.iter().map(|(key, rank)| (&key[..], &rank[..])).collect();
+                    // Agents look for their ranks when they read the entry.
+                    self.keys.multi_set(&pairs)?;
+                    self.write(&Entry::Start(round))?;
                 }
                 Action::Welcome(slot, refusal) => {
                     let welcome = match refusal {
@@ -137,8 +147,21 @@ impl Desk {
         Ok(())
     }
 
-    /// Publishes the status of the run, if it has changed.
-    fn tell(&mut self, status: RunStatus) -> candle_ddp_rendezvous::Result<()> {
+    /// Writes an entry of the log.
+    fn write(&mut self, entry: &Entry) -> candle_ddp_rendezvous::Result<()> {
+        self.keys.set(&entry_key(self.entries), &encode(entry))?;
+        self.entries += 1;
+        Ok(())
+    }
+
+    /// Publishes the status of the run, if it is time and the status has changed.
+    fn tell(&mut self, run: &Run) -> candle_ddp_rendezvous::Result<()> {
+        let now = Instant::now();
+        if now < self.tell_at {
+            return Ok(());
+        }
+        self.tell_at = now + STATUS_INTERVAL;
+        let status = run.status();
         if self.told.as_ref() != Some(&status) {
             self.store.set(RUN_STATUS, &encode(&status))?;
             self.told = Some(status);

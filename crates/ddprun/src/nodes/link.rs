@@ -2,9 +2,9 @@
 use super::coordinator::Coordinator;
 use super::message::{Entry, Message, Node, Report, Slot, Welcome};
 use super::terms::Pace;
-use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, welcome_key};
+use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::error::{Error, Result};
-use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
+use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, json};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -141,7 +141,7 @@ fn speak(
     let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);
     let told = tell.clone();
     let listen = move || {
-        if let Err(error) = listen(&listener, from, &root, &told) {
+        if let Err(error) = listen(&listener, (slot, from), &root, &told) {
             told(gone(&error));
         }
     };
@@ -167,10 +167,10 @@ fn speak(
     }
 }
 
-/// Passes on the log from entry `from` on, until the run has ended.
+/// Passes on the log from entry `from` on to the agent of node `slot`, until the run has ended.
 fn listen(
     keys: &PrefixStore,
-    from: u64,
+    (slot, from): (Slot, u64),
     root: &Sender<Option<Report>>,
     tell: &impl Fn(News),
 ) -> candle_ddp_rendezvous::Result<()> {
@@ -180,7 +180,10 @@ fn listen(
     };
     for number in from.. {
         let key = entry_key(number);
-        let entry: Entry = decode(&key, &read(&key)?)?;
+        let mut entry: Entry = decode(&key, &read(&key)?)?;
+        if let Entry::Start(round) = &mut entry {
+            round.node_rank = json::read(keys, &node_rank_key(round.attempt, slot))?;
+        }
         let (is_failure, is_last) = (matches!(entry, Entry::Failed { signal: None, .. }), entry.is_last());
         tell(News::Entry(entry));
         if is_failure {

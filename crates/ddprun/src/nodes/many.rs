@@ -7,16 +7,13 @@
 //! Agents are threads of this process that speak the real protocol with the real coordinator over TCP, and ranks those that make
 //! the calls of `candle_ddp::elastic::run`, without training. Bytes are those of the loopback device with all headers, so the
 //! program must be alone in its network namespace; processor time is that of all of them together.
-#[path = "../../../candle-ddp-rendezvous/benches/reading/mod.rs"]
-mod reading;
-
 use super::{Address, Coordinator, Entry, Link, Message, News, Node, Pace, Terms};
 use candle_ddp_rendezvous::deadline::deadline_after;
+use candle_ddp_rendezvous::reading::Reading;
 use candle_ddp_rendezvous::{
     Decision, Error, Generations, Listening, Meeting, Member, RendezvousOptions, RunStore, Secret,
 };
 use candle_ddp_rendezvous::{Result, Store, descriptors, host_store};
-use reading::Reading;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
@@ -139,7 +136,7 @@ fn live(
     (nodes, victim): (usize, usize),
     step: &Steps,
 ) -> Result<()> {
-    await_entry(&news, |entry| matches!(entry, Entry::Start(_)));
+    await_entry(&news, |entry| matches!(entry, Entry::Start(round) if round.node_rank == Some(node)));
     let run = RunStore::open(options, deadline_after(TIMEOUT))?;
     let log = Generations::new(Generations::agent_prefix(0), run.store());
     log.announce(1)?;

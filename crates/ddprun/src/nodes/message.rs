@@ -99,8 +99,12 @@ pub(crate) struct Round {
     pub(crate) attempt: u64,
     /// How often any worker was restarted.
     pub(crate) restart_count: u32,
-    /// The nodes by their rank.
-    pub(crate) slots: Vec<Slot>,
+    /// The number of nodes.
+    pub(crate) nodes: usize,
+    /// The rank of the node that reads this, if it takes part. Each node's rank has a key of its own in the store, so that what
+    /// a node reads does not grow with their number.
+    #[serde(skip)]
+    pub(crate) node_rank: Option<usize>,
 }
 
 /// A process that takes the place of one that has ended.

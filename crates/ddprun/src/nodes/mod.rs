@@ -49,6 +49,11 @@ fn entry_key(number: u64) -> String {
     format!("log/{number}")
 }
 
+/// The rank of a node in a round, if it belongs to it.
+fn node_rank_key(attempt: u64, slot: Slot) -> String {
+    format!("node_rank/{attempt}/{slot}")
+}
+
 fn decode<T: serde::de::DeserializeOwned>(key: &str, bytes: &[u8]) -> candle_ddp_rendezvous::Result<T> {
     json::decode(&format!("{PREFIX}/{key}"), bytes)
 }

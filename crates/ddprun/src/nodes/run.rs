@@ -20,6 +20,8 @@ pub(super) const REPORTS: Duration = Duration::from_secs(2);
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Write(Entry),
+    /// Starts a round with these nodes, by their rank.
+    Start(Round, Vec<Slot>),
     /// Answers a node that wants to join. Without a reason, it takes part from the next entry on.
     Welcome(Slot, Option<String>),
     /// Removes the keys that workers of an earlier round have left in the store.
@@ -233,7 +235,7 @@ impl Run {
 
     pub(super) fn finish_if_all_have(&mut self) {
         let State::Running { members, finished, .. } = &self.state else { return };
-        if members.iter().all(|member| finished.contains(member)) {
+        if finished.len() >= members.len() && members.iter().all(|member| finished.contains(member)) {
             self.actions.push(Action::Write(Entry::Done));
             self.state = State::Ending { reports: None };
         }
@@ -420,11 +422,12 @@ impl Run {
         }
         slots.truncate(self.terms.max_nodes);
         self.members = slots.clone();
-        let round = Round { attempt: self.rounds, restart_count: self.restart_count, slots: slots.clone() };
+        let round =
+            Round { attempt: self.rounds, restart_count: self.restart_count, nodes: slots.len(), node_rank: None };
         let world_size = slots.len() * self.terms.workers;
         self.processes = Some(Members::new(Arc::clone(&self.store), self.rounds, world_size));
         self.rounds += 1;
-        self.actions.push(Action::Write(Entry::Start(round)));
+        self.actions.push(Action::Start(round, slots.clone()));
         self.state = State::Running { members: slots, finished: BTreeSet::new(), suspicion: None };
     }
 

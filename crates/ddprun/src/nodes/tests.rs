@@ -26,7 +26,7 @@ impl Fixture {
         let mut fixture = Self::new(min_nodes, 2, max_restarts, is_static);
         fixture.join(0);
         fixture.join(1);
-        assert_eq!(fixture.entries(), [start(0, 0, &[0, 1])]);
+        assert_eq!(fixture.actions(), [start(0, 0, &[0, 1])]);
         fixture
     }
 
@@ -82,8 +82,8 @@ impl Fixture {
     }
 }
 
-fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Entry {
-    Entry::Start(Round { attempt, restart_count, slots: slots.to_vec() })
+fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
+    Action::Start(Round { attempt, restart_count, nodes: slots.len(), node_rank: None }, slots.to_vec())
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn nodes_meet_and_finish() {
     fixture.join(1);
     assert_eq!(fixture.actions(), []);
     fixture.join(0);
-    assert_eq!(fixture.entries(), [start(0, 0, &[0, 1])]);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 1])]);
     fixture.tell(0, Message::Finished);
     assert_eq!(fixture.actions(), []);
     fixture.tell(1, Message::Finished);
@@ -112,7 +112,7 @@ fn the_others_start_again_without_a_silent_node() {
     assert!(reason.starts_with("node 1 (host host1) has given no sign of life for 5 s"), "{reason}");
     assert!(reason.ends_with("Restarting all workers, on 1 node(s)"), "{reason}");
     fixture.tell(0, Message::Ended);
-    assert_eq!(fixture.actions(), [Action::Clear, Action::Write(start(1, 1, &[0]))]);
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn a_last_will_is_as_good_as_silence() {
     let reason = fixture.restart_reason();
     assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun ended without a word"), "{reason}");
     fixture.tell(0, Message::Ended);
-    assert_eq!(fixture.entries(), [start(1, 1, &[0])]);
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
     fixture.tell(1, Message::Gone);
     assert_eq!(fixture.actions(), []);
 
@@ -181,7 +181,7 @@ fn a_node_that_is_gone_before_the_start_may_come_again() {
     fixture.tell(1, Message::Gone);
     assert_eq!(fixture.actions(), []);
     fixture.join(2);
-    assert_eq!(fixture.entries(), [start(0, 0, &[0, 2])]);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn a_node_that_is_gone_is_not_waited_for() {
     fixture.tell(1, Message::Gone);
     assert_eq!(fixture.actions(), [Action::Clear]);
     fixture.join(2);
-    assert_eq!(fixture.entries(), [start(1, 1, &[0, 2])]);
+    assert_eq!(fixture.actions(), [start(1, 1, &[0, 2])]);
     // and for its report.
     fixture.fail(0, 8);
     assert_eq!(fixture.failure().1, 8);
@@ -221,7 +221,7 @@ fn too_few_nodes_end_the_run_or_use_up_a_restart() {
     fixture.tell(0, Message::Ended);
     assert_eq!(fixture.entries(), []);
     fixture.join(2);
-    assert_eq!(fixture.entries(), [start(1, 1, &[0, 2])]);
+    assert_eq!(fixture.actions(), [start(1, 1, &[0, 2])]);
     fixture.tell(2, Message::Gone);
     fixture.failure();
 }
@@ -237,7 +237,7 @@ fn the_last_failure_counts_when_all_restarts_are_used_up() {
         assert_eq!(fixture.actions(), []);
         fixture.tell(slot, Message::Ended);
     }
-    assert_eq!(fixture.actions(), [Action::Clear, Action::Write(start(1, 1, &[0, 1]))]);
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 1])]);
     fixture.fail(0, 9);
     assert_eq!(fixture.failure(), ("rank 0 on node 0 (host host0) exited with code 9".to_string(), 9));
 }
@@ -305,12 +305,12 @@ fn the_first_round_waits_for_more_nodes_than_it_needs() {
     fixture.join(2);
     assert_eq!(fixture.actions(), []);
     fixture.now += last_call_timeout / 2;
-    assert_eq!(fixture.entries(), [start(0, 0, &[1, 2])]);
+    assert_eq!(fixture.actions(), [start(0, 0, &[1, 2])]);
     // Later rounds do not wait.
     fixture.tell(1, Message::Gone);
     fixture.restart_reason();
     fixture.tell(2, Message::Ended);
-    assert_eq!(fixture.entries(), [start(1, 1, &[2])]);
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[2])]);
 }
 
 #[test]

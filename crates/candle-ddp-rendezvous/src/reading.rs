@@ -1,17 +1,18 @@
-//! What this process and the loopback device of its network namespace have used so far.
+//! What this process and the loopback device of its network namespace have used so far: for the measurements with very many
+//! clients and nodes.
 use std::time::{Duration, Instant};
 
 /// Bytes, processor time and the time.
-#[derive(Clone, Copy)]
-pub(crate) struct Reading {
+#[derive(Clone, Copy, Debug)]
+pub struct Reading {
     bytes: u64,
     cpu: Duration,
     at: Instant,
 }
 
 impl Reading {
-    /// Zeros on systems without /proc.
-    pub(crate) fn now() -> Self {
+    /// What they have used until now. Zeros on systems without /proc.
+    pub fn now() -> Self {
         let devices = std::fs::read_to_string("/proc/self/net/dev").unwrap_or_default();
         let line = devices.lines().find_map(|line| line.trim().strip_prefix("lo:"));
         let bytes = line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0);
@@ -23,17 +24,17 @@ impl Reading {
     }
 
     /// The bytes since `before`.
-    pub(crate) fn bytes_since(&self, before: &Self) -> f64 {
-        (self.bytes - before.bytes) as f64
+    pub fn bytes_since(&self, before: &Self) -> f64 {
+        self.bytes.saturating_sub(before.bytes) as f64
     }
 
     /// The milliseconds since `before`.
-    pub(crate) fn ms_since(&self, before: &Self) -> f64 {
+    pub fn ms_since(&self, before: &Self) -> f64 {
         (self.at - before.at).as_secs_f64() * 1e3
     }
 
     /// The milliseconds of processor time since `before`.
-    pub(crate) fn cpu_ms_since(&self, before: &Self) -> f64 {
-        (self.cpu - before.cpu).as_secs_f64() * 1e3
+    pub fn cpu_ms_since(&self, before: &Self) -> f64 {
+        self.cpu.saturating_sub(before.cpu).as_secs_f64() * 1e3
     }
 }
