@@ -63,8 +63,7 @@ const VOCABULARY: usize = 11;
 const TOKENS: usize = 80;
 
 /// The GPT of the bench `step`, with its number of layers, and a batch of so many tokens that a bias's gradient needs two launches.
-fn gpt(device: &Device) -> Model {
-    const WIDTH: usize = 12;
+fn gpt<const WIDTH: usize>(device: &Device) -> Model {
     let build = |vb: VarBuilder| {
         let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
         let positions = vb.get_with_hints((TOKENS, WIDTH), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
@@ -117,9 +116,9 @@ fn with_ddp(name: &str, model: &Model) -> Option<Asked> {
 }
 
 /// Plain candle, which adds each parameter's gradient to zeros.
-fn without_ddp(name: &str, model: &Model) -> Option<Asked> {
+fn without_ddp(name: &str, model: &Model, dtype: DType) -> Option<Asked> {
     let varmap = VarMap::new();
-    let net = (model.build)(VarBuilder::from_varmap(&varmap, DType::F32, model.input.device())).unwrap();
+    let net = (model.build)(VarBuilder::from_varmap(&varmap, dtype, model.input.device())).unwrap();
     let variables = varmap.data().lock().unwrap().clone();
     let parameters: Vec<Var> =
         variables.into_iter().filter(|(name, _)| !name.contains("running_")).map(|(_, var)| var).collect();
@@ -132,7 +131,7 @@ fn without_ddp(name: &str, model: &Model) -> Option<Asked> {
 
 /// Compares with `bounds`: operations and allocations, with DDP and without.
 fn check(name: &str, model: &Model, bounds: [[usize; 2]; 2]) {
-    let (Some(with), Some(without)) = (with_ddp(name, model), without_ddp(name, model)) else {
+    let (Some(with), Some(without)) = (with_ddp(name, model), without_ddp(name, model, DType::F32)) else {
         return skip(name, "only an emulated GPU counts operations");
     };
     println!("{name}: {with:?} with DDP, {without:?} without");
@@ -195,13 +194,17 @@ fn a_step_of_resnet50_asks_for_little() {
     });
 }
 
+fn has_cudnns_attention() -> bool {
+    let is_on = |variable| std::env::var_os(variable).is_none_or(|value| value != "0");
+    cfg!(feature = "cudnn") && is_on("CANDLE_DDP_CUDNN") && is_on("CANDLE_DDP_CUDNN_ATTENTION")
+}
+
 /// With attention in bf16 by cuDNN, a call each way.
 #[test]
 fn attention_in_bf16_asks_for_little() {
     const NAME: &str = "attention_in_bf16_asks_for_little";
     on_gpu(NAME, |gpu| {
-        let is_on = |variable| std::env::var_os(variable).is_none_or(|value| value != "0");
-        let is_cudnn = cfg!(feature = "cudnn") && is_on("CANDLE_DDP_CUDNN") && is_on("CANDLE_DDP_CUDNN_ATTENTION");
+        let is_cudnn = has_cudnns_attention();
         let step = |shape: &[usize], attend: &dyn Fn(&Tensor) -> Result<Tensor>| {
             let qkv =
                 Var::from_tensor(&tensor(shape, 1).to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap()).unwrap();
@@ -236,6 +239,23 @@ fn attention_in_bf16_asks_for_little() {
 #[test]
 fn a_step_of_gpt_asks_for_little() {
     on_gpu("a_step_of_gpt_asks_for_little", |gpu| {
-        check("GPT", &gpt(gpu), [[347, 326], [496, 478]]);
+        check("GPT", &gpt::<12>(gpu), [[347, 326], [496, 478]]);
+    });
+}
+
+/// Heads of 8 elements, for which cuDNN has attention.
+#[test]
+fn a_step_of_gpt_in_bf16_asks_for_little() {
+    const NAME: &str = "a_step_of_gpt_in_bf16_asks_for_little";
+    on_gpu(NAME, |gpu| {
+        let Some(asked) = without_ddp("GPT in bf16", &gpt::<16>(gpu), DType::BF16) else {
+            return skip(NAME, "only an emulated GPU counts operations");
+        };
+        println!("GPT in bf16: {asked:?}");
+        let [operations, allocations] = if has_cudnns_attention() { [534, 540] } else { [600, 600] };
+        assert!(
+            asked.operations <= operations && asked.allocations <= allocations,
+            "{asked:?} must be at most {operations} operations and {allocations} allocations"
+        );
     });
 }

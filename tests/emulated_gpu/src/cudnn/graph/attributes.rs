@@ -29,8 +29,8 @@ impl Kind {
 
 /// Types of elements.
 const HANDLE: c_int = 0;
-const DATA_TYPE: c_int = 1;
-const BOOLEAN: c_int = 2;
+pub(super) const DATA_TYPE: c_int = 1;
+pub(super) const BOOLEAN: c_int = 2;
 pub(super) const INT64: c_int = 3;
 const POINTER: c_int = 6;
 const HEURISTIC_MODE: c_int = 8;

@@ -3,6 +3,8 @@
 mod attributes;
 mod evaluate;
 mod program;
+#[cfg(test)]
+mod tests;
 
 use super::{BAD_PARAM, EXECUTION_FAILED, Handle, NOT_SUPPORTED, SUCCESS, Status};
 use crate::count::count;
