@@ -1,5 +1,5 @@
-//! Accepts connections while a group is created. A peer sends its greeting at once; other programs that find the port
-//! cannot keep peers out.
+//! Accepts connections. A peer sends its greeting at once; other programs that find the port cannot keep peers out.
+use super::door::Call;
 use super::handshake::{Exchange, GREETING, Greeting, Handshake, REPLY, SAME_SECRET};
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
@@ -22,8 +22,8 @@ const ACCEPTED: usize = 1024;
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The listening side of one rank.
-pub(super) struct Acceptor<'a> {
-    listener: &'a TcpListener,
+pub(super) struct Acceptor {
+    listener: TcpListener,
     rank: usize,
     paused_until: Option<Instant>,
     /// The last caller that did not prove that it knows the secret, and the rank that it claimed.
@@ -31,13 +31,13 @@ pub(super) struct Acceptor<'a> {
     warnings: Warnings,
 }
 
-impl<'a> Acceptor<'a> {
-    pub(super) fn new(listener: &'a TcpListener, rank: usize) -> Self {
+impl Acceptor {
+    pub(super) fn new(listener: TcpListener, rank: usize) -> Self {
         Self { listener, rank, paused_until: None, unproved: None, warnings: Warnings::new(format!("rank {rank}")) }
     }
 
-    /// Closes connections that have been silent for too long. Returns the listener unless accepting is paused.
-    pub(super) fn prepare(&mut self, conversations: &mut Vec<Conversation>) -> Option<&'a TcpListener> {
+    /// Closes connections that have been silent for too long.
+    pub(super) fn tidy(&mut self, conversations: &mut Vec<Conversation>) {
         let (now, rank, warnings) = (Instant::now(), self.rank, &mut self.warnings);
         conversations.retain(|conversation| {
             let keep = !conversation.is_silent() || now.duration_since(conversation.since) < HANDSHAKE_TIME;
@@ -49,21 +49,28 @@ impl<'a> Acceptor<'a> {
             keep
         });
         self.paused_until = self.paused_until.filter(|until| now < *until);
-        self.paused_until.is_none().then_some(self.listener)
     }
 
-    /// How long to wait for the existing connections before the listener is checked again.
-    pub(super) fn patience(&self, conversations: &[Conversation]) -> Duration {
+    /// The listener, unless accepting is paused.
+    pub(super) fn listening(&self) -> Option<&TcpListener> {
+        self.paused_until.is_none().then_some(&self.listener)
+    }
+
+    /// How long to wait for the existing connections at most; `None` without a limit.
+    pub(super) fn patience(&self, conversations: &[Conversation]) -> Option<Duration> {
         // A connection whose greeting was read while others were accepted receives no more bytes.
         if conversations.iter().any(|other| other.read == other.awaited()) {
-            return Duration::ZERO;
+            return Some(Duration::ZERO);
         }
-        if self.paused_until.is_some() { PAUSE } else { Duration::MAX }
+        (self.paused_until.is_some() || !conversations.is_empty()).then_some(PAUSE)
     }
 
     /// Accepts the waiting connections, up to [`ACCEPTED`]. However many strangers call, a peer's call is among the
     /// next ones: those that have been silent the longest give way.
     pub(super) fn accept(&mut self, conversations: &mut Vec<Conversation>) -> Result<()> {
+        if self.paused_until.is_some() {
+            return Ok(());
+        }
         let mut silent = silent(conversations);
         for _ in 0..ACCEPTED {
             match self.listener.accept() {
@@ -79,10 +86,7 @@ impl<'a> Acceptor<'a> {
                 // One connection fewer, and there may be room for the next.
                 Err(error) if is_shortage(&error) && silent > 0 && self.close_oldest(conversations) => silent -= 1,
                 Err(error) if is_shortage(&error) => {
-                    let rank = self.rank;
-                    self.warnings.warn(format_args!(
-                        "rank {rank} cannot accept connections for now, and tries again: {error} ({SHORTAGE_HINT})"
-                    ));
+                    self.warn_of_shortage("accept connections", &error);
                     self.paused_until = Some(Instant::now() + PAUSE);
                     break;
                 }
@@ -91,6 +95,13 @@ impl<'a> Acceptor<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Warns that the system has no resources to do this.
+    pub(super) fn warn_of_shortage(&mut self, what: &str, error: &std::io::Error) {
+        let rank = self.rank;
+        self.warnings
+            .warn(format_args!("rank {rank} cannot {what} for now, and tries again: {error} ({SHORTAGE_HINT})"));
     }
 
     /// Closes the connection that has been silent the longest. A greeting that has already arrived is read first, so
@@ -177,19 +188,20 @@ pub(super) struct Conversation {
     pub(super) socket: TcpStream,
     pub(super) address: SocketAddr,
     pub(super) stage: Stage,
-    /// How often the peer was called for this connection before.
-    pub(super) attempts: u32,
-    since: Instant,
+    /// The time of its last stage.
+    pub(super) since: Instant,
     buffer: [u8; REPLY],
     read: usize,
 }
 
 /// What this rank waits for on a connection.
 pub(super) enum Stage {
+    /// The connection that this rank has asked the system for.
+    Connecting { call: Call },
     /// The greeting of a caller.
     Greeting,
-    /// The reply to this rank's greeting, and the rank from which it must come.
-    Reply { expected: Handshake, sent: Greeting },
+    /// The reply to this rank's greeting, which it has sent for that call.
+    Reply { call: Call, expected: Handshake, sent: Greeting },
     /// The proof of a caller, which has sent this handshake.
     Proof { caller: Handshake, exchange: Exchange },
 }
@@ -203,12 +215,20 @@ pub(super) enum Heard {
 
 impl Conversation {
     pub(super) fn new(socket: TcpStream, address: SocketAddr, stage: Stage) -> Self {
-        Self { socket, address, stage, attempts: 0, since: Instant::now(), buffer: [0; REPLY], read: 0 }
+        Self { socket, address, stage, since: Instant::now(), buffer: [0; REPLY], read: 0 }
     }
 
     /// Whether the caller has not yet sent its whole greeting, as far as this end has read.
     fn is_silent(&self) -> bool {
         matches!(self.stage, Stage::Greeting) && self.read < GREETING
+    }
+
+    /// The call that this rank has made.
+    pub(super) fn call(&self) -> Option<&Call> {
+        match &self.stage {
+            Stage::Connecting { call } | Stage::Reply { call, .. } => Some(call),
+            Stage::Greeting | Stage::Proof { .. } => None,
+        }
     }
 
     /// Whether the caller must still prove that it knows the secret.
@@ -224,7 +244,7 @@ impl Conversation {
     /// How many bytes this rank waits for.
     fn awaited(&self) -> usize {
         match self.stage {
-            Stage::Greeting => GREETING,
+            Stage::Connecting { .. } | Stage::Greeting => GREETING,
             Stage::Reply { .. } => REPLY,
             Stage::Proof { .. } => PROOF,
         }
@@ -283,7 +303,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap();
-        let (mut acceptor, mut conversations) = (Acceptor::new(&listener, 0), Vec::new());
+        let (mut acceptor, mut conversations) = (Acceptor::new(listener, 0), Vec::new());
         // A peer that was accepted in time, and whose greeting has not been read yet, keeps its place.
         let mut early = TcpStream::connect(address).unwrap();
         accept(&mut acceptor, &mut conversations);

@@ -4,12 +4,12 @@ use super::connect::Connections;
 use super::connector::Connector;
 use super::control::Control;
 use super::data_path::DataPath;
+use super::door::Door;
 use super::group::Group;
 use super::handshake::HandshakeConfig;
 use super::host_monitor;
 use super::monitor;
 use super::options::{CpuOptions, or_environment};
-use super::transport::Transport;
 use super::work_queue::WorkQueue;
 use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::{Collective, Communicator, Construction, P2pOp, Work};
@@ -123,10 +123,9 @@ impl CpuCommunicator {
             Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),
             Some(layout) => tune(Tuning::of_hosts(hosts.count())).within(layout),
         };
-        let Connections { data, direct, control } = connections;
+        let Connections { control, door } = connections;
         let control = Control::new(control).map_err(|error| Error::io("creating a pipe", error))?;
-        let transports = [data, direct].map(Transport::new);
-        let group = Group::new(rank, world_size, timeout, hosts, shm, transports, control);
+        let group = Group::new(rank, world_size, timeout, hosts, shm, control);
         let group = Arc::new(match construction.recording {
             Some(recording) => group.recorded(Arc::clone(&recording.recorder)),
             None => group,
@@ -143,7 +142,7 @@ impl CpuCommunicator {
             monitors: Vec::new(),
             group,
         };
-        communicator.start_monitors()?;
+        communicator.start_monitors(door)?;
         // From here on, a failure ends the group, and all ranks are told.
         match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
             Ok(()) => {
@@ -159,10 +158,12 @@ impl CpuCommunicator {
     }
 
     /// Starts the threads that listen to the other ranks: one to those of other hosts, one to those of this host.
-    fn start_monitors(&mut self) -> Result<()> {
+    fn start_monitors(&mut self, door: Option<Door>) -> Result<()> {
         let rank = self.group.rank;
-        if self.group.control.has_links() {
-            self.start_monitor(format!("ddp-{rank}-monitor"), |group| monitor::run(group).map_err(|e| e.to_string()))?;
+        if let Some(door) = door {
+            self.start_monitor(format!("ddp-{rank}-monitor"), |group| {
+                monitor::run(group, door).map_err(|e| e.to_string())
+            })?;
         }
         if self.group.shm.is_some() {
             self.start_monitor(format!("ddp-{rank}-host"), host_monitor::run)?;

@@ -39,11 +39,6 @@ impl Control {
         Ok(Self { links: sockets.into_iter().map(|socket| socket.map(link)).collect(), wake, woken })
     }
 
-    /// Whether there are ranks on other hosts.
-    pub(super) fn has_links(&self) -> bool {
-        self.links.iter().any(Option::is_some)
-    }
-
     pub(super) fn link(&self, peer: usize) -> Option<&Link> {
         self.links.get(peer)?.as_ref()
     }

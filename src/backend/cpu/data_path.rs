@@ -1,7 +1,6 @@
 //! Decides, while a group is created, how its data travels.
 use super::connect::Connections;
 use super::connector::Connector;
-use super::handshake::Kind;
 use super::hosts::Hosts;
 use super::options::CpuTransport;
 use super::shm::{Discovered, Discovery, Layout, PeerInfo, ShmGroup};
@@ -23,7 +22,7 @@ pub(super) struct DataPath {
 impl DataPath {
     /// The data path of a world of one.
     pub(super) fn none() -> Self {
-        let connections = Connections { data: vec![], direct: vec![], control: vec![] };
+        let connections = Connections { control: vec![], door: None };
         Self { connections, hosts: Hosts::new(0, &[0]), shm: None, layout: None }
     }
 }
@@ -59,10 +58,11 @@ impl Connector<'_> {
             );
         }
         log::debug!("rank {rank}: the ranks that share memory are {:?}", hosts.all());
-        let more = Kind::ALL.len() * others.len();
+        // For the monitors, and for data from one rank of each other host.
+        let more = others.len() + hosts.count() - 1;
         check_limit(descriptors::open(), more, &format!("connections to {} other rank(s)", others.len()))
             .map_err(|reason| Error::invalid("ulimit -n", format!("rank {rank}: {reason}")))?;
-        let connections = self.connect(&met, &hosts)?;
+        let connections = self.connect(met, &hosts)?;
         let layout = layout.filter(|_| !hosts.are_single());
         Ok(DataPath { connections, hosts, shm, layout })
     }

@@ -1,4 +1,5 @@
 //! The messages of monitors on the control connections.
+use super::handshake::Kind;
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::error::Failure;
 use candle_ddp_rendezvous::json::encode;
@@ -17,6 +18,8 @@ pub(super) enum Frame {
     Query { id: u64 },
     /// The reply to the query of the same `id`.
     Answer { id: u64, report: ProgressReport },
+    /// Asks the reader, a higher rank, to make a connection of this kind.
+    Call { kind: Kind },
 }
 
 impl Frame {
@@ -36,6 +39,9 @@ impl Frame {
                 writer.u8(3).u64(*id);
             }
             Self::Answer { id, report } => report.encode(writer.u8(4).u64(*id)),
+            Self::Call { kind } => {
+                writer.u8(5).u8(*kind as u8);
+            }
         }
         let mut bytes = writer.0;
         let length = (bytes.len() - 4) as u32;
@@ -51,6 +57,7 @@ impl Frame {
             2 => Self::Ack,
             3 => Self::Query { id: reader.u64()? },
             4 => Self::Answer { id: reader.u64()?, report: ProgressReport::decode(&mut reader)? },
+            5 => Self::Call { kind: *Kind::ALL.get(usize::from(reader.u8()?))? },
             _ => return None,
         })
     }
@@ -103,6 +110,7 @@ mod tests {
             Frame::Ack,
             Frame::Query { id: 3 },
             Frame::Answer { id: 3, report: ProgressReport { started: 5, begun: 5, calls, waits_for_lock: true } },
+            Frame::Call { kind: Kind::Direct },
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(Frame::encode).collect();
         for piece in [1, 3, bytes.len()] {

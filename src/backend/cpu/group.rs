@@ -36,9 +36,9 @@ pub(super) struct Group {
     /// This rank's waits for the locks of tensors.
     pub(super) locks: LockWaits,
     recorder: Option<Arc<FlightRecorder>>,
-    state: Mutex<State>,
-    /// Notified of a failure, an acknowledgement, an answer, or a closed connection.
-    changed: Condvar,
+    pub(super) state: Mutex<State>,
+    /// Notified of a failure, an acknowledgement, an answer, or a connection that is new or closed.
+    pub(super) changed: Condvar,
 }
 
 impl Group {
@@ -48,9 +48,9 @@ impl Group {
         timeout: Duration,
         hosts: Hosts,
         shm: Option<ShmGroup>,
-        [data, direct]: [Transport; 2],
         control: Control,
     ) -> Self {
+        let [data, direct] = [(); 2].map(|()| Transport::new(world_size));
         let (state, changed, locks) = (Mutex::new(State::new(world_size, 0)), Condvar::new(), LockWaits::default());
         Self { rank, world_size, timeout, hosts, shm, data, direct, control, locks, recorder: None, state, changed }
     }
@@ -200,7 +200,7 @@ impl Group {
     }
 
     /// Waits until `found` returns something, at most until `deadline`.
-    fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+    pub(super) fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = lock(&self.state);
         loop {
             if let Some(result) = found(&mut state) {
@@ -298,6 +298,10 @@ impl Group {
         self.shm.iter().for_each(|shm| shm.board.ring_here());
     }
 
+    pub(super) fn has_failed(&self) -> bool {
+        lock(&self.state).failure.is_some()
+    }
+
     pub(super) fn is_over(&self) -> bool {
         lock(&self.state).over
     }
@@ -313,6 +317,7 @@ impl Group {
                 self.leaves(lock(&self.state), peer, counts);
                 self.control.send(peer, &Frame::Ack);
             }
+            Frame::Call { kind } => self.want(&[peer], kind),
             Frame::Ack => {
                 lock(&self.state).peers[peer].acknowledged = true;
                 self.changed.notify_all();

@@ -2,8 +2,8 @@
 //!
 //! A card has the rank's address, what must be the same on all ranks, what other ranks need to know to share its memory, and,
 //! with a secret, a proof that its author knows it. The rank that comes last reads all cards, and publishes a table of who may
-//! share memory with whom, in a few bytes for each rank. The others read the table, rank 0's card, and those of the ranks to
-//! which they connect.
+//! share memory with whom, in a few bytes for each rank, and one of addresses. The others read the first table and rank 0's card,
+//! and the addresses if there are other hosts.
 use super::connector::{ABSENT, Connector};
 use super::handshake::{Handshake, Kind, SAME_SECRET};
 use super::shm::{PeerInfo, Topic};
@@ -35,6 +35,8 @@ struct Card {
 const COUNT: &str = "count";
 /// The table of all ranks, once all have, or else [`FAILED`] and a rank that cannot be met, perhaps with the reason.
 const COMPLETE: &str = "complete";
+/// The addresses of all ranks, one in each line.
+const ADDRESSES: &str = "addresses";
 const FAILED: &str = "!";
 const TWICE: &str = "two processes say that they are this rank: give each its own rank";
 
@@ -61,11 +63,13 @@ impl Connector<'_> {
         let first = self.cards(&[0])?.remove(0).map_err(seen)?;
         let world_size = self.config.world_size;
         if self.store.add(COUNT, 1)? == world_size as i64 {
-            let infos =
-                self.cards(&(0..world_size).collect::<Vec<_>>())?.into_iter().enumerate().map(|(peer, card)| {
-                    card.map(|card| card.info).map_err(|error| self.give_up(&peer.to_string(), error))
-                });
-            self.store.set(COMPLETE, &PeerInfo::encode_all(&infos.collect::<Result<Vec<_>>>()?))?;
+            let cards = self.cards(&(0..world_size).collect::<Vec<_>>())?.into_iter().enumerate();
+            let cards = cards.map(|(peer, card)| card.map_err(|error| self.give_up(&peer.to_string(), error)));
+            let cards = cards.collect::<Result<Vec<_>>>()?;
+            let addresses: String = cards.iter().map(|card| format!("{}\n", card.address)).collect();
+            self.store.set(ADDRESSES, addresses.as_bytes())?;
+            let infos: Vec<PeerInfo> = cards.into_iter().map(|card| card.info).collect();
+            self.store.set(COMPLETE, &PeerInfo::encode_all(&infos))?;
         }
         self.await_all(&key, &(0..world_size).collect::<Vec<_>>(), &[COMPLETE.to_string()])?;
         let complete = self.store.get(COMPLETE)?;
@@ -74,9 +78,12 @@ impl Connector<'_> {
         Ok(Met { listener, nonce: first.handshake.nonce, infos })
     }
 
-    /// The addresses of the given ranks.
-    pub(super) fn addresses(&self, ranks: &[usize]) -> Result<Vec<SocketAddr>> {
-        self.cards(ranks)?.into_iter().map(|card| Ok(card?.address)).collect()
+    /// The addresses of all ranks.
+    pub(super) fn addresses(&self) -> Result<Vec<SocketAddr>> {
+        let text = String::from_utf8_lossy(&self.store.get(ADDRESSES)?).into_owned();
+        let addresses: Option<Vec<SocketAddr>> = text.lines().map(|line| line.parse().ok()).collect();
+        let all = addresses.filter(|addresses| addresses.len() == self.config.world_size);
+        all.ok_or_else(|| self.failed(&[], format!("the store holds {text:?} as the addresses of all ranks")))
     }
 
     /// The cards of the given ranks, or what is wrong with them.
@@ -112,7 +119,7 @@ impl Connector<'_> {
         discard(self.store, &key(self.rank));
         Topic::ALL.iter().for_each(|topic| discard(self.store, &topic.key(self.rank)));
         if self.rank == 0 {
-            [COUNT, COMPLETE].iter().for_each(|key| discard(self.store, key));
+            [COUNT, COMPLETE, ADDRESSES].iter().for_each(|key| discard(self.store, key));
         }
     }
 

@@ -9,6 +9,7 @@ mod connect;
 mod connector;
 mod control;
 mod data_path;
+mod door;
 mod frame;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
@@ -23,6 +24,7 @@ mod meeting;
 mod monitor;
 mod options;
 mod piece;
+mod reach;
 mod reduction;
 mod root_cause;
 mod session;

@@ -1,17 +1,23 @@
-//! The thread that reads the control connections.
+//! The thread that reads the control connections, and attends to the door.
+use super::door::Door;
 use super::frame::FrameReader;
 use super::gone::Ended;
 use super::group::Group;
-use rustix::event::{PollFd, PollFlags, poll};
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 
-/// Reads and answers the frames of all peers until the group tells it to end.
-pub(super) fn run(group: &Group) -> Result<(), Errno> {
+/// Reads and answers the frames of all peers, and makes connections, until the group tells it to end.
+pub(super) fn run(group: &Group, door: Door) -> Result<()> {
     let mut readers: Vec<Option<FrameReader>> =
         (0..group.world_size).map(|peer| group.control.link(peer).map(|_| FrameReader::default())).collect();
+    let mut door = Some(door);
     while !group.is_over() {
+        // A group that has failed needs no more connections.
+        door = door.filter(|_| !group.has_failed());
+        door.iter_mut().for_each(|door| group.attend(door));
         // The open connections, and the events for which each is polled.
         let mut open = Vec::new();
         let mut fds = vec![PollFd::new(group.control.woken(), PollFlags::IN)];
@@ -21,16 +27,24 @@ pub(super) fn run(group: &Group) -> Result<(), Errno> {
             fds.push(PollFd::new(&link.socket, flags));
             open.push((peer, link));
         }
-        match poll(&mut fds, None) {
+        let patience = door.as_ref().and_then(|door| door.prepare(&mut fds));
+        match poll(&mut fds, patience.and_then(|patience| Timespec::try_from(patience).ok()).as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error),
+            Err(error) => return Err(Error::io("waiting for messages of other hosts", error)),
         }
         group.control.settle();
-        for ((peer, link), fd) in open.into_iter().zip(&fds[1..]) {
-            if fd.revents().contains(PollFlags::OUT) {
+        let events: Vec<PollFlags> = fds[1..].iter().map(PollFd::revents).collect();
+        drop(fds);
+        if let Some(door) = &mut door {
+            door.step()?;
+            // A peer that has connected, sent its data, and ended is heard in this order.
+            group.attend(door);
+        }
+        for ((peer, link), events) in open.into_iter().zip(events) {
+            if events.contains(PollFlags::OUT) {
                 link.flush();
             }
-            if fd.revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
+            if events.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
                 && let Some(reader) = &mut readers[peer]
                 && let Err(ended) = read(group, peer, &link.socket, reader)
             {
@@ -43,7 +57,12 @@ pub(super) fn run(group: &Group) -> Result<(), Errno> {
 }
 
 /// Handles all frames that have arrived.
-fn read(group: &Group, peer: usize, mut socket: &TcpStream, reader: &mut FrameReader) -> Result<(), Ended> {
+fn read(
+    group: &Group,
+    peer: usize,
+    mut socket: &TcpStream,
+    reader: &mut FrameReader,
+) -> std::result::Result<(), Ended> {
     let mut buffer = [0; 4096];
     loop {
         match socket.read(&mut buffer) {

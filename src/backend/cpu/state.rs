@@ -1,5 +1,6 @@
 //! The state of a group on one rank: the progress of its calls, and which peers have left or ended.
 use super::gone::{self, Gone};
+use super::handshake::Kind;
 use crate::backend::call::Channel;
 use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
 use crate::error::Failure;
@@ -16,6 +17,8 @@ pub(super) struct State {
     /// The open queries.
     pub(super) queries: HashMap<u64, Query>,
     pub(super) next_query: u64,
+    /// The connections that the monitor should make.
+    pub(super) wanted: Vec<(usize, Kind)>,
     /// Whether the monitor should end.
     pub(super) over: bool,
 }
@@ -40,6 +43,8 @@ pub(super) struct Peer {
     pub(super) acknowledged: bool,
     /// The peer sends nothing more: it has left, or its control connection or its process has ended.
     pub(super) closed: bool,
+    /// Why there can be no connection to the peer.
+    pub(super) unreachable: Option<String>,
 }
 
 impl State {
@@ -53,6 +58,7 @@ impl State {
             peers: (0..world_size).map(|_| Peer { sends: history(), recvs: history(), ..Peer::default() }).collect(),
             queries: HashMap::new(),
             next_query: 0,
+            wanted: Vec::new(),
             over: false,
         }
     }

@@ -1,8 +1,8 @@
 //! One call over TCP: its exchanges, preceded by headers.
 use super::piece::{Piece, PieceMut};
 use super::session::Session;
-use super::transport::{Inflow, Outflow, Transport};
-use crate::backend::call::{Channel, Header};
+use super::transport::{Inflow, Outflow};
+use crate::backend::call::Header;
 use crate::error::Failure;
 use std::ops::Deref;
 
@@ -76,18 +76,15 @@ impl<'a> TcpSession<'a> {
             });
             if is_needed { inflows[position].push(piece) } else { inflows[position].push_ahead(piece) }
         }
-        let exchanged = self.transport().exchange(&mut outflows, &mut inflows, self.deadline);
+        let Session { group, channel, deadline, .. } = self.session;
+        let peers = outflows.iter().map(|flow| flow.peer).chain(inflows.iter().map(|flow| flow.peer));
+        let reached = group.reach(channel, peers, deadline);
+        let (transport, _) = group.transport(channel);
+        let exchanged = reached.and_then(|()| transport.exchange(&mut outflows, &mut inflows, deadline));
         exchanged.map_err(|error| self.session.failure(error))?;
         outflows.iter().for_each(|flow| self.sent_ahead[flow.peer] = flow.ahead());
         inflows.iter().for_each(|flow| self.received_ahead[flow.peer] = flow.ahead());
         Ok(())
-    }
-
-    fn transport(&self) -> &'a Transport {
-        match self.session.channel {
-            Channel::Collectives => &self.session.group.data,
-            Channel::SendTo(_) | Channel::RecvFrom(_) => &self.session.group.direct,
-        }
     }
 }
 

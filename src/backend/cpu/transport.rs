@@ -11,12 +11,13 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read};
 use std::net::{Shutdown, TcpStream};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Connections to all peers, each a byte stream in both directions.
+/// Connections to peers, each a byte stream.
 pub(super) struct Transport {
-    /// By rank; `None` for this rank itself and for ranks of the same host.
-    sockets: Vec<Option<TcpStream>>,
+    /// By rank; empty until the first use, and for the ranks of this host.
+    sockets: Vec<OnceLock<TcpStream>>,
 }
 
 /// Bytes to send to a peer, or to receive from it: the header, if this is the first exchange of a call, then the pieces in
@@ -46,14 +47,24 @@ enum Progress {
 }
 
 impl Transport {
-    /// Takes non-blocking `sockets`, by rank.
-    pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> Self {
-        Self { sockets }
+    /// Without connections.
+    pub(super) fn new(world_size: usize) -> Self {
+        Self { sockets: (0..world_size).map(|_| OnceLock::new()).collect() }
+    }
+
+    /// Whether there is a connection to `peer`.
+    pub(super) fn has(&self, peer: usize) -> bool {
+        self.sockets.get(peer).is_some_and(|socket| socket.get().is_some())
+    }
+
+    /// Takes a non-blocking connection to `peer`. Returns whether it is the first one.
+    pub(super) fn add(&self, peer: usize, socket: TcpStream) -> bool {
+        self.sockets.get(peer).is_some_and(|place| place.set(socket).is_ok())
     }
 
     /// Ends every exchange, now and later, on this rank and (once they have read what was sent before) on its peers.
     pub(super) fn close(&self) {
-        for socket in self.sockets.iter().flatten() {
+        for socket in self.sockets.iter().filter_map(OnceLock::get) {
             // It fails if the peer has already closed, which has the same effect.
             let _ = socket.shutdown(Shutdown::Both);
         }
@@ -139,7 +150,7 @@ impl Transport {
     }
 
     fn socket(&self, peer: usize) -> Result<&TcpStream, TransportError> {
-        let socket = self.sockets.get(peer).and_then(Option::as_ref);
+        let socket = self.sockets.get(peer).and_then(OnceLock::get);
         socket.ok_or_else(|| TransportError::System(format!("there is no connection to rank {peer}")))
     }
 }
@@ -341,7 +352,9 @@ mod tests {
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
         [&near, &far].iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
-        [Transport::new(vec![None, Some(near)]), Transport::new(vec![Some(far), None])]
+        let transports = [(); 2].map(|()| Transport::new(2));
+        assert!(transports[0].add(1, near) && transports[1].add(0, far));
+        transports
     }
 
     #[test]

@@ -85,6 +85,7 @@ fn foreign_connections_do_no_harm() {
         // Rank 1 has published its card, and calls later.
         let digits = format!("{}01{}", &digits[..32], &digits[34..]);
         store.set("addr/1", format!("127.0.0.1:1 {digits}").as_bytes()).unwrap();
+        store.set("addresses", format!("{address}\n127.0.0.1:1\n").as_bytes()).unwrap();
         store.set("complete", b"").unwrap();
         let connect = || TcpStream::connect(address).unwrap();
         let silent = connect();

@@ -1,0 +1,387 @@
+//! The door of a rank: it takes the calls of ranks on other hosts and calls them, while a group is created and later. Nothing
+//! here waits.
+//!
+//! Of two ranks, the higher one calls the lower one. A call is over once both sides have identified themselves and proved their identity ([handshake](super::handshake)). Data
+//! is read in the order of arrival, so no two ranks wait for each other, and a refusal is noticed at once.
+//!
+//! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
+use super::accept::{Acceptor, Conversation, Heard, Stage};
+use super::handshake::{
+    End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
+};
+use super::keepalive::{give_up_after, keep_alive};
+use crate::error::{SHORTAGE_HINT, is_shortage};
+use crate::rendezvous;
+use crate::rendezvous::Secret;
+use crate::rendezvous::secret::PROOF;
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags};
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+/// One rank's door.
+pub(super) struct Door {
+    identity: Identity,
+    /// Where the ranks of other hosts listen, by rank; `None` for those of this host.
+    addresses: Vec<Option<SocketAddr>>,
+    acceptor: Acceptor,
+    conversations: Vec<Conversation>,
+    /// Calls to make, and when.
+    later: Vec<(Instant, Call)>,
+    events: Vec<Event>,
+}
+
+/// Who a rank is to its peers.
+pub(super) struct Identity {
+    pub(super) rank: usize,
+    pub(super) nonce: u64,
+    pub(super) config: HandshakeConfig,
+    pub(super) secret: Option<Secret>,
+    /// How long a host may be unreachable.
+    pub(super) lost_after: Duration,
+    /// The time limit of the construction, for its errors.
+    pub(super) timeout: Duration,
+}
+
+/// A connection that this rank wants.
+#[derive(Clone, Copy)]
+pub(super) struct Call {
+    pub(super) peer: usize,
+    pub(super) kind: Kind,
+    /// How often the peer was called for this connection before.
+    pub(super) attempts: u32,
+    /// Since when the system has had no resources for it.
+    short_since: Option<Instant>,
+}
+
+/// What has happened at the door.
+pub(super) enum Event {
+    /// There is a connection, non-blocking.
+    Connected { peer: usize, kind: Kind, socket: TcpStream },
+    /// This rank cannot connect to a peer.
+    Failed { peer: usize, error: Error },
+    /// A peer takes no calls any more, or has closed its end of a new connection.
+    Gone { peer: usize },
+    /// A caller with the right nonce cannot belong to this group.
+    Misfit { error: Error },
+}
+
+/// How long the system may take to connect before it is asked again: it repeats lost packets at growing intervals.
+const CONNECT_TIME: Duration = Duration::from_secs(2);
+/// The pause before a peer is called again that closed the connection before it replied.
+const PAUSE: Duration = Duration::from_millis(20);
+/// The pause after a lack of the system's resources, and how long such a lack may last.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
+const SHORTAGE_TIME: Duration = Duration::from_secs(10);
+/// Without a secret, a peer has room for every greeting that comes at once, so few attempts suffice.
+const ATTEMPTS: u32 = 5;
+/// How many callers may be proving that they know the secret at a time, for each rank.
+const CALLERS: usize = 2 * Kind::ALL.len();
+
+impl Door {
+    pub(super) fn new(identity: Identity, listener: TcpListener, addresses: Vec<Option<SocketAddr>>) -> Self {
+        let acceptor = Acceptor::new(listener, identity.rank);
+        Self { identity, addresses, acceptor, conversations: vec![], later: vec![], events: vec![] }
+    }
+
+    /// Calls `peer` for a connection of this kind, unless it is being called for it.
+    pub(super) fn call(&mut self, peer: usize, kind: Kind) {
+        let is_same = |call: &Call| (call.peer, call.kind) == (peer, kind);
+        let called = self.conversations.iter().filter_map(Conversation::call);
+        if !called.chain(self.later.iter().map(|(_, call)| call)).any(is_same) {
+            self.dial(Call { peer, kind, attempts: 0, short_since: None });
+        }
+    }
+
+    /// Takes all that has happened.
+    pub(super) fn events(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Takes what has happened, but for the events that are to be taken `later`.
+    pub(super) fn events_but(&mut self, later: impl Fn(&Event) -> bool) -> Vec<Event> {
+        let (kept, taken) = self.events().into_iter().partition(later);
+        self.events = kept;
+        taken
+    }
+
+    /// Whether `peer` has called, and must still prove that it knows the secret.
+    pub(super) fn is_caller(&self, peer: usize) -> bool {
+        self.conversations.iter().any(|other| other.is_caller(peer))
+    }
+
+    /// Describes the last caller that did not prove that it knows the secret, for an error.
+    pub(super) fn strangers(&self) -> String {
+        self.acceptor.strangers()
+    }
+
+    /// Adds the descriptors to wait for before the next [`step`](Self::step). Returns how long to wait for them at most;
+    /// `None` without a limit.
+    pub(super) fn prepare<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Duration> {
+        fds.extend(self.acceptor.listening().map(|listener| PollFd::new(listener, PollFlags::IN)));
+        fds.extend(self.conversations.iter().map(|other| {
+            let flags = if let Stage::Connecting { .. } = other.stage { PollFlags::OUT } else { PollFlags::IN };
+            PollFd::new(&other.socket, flags)
+        }));
+        let now = Instant::now();
+        let next = self.later.iter().map(|(at, _)| at.saturating_duration_since(now));
+        next.chain(self.acceptor.patience(&self.conversations)).min()
+    }
+
+    /// Does all that can be done without waiting.
+    pub(super) fn step(&mut self) -> Result<()> {
+        let now = Instant::now();
+        let (due, later) = std::mem::take(&mut self.later).into_iter().partition(|(at, _)| *at <= now);
+        self.later = later;
+        let due: Vec<(Instant, Call)> = due;
+        due.into_iter().for_each(|(_, call)| self.dial(call));
+        self.acceptor.tidy(&mut self.conversations);
+        for mut conversation in std::mem::take(&mut self.conversations) {
+            if let Stage::Connecting { .. } = conversation.stage {
+                self.connect(conversation);
+                continue;
+            }
+            match (conversation.read(), &conversation.stage) {
+                (Heard::Nothing, _) => self.conversations.push(conversation),
+                (Heard::All, Stage::Greeting) => self.welcome(conversation)?,
+                (Heard::All, Stage::Proof { caller, exchange }) => {
+                    let (caller, proof) = (*caller, conversation.heard());
+                    match self.identity.secret.as_ref().is_some_and(|s| exchange.verify(s, End::Caller, proof)) {
+                        true => self.take(conversation, caller),
+                        false => self.acceptor.refuse_unproved(conversation.address, caller.rank),
+                    }
+                }
+                (Heard::All, Stage::Reply { call, expected, sent }) => {
+                    let call = *call;
+                    match self.identity.check_reply(&conversation, expected, sent) {
+                        Ok(true) => self.connected(call.peer, call.kind, conversation.socket),
+                        Ok(false) => self.call_again(call),
+                        Err(error) => self.events.push(Event::Failed { peer: call.peer, error }),
+                    }
+                }
+                (Heard::Closed, Stage::Greeting | Stage::Connecting { .. })
+                | (Heard::All, Stage::Connecting { .. }) => {}
+                (Heard::Closed, Stage::Proof { caller, .. }) => {
+                    self.acceptor.refuse_unproved(conversation.address, caller.rank);
+                }
+                (Heard::Closed, Stage::Reply { call, .. }) => self.call_again(*call),
+            }
+        }
+        self.acceptor.accept(&mut self.conversations)
+    }
+
+    /// Begins to connect to a peer.
+    fn dial(&mut self, call: Call) {
+        let Some(address) = self.addresses.get(call.peer).copied().flatten() else {
+            let reason = "its address is unknown, although it is on another host: this is a bug of candle-ddp";
+            let error = self.identity.failed(call.peer, reason);
+            return self.events.push(Event::Failed { peer: call.peer, error });
+        };
+        match begin_to_connect(address) {
+            Ok(socket) => {
+                let stage = Stage::Connecting { call: Call { short_since: None, ..call } };
+                self.conversations.push(Conversation::new(socket, address, stage));
+            }
+            Err(error) => self.not_connected(call, address, &error),
+        }
+    }
+
+    /// Continues with a connection once the system has made it.
+    fn connect(&mut self, conversation: Conversation) {
+        let Stage::Connecting { call } = conversation.stage else { return };
+        let (address, socket) = (conversation.address, &conversation.socket);
+        match (socket.peer_addr(), socket.take_error()) {
+            (_, Ok(Some(error)) | Err(error)) => self.not_connected(call, address, &error),
+            (Err(_), Ok(None)) if conversation.since.elapsed() < CONNECT_TIME => self.conversations.push(conversation),
+            // Packets may be lost, or the peer may have more callers than it can accept at once.
+            (Err(_), Ok(None)) => self.dial(call),
+            (Ok(_), Ok(None)) => match self.identity.greet(socket, call) {
+                Ok(stage) => self.conversations.push(Conversation::new(conversation.socket, address, stage)),
+                Err(error) => self.events.push(Event::Failed { peer: call.peer, error }),
+            },
+        }
+    }
+
+    /// Tries again, if the reason may pass.
+    fn not_connected(&mut self, call: Call, address: SocketAddr, error: &std::io::Error) {
+        let (peer, now) = (call.peer, Instant::now());
+        let short_since = call.short_since.unwrap_or(now);
+        if error.kind() == std::io::ErrorKind::TimedOut {
+            self.later.push((now + PAUSE, call));
+        } else if is_shortage(error) && short_since.elapsed() < SHORTAGE_TIME {
+            self.acceptor.warn_of_shortage("connect", error);
+            self.later.push((now + SHORTAGE_PAUSE, Call { short_since: Some(short_since), ..call }));
+        } else {
+            let hint = match is_shortage(error) {
+                true => SHORTAGE_HINT,
+                false => "Is that address reachable from this host?",
+            };
+            self.events.push(match call.attempts {
+                0 => {
+                    let error = self.identity.failed(peer, format!("connecting to {address}: {error}. {hint}"));
+                    Event::Failed { peer, error }
+                }
+                _ => Event::Gone { peer },
+            });
+        }
+    }
+
+    /// Calls a peer again that closed the connection before it replied: it may have had no room for one more caller.
+    /// Otherwise it is gone.
+    fn call_again(&mut self, call: Call) {
+        if self.identity.secret.is_none() && call.attempts >= ATTEMPTS {
+            return self.events.push(Event::Gone { peer: call.peer });
+        }
+        self.later.push((Instant::now() + PAUSE, Call { attempts: call.attempts + 1, ..call }));
+    }
+
+    /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, this
+    /// makes the caller a peer; one with a different configuration is told so by the reply. With a secret, the connection
+    /// waits for the proof, if there is room for one more.
+    fn welcome(&mut self, caller: Conversation) -> Result<()> {
+        let (address, identity) = (caller.address, &self.identity);
+        let (handshake, greeted) = match Handshake::decode(caller.heard()) {
+            Ok(handshake) if handshake.nonce == identity.nonce => match Greeting::try_from(caller.heard()) {
+                Ok(greeted) => (handshake, greeted),
+                Err(_) => return Ok(()),
+            },
+            Ok(handshake) => {
+                let reason = format_args!("it belongs to another group (as its rank {})", handshake.rank);
+                self.acceptor.refuse(address, reason);
+                return Ok(());
+            }
+            Err(error) => {
+                self.acceptor.refuse(address, error.describe());
+                if let HandshakeError::Version(_) = error {
+                    // The caller should learn why, but this rank does not wait for it.
+                    let _ = (&caller.socket).write(&identity.handshake(identity.rank, Kind::Control).encode());
+                }
+                return Ok(());
+            }
+        };
+        let exchange =
+            Exchange { caller: greeted, callee: greeting(&identity.handshake(identity.rank, handshake.kind))? };
+        let mut reply = [0; REPLY];
+        reply[..GREETING].copy_from_slice(&exchange.callee);
+        if let Some(secret) = &identity.secret {
+            let limit = CALLERS * self.addresses.len();
+            if !handshake.config.secret || !self.acceptor.make_room(&mut self.conversations, limit) {
+                self.acceptor.refuse_unproved(address, handshake.rank);
+                return Ok(());
+            }
+            reply[GREETING..].copy_from_slice(&exchange.prove(secret, End::Callee));
+        }
+        // A socket's empty buffer takes these few bytes at once.
+        let replied = matches!((&caller.socket).write(&reply), Ok(REPLY));
+        if identity.secret.is_some() {
+            self.conversations.extend(replied.then(|| caller.await_proof(handshake, exchange)));
+        } else if replied {
+            self.take(caller, handshake);
+        } else {
+            self.events.push(Event::Gone { peer: handshake.rank });
+        }
+        Ok(())
+    }
+
+    /// Takes the connection of a peer.
+    fn take(&mut self, caller: Conversation, handshake: Handshake) {
+        let (peer, kind, own) = (handshake.rank, handshake.kind, self.identity.rank);
+        let is_elsewhere = self.addresses.get(peer).is_some_and(Option::is_some);
+        let misfit = if let Some(difference) = handshake.config.difference(&self.identity.config) {
+            difference
+        } else if !is_elsewhere || peer < own {
+            "it connected to a rank that is not below it".to_string()
+        } else {
+            return self.connected(peer, kind, caller.socket);
+        };
+        let error = self.identity.failed(peer, misfit);
+        self.events.push(Event::Misfit { error });
+    }
+
+    /// Prepares a new connection.
+    fn connected(&mut self, peer: usize, kind: Kind, socket: TcpStream) {
+        let lost_after = self.identity.lost_after;
+        if let Err(error) = socket.set_nodelay(true) {
+            let error = self.identity.failed(peer, format!("preparing the connection: {error}"));
+            return self.events.push(Event::Failed { peer, error });
+        }
+        keep_alive(&socket, lost_after);
+        if kind == Kind::Control {
+            give_up_after(&socket, lost_after);
+        }
+        self.events.push(Event::Connected { peer, kind, socket });
+    }
+}
+
+impl Identity {
+    fn handshake(&self, rank: usize, kind: Kind) -> Handshake {
+        Handshake { nonce: self.nonce, rank, kind, config: self.config }
+    }
+
+    fn failed(&self, peer: usize, reason: impl Into<String>) -> Error {
+        Error::Connect { rank: self.rank, peers: vec![peer], timeout: self.timeout, reason: reason.into() }
+    }
+
+    /// Sends a greeting on a new connection.
+    fn greet(&self, socket: &TcpStream, call: Call) -> Result<Stage> {
+        let sent = greeting(&self.handshake(self.rank, call.kind))?;
+        // A socket's empty buffer takes these few bytes at once; a peer that has closed it is called again.
+        let _ = (&mut &*socket).write(&sent);
+        Ok(Stage::Reply { call, expected: self.handshake(call.peer, call.kind), sent })
+    }
+
+    /// Checks a peer's reply to `sent`, and proves that this rank knows the secret too. Returns false if the
+    /// peer has replied and no longer waits for the proof.
+    fn check_reply(&self, conversation: &Conversation, expected: &Handshake, sent: &Greeting) -> Result<bool> {
+        let (address, reply) = (conversation.address, conversation.heard());
+        let reason = match Handshake::decode(reply) {
+            Ok(handshake) if handshake == *expected => {
+                let Some(secret) = &self.secret else { return Ok(true) };
+                let proved = reply.split_first_chunk::<GREETING>().and_then(|(callee, proof)| {
+                    let exchange = Exchange { caller: *sent, callee: *callee };
+                    exchange.verify(secret, End::Callee, proof).then_some(exchange)
+                });
+                let Some(exchange) = proved else {
+                    return Err(rendezvous::Error::Secret {
+                        operation: format!("connecting rank {}", self.rank),
+                        peer: format!("rank {} at {address}", expected.rank),
+                        reason: format!("it has another secret than this rank: {SAME_SECRET}"),
+                    }
+                    .into());
+                };
+                let proof = exchange.prove(secret, End::Caller);
+                return Ok(!conversation.is_closed() && matches!((&conversation.socket).write(&proof), Ok(PROOF)));
+            }
+            Ok(handshake) => handshake
+                .config
+                .difference(&self.config)
+                .unwrap_or_else(|| format!("rank {} of another group answers at its address", handshake.rank)),
+            Err(error) => error.describe(),
+        };
+        Err(self.failed(expected.rank, reason))
+    }
+}
+
+/// Begins to connect a new socket, which is non-blocking.
+fn begin_to_connect(address: SocketAddr) -> std::io::Result<TcpStream> {
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily, SocketType, connect, ipproto};
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    #[cfg(not(target_vendor = "apple"))]
+    let new = {
+        use rustix::net::{SocketFlags, socket_with};
+        socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, Some(ipproto::TCP))
+    };
+    #[cfg(target_vendor = "apple")]
+    let new = rustix::net::socket(family, SocketType::STREAM, Some(ipproto::TCP)).and_then(|new| {
+        rustix::io::fcntl_setfd(&new, rustix::io::FdFlags::CLOEXEC)?;
+        rustix::io::ioctl_fionbio(&new, true)?;
+        Ok(new)
+    });
+    let new = new?;
+    match connect(&new, &address) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(new.into()),
+        Err(error) => Err(error.into()),
+    }
+}
