@@ -25,15 +25,15 @@ import time
 from pathlib import Path
 
 from compare.harness import machine, skip
-from faults.cases import ENGINES, FAULTS, MOMENTS, SHORT, VICTIMS, all_cases, quick_cases
+from faults.cases import ENGINES, FAULTS, MOMENTS, SHORT, all_cases, quick_cases
 from faults.programs import ROOT, build
 from faults.run import Wrong, judge, reference
 
 
 def main():
     options = parse()
-    engines = ["nccl"] if options.nccl else ["shm", "tcp"]
-    cases, left_out = all_cases(engines, sorted(VICTIMS))
+    engines = ["nccl"] if options.nccl else ["shm", "tcp", "hosts"]
+    cases, left_out = all_cases(engines)
     if options.quick:
         cases = quick_cases()
     if options.only:
@@ -138,7 +138,7 @@ def document(options, engines, results, left_out, skipped, seconds):
         "matter, and after a pause, the run must continue and end with the same bits as a run without a fault. Afterwards there is no "
         "process, shared memory, socket or temporary file, and a run that was interrupted in a checkpoint continues from a complete one.",
         "",
-        "Each cell: runs that ended as expected of all runs (rank 0, a middle one and the last, of 2 and 4), and the longest "
+        "Each cell: runs that ended as expected of all runs (rank 0, a middle one and the last, of 2 and 4; of 4 on two hosts), and the longest "
         "time after the fault: until a survivor's error, or, where the run continues or ddprun ends it, until all have ended. –: the "
         "combination does not apply.",
     ]

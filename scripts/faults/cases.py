@@ -24,9 +24,11 @@ MOMENTS = {
     "all_reduce": "in an all-reduce",
     "checkpoint": "in a checkpoint write",
 }
-ENGINES = {"shm": "CPU, shared memory", "tcp": "CPU, TCP", "nccl": "NCCL"}
+ENGINES = {"shm": "CPU, shared memory", "tcp": "CPU, TCP", "hosts": "CPU, two hosts", "nccl": "NCCL"}
 # The victims: rank 0, a middle one, the last.
 VICTIMS = {2: [0, 1], 4: [0, 2, 3]}
+# Labels stand for hosts, each of which has two ranks.
+WORLDS = {"hosts": [4]}
 
 # Faults that a process causes itself. The script causes the others, except limits of the process.
 OWN = {"panic", "exit", "error"}
@@ -70,7 +72,7 @@ def meaningless(engine, fault, moment):
     return None
 
 
-def all_cases(engines, worlds):
+def all_cases(engines):
     """Returns the cases, and the combinations that do not apply, by (engine, fault, moment)."""
     cases, left_out = [], {}
     for engine in engines:
@@ -79,7 +81,7 @@ def all_cases(engines, worlds):
                 if reason := meaningless(engine, fault, moment):
                     left_out[engine, fault, moment] = reason
                 else:
-                    cases += [Case(engine, world, fault, moment, victim) for world in worlds for victim in VICTIMS[world]]
+                    cases += [Case(engine, world, fault, moment, victim) for world in WORLDS.get(engine, VICTIMS) for victim in VICTIMS[world]]
     return cases, left_out
 
 
@@ -100,6 +102,8 @@ def quick_cases():
         ("shm", 2, "memory", "rendezvous", 0),
         ("tcp", 2, "descriptors", "rendezvous", 1),
         ("shm", 4, "kill", "rendezvous", 3),
+        ("hosts", 4, "kill", "all_reduce", 2),
+        ("hosts", 4, "stop", "forward", 3),
     ]
     return [Case(*case) for case in chosen]
 

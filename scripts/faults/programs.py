@@ -15,9 +15,11 @@ class Programs:
     def __init__(self, launcher, program, prefix=()):
         self.launcher, self.program, self.prefix = launcher, program, list(prefix)
 
-    def command(self, world, *options):
+    def command(self, world, *options, labels=False):
+        """Returns the command that starts the ranks, with `labels` two on each host."""
         launch = [self.launcher, "--standalone", "--nproc-per-node", str(world), *options]
-        return [*map(str, [*self.prefix, *launch, self.program]), *MAIN]
+        label = ["sh", "-c", 'CANDLE_DDP_CPU_HOST=$((RANK / 2)) exec "$0" "$@"'] if labels else []
+        return [*map(str, [*self.prefix, *launch, *label, self.program]), *MAIN]
 
 
 def build(nccl=False, built=None, release=False):

@@ -54,9 +54,9 @@ class Run:
             environment["EMULATED_GPUS"] = case.world
             environment.setdefault("EMULATED_GPU_CACHE", Path(tempfile.gettempdir()) / f"emulated-gpu-cache-{os.getuid()}")
         else:
-            environment["CANDLE_DDP_CPU_TRANSPORT"] = {"shm": "auto", "tcp": "tcp"}[case.engine]
+            environment["CANDLE_DDP_CPU_TRANSPORT"] = "tcp" if case.engine == "tcp" else "auto"
         self.output = folder / "output"
-        command = programs.command(case.world, "--shutdown-timeout", str(SHUTDOWN))
+        command = programs.command(case.world, "--shutdown-timeout", str(SHUTDOWN), labels=case.engine == "hosts")
         if plan.startswith("disk "):
             command = on_small_disk(command, folder)
         with open(self.output, "wb") as output:
@@ -198,7 +198,7 @@ def each(run, case, act):
         taken = [stack.enter_context(sockets.take(owner, fd)) for owner, connections in chosen for fd, *_ in connections]
         # Between the ranks of this engine, data waits for a header at these moments only: elsewhere, garbage would be a
         # part of the payload.
-        in_data = case.engine == "tcp" and case.moment in ["construction", "forward"]
+        in_data = case.engine != "shm" and case.moment in ["construction", "forward"]
         for sock in taken:
             if case.fault != "garbage" or case.moment == "rendezvous" or sockets.is_control(sock) != in_data:
                 act(sock)

@@ -31,6 +31,8 @@ const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 const STOPPED: &str = "stopped";
 /// The scenario in which ranks repeat batches instead of all-reduces.
 const BATCHES: &str = "batches";
+/// The scenario in which ranks wait for a first message from the victim once they know that it is gone.
+const AWAITED: &str = "awaited";
 
 /// The folder in which ranks meet and write down their results.
 fn store_in(folder: &Path) -> FileStore {
@@ -58,9 +60,23 @@ fn rank_process() {
     let tensor = Tensor::zeros(1 << 20, DType::F32, &Device::Cpu).unwrap();
     let all_reduce = || Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
     let received: Vec<Tensor> = (0..WORLD_SIZE).map(|_| tensor.zeros_like().unwrap()).collect();
+    if scenario == AWAITED {
+        store.set(&format!("ready/{rank}"), b"").unwrap();
+        if communicator.rank() == VICTIM {
+            std::thread::sleep(PATIENCE);
+        }
+        while communicator.gone() != [VICTIM] {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // A lower rank waits to be called; a higher one would call the victim, and notice its end itself.
+        if communicator.rank() != 0 {
+            store.wait(&["error/0"], Some(PATIENCE)).unwrap();
+        }
+    }
     for round in 0.. {
         let error = match round % 2 {
             _ if scenario == BATCHES => exchange(&communicator, &tensor, &received),
+            _ if scenario == AWAITED => communicator.run(Collective::Recv { tensor: tensor.clone(), peer: VICTIM }),
             0 => communicator.run(all_reduce()),
             _ => communicator.start(all_reduce()).and_then(|work| work.wait()),
         };
@@ -173,6 +189,19 @@ fn every_survivor_names_a_rank_killed_in_a_batch() {
         for error in survivors(folder.path()) {
             assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
             assert!(error.contains("(f32[1048576]) for batch_isend_irecv"), "{transport:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_before_its_first_message_is_named() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("rank_process", AWAITED, folder.path(), transport);
+        ranks.0[VICTIM].kill().unwrap();
+        for error in survivors(folder.path()) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
+            assert!(error.contains("closed during recv(f32[1048576]"), "{transport:?}: {error}");
         }
     }
 }

@@ -6,7 +6,7 @@ use candle_ddp::rendezvous::{self, HashStore, Secret, Store};
 use candle_ddp::{Error, InitOptions, ReduceOp, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -216,6 +216,45 @@ fn who_only_knows_the_group_gets_nowhere() {
         let rank_1 = start_announced(scope, &store, 1, 2);
         assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));
         assert!(started.elapsed() < TIMEOUT);
+    });
+}
+
+/// Ranks make connections at any time, so their ports stay open.
+#[test]
+fn strangers_gain_nothing_after_the_construction_either() {
+    let (store, barrier) = (store(), Barrier::new(3));
+    let rank = |rank: usize| {
+        let options =
+            CpuOptions { timeout: TIMEOUT, secret: secret(), transport: CpuTransport::Tcp, ..CpuOptions::default() };
+        let group = CpuCommunicator::new(Arc::clone(&store), rank, 2, options).unwrap();
+        barrier.wait();
+        barrier.wait();
+        let (first, second) = (
+            Tensor::new(&[rank as f32 + 1.], &Device::Cpu).unwrap(),
+            Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap(),
+        );
+        let send = group.start(Collective::Send { tensor: first, peer: 1 - rank }).unwrap();
+        group.run(Collective::Recv { tensor: second.clone(), peer: 1 - rank }).unwrap();
+        send.wait().unwrap();
+        assert_eq!(second.to_vec1::<f32>().unwrap(), [2. - rank as f32]);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| rank(0));
+        let (address, handshake, _) = published(&store);
+        scope.spawn(|| rank(1));
+        barrier.wait();
+        let silent = call(address);
+        let mut talker = call(address);
+        talker.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n").unwrap();
+        let mut unproved = Vec::new();
+        for kind in 0..3 {
+            let mut stranger = call(address);
+            stranger.write_all(&[greeting(&handshake, 1, kind), vec![0; PROOF]].concat()).unwrap();
+            assert_eq!(rest(stranger), REPLY, "kind {kind}");
+            unproved.push(occupy(address, &greeting(&handshake, 1, kind)).unwrap());
+        }
+        barrier.wait();
+        drop((silent, talker));
     });
 }
 

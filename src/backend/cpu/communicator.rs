@@ -124,8 +124,11 @@ impl CpuCommunicator {
             Some(layout) => tune(Tuning::of_hosts(hosts.count())).within(layout),
         };
         let Connections { control, door } = connections;
-        let control = Control::new(control).map_err(|error| Error::io("creating a pipe", error))?;
-        let group = Group::new(rank, world_size, timeout, hosts, shm, control);
+        let links = Control::new(world_size).map_err(|error| Error::io("creating a pipe", error))?;
+        for (peer, socket) in control.into_iter().enumerate() {
+            socket.map(|socket| links.add(peer, socket, true));
+        }
+        let group = Group::new(rank, world_size, timeout, hosts, shm, links);
         let group = Arc::new(match construction.recording {
             Some(recording) => group.recorded(Arc::clone(&recording.recorder)),
             None => group,
@@ -272,3 +275,6 @@ impl Drop for CpuCommunicator {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

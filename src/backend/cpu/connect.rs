@@ -1,5 +1,5 @@
-//! Establishes the control connections between ranks of different hosts while a group is created. Connections for data are
-//! made at first use ([`Group::connect`](super::group::Group::connect)).
+//! Establishes the first control connections between ranks of different hosts while a group is created. The others, and those
+//! for data, are made at first use ([`reach`](super::reach)).
 use super::connector::{ABSENT, Connector};
 use super::door::{Door, Event, Identity};
 use super::handshake::Kind;
@@ -14,7 +14,7 @@ use std::time::Instant;
 
 /// The connections of one rank to the ranks of other hosts.
 pub(super) struct Connections {
-    /// For the monitors, non-blocking; by rank, `None` for the ranks of this host.
+    /// For the monitors, non-blocking; by rank, `None` for those that are not [contacts](Hosts::contacts).
     pub(super) control: Vec<Option<TcpStream>>,
     /// Where more are made; `None` if there are no other hosts.
     pub(super) door: Option<Door>,
@@ -27,9 +27,9 @@ impl Connector<'_> {
     /// Connects to the ranks of other hosts.
     pub(super) fn connect(&self, met: Met, hosts: &Hosts) -> Result<Connections> {
         let world_size = self.config.world_size;
-        let others: Vec<usize> = (0..world_size).filter(|peer| hosts.member(*peer).is_none()).collect();
+        let contacts = hosts.contacts();
         let mut control: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
-        if others.is_empty() {
+        if contacts.is_empty() {
             return Ok(Connections { control, door: None });
         }
         let mut addresses = self.addresses()?.into_iter().map(Some).collect::<Vec<_>>();
@@ -43,7 +43,7 @@ impl Connector<'_> {
             timeout: self.timeout,
         };
         let mut door = Door::new(identity, met.listener, addresses);
-        others.iter().filter(|peer| **peer < self.rank).for_each(|peer| door.call(*peer, Kind::Control));
+        contacts.iter().filter(|peer| **peer < self.rank).for_each(|peer| door.call(*peer, Kind::Control));
         loop {
             self.construction.check()?;
             // A faster peer may already connect for data.
@@ -60,8 +60,9 @@ impl Connector<'_> {
                     Event::Misfit { error } => return Err(error),
                 }
             }
-            let missing: Vec<usize> = others.iter().copied().filter(|peer| control[*peer].is_none()).collect();
+            let missing: Vec<usize> = contacts.iter().copied().filter(|peer| control[*peer].is_none()).collect();
             if missing.is_empty() {
+                door.complete();
                 return Ok(Connections { control, door: Some(door) });
             }
             if Instant::now() >= self.deadline {

@@ -4,12 +4,13 @@ use crate::panic::lock;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
-/// The control connections to the ranks of other hosts. Any thread may send; only the monitor reads.
+/// The control connections to ranks of other hosts. Any thread may send; only the monitor reads.
 pub(super) struct Control {
-    /// By rank; `None` for the ranks of this host.
-    links: Vec<Option<Link>>,
+    /// By rank; empty for the ranks of this host, and for those that this rank has never needed. There are two if both have
+    /// called at the same time: the higher rank's call, and the lower one's.
+    links: Vec<[OnceLock<Link>; 2]>,
     /// Wakes the monitor from its poll: one end is written to, the other one is polled.
     wake: UnixStream,
     woken: UnixStream,
@@ -24,28 +25,40 @@ pub(super) struct Link {
 }
 
 impl Control {
-    /// Takes non-blocking `sockets`, by rank.
-    pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> std::io::Result<Self> {
+    /// Without connections.
+    pub(super) fn new(world_size: usize) -> std::io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
-        let link = |socket: TcpStream| {
-            let address = |end: std::io::Result<SocketAddr>| {
-                end.map_or_else(|_| "an unknown address".to_string(), |address| address.ip().to_string())
-            };
-            let hosts = format!("from {} to {}", address(socket.local_addr()), address(socket.peer_addr()));
-            Link { socket, unsent: Mutex::default(), hosts }
-        };
-        Ok(Self { links: sockets.into_iter().map(|socket| socket.map(link)).collect(), wake, woken })
+        Ok(Self { links: (0..world_size).map(|_| Default::default()).collect(), wake, woken })
     }
 
+    /// Takes a non-blocking connection to `peer`, for which the higher rank of the two has called, or else the lower one.
+    /// Returns whether it is the first one.
+    pub(super) fn add(&self, peer: usize, socket: TcpStream, by_higher: bool) -> bool {
+        let address = |end: std::io::Result<SocketAddr>| {
+            end.map_or_else(|_| "an unknown address".to_string(), |address| address.ip().to_string())
+        };
+        let hosts = format!("from {} to {}", address(socket.local_addr()), address(socket.peer_addr()));
+        let place = self.links.get(peer).map(|links| &links[usize::from(!by_higher)]);
+        place.is_some_and(|place| place.set(Link { socket, unsent: Mutex::default(), hosts }).is_ok())
+    }
+
+    /// The connection on which frames are sent to `peer`.
     pub(super) fn link(&self, peer: usize) -> Option<&Link> {
-        self.links.get(peer)?.as_ref()
+        self.links.get(peer)?.iter().find_map(OnceLock::get)
+    }
+
+    /// All connections, with their peers and numbers.
+    pub(super) fn links(&self) -> impl Iterator<Item = ((usize, usize), &Link)> {
+        let numbered = self.links.iter().enumerate();
+        let all = numbered.flat_map(|(peer, links)| [0, 1].map(|number| ((peer, number), links[number].get())));
+        all.filter_map(|(place, link)| Some((place, link?)))
     }
 
     /// The addresses of both ends of the connection to `peer`, in words.
     pub(super) fn hosts(&self, peer: usize) -> &str {
-        self.link(peer).map_or("to itself", |link| &link.hosts)
+        self.link(peer).map_or("which was not made", |link| &link.hosts)
     }
 
     /// Sends `frame` without waiting; the monitor sends what the socket does not accept at once.

@@ -58,9 +58,9 @@ impl Connector<'_> {
             );
         }
         log::debug!("rank {rank}: the ranks that share memory are {:?}", hosts.all());
-        // For the monitors, and for data from one rank of each other host.
-        let more = others.len() + hosts.count() - 1;
-        check_limit(descriptors::open(), more, &format!("connections to {} other rank(s)", others.len()))
+        // Those for the monitors, and for data. Calls between certain ranks need more.
+        let contacts = hosts.contacts().len();
+        check_limit(descriptors::open(), 2 * contacts, &format!("connections to {contacts} other rank(s)"))
             .map_err(|reason| Error::invalid("ulimit -n", format!("rank {rank}: {reason}")))?;
         let connections = self.connect(met, &hosts)?;
         let layout = layout.filter(|_| !hosts.are_single());

@@ -1,7 +1,7 @@
 //! The door of a rank: it takes the calls of ranks on other hosts and calls them, while a group is created and later. Nothing
 //! here waits.
 //!
-//! Of two ranks, the higher one calls the lower one. A call is over once both sides have identified themselves and proved their identity ([handshake](super::handshake)). Data
+//! Of two ranks, the higher one calls the lower one; only for control, either calls. A call is over once both sides have identified themselves and proved their identity ([handshake](super::handshake)). Data
 //! is read in the order of arrival, so no two ranks wait for each other, and a refusal is noticed at once.
 //!
 //! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
@@ -16,7 +16,7 @@ use crate::rendezvous::Secret;
 use crate::rendezvous::secret::PROOF;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,8 @@ pub(super) struct Door {
     /// Calls to make, and when.
     later: Vec<(Instant, Call)>,
     events: Vec<Event>,
+    /// Whether a peer whose system refuses a connection has been there before.
+    is_complete: bool,
 }
 
 /// Who a rank is to its peers.
@@ -57,8 +59,8 @@ pub(super) struct Call {
 
 /// What has happened at the door.
 pub(super) enum Event {
-    /// There is a connection, non-blocking.
-    Connected { peer: usize, kind: Kind, socket: TcpStream },
+    /// There is a connection, non-blocking. `is_own` if this rank called.
+    Connected { peer: usize, kind: Kind, socket: TcpStream, is_own: bool },
     /// This rank cannot connect to a peer.
     Failed { peer: usize, error: Error },
     /// A peer takes no calls any more, or has closed its end of a new connection.
@@ -82,7 +84,7 @@ const CALLERS: usize = 2 * Kind::ALL.len();
 impl Door {
     pub(super) fn new(identity: Identity, listener: TcpListener, addresses: Vec<Option<SocketAddr>>) -> Self {
         let acceptor = Acceptor::new(listener, identity.rank);
-        Self { identity, addresses, acceptor, conversations: vec![], later: vec![], events: vec![] }
+        Self { identity, addresses, acceptor, conversations: vec![], later: vec![], events: vec![], is_complete: false }
     }
 
     /// Calls `peer` for a connection of this kind, unless it is being called for it.
@@ -92,6 +94,11 @@ impl Door {
         if !called.chain(self.later.iter().map(|(_, call)| call)).any(is_same) {
             self.dial(Call { peer, kind, attempts: 0, short_since: None });
         }
+    }
+
+    /// From here on, all ranks listen: one whose system refuses a connection has left or ended.
+    pub(super) fn complete(&mut self) {
+        self.is_complete = true;
     }
 
     /// Takes all that has happened.
@@ -155,7 +162,7 @@ impl Door {
                 (Heard::All, Stage::Reply { call, expected, sent }) => {
                     let call = *call;
                     match self.identity.check_reply(&conversation, expected, sent) {
-                        Ok(true) => self.connected(call.peer, call.kind, conversation.socket),
+                        Ok(true) => self.connected(call.peer, call.kind, conversation.socket, true),
                         Ok(false) => self.call_again(call),
                         Err(error) => self.events.push(Event::Failed { peer: call.peer, error }),
                     }
@@ -207,7 +214,7 @@ impl Door {
     fn not_connected(&mut self, call: Call, address: SocketAddr, error: &std::io::Error) {
         let (peer, now) = (call.peer, Instant::now());
         let short_since = call.short_since.unwrap_or(now);
-        if error.kind() == std::io::ErrorKind::TimedOut {
+        if error.kind() == ErrorKind::TimedOut {
             self.later.push((now + PAUSE, call));
         } else if is_shortage(error) && short_since.elapsed() < SHORTAGE_TIME {
             self.acceptor.warn_of_shortage("connect", error);
@@ -218,7 +225,7 @@ impl Door {
                 false => "Is that address reachable from this host?",
             };
             self.events.push(match call.attempts {
-                0 => {
+                0 if !self.is_complete || error.kind() != ErrorKind::ConnectionRefused => {
                     let error = self.identity.failed(peer, format!("connecting to {address}: {error}. {hint}"));
                     Event::Failed { peer, error }
                 }
@@ -290,17 +297,17 @@ impl Door {
         let is_elsewhere = self.addresses.get(peer).is_some_and(Option::is_some);
         let misfit = if let Some(difference) = handshake.config.difference(&self.identity.config) {
             difference
-        } else if !is_elsewhere || peer < own {
+        } else if !is_elsewhere || (peer < own && kind != Kind::Control) {
             "it connected to a rank that is not below it".to_string()
         } else {
-            return self.connected(peer, kind, caller.socket);
+            return self.connected(peer, kind, caller.socket, false);
         };
         let error = self.identity.failed(peer, misfit);
         self.events.push(Event::Misfit { error });
     }
 
     /// Prepares a new connection.
-    fn connected(&mut self, peer: usize, kind: Kind, socket: TcpStream) {
+    fn connected(&mut self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool) {
         let lost_after = self.identity.lost_after;
         if let Err(error) = socket.set_nodelay(true) {
             let error = self.identity.failed(peer, format!("preparing the connection: {error}"));
@@ -310,7 +317,7 @@ impl Door {
         if kind == Kind::Control {
             give_up_after(&socket, lost_after);
         }
-        self.events.push(Event::Connected { peer, kind, socket });
+        self.events.push(Event::Connected { peer, kind, socket, is_own });
     }
 }
 

@@ -16,10 +16,12 @@ pub(super) enum Frame {
     Ack,
     /// Asks for the reader's progress.
     Query { id: u64 },
-    /// The reply to the query of the same `id`.
-    Answer { id: u64, report: ProgressReport },
+    /// The reply to the query of the same `id`: the progress of `rank`, the sender or another rank of its host.
+    Answer { id: u64, rank: usize, report: ProgressReport },
     /// Asks the reader, a higher rank, to make a connection of this kind.
     Call { kind: Kind },
+    /// Another rank of the sender's host has left in good order, or else its process has ended, after this collective.
+    News { rank: usize, left: bool, last: u64 },
 }
 
 impl Frame {
@@ -38,9 +40,12 @@ impl Frame {
             Self::Query { id } => {
                 writer.u8(3).u64(*id);
             }
-            Self::Answer { id, report } => report.encode(writer.u8(4).u64(*id)),
+            Self::Answer { id, rank, report } => report.encode(writer.u8(4).u64(*id).u32(*rank as u32)),
             Self::Call { kind } => {
                 writer.u8(5).u8(*kind as u8);
+            }
+            Self::News { rank, left, last } => {
+                writer.u8(6).u32(*rank as u32).u8(u8::from(*left)).u64(*last);
             }
         }
         let mut bytes = writer.0;
@@ -56,8 +61,9 @@ impl Frame {
             1 => Self::Abort(serde_json::from_slice(reader.0).ok()?),
             2 => Self::Ack,
             3 => Self::Query { id: reader.u64()? },
-            4 => Self::Answer { id: reader.u64()?, report: ProgressReport::decode(&mut reader)? },
+            4 => Self::Answer { id: reader.u64()?, rank: reader.rank()?, report: ProgressReport::decode(&mut reader)? },
             5 => Self::Call { kind: *Kind::ALL.get(usize::from(reader.u8()?))? },
+            6 => Self::News { rank: reader.rank()?, left: reader.u8()? != 0, last: reader.u64()? },
             _ => return None,
         })
     }
@@ -109,8 +115,13 @@ mod tests {
             Frame::Abort(Failure::PeerFailed { peer: 1, reason: "out of memory".into() }),
             Frame::Ack,
             Frame::Query { id: 3 },
-            Frame::Answer { id: 3, report: ProgressReport { started: 5, begun: 5, calls, waits_for_lock: true } },
+            Frame::Answer {
+                id: 3,
+                rank: 6,
+                report: ProgressReport { started: 5, begun: 5, calls, waits_for_lock: true },
+            },
             Frame::Call { kind: Kind::Direct },
+            Frame::News { rank: 5, left: true, last: 1 << 40 },
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(Frame::encode).collect();
         for piece in [1, 3, bytes.len()] {

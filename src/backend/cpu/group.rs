@@ -3,7 +3,7 @@ use super::control::Control;
 use super::frame::Frame;
 use super::gone::{self, Ended, Gone};
 use super::hosts::Hosts;
-use super::shm::{ShmGroup, Sleeper};
+use super::shm::{Life, ShmGroup, Sleeper};
 use super::state::{Peer, Query, State};
 use super::storage::LockWaits;
 use super::transport::Transport;
@@ -17,6 +17,9 @@ use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+/// Monitors answer a query at once, even on a busy machine: a process that does not is stopped or unreachable.
+pub(super) const QUERY_PATIENCE: Duration = Duration::from_secs(3);
 
 /// One group, as seen by one of its ranks.
 pub(super) struct Group {
@@ -144,7 +147,7 @@ impl Group {
         self.changed.notify_all();
         // The reason is sent before the data connections close, since peers that see them close wait for the reason.
         let abort = Frame::Abort(failure.clone());
-        self.peers().for_each(|peer| self.control.send(peer, &abort));
+        self.linked().for_each(|peer| self.control.send(peer, &abort));
         self.locks.end();
         self.shm.iter().for_each(ShmGroup::close);
         self.data.close();
@@ -170,7 +173,11 @@ impl Group {
             (failure.is_some() || state.peers[peer].closed).then_some(failure)
         });
         let failure = known.flatten().or_else(|| self.left_during(channel, peer)).unwrap_or_else(|| {
-            let call = lock(&self.state).activity();
+            let state = lock(&self.state);
+            let call = state.activity();
+            if state.peers[peer].refuses {
+                return Failure::PeerGone { rank: self.rank, peer, call: format!("{call} ({reason})") };
+            }
             let reason = gone::lost(peer, self.control.hosts(peer), &call, reason);
             Failure::PeerFailed { peer: self.rank, reason }
         });
@@ -216,16 +223,14 @@ impl Group {
 
     /// Asks all peers for their progress. Returns the states by rank, including this one.
     pub(super) fn query(&self) -> Vec<RankState> {
-        /// Monitors answer at once, even on a busy machine: a process that does not is stopped or unreachable.
-        const PATIENCE: Duration = Duration::from_secs(3);
         let mut state = lock(&self.state);
         let id = state.next_query;
         state.next_query += 1;
         let asked = self.shm.as_ref().map(|shm| shm.board.ask());
         state.queries.insert(id, Query { asked, answers: vec![None; self.world_size] });
         drop(state);
-        self.peers().for_each(|peer| self.control.send(peer, &Frame::Query { id }));
-        self.wait_until(Instant::now() + PATIENCE, |state| {
+        self.linked().for_each(|peer| self.control.send(peer, &Frame::Query { id }));
+        self.wait_until(Instant::now() + QUERY_PATIENCE, |state| {
             let answers = &state.queries.get(&id)?.answers;
             let complete = self.peers().all(|peer| answers[peer].is_some() || state.peers[peer].closed);
             (complete || state.failure.is_some()).then_some(())
@@ -233,26 +238,30 @@ impl Group {
         let mut state = lock(&self.state);
         let mut answers = state.queries.remove(&id).map_or_else(|| vec![None; self.world_size], |query| query.answers);
         answers[self.rank] = Some(state.collectives.report(self.locks.any()));
-        answers.into_iter().enumerate().map(|(peer, answer)| state.rank_state(peer, answer)).collect()
+        // A rank that this one does not know is asked by its proxy there.
+        let is_asked: Vec<bool> = (0..self.world_size)
+            .map(|peer| {
+                let is_known = self.hosts.member(peer).is_some() || self.control.link(peer).is_some();
+                is_known || answers[self.hosts.proxy_beside(peer)].is_some()
+            })
+            .collect();
+        let states = answers.into_iter().zip(is_asked).enumerate();
+        states.map(|(peer, (answer, is_asked))| state.rank_state(peer, answer, is_asked)).collect()
     }
 
     /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once those of
     /// other hosts have read it, or after a short while: if the connections closed earlier, the system might discard it.
     pub(super) fn leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(2);
-        self.look_for_failures();
-        let state = lock(&self.state);
+        self.look_around();
+        let mut state = lock(&self.state);
+        state.leaving = true;
         let mut goodbyes = Vec::new();
         if let Some(shm) = &self.shm {
             shm.board.leave();
         }
         if state.failure.is_none() {
-            let collectives = state.collectives.begun();
-            for peer in self.linked() {
-                let Peer { sends, recvs, .. } = &state.peers[peer];
-                let counts = CallCounts { collectives, sent: sends.begun(), received: recvs.begun() };
-                goodbyes.push((peer, Frame::Goodbye(counts)));
-            }
+            goodbyes.extend(self.linked().map(|peer| (peer, state.goodbye(peer))));
         }
         drop(state);
         goodbyes.iter().for_each(|(peer, goodbye)| self.control.send(*peer, goodbye));
@@ -271,12 +280,15 @@ impl Group {
         }
     }
 
-    /// Ends the group if a rank of this host has said why it failed. The monitor may not have looked yet.
-    fn look_for_failures(&self) {
+    /// Takes note of the ranks of this host that have failed, left or ended. The monitor may not have looked yet.
+    fn look_around(&self) {
         let Some(shm) = &self.shm else { return };
         for (member, peer) in self.neighbours() {
-            if shm.board.life(member).has_failed() {
+            let life = shm.board.life(member);
+            if life.has_failed() {
                 self.on_told(shm.board.failure(member).as_deref(), peer);
+            } else if life == Life::Left {
+                self.on_left(peer);
             }
         }
     }
@@ -286,8 +298,8 @@ impl Group {
         self.hosts.members().iter().copied().enumerate().filter(|(_, peer)| *peer != self.rank)
     }
 
-    /// The peers with a control connection: those of other hosts.
-    fn linked(&self) -> impl Iterator<Item = usize> {
+    /// The peers with a control connection, on other hosts.
+    pub(super) fn linked(&self) -> impl Iterator<Item = usize> {
         self.peers().filter(|peer| self.control.link(*peer).is_some())
     }
 
@@ -324,14 +336,18 @@ impl Group {
             }
             Frame::Query { id } => {
                 let report = lock(&self.state).collectives.report(self.locks.any());
-                self.control.send(peer, &Frame::Answer { id, report });
+                self.control.send(peer, &Frame::Answer { id, rank: self.rank, report });
+                self.relay(peer, id);
             }
-            Frame::Answer { id, report } => {
-                if let Some(query) = lock(&self.state).queries.get_mut(&id) {
-                    query.answers[peer] = Some(report);
+            Frame::Answer { id, rank, report } => {
+                let mut state = lock(&self.state);
+                if let Some(answer) = state.queries.get_mut(&id).and_then(|query| query.answers.get_mut(rank)) {
+                    *answer = Some(report);
                 }
+                drop(state);
                 self.changed.notify_all();
             }
+            Frame::News { rank, left, last } => self.on_news(rank, left, last),
         }
     }
 
@@ -344,7 +360,9 @@ impl Group {
     /// Called when `peer`, on this host, has left in good order: it has finished all its calls.
     pub(super) fn on_left(&self, peer: usize) {
         let mut state = lock(&self.state);
-        state.peers[peer].closed = true;
+        if std::mem::replace(&mut state.peers[peer].closed, true) {
+            return;
+        }
         if let Some(finished) = self.finished_by(peer, &state) {
             // Without the one with number 0.
             let [collectives, sent, received] =
@@ -352,6 +370,7 @@ impl Group {
             self.leaves(state, peer, CallCounts { collectives, sent, received });
         }
         self.changed.notify_all();
+        self.spread(peer);
     }
 
     /// Called when `peer`, on this host, has said why the group failed.
@@ -375,6 +394,7 @@ impl Group {
     pub(super) fn collect_answers(&self) {
         let Some(shm) = &self.shm else { return };
         let mut state = lock(&self.state);
+        self.pass_answers(&mut state);
         for query in state.queries.values_mut() {
             for (member, peer) in self.neighbours() {
                 if let (None, Some(asked)) = (&query.answers[peer], query.asked) {
@@ -388,7 +408,7 @@ impl Group {
 
     /// Ends the group if the last collective that began here, or a running message, needs `peer`, which has left or
     /// ended.
-    fn fail_if_needed(&self, state: MutexGuard<State>, peer: usize) {
+    pub(super) fn fail_if_needed(&self, state: MutexGuard<State>, peer: usize) {
         let mut concerned = vec![(Channel::Collectives, Some(state.collectives.begun()))];
         // A sent message that will never be received is not a failure.
         concerned.push((Channel::SendTo(peer), state.peers[peer].sends.running()));
@@ -404,7 +424,10 @@ impl Group {
     /// Called when the control connection to `peer` has ended, or its process on this host.
     pub(super) fn on_closed(&self, peer: usize, ended: Ended) {
         let mut state = lock(&self.state);
-        state.peers[peer].closed = true;
+        // Of two connections, the other one may have ended before.
+        if std::mem::replace(&mut state.peers[peer].closed, true) {
+            return;
+        }
         if state.peers[peer].left.is_none() {
             log::debug!("rank {}: the control connection to rank {peer} has ended: {ended:?}", self.rank);
             if let Some(failure) = ended.lost(self.rank, peer, self.control.hosts(peer), &state.activity()) {
@@ -418,6 +441,7 @@ impl Group {
             drop(state);
         }
         self.changed.notify_all();
+        self.spread(peer);
     }
 }
 

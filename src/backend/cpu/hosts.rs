@@ -76,6 +76,28 @@ impl Hosts {
             .map(|(host, ranks)| (host, ranks.as_slice()))
     }
 
+    /// The ranks of other hosts whose monitors this rank's monitor knows from the start: on each host its proxy there, and those
+    /// whose proxy it is.
+    pub(super) fn contacts(&self) -> Vec<usize> {
+        let of_host = |(_, ranks): (usize, &[usize])| {
+            let mut contacts: Vec<usize> = self.clients(ranks).chain([Self::proxy(ranks, self.index())]).collect();
+            contacts.sort_unstable();
+            contacts.dedup();
+            contacts
+        };
+        self.others().flat_map(of_host).collect()
+    }
+
+    /// The rank of `rank`'s host, another one, that is this rank's proxy there.
+    pub(super) fn proxy_beside(&self, rank: usize) -> usize {
+        Self::proxy(&self.hosts[self.places[rank].0], self.index())
+    }
+
+    /// Whether this rank is the proxy of `rank`, which is on another host.
+    pub(super) fn is_proxy_of(&self, rank: usize) -> bool {
+        Self::proxy(self.members(), self.places[rank].1) == self.members()[self.index()]
+    }
+
     /// Whether no two ranks share memory.
     pub(super) fn are_single(&self) -> bool {
         self.hosts.iter().all(|host| host.len() == 1)
@@ -109,6 +131,23 @@ mod tests {
         assert_eq!(hosts.hosts, [vec![0, 1, 4], vec![2, 3]]);
         assert_eq!((hosts.own(), hosts.index(), hosts.member(2), hosts.member(4)), (1, 1, Some(0), None));
         assert_eq!(hosts.find(4), (0, 2));
+    }
+
+    #[test]
+    fn contacts_are_mutual_and_few() {
+        for labels in [vec![0, 0, 0, 1, 1, 2, 0], vec![0, 1, 2], vec![0, 0, 1, 1, 2, 2]] {
+            let all: Vec<Hosts> = (0..labels.len()).map(|rank| Hosts::new(rank, &labels)).collect();
+            let contacts: Vec<Vec<usize>> = all.iter().map(Hosts::contacts).collect();
+            for (rank, hosts) in all.iter().enumerate() {
+                for other in (0..labels.len()).filter(|other| labels[*other] != labels[rank]) {
+                    assert_eq!(contacts[rank].contains(&other), contacts[other].contains(&rank));
+                    assert_eq!(hosts.is_proxy_of(other), all[other].proxy_beside(rank) == rank);
+                }
+                assert!(hosts.others().all(|(_, ranks)| ranks.iter().any(|other| contacts[rank].contains(other))));
+            }
+        }
+        // Equal hosts: one contact on each other host.
+        assert_eq!(Hosts::new(3, &[0, 0, 1, 1, 2, 2]).contacts(), [1, 5]);
     }
 
     #[test]

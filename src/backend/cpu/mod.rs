@@ -22,6 +22,7 @@ mod in_flight;
 mod keepalive;
 mod meeting;
 mod monitor;
+mod news;
 mod options;
 mod piece;
 mod reach;

@@ -6,13 +6,14 @@ use super::group::Group;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use std::collections::HashMap;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 
 /// Reads and answers the frames of all peers, and makes connections, until the group tells it to end.
 pub(super) fn run(group: &Group, door: Door) -> Result<()> {
-    let mut readers: Vec<Option<FrameReader>> =
-        (0..group.world_size).map(|peer| group.control.link(peer).map(|_| FrameReader::default())).collect();
+    // By connection; `None` once it has ended.
+    let mut readers: HashMap<(usize, usize), Option<FrameReader>> = HashMap::new();
     let mut door = Some(door);
     while !group.is_over() {
         // A group that has failed needs no more connections.
@@ -21,11 +22,13 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
         // The open connections, and the events for which each is polled.
         let mut open = Vec::new();
         let mut fds = vec![PollFd::new(group.control.woken(), PollFlags::IN)];
-        for (peer, _) in readers.iter().enumerate().filter(|(_, reader)| reader.is_some()) {
-            let Some(link) = group.control.link(peer) else { continue };
+        for (place, link) in group.control.links() {
+            if readers.entry(place).or_insert_with(|| Some(FrameReader::default())).is_none() {
+                continue;
+            }
             let flags = if link.has_unsent() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             fds.push(PollFd::new(&link.socket, flags));
-            open.push((peer, link));
+            open.push((place, link));
         }
         let patience = door.as_ref().and_then(|door| door.prepare(&mut fds));
         match poll(&mut fds, patience.and_then(|patience| Timespec::try_from(patience).ok()).as_ref()) {
@@ -40,15 +43,16 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
             // A peer that has connected, sent its data, and ended is heard in this order.
             group.attend(door);
         }
-        for ((peer, link), events) in open.into_iter().zip(events) {
+        for ((place, link), events) in open.into_iter().zip(events) {
             if events.contains(PollFlags::OUT) {
                 link.flush();
             }
+            let (peer, _) = place;
             if events.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
-                && let Some(reader) = &mut readers[peer]
+                && let Some(Some(reader)) = readers.get_mut(&place)
                 && let Err(ended) = read(group, peer, &link.socket, reader)
             {
-                readers[peer] = None;
+                readers.insert(place, None);
                 group.on_closed(peer, ended);
             }
         }

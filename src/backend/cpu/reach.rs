@@ -1,4 +1,5 @@
-//! Connections for data, which are made at first use.
+//! Connections that are made at first use: for data, and, between ranks that had nothing to do with each other before, for
+//! control.
 //!
 //! The thread that needs one says so and waits. The monitors of both ranks make it, whatever their other threads are doing, so
 //! the order in which ranks come to their calls does not matter.
@@ -42,44 +43,47 @@ impl Group {
         missing.sort_unstable();
         missing.dedup();
         let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
+        let is_linked = |peer: usize| self.control.link(peer).is_some();
+        let unlinked: Vec<usize> = missing.iter().copied().filter(|peer| !is_linked(*peer)).collect();
+        self.want(&unlinked, Kind::Control);
         self.want(&lower, kind);
-        if kind == Kind::Data
-            && !higher.is_empty()
-            && let Some(reached) = self.wait_for(transport, &missing, deadline.min(Instant::now() + COURTESY))
-        {
-            return reached;
+        self.await_peers(&unlinked, is_linked, deadline)?;
+        let has = |peer: usize| transport.has(peer);
+        if kind == Kind::Data && !higher.is_empty() {
+            match self.await_peers(&missing, has, deadline.min(Instant::now() + COURTESY)) {
+                Err(TransportError::TimedOut { .. }) => {}
+                reached => return reached,
+            }
         }
-        let asked = higher.into_iter().filter(|peer| !transport.has(*peer));
+        let asked = higher.into_iter().filter(|peer| !has(*peer));
         asked.for_each(|peer| self.control.send(peer, &Frame::Call { kind }));
-        self.wait_for(transport, &missing, deadline).unwrap_or_else(|| {
-            let peers = missing.iter().copied().filter(|peer| !transport.has(*peer)).collect();
-            Err(TransportError::TimedOut { peers })
-        })
+        self.await_peers(&missing, has, deadline)
     }
 
-    /// Waits for connections to `peers`; `None` if some are missing at `deadline`.
-    fn wait_for(
+    /// Waits until all of `peers` are there.
+    fn await_peers(
         &self,
-        transport: &Transport,
         peers: &[usize],
+        is_there: impl Fn(usize) -> bool,
         deadline: Instant,
-    ) -> Option<Result<(), TransportError>> {
-        self.wait_until(deadline, |state| {
-            let mut missing = peers.iter().copied().filter(|peer| !transport.has(*peer)).peekable();
-            let Some(first) = missing.peek().copied() else { return Some(Ok(())) };
+    ) -> Result<(), TransportError> {
+        let missing = || peers.iter().copied().filter(|peer| !is_there(*peer));
+        let reached = self.wait_until(deadline, |state| {
+            let Some(first) = missing().next() else { return Some(Ok(())) };
             let closed = |peer: usize, reason: &str| Some(Err(TransportError::Closed { peer, reason: reason.into() }));
             if state.failure.is_some() {
                 return closed(first, "the group has failed");
             }
-            missing.find_map(|peer| match (&state.peers[peer].unreachable, state.peers[peer].closed) {
+            missing().find_map(|peer| match (&state.peers[peer].unreachable, state.peers[peer].closed) {
                 (Some(reason), _) => closed(peer, reason),
-                (None, true) => closed(peer, "it ended before there was a connection for data"),
+                (None, true) => closed(peer, "it ended before there was a connection"),
                 (None, false) => None,
             })
-        })
+        });
+        reached.unwrap_or_else(|| Err(TransportError::TimedOut { peers: missing().collect() }))
     }
 
-    /// Makes the monitor call lower `peers` for connections of this kind.
+    /// Makes the monitor call `peers` for connections of this kind.
     pub(super) fn want(&self, peers: &[usize], kind: Kind) {
         if !peers.is_empty() {
             lock(&self.state).wanted.extend(peers.iter().map(|peer| (*peer, kind)));
@@ -91,9 +95,9 @@ impl Group {
     pub(super) fn attend(&self, door: &mut Door) {
         for event in door.events() {
             match event {
-                Event::Connected { peer, kind, socket } => self.add(peer, kind, socket),
-                Event::Failed { peer, error } => self.set_unreachable(peer, error.to_string()),
-                Event::Gone { peer } => self.set_unreachable(peer, "it takes no calls any more".into()),
+                Event::Connected { peer, kind, socket, is_own } => self.add(peer, kind, socket, is_own),
+                Event::Failed { peer, error } => self.set_unreachable(peer, error.to_string(), false),
+                Event::Gone { peer } => self.set_unreachable(peer, "nobody listens at its address".into(), true),
                 // It is a peer, as far as this rank can know.
                 Event::Misfit { error } => {
                     self.fail(Failure::PeerFailed { peer: self.rank, reason: error.to_string() });
@@ -102,7 +106,11 @@ impl Group {
         }
         let wanted = std::mem::take(&mut lock(&self.state).wanted);
         for (peer, kind) in wanted {
-            if self.of_kind(kind).is_some_and(|transport| peer < self.rank && !transport.has(peer)) {
+            let has = match self.of_kind(kind) {
+                Some(transport) => peer > self.rank || transport.has(peer),
+                None => self.control.link(peer).is_some(),
+            };
+            if !has {
                 door.call(peer, kind);
             }
         }
@@ -117,17 +125,29 @@ impl Group {
     }
 
     /// Takes a connection, unless the group has failed: then no thread waits for it, and it would not be closed.
-    fn add(&self, peer: usize, kind: Kind, socket: TcpStream) {
+    fn add(&self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool) {
         let state = lock(&self.state);
-        if state.failure.is_none() && !self.of_kind(kind).is_some_and(|transport| transport.add(peer, socket)) {
+        let is_first = match self.of_kind(kind) {
+            _ if state.failure.is_some() => true,
+            Some(transport) => transport.add(peer, socket),
+            None => self.control.add(peer, socket, is_own == (peer < self.rank)),
+        };
+        if !is_first {
             log::warn!("rank {}: a second {kind:?} connection of rank {peer} was turned away", self.rank);
+        } else if kind == Kind::Control {
+            self.greet(&state, peer);
         }
         drop(state);
         self.changed.notify_all();
     }
 
-    fn set_unreachable(&self, peer: usize, reason: String) {
-        lock(&self.state).peers[peer].unreachable = Some(reason);
-        self.changed.notify_all();
+    /// A higher rank may be out of reach of this one's calls, and yet call.
+    fn set_unreachable(&self, peer: usize, reason: String, refuses: bool) {
+        log::debug!("rank {} cannot connect to rank {peer}: {reason}", self.rank);
+        if peer < self.rank {
+            let known = &mut lock(&self.state).peers[peer];
+            (known.unreachable, known.refuses) = (Some(reason), refuses);
+            self.changed.notify_all();
+        }
     }
 }

@@ -1,4 +1,5 @@
 //! The state of a group on one rank: the progress of its calls, and which peers have left or ended.
+use super::frame::Frame;
 use super::gone::{self, Gone};
 use super::handshake::Kind;
 use crate::backend::call::Channel;
@@ -7,6 +8,7 @@ use crate::error::Failure;
 use crate::flight_recorder::CallRecord;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::time::Instant;
 
 pub(super) struct State {
     pub(super) failure: Option<Failure>,
@@ -17,6 +19,10 @@ pub(super) struct State {
     /// The open queries.
     pub(super) queries: HashMap<u64, Query>,
     pub(super) next_query: u64,
+    /// The queries of ranks of other hosts that other ranks of this host answer.
+    pub(super) relays: Vec<Relay>,
+    /// Whether this rank has said goodbye.
+    pub(super) leaving: bool,
     /// The connections that the monitor should make.
     pub(super) wanted: Vec<(usize, Kind)>,
     /// Whether the monitor should end.
@@ -29,6 +35,18 @@ pub(super) struct Query {
     pub(super) asked: Option<u32>,
     /// By rank.
     pub(super) answers: Vec<Option<ProgressReport>>,
+}
+
+/// A query of a rank of another host, whose proxy this rank is.
+pub(super) struct Relay {
+    pub(super) peer: usize,
+    pub(super) id: u64,
+    /// Its number on the board of this host.
+    pub(super) asked: u32,
+    /// The ranks that have not answered yet, with their numbers here.
+    pub(super) missing: Vec<(usize, usize)>,
+    /// By then, the rank that has asked does not wait any more.
+    pub(super) until: Instant,
 }
 
 #[derive(Default)]
@@ -45,6 +63,8 @@ pub(super) struct Peer {
     pub(super) closed: bool,
     /// Why there can be no connection to the peer.
     pub(super) unreachable: Option<String>,
+    /// Nobody listens at its address any more: its process has ended, or it has left.
+    pub(super) refuses: bool,
 }
 
 impl State {
@@ -58,6 +78,8 @@ impl State {
             peers: (0..world_size).map(|_| Peer { sends: history(), recvs: history(), ..Peer::default() }).collect(),
             queries: HashMap::new(),
             next_query: 0,
+            relays: Vec::new(),
+            leaving: false,
             wanted: Vec::new(),
             over: false,
         }
@@ -151,13 +173,20 @@ impl State {
         format!("{}, sequence {sequence}", self.name(channel, sequence))
     }
 
-    /// The state of `peer` when a call has expired, given its answer to a query.
-    pub(super) fn rank_state(&self, peer: usize, answer: Option<ProgressReport>) -> RankState {
+    /// What this rank tells `peer` when it leaves in good order.
+    pub(super) fn goodbye(&self, peer: usize) -> Frame {
+        let (collectives, Peer { sends, recvs, .. }) = (self.collectives.begun(), &self.peers[peer]);
+        Frame::Goodbye(CallCounts { collectives, sent: sends.begun(), received: recvs.begun() })
+    }
+
+    /// The state of `peer` when a call has expired, given its answer to a query. `is_asked` if the query has reached its host.
+    pub(super) fn rank_state(&self, peer: usize, answer: Option<ProgressReport>, is_asked: bool) -> RankState {
         match (answer, &self.peers[peer]) {
             (Some(report), _) => RankState::Running(report),
             (None, Peer { left: Some(_), .. }) => RankState::Left,
             (None, Peer { gone: Some(gone), .. }) => RankState::Ended(gone.last()),
-            (None, _) => RankState::Silent,
+            (None, _) if is_asked => RankState::Silent,
+            (None, _) => RankState::Unknown,
         }
     }
 

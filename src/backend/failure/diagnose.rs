@@ -30,6 +30,8 @@ pub(crate) enum RankState {
     Ended(Option<u64>),
     /// The rank did not answer in time.
     Silent,
+    /// The rank could not be asked.
+    Unknown,
 }
 
 /// The failure that caused `expired`. `ranks` has the state of every rank, including this one; it is empty if the ranks
@@ -121,7 +123,7 @@ fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<Strin
         }
         RankState::Ended(Some(finished)) if *finished >= expired.sequence => return None,
         RankState::Ended(_) => return Some(format!("the process of rank {peer} has ended")),
-        RankState::Left => return None,
+        RankState::Left | RankState::Unknown => return None,
         RankState::Running(report) => report,
     };
     let last = || match report.call_at(report.begun) {
