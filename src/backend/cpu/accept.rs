@@ -1,6 +1,5 @@
 //! Accepts connections. A peer sends its greeting at once; other programs that find the port cannot keep peers out.
-use super::door::Call;
-use super::handshake::{Exchange, GREETING, Greeting, Handshake, REPLY, SAME_SECRET};
+use super::handshake::{Exchange, GREETING, Greeting, Handshake, Kind, REPLY, SAME_SECRET};
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
 use crate::warnings::Warnings;
@@ -192,6 +191,17 @@ pub(super) struct Conversation {
     pub(super) since: Instant,
     buffer: [u8; REPLY],
     read: usize,
+}
+
+/// A connection that this rank wants.
+#[derive(Clone, Copy)]
+pub(super) struct Call {
+    pub(super) peer: usize,
+    pub(super) kind: Kind,
+    /// How often the peer was called for this connection before.
+    pub(super) attempts: u32,
+    /// Since when the system has had no resources for it.
+    pub(super) short_since: Option<Instant>,
 }
 
 /// What this rank waits for on a connection.

@@ -5,7 +5,7 @@
 //! is read in the order of arrival, so no two ranks wait for each other, and a refusal is noticed at once.
 //!
 //! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
-use super::accept::{Acceptor, Conversation, Heard, Stage};
+use super::accept::{Acceptor, Call, Conversation, Heard, Stage};
 use super::handshake::{
     End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
 };
@@ -44,17 +44,6 @@ pub(super) struct Identity {
     pub(super) lost_after: Duration,
     /// The time limit of the construction, for its errors.
     pub(super) timeout: Duration,
-}
-
-/// A connection that this rank wants.
-#[derive(Clone, Copy)]
-pub(super) struct Call {
-    pub(super) peer: usize,
-    pub(super) kind: Kind,
-    /// How often the peer was called for this connection before.
-    pub(super) attempts: u32,
-    /// Since when the system has had no resources for it.
-    short_since: Option<Instant>,
 }
 
 /// What has happened at the door.
