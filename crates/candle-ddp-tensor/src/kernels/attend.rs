@@ -1,5 +1,7 @@
 //! Attention by cuDNN, where the feature `cudnn` is on.
 use super::launches::{AttendShape, AttendTensors};
+#[cfg(feature = "cudnn")]
+use crate::Error;
 use crate::Result;
 use candle_core::{CudaDevice, DType};
 #[cfg(feature = "cudnn")]
@@ -44,11 +46,40 @@ pub fn attend(
         let AttendTensors { qkv: [q, k, v], y, backward, .. } = *tensors;
         let gradients = backward.iter().flat_map(|(dy, [dq, dk, dv])| [dy, dq, dk, dv]).copied();
         let is_aligned = [q, k, v, y].into_iter().chain(gradients).all(|address| address.is_aligned());
-        if is_aligned { super::cudnn::attend(device, dtype, shape, scale, tensors) } else { Ok(false) }
+        match is_aligned {
+            true => super::cudnn::attend(device, dtype, shape, scale, tensors).map_err(with_remedy),
+            false => Ok(false),
+        }
     }
     #[cfg(not(feature = "cudnn"))]
     {
         let _ = (device, scale, tensors);
         Ok(false)
+    }
+}
+
+#[cfg(feature = "cudnn")]
+fn with_remedy(error: Error) -> Error {
+    match error {
+        Error::Kernel { file, operation, reason } => Error::Kernel {
+            file,
+            operation: format!("{operation} for attention"),
+            reason: format!("{reason}; with {VARIABLE}=0, attention runs without cuDNN"),
+        },
+        error => error,
+    }
+}
+
+#[cfg(all(test, feature = "cudnn"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_cudnn_name_the_remedy() {
+        let (operation, reason) = ("finalizing a graph".to_string(), "INTERNAL_ERROR".to_string());
+        let error = with_remedy(Error::Kernel { file: "cuDNN", operation, reason }).to_string();
+        for part in ["cuDNN: finalizing a graph for attention", "INTERNAL_ERROR", "CANDLE_DDP_CUDNN_ATTENTION=0"] {
+            assert!(error.contains(part), "{error}");
+        }
     }
 }

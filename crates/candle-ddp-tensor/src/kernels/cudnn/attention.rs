@@ -258,7 +258,7 @@ pub(super) fn run(
         unsafe { plan.plan.execute(handle, &pack) }
     });
     done.map_err(|failure| match failure {
-        Failure::NotSupported(status) => super::descriptor::failure("running attention", status),
+        Failure::NotSupported(status) => super::descriptor::failure("executing a graph", status),
         Failure::Other(error) => error,
     })
 }
