@@ -22,14 +22,21 @@ use std::sync::{Arc, Mutex};
 /// it. It is for names and small values: tensors travel over MPI.
 ///
 /// # Errors
-/// Returns [`Error::Unavailable`] if MPI cannot be initialised or does not allow calls from several threads,
-/// [`Error::Engine`] for its other errors, and an error if rank 0's store cannot be hosted or reached.
+/// Returns [`Error::Unavailable`] if MPI cannot be initialised, does not allow calls from several threads, or does not know the
+/// other tasks of srun, [`Error::Engine`] for its other errors, and an error if rank 0's store cannot be hosted or reached.
 pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
     /// Distinguishes the groups of this process, which all ranks make in the same order.
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let (timeout, address) = (options.timeout, options.address.clone());
     let engine = MpiCommunicator::world(options)?;
     let (rank, world_size) = (engine.rank(), engine.world_size());
+    if let Some(tasks) = tasks_without_mpi(world_size, |name| std::env::var(name).ok()) {
+        let hint = format!(
+            "srun started {tasks} tasks, but MPI sees only one, so each would train alone: name the interface of this MPI, as \
+             in `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI); `srun --mpi=list` shows those of Slurm"
+        );
+        return Err(Error::Unavailable { what: "MPI".to_string(), hint });
+    }
     let of_host = Comm::world(library()?).of_host().and_then(|host| {
         let place = host.place();
         host.free().and(place)
@@ -63,6 +70,16 @@ pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
 pub fn run<T, E: Display + From<Error>>(program: impl FnOnce(&ProcessGroup) -> Result<T, E>) -> Result<T, E> {
     let group = init_process_group(MpiOptions::default())?;
     group.abort_on_error(|| program(&group))
+}
+
+/// The number of tasks that srun started without telling MPI of them. MPI then takes each for a job of one rank.
+fn tasks_without_mpi(world_size: usize, variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    // A launcher of MPI that srun has started tells its ranks more than srun does.
+    const TOLD: [&str; 4] = ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_MPI_TYPE"];
+    if world_size > 1 || TOLD.iter().any(|name| variable(name).is_some_and(|value| value != "none")) {
+        return None;
+    }
+    variable("SLURM_STEP_NUM_TASKS")?.parse().ok().filter(|tasks| *tasks > 1)
 }
 
 /// Hosts the store, and returns its port, its secret and the host's name. The server stays until the process ends: other
@@ -109,4 +126,25 @@ fn tell(engine: &MpiCommunicator, text: &str) -> Result<String> {
     let tensor = Tensor::from_vec(own, LONGEST, &Device::Cpu)?;
     engine.run(Collective::Broadcast { tensor: tensor.clone(), root: 0 })?;
     bytes(&tensor, |bytes| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tasks_without_mpi;
+
+    #[test]
+    fn tasks_of_which_mpi_knows_nothing_are_noticed() {
+        for (world_size, variables, expected) in [
+            (1, vec![("SLURM_STEP_NUM_TASKS", "2")], Some(2)),
+            (1, vec![("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_MPI_TYPE", "none")], Some(2)),
+            (1, vec![("SLURM_STEP_NUM_TASKS", "1")], None),
+            // `mpirun -n 1` in a job of two tasks.
+            (1, vec![("SLURM_NTASKS", "2")], None),
+            (1, vec![("SLURM_STEP_NUM_TASKS", "2"), ("PMI_RANK", "0")], None),
+            (2, vec![("SLURM_STEP_NUM_TASKS", "2")], None),
+        ] {
+            let value = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+            assert_eq!(tasks_without_mpi(world_size, value), expected, "{variables:?}");
+        }
+    }
 }
