@@ -4,6 +4,7 @@ use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
 use crate::warnings::Warnings;
 use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::fmt::Display;
 use std::io::{ErrorKind, Read};
@@ -17,14 +18,17 @@ const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 const SILENT: usize = 512;
 /// How many connections are accepted before the others get their turn.
 const ACCEPTED: usize = 1024;
-/// The pause after the system ran out of resources for a connection.
-const PAUSE: Duration = Duration::from_millis(100);
+/// The pause after the system ran out of resources for a connection, and how long such a lack may last.
+pub(super) const PAUSE: Duration = Duration::from_millis(100);
+pub(super) const SHORTAGE_TIME: Duration = Duration::from_secs(3);
 
 /// The listening side of one rank.
 pub(super) struct Acceptor {
     listener: TcpListener,
     rank: usize,
     paused_until: Option<Instant>,
+    /// Since when the system has had no resources for a caller.
+    short_since: Option<Instant>,
     /// The last caller that did not prove that it knows the secret, and the rank that it claimed.
     unproved: Option<(SocketAddr, usize)>,
     warnings: Warnings,
@@ -32,7 +36,14 @@ pub(super) struct Acceptor {
 
 impl Acceptor {
     pub(super) fn new(listener: TcpListener, rank: usize) -> Self {
-        Self { listener, rank, paused_until: None, unproved: None, warnings: Warnings::new(format!("rank {rank}")) }
+        Self {
+            listener,
+            rank,
+            paused_until: None,
+            short_since: None,
+            unproved: None,
+            warnings: Warnings::new(format!("rank {rank}")),
+        }
     }
 
     /// Closes connections that have been silent for too long.
@@ -67,13 +78,15 @@ impl Acceptor {
     /// Accepts the waiting connections, up to [`ACCEPTED`]. However many strangers call, a peer's call is among the
     /// next ones: those that have been silent the longest give way.
     pub(super) fn accept(&mut self, conversations: &mut Vec<Conversation>) -> Result<()> {
-        if self.paused_until.is_some() {
+        // Without resources, the system refuses to accept even if nobody calls.
+        if self.paused_until.is_some() || !is_ringing(&self.listener) {
             return Ok(());
         }
         let mut silent = silent(conversations);
         for _ in 0..ACCEPTED {
             match self.listener.accept() {
                 Ok((socket, address)) => {
+                    self.short_since = None;
                     if socket.set_nonblocking(true).is_ok() {
                         conversations.push(Conversation::new(socket, address, Stage::Greeting));
                         silent += 1;
@@ -85,6 +98,10 @@ impl Acceptor {
                 // One connection fewer, and there may be room for the next.
                 Err(error) if is_shortage(&error) && silent > 0 && self.close_oldest(conversations) => silent -= 1,
                 Err(error) if is_shortage(&error) => {
+                    if self.short_since.get_or_insert_with(Instant::now).elapsed() >= SHORTAGE_TIME {
+                        let what = format!("rank {}: accepting connections ({SHORTAGE_HINT})", self.rank);
+                        return Err(Error::io(what, error));
+                    }
                     self.warn_of_shortage("accept connections", &error);
                     self.paused_until = Some(Instant::now() + PAUSE);
                     break;
@@ -154,6 +171,13 @@ impl Acceptor {
         let rank = self.rank;
         self.warnings.warn(format_args!("rank {rank} refused a connection from {address}: {reason}"));
     }
+}
+
+/// Whether somebody calls.
+fn is_ringing(listener: &TcpListener) -> bool {
+    let mut fds = [PollFd::new(listener, PollFlags::IN)];
+    // After an error, `accept` says why.
+    !matches!(poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0))
 }
 
 fn silent(conversations: &[Conversation]) -> usize {

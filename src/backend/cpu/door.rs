@@ -5,7 +5,7 @@
 //! is read in the order of arrival, so no two ranks wait for each other, and a refusal is noticed at once.
 //!
 //! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
-use super::accept::{Acceptor, Call, Conversation, Heard, Stage};
+use super::accept::{self, Acceptor, Call, Conversation, Heard, Stage};
 use super::handshake::{
     End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
 };
@@ -62,9 +62,6 @@ pub(super) enum Event {
 const CONNECT_TIME: Duration = Duration::from_secs(2);
 /// The pause before a peer is called again that closed the connection before it replied.
 const PAUSE: Duration = Duration::from_millis(20);
-/// The pause after a lack of the system's resources, and how long such a lack may last.
-const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
-const SHORTAGE_TIME: Duration = Duration::from_secs(10);
 /// Without a secret, a peer has room for every greeting that comes at once, so few attempts suffice.
 const ATTEMPTS: u32 = 5;
 /// How many callers may be proving that they know the secret at a time, for each rank.
@@ -205,9 +202,9 @@ impl Door {
         let short_since = call.short_since.unwrap_or(now);
         if error.kind() == ErrorKind::TimedOut {
             self.later.push((now + PAUSE, call));
-        } else if is_shortage(error) && short_since.elapsed() < SHORTAGE_TIME {
+        } else if is_shortage(error) && short_since.elapsed() < accept::SHORTAGE_TIME {
             self.acceptor.warn_of_shortage("connect", error);
-            self.later.push((now + SHORTAGE_PAUSE, Call { short_since: Some(short_since), ..call }));
+            self.later.push((now + accept::PAUSE, Call { short_since: Some(short_since), ..call }));
         } else {
             let hint = match is_shortage(error) {
                 true => SHORTAGE_HINT,

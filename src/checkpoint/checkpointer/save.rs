@@ -85,12 +85,14 @@ impl Checkpointer {
         };
         let save = Save::new(step);
         let body = {
-            let save = save.clone();
+            let (save, group) = (save.clone(), self.background.clone());
             move || {
                 let ended = catch_unwind(AssertUnwindSafe(|| Label::CHECKPOINTER_WRITE.during(|| job.run())));
-                save.end(ended.unwrap_or_else(|panic| {
+                let ended = ended.unwrap_or_else(|panic| {
                     Err(Error::io("writing a checkpoint", std::io::Error::other(panic_message(&*panic))))
-                }));
+                });
+                // Not all of them come from a call that has recorded its error for the launcher.
+                save.end(ended.map_err(|error| group.names_a_rank(error)));
             }
         };
         let thread = std::thread::Builder::new().name("ddp-checkpoint".to_string()).spawn(body).map_err(|error| {
