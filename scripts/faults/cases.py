@@ -154,7 +154,8 @@ def expected_on_cpus(case):
             return Expected(False, 10 if early else 0, "is gone|has ended|ended during|gave no sign of life", launcher_first=early)
         case "stop":
             reason = "does not answer|gave no sign of life|missing: |have not|not connect|do not answer|no connection"
-            return Expected(False, late + DIAGNOSIS, reason)
+            # On two hosts, one rank has a connection to the victim and waits for that goodbye when the others have ended.
+            return Expected(False, late + DIAGNOSIS, reason, launcher_first=case.engine == "hosts")
         case "pause":
             return Expected(True, PAUSE)
         case "panic" | "error":
@@ -172,7 +173,7 @@ def expected_on_cpus(case):
         case "half_open" if case.engine == "hosts":
             # Only the connections between two hosts are broken: a rank may name the other end, or one that waits for it.
             reason = "does not answer|do not answer|was lost|too slow, or the network is|has not started this collective"
-            return Expected(False, late + DIAGNOSIS, reason, headline=False, others=True)
+            return Expected(False, late + DIAGNOSIS, reason, launcher_first=True, headline=False, others=True)
         case "half_open":
             return Expected(False, late + DIAGNOSIS, "does not answer|do not answer|was lost", headline=False)
         case "garbage" if early:

@@ -23,13 +23,6 @@ PATIENCE = 120
 DISK = "8m"
 
 
-def shutdown(case):
-    """Returns how long the launcher waits for ranks after the first one has ended.
-
-    Ranks with connections to a silent rank wait for it for two seconds in each of their groups, when others have ended."""
-    return SHUTDOWN + 6 if case.engine == "hosts" else SHUTDOWN
-
-
 class Wrong(Exception):
     """A case did not end as expected."""
 
@@ -63,7 +56,7 @@ class Run:
         else:
             environment["CANDLE_DDP_CPU_TRANSPORT"] = "tcp" if case.engine == "tcp" else "auto"
         self.output = folder / "output"
-        command = programs.command(case.world, "--shutdown-timeout", str(shutdown(case)), labels=case.engine == "hosts")
+        command = programs.command(case.world, "--shutdown-timeout", str(SHUTDOWN), labels=case.engine == "hosts")
         if plan.startswith("disk "):
             command = on_small_disk(command, folder)
         with open(self.output, "wb") as output:
@@ -232,7 +225,7 @@ def follow(run, case, then, references):
     """Checks the outcome of the fault."""
     wanted = expected(case)
     # The launcher reports when all have ended; a run that continues takes as long as it takes.
-    limit = wanted.within + slack() + SETTLE + shutdown(case)
+    limit = wanted.within + slack() + SETTLE + SHUTDOWN
     code = run.end(limit + (LONG if wanted.continues is not False else 0) + slack())
     took, text = time.time() - then, run.text()
     results = [run.read(f"result{rank}") for rank in range(case.world)]
