@@ -117,7 +117,7 @@ def document(options, engines, results, left_out, skipped, seconds):
     wrong = {case: verdict[0] for case, verdict in results.items() if verdict[0]}
     command = ["python3", "scripts/fault_matrix.py", *(["--nccl"] if options.nccl else []), "--jobs", str(options.jobs)]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    first = " while ranks meet"
+    first = " while ranks meet, or, on two hosts, where a rank waits for the goodbye of a silent one"
     if options.nccl:
         first = ", which sees the end of a process at once, while ranks have ten seconds more to find out which heartbeat is missing"
     lines = [
