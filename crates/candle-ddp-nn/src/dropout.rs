@@ -128,13 +128,14 @@ impl Mask {
     fn on_cuda(&self, device: &CudaDevice, (x, dtype): (Address, DType), shape: &Shape) -> Result<Output> {
         kernels::supported(dtype, "dropout")?;
         let (y, Draw { seed, sequence, offset }) = (Output::new(device, dtype, shape)?, self.draw);
-        let elements = shape.elem_count();
+        let (elements, tensors, threshold) = (shape.elem_count(), [x, y.address()?], self.threshold as usize);
+        let is_vector = usize::from(tensors.iter().all(|tensor| tensor.is_aligned()));
         let launch = Launch {
             kernel: Kernel::Dropout,
             dtype,
             grid: Grid::Threads(elements.div_ceil(4)),
-            tensors: &[x, y.address()?],
-            numbers: &[elements, seed as usize, sequence as usize, offset as usize, self.threshold as usize],
+            tensors: &tensors,
+            numbers: &[elements, seed as usize, sequence as usize, offset as usize, threshold, is_vector],
             reals: &[self.scale],
         };
         kernels::launch(device, launch)?;

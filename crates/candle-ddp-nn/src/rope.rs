@@ -114,12 +114,14 @@ impl Rope {
         let table = if self.cos.rank() == 3 { self.cos.dim(1)? * half } else { 0 };
         let [is_thd, is_interleaved] = [Kind::HalvesThd, Kind::Interleaved].map(|kind| usize::from(self.kind == kind));
         let y = Output::new(device, dtype, shape)?;
+        let tensors = [x, kernels::address(&self.cos)?, kernels::address(&self.sin)?, y.address()?];
+        let vector = if self.kind == Kind::Interleaved { 1 } else { Address::vector(&tensors, half, dtype) };
         let launch = Launch {
             kernel: Kernel::Rope,
             dtype,
-            grid: Grid::Threads(vectors * half),
-            tensors: &[x, kernels::address(&self.cos)?, kernels::address(&self.sin)?, y.address()?],
-            numbers: &[vectors, second, third, half, is_thd, is_interleaved, table],
+            grid: Grid::Threads(vectors * half / vector),
+            tensors: &tensors,
+            numbers: &[vectors, second, third, half, is_thd, is_interleaved, table, vector],
             reals: &[sign],
         };
         kernels::launch(device, launch)?;

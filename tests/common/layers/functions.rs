@@ -15,22 +15,25 @@ pub(crate) fn embedding_adds_in_f32(device: &Device) {
 }
 
 pub(crate) fn rope_takes_the_place_of_candles(device: &Device) {
-    let tensor = |shape: &[usize], seed| tensor(shape, seed).to_device(device).unwrap();
-    let x = Var::from_tensor(&tensor(&[2, 3, 5, 8], 1)).unwrap();
-    let angles = tensor(&[7, 4], 2);
-    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
-    let dy = tensor(&[2, 3, 5, 8], 3);
-    let run = |y: Tensor| {
-        let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-        [floats(&y), floats(grads.get(&x).unwrap())].concat()
-    };
-    let slow = run(rotary_emb::rope_slow(&x, &cos, &sin).unwrap());
-    assert_close(&run(rope(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope");
-    let transposed = x.transpose(1, 2).unwrap();
-    let thd = rope_thd(&transposed, &cos, &sin).unwrap().transpose(1, 2).unwrap();
-    assert_close(&run(thd), &slow, 1e-6, "rope_thd");
-    let slow = run(rotary_emb::rope_i_slow(&x, &cos, &sin).unwrap());
-    assert_close(&run(rope_i(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope_i");
+    // GPUs load four pairs at once, where rows allow.
+    for half in [4, 3] {
+        let tensor = |shape: &[usize], seed| tensor(shape, seed).to_device(device).unwrap();
+        let x = Var::from_tensor(&tensor(&[2, 3, 5, 2 * half], 1)).unwrap();
+        let angles = tensor(&[7, half], 2);
+        let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+        let dy = tensor(&[2, 3, 5, 2 * half], 3);
+        let run = |y: Tensor| {
+            let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            [floats(&y), floats(grads.get(&x).unwrap())].concat()
+        };
+        let slow = run(rotary_emb::rope_slow(&x, &cos, &sin).unwrap());
+        assert_close(&run(rope(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope");
+        let transposed = x.transpose(1, 2).unwrap();
+        let thd = rope_thd(&transposed, &cos, &sin).unwrap().transpose(1, 2).unwrap();
+        assert_close(&run(thd), &slow, 1e-6, "rope_thd");
+        let slow = run(rotary_emb::rope_i_slow(&x, &cos, &sin).unwrap());
+        assert_close(&run(rope_i(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope_i");
+    }
 }
 
 pub(crate) fn large_logits_stay_finite(device: &Device) {
@@ -69,8 +72,13 @@ pub(crate) fn gradients_have_the_mask_of_the_forward_pass(device: &Device) {
 /// Element i is dropped if number i of the generator is less than p × 2³², on every device and with any number of
 /// threads.
 pub(crate) fn masks_are_the_generators_numbers(device: &Device) {
-    let y = floats(&dropout(&Tensor::ones(10_001, DType::F32, device).unwrap(), 0.25, &mut Generator::new(5)).unwrap());
-    let mut numbers = vec![0; y.len()];
-    Generator::new(5).draw(y.len()).fill(0, &mut numbers);
-    assert!(y.iter().zip(numbers).all(|(y, number)| (*y == 0.0) == (number < 1 << 30)));
+    let mut numbers = vec![0; 10_001];
+    Generator::new(5).draw(numbers.len()).fill(0, &mut numbers);
+    let ones = Tensor::ones(numbers.len() + 1, DType::F32, device).unwrap();
+    // The second one begins at an address that is no multiple of 16.
+    for start in [0, 1] {
+        let x = ones.narrow(0, start, numbers.len()).unwrap();
+        let y = floats(&dropout(&x, 0.25, &mut Generator::new(5)).unwrap());
+        assert!(y.iter().zip(&numbers).all(|(y, number)| *y == if *number < 1 << 30 { 0.0 } else { 1.0 / 0.75 }));
+    }
 }

@@ -103,11 +103,23 @@ __device__ inline void philox(unsigned key[2], unsigned counter[4]) {
 }
 
 // tensors: x, y; numbers: elements; seed, sequence and offset of a `Draw` (seed/generator.rs); the number below which
-// elements become zero; reals: the factor of the others. One thread per four elements.
+// elements become zero; whether addresses allow to load four elements at once; reals: the factor of the others. One thread per four
+// elements.
 template <typename T> __device__ inline void dropout(const Arguments &by) {
     typedef typename Element<T>::Real Real;
+    typedef Neighbours<T, 4> Four;
     const unsigned long long block = thread_in_grid(), position = by.numbers[3] + block;
     if (4 * block >= by.numbers[0]) return;
+    const unsigned long long left = by.numbers[0] - 4 * block;
+    const T *x = TENSOR(const T, 0) + 4 * block;
+    T *y = TENSOR(T, 1) + 4 * block;
+    const bool is_vector = by.numbers[5] && left >= 4;
+    Four four = {};
+    if (is_vector) {
+        four = *reinterpret_cast<const Four *>(x);
+    } else {
+        for (int i = 0; i < 4 && i < left; i++) four.at[i] = x[i];
+    }
     unsigned key[2] = {(unsigned)by.numbers[1], (unsigned)(by.numbers[1] >> 32)};
     unsigned counter[4] = {(unsigned)position, (unsigned)(position >> 32), (unsigned)by.numbers[2],
                            (unsigned)(by.numbers[2] >> 32)};
@@ -115,11 +127,13 @@ template <typename T> __device__ inline void dropout(const Arguments &by) {
     const Real scale = by.reals[0];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const unsigned long long element = 4 * block + i;
-        if (element >= by.numbers[0]) return;
         const bool is_dropped = counter[i] < (unsigned)by.numbers[4];
-        TENSOR(T, 1)[element] =
-            Element<T>::store(is_dropped ? 0 : Element<T>::load(TENSOR(const T, 0)[element]) * scale);
+        four.at[i] = Element<T>::store(is_dropped ? 0 : Element<T>::load(four.at[i]) * scale);
+    }
+    if (is_vector) {
+        *reinterpret_cast<Four *>(y) = four;
+    } else {
+        for (int i = 0; i < 4 && i < left; i++) y[i] = four.at[i];
     }
 }
 LAYER(dropout)
@@ -128,25 +142,35 @@ LAYER(dropout)
 struct Rotation {
     unsigned long long vectors, second, third, half;
     unsigned long long is_thd, is_interleaved, table; // elements of a sample's angles; 0 if all samples share them
+    unsigned long long vector;                        // pairs of a thread: a whole vector, or one
 };
 #define ROTATION (*reinterpret_cast<const Rotation *>(by.numbers))
 
-// tensors: x, cos, sin, y; reals: 1, or −1 to rotate back. One thread per pair.
+// tensors: x, cos, sin, y; reals: 1, or −1 to rotate back.
 template <typename T> __device__ inline void rope(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rotation &r = ROTATION;
+    const bool is_vector = r.vector > 1;
     unsigned long long vector = thread_in_grid();
-    const unsigned long long pair = take(vector, r.half);
+    const unsigned long long pair = take(vector, r.half / r.vector) * r.vector;
     if (vector >= r.vectors) return;
     unsigned long long sample = vector;
     const unsigned long long third = take(sample, r.third), second = take(sample, r.second);
     const unsigned long long angle = sample * r.table + (r.is_thd ? second : third) * r.half + pair;
     const unsigned long long first = 2 * vector * r.half + (r.is_interleaved ? 2 * pair : pair);
     const unsigned long long other = first + (r.is_interleaved ? 1 : r.half);
-    const Real x0 = Element<T>::load(TENSOR(const T, 0)[first]), x1 = Element<T>::load(TENSOR(const T, 0)[other]);
-    const Real cos = Element<T>::load(TENSOR(const T, 1)[angle]);
-    const Real sin = Element<T>::load(TENSOR(const T, 2)[angle]) * Real(by.reals[0]);
-    TENSOR(T, 3)[first] = Element<T>::store(x0 * cos - x1 * sin);
-    TENSOR(T, 3)[other] = Element<T>::store(x0 * sin + x1 * cos);
+    Few<T> left, right, cos, sin;
+    left.load(TENSOR(const T, 0) + first, is_vector);
+    right.load(TENSOR(const T, 0) + other, is_vector);
+    cos.load(TENSOR(const T, 1) + angle, is_vector);
+    sin.load(TENSOR(const T, 2) + angle, is_vector);
+    const Real sign = by.reals[0];
+    FOR_EACH_OF(T, is_vector, k) {
+        const Real x0 = left.at[k], x1 = right.at[k], s = sin.at[k] * sign;
+        left.at[k] = x0 * cos.at[k] - x1 * s;
+        right.at[k] = x0 * s + x1 * cos.at[k];
+    }
+    left.store(TENSOR(T, 3) + first, is_vector);
+    right.store(TENSOR(T, 3) + other, is_vector);
 }
 LAYER(rope)
