@@ -43,6 +43,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
             y: wide.address(2),
         };
         let statistics = forward(host, of_rows, addresses).unwrap();
+        let mut sums = Memory::<f64>::zeros(&[of_rows.sums()]);
         let addresses = Backward {
             x: wide.address(0),
             weight: narrow.address(0),
@@ -50,6 +51,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
             dx: wide.address(3),
             d_weight: narrow.address(2),
             d_bias: narrow.address(3),
+            sums: sums.address(0),
         };
         backward(host, of_rows, &statistics, addresses).unwrap();
 

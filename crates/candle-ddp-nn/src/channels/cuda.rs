@@ -2,7 +2,7 @@
 use super::extents::{Extents, accumulator};
 use super::fused::{After, Gate};
 use candle_core::{CudaDevice, DType, Result, Tensor};
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, address, written_address};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, written_address};
 
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 1024;
@@ -68,9 +68,9 @@ impl<'a> Batch<'a> {
 
     /// Lets `kernel` sum parts of channels: a pair for each part, tensor 1 of its `tensors`. The first `batches` of these are like
     /// the batch.
-    fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: usize, more: &[usize]) -> Result<Output> {
+    fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: usize, more: &[usize]) -> Result<Temporary> {
         let blocks = self.extents.channels * self.parts().0;
-        let pairs = Output::new(self.device, DType::F64, 2 * blocks)?;
+        let pairs = Temporary::new(self.device, DType::F64, 2 * blocks)?;
         let vector = self.vector(&tensors[..batches]);
         let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
         self.launch(kernel, Grid::Blocks(blocks), &tensors, (vector, more, &[]))?;
@@ -150,7 +150,7 @@ pub(crate) fn statistics(x: &Tensor, source: Source, centred: bool, parameters: 
         Source::Given([mean, variance, count]) => (1, None, [address(mean)?, address(variance)?, address(count)?]),
         Source::Running => (2, None, [Address::NONE; 3]),
     };
-    let first = pairs.as_ref().map_or(Ok(given[0]), Output::address)?;
+    let first = pairs.as_ref().map_or(Ok(given[0]), Temporary::address)?;
     let mut tensors =
         [first, result.address()?, Address::NONE, Address::NONE, Address::NONE, Address::NONE, given[1], given[2]];
     let (mut dtypes, mut reals) = ([DType::F32; 4], [0.0; 2]);
@@ -207,7 +207,7 @@ pub(crate) fn gradient_totals(
         None => Vec::new(),
     };
     let of = |index: usize| gradients.get(index).map_or(Ok(Address::NONE), written_address);
-    let pairs = pairs.as_ref().map_or(Ok(Address::NONE), Output::address)?;
+    let pairs = pairs.as_ref().map_or(Ok(Address::NONE), Temporary::address)?;
     let tensors = [pairs, rows.address()?, of(0)?, of(1)?, address(inverse_deviation)?, Address::NONE];
     batch.slopes(&tensors, dtypes, through)?;
     Ok((rows.into_tensor(), gradients))

@@ -5,7 +5,7 @@ use crate::embedding::wide_indices;
 use crate::softmax::extents;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, address, address_or_none};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
 
 /// Like [`cross_entropy_with`](super::cross_entropy_with), which has checked the arguments.
 pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
@@ -30,7 +30,7 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
         norms: Output::new(device, DType::F64, samples)?,
         scale: Output::new(device, DType::F64, 2)?,
     };
-    let (pairs, loss) = (Output::new(device, DType::F64, 2 * samples)?, Output::new(device, logits.dtype(), ())?);
+    let (pairs, loss) = (Temporary::new(device, DType::F64, 2 * samples)?, Output::new(device, logits.dtype(), ())?);
     let launch = |kernel, grid, tensors: &[_]| {
         let (dtype, numbers, reals) = (logits.dtype(), &of.numbers, &[of.smoothing]);
         kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals })

@@ -3,7 +3,7 @@ use crate::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary};
 
 /// `lookup.cu`'s sizes: the lookups that a block sorts and those of a tile, and the bits of a digit.
 const CHUNK: usize = 4096;
@@ -34,18 +34,18 @@ impl LookupOnCuda {
     }
 
     /// The lookups' rows and positions, sorted by row, in pairs of u32.
-    fn sorted(&self, table: Table) -> Result<Output> {
+    fn sorted(&self, table: Table) -> Result<Temporary> {
         let (device, _, rows) = table;
         let count = self.indices.elem_count();
         let blocks = count.div_ceil(CHUNK);
-        let counts = Output::new(device, DType::U32, blocks << BITS)?;
+        let counts = Temporary::new(device, DType::U32, blocks << BITS)?;
         let indices = kernels::address(&self.indices)?;
-        let mut items: Option<Output> = None;
+        let mut items: Option<Temporary> = None;
         // Rows, and one more for indices outside the table.
         let bits = usize::BITS - rows.leading_zeros();
         for shift in (0..bits.max(1)).step_by(BITS as usize) {
-            let old = items.as_ref().map_or(Ok(Address::NONE), Output::address)?;
-            let new = Output::new(device, DType::U32, 2 * count)?;
+            let old = items.as_ref().map_or(Ok(Address::NONE), Temporary::address)?;
+            let new = Temporary::new(device, DType::U32, 2 * count)?;
             let tensors = [indices, old, counts.address()?, new.address()?];
             self.launch(table, Kernel::LookupCount, Grid::Blocks(blocks), shift, &tensors)?;
             self.launch(table, Kernel::LookupScan, Grid::Blocks(1), shift, &tensors)?;
@@ -96,7 +96,7 @@ impl CustomOp1 for LookupOnCuda {
         let of = (device, dtype, rows);
         let items = self.sorted(of)?;
         let threads = count.div_ceil(TILE) * self.size;
-        let sums = Output::new(device, accumulator(dtype), 2 * threads)?;
+        let sums = Temporary::new(device, accumulator(dtype), 2 * threads)?;
         let tensors = [items.address()?, kernels::address(&dy)?, d_table.address()?, sums.address()?];
         self.launch(of, Kernel::LookupSums, Grid::Threads(threads), 0, &tensors)?;
         self.launch(of, Kernel::LookupTotals, Grid::Threads(threads), 0, &tensors)?;

@@ -2,7 +2,8 @@
 use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
 use candle_ddp_tensor::kernels::{
-    self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none, supported,
+    self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, Temporary, address, address_or_none,
+    supported,
 };
 
 /// The number of columns that a block of the kernel sums.
@@ -68,7 +69,7 @@ pub(super) fn bias_gradient((rows, _, out): Extents, dy: &Tensor) -> Result<Tens
     if parts == 1 {
         sum([rows, 1, rows, 0, 0], address(dy)?, sums.address()?)?;
     } else {
-        let rest = Output::new(device, accumulator(dtype), (parts, out))?;
+        let rest = Temporary::new(device, accumulator(dtype), parts * out)?;
         sum([rows, parts, part, 0, 1], address(dy)?, rest.address()?)?;
         sum([parts, 1, parts, 1, 0], rest.address()?, sums.address()?)?;
     }

@@ -57,6 +57,10 @@ impl Output {
         self.storage.dtype()
     }
 
+    pub(super) fn elements(&self) -> usize {
+        self.shape.elem_count()
+    }
+
     pub fn address(&self) -> Result<Address<'_>> {
         storage_address(&self.storage, &Layout::contiguous(&self.shape))
     }

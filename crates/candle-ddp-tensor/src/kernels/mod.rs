@@ -41,6 +41,8 @@ mod source;
 #[cfg(any(feature = "cuda", feature = "host"))]
 pub mod table;
 #[cfg(feature = "cuda")]
+mod temporary;
+#[cfg(feature = "cuda")]
 mod tensors;
 #[cfg(feature = "cuda")]
 mod upload;
@@ -67,6 +69,8 @@ pub use operands::{Assignment, Extent, NormOperands, Operands, Rule, Scalars, sc
 #[cfg(feature = "cuda")]
 pub use product::product;
 pub use source::Kernel;
+#[cfg(feature = "cuda")]
+pub use temporary::Temporary;
 #[cfg(feature = "cuda")]
 pub use tensors::*;
 #[cfg(feature = "cuda")]

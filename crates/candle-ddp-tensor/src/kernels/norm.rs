@@ -46,6 +46,15 @@ impl Rows {
     fn group(&self) -> usize {
         self.rows.div_ceil(BLOCKS.div_ceil(self.tiles())).max(MIN_ROWS)
     }
+
+    fn groups(&self) -> usize {
+        self.rows.div_ceil(self.group())
+    }
+
+    /// The numbers that [`backward`] keeps for a moment.
+    pub fn sums(&self) -> usize {
+        2 * self.groups() * self.size
+    }
 }
 
 /// Addresses of contiguous tensors; `bias` is 0 if there is none.
@@ -75,18 +84,19 @@ pub struct Backward {
     pub dx: u64,
     pub d_weight: u64,
     pub d_bias: u64,
+    /// Memory for as many numbers (f64) as [`Rows::sums`] says.
+    pub sums: u64,
 }
 
 /// Writes dx and the gradients of weight and bias. There must be at least one row.
 pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, addresses: Backward) -> Result<()> {
-    let Backward { x, weight, dy, dx, d_weight, d_bias } = addresses;
-    let (tiles, groups) = (rows.tiles(), rows.rows.div_ceil(rows.group()));
+    let Backward { x, weight, dy, dx, d_weight, d_bias, sums } = addresses;
+    let tiles = rows.tiles();
     let statistics = machine.address(statistics);
     let launch = |kernel, blocks, tensors: &[u64]| {
         machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors)?)
     };
     launch(Kernel::NormBackward, rows.rows, &[x, dx, weight, dy, statistics])?;
-    let pairs = machine.numbers(2 * groups * rows.size)?;
-    launch(Kernel::NormColumns, groups * tiles, &[x, dy, statistics, machine.address(&pairs)])?;
-    launch(Kernel::NormTotals, tiles, &[machine.address(&pairs), d_weight, d_bias])
+    launch(Kernel::NormColumns, rows.groups() * tiles, &[x, dy, statistics, sums])?;
+    launch(Kernel::NormTotals, tiles, &[sums, d_weight, d_bias])
 }

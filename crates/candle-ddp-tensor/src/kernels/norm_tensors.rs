@@ -4,6 +4,7 @@ use super::gpu::Gpu;
 use super::layer::Output;
 use super::norm::{Backward, Forward, Rows, backward, forward};
 use super::operands::NormOperands;
+use super::temporary::Temporary;
 use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CudaStorage, DType, Layout, Tensor};
@@ -48,6 +49,8 @@ pub fn norm_backward(
     let dx = Output::new(device, x.dtype(), x.shape())?;
     let both = Output::new(device, weight.dtype(), (2, weight.elem_count()))?.into_tensor();
     let (d_weight, d_bias) = (both.get(0)?, both.get(1)?);
+    let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
+    let sums = Temporary::new(device, DType::F64, rows.sums())?;
     let addresses = Backward {
         x: input(x)?,
         weight: input(weight)?,
@@ -55,8 +58,8 @@ pub fn norm_backward(
         dx: dx.address()?.0,
         d_weight: output(&d_weight)?,
         d_bias: output(&d_bias)?,
+        sums: sums.address()?.0,
     };
-    let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
     backward(&Gpu(device), rows, statistics, addresses)?;
     Ok((dx.into_tensor(), d_weight, d_bias))
 }

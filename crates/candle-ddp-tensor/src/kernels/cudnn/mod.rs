@@ -7,7 +7,7 @@ mod graph;
 mod workspace;
 
 use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve};
-use super::layer::Output;
+use super::temporary::Temporary;
 use crate::{Error, Result};
 use algorithm::{Algorithm, choose, run};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
@@ -166,7 +166,7 @@ pub(super) fn convolve(
     };
     with_handle(device, |handle| {
         let Some(plan) = handle.plan((convolve, dtype, math, *shape))? else { return Ok(false) };
-        let workspace = Output::new(device, DType::U8, plan.workspace)?;
+        let workspace = Temporary::new(device, DType::U8, plan.workspace)?;
         let workspace = (workspace.address()?, plan.workspace);
         run(handle.raw, &plan.descriptors, plan.algorithm, workspace, [x, w, y], dtype == DType::F64)?;
         Ok(true)
@@ -187,7 +187,7 @@ pub(super) fn attend(
         // The numbers that the backward pass keeps for each query, and then the workspace.
         let sums = if is_backward { shape.batch * shape.heads * shape.queries } else { 0 };
         let sums = (sums * DType::F32.size_in_bytes()).next_multiple_of(ALIGNMENT);
-        let memory = Output::new(device, DType::U8, sums + plan.workspace)?;
+        let memory = Temporary::new(device, DType::U8, sums + plan.workspace)?;
         let memory = [memory.address()?, memory.address()?.skip(sums, DType::U8)];
         attention::run(handle.raw, &plan, (shape, scale), tensors, memory)?;
         Ok(true)
