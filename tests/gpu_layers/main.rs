@@ -60,6 +60,7 @@ on_gpu! {
     layer_norm_matches_pytorch
     rms_norm_matches_pytorch
     embedding_adds_in_f32
+    embeddings_of_any_size
     rope_takes_the_place_of_candles
     large_logits_stay_finite
     without_samples_the_mean_is_nan

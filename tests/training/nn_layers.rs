@@ -74,6 +74,11 @@ fn embedding_is_a_drop_in_for_candles() {
 }
 
 #[test]
+fn embeddings_of_any_size() {
+    layers::embeddings_of_any_size(&Device::Cpu);
+}
+
+#[test]
 fn embedding_adds_in_f32() {
     layers::embedding_adds_in_f32(&Device::Cpu);
 }

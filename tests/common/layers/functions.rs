@@ -14,6 +14,32 @@ pub(crate) fn embedding_adds_in_f32(device: &Device) {
     assert_eq!(floats(grads.get(&table).unwrap()), [0., 0., 1000., 1000., 0., 0.]);
 }
 
+/// GPUs load several elements at once where a row's length allows, and add in tiles of 64 lookups.
+pub(crate) fn embeddings_of_any_size(device: &Device) {
+    const ROWS: usize = 5;
+    for (size, dtype) in [(8, DType::F32), (8, DType::BF16), (16, DType::F16), (5, DType::F32), (4, DType::F64)] {
+        let numbers = |count: usize, by: usize| (0..count).map(|i| (i * by % 7) as f32).collect::<Vec<_>>();
+        let indices: Vec<usize> = (0..400).map(|i| i * i % ROWS).collect();
+        let (values, dy) = (numbers(ROWS * size, 3), numbers(indices.len() * size, 5));
+        let of = |values: &[f32], rows: usize| {
+            Tensor::from_vec(values.to_vec(), (rows, size), device).unwrap().to_dtype(dtype).unwrap()
+        };
+        let table = Var::from_tensor(&of(&values, ROWS)).unwrap();
+        let on_device = Tensor::from_iter(indices.iter().map(|index| *index as i64), device).unwrap();
+        let y = Embedding::new(table.as_tensor().clone(), size).forward(&on_device).unwrap();
+        let looked_up: Vec<f32> =
+            indices.iter().flat_map(|index| &values[index * size..(index + 1) * size]).copied().collect();
+        assert_eq!(floats(&y), looked_up, "{size} x {dtype:?}");
+        let mut sums = vec![0f32; ROWS * size];
+        for (lookup, index) in indices.iter().enumerate() {
+            (0..size).for_each(|column| sums[index * size + column] += dy[lookup * size + column]);
+        }
+        let grads = (y * of(&dy, indices.len())).unwrap().sum_all().unwrap().backward().unwrap();
+        let expected = Tensor::from_vec(sums, (ROWS, size), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        assert_eq!(floats(grads.get(&table).unwrap()), floats(&expected), "{size} x {dtype:?}");
+    }
+}
+
 pub(crate) fn rope_takes_the_place_of_candles(device: &Device) {
     // GPUs load four pairs at once, where rows allow.
     for half in [4, 3] {

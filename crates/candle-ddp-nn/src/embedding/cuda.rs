@@ -25,11 +25,11 @@ impl LookupOnCuda {
         (device, dtype, rows): Table,
         kernel: Kernel,
         grid: Grid,
-        shift: u32,
+        [shift, vector]: [usize; 2],
         tensors: &[Address],
     ) -> Result<()> {
         let count = self.indices.elem_count();
-        let numbers = &[count, rows, self.size, shift as usize, count.div_ceil(CHUNK)];
+        let numbers = &[count, rows, self.size, shift, count.div_ceil(CHUNK), vector];
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 
@@ -43,13 +43,13 @@ impl LookupOnCuda {
         let mut items: Option<Temporary> = None;
         // Rows, and one more for indices outside the table.
         let bits = usize::BITS - rows.leading_zeros();
-        for shift in (0..bits.max(1)).step_by(BITS as usize) {
+        for shift in (0..bits.max(1) as usize).step_by(BITS as usize) {
             let old = items.as_ref().map_or(Ok(Address::NONE), Temporary::address)?;
             let new = Temporary::new(device, DType::U32, 2 * count)?;
             let tensors = [indices, old, counts.address()?, new.address()?];
-            self.launch(table, Kernel::LookupCount, Grid::Blocks(blocks), shift, &tensors)?;
-            self.launch(table, Kernel::LookupScan, Grid::Blocks(1), shift, &tensors)?;
-            self.launch(table, Kernel::LookupMove, Grid::Blocks(blocks), shift, &tensors)?;
+            self.launch(table, Kernel::LookupCount, Grid::Blocks(blocks), [shift, 1], &tensors)?;
+            self.launch(table, Kernel::LookupScan, Grid::Blocks(1), [shift, 1], &tensors)?;
+            self.launch(table, Kernel::LookupMove, Grid::Blocks(blocks), [shift, 1], &tensors)?;
             items = Some(new);
         }
         items.ok_or_else(|| candle_core::Error::Msg("embedding: sorting has at least one pass".to_string()))
@@ -73,9 +73,10 @@ impl CustomOp1 for LookupOnCuda {
             return Err(Error::invalid("the indices of Embedding", reason).into());
         }
         let y = Output::new(device, dtype, (count, self.size))?;
-        let tensors = [kernels::storage_address(table, layout)?, kernels::address(&self.indices)?, y.address()?];
-        let grid = Grid::Threads(count * self.size);
-        self.launch((device, dtype, layout.dims()[0]), Kernel::Lookup, grid, 0, &tensors)?;
+        let [from, to] = [kernels::storage_address(table, layout)?, y.address()?];
+        let vector = Address::vector(&[from, to], self.size, dtype);
+        let (grid, tensors) = (Grid::Threads(count * self.size / vector), [from, kernels::address(&self.indices)?, to]);
+        self.launch((device, dtype, layout.dims()[0]), Kernel::Lookup, grid, [0, vector], &tensors)?;
         Ok(y.into_parts())
     }
 
@@ -95,11 +96,13 @@ impl CustomOp1 for LookupOnCuda {
         }
         let of = (device, dtype, rows);
         let items = self.sorted(of)?;
-        let threads = count.div_ceil(TILE) * self.size;
-        let sums = Temporary::new(device, accumulator(dtype), 2 * threads)?;
+        let elements = count.div_ceil(TILE) * self.size;
+        let sums = Temporary::new(device, accumulator(dtype), 2 * elements)?;
         let tensors = [items.address()?, kernels::address(&dy)?, d_table.address()?, sums.address()?];
-        self.launch(of, Kernel::LookupSums, Grid::Threads(threads), 0, &tensors)?;
-        self.launch(of, Kernel::LookupTotals, Grid::Threads(threads), 0, &tensors)?;
+        let vector = Address::vector(&tensors[1..], self.size, dtype);
+        let grid = Grid::Threads(elements / vector);
+        self.launch(of, Kernel::LookupSums, grid, [0, vector], &tensors)?;
+        self.launch(of, Kernel::LookupTotals, grid, [0, vector], &tensors)?;
         Ok(Some(d_table.into_tensor()))
     }
 }

@@ -6,20 +6,33 @@ struct Lookup {
     unsigned long long count, rows, size;
     unsigned long long shift;  // the digit by which a pass sorts begins at this bit
     unsigned long long blocks; // of a pass
+    unsigned long long vector; // elements of a thread: a whole vector, or one
 };
 #define LOOKUP (*reinterpret_cast<const Lookup *>(by.numbers))
 
-// tensors: the table, indices (i64), y. An index outside the table gives NaN. One thread per element of y.
+// tensors: the table, indices (i64), y. An index outside the table gives NaN.
 template <typename T> __device__ inline void lookup(const Arguments &by) {
+    typedef Neighbours<T, Few<T>::most> Vector;
     const Lookup &l = LOOKUP;
-    const unsigned long long element = thread_in_grid();
-    unsigned long long rest = element;
-    const unsigned long long column = take(rest, l.size);
+    unsigned long long rest = thread_in_grid();
+    const unsigned long long column = take(rest, l.size / l.vector) * l.vector;
     if (rest >= l.count) return;
     const long long row = TENSOR(const long long, 1)[rest];
     const bool is_there = row >= 0 && row < (long long)l.rows;
-    TENSOR(T, 2)[element] =
-        is_there ? TENSOR(const T, 0)[row * l.size + column] : Element<T>::store(__uint_as_float(0x7fc00000u));
+    const T *from = TENSOR(const T, 0) + row * l.size + column;
+    T *to = TENSOR(T, 2) + rest * l.size + column;
+    const T nan = Element<T>::store(__uint_as_float(0x7fc00000u));
+    if (l.vector == 1) {
+        *to = is_there ? *from : nan;
+        return;
+    }
+    Vector vector;
+    if (is_there) {
+        vector = *reinterpret_cast<const Vector *>(from);
+    } else {
+        for (int k = 0; k < Few<T>::most; k++) vector.at[k] = nan;
+    }
+    *reinterpret_cast<Vector *>(to) = vector;
 }
 LAYER(lookup)
 
@@ -117,56 +130,66 @@ LAYER(lookup_move)
 // Sorted lookups are added in tiles, so that a row that is looked up very often does not keep a single thread busy.
 #define TILE 64ull
 
+// A tile and columns of a thread.
+struct Place { unsigned long long tiles, tile, column; };
+
+__device__ inline Place place_of(const Lookup &l) {
+    unsigned long long tile = thread_in_grid();
+    const unsigned long long column = take(tile, l.size / l.vector) * l.vector;
+    const Place place = {(l.count + TILE - 1) / TILE, tile, column};
+    return place;
+}
+
 // tensors: the sorted items, dy, the gradient of the table, which is zero before, and for each tile and column the sum of the
 // gradients that belong to a row of an earlier tile, and then likewise of those whose row goes on in the next tile, in the dtype of
-// the arithmetic. One thread per tile and column.
+// the arithmetic.
 template <typename T> __device__ inline void lookup_sums(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Lookup &l = LOOKUP;
+    const bool is_vector = l.vector > 1;
     const Item *items = TENSOR(const Item, 0);
-    const unsigned long long tiles = (l.count + TILE - 1) / TILE;
-    unsigned long long tile = thread_in_grid();
-    const unsigned long long place = tile, column = take(tile, l.size);
-    if (tile >= tiles) return;
-    Real *earlier = TENSOR(Real, 3) + place, *later = earlier + tiles * l.size;
-    const unsigned long long from = tile * TILE, to = min(from + TILE, l.count);
+    const Place place = place_of(l);
+    if (place.tile >= place.tiles) return;
+    Real *earlier = TENSOR(Real, 3) + place.tile * l.size + place.column, *later = earlier + place.tiles * l.size;
+    const unsigned long long from = place.tile * TILE, to = min(from + TILE, l.count);
     unsigned row = items[from].row;
     bool began = from == 0 || items[from - 1].row != row;
-    Real sum = 0;
+    Few<T> few, sum = {};
     for (unsigned long long slot = from; slot < to; slot++) {
-        sum += Element<T>::load(TENSOR(const T, 1)[items[slot].position * l.size + column]);
+        few.load(TENSOR(const T, 1) + items[slot].position * l.size + place.column, is_vector);
+        FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k];
         const bool goes_on = slot + 1 < l.count && items[slot + 1].row == row;
         if (goes_on && slot + 1 < to) continue;
-        if (!began) *earlier = sum;
-        else if (goes_on) *later = sum;
-        else if (row < l.rows) TENSOR(T, 2)[row * l.size + column] = Element<T>::store(sum);
+        if (!began) sum.store(earlier, is_vector);
+        else if (goes_on) sum.store(later, is_vector);
+        else if (row < l.rows) sum.store(TENSOR(T, 2) + row * l.size + place.column, is_vector);
         if (slot + 1 < to) row = items[slot + 1].row;
         began = true;
-        sum = 0;
+        FOR_EACH_OF(T, is_vector, k) sum.at[k] = 0;
     }
 }
 LAYER(lookup_sums)
 
-// tensors: as above. Adds the sums of the rows that more than one tile has. One thread per tile and column, of which those work in
-// whose tile such a row begins.
+// tensors: as above. Adds the sums of the rows that more than one tile has. Of the threads, those work in whose tile such a row begins.
 template <typename T> __device__ inline void lookup_totals(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Lookup &l = LOOKUP;
+    const bool is_vector = l.vector > 1;
     const Item *items = TENSOR(const Item, 0);
-    const unsigned long long tiles = (l.count + TILE - 1) / TILE;
-    unsigned long long tile = thread_in_grid();
-    const unsigned long long place = tile, column = take(tile, l.size);
-    if (tile + 1 >= tiles) return;
-    const unsigned long long from = tile * TILE;
+    const Place place = place_of(l);
+    if (place.tile + 1 >= place.tiles) return;
+    const unsigned long long from = place.tile * TILE;
     unsigned long long next = from + TILE;
     const unsigned row = items[next - 1].row;
     if (row >= l.rows || items[next].row != row || (from > 0 && items[from - 1].row == row)) return;
-    const Real *earlier = TENSOR(const Real, 3) + place;
-    Real sum = earlier[tiles * l.size];
+    const Real *earlier = TENSOR(const Real, 3) + place.tile * l.size + place.column;
+    Few<T> few, sum;
+    sum.load(earlier + place.tiles * l.size, is_vector);
     for (; next < l.count && items[next].row == row && items[next - 1].row == row; next += TILE) {
         earlier += l.size;
-        sum += *earlier;
+        few.load(earlier, is_vector);
+        FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k];
     }
-    TENSOR(T, 2)[row * l.size + column] = Element<T>::store(sum);
+    sum.store(TENSOR(T, 2) + row * l.size + place.column, is_vector);
 }
 LAYER(lookup_totals)
