@@ -4,10 +4,16 @@
 //! device, which leaves candle's event tracking, if enabled, unchanged.
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDType;
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 use half::{bf16, f16};
 use std::cell::Cell;
+
+/// Identifies the context and the stream of `device`, for what threads keep for each stream.
+pub(super) fn stream_of(device: &CudaDevice) -> (usize, usize) {
+    let stream = device.cuda_stream();
+    (stream.context().cu_ctx() as usize, stream.cu_stream() as usize)
+}
 
 /// Returns the address of a contiguous tensor that will be read.
 pub fn input(tensor: &Tensor) -> Result<u64> {

@@ -1,5 +1,6 @@
 //! Memory in which the kernels of one operation leave results for the next ones. It is kept for later operations on the same
 //! stream, which come after those that use it now: an allocation for each would take longer than many kernels.
+use super::address::stream_of;
 use super::launches::Address;
 use super::layer::Output;
 use crate::Result;
@@ -31,8 +32,7 @@ impl Temporary {
     /// Memory for at least `count` elements of `dtype`.
     pub fn new(device: &CudaDevice, dtype: DType, count: usize) -> Result<Self> {
         let bytes = count * dtype.size_in_bytes();
-        let stream = device.cuda_stream();
-        let stream = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
+        let stream = stream_of(device);
         let memory = match FREE.with_borrow_mut(|free| take(free.entry(stream).or_default(), bytes)) {
             Some(memory) => memory,
             // Rounded up, so that it serves others too.

@@ -1,5 +1,6 @@
 //! Tables that are on a GPU already. Optimizers, clipping and DDP's copies use the same tensors in every step, so the same tables.
 //! Uploading one again would cost an allocation and a copy, for which the driver may wait.
+use super::address::stream_of;
 use crate::Result;
 use candle_core::CudaDevice;
 use cudarc::driver::CudaSlice;
@@ -39,7 +40,5 @@ thread_local! {
 
 /// Returns `words` on the GPU, which must not change them.
 pub(super) fn uploaded(device: &CudaDevice, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
-    let stream = device.cuda_stream();
-    let key = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
-    TABLES.with_borrow_mut(|tables| tables.entry(key).or_default().get(device, words))
+    TABLES.with_borrow_mut(|tables| tables.entry(stream_of(device)).or_default().get(device, words))
 }

@@ -6,6 +6,7 @@ mod descriptor;
 mod graph;
 mod workspace;
 
+use super::address::stream_of;
 use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve};
 use super::temporary::Temporary;
 use crate::{Error, Result};
@@ -143,8 +144,7 @@ fn with_handle<T>(device: &CudaDevice, f: impl FnOnce(&mut Handle) -> Result<T>)
         reason: error.to_string(),
     })?;
     HANDLES.with_borrow_mut(|handles| {
-        let key = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
-        f(match handles.entry(key) {
+        f(match handles.entry(stream_of(device)) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Handle::new(stream)?),
         })
