@@ -29,7 +29,7 @@ impl Connector<'_> {
         let world_size = self.config.world_size;
         let contacts = hosts.contacts();
         let mut control: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
-        if contacts.is_empty() {
+        if hosts.count() == 1 {
             return Ok(Connections { control, door: None });
         }
         let mut addresses = self.addresses()?.into_iter().map(Some).collect::<Vec<_>>();
@@ -46,8 +46,11 @@ impl Connector<'_> {
         contacts.iter().filter(|peer| **peer < self.rank).for_each(|peer| door.call(*peer, Kind::Control));
         loop {
             self.construction.check()?;
-            // A faster peer may already connect for data.
-            let is_for_later = |event: &Event| matches!(event, Event::Connected { kind, .. } if *kind != Kind::Control);
+            // A faster peer may already connect for data, and for control without being a contact.
+            let is_for_later = |event: &Event| match event {
+                Event::Connected { peer, kind, .. } => *kind != Kind::Control || !contacts.contains(peer),
+                _ => false,
+            };
             for event in door.events_but(is_for_later) {
                 match event {
                     Event::Connected { peer, socket, .. } if control[peer].is_none() => control[peer] = Some(socket),
@@ -55,6 +58,7 @@ impl Connector<'_> {
                         let reason = "two processes say that they are this rank: give each its own rank";
                         return Err(self.failed(&[peer], reason));
                     }
+                    Event::Answered { .. } => {}
                     Event::Failed { error, .. } => return Err(self.construction.cause(error)),
                     Event::Gone { peer } => return Err(self.gone(peer)),
                     Event::Misfit { error } => return Err(error),

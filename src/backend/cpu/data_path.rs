@@ -59,11 +59,11 @@ impl Connector<'_> {
         }
         log::debug!("rank {rank}: the ranks that share memory are {:?}", hosts.all());
         // Those for the monitors and for data, a call in progress, and the monitor's pipe. Calls between certain ranks need more.
-        let contacts = hosts.contacts().len();
+        let partners = hosts.partners();
         check_limit(
             descriptors::open(),
-            if contacts == 0 { 0 } else { 2 * contacts + 3 },
-            &format!("connections to {contacts} other rank(s)"),
+            if partners == 0 { 0 } else { 2 * partners + 3 },
+            &format!("connections to {partners} other rank(s)"),
         )
         .map_err(|reason| Error::invalid("ulimit -n", format!("rank {rank}: {reason}")))?;
         let connections = self.connect(met, &hosts)?;

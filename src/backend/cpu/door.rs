@@ -50,6 +50,8 @@ pub(super) struct Identity {
 pub(super) enum Event {
     /// There is a connection, non-blocking. `is_own` if this rank called.
     Connected { peer: usize, kind: Kind, socket: TcpStream, is_own: bool },
+    /// A peer's system has accepted this rank's call; the peer itself may not have noticed.
+    Answered { peer: usize },
     /// This rank cannot connect to a peer.
     Failed { peer: usize, error: Error },
     /// A peer takes no calls any more, or has closed its end of a new connection.
@@ -190,7 +192,10 @@ impl Door {
             // Packets may be lost, or the peer may have more callers than it can accept at once.
             (Err(_), Ok(None)) => self.dial(call),
             (Ok(_), Ok(None)) => match self.identity.greet(socket, call) {
-                Ok(stage) => self.conversations.push(Conversation::new(conversation.socket, address, stage)),
+                Ok(stage) => {
+                    self.events.push(Event::Answered { peer: call.peer });
+                    self.conversations.push(Conversation::new(conversation.socket, address, stage));
+                }
                 Err(error) => self.events.push(Event::Failed { peer: call.peer, error }),
             },
         }

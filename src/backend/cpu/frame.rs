@@ -1,4 +1,5 @@
 //! The messages of monitors on the control connections.
+use super::gone::Fate;
 use super::handshake::Kind;
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::error::Failure;
@@ -20,8 +21,8 @@ pub(super) enum Frame {
     Answer { id: u64, rank: usize, report: ProgressReport },
     /// Asks the reader, a higher rank, to make a connection of this kind.
     Call { kind: Kind },
-    /// Another rank of the sender's host has left in good order, or else its process has ended, after this collective.
-    News { rank: usize, left: bool, last: u64 },
+    /// Another rank of the sender's host has left or ended.
+    News { rank: usize, fate: Fate },
 }
 
 impl Frame {
@@ -44,8 +45,9 @@ impl Frame {
             Self::Call { kind } => {
                 writer.u8(5).u8(*kind as u8);
             }
-            Self::News { rank, left, last } => {
-                writer.u8(6).u32(*rank as u32).u8(u8::from(*left)).u64(*last);
+            Self::News { rank, fate } => {
+                let (number, last) = fate.encode();
+                writer.u8(6).u32(*rank as u32).u8(number).u64(last);
             }
         }
         let mut bytes = writer.0;
@@ -63,7 +65,7 @@ impl Frame {
             3 => Self::Query { id: reader.u64()? },
             4 => Self::Answer { id: reader.u64()?, rank: reader.rank()?, report: ProgressReport::decode(&mut reader)? },
             5 => Self::Call { kind: *Kind::ALL.get(usize::from(reader.u8()?))? },
-            6 => Self::News { rank: reader.rank()?, left: reader.u8()? != 0, last: reader.u64()? },
+            6 => Self::News { rank: reader.rank()?, fate: Fate::decode(reader.u8()?, reader.u64()?)? },
             _ => return None,
         })
     }
@@ -121,7 +123,9 @@ mod tests {
                 report: ProgressReport { started: 5, begun: 5, calls, waits_for_lock: true },
             },
             Frame::Call { kind: Kind::Direct },
-            Frame::News { rank: 5, left: true, last: 1 << 40 },
+            Frame::News { rank: 5, fate: Fate::Left(1 << 40) },
+            Frame::News { rank: 6, fate: Fate::Gone(Some(9)) },
+            Frame::News { rank: 7, fate: Fate::Gone(None) },
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(Frame::encode).collect();
         for piece in [1, 3, bytes.len()] {

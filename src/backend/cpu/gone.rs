@@ -7,6 +7,35 @@ use crate::backend::failure::CallCounts;
 use crate::error::Failure;
 use std::io::{Error, ErrorKind};
 
+/// What is known of a rank of another host that takes part no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// It has left in good order, after this collective.
+    Left(u64),
+    /// Its process has ended without a goodbye: after this collective, if known.
+    Gone(Option<u64>),
+}
+
+impl Fate {
+    /// Its number, which is not zero, and the collective.
+    pub(super) fn encode(self) -> (u8, u64) {
+        match self {
+            Self::Left(last) => (1, last),
+            Self::Gone(Some(last)) => (2, last),
+            Self::Gone(None) => (3, 0),
+        }
+    }
+
+    pub(super) fn decode(number: u8, last: u64) -> Option<Self> {
+        match number {
+            1 => Some(Self::Left(last)),
+            2 => Some(Self::Gone(Some(last))),
+            3 => Some(Self::Gone(None)),
+            _ => None,
+        }
+    }
+}
+
 /// How a control connection ended.
 #[derive(Debug)]
 pub(super) enum Ended {

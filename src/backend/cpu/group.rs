@@ -2,6 +2,7 @@
 use super::control::Control;
 use super::frame::Frame;
 use super::gone::{self, Ended, Gone};
+use super::handshake::Kind;
 use super::hosts::Hosts;
 use super::shm::{Life, ShmGroup, Sleeper};
 use super::state::{Peer, Query, State};
@@ -230,6 +231,9 @@ impl Group {
         state.queries.insert(id, Query { asked, answers: vec![None; self.world_size] });
         drop(state);
         self.linked().for_each(|peer| self.control.send(peer, &Frame::Query { id }));
+        // Those that are called now are asked as soon as there is a connection.
+        let unlinked: Vec<usize> = self.hosts.proxies().filter(|peer| self.control.link(*peer).is_none()).collect();
+        self.want(&unlinked, Kind::Control);
         self.wait_until(Instant::now() + QUERY_PATIENCE, |state| {
             let answers = &state.queries.get(&id)?.answers;
             let complete = self.peers().all(|peer| answers[peer].is_some() || state.peers[peer].closed);
@@ -241,7 +245,8 @@ impl Group {
         // A rank that this one does not know is asked by its proxy there.
         let is_asked: Vec<bool> = (0..self.world_size)
             .map(|peer| {
-                let is_known = self.hosts.member(peer).is_some() || self.control.link(peer).is_some();
+                let is_linked = self.hosts.member(peer).is_some() || self.control.link(peer).is_some();
+                let is_known = is_linked || state.peers[peer].answers_calls;
                 is_known || answers[self.hosts.proxy_beside(peer)].is_some()
             })
             .collect();
@@ -328,6 +333,7 @@ impl Group {
             Frame::Goodbye(counts) => {
                 self.leaves(lock(&self.state), peer, counts);
                 self.control.send(peer, &Frame::Ack);
+                self.spread(peer);
             }
             Frame::Call { kind } => self.want(&[peer], kind),
             Frame::Ack => {
@@ -347,7 +353,7 @@ impl Group {
                 drop(state);
                 self.changed.notify_all();
             }
-            Frame::News { rank, left, last } => self.on_news(rank, left, last),
+            Frame::News { rank, fate } => lock(&self.state).heard.push((rank, fate)),
         }
     }
 

@@ -21,7 +21,7 @@ pub(super) fn run(group: &Group) -> Result<(), String> {
     let (own, ranks) = (group.hosts.index(), group.hosts.members().len());
     let mut known = vec![Life::Here; ranks];
     let tick = TICK.max(TICK_OF_EACH * ranks as u32).min(LONGEST_TICK);
-    let mut turn = 0;
+    let (mut turn, mut notes) = (0, 0);
     while !group.is_over() {
         let seen = board.events();
         if let Some(question) = board.question() {
@@ -29,6 +29,10 @@ pub(super) fn run(group: &Group) -> Result<(), String> {
         }
         for (member, peer) in group.neighbours() {
             look(group, board, (member, peer), &mut known[member]);
+        }
+        let noted = board.notes();
+        if std::mem::replace(&mut notes, noted) != noted {
+            group.read_notes();
         }
         group.collect_answers();
         board.wait(seen, tick)?;

@@ -76,21 +76,30 @@ impl Hosts {
             .map(|(host, ranks)| (host, ranks.as_slice()))
     }
 
-    /// The ranks of other hosts whose monitors this rank's monitor knows from the start: on each host its proxy there, and those
-    /// whose proxy it is.
+    /// The ranks of other hosts whose monitors this rank's monitor knows from the start: those of a host's leader are the leaders
+    /// of all others.
     pub(super) fn contacts(&self) -> Vec<usize> {
-        let of_host = |(_, ranks): (usize, &[usize])| {
-            let mut contacts: Vec<usize> = self.clients(ranks).chain([Self::proxy(ranks, self.index())]).collect();
-            contacts.sort_unstable();
-            contacts.dedup();
-            contacts
-        };
-        self.others().flat_map(of_host).collect()
+        if self.index() == 0 { self.others().map(|(_, ranks)| ranks[0]).collect() } else { Vec::new() }
+    }
+
+    /// The ranks of `rank`'s host.
+    pub(super) fn with(&self, rank: usize) -> &[usize] {
+        &self.hosts[self.places[rank].0]
+    }
+
+    /// This rank's proxies, one on each other host.
+    pub(super) fn proxies(&self) -> impl Iterator<Item = usize> {
+        self.others().map(|(_, ranks)| Self::proxy(ranks, self.index()))
+    }
+
+    /// The number of ranks of other hosts with which this rank exchanges data that all ranks need.
+    pub(super) fn partners(&self) -> usize {
+        self.others().map(|(_, ranks)| self.clients(ranks).count().max(1)).sum()
     }
 
     /// The rank of `rank`'s host, another one, that is this rank's proxy there.
     pub(super) fn proxy_beside(&self, rank: usize) -> usize {
-        Self::proxy(&self.hosts[self.places[rank].0], self.index())
+        Self::proxy(self.with(rank), self.index())
     }
 
     /// Whether this rank is the proxy of `rank`, which is on another host.
@@ -143,11 +152,11 @@ mod tests {
                     assert_eq!(contacts[rank].contains(&other), contacts[other].contains(&rank));
                     assert_eq!(hosts.is_proxy_of(other), all[other].proxy_beside(rank) == rank);
                 }
-                assert!(hosts.others().all(|(_, ranks)| ranks.iter().any(|other| contacts[rank].contains(other))));
             }
+            let count = all[0].count();
+            assert_eq!(contacts.iter().map(Vec::len).sum::<usize>(), count * (count - 1));
         }
-        // Equal hosts: one contact on each other host.
-        assert_eq!(Hosts::new(3, &[0, 0, 1, 1, 2, 2]).contacts(), [1, 5]);
+        assert_eq!(Hosts::new(2, &[0, 0, 1, 1, 2, 2]).contacts(), [0, 4]);
     }
 
     #[test]

@@ -3,12 +3,14 @@ use super::door::Door;
 use super::frame::FrameReader;
 use super::gone::Ended;
 use super::group::Group;
+use crate::panic::lock;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
+use std::time::Duration;
 
 /// Reads and answers the frames of all peers, and makes connections, until the group tells it to end.
 pub(super) fn run(group: &Group, door: Door) -> Result<()> {
@@ -19,6 +21,7 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
         // A group that has failed needs no more connections.
         door = door.filter(|_| !group.has_failed());
         door.iter_mut().for_each(|door| group.attend(door));
+        let heard = std::mem::take(&mut lock(&group.state).heard);
         // The open connections, and the events for which each is polled.
         let mut open = Vec::new();
         let mut fds = vec![PollFd::new(group.control.woken(), PollFlags::IN)];
@@ -31,6 +34,7 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
             open.push((place, link));
         }
         let patience = door.as_ref().and_then(|door| door.prepare(&mut fds));
+        let patience = if heard.is_empty() { patience } else { Some(Duration::ZERO) };
         match poll(&mut fds, patience.and_then(|patience| Timespec::try_from(patience).ok()).as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(Error::io("waiting for messages of other hosts", error)),
@@ -43,6 +47,7 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
             // A peer that has connected, sent its data, and ended is heard in this order.
             group.attend(door);
         }
+        heard.into_iter().for_each(|(rank, fate)| group.on_news(rank, fate));
         for ((place, link), events) in open.into_iter().zip(events) {
             if events.contains(PollFlags::OUT) {
                 link.flush();

@@ -1,6 +1,7 @@
-//! What a rank tells ranks of other hosts about those of its own: not every two ranks have a control connection.
+//! What ranks tell each other about third ones, since not every two ranks have a control connection: those of other hosts about
+//! the ranks of their own, and those of their own about all others.
 use super::frame::Frame;
-use super::gone::{Ended, Gone};
+use super::gone::{Ended, Fate, Gone};
 use super::group::{Group, QUERY_PATIENCE};
 use super::state::{Relay, State};
 use crate::backend::failure::{CallCounts, ProgressReport};
@@ -9,19 +10,14 @@ use candle_ddp_rendezvous::wire::Reader;
 use std::time::Instant;
 
 impl Group {
-    /// Tells the ranks of other hosts that `peer`, if it is on this host, has left or ended.
+    /// Tells all that have not noticed by themselves that `peer` has left or ended, if it has.
     pub(super) fn spread(&self, peer: usize) {
-        let news = self.news(&lock(&self.state), peer);
-        news.iter().for_each(|news| self.linked().for_each(|other| self.control.send(other, news)));
-    }
-
-    /// How `peer`, a rank of this host, has left or ended, if it has.
-    fn news(&self, state: &State, peer: usize) -> Option<Frame> {
-        self.hosts.member(peer)?;
-        let known = &state.peers[peer];
-        let left = known.left.map(|counts| (true, counts.collectives));
-        let (left, last) = left.or_else(|| Some((false, known.gone.as_ref()?.last()?)))?;
-        Some(Frame::News { rank: peer, left, last })
+        let Some(fate) = lock(&self.state).fate(peer) else { return };
+        match (self.hosts.member(peer), &self.shm) {
+            (Some(_), _) => self.linked().for_each(|other| self.control.send(other, &Frame::News { rank: peer, fate })),
+            (None, Some(shm)) => shm.board.note(peer, fate),
+            (None, None) => {}
+        }
     }
 
     /// Tells `peer`, to which there is a new control connection, all that it should know.
@@ -31,26 +27,44 @@ impl Group {
             None if state.leaving => Some(state.goodbye(peer)),
             None => None,
         };
-        let news = self.neighbours().filter_map(|(_, neighbour)| self.news(state, neighbour));
-        news.chain(told).for_each(|frame| self.control.send(peer, &frame));
+        let news = |(_, rank)| Some(Frame::News { rank, fate: state.fate(rank)? });
+        let queries = state.queries.keys().map(|id| Frame::Query { id: *id });
+        let frames = self.neighbours().filter_map(news).chain(queries).chain(told);
+        frames.for_each(|frame| self.control.send(peer, &frame));
     }
 
-    /// Called when a rank of its host has said how `rank` has left or ended.
-    pub(super) fn on_news(&self, rank: usize, left: bool, last: u64) {
+    /// Takes what other ranks of this host have noted about ranks of other hosts.
+    pub(super) fn read_notes(&self) {
+        let Some(shm) = &self.shm else { return };
+        let others = self.hosts.others().flat_map(|(_, ranks)| ranks);
+        let mut state = lock(&self.state);
+        for rank in others.filter(|rank| self.control.link(**rank).is_none()) {
+            let fate = shm.board.fate(*rank).filter(|_| !state.peers[*rank].closed);
+            state.heard.extend(fate.map(|fate| (*rank, fate)));
+        }
+        drop(state);
+        self.control.wake();
+    }
+
+    /// Called when another rank has said how `rank` has left or ended. By then, this rank must have looked at the door once more:
+    /// `rank` may have called and sent data before.
+    pub(super) fn on_news(&self, rank: usize, fate: Fate) {
         let mut state = lock(&self.state);
         // Its own words, and the end of its connection, say more.
         let is_heard = self.control.link(rank).is_some() || self.hosts.member(rank).is_some();
         let Some(known) = state.peers.get_mut(rank).filter(|known| !is_heard && !known.closed) else { return };
         known.closed = true;
         // Ranks without a connection have exchanged no messages.
-        if left {
-            known.left = Some(CallCounts { collectives: last, sent: 0, received: 0 });
-        } else {
-            let finished = CallCounts { collectives: last + 1, sent: 1, received: 1 };
-            known.gone = Some(Gone::new(Ended::Closed, Some(finished)));
+        match fate {
+            Fate::Left(last) => known.left = Some(CallCounts { collectives: last, sent: 0, received: 0 }),
+            Fate::Gone(last) => {
+                let finished = last.map(|last| CallCounts { collectives: last + 1, sent: 1, received: 1 });
+                known.gone = Some(Gone::new(Ended::Closed, finished));
+            }
         }
         self.fail_if_needed(state, rank);
         self.changed.notify_all();
+        self.spread(rank);
     }
 
     /// Asks the other ranks of this host for `peer`, whose proxy this rank is.

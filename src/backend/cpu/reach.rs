@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 /// need the connection. A message is asked for at once, since it may be sent before it is awaited.
 const COURTESY: Duration = Duration::from_millis(10);
 
+const REFUSED: &str = "nobody listens at its address";
+
 impl Group {
     /// The connections that `channel` uses, and their kind.
     pub(super) fn transport(&self, channel: Channel) -> (&Transport, Kind) {
@@ -96,8 +98,13 @@ impl Group {
         for event in door.events() {
             match event {
                 Event::Connected { peer, kind, socket, is_own } => self.add(peer, kind, socket, is_own),
-                Event::Failed { peer, error } => self.set_unreachable(peer, error.to_string(), false),
-                Event::Gone { peer } => self.set_unreachable(peer, "nobody listens at its address".into(), true),
+                Event::Answered { peer } => lock(&self.state).peers[peer].answers_calls = true,
+                // A higher rank may be out of reach of this one's calls, and yet call.
+                Event::Failed { peer, error } if peer < self.rank => self.set_unreachable(&[peer], &error.to_string()),
+                Event::Failed { peer, error } => {
+                    log::debug!("rank {} cannot connect to rank {peer}: {error}", self.rank);
+                }
+                Event::Gone { peer } => self.on_refused(door, peer),
                 // It is a peer, as far as this rank can know.
                 Event::Misfit { error } => {
                     self.fail(Failure::PeerFailed { peer: self.rank, reason: error.to_string() });
@@ -141,13 +148,31 @@ impl Group {
         self.changed.notify_all();
     }
 
-    /// A higher rank may be out of reach of this one's calls, and yet call.
-    fn set_unreachable(&self, peer: usize, reason: String, refuses: bool) {
-        log::debug!("rank {} cannot connect to rank {peer}: {reason}", self.rank);
-        if peer < self.rank {
-            let known = &mut lock(&self.state).peers[peer];
-            (known.unreachable, known.refuses) = (Some(reason), refuses);
-            self.changed.notify_all();
+    fn set_unreachable(&self, peers: &[usize], reason: &str) {
+        log::debug!("rank {} cannot connect to rank(s) {peers:?}: {reason}", self.rank);
+        let mut state = lock(&self.state);
+        peers.iter().for_each(|peer| state.peers[*peer].unreachable = Some(reason.to_string()));
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Called when nobody listens at the address of `peer`. If it is a higher rank, the others of its host know more: it may have
+    /// left, or be out of reach of this rank's calls.
+    fn on_refused(&self, door: &mut Door, peer: usize) {
+        let mut state = lock(&self.state);
+        state.peers[peer].refuses = true;
+        let host = self.hosts.with(peer);
+        let (linked, others): (Vec<usize>, Vec<usize>) = host
+            .iter()
+            .filter(|rank| !state.peers[**rank].closed)
+            .partition(|rank| self.control.link(**rank).is_some());
+        let (refused, others): (Vec<usize>, Vec<usize>) = others.iter().partition(|rank| state.peers[**rank].refuses);
+        drop(state);
+        match others.first() {
+            _ if peer < self.rank => self.set_unreachable(&[peer], REFUSED),
+            _ if !linked.is_empty() => {}
+            Some(other) => door.call(*other, Kind::Control),
+            None => self.set_unreachable(&refused, REFUSED),
         }
     }
 }

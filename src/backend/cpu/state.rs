@@ -1,6 +1,6 @@
 //! The state of a group on one rank: the progress of its calls, and which peers have left or ended.
 use super::frame::Frame;
-use super::gone::{self, Gone};
+use super::gone::{self, Fate, Gone};
 use super::handshake::Kind;
 use crate::backend::call::Channel;
 use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
@@ -25,6 +25,8 @@ pub(super) struct State {
     pub(super) leaving: bool,
     /// The connections that the monitor should make.
     pub(super) wanted: Vec<(usize, Kind)>,
+    /// What this rank has been told about ranks of other hosts, and has not looked into yet.
+    pub(super) heard: Vec<(usize, Fate)>,
     /// Whether the monitor should end.
     pub(super) over: bool,
 }
@@ -65,6 +67,8 @@ pub(super) struct Peer {
     pub(super) unreachable: Option<String>,
     /// Nobody listens at its address any more: its process has ended, or it has left.
     pub(super) refuses: bool,
+    /// Its system has accepted a call of this rank.
+    pub(super) answers_calls: bool,
 }
 
 impl State {
@@ -81,6 +85,7 @@ impl State {
             relays: Vec::new(),
             leaving: false,
             wanted: Vec::new(),
+            heard: Vec::new(),
             over: false,
         }
     }
@@ -173,13 +178,21 @@ impl State {
         format!("{}, sequence {sequence}", self.name(channel, sequence))
     }
 
+    /// How `peer` has left or ended, if it has.
+    pub(super) fn fate(&self, peer: usize) -> Option<Fate> {
+        let Peer { left, gone, .. } = &self.peers[peer];
+        let left = left.map(|counts| Fate::Left(counts.collectives));
+        left.or_else(|| Some(Fate::Gone(gone.as_ref()?.last())))
+    }
+
     /// What this rank tells `peer` when it leaves in good order.
     pub(super) fn goodbye(&self, peer: usize) -> Frame {
         let (collectives, Peer { sends, recvs, .. }) = (self.collectives.begun(), &self.peers[peer]);
         Frame::Goodbye(CallCounts { collectives, sent: sends.begun(), received: recvs.begun() })
     }
 
-    /// The state of `peer` when a call has expired, given its answer to a query. `is_asked` if the query has reached its host.
+    /// The state of `peer` when a call has expired, given its answer to a query. `is_asked` if the query, or a call for it, has
+    /// reached its host.
     pub(super) fn rank_state(&self, peer: usize, answer: Option<ProgressReport>, is_asked: bool) -> RankState {
         match (answer, &self.peers[peer]) {
             (Some(report), _) => RankState::Running(report),

@@ -10,20 +10,26 @@ use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Runs `body` on four ranks, two on each host.
-fn on_two_hosts(body: impl Fn(CpuCommunicator, &Barrier) + Sync) {
-    let (store, barrier) = (Arc::new(HashStore::new(PATIENCE)), Barrier::new(4));
+/// Runs `body` on all ranks; `hosts` has the host of each.
+fn on_hosts(hosts: &[usize], body: impl Fn(CpuCommunicator, &Barrier) + Sync) {
+    let (world_size, barrier) = (hosts.len(), Barrier::new(hosts.len()));
+    let store = Arc::new(HashStore::new(PATIENCE));
     std::thread::scope(|scope| {
-        for rank in 0..4 {
+        for (rank, host) in hosts.iter().enumerate() {
             let (store, body, barrier) = (store.clone(), &body, &barrier);
             scope.spawn(move || {
-                let host = Some((rank / 2).to_string());
+                let host = Some(host.to_string());
                 let (timeout, transport) = (PATIENCE, CpuTransport::Auto);
                 let options = CpuOptions { host, timeout, transport, ..CpuOptions::default() };
-                body(CpuCommunicator::new(store, rank, 4, options).unwrap(), barrier);
+                body(CpuCommunicator::new(store, rank, world_size, options).unwrap(), barrier);
             });
         }
     });
+}
+
+/// Runs `body` on four ranks, two on each host.
+fn on_two_hosts(body: impl Fn(CpuCommunicator, &Barrier) + Sync) {
+    on_hosts(&[0, 0, 1, 1], body);
 }
 
 /// The peers to which there are connections for collectives, for messages, and for control.
@@ -42,6 +48,9 @@ fn ranks_have_connections_to_those_with_which_they_exchange_data() {
     on_two_hosts(|communicator, barrier| {
         let rank = communicator.rank();
         let partner = (rank + 2) % 4;
+        let leaders = if rank % 2 == 0 { vec![partner] } else { vec![] };
+        assert_eq!(connected(&communicator), [leaders.clone(), vec![], leaders]);
+        barrier.wait();
         communicator.run(Collective::AllReduce { tensor: tensor(), op: ReduceOp::Sum }).unwrap();
         assert_eq!(connected(&communicator), [vec![partner], vec![], vec![partner]]);
         barrier.wait();
@@ -85,7 +94,7 @@ fn a_first_message_does_not_wait_for_its_receiver() {
     }
 }
 
-/// Rank 1's only contact on the other host is rank 3, which passes on the question and the answer.
+/// Rank 1 calls its proxy on the other host, rank 3, which passes on the question and the answer.
 #[test]
 fn all_ranks_answer_one_that_has_no_connection_to_them() {
     on_two_hosts(|communicator, barrier| {
@@ -95,21 +104,40 @@ fn all_ranks_answer_one_that_has_no_connection_to_them() {
     });
 }
 
-/// Rank 2 learns from rank 0 that rank 1 has left.
+/// The ranks of `left` leave one after the other. Returns the error of rank `learner`, which waits for a message of the last one.
+fn left_alone(hosts: &[usize], left: &[usize], learner: usize) -> Error {
+    let found = std::sync::Mutex::new(None);
+    on_hosts(hosts, |communicator, barrier| {
+        let mut communicator = Some(communicator);
+        for rank in left {
+            communicator = communicator.filter(|communicator| communicator.rank() != *rank);
+            barrier.wait();
+        }
+        if let Some(communicator) = communicator.as_ref().filter(|communicator| communicator.rank() == learner) {
+            let receive = Collective::Recv { tensor: tensor(), peer: left[left.len() - 1] };
+            *found.lock().unwrap() = Some(communicator.run(receive).unwrap_err());
+        }
+        barrier.wait();
+    });
+    found.into_inner().unwrap().unwrap()
+}
+
+/// Leaders tell each other about the ranks of their hosts, and note what they hear for those.
 #[test]
 fn ranks_learn_who_has_left_without_a_connection_to_them() {
-    on_two_hosts(|communicator, barrier| match communicator.rank() {
-        1 => {
-            drop(communicator);
-            barrier.wait();
-        }
-        2 => {
-            barrier.wait();
-            let error = communicator.run(Collective::Recv { tensor: tensor(), peer: 1 }).unwrap_err();
-            assert!(matches!(error, Error::Group(Failure::PeerLeft { peer: 1, .. })), "{error:?}");
-        }
-        _ => {
-            barrier.wait();
-        }
-    });
+    for (left, learner) in [(1, 2), (1, 3), (0, 3), (3, 1), (2, 1)] {
+        let error = left_alone(&[0, 0, 1, 1], &[left], learner);
+        assert!(matches!(error, Error::Group(Failure::PeerLeft { peer, .. }) if peer == left), "{error:?}");
+    }
+}
+
+#[test]
+fn ranks_learn_who_has_left_after_the_leader_of_its_host() {
+    let hosts = [0, 0, 1, 1, 1];
+    // Rank 4 says so, which rank 1 then calls.
+    let error = left_alone(&hosts, &[2, 3], 1);
+    assert!(matches!(error, Error::Group(Failure::PeerLeft { peer: 3, .. })), "{error:?}");
+    // Nobody is left to say so.
+    let error = left_alone(&hosts, &[2, 3, 4], 1);
+    assert!(matches!(error, Error::Group(Failure::PeerGone { peer: 4, .. })), "{error:?}");
 }

@@ -2,9 +2,11 @@
 //! has come. It needs no connections, and no rank waits for another one.
 //!
 //! Every rank has a line of words that it alone writes, but for `BELL` and `GONE`, and two letters: texts in the file, which
-//! are not mapped. A word that announces a letter is stored after it.
+//! are not mapped. A word that announces a letter is stored after it. Whoever learns that a rank of another host has left or ended
+//! notes that too.
 use super::segment::{Memory, Segment};
 use super::sync::{AtomicU32, Ordering, futex_wait, futex_wake};
+use crate::backend::cpu::gone::Fate;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +18,17 @@ pub(crate) struct Board {
     places: Vec<usize>,
     memory: Arc<Memory>,
     words: Segment,
+    /// Where the notes on ranks of other hosts begin.
+    fates: usize,
     /// Where the letters begin in the file.
     letters: usize,
+}
+
+/// For how many ranks a host's memory is: those of the host, some of which may be unable to map it, and those of the group.
+#[derive(Clone, Copy)]
+pub(super) struct Room {
+    pub(super) ranks: usize,
+    pub(super) group: usize,
 }
 
 /// How a rank stands.
@@ -43,8 +54,16 @@ impl Life {
 /// Words of different ranks are two cache lines apart.
 const LINE: usize = 128;
 const PAGE: usize = 4096;
-/// The number of questions about progress that were asked.
+/// The number of questions about progress that were asked, and of notes on ranks of other hosts.
 const ASKED: usize = 0;
+const NOTES: usize = 4;
+/// The words of a note: the number of the rank's fate, stored last, and its last collective.
+const FATE: usize = 0;
+const LAST_LOW: usize = 4;
+const LAST_HIGH: usize = 8;
+const NOTE: usize = 16;
+/// Somebody is writing the note.
+const CLAIMED: u32 = u32::MAX;
 
 /// The words of a rank's line.
 const LIFE: usize = 0;
@@ -71,9 +90,13 @@ const FAILURE: usize = 256 << 10;
 const ANSWER: usize = 64 << 10;
 
 impl Board {
-    /// The size of the words for `ranks` ranks, whole pages.
-    pub(super) fn size(ranks: usize) -> usize {
-        (LINE * (1 + ranks)).next_multiple_of(PAGE)
+    /// The size of the words, whole pages.
+    pub(super) fn size(room: Room) -> usize {
+        (Self::lines(room) + NOTE * room.group).next_multiple_of(PAGE)
+    }
+
+    fn lines(room: Room) -> usize {
+        LINE * (1 + room.ranks)
     }
 
     /// The size of the letters of `ranks` ranks, of which only those that are written take memory.
@@ -81,11 +104,11 @@ impl Board {
         ranks * (FAILURE + ANSWER)
     }
 
-    /// The board in the first `size` bytes of `memory`; its letters begin at `letters`. `places` are the places of the ranks
-    /// there, which are fewer than there are places if some ranks cannot map the memory.
-    pub(super) fn new(rank: usize, places: Vec<usize>, memory: Arc<Memory>, size: usize, letters: usize) -> Self {
-        let words = Segment::new(&memory, 0..size);
-        let board = Self { rank, places, memory, words, letters };
+    /// The board at the beginning of `memory`; its letters begin at `letters`. `places` are the places of the ranks there, which
+    /// are fewer than there are places if some ranks cannot map the memory.
+    pub(super) fn new(rank: usize, places: Vec<usize>, memory: Arc<Memory>, room: Room, letters: usize) -> Self {
+        let words = Segment::new(&memory, 0..Self::size(room));
+        let board = Self { rank, places, memory, words, fates: Self::lines(room), letters };
         let (pid, fd) = board.memory.place();
         board.own(PID).store(pid, Ordering::Relaxed);
         board.own(FD).store(fd, Ordering::Relaxed);
@@ -241,6 +264,33 @@ impl Board {
         (before.is_multiple_of(2) && before == written()).then_some(letter)
     }
 
+    /// Notes how `rank` of the group, which is on another host, has left or ended, unless somebody has.
+    pub(crate) fn note(&self, rank: usize, fate: Fate) {
+        let word = |word: usize| self.words.word(self.fates + NOTE * rank + word);
+        if word(FATE).compare_exchange(0, CLAIMED, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            return;
+        }
+        let (number, last) = fate.encode();
+        word(LAST_LOW).store(last as u32, Ordering::Relaxed);
+        word(LAST_HIGH).store((last >> 32) as u32, Ordering::Relaxed);
+        word(FATE).store(number.into(), Ordering::Release);
+        self.words.word(NOTES).fetch_add(1, Ordering::Release);
+        self.ring_all();
+    }
+
+    /// The number of such notes so far.
+    pub(crate) fn notes(&self) -> u32 {
+        self.words.word(NOTES).load(Ordering::Acquire)
+    }
+
+    /// The note on `rank` of the group.
+    pub(crate) fn fate(&self, rank: usize) -> Option<Fate> {
+        let word = |word: usize, order| self.words.word(self.fates + NOTE * rank + word).load(order);
+        let number = u8::try_from(word(FATE, Ordering::Acquire)).ok()?;
+        let [low, high] = [LAST_LOW, LAST_HIGH].map(|half| u64::from(word(half, Ordering::Relaxed)));
+        Fate::decode(number, high << 32 | low)
+    }
+
     /// Says that this rank sends or receives messages.
     pub(super) fn use_messages(&self) {
         self.own(MESSAGES).store(1, Ordering::Relaxed);
@@ -260,13 +310,14 @@ mod tests {
 
     /// The boards of all ranks of a host, each with its own descriptor.
     fn boards(ranks: usize) -> Vec<Board> {
-        let (mapped, name) = (Board::size(ranks), name(u128::from_le_bytes(random_bytes().unwrap())));
+        let room = Room { ranks, group: ranks + 2 };
+        let (mapped, name) = (Board::size(room), name(u128::from_le_bytes(random_bytes().unwrap())));
         let size = mapped + Board::letters(ranks);
         let first = Arc::new(Memory::create(&name, mapped, size).unwrap());
         let (pid, fd) = first.place();
         let open = |_| Arc::new(Memory::open(pid, fd, &name, mapped, size).unwrap());
         let memories: Vec<_> = std::iter::once(first.clone()).chain((1..ranks).map(open)).collect();
-        let board = |(rank, memory)| Board::new(rank, (0..ranks).collect(), memory, mapped, mapped);
+        let board = |(rank, memory)| Board::new(rank, (0..ranks).collect(), memory, room, mapped);
         memories.into_iter().enumerate().map(board).collect()
     }
 
@@ -301,6 +352,19 @@ mod tests {
         boards[0].check(1);
         assert_ne!([0, 1].map(|index: usize| boards[index].events()), bells);
         assert_eq!((boards[1].life(1), boards[1].life(0)), (Life::Gone { failed: false }, Life::Left));
+    }
+
+    #[test]
+    fn the_first_note_on_a_rank_stays() {
+        let boards = boards(2);
+        let seen = boards[1].events();
+        assert_eq!((boards[1].notes(), boards[1].fate(2)), (0, None));
+        boards[0].note(2, Fate::Left(5 << 40 | 3));
+        boards[1].note(2, Fate::Gone(None));
+        assert_eq!((boards[1].notes(), boards[1].fate(2)), (1, Some(Fate::Left(5 << 40 | 3))));
+        assert_ne!(boards[1].events(), seen);
+        boards[1].note(3, Fate::Gone(None));
+        assert_eq!((boards[0].notes(), boards[0].fate(3)), (2, Some(Fate::Gone(None))));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Ranks on one kernel, in the same namespaces and of the same user, should be able to open each other's files. The lowest
 //! of them creates the memory of their host, all others try to map it, and the lowest tells all ranks of the group who could.
 //! Nothing is configured, and host names do not matter. All of it goes through the store.
+use super::board::Room;
 use super::group::ShmGroup;
 use super::layout::Layout;
 use super::peer_info::{MemoryInfo, PeerInfo};
@@ -136,17 +137,21 @@ impl Discovery<'_> {
             (Some(layout), Some(memory), Some(room)) if members.len() > 1 && members.contains(&rank) => {
                 let places: Vec<usize> =
                     members.iter().filter_map(|member| room.iter().position(|rank| rank == member)).collect();
-                Some(ShmGroup::new(hosts.index(), layout, memory, room.len(), &places))
+                Some(ShmGroup::new(hosts.index(), layout, memory, self.room(room), &places))
             }
             _ => None,
         };
         Ok(Discovered { hosts, shm, layout, apart, complaints })
     }
 
+    fn room(&self, ranks: &[usize]) -> Room {
+        Room { ranks: ranks.len(), group: self.infos.len() }
+    }
+
     /// Maps the memory of the ranks in `room`, among them this one; the lowest makes it, and tells all ranks who has it.
     fn map(&self, layout: Layout, room: &[usize], complaints: &mut Vec<String>) -> Result<Option<Arc<Memory>>> {
         let (leader, leads) = (room[0], room[0] == self.rank);
-        let sizes = ShmGroup::sizes(room.len(), &layout);
+        let sizes = ShmGroup::sizes(self.room(room), &layout);
         let opened = if leads {
             match create(sizes) {
                 Ok((memory, place)) => {
@@ -172,7 +177,7 @@ impl Discovery<'_> {
         let opened = opened.map(Arc::new);
         let reserved = opened.as_ref().map_err(String::clone).and_then(|memory| {
             let place = room.iter().position(|rank| *rank == self.rank).unwrap_or(0);
-            let range = ShmGroup::reserved(place, room.len(), &layout);
+            let range = ShmGroup::reserved(place, self.room(room), &layout);
             let size = range.len();
             memory.reserve(range).map_err(|error| format!("cannot reserve {size} bytes of shared memory: {error}"))
         });

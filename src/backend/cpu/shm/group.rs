@@ -1,5 +1,5 @@
 //! The shared memory of one group, as one of its ranks uses it.
-use super::board::Board;
+use super::board::{Board, Room};
 use super::eventcount::{Eventcount, Waiter, close};
 use super::kernels::Source;
 use super::layout::{Layout, Ring, Sleeper};
@@ -51,30 +51,30 @@ struct CollectiveStreams {
 }
 
 impl ShmGroup {
-    /// The size of the words and segments of `ranks` ranks, and of the whole file.
-    pub(super) fn sizes(ranks: usize, layout: &Layout) -> (usize, usize) {
-        let mapped = layout.size().saturating_mul(ranks).saturating_add(Board::size(ranks));
-        (mapped, mapped.saturating_add(Board::letters(ranks)))
+    /// The size of the words and segments, and of the whole file.
+    pub(super) fn sizes(room: Room, layout: &Layout) -> (usize, usize) {
+        let mapped = layout.size().saturating_mul(room.ranks).saturating_add(Board::size(room));
+        (mapped, mapped.saturating_add(Board::letters(room.ranks)))
     }
 
-    /// The part of the file for the collectives of the rank at `place`, of `ranks` places.
-    pub(super) fn reserved(place: usize, ranks: usize, layout: &Layout) -> Range<usize> {
-        let start = Self::segment(place, ranks, layout).start;
+    /// The part of the file for the collectives of the rank at `place`.
+    pub(super) fn reserved(place: usize, room: Room, layout: &Layout) -> Range<usize> {
+        let start = Self::segment(place, room, layout).start;
         start..start + layout.reserved()
     }
 
-    fn segment(place: usize, ranks: usize, layout: &Layout) -> Range<usize> {
-        let start = Board::size(ranks) + place * layout.size();
+    fn segment(place: usize, room: Room, layout: &Layout) -> Range<usize> {
+        let start = Board::size(room) + place * layout.size();
         start..start + layout.size()
     }
 
-    /// The group of the ranks at `places` of the host's memory, which has `ranks` places in the given layout. This is rank
-    /// `rank` of the host.
-    pub(super) fn new(rank: usize, layout: Layout, memory: Arc<Memory>, ranks: usize, places: &[usize]) -> Self {
-        let segment = |place: &usize| Arc::new(Segment::new(&memory, Self::segment(*place, ranks, &layout)));
+    /// The group of the ranks at `places` of the host's memory, which has the given room and layout. This is rank `rank` of the
+    /// host.
+    pub(super) fn new(rank: usize, layout: Layout, memory: Arc<Memory>, room: Room, places: &[usize]) -> Self {
+        let segment = |place: &usize| Arc::new(Segment::new(&memory, Self::segment(*place, room, &layout)));
         let segments: Vec<_> = places.iter().map(segment).collect();
-        let letters = Self::sizes(ranks, &layout).0;
-        let board = Board::new(rank, places.to_vec(), memory.clone(), Board::size(ranks), letters);
+        let letters = Self::sizes(room, &layout).0;
+        let board = Board::new(rank, places.to_vec(), memory.clone(), room, letters);
         let (own, world_size) = (segments[rank].clone(), segments.len());
         let eventcount = |rank: usize, sleeper: Sleeper| Eventcount::new(&segments[rank], &layout, sleeper);
         let reader = |peer: usize, passed: usize, sleeper: Sleeper| Reader {
@@ -377,9 +377,10 @@ mod tests {
     /// The groups of all ranks of a world of `world_size`, whose streams have all passed `position` slots already.
     fn groups(world_size: usize, position: u32) -> Vec<ShmGroup> {
         let (layout, places) = (Layout::new(world_size, PART), Vec::from_iter(0..world_size));
-        let (mapped, size) = ShmGroup::sizes(world_size, &layout);
+        let room = Room { ranks: world_size, group: world_size };
+        let (mapped, size) = ShmGroup::sizes(room, &layout);
         let memory = Arc::new(Memory::create("candle-ddp-test", mapped, size).unwrap());
-        let group = |rank| ShmGroup::new(rank, layout, memory.clone(), world_size, &places);
+        let group = |rank| ShmGroup::new(rank, layout, memory.clone(), room, &places);
         let groups: Vec<ShmGroup> = (0..world_size).map(group).collect();
         for shm in &groups {
             let CollectiveStreams { outbox, inboxes, .. } = &mut *lock(&shm.collectives);

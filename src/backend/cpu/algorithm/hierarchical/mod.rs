@@ -174,16 +174,15 @@ impl Bridge<'_> {
         proxied
     }
 
-    /// Returns once all ranks have made the call: first those of this host, then one rank of every other host, which by
-    /// then has waited for its own host.
+    /// Returns once all ranks have made the call: the leader of each host waits for its host, then for the other leaders, and
+    /// then its host for it. It is the first call of a group, whose other connections are made when they are needed.
     fn barrier(&mut self) -> Result<(), Failure> {
         self.inside(shm::barrier)?;
-        let (index, mut sends, mut recvs) = (self.hosts.index(), Vec::new(), Recvs::new());
-        for (_, ranks) in self.hosts.others() {
-            sends.extend(self.hosts.clients(ranks).map(|rank| (rank, Piece::EMPTY)));
-            recvs.push((Hosts::proxy(ranks, index), PieceMut::Memory(&mut [])));
-        }
-        self.session.exchange(&sends, recvs)
+        let leaders = self.hosts.contacts();
+        let sends: Vec<_> = leaders.iter().map(|leader| (*leader, Piece::EMPTY)).collect();
+        let recvs: Recvs = leaders.iter().map(|leader| (*leader, PieceMut::Memory(&mut []))).collect();
+        self.session.exchange(&sends, recvs)?;
+        self.inside(shm::barrier)
     }
 }
 
