@@ -101,6 +101,11 @@ impl Door {
         taken
     }
 
+    /// Whether the other end of a conversation may take it for a connection already.
+    pub(super) fn is_connecting(&self) -> bool {
+        self.conversations.iter().any(|other| matches!(other.stage, Stage::Reply { .. } | Stage::Proof { .. }))
+    }
+
     /// Whether `peer` has called, and must still prove that it knows the secret.
     pub(super) fn is_caller(&self, peer: usize) -> bool {
         self.conversations.iter().any(|other| other.is_caller(peer))

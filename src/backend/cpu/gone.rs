@@ -36,6 +36,15 @@ impl Fate {
     }
 }
 
+/// What a rank has been told about one of another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct News {
+    pub(super) rank: usize,
+    pub(super) fate: Fate,
+    /// The rank that has noticed it by itself.
+    pub(super) witness: usize,
+}
+
 /// How a control connection ended.
 #[derive(Debug)]
 pub(super) enum Ended {
@@ -85,12 +94,23 @@ pub(super) struct Gone {
     finished: Option<CallCounts>,
     /// The system's error, if the connection did not simply end.
     error: Option<String>,
+    /// The rank that has noticed it, if this rank was told.
+    witness: Option<usize>,
 }
 
 impl Gone {
     pub(super) fn new(ended: Ended, finished: Option<CallCounts>) -> Self {
         let error = if let Ended::Broken(error) = ended { Some(error.to_string()) } else { None };
-        Self { finished, error }
+        Self { finished, error, witness: None }
+    }
+
+    /// One of whose end `witness` has told.
+    pub(super) fn told_by(witness: usize, finished: Option<CallCounts>) -> Self {
+        Self { finished, error: None, witness: Some(witness) }
+    }
+
+    pub(super) fn witness(&self) -> Option<usize> {
+        self.witness
     }
 
     /// Whether it ended before it had finished call number `sequence`; `None` if unknown. Then the call itself notices,
@@ -110,7 +130,7 @@ impl Gone {
             Some(error) => format!("{call} ({error})"),
             None => call,
         };
-        Failure::PeerGone { rank, peer, call }
+        Failure::PeerGone { rank: self.witness.unwrap_or(rank), peer, call }
     }
 }
 

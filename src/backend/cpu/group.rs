@@ -1,7 +1,7 @@
 //! The state of a group, shared by all threads of one rank: the progress of its calls, who has left, and why it failed.
 use super::control::Control;
 use super::frame::Frame;
-use super::gone::{self, Ended, Gone};
+use super::gone::{self, Ended, Gone, News};
 use super::handshake::Kind;
 use super::hosts::Hosts;
 use super::shm::{Life, ShmGroup, Sleeper};
@@ -255,7 +255,8 @@ impl Group {
     }
 
     /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once those of
-    /// other hosts have read it, or after a short while: if the connections closed earlier, the system might discard it.
+    /// other hosts have read it, also those that are just connecting, or after a short while: if the connections closed earlier,
+    /// the system might discard it.
     pub(super) fn leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(2);
         self.look_around();
@@ -271,7 +272,8 @@ impl Group {
         drop(state);
         goodbyes.iter().for_each(|(peer, goodbye)| self.control.send(*peer, goodbye));
         self.wait_until(Instant::now() + PATIENCE, |state| {
-            self.linked().all(|peer| state.peers[peer].acknowledged || state.peers[peer].closed).then_some(())
+            let has_read = |peer: usize| state.peers[peer].acknowledged || state.peers[peer].closed;
+            (!state.is_connecting && self.linked().all(has_read)).then_some(())
         });
         let state = lock(&self.state);
         match &state.failure {
@@ -306,6 +308,15 @@ impl Group {
     /// The peers with a control connection, on other hosts.
     pub(super) fn linked(&self) -> impl Iterator<Item = usize> {
         self.peers().filter(|peer| self.control.link(*peer).is_some())
+    }
+
+    /// Takes what this rank was told, and notes whether connections are being made.
+    pub(super) fn look_up(&self, is_connecting: bool) -> Vec<News> {
+        let mut state = lock(&self.state);
+        if std::mem::replace(&mut state.is_connecting, is_connecting) && !is_connecting {
+            self.changed.notify_all();
+        }
+        std::mem::take(&mut state.heard)
     }
 
     /// Tells the monitors to end.
@@ -353,7 +364,7 @@ impl Group {
                 drop(state);
                 self.changed.notify_all();
             }
-            Frame::News { rank, fate } => lock(&self.state).heard.push((rank, fate)),
+            Frame::News { rank, fate } => lock(&self.state).heard.push(News { rank, fate, witness: peer }),
         }
     }
 

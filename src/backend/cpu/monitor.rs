@@ -3,7 +3,6 @@ use super::door::Door;
 use super::frame::FrameReader;
 use super::gone::Ended;
 use super::group::Group;
-use crate::panic::lock;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -18,10 +17,9 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
     let mut readers: HashMap<(usize, usize), Option<FrameReader>> = HashMap::new();
     let mut door = Some(door);
     while !group.is_over() {
-        // A group that has failed needs no more connections.
-        door = door.filter(|_| !group.has_failed());
         door.iter_mut().for_each(|door| group.attend(door));
-        let heard = std::mem::take(&mut lock(&group.state).heard);
+        let is_connecting = door.as_ref().is_some_and(Door::is_connecting);
+        let heard = group.look_up(is_connecting);
         // The open connections, and the events for which each is polled.
         let mut open = Vec::new();
         let mut fds = vec![PollFd::new(group.control.woken(), PollFlags::IN)];
@@ -42,12 +40,17 @@ pub(super) fn run(group: &Group, door: Door) -> Result<()> {
         group.control.settle();
         let events: Vec<PollFlags> = fds[1..].iter().map(PollFd::revents).collect();
         drop(fds);
-        if let Some(door) = &mut door {
-            door.step()?;
+        if let Some(open) = &mut door {
+            let stepped = open.step();
             // A peer that has connected, sent its data, and ended is heard in this order.
-            group.attend(door);
+            group.attend(open);
+            match stepped {
+                Err(error) if !group.has_failed() => return Err(error),
+                Err(_) => door = None,
+                Ok(()) => {}
+            }
         }
-        heard.into_iter().for_each(|(rank, fate)| group.on_news(rank, fate));
+        heard.into_iter().for_each(|news| group.on_news(news));
         for ((place, link), events) in open.into_iter().zip(events) {
             if events.contains(PollFlags::OUT) {
                 link.flush();

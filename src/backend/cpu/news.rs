@@ -1,7 +1,7 @@
 //! What ranks tell each other about third ones, since not every two ranks have a control connection: those of other hosts about
 //! the ranks of their own, and those of their own about all others.
 use super::frame::Frame;
-use super::gone::{Ended, Fate, Gone};
+use super::gone::{Fate, Gone, News};
 use super::group::{Group, QUERY_PATIENCE};
 use super::state::{Relay, State};
 use crate::backend::failure::{CallCounts, ProgressReport};
@@ -12,10 +12,11 @@ use std::time::Instant;
 impl Group {
     /// Tells all that have not noticed by themselves that `peer` has left or ended, if it has.
     pub(super) fn spread(&self, peer: usize) {
-        let Some(fate) = lock(&self.state).fate(peer) else { return };
+        let Some(news) = lock(&self.state).news(self.rank, peer) else { return };
+        let News { rank, fate, .. } = news;
         match (self.hosts.member(peer), &self.shm) {
-            (Some(_), _) => self.linked().for_each(|other| self.control.send(other, &Frame::News { rank: peer, fate })),
-            (None, Some(shm)) => shm.board.note(peer, fate),
+            (Some(_), _) => self.linked().for_each(|other| self.control.send(other, &Frame::News { rank, fate })),
+            (None, Some(shm)) => shm.board.note(news),
             (None, None) => {}
         }
     }
@@ -27,7 +28,7 @@ impl Group {
             None if state.leaving => Some(state.goodbye(peer)),
             None => None,
         };
-        let news = |(_, rank)| Some(Frame::News { rank, fate: state.fate(rank)? });
+        let news = |(_, rank)| Some(Frame::News { rank, fate: state.news(self.rank, rank)?.fate });
         let queries = state.queries.keys().map(|id| Frame::Query { id: *id });
         let frames = self.neighbours().filter_map(news).chain(queries).chain(told);
         frames.for_each(|frame| self.control.send(peer, &frame));
@@ -39,8 +40,8 @@ impl Group {
         let others = self.hosts.others().flat_map(|(_, ranks)| ranks);
         let mut state = lock(&self.state);
         for rank in others.filter(|rank| self.control.link(**rank).is_none()) {
-            let fate = shm.board.fate(*rank).filter(|_| !state.peers[*rank].closed);
-            state.heard.extend(fate.map(|fate| (*rank, fate)));
+            let news = shm.board.noted(*rank).filter(|_| !state.peers[*rank].closed);
+            state.heard.extend(news);
         }
         drop(state);
         self.control.wake();
@@ -48,7 +49,7 @@ impl Group {
 
     /// Called when another rank has said how `rank` has left or ended. By then, this rank must have looked at the door once more:
     /// `rank` may have called and sent data before.
-    pub(super) fn on_news(&self, rank: usize, fate: Fate) {
+    pub(super) fn on_news(&self, News { rank, fate, witness }: News) {
         let mut state = lock(&self.state);
         // Its own words, and the end of its connection, say more.
         let is_heard = self.control.link(rank).is_some() || self.hosts.member(rank).is_some();
@@ -59,7 +60,7 @@ impl Group {
             Fate::Left(last) => known.left = Some(CallCounts { collectives: last, sent: 0, received: 0 }),
             Fate::Gone(last) => {
                 let finished = last.map(|last| CallCounts { collectives: last + 1, sent: 1, received: 1 });
-                known.gone = Some(Gone::new(Ended::Closed, finished));
+                known.gone = Some(Gone::told_by(witness, finished));
             }
         }
         self.fail_if_needed(state, rank);

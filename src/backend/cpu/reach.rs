@@ -117,7 +117,7 @@ impl Group {
                 Some(transport) => peer > self.rank || transport.has(peer),
                 None => self.control.link(peer).is_some(),
             };
-            if !has {
+            if !has && !self.has_failed() {
                 door.call(peer, kind);
             }
         }
@@ -131,11 +131,12 @@ impl Group {
         }
     }
 
-    /// Takes a connection, unless the group has failed: then no thread waits for it, and it would not be closed.
+    /// Takes a connection. If the group has failed, no thread waits for one for data, and it would not be closed; on one for
+    /// control, the peer learns of the failure.
     fn add(&self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool) {
         let state = lock(&self.state);
         let is_first = match self.of_kind(kind) {
-            _ if state.failure.is_some() => true,
+            Some(_) if state.failure.is_some() => true,
             Some(transport) => transport.add(peer, socket),
             None => self.control.add(peer, socket, is_own == (peer < self.rank)),
         };

@@ -1,6 +1,6 @@
 //! The state of a group on one rank: the progress of its calls, and which peers have left or ended.
 use super::frame::Frame;
-use super::gone::{self, Fate, Gone};
+use super::gone::{self, Fate, Gone, News};
 use super::handshake::Kind;
 use crate::backend::call::Channel;
 use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
@@ -26,7 +26,9 @@ pub(super) struct State {
     /// The connections that the monitor should make.
     pub(super) wanted: Vec<(usize, Kind)>,
     /// What this rank has been told about ranks of other hosts, and has not looked into yet.
-    pub(super) heard: Vec<(usize, Fate)>,
+    pub(super) heard: Vec<News>,
+    /// Whether there are connections that peers may take for made, and that this rank has not taken yet.
+    pub(super) is_connecting: bool,
     /// Whether the monitor should end.
     pub(super) over: bool,
 }
@@ -86,6 +88,7 @@ impl State {
             leaving: false,
             wanted: Vec::new(),
             heard: Vec::new(),
+            is_connecting: false,
             over: false,
         }
     }
@@ -178,11 +181,12 @@ impl State {
         format!("{}, sequence {sequence}", self.name(channel, sequence))
     }
 
-    /// How `peer` has left or ended, if it has.
-    pub(super) fn fate(&self, peer: usize) -> Option<Fate> {
+    /// How `peer` has left or ended, if it has, as far as rank `rank` knows.
+    pub(super) fn news(&self, rank: usize, peer: usize) -> Option<News> {
         let Peer { left, gone, .. } = &self.peers[peer];
         let left = left.map(|counts| Fate::Left(counts.collectives));
-        left.or_else(|| Some(Fate::Gone(gone.as_ref()?.last())))
+        let fate = left.or_else(|| Some(Fate::Gone(gone.as_ref()?.last())))?;
+        Some(News { rank: peer, fate, witness: gone.as_ref().and_then(Gone::witness).unwrap_or(rank) })
     }
 
     /// What this rank tells `peer` when it leaves in good order.

@@ -6,7 +6,7 @@
 //! notes that too.
 use super::segment::{Memory, Segment};
 use super::sync::{AtomicU32, Ordering, futex_wait, futex_wake};
-use crate::backend::cpu::gone::Fate;
+use crate::backend::cpu::gone::{Fate, News};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,10 +57,11 @@ const PAGE: usize = 4096;
 /// The number of questions about progress that were asked, and of notes on ranks of other hosts.
 const ASKED: usize = 0;
 const NOTES: usize = 4;
-/// The words of a note: the number of the rank's fate, stored last, and its last collective.
+/// The words of a note: the number of the rank's fate, stored last, its last collective, and the witness.
 const FATE: usize = 0;
 const LAST_LOW: usize = 4;
 const LAST_HIGH: usize = 8;
+const WITNESS: usize = 12;
 const NOTE: usize = 16;
 /// Somebody is writing the note.
 const CLAIMED: u32 = u32::MAX;
@@ -265,7 +266,7 @@ impl Board {
     }
 
     /// Notes how `rank` of the group, which is on another host, has left or ended, unless somebody has.
-    pub(crate) fn note(&self, rank: usize, fate: Fate) {
+    pub(crate) fn note(&self, News { rank, fate, witness }: News) {
         let word = |word: usize| self.words.word(self.fates + NOTE * rank + word);
         if word(FATE).compare_exchange(0, CLAIMED, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return;
@@ -273,6 +274,7 @@ impl Board {
         let (number, last) = fate.encode();
         word(LAST_LOW).store(last as u32, Ordering::Relaxed);
         word(LAST_HIGH).store((last >> 32) as u32, Ordering::Relaxed);
+        word(WITNESS).store(witness as u32, Ordering::Relaxed);
         word(FATE).store(number.into(), Ordering::Release);
         self.words.word(NOTES).fetch_add(1, Ordering::Release);
         self.ring_all();
@@ -284,11 +286,12 @@ impl Board {
     }
 
     /// The note on `rank` of the group.
-    pub(crate) fn fate(&self, rank: usize) -> Option<Fate> {
+    pub(crate) fn noted(&self, rank: usize) -> Option<News> {
         let word = |word: usize, order| self.words.word(self.fates + NOTE * rank + word).load(order);
         let number = u8::try_from(word(FATE, Ordering::Acquire)).ok()?;
         let [low, high] = [LAST_LOW, LAST_HIGH].map(|half| u64::from(word(half, Ordering::Relaxed)));
-        Fate::decode(number, high << 32 | low)
+        let fate = Fate::decode(number, high << 32 | low)?;
+        Some(News { rank, fate, witness: word(WITNESS, Ordering::Relaxed) as usize })
     }
 
     /// Says that this rank sends or receives messages.
@@ -358,13 +361,15 @@ mod tests {
     fn the_first_note_on_a_rank_stays() {
         let boards = boards(2);
         let seen = boards[1].events();
-        assert_eq!((boards[1].notes(), boards[1].fate(2)), (0, None));
-        boards[0].note(2, Fate::Left(5 << 40 | 3));
-        boards[1].note(2, Fate::Gone(None));
-        assert_eq!((boards[1].notes(), boards[1].fate(2)), (1, Some(Fate::Left(5 << 40 | 3))));
+        assert_eq!((boards[1].notes(), boards[1].noted(2)), (0, None));
+        let first = News { rank: 2, fate: Fate::Left(5 << 40 | 3), witness: 7 };
+        boards[0].note(first);
+        boards[1].note(News { fate: Fate::Gone(None), ..first });
+        assert_eq!((boards[1].notes(), boards[1].noted(2)), (1, Some(first)));
         assert_ne!(boards[1].events(), seen);
-        boards[1].note(3, Fate::Gone(None));
-        assert_eq!((boards[0].notes(), boards[0].fate(3)), (2, Some(Fate::Gone(None))));
+        let other = News { rank: 3, fate: Fate::Gone(None), witness: 0 };
+        boards[1].note(other);
+        assert_eq!((boards[0].notes(), boards[0].noted(3)), (2, Some(other)));
     }
 
     #[test]

@@ -56,7 +56,7 @@ fn add_band<U: Unit>(
     for start in (0..count).step_by(2 * DEPTH) {
         let range = start..(start + 2 * DEPTH).min(count);
         let (depth, pairs) = (range.len(), range.len().div_ceil(2));
-        rows.pack(geometry.group_outputs(), pairs, |rows, to| {
+        rows.pack(unit, geometry.group_outputs(), pairs, |rows, to| {
             let width = rows.len();
             vectorise!(|| gradients(geometry, window, band, group, rows, range.clone(), dy, &mut lines));
             unit.transpose(&lines, 2 * DEPTH, width, depth, to, width);

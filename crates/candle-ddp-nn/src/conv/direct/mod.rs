@@ -196,7 +196,7 @@ impl Pass {
         let depth = 2 * self.pairs();
         let mut lines = vec![bf16::ZERO; LANES * depth];
         let mut packed = PackedRows::default();
-        packed.pack(self.outputs, self.pairs(), |rows, to| {
+        packed.pack(unit, self.outputs, self.pairs(), |rows, to| {
             if depth == 0 {
                 return;
             }

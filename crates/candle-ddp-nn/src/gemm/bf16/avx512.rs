@@ -1,12 +1,15 @@
-//! The instructions of AVX512-BF16.
-use super::{LANES, ROWS, Unit, VECTORS};
+//! The instructions of AVX512-BF16, and for products of panels AMX-BF16, where it is.
+use super::{LANES, ROWS, Unit, VECTORS, WIDTH, amx, each_tile};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
 /// Proof that this processor has AVX512-BF16.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512 {
+    /// Whether it has AMX-BF16 too.
+    has_tiles: bool,
+}
 
 impl Avx512 {
     /// The proof, if this processor has the instructions.
@@ -15,7 +18,13 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512bf16");
-        has.then_some(Self(()))
+        has.then(|| Self { has_tiles: amx::detect() })
+    }
+
+    /// Without AMX.
+    #[cfg(test)]
+    pub(super) fn without_tiles(self) -> Self {
+        Self { has_tiles: false }
     }
 }
 
@@ -27,6 +36,29 @@ fn check(from: &[bf16], last: usize, lines: usize, depth: usize, to: &[u32], wid
 }
 
 impl Unit for Avx512 {
+    fn rows(self) -> usize {
+        if self.has_tiles { amx::ROWS } else { ROWS }
+    }
+
+    fn panel(
+        self,
+        a: &[u32],
+        (b, columns): (&[u32], usize),
+        rows: usize,
+        pairs: usize,
+        (result, distance): (&mut [f32], usize),
+        accumulate: bool,
+    ) {
+        if !self.has_tiles {
+            return each_tile(self, a, (b, columns), rows, pairs, (result, distance), accumulate);
+        }
+        assert!((1..=amx::ROWS).contains(&rows) && pairs > 0 && a.len() >= rows * pairs);
+        assert!(b.len() >= columns.next_multiple_of(WIDTH) * pairs && columns <= distance);
+        assert!(result.len() >= (rows - 1) * distance + columns);
+        // SAFETY: the processor has tiles, and the slices are long enough, as checked.
+        unsafe { amx::panel(a, (b, columns), rows, pairs, (result, distance), accumulate) };
+    }
+
     fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
         check(from, (lines - 1) * distance + depth - 1, lines, depth, to, width);
         // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
@@ -154,7 +186,7 @@ unsafe fn transpose(from: *const bf16, distance: usize, lines: usize, depth: usi
 /// The columns of a block of 16 × 16.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn transposed(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+pub(super) fn transposed(rows: [__m512i; LANES]) -> [__m512i; LANES] {
     let (mut twos, mut fours, mut result) = (rows, rows, rows);
     for at in (0..LANES).step_by(2) {
         twos[at] = _mm512_unpacklo_epi32(rows[at], rows[at + 1]);

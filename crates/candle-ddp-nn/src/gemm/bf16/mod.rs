@@ -1,6 +1,9 @@
-//! Products of bf16 by the processor's instruction for pairs: `vdpbf16ps` of AVX512-BF16, which adds two products to each f32.
+//! Products of bf16 by the processor's instructions for pairs: `vdpbf16ps` of AVX512-BF16, which adds two products to each f32, or
+//! `tdpbf16ps` of AMX-BF16, which does so for whole tiles.
 //!
-//! As the instruction does, this takes numbers below 1.2e-38 for zero.
+//! As the instructions do, this takes numbers below 1.2e-38 for zero.
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg_attr(not(target_arch = "x86_64"), path = "absent.rs")]
 mod avx512;
 #[cfg(test)]
@@ -24,6 +27,11 @@ pub(crate) const WIDTH: usize = LANES * VECTORS;
 ///
 /// Packed factors lie in panels of lines (rows of a, columns of b): pair by pair, and the pairs of all lines side by side.
 pub(crate) trait Unit: Copy + Send + Sync {
+    /// The most rows of a panel of a, at most [`LANES`].
+    fn rows(self) -> usize {
+        ROWS
+    }
+
     /// Writes a panel, to[pair × width + line], from `lines` ≤ 16 lines of `depth` elements. `from` has neighbours along
     /// the depth side by side, and lines `distance` apart. 16 pairs are written at each place, so `to` must have room for
     /// them after the last, and a place's surplus is overwritten by the next.
@@ -48,34 +56,66 @@ pub(crate) trait Unit: Copy + Send + Sync {
         accumulate: bool,
     );
 
+    /// The same for `b` of any number of panels; only `columns` of each row of the result are touched.
+    fn panel(
+        self,
+        a: &[u32],
+        (b, columns): (&[u32], usize),
+        rows: usize,
+        pairs: usize,
+        (result, distance): (&mut [f32], usize),
+        accumulate: bool,
+    ) {
+        each_tile(self, a, (b, columns), rows, pairs, (result, distance), accumulate);
+    }
+
     /// Rounds each of `from` + `term`, as far as `to` goes.
     fn round(self, from: &[f32], term: f32, to: &mut [bf16]);
 }
 
-/// Rows of a, packed in panels of at most [`ROWS`].
+/// [`Unit::panel`], tile by tile.
+fn each_tile<U: Unit>(
+    unit: U,
+    a: &[u32],
+    (b, columns): (&[u32], usize),
+    rows: usize,
+    pairs: usize,
+    (result, distance): (&mut [f32], usize),
+    accumulate: bool,
+) {
+    for (column, b) in (0..columns).step_by(WIDTH).zip(b.chunks_exact(WIDTH * pairs)) {
+        let columns = WIDTH.min(columns - column);
+        unit.tile(a, b, rows, columns, pairs, &mut result[column..], distance, accumulate);
+    }
+}
+
+/// Rows of a, packed in panels.
 #[derive(Default)]
 pub(crate) struct PackedRows {
-    rows: usize,
+    panels: Vec<Range<usize>>,
     pairs: usize,
     values: Vec<u32>,
 }
 
 impl PackedRows {
     /// Makes room for other rows, and lets `pack` write each panel, which has room for [`LANES`] more.
-    pub(crate) fn pack(&mut self, rows: usize, pairs: usize, mut pack: impl FnMut(Range<usize>, &mut [u32])) {
-        (self.rows, self.pairs) = (rows, pairs);
+    pub(crate) fn pack<U: Unit>(
+        &mut self,
+        unit: U,
+        rows: usize,
+        pairs: usize,
+        mut pack: impl FnMut(Range<usize>, &mut [u32]),
+    ) {
+        // Of about equal height.
+        let panels = rows.div_ceil(unit.rows());
+        self.panels.clear();
+        self.panels.extend((0..panels).map(|panel| panel * rows / panels..(panel + 1) * rows / panels));
+        self.pairs = pairs;
         self.values.resize(rows * pairs + LANES, 0);
-        for panel in panels(rows) {
-            let to = &mut self.values[panel.start * pairs..];
-            pack(panel, to);
+        for panel in &self.panels {
+            pack(panel.clone(), &mut self.values[panel.start * pairs..]);
         }
     }
-}
-
-/// The rows of each panel: panels are of about equal height.
-fn panels(rows: usize) -> impl Iterator<Item = Range<usize>> {
-    let panels = rows.div_ceil(ROWS);
-    (0..panels).map(move |panel| panel * rows / panels..(panel + 1) * rows / panels)
 }
 
 /// result = a · b, or result + a · b if `accumulate`, over the range `pairs` of a's depth, which is the whole of b's. `b` has
@@ -92,24 +132,21 @@ pub(crate) fn multiply_packed<U: Unit>(
     let panel = |(rows, result): (Range<usize>, &mut [f32])| {
         let height = rows.len();
         let a = &a.values[rows.start * a.pairs..][pairs.start * height..pairs.end * height];
-        for (column, b) in (0..columns).step_by(WIDTH).zip(b.chunks_exact(WIDTH * pairs.len())) {
-            let columns = WIDTH.min(columns - column);
-            unit.tile(a, b, height, columns, pairs.len(), &mut result[column..], distance, accumulate);
-        }
+        unit.panel(a, (b, columns), height, pairs.len(), (result, distance), accumulate);
     };
     if pairs.is_empty() || columns == 0 {
         return;
     }
     if threads == 1 {
-        panels(a.rows).for_each(|rows| panel((rows.clone(), &mut result[rows.start * distance..])));
+        a.panels.iter().for_each(|rows| panel((rows.clone(), &mut result[rows.start * distance..])));
         return;
     }
     let mut rest = result;
     let mut work = Vec::new();
-    for rows in panels(a.rows) {
+    for rows in &a.panels {
         let size = (rows.len() * distance).min(rest.len());
         let (result, after) = std::mem::take(&mut rest).split_at_mut(size);
-        work.push((rows, result));
+        work.push((rows.clone(), result));
         rest = after;
     }
     work.into_par_iter().for_each(panel);
@@ -134,7 +171,7 @@ pub(super) fn multiply<U: Unit>(
 ) {
     let pairs = k.div_ceil(2);
     packed.b.resize(n.next_multiple_of(WIDTH) * pairs, 0);
-    packed.a.pack(m, pairs, |rows, to| {
+    packed.a.pack(unit, m, pairs, |rows, to| {
         let from = &a[rows.start * a_strides.row..];
         pack(unit, from, [a_strides.row, a_strides.column], rows.len(), k, to, rows.len());
     });

@@ -1,0 +1,211 @@
+//! The tiles of AMX-BF16: matrices of up to 16 rows of 64 bytes, whose products are 8 times as many as those of AVX512-BF16 in
+//! the same time.
+//!
+//! For each element of the result, the products of the first halves of all pairs are summed, and those of the second halves,
+//! then both together for each 16 pairs. As in AVX512-BF16, numbers below 1.2e-38 count as zero.
+use super::avx512::transposed;
+use super::{LANES, WIDTH};
+use std::arch::asm;
+use std::arch::x86_64::*;
+use std::sync::OnceLock;
+
+/// The rows of a tile.
+pub(super) const ROWS: usize = 16;
+/// The pairs of a row of a tile.
+const PAIRS: usize = 16;
+/// Set to 0, products use AVX512-BF16 instead.
+const VARIABLE: &str = "CANDLE_DDP_AMX";
+
+/// Whether this processor has AMX-BF16 and the system lets this process use it.
+pub(super) fn detect() -> bool {
+    static IS_USABLE: OnceLock<bool> = OnceLock::new();
+    *IS_USABLE.get_or_init(|| std::env::var(VARIABLE).as_deref() != Ok("0") && is_there() && is_allowed())
+}
+
+fn is_there() -> bool {
+    /// Bits of CPUID's leaf 7.
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    is_x86_feature_detected!("avx512f")
+        && __get_cpuid_max(0).0 >= 7
+        && __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
+}
+
+/// Asks Linux for the state of tiles, for all threads of this process. Other systems, and Linux before 5.16, refuse.
+fn is_allowed() -> bool {
+    const ARCH_PRCTL: u64 = 158;
+    const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
+    const XTILEDATA: u64 = 18;
+    if !cfg!(target_os = "linux") {
+        return false;
+    }
+    let result: i64;
+    // SAFETY: this system call touches no memory of the process.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") ARCH_PRCTL => result,
+            in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XTILEDATA,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result == 0
+}
+
+/// The shapes of the eight tiles, as the instruction reads them.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Config {
+    /// Tiles 0 and 1 have the results of `rows` rows, 2 to 4 the factors, and 5 to 7 the factors of the last pairs, if they are
+    /// fewer than `PAIRS`.
+    fn new(rows: usize, pairs: usize) -> Self {
+        let last = pairs % PAIRS;
+        let mut config = Self { palette: 1, start_row: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
+        let mut set = |tile: usize, rows: usize, pairs: usize| {
+            (config.rows[tile], config.bytes[tile]) = (rows as u8, 4 * pairs as u16);
+        };
+        (0..2).for_each(|tile| set(tile, rows, LANES));
+        set(2, rows, PAIRS);
+        (3..5).for_each(|tile| set(tile, PAIRS, LANES));
+        if last > 0 {
+            set(5, rows, last);
+            (6..8).for_each(|tile| set(tile, last, LANES));
+        }
+        config
+    }
+}
+
+/// result = a · b, or result + a · b if `accumulate`, of a panel of `rows` ≤ [`ROWS`] rows, and `b` in panels of [`WIDTH`]
+/// columns. Rows of the result are `distance` apart; only `columns` of each are touched.
+///
+/// # Safety
+/// [`detect`] must have returned true. `a` must have `rows` elements for each of `pairs`, `b` whole panels for all `columns`, and
+/// `result` all its rows.
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn panel(
+    a: &[u32],
+    (b, columns): (&[u32], usize),
+    rows: usize,
+    pairs: usize,
+    (result, distance): (&mut [f32], usize),
+    accumulate: bool,
+) {
+    // SAFETY: `a` has `rows` elements for each pair.
+    let a = unsafe { by_rows(a.as_ptr(), rows, pairs) };
+    let config = Config::new(rows, pairs);
+    // SAFETY: the processor has tiles, and the shapes are valid for the palette.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) };
+    let mut narrow = [0f32; ROWS * WIDTH];
+    for (column, b) in (0..columns).step_by(WIDTH).zip(b.chunks_exact(WIDTH * pairs)) {
+        let columns = WIDTH.min(columns - column);
+        if columns == WIDTH {
+            // SAFETY: as above; the result has `WIDTH` more columns in each row.
+            unsafe { tiles(&a, b, pairs, result[column..].as_mut_ptr(), distance, accumulate) };
+            continue;
+        }
+        let part = |row: usize| row * distance + column..row * distance + column + columns;
+        for (row, to) in narrow.chunks_exact_mut(WIDTH).enumerate().take(rows) {
+            to[..columns].copy_from_slice(&result[part(row)]);
+        }
+        // SAFETY: as above; `narrow` has room for `ROWS` rows.
+        unsafe { tiles(&a, b, pairs, narrow.as_mut_ptr(), WIDTH, accumulate) };
+        for (row, from) in narrow.chunks_exact(WIDTH).enumerate().take(rows) {
+            result[part(row)].copy_from_slice(&from[..columns]);
+        }
+    }
+    // SAFETY: the processor has tiles. Without their contents, the system has less to save when it changes threads.
+    unsafe { asm!("tilerelease", options(nostack, nomem)) };
+}
+
+/// A panel of rows, with all pairs of each side by side.
+struct Rows {
+    /// A multiple of `PAIRS`; those after the last are zero.
+    distance: usize,
+    values: Vec<u32>,
+}
+
+/// # Safety
+/// `from` must be valid for `rows` ≤ 16 elements for each of `pairs`, and the processor must have AVX-512.
+#[target_feature(enable = "avx512f")]
+unsafe fn by_rows(from: *const u32, rows: usize, pairs: usize) -> Rows {
+    let distance = pairs.next_multiple_of(PAIRS);
+    let mut values = vec![0; rows * distance];
+    let mask = if rows == LANES { !0 } else { (1 << rows) - 1 };
+    for first in (0..pairs).step_by(PAIRS) {
+        let mut block = [_mm512_setzero_si512(); PAIRS];
+        for (pair, block) in block.iter_mut().enumerate().take(pairs - first) {
+            // SAFETY: the mask leaves out all but the elements of the pair.
+            *block = unsafe { _mm512_maskz_loadu_epi32(mask, from.add((first + pair) * rows).cast()) };
+        }
+        for (row, block) in transposed(block).into_iter().enumerate().take(rows) {
+            // SAFETY: a row has 16 elements for each block.
+            unsafe { _mm512_storeu_si512(values[row * distance + first..].as_mut_ptr().cast(), block) };
+        }
+    }
+    Rows { distance, values }
+}
+
+/// The product of all rows of `a` with the `WIDTH` columns of `b`.
+///
+/// # Safety
+/// The shapes of these rows and pairs must be loaded. `b` must have `WIDTH` elements for each of `pairs`, and `result` `WIDTH`
+/// elements in each row of `a`, `distance` apart.
+unsafe fn tiles(a: &Rows, b: &[u32], pairs: usize, result: *mut f32, distance: usize, accumulate: bool) {
+    // SAFETY: full tiles are read `pairs / PAIRS` times, and the last ones if there are pairs left.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "test {accumulate:e}, {accumulate:e}",
+            "jz 2f",
+            "tileloadd tmm0, [{result} + {distance}]",
+            "tileloadd tmm1, [{result} + {distance} + 64]",
+            "2:",
+            "test {full}, {full}",
+            "jz 4f",
+            "3:",
+            "tileloadd tmm2, [{a} + {a_distance}]",
+            "tileloadd tmm3, [{b} + {b_distance}]",
+            "tileloadd tmm4, [{b} + {b_distance} + 64]",
+            "tdpbf16ps tmm0, tmm2, tmm3",
+            "tdpbf16ps tmm1, tmm2, tmm4",
+            "add {a}, 64",
+            "add {b}, 2048",
+            "dec {full}",
+            "jnz 3b",
+            "4:",
+            "test {last}, {last}",
+            "jz 5f",
+            "tileloadd tmm5, [{a} + {a_distance}]",
+            "tileloadd tmm6, [{b} + {b_distance}]",
+            "tileloadd tmm7, [{b} + {b_distance} + 64]",
+            "tdpbf16ps tmm0, tmm5, tmm6",
+            "tdpbf16ps tmm1, tmm5, tmm7",
+            "5:",
+            "tilestored [{result} + {distance}], tmm0",
+            "tilestored [{result} + {distance} + 64], tmm1",
+            a = inout(reg) a.values.as_ptr() => _,
+            b = inout(reg) b.as_ptr() => _,
+            full = inout(reg) pairs / PAIRS => _,
+            last = in(reg) pairs % PAIRS,
+            a_distance = in(reg) 4 * a.distance,
+            b_distance = in(reg) 4 * WIDTH,
+            result = in(reg) result,
+            distance = in(reg) 4 * distance,
+            accumulate = in(reg) u32::from(accumulate),
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
