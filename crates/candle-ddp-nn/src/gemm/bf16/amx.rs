@@ -57,7 +57,7 @@ fn is_allowed() -> bool {
 
 /// The shapes of the eight tiles, as the instruction reads them.
 #[repr(C, align(64))]
-struct Config {
+pub(super) struct Config {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -82,6 +82,23 @@ impl Config {
             (6..8).for_each(|tile| set(tile, last, LANES));
         }
         config
+    }
+
+    /// Whether the instruction takes it.
+    #[cfg(test)]
+    pub(super) fn is_valid(&self) -> bool {
+        let Self { palette, start_row, reserved, bytes, rows } = self;
+        let fits = |(bytes, rows): (&u16, &u8)| *bytes <= 64 && *rows <= 16 && (*bytes == 0) == (*rows == 0);
+        let [tiles, none] = [0..8, 8..16].map(|range| bytes[range.clone()].iter().zip(&rows[range]));
+        (*palette, *start_row, *reserved) == (1, 0, [0; 14])
+            && tiles.clone().all(fits)
+            && none.clone().all(|(bytes, rows)| (*bytes, *rows) == (0, 0))
+    }
+
+    /// The rows of a tile, and their bytes.
+    #[cfg(test)]
+    pub(super) fn shape(&self, tile: usize) -> (usize, usize) {
+        (self.rows[tile].into(), self.bytes[tile].into())
     }
 }
 

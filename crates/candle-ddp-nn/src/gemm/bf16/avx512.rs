@@ -21,10 +21,10 @@ impl Avx512 {
         has.then(|| Self { has_tiles: amx::detect() })
     }
 
-    /// Without AMX.
+    /// The same with or without AMX.
     #[cfg(test)]
-    pub(super) fn without_tiles(self) -> Self {
-        Self { has_tiles: false }
+    pub(super) fn with_tiles(self, has_tiles: bool) -> Self {
+        Self { has_tiles }
     }
 }
 

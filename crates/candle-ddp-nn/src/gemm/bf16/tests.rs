@@ -3,7 +3,7 @@ use super::*;
 use half::bf16;
 
 /// Numbers that spread over some magnitudes.
-fn numbers(count: usize, seed: u64) -> Vec<bf16> {
+pub(super) fn numbers(count: usize, seed: u64) -> Vec<bf16> {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -47,7 +47,7 @@ fn each_layout<U: Unit>(unit: U, (m, n, k): (usize, usize, usize), mut f: impl F
     }
 }
 
-fn products_are_exact_up_to_sums<U: Unit>(unit: U) {
+pub(super) fn products_are_exact_up_to_sums<U: Unit>(unit: U) {
     for extents @ (_, _, k) in
         [(1, 1, 1), (14, 32, 2), (15, 33, 3), (29, 16, 32), (3, 70, 31), (31, 17, 65), (43, 48, 70), (2, 1, 129)]
     {
@@ -70,57 +70,6 @@ fn packing_and_tiles_cover_every_extent() {
 #[test]
 fn the_instructions_multiply_exactly_up_to_sums() {
     if let Some(unit) = Avx512::detect() {
-        products_are_exact_up_to_sums(unit.without_tiles());
-    }
-}
-
-/// The sums of both halves of 16 pairs, and then those of both together, as the manual of the instruction says.
-fn sum_as_tiles_do(a: &[u32], b: &[u32], before: f32) -> f32 {
-    let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
-    a.chunks(16).zip(b.chunks(16)).fold(before, |sum, (a, b)| {
-        let block = a.iter().zip(b).fold([0f32; 2], |sums, (a, b)| {
-            let (a, b) = (halves(*a), halves(*b));
-            [0, 1].map(|half| a[half].mul_add(b[half], sums[half]))
-        });
-        sum + (block[0] + block[1])
-    })
-}
-
-/// Skipped where the processor does not have them. `scripts/amx.sh` runs this on a simulated one.
-#[test]
-fn tiles_multiply_exactly_up_to_sums() {
-    let Some(unit) = Avx512::detect().filter(|unit| unit.rows() == LANES) else {
-        eprintln!("skipped: this processor has no AMX-BF16");
-        return;
-    };
-    products_are_exact_up_to_sums(unit);
-    for (rows, columns, pairs) in [(16, 64, 32), (16, 32, 16), (5, 33, 1), (1, 7, 40), (16, 95, 15)] {
-        let pair = |[first, second]: [bf16; 2]| u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
-        let pack = |count: usize, seed: u64| -> Vec<u32> {
-            numbers(2 * count, seed).chunks_exact(2).map(|two| pair([two[0], two[1]])).collect()
-        };
-        let (a, b) = (pack(rows * pairs, 3), pack(usize::next_multiple_of(columns, WIDTH) * pairs, 4));
-        let distance = columns + 2;
-        for accumulate in [false, true] {
-            let mut result = vec![0.75; rows * distance];
-            unit.panel(&a, (&b, columns), rows, pairs, (&mut result, distance), accumulate);
-            for (at, found) in result.iter().enumerate() {
-                let (row, column) = (at / distance, at % distance);
-                let panel = &b[column / WIDTH * WIDTH * pairs..];
-                let wanted = match column < columns {
-                    true => sum_as_tiles_do(
-                        &a.iter().skip(row).step_by(rows).copied().collect::<Vec<_>>(),
-                        &panel.iter().skip(column % WIDTH).step_by(WIDTH).take(pairs).copied().collect::<Vec<_>>(),
-                        if accumulate { 0.75 } else { 0.0 },
-                    ),
-                    false => 0.75,
-                };
-                assert_eq!(
-                    found.to_bits(),
-                    wanted.to_bits(),
-                    "row {row} and column {column} of {rows}×{columns}×{pairs}"
-                );
-            }
-        }
+        products_are_exact_up_to_sums(unit.with_tiles(false));
     }
 }

@@ -1,0 +1,219 @@
+//! AMX-BF16 for tests on processors without it: a handler of illegal instructions that does what the manual says. It checks what
+//! a processor would refuse.
+use super::amx::Config;
+use super::tests::{numbers, products_are_exact_up_to_sums};
+use super::{Avx512, LANES, Unit, WIDTH};
+use half::bf16;
+use std::cell::UnsafeCell;
+use std::ptr::{null_mut, read_unaligned};
+use std::sync::Once;
+
+type Row = [u8; 64];
+
+struct Tiles {
+    config: Option<Config>,
+    data: [[Row; 16]; 8],
+}
+
+thread_local! {
+    static TILES: UnsafeCell<Tiles> = const { UnsafeCell::new(Tiles { config: None, data: [[[0; 64]; 16]; 8] }) };
+}
+
+/// From now on, all threads of this process have tiles.
+pub(super) fn install() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the handler touches only its thread's tiles, and the memory that the instruction names.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = on_illegal_instruction as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO;
+            assert_eq!(libc::sigaction(libc::SIGILL, &action, null_mut()), 0);
+        }
+    });
+}
+
+fn refuse(why: &str) -> ! {
+    eprintln!("illegal instruction: {why}");
+    std::process::abort()
+}
+
+extern "C" fn on_illegal_instruction(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the system passes the registers of the thread.
+    let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
+    let at = registers[libc::REG_RIP as usize] as *const u8;
+    // SAFETY: the processor has read the instruction there.
+    let length = TILES.with(|tiles| unsafe { step(&mut *tiles.get(), at, registers) });
+    registers[libc::REG_RIP as usize] += length as i64;
+}
+
+/// Does the instruction at `at`, and returns its length.
+///
+/// # Safety
+/// Its operands in memory must be valid.
+unsafe fn step(tiles: &mut Tiles, at: *const u8, registers: &[i64; 23]) -> usize {
+    // SAFETY: the longest of these instructions has ten bytes, and code follows them.
+    let code = unsafe { read_unaligned(at.cast::<[u8; 10]>()) };
+    let [0xc4, first, second, opcode, modrm, ..] = code else { refuse("not one of AMX") };
+    if first & 0x1f != 2 || second & 0x84 != 0 {
+        refuse("not one of AMX");
+    }
+    let is_memory = modrm >> 6 != 3;
+    let (reg, rm, third) = (usize::from(modrm >> 3 & 7), usize::from(modrm & 7), usize::from(!second >> 3 & 15));
+    match (second & 3, opcode, is_memory) {
+        (0, 0x49, true) => {
+            let (address, _, length) = operand(&code, registers);
+            // SAFETY: as the caller says.
+            let config = unsafe { read_unaligned(address as *const Config) };
+            if !config.is_valid() {
+                refuse("the shapes");
+            }
+            *tiles = Tiles { config: Some(config), data: [[[0; 64]; 16]; 8] };
+            length
+        }
+        (0, 0x49, false) if modrm == 0xc0 => {
+            tiles.config = None;
+            5
+        }
+        (3, 0x49, false) => {
+            tiles.shape(reg);
+            tiles.data[reg] = [[0; 64]; 16];
+            5
+        }
+        (2 | 3, 0x4b, true) if rm == 4 => {
+            let ((rows, bytes), (start, distance, length)) = (tiles.shape(reg), operand(&code, registers));
+            let data = &mut tiles.data[reg];
+            if second & 3 == 3 {
+                *data = [[0; 64]; 16];
+            }
+            for (row, data) in data.iter_mut().enumerate().take(rows) {
+                let memory = (start + row as i64 * distance) as *mut u8;
+                // SAFETY: as the caller says.
+                unsafe {
+                    match second & 3 {
+                        3 => memory.copy_to(data.as_mut_ptr(), bytes),
+                        _ => memory.copy_from(data.as_ptr(), bytes),
+                    }
+                }
+            }
+            length
+        }
+        (2, 0x5c, false) => {
+            tiles.multiply(reg, rm, third);
+            5
+        }
+        _ => refuse("not one of AMX-BF16"),
+    }
+}
+
+/// The address of the operand in memory without its index, the index times its scale, and the length of the instruction.
+fn operand(code: &[u8; 10], registers: &[i64; 23]) -> (i64, i64, usize) {
+    use libc::*;
+    const ORDER: [i32; 16] = [
+        REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI, REG_R8, REG_R9, REG_R10, REG_R11,
+        REG_R12, REG_R13, REG_R14, REG_R15,
+    ];
+    let register = |low: u8, high: u8| registers[ORDER[usize::from(low & 7 | (!code[1] >> high & 1) << 3)] as usize];
+    let (mode, rm) = (code[4] >> 6, code[4] & 7);
+    let (base, index, after) = match rm {
+        4 => (code[5], Some((code[5] >> 3, code[5] >> 6)), 6),
+        _ => (rm, None, 5),
+    };
+    if mode == 0 && base & 7 == 5 {
+        refuse("an operand without a base is not emulated");
+    }
+    let has_index = |(index, _): &(u8, u8)| index & 7 != 4 || !code[1] >> 6 & 1 != 0;
+    let distance = index.filter(has_index).map_or(0, |(index, scale)| register(index, 6) << scale);
+    let (offset, length) = match mode {
+        0 => (0, after),
+        1 => (i64::from(code[after] as i8), after + 1),
+        _ => {
+            (i64::from(i32::from_le_bytes([code[after], code[after + 1], code[after + 2], code[after + 3]])), after + 4)
+        }
+    };
+    (register(base, 5) + offset, distance, length)
+}
+
+impl Tiles {
+    /// The rows of a tile, and their bytes.
+    fn shape(&self, tile: usize) -> (usize, usize) {
+        match self.config.as_ref().map(|config| config.shape(tile)) {
+            Some((rows, bytes)) if rows > 0 && bytes > 0 => (rows, bytes),
+            _ => refuse("the tile has no shape"),
+        }
+    }
+
+    /// Adds the product of the tiles `a` and `b` to `sum`.
+    fn multiply(&mut self, sum: usize, a: usize, b: usize) {
+        let [(rows, bytes), (a_rows, a_bytes), (b_rows, b_bytes)] = [sum, a, b].map(|tile| self.shape(tile));
+        if (rows, bytes, a_bytes) != (a_rows, b_bytes, 4 * b_rows) || sum == a || sum == b || a == b {
+            refuse("tiles that do not fit together");
+        }
+        let halves = |row: &Row, at: usize| {
+            let pair = u32::from_le_bytes([row[4 * at], row[4 * at + 1], row[4 * at + 2], row[4 * at + 3]]);
+            [pair << 16, pair & 0xffff_0000].map(f32::from_bits)
+        };
+        for (row, column) in (0..rows).flat_map(|row| (0..bytes / 4).map(move |column| (row, column))) {
+            let mut sums = [0f32; 2];
+            for pair in 0..b_rows {
+                let (a, b) = (halves(&self.data[a][row], pair), halves(&self.data[b][pair], column));
+                sums = [0, 1].map(|half| a[half].mul_add(b[half], sums[half]));
+            }
+            let result = &mut self.data[sum][row][4 * column..][..4];
+            let before = f32::from_le_bytes([result[0], result[1], result[2], result[3]]);
+            result.copy_from_slice(&(before + (sums[0] + sums[1])).to_le_bytes());
+        }
+    }
+}
+
+/// The sums of both halves of 16 pairs, and then those of both together, as the manual of the instruction says.
+fn sum_as_tiles_do(a: &[u32], b: &[u32], before: f32) -> f32 {
+    let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+    a.chunks(16).zip(b.chunks(16)).fold(before, |sum, (a, b)| {
+        let block = a.iter().zip(b).fold([0f32; 2], |sums, (a, b)| {
+            let (a, b) = (halves(*a), halves(*b));
+            [0, 1].map(|half| a[half].mul_add(b[half], sums[half]))
+        });
+        sum + (block[0] + block[1])
+    })
+}
+
+/// Emulated where the processor has no tiles; skipped where it does not have AVX512-BF16 either.
+#[test]
+fn tiles_multiply_exactly_up_to_sums() {
+    let Some(unit) = Avx512::detect() else { return };
+    if unit.rows() != LANES {
+        install();
+    }
+    let unit = unit.with_tiles(true);
+    products_are_exact_up_to_sums(unit);
+    for (rows, columns, pairs) in [(16, 64, 32), (16, 32, 16), (5, 33, 1), (1, 7, 40), (16, 95, 15)] {
+        let pair = |[first, second]: [bf16; 2]| u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
+        let pack = |count: usize, seed: u64| -> Vec<u32> {
+            numbers(2 * count, seed).chunks_exact(2).map(|two| pair([two[0], two[1]])).collect()
+        };
+        let (a, b) = (pack(rows * pairs, 3), pack(usize::next_multiple_of(columns, WIDTH) * pairs, 4));
+        let distance = columns + 2;
+        for accumulate in [false, true] {
+            let mut result = vec![0.75; rows * distance];
+            unit.panel(&a, (&b, columns), rows, pairs, (&mut result, distance), accumulate);
+            for (at, found) in result.iter().enumerate() {
+                let (row, column) = (at / distance, at % distance);
+                let panel = &b[column / WIDTH * WIDTH * pairs..];
+                let wanted = match column < columns {
+                    true => sum_as_tiles_do(
+                        &a.iter().skip(row).step_by(rows).copied().collect::<Vec<_>>(),
+                        &panel.iter().skip(column % WIDTH).step_by(WIDTH).take(pairs).copied().collect::<Vec<_>>(),
+                        if accumulate { 0.75 } else { 0.0 },
+                    ),
+                    false => 0.75,
+                };
+                assert_eq!(
+                    found.to_bits(),
+                    wanted.to_bits(),
+                    "row {row} and column {column} of {rows}×{columns}×{pairs}"
+                );
+            }
+        }
+    }
+}
