@@ -15,8 +15,8 @@ use crate::panic::lock;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// How long a rank waits for a higher one to call it for data before it asks for that: in most calls, both
-/// need the connection. A message is asked for at once, since it may be sent before it is awaited.
+/// How long a rank waits for a higher one to call it for data before it calls or asks for that: in most calls, both
+/// need the connection. For a message it does so at once, since it may be sent before it is awaited.
 const COURTESY: Duration = Duration::from_millis(10);
 
 const REFUSED: &str = "nobody listens at its address";
@@ -38,26 +38,27 @@ impl Group {
         deadline: Instant,
     ) -> Result<(), TransportError> {
         let (transport, kind) = self.transport(channel);
-        let mut missing: Vec<usize> = peers.filter(|peer| !transport.has(*peer)).collect();
+        let is_linked = |peer: usize| self.control.link(peer).is_some();
+        let has = |peer: usize| transport.has(peer) && is_linked(peer);
+        let mut missing: Vec<usize> = peers.filter(|peer| !has(*peer)).collect();
         if missing.is_empty() {
             return Ok(());
         }
         missing.sort_unstable();
         missing.dedup();
         let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
-        let is_linked = |peer: usize| self.control.link(peer).is_some();
-        let unlinked: Vec<usize> = missing.iter().copied().filter(|peer| !is_linked(*peer)).collect();
-        self.want(&unlinked, Kind::Control);
+        let unlinked = |peers: &[usize]| peers.iter().copied().filter(|peer| !is_linked(*peer)).collect::<Vec<_>>();
+        self.want(&unlinked(&lower), Kind::Control);
         self.want(&lower, kind);
-        self.await_peers(&unlinked, is_linked, deadline)?;
-        let has = |peer: usize| transport.has(peer);
         if kind == Kind::Data && !higher.is_empty() {
             match self.await_peers(&missing, has, deadline.min(Instant::now() + COURTESY)) {
                 Err(TransportError::TimedOut { .. }) => {}
                 reached => return reached,
             }
         }
-        let asked = higher.into_iter().filter(|peer| !has(*peer));
+        self.want(&unlinked(&higher), Kind::Control);
+        self.await_peers(&unlinked(&missing), is_linked, deadline)?;
+        let asked = higher.into_iter().filter(|peer| !transport.has(*peer));
         asked.for_each(|peer| self.control.send(peer, &Frame::Call { kind }));
         self.await_peers(&missing, has, deadline)
     }

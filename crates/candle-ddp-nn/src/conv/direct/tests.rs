@@ -89,3 +89,11 @@ fn the_instructions_give_what_columns_give() {
         passes_agree_with_products_of_f64(unit);
     }
 }
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+fn tiles_give_what_columns_give() {
+    if let Some(unit) = crate::gemm::bf16::emulated_tiles::unit() {
+        passes_agree_with_products_of_f64(unit);
+    }
+}

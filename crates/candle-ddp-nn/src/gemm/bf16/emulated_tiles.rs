@@ -19,8 +19,17 @@ thread_local! {
     static TILES: UnsafeCell<Tiles> = const { UnsafeCell::new(Tiles { config: None, data: [[[0; 64]; 16]; 8] }) };
 }
 
+/// The unit with tiles, which are emulated where the processor has none; `None` without AVX512-BF16.
+pub(crate) fn unit() -> Option<Avx512> {
+    let unit = Avx512::detect()?;
+    if unit.rows() != LANES {
+        install();
+    }
+    Some(unit.with_tiles(true))
+}
+
 /// From now on, all threads of this process have tiles.
-pub(super) fn install() {
+fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: the handler touches only its thread's tiles, and the memory that the instruction names.
@@ -181,11 +190,7 @@ fn sum_as_tiles_do(a: &[u32], b: &[u32], before: f32) -> f32 {
 /// Emulated where the processor has no tiles; skipped where it does not have AVX512-BF16 either.
 #[test]
 fn tiles_multiply_exactly_up_to_sums() {
-    let Some(unit) = Avx512::detect() else { return };
-    if unit.rows() != LANES {
-        install();
-    }
-    let unit = unit.with_tiles(true);
+    let Some(unit) = unit() else { return };
     products_are_exact_up_to_sums(unit);
     for (rows, columns, pairs) in [(16, 64, 32), (16, 32, 16), (5, 33, 1), (1, 7, 40), (16, 95, 15)] {
         let pair = |[first, second]: [bf16; 2]| u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;

@@ -7,7 +7,7 @@ mod amx;
 #[cfg_attr(not(target_arch = "x86_64"), path = "absent.rs")]
 mod avx512;
 #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
-mod emulated_tiles;
+pub(crate) mod emulated_tiles;
 #[cfg(test)]
 pub(crate) mod portable;
 
