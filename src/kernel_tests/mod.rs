@@ -47,11 +47,22 @@ struct Memory<E> {
 impl<E: WithDType> Memory<E> {
     const GUARD: f64 = 77.;
 
+    /// Tensors begin at arbitrary elements.
     fn new(tensors: impl Iterator<Item = Vec<f64>>) -> Self {
-        let (mut elements, mut offsets) = (Vec::new(), Vec::new());
+        Self::placed(tensors, 1)
+    }
+
+    /// Tensors begin at addresses that are multiples of `bytes`.
+    fn placed(tensors: impl Iterator<Item = Vec<f64>>, bytes: usize) -> Self {
+        let tensors: Vec<_> = tensors.collect();
+        // It must not move.
+        let most = tensors.iter().map(|tensor| tensor.len() + 3 + bytes).sum::<usize>() + 1;
+        let (mut elements, mut offsets) = (Vec::with_capacity(most), Vec::new());
         for tensor in tensors {
-            // So that tensors begin at arbitrary elements.
             elements.extend([E::from_f64(Self::GUARD); 3]);
+            while !(elements.as_ptr_range().start.wrapping_add(elements.len()) as usize).is_multiple_of(bytes) {
+                elements.push(E::from_f64(Self::GUARD));
+            }
             offsets.push(elements.len());
             elements.extend(tensor.into_iter().map(E::from_f64));
         }

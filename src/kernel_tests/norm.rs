@@ -8,8 +8,9 @@ use half::{bf16, f16};
 
 /// Large enough that rows of nearly equal numbers do not produce large results.
 const EPS: f64 = 0.1;
-/// Numbers of rows and of their elements: around the threads of a block, and more rows than a group has.
-const SHAPES: [(usize, usize); 7] = [(1, 1), (3, 15), (40, 256), (33, 257), (7, 1000), (100, 3), (10, 4097)];
+/// Numbers of rows and of their elements: around the threads of a block, more rows than a group has, and more vectors than a block has threads.
+const SHAPES: [(usize, usize); 8] =
+    [(1, 1), (3, 15), (40, 256), (33, 257), (7, 1000), (100, 3), (10, 4097), (34, 2080)];
 
 fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
     let expected: Vec<f64> = expected.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
@@ -22,19 +23,23 @@ fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
 
 /// `E` is the dtype of x, `S` the dtype of the arithmetic.
 fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
-    for ((rows, size), (centred, with_bias)) in
-        SHAPES.into_iter().flat_map(|shape| [(true, true), (true, false), (false, false)].map(|kind| (shape, kind)))
+    let kinds = [(true, true, 1), (true, true, 16), (true, false, 16), (false, false, 1)];
+    for ((rows, size), (centred, with_bias, bytes)) in
+        SHAPES.into_iter().flat_map(|shape| kinds.map(|kind| (shape, kind)))
     {
-        let what =
-            |part: &str| format!("{part} of {:?} {rows} x {size}, centred {centred}, bias {with_bias}", E::DTYPE);
+        let what = |part: &str| {
+            format!("{part} of {:?} {rows} x {size}, centred {centred}, bias {with_bias}, aligned to {bytes}", E::DTYPE)
+        };
         let count = rows * size;
         let [x, dy] =
             [1, 2].map(|seed| values(count, seed).into_iter().map(|value| 2. * value + 0.5).collect::<Vec<_>>());
         let [weight, bias] = [3, 4].map(|seed| values(size, seed));
 
-        let mut wide = Memory::<E>::new([x.clone(), dy.clone(), vec![0.; count], vec![0.; count]].into_iter());
+        let tensors = [x.clone(), dy.clone(), vec![0.; count], vec![0.; count]];
+        let mut wide = Memory::<E>::placed(tensors.into_iter(), bytes);
         let zeros = vec![0.; size];
-        let mut narrow = Memory::<S>::new([weight.clone(), bias.clone(), zeros.clone(), zeros].into_iter());
+        let tensors = [weight.clone(), bias.clone(), zeros.clone(), zeros];
+        let mut narrow = Memory::<S>::placed(tensors.into_iter(), bytes);
         let of_rows = Rows { dtype: E::DTYPE, rows, size, eps: EPS, centred };
         let addresses = Forward {
             x: wide.address(0),
@@ -43,7 +48,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
             y: wide.address(2),
         };
         let statistics = forward(host, of_rows, addresses).unwrap();
-        let mut sums = Memory::<f64>::zeros(&[of_rows.sums()]);
+        let mut sums = Memory::<f64>::placed([vec![0.; of_rows.sums()]].into_iter(), bytes);
         let addresses = Backward {
             x: wide.address(0),
             weight: narrow.address(0),

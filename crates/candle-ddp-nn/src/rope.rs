@@ -115,7 +115,7 @@ impl Rope {
         let [is_thd, is_interleaved] = [Kind::HalvesThd, Kind::Interleaved].map(|kind| usize::from(self.kind == kind));
         let y = Output::new(device, dtype, shape)?;
         let tensors = [x, kernels::address(&self.cos)?, kernels::address(&self.sin)?, y.address()?];
-        let vector = if self.kind == Kind::Interleaved { 1 } else { Address::vector(&tensors, half, dtype) };
+        let vector = Address::vector(&tensors, half, dtype);
         let launch = Launch {
             kernel: Kernel::Rope,
             dtype,

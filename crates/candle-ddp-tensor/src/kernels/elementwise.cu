@@ -150,7 +150,7 @@ struct Rotation {
 template <typename T> __device__ inline void rope(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rotation &r = ROTATION;
-    const bool is_vector = r.vector > 1;
+    const bool is_vector = r.vector > 1, has_pairs = is_vector && r.is_interleaved;
     unsigned long long vector = thread_in_grid();
     const unsigned long long pair = take(vector, r.half / r.vector) * r.vector;
     if (vector >= r.vectors) return;
@@ -158,18 +158,20 @@ template <typename T> __device__ inline void rope(const Arguments &by) {
     const unsigned long long third = take(sample, r.third), second = take(sample, r.second);
     const unsigned long long angle = sample * r.table + (r.is_thd ? second : third) * r.half + pair;
     const unsigned long long first = 2 * vector * r.half + (r.is_interleaved ? 2 * pair : pair);
-    const unsigned long long other = first + (r.is_interleaved ? 1 : r.half);
+    const unsigned long long other = first + (r.is_interleaved ? r.vector : r.half);
     Few<T> left, right, cos, sin;
     left.load(TENSOR(const T, 0) + first, is_vector);
     right.load(TENSOR(const T, 0) + other, is_vector);
     cos.load(TENSOR(const T, 1) + angle, is_vector);
     sin.load(TENSOR(const T, 2) + angle, is_vector);
     const Real sign = by.reals[0];
+    if (has_pairs) part_pairs(left, right);
     FOR_EACH_OF(T, is_vector, k) {
         const Real x0 = left.at[k], x1 = right.at[k], s = sin.at[k] * sign;
         left.at[k] = x0 * cos.at[k] - x1 * s;
         right.at[k] = x0 * s + x1 * cos.at[k];
     }
+    if (has_pairs) join_pairs(left, right);
     left.store(TENSOR(T, 3) + first, is_vector);
     right.store(TENSOR(T, 3) + other, is_vector);
 }

@@ -33,6 +33,25 @@ template <typename T> struct Few {
     }
 };
 
+// Of two neighbouring vectors: the first of each pair of elements into the first, the second into the other, and back.
+template <typename T> __device__ inline void part_pairs(Few<T> &first, Few<T> &second) {
+    const int most = Few<T>::most;
+    const Few<T> both[2] = {first, second};
+    for (int k = 0; k < most; k++) {
+        first.at[k] = both[2 * k / most].at[2 * k % most];
+        second.at[k] = both[2 * k / most].at[2 * k % most + 1];
+    }
+}
+
+template <typename T> __device__ inline void join_pairs(Few<T> &first, Few<T> &second) {
+    const int most = Few<T>::most;
+    const Few<T> parts[2] = {first, second};
+    for (int k = 0; k < most; k++) {
+        first.at[k] = parts[k % 2].at[k / 2];
+        second.at[k] = parts[k % 2].at[(most + k) / 2];
+    }
+}
+
 // Loops over the elements of a `Few`.
 #define FOR_EACH_OF(T, is_vector, k) \
     _Pragma("unroll") for (int k = 0; k < Few<T>::most; k++) if (k == 0 || (is_vector))

@@ -105,31 +105,40 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
 LAYER(norm_backward)
 
 // tensors: x, dy, the statistics, and a pair for each group of rows and each column: the group's contribution to the gradients of
-// weight and bias. A block processes THREADS columns of a group.
+// weight and bias. Each thread of a block processes a column of a group, or a vector of them.
 template <typename T> __device__ inline void norm_columns(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const unsigned long long size = NORM.size, tiles = (size + THREADS - 1) / THREADS, group = blockIdx.x / tiles;
-    const unsigned long long column = blockIdx.x % tiles * THREADS + threadIdx.x;
+    const unsigned long long size = NORM.size, width = THREADS * NORM.vector, tiles = (size + width - 1) / width;
+    const unsigned long long group = blockIdx.x / tiles, column = blockIdx.x % tiles * width + threadIdx.x * NORM.vector;
     if (column >= size) return;
-    const T *x = TENSOR(const T, 0), *dy = TENSOR(const T, 1);
+    const bool is_vector = NORM.vector > 1;
+    const T *x = TENSOR(const T, 0) + column, *dy = TENSOR(const T, 1) + column;
     const double *statistics = TENSOR(const double, 2);
     const unsigned long long from = group * NORM.group, to = min(from + NORM.group, NORM.rows);
-    double weight = 0, bias = 0;
+    double weight[Few<T>::most] = {}, bias[Few<T>::most] = {};
     // A few rows at a time in the dtype of the arithmetic; their sums are added in f64.
     for (unsigned long long block = from; block < to; block += 16) {
-        Real block_weight = 0, block_bias = 0;
+        Real block_weight[Few<T>::most] = {}, block_bias[Few<T>::most] = {};
         for (unsigned long long row = block; row < min(block + 16, to); row++) {
             const Real mean = statistics[2 * row], scale = statistics[2 * row + 1];
-            const Real d = Element<T>::load(dy[row * size + column]);
-            block_weight += d * ((Element<T>::load(x[row * size + column]) - mean) * scale);
-            block_bias += d;
+            Few<T> values, few;
+            values.load(x + row * size, is_vector);
+            few.load(dy + row * size, is_vector);
+            FOR_EACH_OF(T, is_vector, k) {
+                block_weight[k] += few.at[k] * ((values.at[k] - mean) * scale);
+                block_bias[k] += few.at[k];
+            }
         }
-        weight += block_weight;
-        bias += block_bias;
+        FOR_EACH_OF(T, is_vector, k) {
+            weight[k] += block_weight[k];
+            bias[k] += block_bias[k];
+        }
     }
-    double *pair = TENSOR(double, 3) + 2 * (group * size + column);
-    pair[0] = weight;
-    pair[1] = bias;
+    double *pairs = TENSOR(double, 3) + 2 * (group * size + column);
+    FOR_EACH_OF(T, is_vector, k) {
+        pairs[2 * k] = weight[k];
+        pairs[2 * k + 1] = bias[k];
+    }
 }
 LAYER(norm_columns)
 

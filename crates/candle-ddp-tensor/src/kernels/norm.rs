@@ -18,15 +18,19 @@ pub struct Rows {
 }
 
 /// The minimum number of blocks for sums over columns, if there are enough rows.
-const BLOCKS: usize = 512;
+const BLOCKS: usize = 256;
 /// The minimum number of rows that a block sums.
 const MIN_ROWS: usize = 32;
 
 impl Rows {
-    fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
+    /// How many elements of a row a thread loads at once.
+    fn vector(&self, tensors: &[u64]) -> usize {
         let addresses: Vec<Address> = tensors.iter().map(|address| Address::new(*address)).collect();
-        let vector = Address::vector(&addresses, self.size, self.dtype);
-        let numbers = [self.rows, self.size, usize::from(self.centred), self.group(), vector];
+        Address::vector(&addresses, self.size, self.dtype)
+    }
+
+    fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
+        let numbers = [self.rows, self.size, usize::from(self.centred), self.group(), self.vector(tensors)];
         Arguments::new(tensors.iter().copied(), &numbers, &[self.eps])
     }
 
@@ -37,14 +41,15 @@ impl Rows {
         })
     }
 
-    /// Returns the number of blocks that share the columns of a group of rows.
-    fn tiles(&self) -> usize {
-        self.size.div_ceil(THREADS as usize)
+    /// Returns the number of blocks that share the columns of a group of rows, if a thread has `vector` of them.
+    fn tiles(&self, vector: usize) -> usize {
+        self.size.div_ceil(THREADS as usize * vector)
     }
 
     /// Returns the number of rows in a group.
     fn group(&self) -> usize {
-        self.rows.div_ceil(BLOCKS.div_ceil(self.tiles())).max(MIN_ROWS)
+        let most = Address::vector(&[], 0, self.dtype);
+        self.rows.div_ceil(BLOCKS.div_ceil(self.tiles(most))).max(MIN_ROWS)
     }
 
     fn groups(&self) -> usize {
@@ -91,12 +96,12 @@ pub struct Backward {
 /// Writes dx and the gradients of weight and bias. There must be at least one row.
 pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, addresses: Backward) -> Result<()> {
     let Backward { x, weight, dy, dx, d_weight, d_bias, sums } = addresses;
-    let tiles = rows.tiles();
     let statistics = machine.address(statistics);
     let launch = |kernel, blocks, tensors: &[u64]| {
         machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors)?)
     };
     launch(Kernel::NormBackward, rows.rows, &[x, dx, weight, dy, statistics])?;
-    launch(Kernel::NormColumns, rows.groups() * tiles, &[x, dy, statistics, sums])?;
-    launch(Kernel::NormTotals, tiles, &[sums, d_weight, d_bias])
+    let tensors = [x, dy, statistics, sums];
+    launch(Kernel::NormColumns, rows.groups() * rows.tiles(rows.vector(&tensors)), &tensors)?;
+    launch(Kernel::NormTotals, rows.tiles(1), &[sums, d_weight, d_bias])
 }
