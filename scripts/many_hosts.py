@@ -80,6 +80,7 @@ class Tools:
 
     def __init__(self, options):
         self.allreduce = harness.build("--example", "allreduce") / "examples" / "allreduce"
+        self.meet = harness.build_bench("meet") if "counters" in options.parts else None
         self.soak = harness.build_bench("soak") if "collectives" in options.parts else None
         self.faults = build(release=True) if "faults" in options.parts else None
 
@@ -170,8 +171,8 @@ def counters(options, tools):
         "and acknowledgements, divided by its ranks. Both are those of one call: the difference between a run and one with more calls. "
         "The processor time, user's and system's on both ends, is that of all ranks in calls of 8 bytes, divided by all messages.",
         "",
-        "| hosts | connections | µs of processor per message |" + "".join(f" {size_of(size)}: messages | bytes |" for size in COUNTED),
-        "|---:" * (3 + 2 * len(COUNTED)) + "|",
+        "| hosts | connections after joining | connections | µs of processor per message |" + "".join(f" {size_of(size)}: messages | bytes |" for size in COUNTED),
+        "|---:" * (4 + 2 * len(COUNTED)) + "|",
     ]
     for count in options.hosts:
         cells = []
@@ -181,7 +182,7 @@ def counters(options, tools):
             # The example measures five batches.
             messages, octets = ((two - one) / (5 * (more - few)) for one, two in zip(found[0][1:], found[1][1:]))
             cells += [f"{messages:.1f}", f"{octets:.0f}"]
-        lines.append(row(count, f"{found[0][0]:.1f}", f"{cost(options, tools, count):.1f}", *cells))
+        lines.append(row(count, f"{joined(tools, count):.1f}", f"{found[0][0]:.1f}", f"{cost(options, tools, count):.1f}", *cells))
         say(lines[-1])
     return [*lines, ""], True
 
@@ -195,15 +196,27 @@ def counted(options, tools, count, size, iterations):
         all_reduces(options, tools, hosts, [size], iterations, ["sh", "-c", traced])
         # % of the time, seconds, µs per call, calls, perhaps errors, the call.
         messages = next(int(line.split()[3]) for line in calls.read_text().splitlines() if line.endswith("sendmsg"))
-        opened = sent = 0
-        for name in hosts.names:
-            text = output("ip", "netns", "exec", name, "cat", "/proc/net/snmp")
-            names, values = (line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:"))
-            tcp = dict(zip(names, map(int, values)))
-            opened += tcp["ActiveOpens"] + tcp["PassiveOpens"]
-            sent += int(output("ip", "netns", "exec", name, "cat", f"/sys/class/net/{hosts.interface}/statistics/tx_bytes"))
-    ranks = count * RANKS_PER_HOST
-    return opened / ranks, messages, sent / ranks
+        device = f"/sys/class/net/{hosts.interface}/statistics/tx_bytes"
+        sent = sum(int(output("ip", "netns", "exec", name, "cat", device)) for name in hosts.names)
+        return opened(hosts), messages, sent / (count * RANKS_PER_HOST)
+
+
+def joined(tools, count):
+    """Returns the connections of a rank that only joins the others."""
+    with ManyHosts(count, RANKS_PER_HOST) as hosts:
+        harness.run_ranks([tools.meet, "--join-only"], count * RANKS_PER_HOST, hosts)
+        return opened(hosts)
+
+
+def opened(hosts):
+    """Returns the ends of connections that the hosts' systems have opened or accepted, for each rank."""
+    ends = 0
+    for name in hosts.names:
+        text = output("ip", "netns", "exec", name, "cat", "/proc/net/snmp")
+        names, values = (line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:"))
+        tcp = dict(zip(names, map(int, values)))
+        ends += tcp["ActiveOpens"] + tcp["PassiveOpens"]
+    return ends / (hosts.count * hosts.ranks_per_host)
 
 
 def cost(options, tools, count):

@@ -1,4 +1,5 @@
-//! Ranks that meet, of which one does not come, dies, or brings another model: the worker of `scripts/compare_elastic.py`.
+//! Ranks that meet, of which one may not come, die, or bring another model: the worker of `scripts/compare_elastic.py` and
+//! `scripts/many_hosts.py`.
 //!
 //! ```text
 //! cargo run -p ddprun --release -- --nproc-per-node 4 --bench meet -- --rank 2 --fault model
@@ -22,6 +23,9 @@ struct Options {
     /// The rank that fails.
     #[arg(long, default_value_t = 0)]
     rank: usize,
+    /// Only join the other ranks.
+    #[arg(long)]
+    join_only: bool,
     /// Seconds to wait for all ranks.
     #[arg(long, default_value_t = 600.)]
     timeout: f64,
@@ -77,6 +81,9 @@ fn run(options: &Options, own: usize) -> Result<()> {
     let timeout = Duration::from_secs_f64(options.timeout);
     let pg = init_process_group(InitOptions { backend: Backend::Cpu, timeout, ..Default::default() })?;
     report(options, own, "joined")?;
+    if options.join_only {
+        return Ok(());
+    }
     let outputs = if fault == Some(Fault::Model) { 3 } else { 2 };
     DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, outputs, vb))?;
     pg.barrier()
