@@ -1,29 +1,27 @@
+use super::base::{Base, cancellation_check, open};
 use super::calls::Buffer;
-use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
+use super::comm::{Comm, Limit, WaitError};
 use super::comm_stream::CommStream;
 use super::comm_streams::CommStreams;
-use super::group::{Fence, Group, SuspectedFailure};
+use super::group::{Fence, Group};
 use super::health_store::HealthStore;
-use super::heartbeat::HeartbeatMonitor;
-use super::identity::{self, Identity, Version};
+use super::identity;
 use super::p2p::{Job, P2p, Worker};
 use super::prepared::{self, Member, Prepared};
-use super::status::{NcclFailure, version};
 use super::stream::{Clock, Done, Streams};
-use super::threads::{join, join_until, spawn};
-use super::watchdog::{self, Watched};
+use super::threads::{join_until, spawn};
+use super::watchdog::Watched;
 use super::work::{NcclWork, Shared};
 use super::{NcclOptions, batch, cuda_failure, device};
 use crate::backend::batch::check_batch;
 use crate::backend::call::{Call, Channel};
 use crate::backend::check::{check, on_device};
 use crate::backend::{Collective, Communicator, P2pOp, Split, Work};
-use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::kernels;
 use crate::panic::lock;
-use crate::rendezvous::{self, Store, discard, host_identity};
+use crate::rendezvous::Store;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use cudarc::driver::CudaSlice;
@@ -35,8 +33,6 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The key of NCCL's id; its value is empty if rank 0 could not create one.
-const ID: &str = "id";
 /// How long the end of a group waits for the other ranks of this host, since NCCL lets them leave together.
 const LEAVING: Duration = Duration::from_secs(10);
 /// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should
@@ -139,7 +135,39 @@ impl NcclCommunicator {
         let base = Base { group, streams, store, device: device.clone(), options, limit };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let comm = base.connect();
-        base.assemble(comm, heartbeat_monitor)
+        Self::assemble(base, comm, heartbeat_monitor)
+    }
+
+    /// Creates the communicator, or ends the group.
+    fn assemble(
+        base: Base,
+        comm: std::result::Result<Comm, WaitError>,
+        heartbeat_monitor: JoinHandle<()>,
+    ) -> Result<Self> {
+        let token = base.streams.token();
+        let (comm, token) = match comm.and_then(|comm| Ok((comm, token.map_err(cuda_failure)?))) {
+            Ok(parts) => parts,
+            Err(error) => return Err(base.give_up(error, heartbeat_monitor)),
+        };
+        let comm_stream = Arc::new(CommStream::new(comm, base.streams.clone()));
+        let comm_streams = CommStreams::new(base.group.clone(), comm_stream.clone());
+        let threads = vec![base.start_watchdog(&comm_streams)?, base.start_poller(&comm_streams)?, heartbeat_monitor];
+        let address = base.streams.address(&token);
+        let Base { group, store, device, options, .. } = base;
+        Ok(Self {
+            group,
+            comm_stream,
+            comm_streams,
+            pairs: Mutex::default(),
+            device,
+            store,
+            options,
+            token: Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 },
+            _token: token,
+            clock: Mutex::default(),
+            splits: AtomicU64::new(0),
+            threads,
+        })
     }
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
@@ -236,172 +264,7 @@ impl NcclCommunicator {
         let (device, options, limit) = (self.device.clone(), self.options, Limit::None);
         let base = Base { group, streams, store, device, options, limit };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
-        Ok(Split::Member(Box::new(base.assemble(Ok(comm), heartbeat_monitor)?)))
-    }
-}
-
-/// Opens the device and determines this rank's identity.
-fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
-    let nccl_version = version()?;
-    if nccl_version < OLDEST_VERSION {
-        return Err(Error::Unavailable {
-            what: format!("NCCL {}", Version(nccl_version)),
-            hint: format!("{} or later is needed: install a newer libnccl.so.2", Version(OLDEST_VERSION)),
-        });
-    }
-    warn_of_old(nccl_version);
-    if std::env::var(BLOCKING).is_ok_and(|value| value.trim() == "1") {
-        return Err(blocking().into_error(rank));
-    }
-    let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
-    let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
-    Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id, process: identity::process()? }))
-}
-
-/// Warns of versions of NCCL that have known errors.
-fn warn_of_old(version: i32) {
-    /// The first version that keeps the state of a call in progress in memory that is not one thread's.
-    const SOUND: i32 = 22_703;
-    if version < SOUND {
-        let known = if version == 22_501 { ": in this one, ending a group after a failure hangs" } else { "" };
-        log::warn!("NCCL {}: {} or later is recommended{known}", Version(version), Version(SOUND));
-    }
-}
-
-/// A check that ends a wait if the group has failed or its time-out has expired.
-fn cancellation_check(
-    group: &Group,
-    what: String,
-    reason: &'static str,
-) -> impl FnMut() -> std::result::Result<(), Failure> {
-    let deadline = deadline_after(group.timeout);
-    move || {
-        if let Some(failure) = group.failure() {
-            return Err(failure);
-        }
-        if Instant::now() < deadline {
-            return Ok(());
-        }
-        let Group { rank, timeout, .. } = *group;
-        let reason = format!("{reason}: look for the first error in the output of the others");
-        let waiting_for = Vec::new();
-        Err(Failure::TimedOut { rank, call: what.clone(), sequence: 0, timeout, waiting_for, reason })
-    }
-}
-
-/// What a rank has before its communicator is connected.
-struct Base {
-    group: Arc<Group>,
-    streams: Streams,
-    store: Arc<dyn Store>,
-    device: Device,
-    options: NcclOptions,
-    limit: Limit,
-}
-
-impl Base {
-    /// Connects to the other ranks in NCCL, with the id that rank 0 creates.
-    fn connect(&self) -> std::result::Result<Comm, WaitError> {
-        let group = &*self.group;
-        let cannot =
-            |error: rendezvous::Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
-        self.streams.bind().map_err(cuda_failure)?;
-        if group.rank == 0 {
-            let id = UniqueId::new();
-            // Empty if there is no id, so that the others fail too.
-            let bytes = id.as_ref().map_or(Vec::new(), UniqueId::to_bytes);
-            self.store.set(ID, &bytes).map_err(cannot)?;
-            id?;
-        }
-        let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
-        let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        let comm = Comm::connect(&id, group.rank, group.world_size, self.limit, &mut check)?;
-        // All ranks have come into NCCL, so they have read these.
-        if group.rank == 0 {
-            discard(&*self.store, ID);
-        }
-        discard(&*self.store, &identity::reports(&*self.store, group.rank, group.world_size).key(group.rank));
-        Ok(comm)
-    }
-
-    fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
-        let (group, lost_after) = (self.group.clone(), self.options.lost_after);
-        spawn(&self.group, "heartbeat_monitor", move || {
-            HeartbeatMonitor { group: &group, health_store: &health_store, lost_after }.run();
-        })
-    }
-
-    fn start_poller(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
-        let (group, comm_streams, streams) = (self.group.clone(), comm_streams.clone(), self.streams.clone());
-        spawn(&self.group, "poller", move || {
-            if let Err(error) = streams.bind() {
-                group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
-            }
-            watchdog::poll(&group, &*comm_streams);
-        })
-    }
-
-    fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
-        let (group, comm_streams) = (self.group.clone(), comm_streams.clone());
-        spawn(&self.group, "watchdog", move || {
-            let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
-            watchdog::run(&group, &*comm_streams, &unasked);
-        })
-    }
-
-    /// Creates the communicator, or ends the group.
-    fn assemble(
-        self,
-        comm: std::result::Result<Comm, WaitError>,
-        heartbeat_monitor: JoinHandle<()>,
-    ) -> Result<NcclCommunicator> {
-        let rank = self.group.rank;
-        let token = self.streams.token();
-        let parts = comm.and_then(|comm| {
-            let token = token.map_err(cuda_failure)?;
-            Ok((comm, token))
-        });
-        let (comm, token) = match parts {
-            Ok(parts) => parts,
-            Err(error) => {
-                let error = match error {
-                    // The rank that has failed says so in the store, or sends no more heartbeats.
-                    WaitError::Nccl(remote) if remote.is_remote => {
-                        WaitError::Group(WaitError::Nccl(remote).end_group(&self.group))
-                    }
-                    own => own,
-                };
-                let failure = match &error {
-                    WaitError::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
-                    WaitError::Group(failure) => failure.clone(),
-                };
-                let ours = self.group.fail(failure.clone()) == failure;
-                self.group.leave();
-                join(heartbeat_monitor);
-                // This rank's own error is returned unchanged.
-                let other = self.group.failure().filter(|_| !ours);
-                return Err(other.map_or_else(|| error.into_error(rank), Error::from));
-            }
-        };
-        let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
-        let comm_streams = CommStreams::new(self.group.clone(), comm_stream.clone());
-        let threads = vec![self.start_watchdog(&comm_streams)?, self.start_poller(&comm_streams)?, heartbeat_monitor];
-        let address = self.streams.address(&token);
-        let Self { group, store, device, options, .. } = self;
-        Ok(NcclCommunicator {
-            group,
-            comm_stream,
-            comm_streams,
-            pairs: Mutex::default(),
-            device,
-            store,
-            options,
-            token: Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 },
-            _token: token,
-            clock: Mutex::default(),
-            splits: AtomicU64::new(0),
-            threads,
-        })
+        Ok(Split::Member(Box::new(Self::assemble(base, Ok(comm), heartbeat_monitor)?)))
     }
 }
 

@@ -6,6 +6,7 @@
 // This module calls C libraries. Every block says why it is sound.
 #![allow(unsafe_code)]
 
+mod base;
 mod batch;
 mod buffer;
 mod calls;

@@ -79,28 +79,24 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
     const bool is_vector = NORM.vector > 1;
     Real plain = 0, weighted = 0;
     Few<T> values, few, w;
-    FOR_EACH_OF_ROW(i) {
-        values.load(x + i, is_vector);
-        few.load(dy + i, is_vector);
-        w.load(weight + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) {
-            const Real d = few.at[k] * w.at[k];
-            plain += d;
-            weighted += d * ((values.at[k] - mean) * scale);
+    // Calls `use` with the products of dy and weight, and with x's distances from the mean; stores the results.
+    const auto each_of_row = [&](T *to, auto use) {
+        FOR_EACH_OF_ROW(i) {
+            values.load(x + i, is_vector);
+            few.load(dy + i, is_vector);
+            w.load(weight + i, is_vector);
+            FOR_EACH_OF(T, is_vector, k) few.at[k] = use(few.at[k] * w.at[k], values.at[k] - mean);
+            if (to) few.store(to + i, is_vector);
         }
-    }
+    };
+    each_of_row(nullptr, [&](Real d, Real distance) {
+        plain += d;
+        weighted += d * (distance * scale);
+        return d;
+    });
     add_for_all(plain, weighted);
     const Real elements = size, a = NORM.centred ? plain / elements : 0, b = weighted / elements * scale;
-    FOR_EACH_OF_ROW(i) {
-        values.load(x + i, is_vector);
-        few.load(dy + i, is_vector);
-        w.load(weight + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) {
-            const Real d = few.at[k] * w.at[k];
-            few.at[k] = scale * (d - a - (values.at[k] - mean) * b);
-        }
-        few.store(dx + i, is_vector);
-    }
+    each_of_row(dx, [&](Real d, Real distance) { return scale * (d - a - distance * b); });
 }
 LAYER(norm_backward)
 

@@ -1,0 +1,155 @@
+//! What a rank does before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
+use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
+use super::comm_streams::CommStreams;
+use super::group::{Group, SuspectedFailure};
+use super::health_store::HealthStore;
+use super::heartbeat::HeartbeatMonitor;
+use super::identity::{self, Identity, Version};
+use super::status::{NcclFailure, version};
+use super::stream::Streams;
+use super::threads::{join, spawn};
+use super::watchdog;
+use super::{NcclOptions, cuda_failure};
+use crate::deadline::deadline_after;
+use crate::error::Failure;
+use crate::rendezvous::{self, Store, discard, host_identity};
+use crate::{Error, Result};
+use candle_core::Device;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// The key of NCCL's id; its value is empty if rank 0 could not create one.
+const ID: &str = "id";
+
+/// Opens the device and determines this rank's identity.
+pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
+    let nccl_version = version()?;
+    if nccl_version < OLDEST_VERSION {
+        return Err(Error::Unavailable {
+            what: format!("NCCL {}", Version(nccl_version)),
+            hint: format!("{} or later is needed: install a newer libnccl.so.2", Version(OLDEST_VERSION)),
+        });
+    }
+    warn_of_old(nccl_version);
+    if std::env::var(BLOCKING).is_ok_and(|value| value.trim() == "1") {
+        return Err(blocking().into_error(rank));
+    }
+    let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
+    let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
+    Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id, process: identity::process()? }))
+}
+
+/// Warns of versions of NCCL that have known errors.
+fn warn_of_old(version: i32) {
+    /// The first version that keeps the state of a call in progress in memory that is not one thread's.
+    const SOUND: i32 = 22_703;
+    if version < SOUND {
+        let known = if version == 22_501 { ": in this one, ending a group after a failure hangs" } else { "" };
+        log::warn!("NCCL {}: {} or later is recommended{known}", Version(version), Version(SOUND));
+    }
+}
+
+/// A check that ends a wait if the group has failed or its time-out has expired.
+pub(super) fn cancellation_check(
+    group: &Group,
+    what: String,
+    reason: &'static str,
+) -> impl FnMut() -> std::result::Result<(), Failure> {
+    let deadline = deadline_after(group.timeout);
+    move || {
+        if let Some(failure) = group.failure() {
+            return Err(failure);
+        }
+        if Instant::now() < deadline {
+            return Ok(());
+        }
+        let Group { rank, timeout, .. } = *group;
+        let reason = format!("{reason}: look for the first error in the output of the others");
+        let waiting_for = Vec::new();
+        Err(Failure::TimedOut { rank, call: what.clone(), sequence: 0, timeout, waiting_for, reason })
+    }
+}
+
+/// What a rank has before its communicator is connected.
+pub(super) struct Base {
+    pub(super) group: Arc<Group>,
+    pub(super) streams: Streams,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) device: Device,
+    pub(super) options: NcclOptions,
+    pub(super) limit: Limit,
+}
+
+impl Base {
+    /// Connects to the other ranks in NCCL, with the id that rank 0 creates.
+    pub(super) fn connect(&self) -> std::result::Result<Comm, WaitError> {
+        let group = &*self.group;
+        let cannot =
+            |error: rendezvous::Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
+        self.streams.bind().map_err(cuda_failure)?;
+        if group.rank == 0 {
+            let id = UniqueId::new();
+            // Empty if there is no id, so that the others fail too.
+            let bytes = id.as_ref().map_or(Vec::new(), UniqueId::to_bytes);
+            self.store.set(ID, &bytes).map_err(cannot)?;
+            id?;
+        }
+        let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
+        let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
+        let comm = Comm::connect(&id, group.rank, group.world_size, self.limit, &mut check)?;
+        // All ranks have come into NCCL, so they have read these.
+        if group.rank == 0 {
+            discard(&*self.store, ID);
+        }
+        discard(&*self.store, &identity::reports(&*self.store, group.rank, group.world_size).key(group.rank));
+        Ok(comm)
+    }
+
+    pub(super) fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
+        let (group, lost_after) = (self.group.clone(), self.options.lost_after);
+        spawn(&self.group, "heartbeat_monitor", move || {
+            HeartbeatMonitor { group: &group, health_store: &health_store, lost_after }.run();
+        })
+    }
+
+    pub(super) fn start_poller(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
+        let (group, comm_streams, streams) = (self.group.clone(), comm_streams.clone(), self.streams.clone());
+        spawn(&self.group, "poller", move || {
+            if let Err(error) = streams.bind() {
+                group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
+            }
+            watchdog::poll(&group, &*comm_streams);
+        })
+    }
+
+    pub(super) fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
+        let (group, comm_streams) = (self.group.clone(), comm_streams.clone());
+        spawn(&self.group, "watchdog", move || {
+            let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
+            watchdog::run(&group, &*comm_streams, &unasked);
+        })
+    }
+
+    /// Ends the group since it could not be connected, and returns the reason.
+    pub(super) fn give_up(&self, error: WaitError, heartbeat_monitor: JoinHandle<()>) -> Error {
+        let rank = self.group.rank;
+        let error = match error {
+            // The rank that has failed says so in the store, or sends no more heartbeats.
+            WaitError::Nccl(remote) if remote.is_remote => {
+                WaitError::Group(WaitError::Nccl(remote).end_group(&self.group))
+            }
+            own => own,
+        };
+        let failure = match &error {
+            WaitError::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
+            WaitError::Group(failure) => failure.clone(),
+        };
+        let ours = self.group.fail(failure.clone()) == failure;
+        self.group.leave();
+        join(heartbeat_monitor);
+        // This rank's own error is returned unchanged.
+        let other = self.group.failure().filter(|_| !ours);
+        other.map_or_else(|| error.into_error(rank), Error::from)
+    }
+}
