@@ -12,6 +12,7 @@ use std::sync::LazyLock;
 const VARIABLE: &str = "CANDLE_DDP_CUDNN_ATTENTION";
 
 /// Whether cuDNN may have something for this: false in builds without it, where it is switched off, and for what it never has.
+#[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn may_attend(dtype: DType, shape: &AttendShape) -> bool {
     #[cfg(feature = "cudnn")]
     {
@@ -23,14 +24,12 @@ pub fn may_attend(dtype: DType, shape: &AttendShape) -> bool {
         *ENABLED && is_narrow && [shape.size, shape.value_size].iter().all(|size| size.is_multiple_of(8))
     }
     #[cfg(not(feature = "cudnn"))]
-    {
-        let _ = (dtype, shape);
-        false
-    }
+    false
 }
 
 /// Enqueues attention, or its backward pass, after all work that candle has enqueued on `device`. Returns false, and does
 /// nothing, where `may_attend` is false, and for what cuDNN does not offer.
+#[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn attend(
     device: &CudaDevice,
     dtype: DType,
@@ -38,24 +37,15 @@ pub fn attend(
     scale: f64,
     tensors: &AttendTensors,
 ) -> Result<bool> {
-    if !may_attend(dtype, shape) {
-        return Ok(false);
-    }
     #[cfg(feature = "cudnn")]
-    {
+    if may_attend(dtype, shape) {
         let AttendTensors { qkv: [q, k, v], y, backward, .. } = *tensors;
         let gradients = backward.iter().flat_map(|(dy, [dq, dk, dv])| [dy, dq, dk, dv]).copied();
-        let is_aligned = [q, k, v, y].into_iter().chain(gradients).all(|address| address.is_aligned());
-        match is_aligned {
-            true => super::cudnn::attend(device, dtype, shape, scale, tensors).map_err(with_remedy),
-            false => Ok(false),
+        if [q, k, v, y].into_iter().chain(gradients).all(|address| address.is_aligned()) {
+            return super::cudnn::attend(device, dtype, shape, scale, tensors).map_err(with_remedy);
         }
     }
-    #[cfg(not(feature = "cudnn"))]
-    {
-        let _ = (device, scale, tensors);
-        Ok(false)
-    }
+    Ok(false)
 }
 
 #[cfg(feature = "cudnn")]

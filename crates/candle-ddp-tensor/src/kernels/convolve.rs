@@ -18,6 +18,7 @@ pub(super) fn is_enabled() -> bool {
 
 /// Enqueues a convolution of contiguous tensors x, w and y after all work that candle has enqueued on `device`. Returns
 /// false, and does nothing, in builds without cuDNN, where it is switched off, and for what cuDNN does not offer.
+#[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn convolve(
     device: &CudaDevice,
     kind: (Convolve, DType),
@@ -25,12 +26,8 @@ pub fn convolve(
     tensors: [Address; 3],
 ) -> Result<bool> {
     #[cfg(feature = "cudnn")]
-    {
-        if is_enabled() { super::cudnn::convolve(device, kind, shape, tensors) } else { Ok(false) }
+    if is_enabled() {
+        return super::cudnn::convolve(device, kind, shape, tensors);
     }
-    #[cfg(not(feature = "cudnn"))]
-    {
-        let _ = (device, kind, shape, tensors);
-        Ok(false)
-    }
+    Ok(false)
 }
