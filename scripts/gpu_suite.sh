@@ -17,7 +17,7 @@
 #     faults     ranks that die, leave or disagree, and training that continues without them
 #     steps      what DistributedDataParallel adds to a step, in a world of one; a timeline
 #     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
-#     models     steps of ResNet-50 and a GPT, f32 and bf16
+#     models     steps of ResNet-50, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
 #     switches   steps with one setting changed: kept memory, cuDNN, its attention and its workspace, lazy loading, queues, PTX
 #     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
@@ -245,21 +245,27 @@ bandwidth() {
 }
 
 models() {
-  local count=20 seconds=58 batches=("resnet50 128" "gpt 32") quick=() has_pytorch=0
+  local count=20 seconds=58 quick=() has_pytorch=0 arguments dtype model batch of
+  # tf32 is f32 that is rounded to TF32 in products and convolutions, as PyTorch does by default in convolutions.
+  local runs=("f32 resnet50 128" "tf32 resnet50 128" "bf16 resnet50 128" "f32 gpt 32" "tf32 gpt 32" "bf16 gpt 32"
+    "f32 gpt2 8" "tf32 gpt2 8" "bf16 gpt2 8")
   case $size in
-    quick) count=5 seconds=20 batches=("resnet50 64" "gpt 32") quick=(--modes ddp) ;;
-    tiny) count=1 batches=("resnet50 2" "gpt 1") quick=(--modes ddp --image-size 32) ;;
+    quick) count=5 seconds=20 runs=("f32 resnet50 64" "tf32 resnet50 64" "bf16 resnet50 64" "f32 gpt 32" "bf16 gpt 32" "bf16 gpt2 4")
+      quick=(--modes ddp) ;;
+    # GPT-2 is too large for the emulated GPU.
+    tiny) count=1 runs=("f32 resnet50 2" "tf32 resnet50 2" "bf16 resnet50 2" "f32 gpt 1" "bf16 gpt 1")
+      quick=(--modes ddp --image-size 32) ;;
   esac
   if pytorch models; then has_pytorch=1; fi
-  for dtype in f32 bf16; do
-    for of in "${batches[@]}"; do
-      read -r model batch <<<"$of"
-      step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 \
-        "$bin/step" --model "$model" --steps "$count" --dtype "$dtype" --batch-size "$batch" "${quick[@]}" || true
-      [ "$has_pytorch" = 1 ] || continue
-      step "models-$model-$dtype-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
-        CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" local,ddp "$dtype" "$batch" || true
-    done
+  for of in "${runs[@]}"; do
+    read -r dtype model batch <<<"$of"
+    arguments=(--dtype "$dtype")
+    [ "$dtype" != tf32 ] || arguments=(--dtype f32 --tf32)
+    step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 \
+      "$bin/step" --model "$model" --steps "$count" "${arguments[@]}" --batch-size "$batch" "${quick[@]}" || true
+    [ "$has_pytorch" = 1 ] || continue
+    step "models-$model-$dtype-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
+      CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" local,ddp "$dtype" "$batch" || true
   done
 }
 

@@ -41,6 +41,9 @@ struct Options {
     /// Compute in this dtype, f16 or bf16, with parameters in f32 (mode ddp only).
     #[arg(long)]
     amp: Option<DType>,
+    /// On a GPU, round f32 to TF32 in products and convolutions.
+    #[arg(long)]
+    tf32: bool,
     /// The height and width of resnet50's images.
     #[arg(long, default_value_t = 224)]
     image_size: usize,
@@ -76,6 +79,7 @@ fn main() -> ExitCode {
 }
 
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    candle_core::cuda::set_gemm_reduced_precision_f32(options.tf32);
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
     let input = options.model.input(batch_size, options.image_size, options.dtype, pg.device())?;
     let default = DdpOptions::default();
@@ -109,6 +113,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "mode": mode.name(),
             "dtype": options.dtype.as_str(),
             "amp": options.amp.map(|dtype| dtype.as_str()),
+            "tf32": options.tf32,
             "world_size": pg.world_size(),
             "batch_size": batch_size,
             "gradient_bytes": trainer.gradient_bytes,

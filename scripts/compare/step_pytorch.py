@@ -143,6 +143,7 @@ MODELS = {
     "resnet50": (resnet50, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
     "deeplab": (DeepLab, 8, lambda batch: torch.randn(batch, 3, 64, 64)),
     "gpt": (Gpt, 8, lambda batch: torch.randint(256, (batch, 256))),
+    "gpt2": (lambda: Gpt(50257, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -179,8 +180,6 @@ def slowest(times):
 
 def main():
     torch.set_num_threads(1)
-    # candle-ddp does not round f32 to TF32 either.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
@@ -188,7 +187,9 @@ def main():
     build, batch_size, data = MODELS[name]
     modes = sys.argv[3].split(",") if len(sys.argv) > 3 else ["local", "ddp"]
     dtype = sys.argv[4] if len(sys.argv) > 4 else "f32"
-    autocast, dtype = dtype == "autocast", "f32" if dtype == "autocast" else dtype
+    autocast, tf32, dtype = dtype == "autocast", dtype == "tf32", dtype if dtype in DTYPES else "f32"
+    # By default, candle-ddp does not round f32 to TF32, and PyTorch does in convolutions.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     batch_size = int(sys.argv[5]) if len(sys.argv) > 5 else batch_size
     x = data(batch_size).to(DEVICE)
     x = x.to(DTYPES[dtype]) if x.is_floating_point() else x
@@ -213,6 +214,7 @@ def main():
                 "mode": mode,
                 "dtype": dtype,
                 "amp": "bf16" if autocast else None,
+                "tf32": tf32,
                 "world_size": dist.get_world_size(),
                 "batch_size": x.shape[0],
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),

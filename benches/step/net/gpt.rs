@@ -4,19 +4,26 @@ use candle_core::{Module, Result};
 use candle_ddp::nn::{embedding, layer_norm, linear_no_bias};
 use candle_nn::{FuncT, Init, VarBuilder, func_t};
 
-pub(super) const VOCABULARY: usize = 256;
-pub(super) const TOKENS: usize = 256;
-const WIDTH: usize = 384;
-const HEADS: usize = 6;
-const LAYERS: usize = 6;
+pub(super) struct Sizes {
+    pub(super) vocabulary: usize,
+    pub(super) tokens: usize,
+    width: usize,
+    heads: usize,
+    layers: usize,
+}
 
-pub(super) fn gpt(vb: VarBuilder) -> Result<FuncT<'static>> {
-    let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
-    let positions = vb.get_with_hints((TOKENS, WIDTH), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
-    let block = |layer| Block::new(WIDTH, HEADS, vb.pp(format!("blocks.{layer}")));
-    let blocks = (0..LAYERS).map(block).collect::<Result<Vec<_>>>()?;
-    let norm = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?;
-    let head = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?;
+pub(super) const SMALL: Sizes = Sizes { vocabulary: 256, tokens: 256, width: 384, heads: 6, layers: 6 };
+/// Those of GPT-2 small.
+pub(super) const GPT2: Sizes = Sizes { vocabulary: 50_257, tokens: 1024, width: 768, heads: 12, layers: 12 };
+
+pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<FuncT<'static>> {
+    let Sizes { vocabulary, tokens, width, heads, layers } = *sizes;
+    let positions = vb.get_with_hints((tokens, width), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
+    let tokens = embedding(vocabulary, width, vb.pp("tokens"))?;
+    let block = |layer| Block::new(width, heads, vb.pp(format!("blocks.{layer}")));
+    let blocks = (0..layers).map(block).collect::<Result<Vec<_>>>()?;
+    let norm = layer_norm(width, 1e-5, vb.pp("norm"))?;
+    let head = linear_no_bias(width, vocabulary, vb.pp("head"))?;
     Ok(func_t(move |x, _| {
         let x = tokens.forward(x)?.broadcast_add(&positions)?;
         let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;

@@ -22,6 +22,8 @@ pub(crate) enum Model {
     Deeplab,
     /// A GPT of six layers of width 384, for 256 tokens.
     Gpt,
+    /// The same with the sizes of GPT-2 small: twelve layers of width 768, for 1024 of 50,257 tokens.
+    Gpt2,
 }
 
 impl Model {
@@ -32,6 +34,7 @@ impl Model {
             Self::Resnet50 => "resnet50",
             Self::Deeplab => "deeplab",
             Self::Gpt => "gpt",
+            Self::Gpt2 => "gpt2",
         }
     }
 
@@ -39,7 +42,7 @@ impl Model {
         match self {
             Self::Mlp => 256,
             Self::Resnet18 | Self::Resnet50 => 32,
-            Self::Deeplab | Self::Gpt => 8,
+            Self::Deeplab | Self::Gpt | Self::Gpt2 => 8,
         }
     }
 
@@ -47,14 +50,16 @@ impl Model {
     pub(crate) fn input(self, batch_size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Tensor> {
         let noise =
             |sample: &[usize]| Tensor::randn(0f32, 1., [&[batch_size], sample].concat(), device)?.to_dtype(dtype);
+        let tokens = |of: &gpt::Sizes| {
+            Tensor::rand(0f32, of.vocabulary as f32, (batch_size, of.tokens), device)?.to_dtype(DType::U32)
+        };
         match self {
             Self::Mlp => noise(&[1024]),
             Self::Resnet18 => noise(&[3, 32, 32]),
             Self::Resnet50 => noise(&[3, image_size, image_size]),
             Self::Deeplab => noise(&[3, 64, 64]),
-            Self::Gpt => {
-                Tensor::rand(0f32, gpt::VOCABULARY as f32, (batch_size, gpt::TOKENS), device)?.to_dtype(DType::U32)
-            }
+            Self::Gpt => tokens(&gpt::SMALL),
+            Self::Gpt2 => tokens(&gpt::GPT2),
         }
     }
 
@@ -64,7 +69,8 @@ impl Model {
             Self::Resnet18 => resnet18(vb),
             Self::Resnet50 => resnet50(vb),
             Self::Deeplab => deeplab::deeplab(vb),
-            Self::Gpt => gpt::gpt(vb),
+            Self::Gpt => gpt::gpt(&gpt::SMALL, vb),
+            Self::Gpt2 => gpt::gpt(&gpt::GPT2, vb),
         }
     }
 }
