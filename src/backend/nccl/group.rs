@@ -116,7 +116,8 @@ impl Group {
 
     /// Forgets completed calls. Returns an error of the device, or else the first call that has expired.
     ///
-    /// The device is asked without the lock: the driver may hold up the question for as long as another thread waits in it.
+    /// The device is asked, and fences are dropped, without the lock: the driver may hold up the question, or the end of an event, for
+    /// as long as another thread waits in it.
     pub(super) fn sweep(&self, now: Instant) -> Option<SuspectedFailure> {
         let fences: Vec<(Channel, u64, Arc<dyn Fence>)> = {
             let state = self.state();
@@ -132,7 +133,8 @@ impl Group {
             }
         }
         let mut state = self.state();
-        state.outstanding.retain(|call| !over.contains(&(call.channel, call.sequence)));
+        let ended: Vec<Outstanding> =
+            state.outstanding.extract_if(.., |call| over.contains(&(call.channel, call.sequence))).collect();
         for (channel, sequence) in over {
             state.history_mut(channel).complete(sequence, true, Some(now));
         }
@@ -140,7 +142,10 @@ impl Group {
             self.changed.notify_all();
         }
         state.swept = Instant::now();
-        broken.or_else(|| state.expired(now))
+        let found = broken.or_else(|| state.expired(now));
+        drop(state);
+        drop(ended);
+        found
     }
 
     /// The first call that has expired, if nothing has asked the device for `patience`: the driver holds up the question.

@@ -10,6 +10,7 @@ use crate::backend::nccl::heartbeat::{HeartbeatMonitor, without_asking};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::rendezvous::{self, HashStore, Store};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
 
@@ -183,6 +184,33 @@ fn calls_that_end_in_time_are_forgotten() {
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(rank.group.failure(), None);
     assert!(!rank.group.is_busy());
+}
+
+/// The end of a fence's event may wait for the driver. Nobody else may wait meanwhile.
+#[test]
+fn a_fence_is_dropped_without_the_lock() {
+    /// Says whether another thread gets an answer from the group while this is dropped.
+    struct Last(Arc<Group>, Sender<bool>);
+
+    impl Fence for Last {
+        fn is_over(&self) -> Result<bool, String> {
+            Ok(true)
+        }
+    }
+
+    impl Drop for Last {
+        fn drop(&mut self) {
+            let (group, (answer, answered)) = (Arc::clone(&self.0), channel());
+            std::thread::spawn(move || answer.send(group.is_busy()));
+            let _ = self.1.send(answered.recv_timeout(Duration::from_secs(5)).is_ok());
+        }
+    }
+
+    let group = Group::new(0, 1, Duration::from_secs(60), None);
+    let (sender, dropped) = channel();
+    group.begin(Channel::Collectives, all_reduce(1), Arc::new(Last(Arc::clone(&group), sender))).unwrap();
+    assert_eq!(group.sweep(Instant::now()), None);
+    assert_eq!(dropped.try_recv(), Ok(true));
 }
 
 #[test]
