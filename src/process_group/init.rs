@@ -6,6 +6,7 @@ use super::threads::{self, Affinity};
 use crate::backend::{Construction, nccl};
 use crate::error::{Failure, ranks};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use crate::kernels;
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Secret, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
@@ -154,6 +155,9 @@ impl Joining {
             Backend::Single => device.unwrap_or(Device::Cpu),
             _ => Device::Cpu,
         };
+        if let Err(error) = kernels::keep_memory(&device) {
+            log::debug!("the driver's pool of memory keeps its settings: {error}");
+        }
         let (rank, world_size) = (found.rank, found.world_size);
         let reports = StoreReports { store: &*found.store, topic: "backend", rank, world_size };
         threads::limit(rank, &agree_on_backend(&reports, backend)?);

@@ -1,16 +1,13 @@
 //! Chooses a rank's GPU.
 use crate::{Error, Result, rendezvous};
 use candle_core::{Device, DeviceLocation};
-use cudarc::driver::sys::CUmemPool_attribute;
-use cudarc::driver::{CudaContext, DriverError, result};
+use cudarc::driver::CudaContext;
 use std::ffi::OsStr;
 
 /// Allows several ranks on one GPU, for tests on a machine that has only one.
 const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
 /// NCCL's own variable for the same purpose, from 2.30 on.
 const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// Set to 0, lets the driver return freed memory to the system.
-const KEEP_MEMORY: &str = "CANDLE_DDP_KEEP_GPU_MEMORY";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// Returns the number of GPUs that this process sees, which `CUDA_VISIBLE_DEVICES` may limit.
@@ -45,10 +42,7 @@ pub fn device_count() -> Result<usize> {
 pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     match explicit {
         Some(device) => match device.location() {
-            DeviceLocation::Cuda { gpu_id } => {
-                keep_memory(gpu_id);
-                Ok(device)
-            }
+            DeviceLocation::Cuda { .. } => Ok(device),
             other => Err(Error::invalid(
                 "device",
                 format!(
@@ -63,33 +57,8 @@ pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Resu
             // SAFETY: candle uses one stream of this device, and the engine orders its own streams with that one. Without this, two
             // events would be made for each tensor, and recorded at each use.
             unsafe { device.as_cuda_device()?.disable_event_tracking() };
-            keep_memory(ordinal);
             Ok(device)
         }
-    }
-}
-
-/// Lets the driver keep memory that was freed, for the next tensors. By default it returns it to the system whenever a stream or an
-/// event is waited for, and obtaining it again takes many milliseconds for each gigabyte. Other processes cannot use it meanwhile.
-fn keep_memory(ordinal: usize) {
-    if std::env::var_os(KEEP_MEMORY).is_some_and(|value| !is_set(&value)) {
-        return;
-    }
-    if let Err(error) = set_release_threshold(ordinal, u64::MAX) {
-        log::debug!("the driver's pool of memory keeps its settings: {}", super::cuda_error(error));
-    }
-}
-
-fn set_release_threshold(ordinal: usize, mut bytes: u64) -> std::result::Result<(), DriverError> {
-    let context = CudaContext::new(ordinal)?;
-    if !context.has_async_alloc() {
-        return Ok(());
-    }
-    // SAFETY: the device exists, its pool lives as long as the process, and the attribute is such a number.
-    unsafe {
-        let pool = result::device::get_mem_pool(context.cu_device())?;
-        let threshold = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        result::mem_pool::set_attribute(pool, threshold, (&raw mut bytes).cast())
     }
 }
 

@@ -19,6 +19,10 @@ pub fn preload(_: &Device, _: &[DType]) -> Result<()> {
     Ok(())
 }
 
+pub fn keep_memory(_: &Device) -> Result<()> {
+    Ok(())
+}
+
 pub fn allocates_nothing(_: &CudaDevice) -> bool {
     false
 }

@@ -33,6 +33,8 @@ pub mod norm;
 mod norm_tensors;
 mod operands;
 #[cfg(feature = "cuda")]
+mod pool;
+#[cfg(feature = "cuda")]
 mod product;
 #[cfg(any(feature = "cuda", feature = "host"))]
 pub mod program;
@@ -66,6 +68,8 @@ pub use layer::{Output, address, address_or_none, launch, storage_address, writt
 #[cfg(feature = "cuda")]
 pub use norm_tensors::*;
 pub use operands::{Assignment, Extent, NormOperands, Operands, Rule, Scalars, scalars};
+#[cfg(feature = "cuda")]
+pub use pool::keep_memory;
 #[cfg(feature = "cuda")]
 pub use product::product;
 pub use source::Kernel;
