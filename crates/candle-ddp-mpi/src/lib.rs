@@ -3,6 +3,7 @@
 mod call;
 mod comm;
 mod communicator;
+mod control_variable;
 mod group;
 mod in_place;
 mod library;
@@ -15,6 +16,7 @@ mod process_group;
 mod queues;
 mod reduction;
 mod retired;
+mod tuning;
 
 pub use communicator::MpiCommunicator;
 pub use mpi;

@@ -1,9 +1,11 @@
 //! The MPI library: initialised once, and called so that its errors are values.
 use crate::lock::lock;
+use crate::tuning::choose_algorithm;
 use candle_ddp::Error;
 use mpi::ffi::{
-    MPI_Comm_set_errhandler, MPI_Error_string, MPI_Finalized, MPI_Init_thread, MPI_Initialized, MPI_Query_thread,
-    RSMPI_COMM_SELF, RSMPI_COMM_WORLD, RSMPI_ERRORS_RETURN, RSMPI_THREAD_MULTIPLE, RSMPI_THREAD_SERIALIZED,
+    MPI_Comm_set_errhandler, MPI_Comm_size, MPI_Error_string, MPI_Finalized, MPI_Init_thread, MPI_Initialized,
+    MPI_Query_thread, RSMPI_COMM_SELF, RSMPI_COMM_WORLD, RSMPI_ERRORS_RETURN, RSMPI_THREAD_MULTIPLE,
+    RSMPI_THREAD_SERIALIZED,
 };
 use std::ffi::{c_char, c_int};
 use std::fmt;
@@ -66,6 +68,7 @@ impl Library {
                 MPI_Comm_set_errhandler(RSMPI_COMM_WORLD, RSMPI_ERRORS_RETURN);
                 MPI_Comm_set_errhandler(RSMPI_COMM_SELF, RSMPI_ERRORS_RETURN);
             }
+            tune();
             begun()?;
         }
         // SAFETY: constants.
@@ -98,6 +101,16 @@ impl Library {
                 Err(MpiError { operation, text })
             }
         }
+    }
+}
+
+/// Chooses algorithms of the library, which has just been initialised.
+fn tune() {
+    let mut world_size = 0;
+    // SAFETY: MPI has been initialised, and the integer lives.
+    let code = unsafe { MPI_Comm_size(RSMPI_COMM_WORLD, &raw mut world_size) };
+    if let (0, Ok(version)) = (code, mpi::environment::library_version()) {
+        choose_algorithm(world_size, &version);
     }
 }
 

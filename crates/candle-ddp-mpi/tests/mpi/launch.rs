@@ -11,7 +11,12 @@ const LIMIT: Duration = Duration::from_secs(600);
 
 /// Runs `body` on so many ranks, which must all succeed. `test` is the path of the calling test.
 pub(crate) fn ranks(test: &str, count: usize, body: impl FnOnce() -> Result<()>) {
-    if let Some(output) = outcome(test, count, body) {
+    ranks_in(&[], test, count, body);
+}
+
+/// The same with further environment variables.
+pub(crate) fn ranks_in(variables: &[(&str, &str)], test: &str, count: usize, body: impl FnOnce() -> Result<()>) {
+    if let Some(output) = outcome_in(variables, test, count, body) {
         let text = text(&output);
         assert!(output.status.success(), "{}:\n{text}", output.status);
         assert_eq!(text.matches(DONE).count(), count, "{text}");
@@ -22,6 +27,15 @@ const DONE: &str = "rank is done";
 
 /// Runs `body` on so many ranks and returns how mpirun ended, or does not return on a rank.
 pub(crate) fn outcome(test: &str, count: usize, body: impl FnOnce() -> Result<()>) -> Option<Output> {
+    outcome_in(&[], test, count, body)
+}
+
+fn outcome_in(
+    variables: &[(&str, &str)],
+    test: &str,
+    count: usize,
+    body: impl FnOnce() -> Result<()>,
+) -> Option<Output> {
     if std::env::var(TEST).is_ok_and(|name| name == test) {
         let result = body();
         let line = result.as_ref().map_or_else(|error| format!("error: {error}\n"), |()| format!("{DONE}\n"));
@@ -29,10 +43,10 @@ pub(crate) fn outcome(test: &str, count: usize, body: impl FnOnce() -> Result<()
         std::io::stderr().write_all(line.as_bytes()).unwrap();
         std::process::exit(i32::from(result.is_err()));
     }
-    Some(start(test, count))
+    Some(start(variables, test, count))
 }
 
-fn start(test: &str, count: usize) -> Output {
+fn start(variables: &[(&str, &str)], test: &str, count: usize) -> Output {
     let program = std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".to_string());
     let count = count.to_string();
     let mut command = Command::new(&program);
@@ -51,6 +65,7 @@ fn start(test: &str, count: usize) -> Output {
     ] {
         command.env(name, value);
     }
+    command.envs(variables.iter().copied());
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child =
         command.spawn().unwrap_or_else(|error| panic!("{program}: {error}; set MPIRUN to the launcher of this MPI"));

@@ -6,6 +6,10 @@ mod failures;
 mod groups;
 mod launch;
 mod training;
+mod tuning;
+
+#[path = "../../src/control_variable.rs"]
+mod control_variable;
 
 #[path = "../../../../examples/digits/main.rs"]
 #[allow(dead_code)]
