@@ -3,7 +3,7 @@
 //!
 //! For each element of the result, the products of the first halves of all pairs are summed, and those of the second halves,
 //! then both together for each 16 pairs. As in AVX512-BF16, numbers below 1.2e-38 count as zero.
-use super::avx512::transposed;
+use super::transposed::transposed;
 use super::{LANES, WIDTH};
 use std::arch::asm;
 use std::arch::x86_64::*;

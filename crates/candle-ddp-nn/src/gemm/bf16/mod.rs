@@ -10,6 +10,8 @@ mod avx512;
 pub(crate) mod emulated_tiles;
 #[cfg(test)]
 pub(crate) mod portable;
+#[cfg(target_arch = "x86_64")]
+mod transposed;
 
 use super::strides::Strides;
 pub(crate) use avx512::Avx512;
