@@ -1,7 +1,7 @@
 //! A rank's share of the states that are spread over the ranks: its own shard, and the one that it mirrors.
 use super::placement::{self, Transfer, owner};
 use super::shard::{Layout, Shard};
-use crate::backend::Label;
+use crate::backend::{Label, P2pOp, Work};
 use crate::process_group::{ProcessGroup, report_length};
 use crate::state::{Dict, StateDict};
 use crate::{Error, Result};
@@ -182,14 +182,16 @@ impl Link {
         let news = self.exchange_layout(&cpu, news)?;
         let layout = news.or_else(|| self.received.take()).unwrap_or_default();
         let received = Shard::empty(layout, spare, self.group.device())?;
-        let on = |flat: &Tensor| if flat.device().is_cpu() { &cpu } else { &self.group };
-        let full = |flat: &&Tensor| flat.elem_count() > 0;
-        let sent =
-            own.flats.iter().filter(full).map(|flat| on(flat).isend(flat, self.to)).collect::<Result<Vec<_>>>()?;
-        for flat in received.flats.iter().filter(full) {
-            on(flat).irecv(flat, self.from)?.synchronize()?;
-        }
-        sent.into_iter().try_for_each(|work| work.synchronize())?;
+        // On a GPU a batch is one kernel. Messages by themselves would be a kernel each, which must all find room there.
+        let batch = |on_cpu: bool| {
+            let here = |flat: &&Tensor| flat.elem_count() > 0 && flat.device().is_cpu() == on_cpu;
+            let sends = own.flats.iter().filter(here).map(|flat| P2pOp::Send { tensor: flat.clone(), peer: self.to });
+            let recvs =
+                received.flats.iter().filter(here).map(|flat| P2pOp::Recv { tensor: flat.clone(), peer: self.from });
+            sends.chain(recvs).collect::<Vec<_>>()
+        };
+        let works = [cpu.batch_isend_irecv(&batch(true))?, self.group.batch_isend_irecv(&batch(false))?];
+        works.iter().try_for_each(Work::synchronize)?;
         (self.sent, self.received) = (Some(own.layout.clone()), Some(received.layout.clone()));
         Ok(received)
     }

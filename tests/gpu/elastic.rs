@@ -1,6 +1,7 @@
 //! Generations of `elastic::run` over NCCL: ranks are processes under the launcher, and are killed.
 use crate::common::assert_close;
 use crate::elastic_ranks::{FOLDER, GPUS, Run, Training, by_hand, processes, read, result, run_as_rank, train};
+use crate::elastic_zero_ranks;
 use crate::launch::{SHARED, gpus, is_emulated};
 use candle_ddp::elastic::State;
 use std::path::Path;
@@ -8,6 +9,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 const RANK: &str = "elastic::rank_of_another_test";
+const RANK_WITH_SHARDS: &str = "elastic::rank_with_shards_of_another_test";
 
 /// The entry point of ranks.
 #[test]
@@ -16,8 +18,19 @@ fn rank_of_another_test() {
     run_as_rank(|own, device| State::new(Training::new(own, device)), train);
 }
 
+/// The entry point of ranks whose optimizer's state is sharded.
+#[test]
+#[ignore = "started by other tests"]
+fn rank_with_shards_of_another_test() {
+    elastic_zero_ranks::run();
+}
+
 /// Under ddprun, on one GPU each if there are enough. NCCL writes the history of its communicators to a file per process.
 fn launched(gpus: usize, world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Run {
+    launched_as(RANK, gpus, world_size, options, events, min)
+}
+
+fn launched_as(rank: &str, gpus: usize, world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Run {
     let variables: Vec<String> =
         environment(gpus, world_size).into_iter().map(|(name, value)| format!("{name}={value}")).collect();
     let mut all = [options, &["env"]].concat();
@@ -26,7 +39,7 @@ fn launched(gpus: usize, world_size: usize, options: &[&str], events: &str, min:
     let host = if gpus < world_size { "NCCL_HOSTID=rank$RANK" } else { "" };
     let shell = format!("NCCL_DEBUG_FILE=${FOLDER}/nccl-%p {host} exec \"$0\" \"$@\"");
     all.extend(["sh", "-c", &shell]);
-    Run::of(RANK, world_size, &all, events, min)
+    Run::of(rank, world_size, &all, events, min)
 }
 
 fn environment(gpus: usize, world_size: usize) -> Vec<(&'static str, String)> {
@@ -80,6 +93,29 @@ fn killed_ranks_are_replaced_and_survivors_make_new_communicators() {
             assert_eq!(communicators(run.folder.path(), &life[0]), wanted, "rank {rank}, process {}", life[0]);
         }
     }
+}
+
+/// The ranks mirror their shards over the communicator that they have: pairs of them make none, whose kernels would need room.
+#[test]
+fn the_shards_of_a_killed_rank_come_from_its_mirror() {
+    let Some(gpus) = gpus("the_shards_of_a_killed_rank_come_from_its_mirror") else { return };
+    let launched = |options: &[&str], events| launched_as(RANK_WITH_SHARDS, gpus, 3, options, events, None);
+    let calm = launched(&[], "");
+    calm.succeeded();
+    let names = std::fs::read_dir(calm.folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let processes: Vec<String> =
+        names.filter_map(|name| Some(name.to_str()?.strip_prefix("nccl-")?.to_string())).collect();
+    assert!(processes.len() >= 3, "{processes:?}");
+    for process in processes {
+        let all = communicators(calm.folder.path(), &process);
+        assert!(all.iter().all(|event| event.ends_with(" 3")), "{all:?}");
+    }
+    // While the others are in the exchange of a commit, or a step ahead.
+    let run = launched(&["--max-restarts", "2"], "1 kill-step 2,2 kill-commit 5");
+    run.succeeded();
+    let tolerance = if is_emulated() { 0. } else { 1e-4 };
+    let (expected, trained) = (parameters(&calm, &[0, 1, 2]), parameters(&run, &[0, 1, 2]));
+    assert_close(&trained, &expected, tolerance, "with shards of ranks that were replaced");
 }
 
 /// Ranks 1 and 2 have ended without rank 0, in the processes in which they began.

@@ -16,6 +16,8 @@ mod elastic;
 #[path = "../common/elastic_ranks.rs"]
 mod elastic_ranks;
 mod elastic_zero;
+#[path = "../common/elastic_zero.rs"]
+mod elastic_zero_ranks;
 mod faults;
 mod image_programs;
 mod load;
