@@ -95,6 +95,15 @@ for folder in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
   done
 }
 
+# Runs nvidia-smi. A driver that hangs must not hold up the suite, so it writes to a file: a pipe would wait even for a process that
+# cannot be killed.
+smi() {
+  local status=0
+  timeout -k 5 20 nvidia-smi "$@" >"$results/nvidia-smi.log" || status=$?
+  cat "$results/nvidia-smi.log"
+  return "$status"
+}
+
 # The processes of a session.
 of_session() {
   local file fields
@@ -117,13 +126,13 @@ stacks() {
   for pid in $(of_session "$1"); do
     echo "== process $pid: $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null)"
     if command -v gdb >/dev/null; then
-      timeout 30 gdb -p "$pid" -batch -ex 'set pagination off' -ex 'thread apply all backtrace 40' 2>&1 || true
+      timeout -k 5 30 gdb -p "$pid" -batch -ex 'set pagination off' -ex 'thread apply all backtrace 40' 2>&1 || true
     fi
     for task in "/proc/$pid/task"/*; do
       echo "$(cat "$task/comm" 2>/dev/null) waits in $(cat "$task/wchan" 2>/dev/null)"
     done
   done
-  nvidia-smi 2>&1 || true
+  smi 2>&1 || true
   dmesg 2>/dev/null | grep -i -E 'xid|nvrm' | tail -n 20 || true
 }
 
@@ -134,7 +143,7 @@ result() {
 }
 
 # Runs a program for at most so many seconds, with its output in a log, and appends its result to `results.jsonl`, and to the summary
-# unless it is a test that passes.
+# unless it is a test that passes. A test that is skipped is no test that passes.
 step() {
   local name=$1 seconds=$2 status=0 start=$SECONDS outcome=passed pid
   shift 2
@@ -152,12 +161,21 @@ step() {
     outcome="timed out"
     stacks "$pid" >"$results/$name.stacks" 2>&1 || true
     end "$pid"
+    for _ in {1..100}; do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
   fi
-  wait "$pid" 2>/dev/null || status=$?
+  # A process that waits in the driver may survive even this.
+  if kill -0 "$pid" 2>/dev/null; then status=137; else wait "$pid" 2>/dev/null || status=$?; fi
   running=
   [ "$status" = 0 ] || [ "$outcome" != passed ] || outcome=failed
+  if [ "$outcome" = passed ] && grep -q '^running 1 test' "$results/$name.log" && grep -q 'SKIPPED ' "$results/$name.log"; then
+    outcome=skipped
+    sed -n "s/.*SKIPPED /- skipped: /p" "$results/$name.log" >>"$results/summary.md"
+  fi
   result "$name" "$outcome" "$status" $((SECONDS - start))
-  if [ "$outcome" = passed ] && [[ $name == test-* ]]; then return; fi
+  case $outcome in
+    skipped) return ;;
+    passed) if [[ $name == test-* ]]; then return; fi ;;
+  esac
   {
     printf '\n## %s: %s, %d s\n\n' "$name" "$outcome" $((SECONDS - start))
     printf '    %s\n\n' "$*"
@@ -227,7 +245,7 @@ steps() {
 
 # Whether PyTorch can be measured as well. The summary says if not.
 pytorch() {
-  python3 -c 'import torch; assert torch.cuda.is_available()' 2>"$results/pytorch.log" && return
+  timeout -k 5 60 python3 -c 'import torch; assert torch.cuda.is_available()' 2>"$results/pytorch.log" && return
   printf '\n## %s: PyTorch was not measured\n\n    %s\n' "$1" "$(tail -n 1 "$results/pytorch.log")" >>"$results/summary.md"
   return 1
 }
@@ -330,8 +348,8 @@ sanitizer() {
 # Looks at the machine. Only libraries that are missing, and a GPU that is too old, are failures.
 preflight() {
   {
-    nvidia-smi -q || true
-    nvidia-smi topo -m || true
+    smi -q || true
+    smi topo -m || true
     env | grep -E '^(NCCL|CUDA|CANDLE_DDP|LD_LIBRARY_PATH|LD_PRELOAD)' || true
     cat /etc/nccl.conf 2>/dev/null || true
     ulimit -a
@@ -342,7 +360,7 @@ preflight() {
   step libraries 30 bash -c '! ldd "$0"/* | grep "not found"' "$bin" || true
   local built gpu
   built=$(sed 's/.* //' "$here/features")
-  gpu=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
+  gpu=$(smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
   if [ -n "$gpu" ]; then
     step capability 10 test "$gpu" -ge "$built" || echo "build for this GPU with CUDA_COMPUTE_CAP=$gpu" >&2
   fi
@@ -387,7 +405,7 @@ run() {
     echo
     echo "- Date: $(date -u +%F)"
     echo "- Commit: $(cat "$here/commit"); features $(cat "$here/features")"
-    echo "- GPU: $(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo none)"
+    echo "- GPU: $(smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo none)"
     echo "- Processor: $(nproc) cores, $(sed -n 's/^model name\s*: //p' /proc/cpuinfo | head -n 1)"
     echo "- Command: gpu_suite/gpu_suite.sh run RESULTS $what"
   } >"$results/summary.md"
