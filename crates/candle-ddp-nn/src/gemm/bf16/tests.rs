@@ -67,6 +67,7 @@ fn packing_and_tiles_cover_every_extent() {
 }
 
 /// Skipped where the processor does not have the instructions.
+#[cfg(target_arch = "x86_64")]
 #[test]
 fn the_instructions_multiply_exactly_up_to_sums() {
     if let Some(unit) = Avx512::detect() {
