@@ -65,9 +65,9 @@ template <typename T> __device__ inline void attention_weights(const Arguments &
     __syncthreads();
     reduce_block<Add, Add>(part, 0, pair);
     __syncthreads();
-    const Real sum = pair[0];
+    const Real sum = pair[0], share = 1 / sum;
     for (unsigned long long key = threadIdx.x; key < a.keys; key += THREADS)
-        weights[key] = Element<T>::store(sees && key < row.seen ? scores[key] / sum : 0);
+        weights[key] = Element<T>::store(sees && key < row.seen ? scores[key] * share : 0);
     if (threadIdx.x == 0) TENSOR(Real, 2)[row.normaliser] = sees ? shift + log(sum) : -nothing;
 }
 LAYER(attention_weights)
