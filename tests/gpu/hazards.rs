@@ -5,6 +5,7 @@ use crate::left_out;
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
 use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
 use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, init_process_group};
 use cudarc::driver::{CudaContext, result, sys};
@@ -29,6 +30,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "waits of a call" => waits_of_a_call(&group(20)),
         "load in between" => load_in_between(&group(30)),
         "threads" => threads(worker),
+        "loader in between" => loader_in_between(worker, &group(30)),
         "communicator in between" => communicator_in_between(worker, &group(30)),
         _ => return false,
     }
@@ -297,6 +299,31 @@ fn communicator_in_between(worker: &Worker, pg: &ProcessGroup) {
 #[test]
 fn a_communicator_is_connected_while_calls_are_in_flight() {
     crate::finish("a_communicator_is_connected_while_calls_are_in_flight", 2, "communicator in between");
+}
+
+/// Rank 0 loads its first batch while it has an all-reduce in flight, in which rank 1 takes part only afterwards.
+fn loader_in_between(worker: &Worker, pg: &ProcessGroup) {
+    let tensor = ones(pg.device());
+    let all_reduce = || pg.all_reduce_async(&tensor, ReduceOp::Max).unwrap();
+    all_reduce().synchronize().unwrap();
+    if pg.rank() == 1 {
+        worker.await_report(0);
+        return all_reduce().synchronize().unwrap();
+    }
+    let work = all_reduce();
+    let sampler = DistributedSampler::new(2, 0, 1, SamplerOptions::default()).unwrap();
+    let options = LoaderOptions { batch_size: 2, num_workers: 1, ..Default::default() };
+    let collate = |samples: Vec<usize>| Ok(Tensor::ones(samples.len(), DType::F32, &Device::Cpu)?);
+    let loader = DataLoader::from_sampler(0..2, sampler, options, collate).unwrap().to_device(pg.device());
+    let batch = loader.iter().next().unwrap().unwrap();
+    worker.report("it has a batch");
+    work.synchronize().unwrap();
+    assert_eq!(batch.to_vec1::<f32>().unwrap(), [1.0; 2]);
+}
+
+#[test]
+fn batches_are_loaded_while_calls_are_in_flight() {
+    crate::finish("batches_are_loaded_while_calls_are_in_flight", 2, "loader in between");
 }
 
 /// Rank 0 uses kernels for the first time while it has an all-reduce in flight, and then makes the call of another group that rank 1

@@ -79,6 +79,9 @@ impl Uploader {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let context = CudaContext::new(device.cuda_stream().context().ordinal());
         let context = context.map_err(|error| failure("opening the device", error))?;
+        // SAFETY: events order this stream with candle's, below. With tracking, the first stream would wait for everything on the GPU,
+        // such as a collective in flight.
+        unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(|error| failure("making a stream", error))?;
         Ok(Self { device: device.clone(), context, stream, free: Mutex::default() })
     }
