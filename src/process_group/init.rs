@@ -223,8 +223,8 @@ fn choose(
         (Backend::Cpu, _) => Ok(Backend::Cpu),
         (Backend::Nccl, Some(true)) => Err(Error::invalid(
             "device",
-            "Backend::Nccl moves tensors on GPUs, but this is the CPU: give Device::new_cuda(…), or None to let the \
-             engine choose",
+            "Backend::Nccl moves tensors on GPUs, but this is the CPU: give Device::new_cuda_with_stream(…), or None \
+             to let the engine choose",
         )),
         (Backend::Nccl, _) => {
             // Whether there is a GPU is checked after the rendezvous, so that a rank without one can tell the others.
