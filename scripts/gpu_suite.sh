@@ -345,7 +345,7 @@ sanitizer() {
   done
 }
 
-# Looks at the machine. Only libraries that are missing, and a GPU that is too old, are failures.
+# Looks at the machine. Only libraries that are missing, and a GPU that is too old or serves one process alone, are failures.
 preflight() {
   {
     smi -q || true
@@ -358,12 +358,15 @@ preflight() {
   } >"$results/machine.log" 2>&1
   # shellcheck disable=SC2016  # the inner shell expands it
   step libraries 30 bash -c '! ldd "$0"/* | grep "not found"' "$bin" || true
-  local built gpu
+  local built gpu mode
   built=$(sed 's/.* //' "$here/features")
   gpu=$(smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
   if [ -n "$gpu" ]; then
     step capability 10 test "$gpu" -ge "$built" || echo "build for this GPU with CUDA_COMPUTE_CAP=$gpu" >&2
   fi
+  # Two ranks on this GPU need it to serve several processes.
+  mode=$(smi --query-gpu=compute_mode --format=csv,noheader 2>/dev/null | head -n 1) || true
+  step compute-mode 10 test "${mode#Exclusive}" = "$mode" || echo "let processes share this GPU: nvidia-smi -c DEFAULT" >&2
   # Compiles or loads kernels for the first time.
   step first-kernel 60 "$bin/gpu_layers" --exact activations_match_pytorch || true
 }
