@@ -419,6 +419,8 @@ run() {
   export CANDLE_DDP_REQUIRE_GPU=1
   # The driver's own cache, for kernels that it compiles.
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$results/cuda-cache}
+  # Without a home, every process would compile the kernels.
+  [ -w "${XDG_CACHE_HOME:-${HOME:-/nowhere}}" ] || export CANDLE_DDP_KERNEL_CACHE=${CANDLE_DDP_KERNEL_CACHE:-$results/kernel-cache}
   case $what in
     quick | all) for name in "${parts[@]}"; do part "$name"; done ;;
     *) part "$what" ;;
