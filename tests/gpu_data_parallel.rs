@@ -7,6 +7,7 @@
 //! Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // a failed test may panic
+#![allow(unsafe_code)] // the pool of memory is asked through the driver's functions
 mod common;
 #[path = "common/single.rs"]
 mod single;
@@ -16,6 +17,7 @@ use candle_ddp::data_parallel::{DataParallel, parallel_apply, replicate};
 use candle_ddp::{Backend, Error};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
 use common::{assert_buffers_are_read_first, assert_close, fill, floats, skip_unless, tensor, var};
+use cudarc::driver::{result, sys};
 
 const WIDTH: usize = 512;
 
@@ -56,6 +58,30 @@ fn lists(test: &str) -> Vec<Vec<Device>> {
         lists.push(gpus);
     }
     lists
+}
+
+#[test]
+fn freed_memory_stays_with_the_process() {
+    use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT};
+    let Some(devices) = lists("freed_memory_stays_with_the_process").into_iter().next() else { return };
+    let stream = devices[0].as_cuda_device().unwrap().cuda_stream();
+    let mut bytes = 0u64;
+    // SAFETY: the device exists.
+    let pool = unsafe { result::device::get_mem_pool(stream.context().cu_device()) }.unwrap();
+    // As in a program without other groups. SAFETY: the attribute is such a number.
+    unsafe { result::mem_pool::set_attribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, (&raw mut bytes).cast()) }
+        .unwrap();
+    DataParallel::new(&devices, &devices[0], &VarMap::new(), build).unwrap();
+    let tensor = Tensor::zeros(64 << 20, DType::F32, &devices[0]).unwrap();
+    devices[0].synchronize().unwrap();
+    drop(tensor);
+    // The first one tells the pool of the free.
+    devices[0].synchronize().unwrap();
+    devices[0].synchronize().unwrap();
+    // SAFETY: as above.
+    unsafe { result::mem_pool::get_attribute(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, (&raw mut bytes).cast()) }
+        .unwrap();
+    assert!(bytes >= 256 << 20, "{} MiB", bytes >> 20);
 }
 
 #[test]
