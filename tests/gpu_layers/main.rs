@@ -120,27 +120,28 @@ fn large_batches_match_the_cpu() {
     });
 }
 
-/// More rows than one block of the kernel sums, and columns that do not fill its last block.
+/// More rows than one block of the kernel sums, and columns that do not fill its last block: one by one, and in vectors.
 #[test]
 fn linear_layers_of_many_rows_match_the_cpu() {
     on_gpu("linear_layers_of_many_rows_match_the_cpu", |gpu| {
-        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)] {
+        let dtypes = [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
+        for ((dtype, tolerance), out) in dtypes.into_iter().flat_map(|dtype| [70, 272].map(|out| (dtype, out))) {
             let run = |device: &Device| {
                 let var = |shape: &[usize], seed| {
                     let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
                     Var::from_tensor(&values).unwrap()
                 };
-                let (x, weight, bias) = (var(&[3, 301, 5], 1), var(&[70, 5], 2), var(&[70], 3));
+                let (x, weight, bias) = (var(&[3, 301, 5], 1), var(&[out, 5], 2), var(&[out], 3));
                 let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
                 let y = layer.forward(&x).unwrap();
                 // Gradients whose sums are as large as they are.
-                let dy = (var(&[3, 301, 70], 4).as_tensor() / 30.0).unwrap();
+                let dy = (var(&[3, 301, out], 4).as_tensor() / 30.0).unwrap();
                 let grads = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();
                 let gradients = [&x, &weight, &bias].map(|var| floats(grads.get(var).unwrap()));
                 [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
             };
             for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                assert_close(there, &here, tolerance, &format!("result {index} in {dtype:?}"));
+                assert_close(there, &here, tolerance, &format!("result {index} of {out} columns in {dtype:?}"));
             }
         }
     });

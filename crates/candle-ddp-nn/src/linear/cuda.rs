@@ -6,7 +6,7 @@ use candle_ddp_tensor::kernels::{
     supported,
 };
 
-/// The number of columns that a block of the kernel sums.
+/// The number of columns, or of vectors of them, that a block of the kernel sums.
 const COLUMNS: usize = 32;
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 512;
@@ -30,7 +30,8 @@ pub(super) fn forward(
     let bias = bias.map(Tensor::contiguous).transpose()?;
     if bias.is_some() {
         let tensors = [y.address()?, address_or_none(bias.as_ref())?];
-        let (grid, numbers) = (Grid::Threads(rows * out), &[rows, out]);
+        let vector = Address::vector(&tensors, out, dtype);
+        let (grid, numbers) = (Grid::Threads(rows * (out / vector)), &[rows, out, vector]);
         let launch = Launch { kernel: Kernel::RepeatRow, dtype, grid, tensors: &tensors, numbers, reals: &[] };
         kernels::launch(device, launch)?;
     }
@@ -59,13 +60,15 @@ pub(super) fn weight_gradient((rows, features, out): Extents, dy: &Tensor, x: &T
 pub(super) fn bias_gradient((rows, _, out): Extents, dy: &Tensor) -> Result<Tensor> {
     let (device, dtype) = (dy.device().as_cuda_device()?, dy.dtype());
     let sums = Output::new(device, dtype, out)?;
-    let tiles = out.div_ceil(COLUMNS);
+    let vector = |from: Address, to: Address| Address::vector(&[from, to], out, dtype);
+    let tiles = |vector: usize| (out / vector).div_ceil(COLUMNS);
     let sum = |[rows, parts, part, from_sums, to_sums]: [usize; 5], from: Address, to: Address| {
-        let numbers = &[rows, out, part, from_sums, to_sums];
-        let (kernel, grid) = (Kernel::SumColumns, Grid::Blocks(tiles * parts));
+        let vector = vector(from, to);
+        let numbers = &[rows, out, part, from_sums, to_sums, vector];
+        let (kernel, grid) = (Kernel::SumColumns, Grid::Blocks(tiles(vector) * parts));
         kernels::launch(device, Launch { kernel, dtype, grid, tensors: &[from, to], numbers, reals: &[] })
     };
-    let (parts, part) = parts(rows, tiles);
+    let (parts, part) = parts(rows, tiles(vector(address(dy)?, sums.address()?)));
     if parts == 1 {
         sum([rows, 1, rows, 0, 0], address(dy)?, sums.address()?)?;
     } else {
