@@ -15,17 +15,24 @@ fn named(run_id: Option<&str>) -> Option<&str> {
     run_id.filter(|run_id| *run_id != NO_NAME)
 }
 
+/// The connections of a rank to the store.
+const CONNECTIONS: usize = 3;
+
 /// Hosts the store of the run `run_id`. With `guests`, it also serves clients that do not know `secret`, with separate
-/// keys, until a client proves that it knows it. The job's keys begin with `pairs`.
+/// keys, until a client proves that it knows it. `ranks` of them may come at once. The job's keys begin with `pairs`.
 pub fn host(
     listening: &Listening,
     run_id: Option<&str>,
     secret: Option<&Secret>,
     guests: bool,
+    ranks: usize,
     pairs: &[(&str, &str)],
 ) -> Result<TcpStoreServer> {
     let pairs = [&[(RUN_ID, named(run_id).unwrap_or_default())][..], pairs].concat();
-    let options = TcpStoreServerOptions { secret: secret.cloned(), guests, ..Default::default() };
+    let default = TcpStoreServerOptions::default();
+    let most = CONNECTIONS.saturating_mul(ranks).min(default.max_clients / 4);
+    let max_ungreeted = default.max_ungreeted.max(most);
+    let options = TcpStoreServerOptions { secret: secret.cloned(), guests, max_ungreeted, ..default };
     TcpStoreServer::serve(&listening.addresses, options, &pairs)
 }
 
@@ -34,9 +41,9 @@ pub fn host(
 /// # Errors
 /// Returns [`Error::InvalidArgument`], with the number that is needed.
 pub fn check_room(ranks: usize) -> Result<()> {
-    // Three connections for each rank may take three quarters of the limit. Some are open already.
+    // The connections of all ranks may take three quarters of the limit. Some are open already.
     let purpose = format!("the store of {ranks} rank(s), which this process hosts");
-    check_limit(0, 4 * ranks, &purpose).map_err(|reason| Error::invalid("ulimit -n", reason))
+    check_limit(0, (CONNECTIONS + 1) * ranks, &purpose).map_err(|reason| Error::invalid("ulimit -n", reason))
 }
 
 /// The servers that this process hosts. Groups that use the same port, concurrently or in succession, share a server.
@@ -45,7 +52,7 @@ static SERVERS: Mutex<Vec<Weak<TcpStoreServer>>> = Mutex::new(Vec::new());
 /// How long a port may still be held by an earlier attempt's process, or by a child that is just being started.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// Like [`host`], but returns the server that this process already hosts there, if any.
+/// Like [`host`], for any number of ranks, but returns the server that this process already hosts there, if any.
 pub(super) fn host_shared(
     listening: &Listening,
     run_id: Option<&str>,
@@ -59,7 +66,7 @@ pub(super) fn host_shared(
     }
     let deadline = Instant::now() + RELEASE;
     let server = loop {
-        match host(listening, run_id, secret, false, &[]) {
+        match host(listening, run_id, secret, false, 0, &[]) {
             Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(20));
             }

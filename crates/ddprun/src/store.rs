@@ -50,12 +50,17 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
     if !is_static && !is_told.unwrap_or(listening.warning.is_none()) {
         return Ok((None, port));
     }
-    let least = |Rendezvous { terms, .. }: &Rendezvous| terms.min_nodes * terms.workers;
-    check_room(config.rendezvous.as_ref().map_or(config.topology.world_size(), least))?;
+    let [least, most] = match &config.rendezvous {
+        Some(Rendezvous { terms, .. }) => {
+            [terms.min_nodes, terms.max_nodes].map(|nodes| nodes.saturating_mul(terms.workers))
+        }
+        None => [config.topology.world_size(); 2],
+    };
+    check_room(least)?;
     let secret = &config.secret;
     let status = String::from_utf8_lossy(&encode(status)).into_owned();
     let pairs = [(RUN_STATUS, status.as_str())];
-    let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests(), &pairs) {
+    let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests(), most, &pairs) {
         // Another ddprun of the run on this machine has started it.
         Err(candle_ddp_rendezvous::Error::Io { error, .. })
             if error.kind() == ErrorKind::AddrInUse && !is_static && is_told.is_none() =>

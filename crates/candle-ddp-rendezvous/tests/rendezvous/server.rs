@@ -1,6 +1,6 @@
 //! The server with misbehaving clients, over raw sockets.
 use crate::process::test_arguments;
-use candle_ddp_rendezvous::{Result, Store, TcpStore, TcpStoreServer, TcpStoreServerOptions};
+use candle_ddp_rendezvous::{Listening, Result, Store, TcpStore, TcpStoreServer, TcpStoreServerOptions, host_store};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
@@ -252,6 +252,21 @@ fn ranks_that_connect_all_at_once_are_all_accepted() {
             });
         }
     });
+}
+
+#[test]
+fn a_launchers_store_has_room_for_all_ranks_at_once() {
+    for (ranks, has_room) in [(2, false), (100, true)] {
+        let listening = Listening::at("127.0.0.1", 0, true, TIMEOUT).unwrap();
+        let server = host_store(&listening, None, None, false, ranks, &[]).unwrap();
+        let first = raw(&server);
+        let _others: Vec<TcpStream> = (0..200).map(|_| raw(&server)).collect();
+        // By now, the server has admitted all that came before.
+        greeted(&server);
+        first.set_nonblocking(true).unwrap();
+        let is_open = matches!((&first).read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock);
+        assert_eq!(is_open, has_room, "{ranks} ranks");
+    }
 }
 
 #[test]

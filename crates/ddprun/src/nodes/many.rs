@@ -74,7 +74,7 @@ impl Drop for Guard<'_> {
 fn run(nodes: usize, wait: Duration) -> String {
     let secret = Some(Secret::random().unwrap());
     let listening = Listening::at("127.0.0.1", 0, true, TIMEOUT).unwrap();
-    let server = host_store(&listening, None, secret.as_ref(), false, &[]).unwrap();
+    let server = host_store(&listening, None, secret.as_ref(), false, nodes, &[]).unwrap();
     let port = server.port();
     // Between the steps, all ranks and this thread wait for each other.
     let step = Steps { threads: nodes + 1, calls: Mutex::new(Some(0)), changed: Condvar::new() };
