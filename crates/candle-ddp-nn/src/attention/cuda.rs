@@ -169,7 +169,7 @@ impl<'a> Attention<'a> {
         for block in self.blocks(1) {
             self.scores(&block, [q, k], scores)?;
             let tensors = [scores, weights, normalisers.address()?, self.mask()?];
-            self.launch(Kernel::AttentionWeights, &block, &tensors)?;
+            self.launch(Kernel::AttentionWeights, &block, &tensors, 2)?;
             let (weights, values) = (block.scores(weights), self.of_keys(&block, v, self.dtype, value_size));
             let y = target(self.of_rows(&block, y.address()?, value_size), self.dtype, false);
             self.product(&block, [block.rows, value_size, block.keys], weights, values, y)?;
@@ -207,7 +207,7 @@ impl<'a> Attention<'a> {
             let to = target(block.scores(of_weights), acc, false);
             self.product(&block, [block.rows, block.keys, value_size], of_y, transposed(values), to)?;
             let tensors = [scores, of_weights, weights, gradients, normalisers.address()?, self.mask()?];
-            self.launch(Kernel::AttentionGradients, &block, &tensors)?;
+            self.launch(Kernel::AttentionGradients, &block, &tensors, 4)?;
             let to = target(self.of_rows(&block, dq.address()?, size), self.dtype, false);
             let (weights, gradients) = (block.scores(weights), block.scores(gradients));
             self.product(&block, [block.rows, size, block.keys], gradients, keys, to)?;
@@ -278,12 +278,15 @@ impl<'a> Attention<'a> {
         Ok(address_or_none(self.problem.mask.as_ref())?)
     }
 
-    fn launch(&self, kernel: Kernel, block: &Block, tensors: &[Address]) -> Result<()> {
+    /// The first `matrices` tensors have the block's rows and columns.
+    fn launch(&self, kernel: Kernel, block: &Block, tensors: &[Address], matrices: usize) -> Result<()> {
         let Problem { heads, group, queries, scale, is_causal, .. } = *self.problem;
         let rows_of_item = self.problem.rows_of_item();
         let block_numbers = [block.item, block.row, block.rows, block.keys, rows_of_item];
         let numbers = [queries, heads / group, group, usize::from(is_causal)];
-        let numbers = [&block_numbers[..], &numbers, &self.problem.mask_strides(), &[block.columns()]].concat();
+        let columns = block.columns();
+        let in_memory = [columns, Address::vector(&tensors[..matrices], columns, self.dtype)];
+        let numbers = [&block_numbers[..], &numbers, &self.problem.mask_strides(), &in_memory].concat();
         let grid = Grid::Blocks(block.items * block.rows);
         let launch = Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals: &[scale] };
         Ok(kernels::launch(self.device, launch)?)

@@ -8,8 +8,13 @@ struct Attention {
     unsigned long long is_causal;
     unsigned long long mask[4]; // its strides by sample, head, query and key; 0 where the same holds for all
     unsigned long long columns; // from one row of scores in memory to the next
+    unsigned long long vector;  // keys that a thread processes at once: a whole vector, or one
 };
 #define ATTENTION (*reinterpret_cast<const Attention *>(by.numbers))
+
+// Loops over this thread's keys, with the first of some. The last ones may lie behind `keys`, but not behind the row in memory.
+#define FOR_EACH_KEY(key, keys) \
+    for (unsigned long long key = threadIdx.x * a.vector; key < (keys); key += THREADS * a.vector)
 
 // This block's row: where its numbers begin, and the numbers added to its scores.
 template <typename Real> struct Row {
@@ -47,27 +52,41 @@ template <typename T> __device__ inline void attention_weights(const Arguments &
     Real *scores = TENSOR(Real, 0) + row.scores;
     T *weights = TENSOR(T, 1) + row.scores;
     const Real scale = by.reals[0], nothing = __uint_as_float(0xff800000u);
+    const bool is_vector = a.vector > 1;
+    Few<T> few;
     Real largest = nothing;
-    for (unsigned long long key = threadIdx.x; key < row.seen; key += THREADS) {
-        const Real score = row.score(scores[key], scale, key);
-        scores[key] = score;
-        if (score > largest || score != score) largest = score;
+    FOR_EACH_KEY(key, row.seen) {
+        few.load(scores + key, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const Real score = key + k < row.seen ? row.score(few.at[k], scale, key + k) : nothing;
+            few.at[k] = score;
+            if (score > largest || score != score) largest = score;
+        }
+        few.store(scores + key, is_vector);
     }
     reduce_block<Larger, Add>(largest, 0, pair);
     __syncthreads();
     const Real shift = pair[0];
     const bool sees = shift != nothing;
     Real part = 0;
-    for (unsigned long long key = threadIdx.x; sees && key < row.seen; key += THREADS) {
-        scores[key] = exp(scores[key] - shift);
-        part += scores[key];
+    FOR_EACH_KEY(key, sees ? row.seen : 0) {
+        few.load(scores + key, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            few.at[k] = exp(few.at[k] - shift);
+            part += few.at[k];
+        }
+        few.store(scores + key, is_vector);
     }
     __syncthreads();
     reduce_block<Add, Add>(part, 0, pair);
     __syncthreads();
     const Real sum = pair[0], share = 1 / sum;
-    for (unsigned long long key = threadIdx.x; key < a.keys; key += THREADS)
-        weights[key] = Element<T>::store(sees && key < row.seen ? scores[key] * share : 0);
+    FOR_EACH_KEY(key, a.keys) {
+        const bool is_seen = sees && key < row.seen;
+        if (is_seen) few.load(scores + key, is_vector);
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = is_seen ? few.at[k] * share : 0;
+        few.store(weights + key, is_vector);
+    }
     if (threadIdx.x == 0) TENSOR(Real, 2)[row.normaliser] = sees ? shift + log(sum) : -nothing;
 }
 LAYER(attention_weights)
@@ -84,19 +103,32 @@ template <typename T> __device__ inline void attention_gradients(const Arguments
     const Real *of_weights = TENSOR(const Real, 1) + row.scores;
     T *weights = TENSOR(T, 2) + row.scores, *gradients = TENSOR(T, 3) + row.scores;
     const Real scale = by.reals[0], normaliser = TENSOR(const Real, 4)[row.normaliser];
+    const bool is_vector = a.vector > 1;
+    Few<T> weight, few;
     Real part = 0;
-    for (unsigned long long key = threadIdx.x; key < row.seen; key += THREADS) {
-        scores[key] = exp(row.score(scores[key], scale, key) - normaliser);
-        part += scores[key] * of_weights[key];
+    FOR_EACH_KEY(key, row.seen) {
+        weight.load(scores + key, is_vector);
+        few.load(of_weights + key, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const bool is_seen = key + k < row.seen;
+            weight.at[k] = is_seen ? exp(row.score(weight.at[k], scale, key + k) - normaliser) : 0;
+            if (is_seen) part += weight.at[k] * few.at[k];
+        }
+        weight.store(scores + key, is_vector);
     }
     reduce_block<Add, Add>(part, 0, pair);
     __syncthreads();
     const Real mean = pair[0];
-    for (unsigned long long key = threadIdx.x; key < a.keys; key += THREADS) {
-        const Real weight = key < row.seen ? scores[key] : 0;
-        const Real gradient = key < row.seen ? weight * (of_weights[key] - mean) * scale : 0;
-        weights[key] = Element<T>::store(weight);
-        gradients[key] = Element<T>::store(gradient);
+    FOR_EACH_KEY(key, a.keys) {
+        weight.load(scores + key, is_vector);
+        few.load(of_weights + key, is_vector);
+        FOR_EACH_OF(T, is_vector, k) {
+            const bool is_seen = key + k < row.seen;
+            weight.at[k] = is_seen ? weight.at[k] : 0;
+            few.at[k] = is_seen ? weight.at[k] * (few.at[k] - mean) * scale : 0;
+        }
+        weight.store(weights + key, is_vector);
+        few.store(gradients + key, is_vector);
     }
 }
 LAYER(attention_gradients)
