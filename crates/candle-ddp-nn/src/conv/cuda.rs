@@ -160,8 +160,9 @@ impl<'a> Convolution<'a> {
         if !is_there {
             return Ok(());
         }
-        let grid = Grid::Threads(self.geometry.n * channels * pixels);
-        let numbers = &[self.geometry.n, channels, pixels];
+        let vector = Address::vector(&tensors[..1], pixels, self.dtype);
+        let grid = Grid::Threads(self.geometry.n * channels * (pixels / vector));
+        let numbers = &[self.geometry.n, channels, pixels, vector];
         let launch =
             Launch { kernel: Kernel::AddBias, dtype: self.dtype, grid, tensors: &tensors, numbers, reals: &[] };
         Ok(kernels::launch(self.device, launch)?)

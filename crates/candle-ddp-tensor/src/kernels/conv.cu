@@ -91,15 +91,21 @@ template <typename T> __device__ inline void columns_to_images(const Arguments &
 }
 LAYER(columns_to_images)
 
-// tensors: planes (n, channels, elements), to which the bias, tensor 1, is added. numbers: n, channels, elements.
+// tensors: planes (n, channels, elements), to which the bias, tensor 1, is added. numbers: n, channels, elements, and those of a
+// thread: a whole vector, or one.
 template <typename T> __device__ inline void add_bias(const Arguments &by) {
-    const unsigned long long element = thread_in_grid();
-    unsigned long long rest = element;
-    take(rest, by.numbers[2]);
+    const unsigned long long vector = by.numbers[3], first = thread_in_grid();
+    unsigned long long rest = first;
+    take(rest, by.numbers[2] / vector);
     const unsigned long long channel = take(rest, by.numbers[1]);
     if (rest >= by.numbers[0]) return;
-    T &value = TENSOR(T, 0)[element];
-    value = Element<T>::store(Element<T>::load(value) + Element<T>::load(TENSOR(const T, 1)[channel]));
+    const typename Element<T>::Real bias = Element<T>::load(TENSOR(const T, 1)[channel]);
+    T *values = TENSOR(T, 0) + first * vector;
+    const bool is_vector = vector > 1;
+    Few<T> few;
+    few.load(values, is_vector);
+    FOR_EACH_OF(T, is_vector, k) few.at[k] += bias;
+    few.store(values, is_vector);
 }
 LAYER(add_bias)
 
