@@ -32,12 +32,19 @@ pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> 
         });
     }
     warn_of_old(nccl_version);
-    if std::env::var(BLOCKING).is_ok_and(|value| value.trim() == "1") {
+    if std::env::var(BLOCKING).is_ok_and(|value| is_one(&value)) {
         return Err(blocking().into_error(rank));
     }
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
     Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id, process: identity::process()? }))
+}
+
+/// Whether NCCL, which reads numbers as C does, reads 1.
+fn is_one(value: &str) -> bool {
+    let number = value.trim().trim_start_matches('+');
+    let hexadecimal = number.strip_prefix("0x").or_else(|| number.strip_prefix("0X"));
+    hexadecimal.map_or(number.parse(), |digits| i64::from_str_radix(digits, 16)) == Ok(1)
 }
 
 /// Warns of versions of NCCL that have known errors.
@@ -151,5 +158,16 @@ impl Base {
         // This rank's own error is returned unchanged.
         let other = self.group.failure().filter(|_| !ours);
         other.map_or_else(|| error.into_error(rank), Error::from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_one;
+
+    #[test]
+    fn numbers_are_read_as_c_does() {
+        assert!(["1", " 1\n", "01", "0x1", "+1"].into_iter().all(is_one));
+        assert!(!["0", "", "10", "-1", "0x10", "yes"].into_iter().any(is_one));
     }
 }
