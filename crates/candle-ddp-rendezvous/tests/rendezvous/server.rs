@@ -261,8 +261,8 @@ fn a_launchers_store_has_room_for_all_ranks_at_once() {
         let server = host_store(&listening, None, None, false, ranks, &[]).unwrap();
         let first = raw(&server);
         let _others: Vec<TcpStream> = (0..200).map(|_| raw(&server)).collect();
-        // By now, the server has admitted all that came before.
-        greeted(&server);
+        // By then, the server has admitted all that came before.
+        assert!(pings(&mut greeted(&server)));
         first.set_nonblocking(true).unwrap();
         let is_open = matches!((&first).read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock);
         assert_eq!(is_open, has_room, "{ranks} ranks");
