@@ -20,6 +20,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "driver waits" => driver_waits(worker, &group(100)),
         "stuck messages" => stuck_messages(worker, &group(100)),
         "many pairs" => many_pairs(&group(40)),
+        "many calls" => many_calls(worker, &group(5)),
         "drop elsewhere" => drop_elsewhere(&group(20)).unwrap(),
         "memory" => {
             let pg = group(20);
@@ -206,6 +207,33 @@ fn messages_of_many_pairs_find_room_on_the_gpu() {
     if gpus(TEST).is_some() && emulated(TEST) {
         // NCCL's own limit would hide it.
         Ranks::start_in(2, "many pairs", |_| Some(("NCCL_MAX_CTAS", ""))).finish();
+    }
+}
+
+/// Rank 0 starts many collectives, and rank 1 none.
+fn many_calls(worker: &Worker, pg: &ProcessGroup) {
+    if pg.rank() == 1 {
+        worker.await_report(0);
+        return;
+    }
+    let mut works = Vec::new();
+    let tensor = Tensor::ones(1, DType::F32, pg.device()).unwrap();
+    let error = (0..400).find_map(|_| match pg.all_reduce_async(&tensor, ReduceOp::Sum) {
+        Ok(work) => {
+            works.push(work);
+            None
+        }
+        Err(error) => Some(error.to_string()),
+    });
+    worker.report(&format!("{} {}", works.len(), error.unwrap_or_default()));
+}
+
+#[test]
+fn calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver() {
+    const TEST: &str = "calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver";
+    if gpus(TEST).is_some() {
+        let report = Ranks::start(2, "many calls").reports(&[0]).swap_remove(0);
+        assert!(report.starts_with("192 ") && report.contains("timed out"), "{report}");
     }
 }
 

@@ -179,7 +179,8 @@ impl NcclCommunicator {
 
     /// Puts calls that NCCL runs as one kernel behind the collectives: `work` is that of all.
     fn launch(&self, calls: &[(Call, Channel)], prepared: &Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
-        // Before the lock is taken, for which an abort would wait: candle's stream may be full.
+        // Before the lock is taken, for which an abort would wait: both streams may be full.
+        self.group.await_room()?;
         let marked = self.comm_stream.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
         let started = {
             let mut turn = self.comm_stream.turn();

@@ -84,6 +84,27 @@ impl Group {
         lock(&self.state)
     }
 
+    /// Waits until few calls are on the stream of the collectives. The driver would wait too once that is full, and holds up the
+    /// thread that ends the group then: this rank's own wait ends if the group fails.
+    pub(super) fn await_room(&self) -> Result<(), Failure> {
+        /// Streams have room for about a thousand entries, of which a call takes four.
+        const MOST: usize = 192;
+        const PAUSE: Duration = Duration::from_micros(50);
+        let on_stream = |call: &&Outstanding| call.channel == Channel::Collectives || call.is_of_batch;
+        let state = self.state();
+        let last = state.outstanding.iter().rev().filter(on_stream).nth(MOST - 1);
+        let Some(fence) = last.map(|call| Arc::clone(&call.fence)) else { return Ok(()) };
+        drop(state);
+        // After an error of the device, the watchdog ends the group.
+        while !matches!(fence.is_over(), Ok(true)) {
+            if let Some(failure) = self.root_cause() {
+                return Err(failure);
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+
     /// Records that `call` is about to be started, with the fence that tells when it is complete. Returns its sequence
     /// number.
     pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
