@@ -4,7 +4,7 @@
 //! For each element of the result, the products of the first halves of all pairs are summed, and those of the second halves,
 //! then both together for each 16 pairs. As in AVX512-BF16, numbers below 1.2e-38 count as zero.
 use super::transposed::transposed;
-use super::{LANES, WIDTH};
+use super::{LANES, Product, WIDTH, panels};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
@@ -102,42 +102,32 @@ impl Config {
     }
 }
 
-/// result = a · b, or result + a · b if `accumulate`, of a panel of `rows` ≤ [`ROWS`] rows, and `b` in panels of [`WIDTH`]
-/// columns. Rows of the result are `distance` apart; only `columns` of each are touched.
-///
 /// # Safety
-/// [`detect`] must have returned true. `a` must have `rows` elements for each of `pairs`, `b` whole panels for all `columns`, and
+/// [`detect`] must have returned true. There must be at most [`ROWS`] rows. `a` must have `rows` elements for each of `pairs`, `b` whole panels for all `columns`, and
 /// `result` all its rows.
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn panel(
-    a: &[u32],
-    (b, columns): (&[u32], usize),
-    rows: usize,
-    pairs: usize,
-    (result, distance): (&mut [f32], usize),
-    accumulate: bool,
-) {
+pub(super) unsafe fn multiply(product: Product) {
+    let Product { a, rows, b, columns, pairs, result, distance, accumulate } = product;
     // SAFETY: `a` has `rows` elements for each pair.
     let a = unsafe { by_rows(a.as_ptr(), rows, pairs) };
     let config = Config::new(rows, pairs);
     // SAFETY: the processor has tiles, and the shapes are valid for the palette.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) };
     let mut narrow = [0f32; ROWS * WIDTH];
-    for (column, b) in (0..columns).step_by(WIDTH).zip(b.chunks_exact(WIDTH * pairs)) {
-        let columns = WIDTH.min(columns - column);
-        if columns == WIDTH {
+    for (columns, b) in panels(b, columns, pairs) {
+        if columns.len() == WIDTH {
             // SAFETY: as above; the result has `WIDTH` more columns in each row.
-            unsafe { tiles(&a, b, pairs, result[column..].as_mut_ptr(), distance, accumulate) };
+            unsafe { tiles(&a, b, pairs, result[columns.start..].as_mut_ptr(), distance, accumulate) };
             continue;
         }
-        let part = |row: usize| row * distance + column..row * distance + column + columns;
+        let part = |row: usize| row * distance + columns.start..row * distance + columns.end;
         for (row, to) in narrow.chunks_exact_mut(WIDTH).enumerate().take(rows) {
-            to[..columns].copy_from_slice(&result[part(row)]);
+            to[..columns.len()].copy_from_slice(&result[part(row)]);
         }
         // SAFETY: as above; `narrow` has room for `ROWS` rows.
         unsafe { tiles(&a, b, pairs, narrow.as_mut_ptr(), WIDTH, accumulate) };
         for (row, from) in narrow.chunks_exact(WIDTH).enumerate().take(rows) {
-            result[part(row)].copy_from_slice(&from[..columns]);
+            result[part(row)].copy_from_slice(&from[..columns.len()]);
         }
     }
     // SAFETY: the processor has tiles. Without their contents, the system has less to save when it changes threads.

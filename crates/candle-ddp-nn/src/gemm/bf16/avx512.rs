@@ -1,6 +1,6 @@
 //! The instructions of AVX512-BF16, and for products of panels AMX-BF16, where it is.
 use super::transposed::transposed;
-use super::{LANES, ROWS, Unit, VECTORS, WIDTH, amx, each_tile};
+use super::{LANES, Product, ROWS, Unit, VECTORS, WIDTH, amx};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -41,23 +41,16 @@ impl Unit for Avx512 {
         if self.has_tiles { amx::ROWS } else { ROWS }
     }
 
-    fn panel(
-        self,
-        a: &[u32],
-        (b, columns): (&[u32], usize),
-        rows: usize,
-        pairs: usize,
-        (result, distance): (&mut [f32], usize),
-        accumulate: bool,
-    ) {
+    fn multiply(self, product: Product) {
         if !self.has_tiles {
-            return each_tile(self, a, (b, columns), rows, pairs, (result, distance), accumulate);
+            return product.by_tiles(self);
         }
+        let Product { a, rows, b, columns, pairs, ref result, distance, .. } = product;
         assert!((1..=amx::ROWS).contains(&rows) && pairs > 0 && a.len() >= rows * pairs);
         assert!(b.len() >= columns.next_multiple_of(WIDTH) * pairs && columns <= distance);
         assert!(result.len() >= (rows - 1) * distance + columns);
         // SAFETY: the processor has tiles, and the slices are long enough, as checked.
-        unsafe { amx::panel(a, (b, columns), rows, pairs, (result, distance), accumulate) };
+        unsafe { amx::multiply(product) };
     }
 
     fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {

@@ -2,7 +2,7 @@
 //! a processor would refuse.
 use super::amx::Config;
 use super::tests::{numbers, products_are_exact_up_to_sums};
-use super::{Avx512, LANES, Unit, WIDTH};
+use super::{Avx512, LANES, Product, Unit, WIDTH};
 use half::bf16;
 use std::cell::UnsafeCell;
 use std::ptr::{null_mut, read_unaligned};
@@ -201,7 +201,7 @@ fn tiles_multiply_exactly_up_to_sums() {
         let distance = columns + 2;
         for accumulate in [false, true] {
             let mut result = vec![0.75; rows * distance];
-            unit.panel(&a, (&b, columns), rows, pairs, (&mut result, distance), accumulate);
+            unit.multiply(Product { a: &a, rows, b: &b, columns, pairs, result: &mut result, distance, accumulate });
             for (at, found) in result.iter().enumerate() {
                 let (row, column) = (at / distance, at % distance);
                 let panel = &b[column / WIDTH * WIDTH * pairs..];

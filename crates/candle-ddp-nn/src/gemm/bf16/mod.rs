@@ -60,37 +60,41 @@ pub(crate) trait Unit: Copy + Send + Sync {
         accumulate: bool,
     );
 
-    /// The same for `b` of any number of panels; only `columns` of each row of the result are touched.
-    fn panel(
-        self,
-        a: &[u32],
-        (b, columns): (&[u32], usize),
-        rows: usize,
-        pairs: usize,
-        (result, distance): (&mut [f32], usize),
-        accumulate: bool,
-    ) {
-        each_tile(self, a, (b, columns), rows, pairs, (result, distance), accumulate);
+    /// The same for any number of panels of b.
+    fn multiply(self, product: Product) {
+        product.by_tiles(self);
     }
 
     /// Rounds each of `from` + `term`, as far as `to` goes.
     fn round(self, from: &[f32], term: f32, to: &mut [bf16]);
 }
 
-/// [`Unit::panel`], tile by tile.
-fn each_tile<U: Unit>(
-    unit: U,
-    a: &[u32],
-    (b, columns): (&[u32], usize),
+/// result = a · b, or result + a · b if `accumulate`, of a panel of `rows` rows, and b in panels of [`WIDTH`] columns. Rows of the
+/// result are `distance` apart; only `columns` of each are touched.
+pub(crate) struct Product<'a> {
+    a: &'a [u32],
     rows: usize,
+    b: &'a [u32],
+    columns: usize,
     pairs: usize,
-    (result, distance): (&mut [f32], usize),
+    result: &'a mut [f32],
+    distance: usize,
     accumulate: bool,
-) {
-    for (column, b) in (0..columns).step_by(WIDTH).zip(b.chunks_exact(WIDTH * pairs)) {
-        let columns = WIDTH.min(columns - column);
-        unit.tile(a, b, rows, columns, pairs, &mut result[column..], distance, accumulate);
+}
+
+impl Product<'_> {
+    fn by_tiles<U: Unit>(self, unit: U) {
+        let Self { a, rows, b, columns, pairs, result, distance, accumulate } = self;
+        for (columns, b) in panels(b, columns, pairs) {
+            unit.tile(a, b, rows, columns.len(), pairs, &mut result[columns.start..], distance, accumulate);
+        }
     }
+}
+
+/// The panels of `b`, with their columns.
+fn panels(b: &[u32], columns: usize, pairs: usize) -> impl Iterator<Item = (Range<usize>, &[u32])> {
+    let ranges = (0..columns).step_by(WIDTH).map(move |start| start..(start + WIDTH).min(columns));
+    ranges.zip(b.chunks_exact(WIDTH * pairs))
 }
 
 /// Rows of a, packed in panels.
@@ -136,7 +140,7 @@ pub(crate) fn multiply_packed<U: Unit>(
     let panel = |(rows, result): (Range<usize>, &mut [f32])| {
         let height = rows.len();
         let a = &a.values[rows.start * a.pairs..][pairs.start * height..pairs.end * height];
-        unit.panel(a, (b, columns), height, pairs.len(), (result, distance), accumulate);
+        unit.multiply(Product { a, rows: height, b, columns, pairs: pairs.len(), result, distance, accumulate });
     };
     if pairs.is_empty() || columns == 0 {
         return;
