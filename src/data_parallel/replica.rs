@@ -95,11 +95,7 @@ where
     };
     check_distinct(&devices.iter().map(Device::location).collect::<Vec<_>>())?;
     check_streams(devices)?;
-    for device in devices {
-        if let Err(error) = kernels::keep_memory(device) {
-            log::debug!("the driver's pool of memory keeps its settings: {error}");
-        }
-    }
+    devices.iter().for_each(kernels::keep_memory);
     let mut replicas: Vec<Replica<M>> = Vec::with_capacity(devices.len());
     for (index, device) in devices.iter().enumerate() {
         let builder = Builder {
