@@ -16,7 +16,7 @@ home=$(mkdir -p "${1:?usage: cuda_toolkit.sh FOLDER}" && cd "$1" && pwd)
 pins=(
   nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
   nvidia-cuda-cccl==13.0.85 'nvidia-cublas==13.0.*' nvidia-curand==10.4.0.35 nvidia-cuda-nvrtc==13.0.88
-  nvidia-nccl-cu13==2.28.9
+  nvidia-nccl-cu13==2.28.9 nvidia-cuda-cupti==13.0.85
 )
 [ -z "${CUDNN:-}" ] || pins+=('nvidia-cudnn-cu13==9.*')
 
@@ -34,7 +34,7 @@ ln -sf "$wheels"/cu13/bin/* "$home/bin/"
 chmod -R u+x "$wheels"/cu13/bin "$wheels"/cu13/nvvm/bin
 ln -sfn "$wheels/cu13/include" "$home/include"
 ln -sfn "$wheels/cu13/nvvm" "$home/nvvm"
-for library in cublas.13 cublasLt.13 cudart.13 curand.10 nvrtc.13 nccl.2; do
+for library in cublas.13 cublasLt.13 cudart.13 curand.10 nvrtc.13 cupti.13 nccl.2; do
   name=lib${library%.*}.so version=${library##*.}
   file=$(find "$wheels" -name "$name.$version" | head -n 1)
   [ -n "$file" ] || { echo "error: no wheel contains $name.$version" >&2; exit 1; }

@@ -5,12 +5,13 @@
 #     scripts/gpu_suite.sh build gpu_suite.tar.xz      # here: builds the programs and packs them (.tar: uncompressed)
 #
 #     tar xf gpu_suite.tar.xz                          # there: needs bash, coreutils, Python 3 and CUDA's libraries
-#     gpu_suite/gpu_suite.sh run RESULTS quick         # or one of the parts below, or all
+#     gpu_suite/gpu_suite.sh run RESULTS quick         # or some of the parts below; `quick` before them measures less
 #
 # `run` writes to the folder RESULTS: a log of each step, a line of JSON for each step in `results.jsonl` as soon as it has ended,
 # and `summary.md`, also if it is interrupted. It fails if a test fails. Every step has a time limit; one that exceeds it leaves
 # the stacks of its threads (with gdb, where it is installed). CUDA_COMPUTE_CAP, 80 by default, is the oldest generation of GPUs
-# that the programs run on.
+# that the programs run on. JOBS is the number of tests that run at the same time, SUITE_SECONDS the time for all together: when it
+# has passed, a step that runs is ended and the others are left out.
 #
 #     preflight  the machine, versions and paths of the libraries, and whether a kernel runs
 #     tests      each test by itself, among them one that leaves out each fence between streams and sees wrong results
@@ -18,10 +19,11 @@
 #     steps      what DistributedDataParallel adds to a step, in a world of one; a timeline
 #     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
 #     models     steps of ResNet-50, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
+#     profile    the kernels and the calls of a step
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
 #     switches   steps with one setting changed: kept memory, cuDNN, its attention and its workspace, lazy loading, queues, PTX
 #     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
-#     quick      something of each in at most six minutes
+#     quick      all tests, and something of each measurement, in at most six minutes
 #     all        everything, in this order
 #
 # With QUICK=1 all parts measure so little that the emulated GPU can do it (scripts/emulated_gpu.sh).
@@ -64,7 +66,9 @@ for line in sys.stdin:
     [ -x "$pack/gpu_suite/bin/$name" ] || { echo "error: cargo built no $name" >&2; exit 1; }
   done
   cp scripts/gpu_suite.sh "$pack/gpu_suite/"
-  cp scripts/compare/{step_pytorch,bandwidth_pytorch,gpt}.py "$pack/gpu_suite/"
+  cp scripts/compare/{step_pytorch,bandwidth_pytorch,gpt,gpu_trace}.py "$pack/gpu_suite/"
+  cc -O2 -shared -fPIC -I "$CUDA_HOME/include" -o "$pack/gpu_suite/gpu_trace.so" scripts/compare/gpu_trace.c \
+    -L "$CUDA_HOME/lib64" -l:libcupti.so.13
   git rev-parse --short HEAD >"$pack/gpu_suite/commit"
   echo "$features, compute capability $CUDA_COMPUTE_CAP" >"$pack/gpu_suite/features"
   case $archive in
@@ -82,7 +86,7 @@ library_path() {
 import glob, site, sys
 for folder in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
     print(*glob.glob(folder + "/nvidia/*/lib"), *glob.glob(folder + "/torch/lib"), sep="\n")' 2>/dev/null | sort -u)
-  for name in $(ldd "$bin/gpu" | awk '/not found/ { print $1 }') libcuda.so.1; do
+  for name in $(ldd "$bin/gpu" "$here/gpu_trace.so" 2>/dev/null | awk '/not found/ { print $1 }' | sort -u) libcuda.so.1; do
     found=$(ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF; exit }')
     if [ -z "$found" ]; then
       # A driver library in a folder `compat` is for other drivers.
@@ -149,13 +153,12 @@ step() {
   shift 2
   # The emulated GPU is slow.
   [ "$size" != tiny ] || seconds=$((4 * seconds))
-  if [ "$size" = quick ]; then
-    local left=$((360 - SECONDS))
-    [ "$seconds" -le "$left" ] || seconds=$left
-    [ "$seconds" -ge 5 ] || { result "$name" "left out" 0 0; return; }
-  fi
+  local left=$((SUITE_SECONDS - SECONDS))
+  [ "$seconds" -le "$left" ] || seconds=$left
+  [ "$seconds" -ge 5 ] || { result "$name" "left out" 0 0; return; }
   setsid "$@" >"$results/$name.log" 2>&1 </dev/null &
-  pid=$! running=$!
+  pid=$!
+  touch "$running/$pid"
   while kill -0 "$pid" 2>/dev/null && [ $((SECONDS - start)) -lt "$seconds" ]; do sleep 0.1; done
   if kill -0 "$pid" 2>/dev/null; then
     outcome="timed out"
@@ -165,7 +168,7 @@ step() {
   fi
   # A process that waits in the driver may survive even this.
   if kill -0 "$pid" 2>/dev/null; then status=137; else wait "$pid" 2>/dev/null || status=$?; fi
-  running=
+  rm -f "$running/$pid"
   [ "$status" = 0 ] || [ "$outcome" != passed ] || outcome=failed
   if [ "$outcome" = passed ] && grep -q '^running 1 test' "$results/$name.log" && grep -q 'SKIPPED ' "$results/$name.log"; then
     outcome=skipped
@@ -181,7 +184,7 @@ step() {
     printf '    %s\n\n' "$*"
     grep -E '^test result|^\||^\{|^SKIPPED|panicked|rror' "$results/$name.log" | head -n 60 | sed 's/^/    /' || true
   } >>"$results/summary.md"
-  [ "$outcome" = passed ] || { failed=1; return 1; }
+  [ "$outcome" = passed ]
 }
 
 # Several ranks share one GPU if NCCL takes each for a separate host. For correctness only: it is slow.
@@ -197,39 +200,42 @@ names() {
     <("$bin/$1" --list --ignored 2>/dev/null | sed -n 's/: test$//p' | sort) | grep -E "${@:2}" || true
 }
 
-# Runs tests, each by itself. One that fails runs again with messages.
+# Runs a test. One that fails runs again with messages.
+one() {
+  local program=$1 seconds=$2 name=$3 file
+  file=test-$program-${name//::/-}${VARIANT:+-$VARIANT}
+  step "$file" "$seconds" "$bin/$program" --exact "$name" --nocapture && return
+  CUDA_LAUNCH_BLOCKING=1 NCCL_DEBUG=INFO step "$file-again" "$seconds" "$bin/$program" --exact "$name" --nocapture || true
+}
+
+# Runs tests, each by itself, JOBS at the same time. `all_ended` waits for the last ones.
 each() {
-  local program=$1 seconds=$2 name file
-  shift 2
+  local name
   while read -r name; do
-    file=test-$program-${name//::/-}${VARIANT:+-$VARIANT}
-    step "$file" "$seconds" "$bin/$program" --exact "$name" --nocapture && continue
-    CUDA_LAUNCH_BLOCKING=1 NCCL_DEBUG=INFO step "$file-again" "$seconds" "$bin/$program" --exact "$name" --nocapture || true
+    while [ "$(jobs -rp | wc -l)" -ge "$JOBS" ]; do wait -n || true; done
+    one "$1" "$2" "$name" &
   done
+}
+
+all_ended() {
+  while [ -n "$(jobs -rp)" ]; do wait -n || true; done
 }
 
 # Tests in which ranks die, leave or disagree.
 FAULTS='death|messages_with_a_rank|mismatched|elastic|communicators_end|ends_with_its_group'
-# A selection for `quick`.
-SOME='^(collectives_in_a_world_of_two|gradients_are_read_after_their_all_reduce|fused_optimizers_match_the_cpu)$'
 
 tests() {
-  if [ "$size" = quick ]; then
-    step test-gpu_layers 60 "$bin/gpu_layers" --test-threads=2 || true
-    each gpu 30 < <(names gpu "$SOME")
-    return
-  fi
   each gpu_layers 60 < <(names gpu_layers .)
   CANDLE_DDP_CUDNN=0 VARIANT=without-cudnn each gpu_layers 60 < <(names gpu_layers 'conv|images|resnet|address')
   CANDLE_DDP_CUDNN_ATTENTION=0 VARIANT=without-cudnn-attention each gpu_layers 60 < <(names gpu_layers 'attention')
   each gpu 60 < <(names gpu -v "$FAULTS")
   each gpu_data_parallel 60 < <(names gpu_data_parallel .)
+  all_ended
 }
 
 faults() {
-  local some=$FAULTS
-  [ "$size" != quick ] || some='the_death_of_a_rank|communicators_end_together$'
-  each gpu 110 < <(names gpu "$some")
+  each gpu 110 < <(names gpu "$FAULTS")
+  all_ended
 }
 
 steps() {
@@ -263,13 +269,13 @@ bandwidth() {
 }
 
 models() {
-  local count=20 seconds=58 quick=() has_pytorch=0 arguments dtype model batch of
+  local count=20 seconds=58 quick=() has_pytorch=0 modes=local,ddp arguments dtype model batch of format formats
   # tf32 is f32 that is rounded to TF32 in products and convolutions, as PyTorch does by default in convolutions.
   local runs=("f32 resnet50 128" "tf32 resnet50 128" "bf16 resnet50 128" "f32 gpt 32" "tf32 gpt 32" "bf16 gpt 32"
     "f32 gpt2 8" "tf32 gpt2 8" "bf16 gpt2 8")
   case $size in
-    quick) count=5 seconds=20 runs=("f32 resnet50 64" "tf32 resnet50 64" "bf16 resnet50 64" "f32 gpt 32" "bf16 gpt 32" "bf16 gpt2 4")
-      quick=(--modes ddp) ;;
+    quick) count=5 seconds=30 runs=("bf16 resnet50 128" "tf32 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32")
+      quick=(--modes ddp) modes=ddp ;;
     # GPT-2 is too large for the emulated GPU.
     tiny) count=1 runs=("f32 resnet50 2" "tf32 resnet50 2" "bf16 resnet50 2" "f32 gpt 1" "bf16 gpt 1")
       quick=(--modes ddp --image-size 32) ;;
@@ -282,8 +288,38 @@ models() {
     step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 \
       "$bin/step" --model "$model" --steps "$count" "${arguments[@]}" --batch-size "$batch" "${quick[@]}" || true
     [ "$has_pytorch" = 1 ] || continue
-    step "models-$model-$dtype-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
-      CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" local,ddp "$dtype" "$batch" || true
+    formats=("$dtype")
+    [ "$model" != resnet50 ] || formats+=("$dtype-channels_last")
+    for format in "${formats[@]}"; do
+      step "models-$model-$format-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 \
+        MASTER_PORT=29555 CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" "$modes" "$format" "$batch" || true
+    done
+  done
+}
+
+# Which kernels run in a step, for how long, and what the host calls.
+profile() {
+  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32") has_pytorch=0 of dtype model batch count=6 name
+  case $size in
+    quick) runs=("bf16 resnet50 128" "bf16 gpt2 8") ;;
+    tiny) return ;;
+  esac
+  if pytorch profile; then has_pytorch=1; fi
+  traced() { # NAME, COMMAND: a table of the process's kernels
+    local name=$1
+    shift
+    # shellcheck disable=SC2016  # the inner shell expands it
+    GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here \
+      step "$name" 60 bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - "$@" || true
+  }
+  for of in "${runs[@]}"; do
+    read -r dtype model batch <<<"$of"
+    name=profile-$model-$dtype
+    traced "$name" "$bin/ddprun" --nproc-per-node 1 \
+      "$bin/step" --model "$model" --steps "$count" --modes ddp --dtype "$dtype" --batch-size "$batch"
+    [ "$has_pytorch" = 1 ] || continue
+    traced "$name-pytorch" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
+      CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" ddp "$dtype" "$batch"
   done
 }
 
@@ -302,8 +338,7 @@ allreduce() {
     local ranks=("$bin/ddprun" --nproc-per-node 2 sh -c 'NCCL_HOSTID=rank$RANK exec "$0" "$@"')
     step allreduce-two-ranks-on-one-gpu 200 "${ranks[@]}" "$bin/allreduce" "${sizes[@]}" || true
     step allreduce-calls-two-ranks-on-one-gpu 100 "${ranks[@]}" "$bin/nccl_call" --bench "${calls[@]}" || true
-    [ "${failed:-0}" = 0 ]
-  ) || failed=1
+  )
 }
 
 # Steps of a model with one setting changed, next to each other. The first of a pair is the default.
@@ -378,29 +413,42 @@ part() {
 }
 
 finish() {
-  local status=$?
-  if [ -n "$running" ]; then
-    end "$running"
+  local status=$? failed=0 pid
+  for pid in "$running"/*; do
+    [ -e "$pid" ] || continue
+    end "${pid##*/}"
     result "a step that was running" interrupted "$status" 0
-  fi
+  done
+  rm -rf "$running"
+  if cut -d'"' -f12 "$results/results.jsonl" 2>/dev/null | grep -q -E 'failed|timed out'; then failed=1; fi
   {
     printf '\n## Outcomes\n\n'
     cut -d'"' -f12 "$results/results.jsonl" 2>/dev/null | sort | uniq -c | sed 's/^ */- /'
-    [ "$status" = 0 ] || [ "$failed" = 1 ] || echo "- interrupted, with exit status $status"
+    [ "$status" = 0 ] || echo "- interrupted, with exit status $status"
   } >>"$results/summary.md"
   cat "$results/summary.md"
+  [ "$failed" = 0 ] || exit 1
 }
 
 run() {
   results=$(realpath -m "${1:?$(usage)}")
-  local what=${2:-all} parts=(preflight tests faults steps bandwidth models allreduce switches sanitizer)
+  local what=${*:2} parts=(preflight tests faults steps bandwidth models profile allreduce switches sanitizer) word chosen=()
   here=$(realpath "$(dirname "$0")")
   bin=$here/bin
-  failed=0 size=full part='' running=''
-  [ "$what" != quick ] || size=quick
+  size=full part=''
+  for word in "${@:2}"; do
+    case " ${parts[*]} " in
+      *" $word "*) chosen+=("$word") ;;
+      *) case $word in quick) size=quick ;; all) ;; *) usage ;; esac ;;
+    esac
+  done
+  [ ${#chosen[@]} = 0 ] || parts=("${chosen[@]}")
   [ "${QUICK:-0}" = 0 ] || size=tiny
-  case " ${parts[*]} all quick " in *" $what "*) ;; *) usage ;; esac
+  if [ "$size" = quick ]; then SUITE_SECONDS=${SUITE_SECONDS:-360}; else SUITE_SECONDS=${SUITE_SECONDS:-86400}; fi
+  JOBS=${JOBS:-$((($(nproc) + 1) / 2))}
   mkdir -p "$results"
+  # A file for the session of each step that runs.
+  running=$(mktemp -d)
   trap finish EXIT
   trap 'exit 130' INT TERM HUP
   {
@@ -421,11 +469,7 @@ run() {
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$results/cuda-cache}
   # Without a home, every process would compile the kernels.
   [ -w "${XDG_CACHE_HOME:-${HOME:-/nowhere}}" ] || export CANDLE_DDP_KERNEL_CACHE=${CANDLE_DDP_KERNEL_CACHE:-$results/kernel-cache}
-  case $what in
-    quick | all) for name in "${parts[@]}"; do part "$name"; done ;;
-    *) part "$what" ;;
-  esac
-  return "$failed"
+  for word in "${parts[@]}"; do part "$word"; done
 }
 
 case ${1:-} in

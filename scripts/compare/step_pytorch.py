@@ -3,8 +3,8 @@ the bench `step`, with the same models, the same measurement and the same JSON o
 
     torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]]
 
-With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, bf16, or autocast: bf16 with parameters
-in f32.
+With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, tf32, bf16, or autocast: bf16 with parameters
+in f32. With "-channels_last" after it, images and convolutions have this layout.
 """
 
 import json
@@ -187,15 +187,17 @@ def main():
     build, batch_size, data = MODELS[name]
     modes = sys.argv[3].split(",") if len(sys.argv) > 3 else ["local", "ddp"]
     dtype = sys.argv[4] if len(sys.argv) > 4 else "f32"
+    dtype, channels_last = dtype.removesuffix("-channels_last"), dtype.endswith("-channels_last")
+    memory_format = torch.channels_last if channels_last else torch.preserve_format
     autocast, tf32, dtype = dtype == "autocast", dtype == "tf32", dtype if dtype in DTYPES else "f32"
     # By default, candle-ddp does not round f32 to TF32, and PyTorch does in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     batch_size = int(sys.argv[5]) if len(sys.argv) > 5 else batch_size
     x = data(batch_size).to(DEVICE)
-    x = x.to(DTYPES[dtype]) if x.is_floating_point() else x
+    x = x.to(DTYPES[dtype], memory_format=memory_format) if x.is_floating_point() else x
     trainers = []
     for mode in modes:
-        model = build().to(DEVICE, DTYPES[dtype])
+        model = build().to(DEVICE, DTYPES[dtype], memory_format=memory_format)
         model = DistributedDataParallel(model) if mode == "ddp" else model
         trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)))
     times = [[] for _ in modes]
@@ -215,6 +217,7 @@ def main():
                 "dtype": dtype,
                 "amp": "bf16" if autocast else None,
                 "tf32": tf32,
+                "channels_last": channels_last,
                 "world_size": dist.get_world_size(),
                 "batch_size": x.shape[0],
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),

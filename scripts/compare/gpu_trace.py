@@ -1,0 +1,74 @@
+"""Prints the kernels of a training step from a trace of gpu_trace.c, with their share of its time, and the calls of the host.
+
+    python3 scripts/compare/gpu_trace.py TRACE
+
+A step ends with its last optimizer kernel. Printed are the means over the last steps.
+"""
+
+import collections
+import re
+import subprocess
+import sys
+
+STEPS = 4
+
+
+def demangled(names):
+    try:
+        output = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+        return dict(zip(names, output.splitlines()))
+    except (OSError, subprocess.CalledProcessError):
+        return {name: name for name in names}
+
+
+def short(name):
+    name = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
+    return re.sub(r"\(.*", "", name)[:90].replace("|", "/")
+
+
+def main():
+    work, calls = [], []
+    with open(sys.argv[1]) as file:
+        for line in file:
+            fields = line.rstrip("\n").split("\t", 5)
+            if len(fields) < 6 or not fields[2].isdigit():
+                continue
+            kind, start, end, where, size, name = fields
+            (calls if kind == "A" else work).append((int(start), int(end), kind, where, int(size), name))
+    work.sort()
+    calls.sort()
+    # The ends of steps: optimizer kernels after which other kernels follow for a while.
+    optimizer = [index for index, of in enumerate(work) if "adam" in of[5].lower()]
+    ends = [index for index, after in zip(optimizer, optimizer[1:] + [len(work) + 99]) if after - index > 50]
+    if len(ends) < 2:
+        sys.exit(f"{len(work)} kernels and copies, {len(calls)} calls, and no two steps")
+    ends = ends[-STEPS - 1 :]
+    steps = len(ends) - 1
+    first, last = work[ends[0]][1], work[ends[-1]][1]
+    chosen = work[ends[0] + 1 : ends[-1] + 1]
+    names = demangled(sorted({of[5] for of in chosen}))
+    kernels = collections.defaultdict(lambda: [0, 0])
+    busy, until = 0, 0
+    for start, end, _, _, _, name in chosen:
+        of = kernels[short(names[name])]
+        of[0] += 1
+        of[1] += end - start
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    span = (last - first) / steps / 1e6
+    print(f"step {span:.2f} ms, the GPU is busy for {busy / steps / 1e6:.2f} ms, {len(chosen) / steps:.0f} kernels and copies\n")
+    print("| kernel | count | ms | share |\n|---|---|---|---|")
+    for name, (count, time) in sorted(kernels.items(), key=lambda of: -of[1][1])[:40]:
+        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e6:.3f} | {100 * time / steps / 1e6 / span:.1f} % |")
+    host = collections.defaultdict(lambda: [0, 0])
+    for start, end, _, _, _, name in calls:
+        if first <= start < last:
+            host[name][0] += 1
+            host[name][1] += end - start
+    print("\n| call | count | ms |\n|---|---|---|")
+    for name, (count, time) in sorted(host.items(), key=lambda of: -of[1][1])[:16]:
+        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e6:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
