@@ -222,7 +222,7 @@ all_ended() {
 }
 
 # Tests in which ranks die, leave or disagree.
-FAULTS='death|messages_with_a_rank|mismatched|elastic|communicators_end|ends_with_its_group'
+FAULTS='death|late_rank|stopped|messages_with_a_rank|mismatched|elastic|communicators_end|ends_with_its_group'
 
 tests() {
   each gpu_layers 60 < <(names gpu_layers .)
@@ -299,27 +299,19 @@ models() {
 
 # Which kernels run in a step, for how long, and what the host calls.
 profile() {
-  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32") has_pytorch=0 of dtype model batch count=6 name
+  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32") of dtype model batch count=6 name
   case $size in
     quick) runs=("bf16 resnet50 128" "bf16 gpt2 8") ;;
     tiny) return ;;
   esac
-  if pytorch profile; then has_pytorch=1; fi
-  traced() { # NAME, COMMAND: a table of the process's kernels
-    local name=$1
-    shift
-    # shellcheck disable=SC2016  # the inner shell expands it
-    GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here \
-      step "$name" 60 bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - "$@" || true
-  }
   for of in "${runs[@]}"; do
     read -r dtype model batch <<<"$of"
     name=profile-$model-$dtype
-    traced "$name" "$bin/ddprun" --nproc-per-node 1 \
-      "$bin/step" --model "$model" --steps "$count" --modes ddp --dtype "$dtype" --batch-size "$batch"
-    [ "$has_pytorch" = 1 ] || continue
-    traced "$name-pytorch" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 \
-      CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" ddp "$dtype" "$batch"
+    # shellcheck disable=SC2016  # the inner shell expands it
+    GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here \
+      step "$name" 60 bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
+      "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" --modes ddp --dtype "$dtype" \
+      --batch-size "$batch" || true
   done
 }
 
@@ -463,7 +455,11 @@ run() {
   local folders
   folders=$(library_path 2>"$results/libraries.log" | sort -u | paste -sd :)
   export LD_LIBRARY_PATH=$folders${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-  { echo; sed 's/^/- /' "$results/libraries.log"; } >>"$results/summary.md"
+  {
+    ldd "$bin/gpu" | sed -n -E 's/^\s*(lib(nccl|cudnn|cublas|nvrtc)\.so\S*) => (\S+).*/- \1: \3/p'
+    timeout -k 5 60 python3 -c 'import torch
+print("- PyTorch", torch.__version__, "with cuDNN", torch.backends.cudnn.version(), "and NCCL", torch.cuda.nccl.version())' 2>/dev/null || true
+  } >>"$results/summary.md"
   export CANDLE_DDP_REQUIRE_GPU=1
   # The driver's own cache, for kernels that it compiles.
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$results/cuda-cache}

@@ -47,7 +47,10 @@ fn ones(device: &Device) -> Tensor {
 fn in_flight(worker: &Worker, pg: ProcessGroup, by_abort: bool) {
     let device = pg.device().clone();
     let sub_group = pg.new_group(&[0, 1]).unwrap().unwrap();
-    // Connects the pairs.
+    // Connects the ranks and the pairs, so that the calls below are launched at once.
+    for group in [&pg, &sub_group] {
+        group.all_reduce(&ones(&device), ReduceOp::Sum).unwrap();
+    }
     if pg.rank() == 0 {
         pg.send(&ones(&device), 1).unwrap();
         pg.recv(&ones(&device), 1).unwrap();

@@ -4,7 +4,7 @@ use candle_ddp::backend::nccl::device_count;
 use candle_ddp::{Result, Work};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -225,6 +225,12 @@ impl Ranks {
                 std::thread::sleep(Duration::from_millis(20));
             }
         }
+    }
+
+    /// Sends a rank a signal, such as STOP.
+    pub(crate) fn signal(&self, rank: usize, signal: &str) {
+        let pid = self.children[rank].id().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
     }
 
     /// Kills a rank, as the system does when memory is short.

@@ -20,6 +20,7 @@ mod elastic_ranks;
 mod elastic_zero_ranks;
 mod fences;
 mod hazards;
+mod late;
 mod launch;
 mod layers;
 mod left_out;
@@ -115,7 +116,7 @@ fn rank_of_another_test() {
         "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&pg(60), false).unwrap()),
         "virtual ranks with shards" => report_floats(&worker, &virtual_ranks::train(&pg(60), true).unwrap()),
         "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
-        _ if hazards::run(&worker, pg) || batch::run(&worker, pg) => {}
+        _ if hazards::run(&worker, pg) || batch::run(&worker, pg) || late::run(&worker, pg) => {}
         other => {
             let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
             report_floats(&worker, &toolbox::train(&pg(60), tool).unwrap());

@@ -1,20 +1,49 @@
 //! A communicator and the stream for its calls, on which collectives are started.
-use super::calls::Target;
 use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
-use super::status::{CallResult, Status};
+use super::prepared::Prepared;
+use super::status::{NcclFailure, Status};
 use super::stream::{Done, Streams};
+use super::threads::spawn;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
+use crate::backend::Completion;
 use crate::error::Failure;
 use crate::panic::{lock, wait};
 use cudarc::driver::CudaEvent;
+use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
+/// How long starting a collective waits for NCCL's launch. It takes microseconds, unless NCCL must first connect the ranks, which it
+/// does in the first calls that need a connection, with all ranks.
+const LAUNCH: Duration = Duration::from_millis(5);
+
+/// A call that is to be launched.
+pub(super) struct Job {
+    pub(super) prepared: Prepared,
+    pub(super) ready: CudaEvent,
+    pub(super) work: Arc<NcclWork>,
+}
+
+impl Job {
+    /// Tells those that wait for the work that it is launched. Returns the work if nobody waits: the calling thread must not be the
+    /// last to hold its tensors before the GPU has passed it.
+    pub(super) fn set_launched(self, group: &Group) -> Option<NcclWork> {
+        let done = Arc::clone(&self.work.done);
+        let abandoned = Arc::into_inner(self.work);
+        done.set_started();
+        group.notify();
+        abandoned
+    }
+}
+
 pub(super) struct CommStream {
+    /// Calls run in the order in which their threads had this lock.
+    turn: Mutex<()>,
     /// `None` once the communicator was aborted or finalized. The lock lets one thread at a time call NCCL.
     open: Mutex<Option<Open>>,
+    late: Mutex<Late>,
     /// Whether NCCL is done with it.
     ended: Mutex<bool>,
     changed: Condvar,
@@ -27,20 +56,90 @@ struct Open {
     stranded: Vec<Arc<NcclWork>>,
 }
 
-/// Exclusive use of a [`CommStream`]; calls run in the order in which they obtained it.
+/// Calls that a thread launches, because NCCL still has to launch one before them.
+#[derive(Default)]
+struct Late {
+    /// Whether the thread is at work, or has failed.
+    is_active: bool,
+    jobs: VecDeque<Job>,
+    /// Works that it has launched and that nobody waits for, for the thread of the next call.
+    abandoned: Vec<NcclWork>,
+}
+
+/// The right to start the next call of a [`CommStream`].
 pub(super) struct Turn<'a> {
-    open: MutexGuard<'a, Option<Open>>,
-    streams: &'a Streams,
+    comm_stream: &'a Arc<CommStream>,
+    _guard: MutexGuard<'a, ()>,
 }
 
 impl CommStream {
     pub(super) fn new(comm: Comm, streams: Streams) -> Self {
         let open = Mutex::new(Some(Open { comm, stranded: Vec::new() }));
-        Self { open, ended: Mutex::default(), changed: Condvar::new(), streams }
+        let (turn, late, ended, changed) = (Mutex::default(), Mutex::default(), Mutex::default(), Condvar::new());
+        Self { turn, open, late, ended, changed, streams }
     }
 
-    pub(super) fn turn(&self) -> Turn<'_> {
-        Turn { open: lock(&self.open), streams: &self.streams }
+    pub(super) fn turn(self: &Arc<Self>) -> Turn<'_> {
+        Turn { comm_stream: self, _guard: lock(&self.turn) }
+    }
+
+    /// Puts a call on the stream after its `ready`, followed by its work's fence. Waits until NCCL has launched it, at most for
+    /// `patience`; [`finish`](Self::finish) does the rest.
+    pub(super) fn launch(&self, group: &Group, job: &Job, patience: Option<Duration>) -> Result<Status, WaitError> {
+        let mut open = lock(&self.open);
+        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
+        self.streams.bind().map_err(cuda_failure)?;
+        self.streams.after(&job.ready).map_err(cuda_failure)?;
+        self.streams.begin(&job.work.done).map_err(cuda_failure)?;
+        // SAFETY: the work has the tensors, and lets go of them behind its fence.
+        let launched = match unsafe { job.prepared.start(comm, self.streams.target()) } {
+            Ok(Status::InProgress) => comm.settle_within(patience, STARTING, &mut || is_alive(group)),
+            other => other.map_err(WaitError::from),
+        };
+        self.end_launch(&mut open, job, launched)
+    }
+
+    /// Waits for the rest of a launch.
+    fn finish(&self, group: &Group, job: &Job) -> Result<Status, WaitError> {
+        let mut open = lock(&self.open);
+        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
+        let launched = comm.settle_within(None, STARTING, &mut || is_alive(group));
+        self.end_launch(&mut open, job, launched)
+    }
+
+    fn end_launch(
+        &self,
+        open: &mut Option<Open>,
+        job: &Job,
+        launched: Result<Status, WaitError>,
+    ) -> Result<Status, WaitError> {
+        if matches!(launched, Ok(Status::InProgress)) {
+            return launched;
+        }
+        if launched.is_err() {
+            open.iter_mut().for_each(|open| open.stranded.push(Arc::clone(&job.work)));
+        }
+        let ended = self.streams.end(&job.work.done).map_err(|error| cuda_failure(error).into());
+        launched.and_then(|status| ended.map(|()| status))
+    }
+
+    /// On a thread: finishes the launch of a call, and launches those that were started in the meantime.
+    fn launch_late(&self, group: &Group, mut job: Job) {
+        let mut launched = self.finish(group, &job);
+        loop {
+            if let Err(error) = launched {
+                error.end_group(group);
+                return self.await_end();
+            }
+            let abandoned = job.set_launched(group);
+            let mut late = lock(&self.late);
+            late.abandoned.extend(abandoned);
+            late.is_active = !late.jobs.is_empty();
+            let Some(next) = late.jobs.pop_front() else { return };
+            drop(late);
+            launched = self.launch(group, &next, None);
+            job = next;
+        }
     }
 
     /// The error that has occurred since the last call. `None` while another thread is in a call, which notices the
@@ -122,30 +221,28 @@ impl CommStream {
 }
 
 impl Turn<'_> {
-    /// Puts `calls` on the stream after `ready`, followed by the work's fence. The host waits only until NCCL has
-    /// launched them.
-    pub(super) fn launch(
-        &mut self,
-        group: &Group,
-        ready: &CudaEvent,
-        work: &Arc<NcclWork>,
-        calls: impl FnOnce(&mut Comm, Target) -> CallResult,
-    ) -> Result<(), WaitError> {
-        let Some(Open { comm, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
-        let done = &work.done;
-        self.streams.bind().map_err(cuda_failure)?;
-        self.streams.after(ready).map_err(cuda_failure)?;
-        self.streams.begin(done).map_err(cuda_failure)?;
-        let launched = match calls(comm, self.streams.target()) {
-            Ok(Status::Done) => Ok(()),
-            Ok(Status::InProgress) => comm.settle("starting a collective", &mut || group.failure().map_or(Ok(()), Err)),
-            Err(failure) => Err(failure.into()),
-        };
-        if launched.is_err() {
-            stranded.push(Arc::clone(work));
+    /// Puts a call on the stream. The host waits until NCCL has launched it, or leaves this to a thread, with all further calls until
+    /// then: NCCL may wait for ranks that first wait for something else of this one.
+    pub(super) fn launch(&mut self, group: &Arc<Group>, job: Job) -> Result<(), WaitError> {
+        let comm_stream = self.comm_stream;
+        {
+            let mut late = lock(&comm_stream.late);
+            late.abandoned.retain(|work| !work.is_completed());
+            if late.is_active {
+                late.jobs.push_back(job);
+                return Ok(());
+            }
         }
-        let ended = self.streams.end(done).map_err(|error| cuda_failure(error).into());
-        launched.and(ended)
+        if comm_stream.launch(group, &job, Some(LAUNCH))? == Status::Done {
+            job.work.done.set_started();
+            return Ok(());
+        }
+        lock(&comm_stream.late).is_active = true;
+        let (own, own_group, work) = (Arc::clone(comm_stream), Arc::clone(group), Arc::clone(&job.work));
+        spawn(group, "launch", move || own.launch_late(&own_group, job)).map(drop).map_err(|error| {
+            lock(&comm_stream.open).iter_mut().for_each(|open| open.stranded.push(Arc::clone(&work)));
+            NcclFailure::other(STARTING, &error.to_string()).into()
+        })
     }
 
     /// See [`Comm::split`].
@@ -156,10 +253,17 @@ impl Turn<'_> {
         key: usize,
         check: CancellationCheck,
     ) -> Result<Option<Comm>, WaitError> {
-        let Some(Open { comm, .. }) = self.open.as_mut() else { return Err(gone(group)) };
-        self.streams.bind().map_err(cuda_failure)?;
+        let mut open = lock(&self.comm_stream.open);
+        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
+        self.comm_stream.streams.bind().map_err(cuda_failure)?;
         comm.split(member, key, check)
     }
+}
+
+const STARTING: &str = "starting a collective";
+
+fn is_alive(group: &Group) -> Result<(), Failure> {
+    group.failure().map_or(Ok(()), Err)
 }
 
 /// The error if the communicator was aborted because the group has failed.

@@ -1,12 +1,12 @@
 use super::base::{Base, cancellation_check, open};
 use super::calls::Buffer;
 use super::comm::{Comm, Limit, WaitError};
-use super::comm_stream::CommStream;
+use super::comm_stream::{CommStream, Job};
 use super::comm_streams::CommStreams;
 use super::group::{Fence, Group};
 use super::health_store::HealthStore;
 use super::identity;
-use super::p2p::{Job, P2p, Worker};
+use super::p2p::{P2p, Worker};
 use super::prepared::{self, Member, Prepared};
 use super::stream::{Clock, Done, Streams};
 use super::threads::{join_until, spawn};
@@ -174,11 +174,11 @@ impl NcclCommunicator {
         let prepared = self.prepare(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let work = self.work(call, prepared::tensors(collective), self.comm_stream.streams.clone(), blocks_host);
-        self.launch(&[(call, Channel::Collectives)], &prepared, work)
+        self.launch(&[(call, Channel::Collectives)], prepared, work)
     }
 
     /// Puts calls that NCCL runs as one kernel behind the collectives: `work` is that of all.
-    fn launch(&self, calls: &[(Call, Channel)], prepared: &Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
+    fn launch(&self, calls: &[(Call, Channel)], prepared: Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
         // Before the lock is taken, for which an abort would wait: both streams may be full.
         self.group.await_room()?;
         let marked = self.comm_stream.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
@@ -186,15 +186,9 @@ impl NcclCommunicator {
             let mut turn = self.comm_stream.turn();
             let fence: Arc<dyn Fence> = work.done.clone();
             self.group.begin_together(calls, &fence)?;
-            marked.and_then(|ready| {
-                turn.launch(&self.group, &ready, &work, |comm, target| {
-                    // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { prepared.start(comm, target) }
-                })
-            })
+            marked.and_then(|ready| turn.launch(&self.group, Job { prepared, ready, work: work.clone() }))
         };
         started.map_err(|error| error.end_group(&self.group))?;
-        work.done.set_started();
         Ok(work)
     }
 
@@ -295,7 +289,7 @@ impl Communicator for NcclCommunicator {
         let prepared = batch::prepare(&batch)?;
         let tensors = batch.iter().map(|message| message.tensor().clone()).collect();
         let work = self.work(*first, tensors, self.comm_stream.streams.clone(), false);
-        Ok(Work::new(Shared(self.launch(&calls, &prepared, work)?)))
+        Ok(Work::new(Shared(self.launch(&calls, prepared, work)?)))
     }
 
     fn measure_spans(&self) -> Result<()> {

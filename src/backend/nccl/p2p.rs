@@ -5,18 +5,16 @@
 //! happen. So each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends
 //! messages. A thread creates them with the first message, since both ranks must take part.
 use super::comm::{Comm, Limit, UniqueId, WaitError};
-use super::comm_stream::CommStream;
+use super::comm_stream::{CommStream, Job};
 use super::comm_streams::CommStreams;
 use super::group::Group;
 use super::identity::await_id;
-use super::prepared::Prepared;
 use super::status::NcclFailure;
 use super::stream::Streams;
 use super::work::NcclWork;
 use crate::backend::Completion;
 use crate::rendezvous::{self, Store, discard};
 use crate::{Error, Result};
-use cudarc::driver::CudaEvent;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -27,13 +25,6 @@ pub(super) struct P2p {
     jobs: Sender<Job>,
     thread: JoinHandle<()>,
     pub(super) streams: Streams,
-}
-
-/// A message that is to be started.
-pub(super) struct Job {
-    pub(super) prepared: Prepared,
-    pub(super) ready: CudaEvent,
-    pub(super) work: Arc<NcclWork>,
 }
 
 /// What the thread of a pair needs.
@@ -83,17 +74,14 @@ impl Worker {
         let mut comm_stream: Option<Arc<CommStream>> = None;
         // Works that no thread waits for are kept here until the GPU has passed them.
         let mut abandoned: Vec<NcclWork> = Vec::new();
-        for Job { prepared, ready, work } in queue {
+        for job in queue {
             let opened = match &comm_stream {
                 Some(comm_stream) => Ok(Arc::clone(comm_stream)),
                 None => self.connect(),
             };
             let started = opened.and_then(|opened| {
                 comm_stream = Some(Arc::clone(&opened));
-                opened.turn().launch(&self.group, &ready, &work, |comm, target| {
-                    // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { prepared.start(comm, target) }
-                })
+                opened.launch(&self.group, &job, None)
             });
             if let Err(error) = started {
                 // The whole group fails, so that waits for the rest of the queue end too.
@@ -102,10 +90,7 @@ impl Worker {
                 break;
             }
             abandoned.retain(|work| !work.is_completed());
-            let done = Arc::clone(&work.done);
-            abandoned.extend(Arc::into_inner(work));
-            done.set_started();
-            self.group.notify();
+            abandoned.extend(job.set_launched(&self.group));
         }
     }
 

@@ -22,8 +22,8 @@ pub(super) struct NcclWork {
 }
 
 impl NcclWork {
-    /// Returns the second fence once the call is on the stream. Only messages may not be on it yet, since a thread puts
-    /// them there. That thread must not be the last to hold the tensors: it would free them on a stream that is not
+    /// Returns the second fence once the call is on the stream. A thread may still have to put it there: a message, or a collective
+    /// whose ranks NCCL connects first. That thread must not be the last to hold the tensors: it would free them on a stream that is not
     /// ordered with what follows the wait.
     fn done(&self) -> Result<&CudaEvent> {
         self.group.wait_for(|| self.done.started().map(drop))?;

@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 pub(crate) type Answer = c_int;
 pub(crate) const SUCCESS: Answer = 0;
 pub(crate) const INVALID_VALUE: Answer = 1;
+pub(crate) const OUT_OF_MEMORY: Answer = 2;
 const NO_DEVICE: Answer = 100;
 const INVALID_DEVICE: Answer = 101;
 pub(crate) const INVALID_IMAGE: Answer = 200;
@@ -185,6 +186,7 @@ fn describe(error: Answer) -> &'static CStr {
     match error {
         SUCCESS => c"CUDA_SUCCESS",
         INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
+        OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
         NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
         INVALID_DEVICE => c"CUDA_ERROR_INVALID_DEVICE",
         INVALID_IMAGE => c"CUDA_ERROR_INVALID_IMAGE",

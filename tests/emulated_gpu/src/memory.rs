@@ -1,7 +1,7 @@
 //! Device memory, which is the process's own memory with checks, and pinned host memory.
 use crate::count::{ALLOCATION, count};
 use crate::driver::{
-    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, SUCCESS, context_device, driver_lock, fatal,
+    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS, context_device, driver_lock, fatal,
 };
 use crate::stream::{Origin, find, push};
 use std::alloc::{Layout, alloc, dealloc};
@@ -57,16 +57,22 @@ fn layout(bytes: usize) -> Layout {
     Layout::from_size_align(bytes, ALIGNMENT).unwrap_or_else(|_| fatal("an allocation larger than the address space"))
 }
 
-fn allocate(bytes: usize) -> usize {
+/// How much the emulated GPU has at most. A system may promise more than it has.
+const MOST: usize = 1 << 40;
+
+fn allocate(bytes: usize) -> Option<usize> {
+    if bytes > MOST {
+        return None;
+    }
     // SAFETY: the size is never zero.
     let start = unsafe { alloc(layout(bytes)) };
     if start.is_null() {
-        fatal("out of memory");
+        return None;
     }
     // SAFETY: the memory was just allocated.
     unsafe { start.write_bytes(POISON, bytes) };
     memory().live.insert(start as usize, bytes);
-    start as usize
+    Some(start as usize)
 }
 
 /// Poisons an allocation and retains it for a while.
@@ -124,7 +130,8 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
     }
     count(ALLOCATION, bytes);
     // Allocating zero bytes succeeds, because programs rely on that, although it is an error of `cuMemAlloc`.
-    let start = if bytes == 0 { 0 } else { allocate(bytes) };
+    let start = if bytes == 0 { Some(0) } else { allocate(bytes) };
+    let Some(start) = start else { return OUT_OF_MEMORY };
     if start != 0 {
         crate::pool::took(start, bytes);
     }
@@ -163,8 +170,9 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Answe
         return INVALID_CONTEXT;
     }
     count(ALLOCATION, bytes);
+    let Some(start) = allocate(bytes) else { return OUT_OF_MEMORY };
     // SAFETY: guaranteed by the caller.
-    unsafe { *address = allocate(bytes) as u64 };
+    unsafe { *address = start as u64 };
     SUCCESS
 }
 
@@ -216,7 +224,7 @@ pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize,
     let start = unsafe {
         let start = alloc(layout(bytes));
         if start.is_null() {
-            fatal("out of memory");
+            return OUT_OF_MEMORY;
         }
         start.write_bytes(POISON, bytes);
         start

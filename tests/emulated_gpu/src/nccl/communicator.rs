@@ -62,6 +62,8 @@ pub(super) struct State {
     pub(super) alone: bool,
     /// Whether the communicator was aborted or destroyed.
     ended: bool,
+    /// Whether all ranks have made their first call.
+    pub(super) connected: bool,
     /// The hub's reply to a split.
     pub(super) child: Option<Option<(usize, usize, String)>>,
     pub(super) control: Option<Arc<UnixStream>>,

@@ -50,6 +50,7 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
             }
             Some(Message::Failed(error)) => communicator.fail(error),
             Some(Message::Child(child)) => communicator.change(|state| state.child = Some(child)),
+            Some(Message::Connected) => communicator.change(|state| state.connected = true),
             Some(Message::Finalized) => communicator.change(|state| state.finalized = true),
             Some(Message::Orphaned) => communicator.change(|state| state.orphaned = true),
             other => {
@@ -78,6 +79,15 @@ fn tell(communicator: &Communicator, message: &Message) {
         // If the connection is closed, the reading thread will notice.
         let _ = message.send(&control);
     }
+}
+
+/// Called by the launch of a communicator's first call: waits for the other ranks' first calls.
+pub(super) fn await_connection(communicator: &Communicator) -> Outcome<()> {
+    if communicator.size > 1 && !communicator.change(|state| state.connected) {
+        tell(communicator, &Message::Connect);
+        communicator.wait_for(|state| state.connected.then_some(()))?;
+    }
+    Ok(())
 }
 
 /// Executes an operation in a separate thread. Its failure becomes the communicator's.

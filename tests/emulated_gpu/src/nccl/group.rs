@@ -1,6 +1,7 @@
 //! Groups of calls: calls between `ncclGroupStart` and `ncclGroupEnd` start together. A call outside a group is its own
 //! group.
 use super::communicator::{Communicator, Visit};
+use super::connection;
 use super::job::{self, Queued};
 use super::{Code, Failure, Outcome, failure};
 use crate::stream::Stream;
@@ -89,6 +90,9 @@ fn launch(group: Group) -> Outcome<Code> {
         |(communicator, calls): &(Arc<Communicator>, Vec<_>)| !calls.is_empty() || !communicator.is_settled();
     if blocking {
         for (communicator, calls) in parts {
+            if job::connects(&communicator, &calls) {
+                connection::await_connection(&communicator)?;
+            }
             job::launch(&communicator, calls);
             communicator.await_settled()?;
         }
@@ -102,7 +106,9 @@ fn launch(group: Group) -> Outcome<Code> {
     std::thread::spawn(move || {
         for (communicator, calls) in parts {
             communicator.be_seen();
-            if job::is_stuck(calls.iter().map(|(_, queued)| queued)) {
+            let is_stuck = job::is_stuck(calls.iter().map(|(_, queued)| queued));
+            let connects = job::connects(&communicator, &calls);
+            if is_stuck || connects && connection::await_connection(&communicator).is_err() {
                 return communicator.hang();
             }
             job::launch(&communicator, calls);

@@ -62,6 +62,7 @@ struct Seat {
     replies: Option<Sender<Reply>>,
     joined: Option<Joined>,
     split: Option<(i32, i32)>,
+    connects: bool,
     finalized: bool,
     /// Whether the rank knows that it is finalized and may close its connections.
     dismissed: bool,
@@ -161,6 +162,12 @@ impl Hub {
                 Some(Message::Split { color, key }) => {
                     seat.split = Some((color, key));
                     state.split_if_complete();
+                }
+                Some(Message::Connect) => {
+                    seat.connects = true;
+                    if state.seats.iter().all(|seat| seat.connects) {
+                        state.seats.iter().for_each(|seat| seat.tell(&Message::Connected));
+                    }
                 }
                 Some(Message::Finalize) => {
                     seat.finalized = true;

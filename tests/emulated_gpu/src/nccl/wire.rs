@@ -69,8 +69,12 @@ pub(super) enum Message {
         key: i32,
     },
     Finalize,
+    /// A rank makes its first call.
+    Connect,
     /// All ranks have joined.
     Ready,
+    /// All ranks make their first call.
+    Connected,
     Failed(Failure),
     /// The rank's position after a split: rank, size, and the name of the new hub.
     Child(Option<(usize, usize, String)>),
@@ -87,7 +91,9 @@ impl Message {
             }
             Self::Split { color, key } => format!("split {color} {key}"),
             Self::Finalize => "finalize".to_string(),
+            Self::Connect => "connect".to_string(),
             Self::Ready => "ready".to_string(),
+            Self::Connected => "connected".to_string(),
             Self::Failed(Failure { code, text }) => format!("failed {} {text}", *code as i32),
             Self::Child(None) => "childless".to_string(),
             Self::Child(Some((rank, size, name))) => format!("child {rank} {size} {name}"),
@@ -106,7 +112,9 @@ impl Message {
             }
             ("split", [color, key]) => Self::Split { color: color.parse().ok()?, key: key.parse().ok()? },
             ("finalize", _) => Self::Finalize,
+            ("connect", _) => Self::Connect,
             ("ready", _) => Self::Ready,
+            ("connected", _) => Self::Connected,
             ("failed", _) => {
                 let (code, text) = rest.split_once(' ')?;
                 Self::Failed(failure(Code::from_number(code.parse().ok()?), text))
