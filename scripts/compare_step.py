@@ -5,11 +5,12 @@
     python3 scripts/compare_step.py --overlap
 
 The first command measures on this machine, with one thread per rank, the step of a plain model on every rank and the step
-with DDP. The second compares DDP steps that compute in bf16 with parameters in f32 (in PyTorch by autocast) with those in f32.
-The third command, which needs root, measures candle-ddp alone on two hosts (network namespaces joined by a veth
-pair). Their link is so slow that communication would take 80 % of the backward pass's time; the result shows how much of
-it the backward pass hides. Results are written to benches/results/. The environment variable CANDLE_DDP_PYTHON names the
-Python interpreter with PyTorch (default: python3); without PyTorch, that part is skipped with a message.
+with DDP. The loss is a GPT's cross entropy, and the mean square of other models' outputs. The second command compares DDP
+steps that compute in bf16 with parameters in f32 (in PyTorch by autocast) with those in f32. The third, which needs root,
+measures candle-ddp alone on two hosts (network namespaces joined by a veth pair). Their link is so slow that communication
+would take 80 % of the backward pass's time; the result shows how much of it the backward pass hides. Results are written to
+benches/results/. The environment variable CANDLE_DDP_PYTHON names the Python interpreter with PyTorch (default: python3);
+without PyTorch, that part is skipped with a message.
 """
 
 import argparse

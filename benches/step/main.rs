@@ -15,7 +15,7 @@ use candle_nn::{FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::median::median;
 use common::memory::peak_rss_bytes;
-use net::Model;
+use net::{Batch, Model};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     candle_core::cuda::set_gemm_reduced_precision_f32(options.tf32);
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
-    let input = options.model.input(batch_size, options.image_size, options.dtype, pg.device())?;
+    let batch = options.model.batch(batch_size, options.image_size, options.dtype, pg.device())?;
     let default = DdpOptions::default();
     let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
     let mixed_precision = options.amp.map(|dtype| MixedPrecision { param_dtype: Some(dtype), ..Default::default() });
@@ -97,7 +97,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             // Each mode comes first, and after each other mode, equally often.
             let index = (turn + step as usize) % trainers.len();
             pg.barrier()?;
-            let elapsed = slowest(pg, trainers[index].step(&input)?)?;
+            let elapsed = slowest(pg, trainers[index].step(&batch)?)?;
             if step >= WARMUP {
                 times[index].push(elapsed);
             }
@@ -185,7 +185,8 @@ impl Trainer {
         Ok(Self { net, optimizer, gradient_bytes })
     }
 
-    fn step(&mut self, input: &Tensor) -> Result<Times> {
+    fn step(&mut self, batch: &Batch) -> Result<Times> {
+        let input = &batch.input;
         // On a GPU, calls only enqueue work.
         let now = || input.device().synchronize().map(|()| Instant::now());
         let start = now()?;
@@ -193,7 +194,7 @@ impl Trainer {
             Net::Local(net) => net.forward_t(input, true)?,
             Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.forward_t(input, true)?,
         };
-        let loss = output.to_dtype(DType::F32)?.sqr()?.mean_all()?;
+        let loss = batch.loss(&output)?;
         let forward = now()?;
         let gradients = match &self.net {
             Net::Local(_) => loss.backward()?,

@@ -1,4 +1,5 @@
-//! A GPT with blocks of the example `char_gpt`, learned positions, and a separate head.
+//! A GPT with blocks of the example `char_gpt`, learned positions, and a separate head. Its output has a row of
+//! logits for each token.
 use super::block::Block;
 use candle_core::{Module, Result};
 use candle_ddp::nn::{embedding, layer_norm, linear_no_bias};
@@ -27,6 +28,7 @@ pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<FuncT<'static>> {
     Ok(func_t(move |x, _| {
         let x = tokens.forward(x)?.broadcast_add(&positions)?;
         let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-        head.forward(&norm.forward(&x)?)
+        // Flattened here, since candle's reshape adds its gradient to zeros, which the many logits would make slow.
+        head.forward(&norm.forward(&x)?.flatten_to(1)?)
     }))
 }

@@ -5,7 +5,7 @@ mod deeplab;
 mod gpt;
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{linear, relu};
+use candle_ddp::nn::{cross_entropy, linear, relu};
 use candle_ddp::vision::models::{self, ResNet, ResNetOptions, ResNetStem};
 use candle_nn::{FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
@@ -46,21 +46,23 @@ impl Model {
         }
     }
 
-    /// A batch.
-    pub(crate) fn input(self, batch_size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        let noise =
-            |sample: &[usize]| Tensor::randn(0f32, 1., [&[batch_size], sample].concat(), device)?.to_dtype(dtype);
-        let tokens = |of: &gpt::Sizes| {
-            Tensor::rand(0f32, of.vocabulary as f32, (batch_size, of.tokens), device)?.to_dtype(DType::U32)
-        };
-        match self {
+    pub(crate) fn batch(self, size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Batch> {
+        let noise = |sample: &[usize]| Tensor::randn(0f32, 1., [&[size], sample].concat(), device)?.to_dtype(dtype);
+        let tokens =
+            |of: &gpt::Sizes| Tensor::rand(0f32, of.vocabulary as f32, (size, of.tokens), device)?.to_dtype(DType::U32);
+        let input = match self {
             Self::Mlp => noise(&[1024]),
             Self::Resnet18 => noise(&[3, 32, 32]),
             Self::Resnet50 => noise(&[3, image_size, image_size]),
             Self::Deeplab => noise(&[3, 64, 64]),
             Self::Gpt => tokens(&gpt::SMALL),
             Self::Gpt2 => tokens(&gpt::GPT2),
-        }
+        }?;
+        let targets = match self {
+            Self::Gpt | Self::Gpt2 => Some(input.roll(-1, 1)?.flatten_all()?),
+            _ => None,
+        };
+        Ok(Batch { input, targets })
     }
 
     pub(crate) fn build(self, vb: VarBuilder) -> Result<FuncT<'static>> {
@@ -71,6 +73,22 @@ impl Model {
             Self::Deeplab => deeplab::deeplab(vb),
             Self::Gpt => gpt::gpt(&gpt::SMALL, vb),
             Self::Gpt2 => gpt::gpt(&gpt::GPT2, vb),
+        }
+    }
+}
+
+/// The input of a step, and for a GPT the token that follows each of its tokens.
+pub(crate) struct Batch {
+    pub(crate) input: Tensor,
+    targets: Option<Tensor>,
+}
+
+impl Batch {
+    /// The cross entropy of a GPT's logits. The other models have a cheap loss: the mean square of their output.
+    pub(crate) fn loss(&self, output: &Tensor) -> Result<Tensor> {
+        match &self.targets {
+            Some(targets) => cross_entropy(output, targets),
+            None => output.to_dtype(DType::F32)?.sqr()?.mean_all(),
         }
     }
 }
