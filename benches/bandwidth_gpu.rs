@@ -1,4 +1,4 @@
-//! How much of a GPU's memory bandwidth the fused optimizers, clipping, loss scaling and norms use.
+//! How much of a GPU's memory bandwidth the fused optimizers, clipping, loss scaling, norms and elementwise layers use.
 //!
 //! ```text
 //! cargo bench --features nccl --bench bandwidth_gpu [-- --rounds 20 --millions 64]
@@ -10,7 +10,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::nn::{LayerNorm, RmsNorm};
+use candle_ddp::nn::{self, BatchNorm, LayerNorm, MaxPool2dOptions, RmsNorm};
 use candle_ddp::optim::{AdamW, ParamsSgd, Sgd, clip_grad_norm};
 use candle_ddp::{ProcessGroup, Result};
 use candle_nn::{Optimizer, ParamsAdamW};
@@ -47,6 +47,10 @@ fn main() -> ExitCode {
 const TENSORS: usize = 64;
 /// The length of the rows of norms.
 const WIDTH: usize = 1024;
+/// The channels, height and width of images.
+const IMAGE: [usize; 3] = [64, 56, 56];
+/// The number of classes, GPT-2's.
+const CLASSES: usize = 50_257;
 
 fn bench(options: &Options) -> Result<()> {
     let pg = gpu::world_of_one()?;
@@ -64,6 +68,8 @@ fn bench(options: &Options) -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         optimizers(&pg, &table, size, dtype)?;
         norms(&table, size, dtype)?;
+        layers(&table, dtype)?;
+        images(&table, dtype)?;
     }
     Ok(())
 }
@@ -73,11 +79,11 @@ fn optimizers(pg: &ProcessGroup, table: &Table, size: usize, dtype: DType) -> Re
     let bytes = dtype.size_in_bytes();
     // Learning rates at which nothing overflows, however many steps are measured.
     let mut adamw = AdamW::new(vars.clone(), ParamsAdamW { lr: 1e-5, ..Default::default() })?;
-    // Parameters and two moments are read and written, gradients are read.
-    table.row("AdamW", dtype, 7 * bytes, || Ok(adamw.step(&grads)?))?;
+    // Parameters and two moments, which are f32, are read and written, gradients are read.
+    table.row("AdamW", dtype, 3 * bytes + 16, || Ok(adamw.step(&grads)?))?;
     drop(adamw);
     let mut sgd = Sgd::new(vars.clone(), ParamsSgd { lr: 1e-5, momentum: 0.9, ..Default::default() })?;
-    table.row("SGD with momentum", dtype, 5 * bytes, || Ok(sgd.step(&grads)?))?;
+    table.row("SGD with momentum", dtype, 3 * bytes + 8, || Ok(sgd.step(&grads)?))?;
     drop(sgd);
     // The norm reads all gradients; then they are read and written.
     table.row("clip_grad_norm", dtype, 3 * bytes, || clip_grad_norm(&mut grads, &vars, 1e-3).map(drop))?;
@@ -112,18 +118,45 @@ fn norms(table: &Table, size: usize, dtype: DType) -> Result<()> {
     let bytes = dtype.size_in_bytes();
     let layers: [(&str, &dyn Module); 2] = [("LayerNorm", &layer), ("RmsNorm", &rms)];
     for (name, layer) in layers {
-        table.row(&format!("{name}, forward"), dtype, 2 * bytes, || {
-            layer.forward(&x)?;
-            Ok(())
-        })?;
         // The gradient of ones is written, then x and it are read, and the gradient of x is written.
-        let both = format!("{name}, forward and backward");
-        table.row(&both, dtype, 6 * bytes, || {
-            layer.forward(&x)?.backward()?;
-            Ok(())
-        })?;
+        table.both(name, dtype, [2 * bytes, 6 * bytes], || layer.forward(&x))?;
     }
     Ok(())
+}
+
+/// Layers of a Transformer. A backward pass begins with a gradient of ones, which is written.
+fn layers(table: &Table, dtype: DType) -> Result<()> {
+    let bytes = dtype.size_in_bytes();
+    let x = |rows: usize, columns: usize| {
+        Var::from_tensor(&Tensor::randn(0f32, 1f32, (rows, columns), table.device)?.to_dtype(dtype)?)
+    };
+    let rows = x(table.elements / WIDTH, WIDTH)?;
+    table.both("GELU", dtype, [2 * bytes, 6 * bytes], || nn::gelu(&rows))?;
+    table.both("softmax", dtype, [2 * bytes, 6 * bytes], || nn::softmax_last_dim(&rows))?;
+    // The mask is computed again.
+    let dropout = nn::Dropout::new(0.1);
+    table.both("dropout", dtype, [2 * bytes, 5 * bytes], || dropout.forward(&rows, true))?;
+    drop(rows);
+    let count = (table.elements / CLASSES).max(1);
+    let (logits, targets) = (x(count, CLASSES)?, Tensor::arange(0, count as u32, table.device)?);
+    let table = Table { elements: count * CLASSES, copy: table.copy.clone(), ..*table };
+    table.both("cross entropy", dtype, [bytes, 3 * bytes], || nn::cross_entropy(&logits, &targets))
+}
+
+/// Layers of a convolutional network.
+fn images(table: &Table, dtype: DType) -> Result<()> {
+    let (bytes, [channels, height, width]) = (dtype.size_in_bytes(), IMAGE);
+    let count = (table.elements / (channels * height * width)).max(1);
+    let x = Tensor::randn(0f32, 1f32, (count, channels, height, width), table.device)?.to_dtype(dtype)?;
+    let (x, table) = (Var::from_tensor(&x)?, Table { elements: x.elem_count(), copy: table.copy.clone(), ..*table });
+    let all = |value: f32| Tensor::full(value, channels, table.device)?.to_dtype(dtype);
+    let parameter = |value| Ok::<_, candle_core::Error>(Var::from_tensor(&all(value)?)?.into_inner());
+    let norm = BatchNorm::new(channels, all(0.)?, all(1.)?, parameter(1.)?, parameter(0.)?, 1e-5)?;
+    // The input is read for the statistics and again to be normalised; in the backward pass it is read twice with the gradient.
+    table.both("BatchNorm", dtype, [3 * bytes, 9 * bytes], || norm.forward_train(&x))?;
+    let options = MaxPool2dOptions { stride: Some((2, 2)), padding: (1, 1), ..Default::default() };
+    // The output has a quarter of the size. It need not read the input again for the gradient.
+    table.both("max pooling", dtype, [5 * bytes / 4, 11 * bytes / 4], || nn::max_pool2d(&x, 3, options))
 }
 
 struct Table<'a> {
@@ -135,6 +168,18 @@ struct Table<'a> {
 }
 
 impl Table<'_> {
+    /// Measures a layer's forward pass, and both passes, which must move so many bytes for each element.
+    fn both(
+        &self,
+        layer: &str,
+        dtype: DType,
+        bytes: [usize; 2],
+        forward: impl Fn() -> candle_core::Result<Tensor>,
+    ) -> Result<()> {
+        self.row(&format!("{layer}, forward"), dtype, bytes[0], || Ok(drop(forward()?)))?;
+        self.row(&format!("{layer}, forward and backward"), dtype, bytes[1], || Ok(drop(forward()?.backward()?)))
+    }
+
     /// Measures `step`, which must move this many bytes for each element.
     fn row(&self, what: &str, dtype: DType, bytes: usize, mut step: impl FnMut() -> Result<()>) -> Result<()> {
         let mut time = |steps: usize| -> Result<f64> {

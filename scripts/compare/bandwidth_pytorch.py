@@ -1,17 +1,19 @@
-"""PyTorch's fused optimizers, clipping, loss scaling and norms on a GPU: the counterpart of the bench `bandwidth_gpu`, with the
+"""PyTorch's fused optimizers, clipping, loss scaling, norms and elementwise layers on a GPU: the counterpart of the bench `bandwidth_gpu`, with the
 same sizes, the same measurement and the same table.
 
     python3 scripts/compare/bandwidth_pytorch.py [--millions 64] [--rounds 20] [--steps 10]
 """
 
 import argparse
+import math
 import statistics
 import time
 
 import torch
+import torch.nn.functional as F
 from torch.nn.functional import layer_norm, rms_norm
 
-TENSORS, WIDTH = 64, 1024
+TENSORS, WIDTH, CLASSES, IMAGE = 64, 1024, 50_257, (64, 56, 56)
 
 
 def main():
@@ -86,6 +88,33 @@ def main():
 
             row(f"{name}, forward", dtype, 2 * width, layer)
             row(f"{name}, forward and backward", dtype, 6 * width, both)
+
+        def passes(name, bytes, of, layer):
+            def both():
+                y = layer(of)
+                torch.autograd.grad(y, of, torch.ones_like(y))
+
+            row(f"{name}, forward", dtype, bytes[0], lambda: layer(of))
+            row(f"{name}, forward and backward", dtype, bytes[1], both)
+
+        passes("GELU", (2 * width, 6 * width), x, lambda x: F.gelu(x, approximate="tanh"))
+        passes("softmax", (2 * width, 6 * width), x, lambda x: F.softmax(x, -1))
+        passes("dropout", (2 * width, 5 * width), x, lambda x: F.dropout(x, 0.1))
+        del x
+        count, total = max(elements // CLASSES, 1), elements
+        elements = count * CLASSES
+        logits = torch.randn(count, CLASSES, device=device).to(dtype).requires_grad_()
+        targets = torch.arange(count, device=device)
+        passes("cross entropy", (width, 3 * width), logits, lambda x: F.cross_entropy(x, targets))
+        del logits
+        count = max(total // math.prod(IMAGE), 1)
+        elements = count * math.prod(IMAGE)
+        images = torch.randn(count, *IMAGE, device=device).to(dtype).requires_grad_()
+        norm = torch.nn.BatchNorm2d(IMAGE[0], device=device, dtype=dtype)
+        passes("BatchNorm", (3 * width, 9 * width), images, norm)
+        passes("max pooling", (5 * width // 4, 11 * width // 4), images, lambda x: F.max_pool2d(x, 3, 2, 1))
+        del images
+        elements = total
 
 
 main()
