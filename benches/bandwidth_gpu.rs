@@ -176,8 +176,14 @@ impl Table<'_> {
         bytes: [usize; 2],
         forward: impl Fn() -> candle_core::Result<Tensor>,
     ) -> Result<()> {
-        self.row(&format!("{layer}, forward"), dtype, bytes[0], || Ok(drop(forward()?)))?;
-        self.row(&format!("{layer}, forward and backward"), dtype, bytes[1], || Ok(drop(forward()?.backward()?)))
+        self.row(&format!("{layer}, forward"), dtype, bytes[0], || {
+            forward()?;
+            Ok(())
+        })?;
+        self.row(&format!("{layer}, forward and backward"), dtype, bytes[1], || {
+            forward()?.backward()?;
+            Ok(())
+        })
     }
 
     /// Measures `step`, which must move this many bytes for each element.
