@@ -147,6 +147,32 @@ fn linear_layers_of_many_rows_match_the_cpu() {
     });
 }
 
+/// Outputs whose rows begin at no multiples of 16 bytes, and which are large enough to be multiplied in a copy, with any rest of
+/// columns.
+#[test]
+fn linear_layers_with_uneven_outputs_match_the_cpu() {
+    on_gpu("linear_layers_with_uneven_outputs_match_the_cpu", |gpu| {
+        let dtypes = [(DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
+        for ((dtype, tolerance), out) in dtypes.into_iter().flat_map(|dtype| (1025..1032).map(move |out| (dtype, out)))
+        {
+            let run = |device: &Device| {
+                let var = |shape: &[usize], seed| {
+                    let values = (tensor(shape, seed) / 8.0).unwrap().to_dtype(dtype).unwrap();
+                    Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
+                };
+                let (x, weight, dy) = (var(&[66, 256], 1), var(&[out, 256], 2), var(&[66, out], 3));
+                let y = Linear::new(weight.as_tensor().clone(), None).forward(&x).unwrap();
+                let grads = (&y * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+                let gradients = [&x, &weight].map(|var| floats(grads.get(var).unwrap()));
+                [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
+            };
+            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                assert_close(there, &here, tolerance, &format!("result {index} of {out} columns in {dtype:?}"));
+            }
+        }
+    });
+}
+
 /// More heads, and a longer sequence, than one block of scores holds: parts of the heads, and of one head.
 #[test]
 fn attention_in_blocks_matches_the_cpu() {

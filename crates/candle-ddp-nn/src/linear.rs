@@ -1,5 +1,6 @@
 //! Linear layers.
 mod cuda;
+mod uneven;
 
 use super::gemm::{Strides, product, threads};
 use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
@@ -152,12 +153,8 @@ impl Function for Product {
         let mut gradients = vec![None; needed.len()];
         if dy.device().is_cuda() {
             let extents = (rows, features, out);
-            if needed[0] {
-                gradients[0] = Some(cuda::input_gradient(extents, dy, &self.weight, self.x.shape())?);
-            }
-            if needed[1] {
-                gradients[1] = Some(cuda::weight_gradient(extents, dy, &self.x)?);
-            }
+            let of = cuda::gradients(extents, [&self.x, &self.weight, dy], [needed[0], needed[1]])?;
+            gradients[..2].clone_from_slice(&of);
             if needed.get(2) == Some(&true) {
                 gradients[2] = Some(cuda::bias_gradient(extents, dy)?);
             }

@@ -1,4 +1,5 @@
 //! Linear layers on CUDA: cuBLAS adds products to the bias, and a kernel computes the bias's gradient.
+use super::uneven::Uneven;
 use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
 use candle_ddp_tensor::kernels::{
@@ -14,7 +15,7 @@ const BLOCKS: usize = 512;
 const ROWS: usize = 128;
 
 /// Rows, inputs and outputs.
-type Extents = (usize, usize, usize);
+pub(super) type Extents = (usize, usize, usize);
 
 /// y = x · Wᵀ + b, of shape `shape`. All tensors are contiguous.
 pub(super) fn forward(
@@ -35,24 +36,45 @@ pub(super) fn forward(
         let launch = Launch { kernel: Kernel::RepeatRow, dtype, grid, tensors: &tensors, numbers, reals: &[] };
         kernels::launch(device, launch)?;
     }
-    let c = Target { address: y.address()?, dtype, stride: None, row: None, accumulate: bias.is_some() };
-    product(device, [rows, out, features], dtype, [(address(x)?, false), (address(weight)?, true)], c)?;
+    let (x, weight) = (address(x)?, address(weight)?);
+    match Uneven::new(device, dtype, (rows, features, out)).filter(|_| bias.is_none()) {
+        Some(uneven) => uneven.forward(x, weight, y.address()?)?,
+        None => {
+            let c = Target { accumulate: bias.is_some(), ..target(y.address()?, dtype) };
+            product(device, [rows, out, features], dtype, [factor(x, false), factor(weight, true)], c)?;
+        }
+    }
     Ok(y)
 }
 
-/// The gradient of x, of shape `shape`: dy · W.
-pub(super) fn input_gradient(
+/// The gradients of x, dy · W, and of the weight, dyᵀ · x, as far as they are needed.
+pub(super) fn gradients(
     (rows, features, out): Extents,
-    dy: &Tensor,
-    weight: &Tensor,
-    shape: &Shape,
-) -> Result<Tensor> {
-    of_product([rows, features, out], (dy, false), (weight, false), shape)
-}
-
-/// The gradient of the weight, of shape (out, features): dyᵀ · x.
-pub(super) fn weight_gradient((rows, features, out): Extents, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
-    of_product([out, features, rows], (dy, true), (x, false), &Shape::from((out, features)))
+    [x, weight, dy]: [&Tensor; 3],
+    needed: [bool; 2],
+) -> Result<[Option<Tensor>; 2]> {
+    let (device, dtype) = (dy.device().as_cuda_device()?, dy.dtype());
+    let result = |is_needed: bool, summed: usize, shape: &Shape| {
+        let new = if summed == 0 { Output::zeros } else { Output::new };
+        is_needed.then(|| new(device, dtype, shape.clone())).transpose()
+    };
+    let (dx, d_weight) = (result(needed[0], out, x.shape())?, result(needed[1], rows, weight.shape())?);
+    let [dx_address, d_weight_address] = [&dx, &d_weight].map(|of| of.as_ref().map(Output::address).transpose());
+    let (dx_address, d_weight_address) = (dx_address?, d_weight_address?);
+    let [x, weight, dy] = [address(x)?, address(weight)?, address(dy)?];
+    if let Some(uneven) = Uneven::new(device, dtype, (rows, features, out)) {
+        uneven.gradients([x, weight, dy], dx_address, d_weight_address)?;
+    } else {
+        if let Some(dx) = dx_address {
+            let ab = [factor(dy, false), factor(weight, false)];
+            product(device, [rows, features, out], dtype, ab, target(dx, dtype))?;
+        }
+        if let Some(d_weight) = d_weight_address {
+            let ab = [factor(dy, true), factor(x, false)];
+            product(device, [out, features, rows], dtype, ab, target(d_weight, dtype))?;
+        }
+    }
+    Ok([dx, d_weight].map(|gradient| gradient.map(Output::into_tensor)))
 }
 
 /// The gradient of the bias, of shape (out): the sums of dy's columns. Many rows are summed in parts, whose sums are
@@ -86,27 +108,26 @@ fn parts(rows: usize, tiles: usize) -> (usize, usize) {
     (rows.div_ceil(part).max(1), part)
 }
 
-/// The product of two contiguous tensors, each of which may be taken transposed.
-fn of_product(extents: [usize; 3], a: (&Tensor, bool), b: (&Tensor, bool), shape: &Shape) -> Result<Tensor> {
-    let (device, dtype) = (a.0.device().as_cuda_device()?, a.0.dtype());
-    let is_empty = extents.contains(&0);
-    let result = if is_empty { Output::zeros(device, dtype, shape) } else { Output::new(device, dtype, shape) }?;
-    let c = Target { address: result.address()?, dtype, stride: None, row: None, accumulate: false };
-    product(device, extents, dtype, [(address(a.0)?, a.1), (address(b.0)?, b.1)], c)?;
-    Ok(result.into_tensor())
+/// A contiguous matrix.
+pub(super) fn factor(address: Address, transposed: bool) -> Factor {
+    Factor { address, transposed, stride: None, row: None }
 }
 
-fn product(
+/// A contiguous matrix, which is overwritten.
+pub(super) fn target(address: Address, dtype: DType) -> Target {
+    Target { address, dtype, stride: None, row: None, accumulate: false }
+}
+
+pub(super) fn product(
     device: &CudaDevice,
     [m, n, k]: [usize; 3],
     dtype: DType,
-    ab: [(Address, bool); 2],
+    [a, b]: [Factor; 2],
     c: Target,
 ) -> Result<()> {
     if k == 0 {
         return Ok(()); // nothing to add, which cuBLAS is not asked for
     }
-    let [a, b] = ab.map(|(address, transposed)| Factor { address, transposed, stride: None, row: None });
     Ok(kernels::product(device, Product { batch: 1, m, n, k, dtype, a, b, c })?)
 }
 

@@ -1,4 +1,5 @@
-// The bias of a linear layer: a row for all rows of a matrix, and the sums of a matrix's columns.
+// The bias of a linear layer: a row for all rows of a matrix, and the sums of a matrix's columns. And copies between rows that begin
+// anywhere and rows that begin at multiples of 16.
 
 // tensors: y of (rows, columns) elements, and the row. numbers: rows, columns, and the columns of a thread: a whole vector, or one.
 template <typename T> __device__ inline void repeat_row(const Arguments &by) {
@@ -57,3 +58,54 @@ template <typename T> __device__ inline void sum_columns(const Arguments &by) {
     else sum.store(TENSOR(T, 1) + column, is_vector);
 }
 LAYER(sum_columns)
+
+// The 16 bytes at `from`, which is a multiple of `T`'s size: shifted out of the two vectors in memory that contain them.
+template <typename T> __device__ inline Words words_at(const T *from) {
+    const unsigned long long address = reinterpret_cast<unsigned long long>(from);
+    const unsigned offset = address % 16;
+    const Words *vectors = reinterpret_cast<const Words *>(address - offset);
+    const Words low = vectors[0];
+    if (offset == 0) return low;
+    const Words high = vectors[1];
+    unsigned words[8];
+    for (int k = 0; k < 4; k++) {
+        words[k] = low.at[k];
+        words[k + 4] = high.at[k];
+    }
+    // Shifts by constants, one for each bit of the offset, keep the words in registers.
+    if (offset & 8)
+        for (int k = 0; k < 6; k++) words[k] = words[k + 2];
+    if (offset & 4)
+        for (int k = 0; k < 5; k++) words[k] = words[k + 1];
+    if (offset & 2)
+        for (int k = 0; k < 4; k++) words[k] = words[k] >> 16 | words[k + 1] << 16;
+    return Words{words[0], words[1], words[2], words[3]};
+}
+
+// tensors: from, to. numbers: rows; their columns; elements from the beginning of a row to that of the next in each tensor; columns
+// of tensor 0 that may be read in its last row. A thread per vector that begins at a multiple of 16 in `to`, and one per row for the
+// columns before and after these.
+template <typename T> __device__ inline void move_columns(const Arguments &by) {
+    const unsigned long long most = Few<T>::most, columns = by.numbers[1];
+    unsigned long long row = thread_in_grid();
+    const unsigned long long part = take(row, columns / most + 1);
+    if (row >= by.numbers[0]) return;
+    const T *from = TENSOR(const T, 0) + row * by.numbers[2];
+    T *to = TENSOR(T, 1) + row * by.numbers[3];
+    const unsigned long long before = (0 - reinterpret_cast<unsigned long long>(to)) % 16 / sizeof(T);
+    const unsigned long long lead = min(before, columns), vectors = (columns - lead) / most;
+    if (part == 0) {
+        for (unsigned long long i = 0; i < lead; i++) to[i] = from[i];
+        for (unsigned long long i = lead + vectors * most; i < columns; i++) to[i] = from[i];
+        return;
+    }
+    if (part > vectors) return;
+    const unsigned long long at = lead + (part - 1) * most;
+    // The vectors that contain these columns may end behind the tensor.
+    if (row + 1 == by.numbers[0] && at + 2 * most > by.numbers[4]) {
+        for (unsigned long long i = at; i < at + most; i++) to[i] = from[i];
+        return;
+    }
+    *reinterpret_cast<Words *>(to + at) = words_at(from + at);
+}
+LAYER(move_columns)

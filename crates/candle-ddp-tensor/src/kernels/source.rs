@@ -108,7 +108,7 @@ kernels! {
     Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope";
     Lookup: Lookup "lookup", LookupCount "lookup_count", LookupScan "lookup_scan", LookupMove "lookup_move",
         LookupSums "lookup_sums", LookupTotals "lookup_totals";
-    Linear: RepeatRow "repeat_row", SumColumns "sum_columns";
+    Linear: RepeatRow "repeat_row", SumColumns "sum_columns", MoveColumns "move_columns";
     Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients",
         SplitHeads "split_heads", MergeHeads "merge_heads";
 }
