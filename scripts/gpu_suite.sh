@@ -10,8 +10,8 @@
 # `run` writes to the folder RESULTS: a log of each step, a line of JSON for each step in `results.jsonl` as soon as it has ended,
 # and `summary.md`, also if it is interrupted. It fails if a test fails. Every step has a time limit; one that exceeds it leaves
 # the stacks of its threads (with gdb, where it is installed). CUDA_COMPUTE_CAP, 80 by default, is the oldest generation of GPUs
-# that the programs run on. JOBS is the number of tests that run at the same time, SUITE_SECONDS the time for all together: when it
-# has passed, a step that runs is ended and the others are left out.
+# that the programs run on. JOBS is the number of tests that run at the same time, ONLY a pattern of their names, SUITE_SECONDS the time
+# for all steps together: when it has passed, a step that runs is ended and the others are left out.
 #
 #     preflight  the machine, versions and paths of the libraries, and whether a kernel runs
 #     tests      each test by itself, among them one that leaves out each fence between streams and sees wrong results
@@ -197,7 +197,8 @@ shared() {
 # The tests of a program that match a pattern, or with -v those that do not.
 names() {
   comm -23 <("$bin/$1" --list 2>/dev/null | sed -n 's/: test$//p' | sort) \
-    <("$bin/$1" --list --ignored 2>/dev/null | sed -n 's/: test$//p' | sort) | grep -E "${@:2}" || true
+    <("$bin/$1" --list --ignored 2>/dev/null | sed -n 's/: test$//p' | sort) | grep -E "${@:2}" |
+    grep -E "${ONLY:-.}" || true
 }
 
 # Runs a test. One that fails runs again with messages.
