@@ -8,9 +8,10 @@ use half::{bf16, f16};
 
 /// Large enough that rows of nearly equal numbers do not produce large results.
 const EPS: f64 = 0.1;
-/// Numbers of rows and of their elements: around the threads of a block, more rows than a group has, and more vectors than a block has threads.
-const SHAPES: [(usize, usize); 8] =
-    [(1, 1), (3, 15), (40, 256), (33, 257), (7, 1000), (100, 3), (10, 4097), (34, 2080)];
+/// Numbers of rows and of their elements: for a warp and for a block, more rows than a part has, and more vectors than a block has
+/// threads.
+const SHAPES: [(usize, usize); 9] =
+    [(1, 1), (3, 15), (40, 256), (33, 257), (7, 1000), (100, 3), (10, 4097), (34, 2080), (700, 24)];
 
 fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
     let expected: Vec<f64> = expected.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
@@ -21,7 +22,7 @@ fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
     }
 }
 
-/// `E` is the dtype of x, `S` the dtype of the arithmetic.
+/// `E` is the dtype of x, `S` the dtype of weight and bias: that of the arithmetic, or `E`.
 fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
     let kinds = [(true, true, 1), (true, true, 16), (true, false, 16), (false, false, 1)];
     for ((rows, size), (centred, with_bias, bytes)) in
@@ -40,7 +41,7 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
         let zeros = vec![0.; size];
         let tensors = [weight.clone(), bias.clone(), zeros.clone(), zeros];
         let mut narrow = Memory::<S>::placed(tensors.into_iter(), bytes);
-        let of_rows = Rows { dtype: E::DTYPE, rows, size, eps: EPS, centred };
+        let of_rows = Rows { dtype: E::DTYPE, rows, size, eps: EPS, centred, is_narrow: E::DTYPE == S::DTYPE };
         let addresses = Forward {
             x: wide.address(0),
             weight: narrow.address(0),
@@ -89,4 +90,6 @@ fn norms_match_the_cpu() {
     norms_alike::<f64, f64>(&host, 1e-12);
     norms_alike::<f16, f32>(&host, 1e-3);
     norms_alike::<bf16, f32>(&host, 8e-3);
+    norms_alike::<f16, f16>(&host, 1e-3);
+    norms_alike::<bf16, bf16>(&host, 8e-3);
 }

@@ -27,10 +27,12 @@ pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: 
         let reason = format!("its last dimension must be {size}, the size of the weight, and not 0, but it is {is}");
         return Err(Error::invalid("the input of a norm", reason).into());
     }
-    let acc = accumulator(x.dtype());
-    let wide = |t: &Tensor| t.to_dtype(acc)?.contiguous();
-    let weight = wide(weight)?;
-    let bias = bias.map(wide).transpose()?;
+    // Kernels take parameters of x's dtype as they are, and the loops of the CPU those of the arithmetic's.
+    let fits = |t: &Tensor| x.device().is_cuda() && t.dtype() == x.dtype();
+    let of = if fits(weight) && bias.is_none_or(fits) { x.dtype() } else { accumulator(x.dtype()) };
+    let parameter = |t: &Tensor| t.to_dtype(of)?.contiguous();
+    let weight = parameter(weight)?;
+    let bias = bias.map(parameter).transpose()?;
     let norm = RowNorm { eps, centred, statistics: OnceLock::new() };
     let x = x.contiguous()?;
     match bias {
@@ -50,7 +52,7 @@ fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centr
     y.to_dtype(x.dtype())
 }
 
-/// The operation; its arguments are x and, of the dtype `accumulator`, weight and (as CustomOp3) bias.
+/// The operation; its arguments are x and, both of the dtype `accumulator` or on GPUs of that of x, weight and (as CustomOp3) bias.
 struct RowNorm {
     eps: f64,
     centred: bool,

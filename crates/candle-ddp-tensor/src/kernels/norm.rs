@@ -15,12 +15,20 @@ pub struct Rows {
     pub size: usize,
     pub eps: f64,
     pub centred: bool,
+    /// Whether weight, bias and their gradients have the dtype of the rows, not that of the arithmetic.
+    pub is_narrow: bool,
 }
 
-/// The minimum number of blocks for sums over columns, if there are enough rows.
-const BLOCKS: usize = 256;
-/// The minimum number of rows that a block sums.
-const MIN_ROWS: usize = 32;
+/// Threads of a warp.
+const WARP: usize = 32;
+/// The largest number of loads of each of its threads for which a row gets a warp, and not a block.
+const LOADS: usize = 8;
+/// The number of columns, or of vectors of them, that a block sums.
+const COLUMNS: usize = 32;
+/// Enough blocks for sums over columns, for every GPU.
+const BLOCKS: usize = 512;
+/// The minimum number of rows that a block sums, if there are enough.
+const ROWS: usize = 32;
 
 impl Rows {
     /// How many elements of a row a thread loads at once.
@@ -29,8 +37,15 @@ impl Rows {
         Address::vector(&addresses, self.size, self.dtype)
     }
 
+    /// How many threads share a row, if each loads `vector` elements at once.
+    fn lanes(&self, vector: usize) -> usize {
+        if self.size.div_ceil(vector) <= WARP * LOADS { WARP } else { THREADS as usize }
+    }
+
     fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
-        let numbers = [self.rows, self.size, usize::from(self.centred), self.group(), self.vector(tensors)];
+        let (vector, (parts, part)) = (self.vector(tensors), self.parts());
+        let flags = [self.centred, self.is_narrow].map(usize::from);
+        let numbers = [self.rows, self.size, flags[0], flags[1], vector, self.lanes(vector), part, parts];
         Arguments::new(tensors.iter().copied(), &numbers, &[self.eps])
     }
 
@@ -41,24 +56,27 @@ impl Rows {
         })
     }
 
-    /// Returns the number of blocks that share the columns of a group of rows, if a thread has `vector` of them.
+    /// The number of blocks for all rows.
+    fn blocks_of_rows(&self, tensors: &[u64]) -> usize {
+        self.rows.div_ceil(THREADS as usize / self.lanes(self.vector(tensors)))
+    }
+
+    /// The number of blocks that share the columns of some rows, if a thread has `vector` of them.
     fn tiles(&self, vector: usize) -> usize {
-        self.size.div_ceil(THREADS as usize * vector)
+        self.size.div_ceil(COLUMNS * vector)
     }
 
-    /// Returns the number of rows in a group.
-    fn group(&self) -> usize {
+    /// The number of parts in which the rows are summed, and the number of rows in each.
+    fn parts(&self) -> (usize, usize) {
         let most = Address::vector(&[], 0, self.dtype);
-        self.rows.div_ceil(BLOCKS.div_ceil(self.tiles(most))).max(MIN_ROWS)
+        let parts = (BLOCKS / self.tiles(most)).clamp(1, self.rows.div_ceil(ROWS).max(1));
+        let part = self.rows.div_ceil(parts).max(1);
+        (self.rows.div_ceil(part).max(1), part)
     }
 
-    fn groups(&self) -> usize {
-        self.rows.div_ceil(self.group())
-    }
-
-    /// The numbers that [`backward`] keeps for a moment.
+    /// The number of sums that [`backward`] keeps for a moment, in the dtype of the arithmetic.
     pub fn sums(&self) -> usize {
-        2 * self.groups() * self.size
+        2 * self.parts().0 * self.size
     }
 }
 
@@ -75,8 +93,9 @@ pub struct Forward {
 pub fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Result<M::Numbers> {
     let Forward { x, weight, bias, y } = addresses;
     let statistics = machine.numbers(2 * rows.rows)?;
-    let arguments = rows.arguments(&[x, y, weight, bias, machine.address(&statistics)])?;
-    machine.launch_by_value((Kernel::NormForward, rows.dtype), rows.blocks(rows.rows)?, &arguments)?;
+    let tensors = [x, y, weight, bias, machine.address(&statistics)];
+    let blocks = rows.blocks(rows.blocks_of_rows(&tensors))?;
+    machine.launch_by_value((Kernel::NormForward, rows.dtype), blocks, &rows.arguments(&tensors)?)?;
     Ok(statistics)
 }
 
@@ -89,7 +108,7 @@ pub struct Backward {
     pub dx: u64,
     pub d_weight: u64,
     pub d_bias: u64,
-    /// Memory for as many numbers (f64) as [`Rows::sums`] says.
+    /// Memory for what [`Rows::sums`] counts.
     pub sums: u64,
 }
 
@@ -100,8 +119,9 @@ pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, ad
     let launch = |kernel, blocks, tensors: &[u64]| {
         machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors)?)
     };
-    launch(Kernel::NormBackward, rows.rows, &[x, dx, weight, dy, statistics])?;
+    let tensors = [x, dx, weight, dy, statistics];
+    launch(Kernel::NormBackward, rows.blocks_of_rows(&tensors), &tensors)?;
     let tensors = [x, dy, statistics, sums];
-    launch(Kernel::NormColumns, rows.groups() * rows.tiles(rows.vector(&tensors)), &tensors)?;
+    launch(Kernel::NormColumns, rows.parts().0 * rows.tiles(rows.vector(&tensors)), &tensors)?;
     launch(Kernel::NormTotals, rows.tiles(1), &[sums, d_weight, d_bias])
 }

@@ -21,7 +21,8 @@ pub fn norm_forward(
     centred: bool,
 ) -> Result<(CudaStorage, NormStatistics)> {
     let (device, shape) = (x.0.device(), x.1.shape());
-    let rows = rows(x.0.dtype(), shape.elem_count(), weight.1.shape().elem_count(), eps, centred);
+    let dtypes = [x.0.dtype(), weight.0.dtype()];
+    let rows = rows(dtypes, shape.elem_count(), weight.1.shape().elem_count(), eps, centred);
     // SAFETY: the kernel writes every element; if it fails, the storage is dropped unread.
     let mut y = unsafe { device.alloc_uninit(shape, x.0.dtype()) }?;
     if rows.rows == 0 {
@@ -49,8 +50,8 @@ pub fn norm_backward(
     let dx = Output::new(device, x.dtype(), x.shape())?;
     let both = Output::new(device, weight.dtype(), (2, weight.elem_count()))?.into_tensor();
     let (d_weight, d_bias) = (both.get(0)?, both.get(1)?);
-    let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
-    let sums = Temporary::new(device, DType::F64, rows.sums())?;
+    let rows = rows([x.dtype(), weight.dtype()], x.elem_count(), weight.elem_count(), 0., centred);
+    let sums = Temporary::new(device, if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 }, rows.sums())?;
     let addresses = Backward {
         x: input(x)?,
         weight: input(weight)?,
@@ -64,6 +65,7 @@ pub fn norm_backward(
     Ok((dx.into_tensor(), d_weight, d_bias))
 }
 
-fn rows(dtype: DType, elements: usize, size: usize, eps: f64, centred: bool) -> Rows {
-    Rows { dtype, rows: elements / size.max(1), size, eps, centred }
+/// The rows of a tensor, whose dtype and the one of whose weight are given.
+fn rows([dtype, of_weight]: [DType; 2], elements: usize, size: usize, eps: f64, centred: bool) -> Rows {
+    Rows { dtype, rows: elements / size.max(1), size, eps, centred, is_narrow: dtype == of_weight }
 }
