@@ -313,6 +313,46 @@ fn elementwise_layers_of_any_size_match_the_cpu() {
     });
 }
 
+/// Rows that begin at any address, with some values of −∞ and one row of nothing else.
+#[test]
+fn rows_of_any_length_match_the_cpu() {
+    on_gpu("rows_of_any_length_match_the_cpu", |gpu| {
+        for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F64, 1e-6), (DType::F16, 1e-3), (DType::BF16, 8e-3)] {
+            for count in [1, 3, 9, 264, 1003, 4101] {
+                let run = |device: &Device| {
+                    let mut values = floats(&(tensor(&[5, count], 1) * 8.0).unwrap());
+                    values.iter_mut().step_by(7).for_each(|value| *value = f32::NEG_INFINITY);
+                    values[count] = 0.5;
+                    values[2 * count..3 * count].fill(f32::NEG_INFINITY);
+                    let x = Tensor::from_vec(values, (5, count), device).unwrap().to_dtype(dtype).unwrap();
+                    let x = Var::from_tensor(&x).unwrap();
+                    let weights = tensor(&[5, count], 2).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                    let y = softmax(&x, 1).unwrap();
+                    let of_y = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
+                    let finite = x.as_tensor().narrow(0, 0, 2).unwrap();
+                    let finite = Var::from_tensor(&finite.clamp(-30.0, 30.0).unwrap()).unwrap();
+                    let targets = Tensor::new(&[0u32, count as u32 - 1], device).unwrap();
+                    let loss = cross_entropy(&finite, &targets).unwrap();
+                    let of_loss = loss.backward().unwrap();
+                    let gradients = [of_y.get(&x).unwrap(), of_loss.get(&finite).unwrap()];
+                    [&y, &loss, gradients[0], gradients[1]].map(floats)
+                };
+                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                    let nans = |values: &[f32]| values.iter().map(|value| value.is_nan()).collect::<Vec<_>>();
+                    assert_eq!(nans(there), nans(&here), "result {index} of {count} in {dtype:?}");
+                    let numbers = |values: &[f32]| values.iter().map(|value| value.max(-1e30)).collect::<Vec<_>>();
+                    assert_close(
+                        &numbers(there),
+                        &numbers(&here),
+                        tolerance,
+                        &format!("result {index} of {count} in {dtype:?}"),
+                    );
+                }
+            }
+        }
+    });
+}
+
 /// More products than one call of cuBLAS takes.
 #[test]
 fn attention_of_many_heads_matches_the_cpu() {

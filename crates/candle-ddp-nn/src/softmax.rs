@@ -241,8 +241,8 @@ impl Softmax {
         let outer = shape.elem_count() / block;
         let (kernel, grid) =
             if inner == 1 { (rows, Grid::Blocks(outer)) } else { (columns, Grid::Threads(outer * inner)) };
-        let is_vector = usize::from(Address::vector(tensors, count, dtype) > 1);
-        let numbers = &[outer, count, inner, usize::from(self.log), is_vector];
+        let are_aligned = usize::from(tensors.iter().all(|tensor| tensor.is_aligned()));
+        let numbers = &[outer, count, inner, usize::from(self.log), are_aligned];
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 }

@@ -5,7 +5,7 @@ use crate::embedding::wide_indices;
 use crate::softmax::extents;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
+use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
 
 /// Like [`cross_entropy_with`](super::cross_entropy_with), which has checked the arguments.
 pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
@@ -18,14 +18,15 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
         None => None,
     };
     let samples = targets.elem_count();
-    let is_vector = usize::from(Address::vector(&[address(&logits)?], classes, logits.dtype()) > 1);
+    // Its gradient is, too.
+    let is_aligned = usize::from(address(&logits)?.is_aligned());
     let is_mean = usize::from(options.reduction == Reduction::Mean);
     let of = CrossEntropy {
         x: logits.detach(),
         targets: wide_indices(targets)?,
         weights,
         // The bits of a signed number.
-        numbers: [logits.elem_count() / block, classes, inner, options.ignore_index as usize, is_mean, is_vector],
+        numbers: [logits.elem_count() / block, classes, inner, options.ignore_index as usize, is_mean, is_aligned],
         smoothing: options.label_smoothing,
         norms: Output::new(device, DType::F64, samples)?,
         scale: Output::new(device, DType::F64, 2)?,

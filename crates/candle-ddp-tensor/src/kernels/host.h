@@ -40,3 +40,13 @@ struct Fibre {
 static std::vector<Fibre> fibres;
 
 static void __syncthreads() { swapcontext(&fibres[threadIdx.x].context, &turns); }
+
+// The value of the thread that is so many further in the warp. Here all threads of a block must call it.
+static inline double __shfl_down_sync(unsigned, double value, unsigned distance) {
+    static double values[1024];
+    values[threadIdx.x] = value;
+    __syncthreads();
+    const double result = threadIdx.x % 32 + distance < 32 ? values[threadIdx.x + distance] : value;
+    __syncthreads();
+    return result;
+}

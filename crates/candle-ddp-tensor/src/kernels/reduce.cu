@@ -9,22 +9,28 @@ struct Larger {
     static __device__ double of(double a, double b) { return b > a || b != b ? b : a; }
 };
 
-// Reduces `first` and `second` over all threads, each with its operation, into `result[0]` and `result[1]`.
+// Reduces `first` and `second` over all threads, each with its operation, into `result[0]` and `result[1]`. Before the next reduction,
+// the block must have passed a barrier.
 template <typename First, typename Second>
 __device__ inline void reduce_block(double first, double second, double *result) {
-    __shared__ double firsts[THREADS], seconds[THREADS];
-    firsts[threadIdx.x] = first;
-    seconds[threadIdx.x] = second;
-    for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) {
-            firsts[threadIdx.x] = First::of(firsts[threadIdx.x], firsts[threadIdx.x + half]);
-            seconds[threadIdx.x] = Second::of(seconds[threadIdx.x], seconds[threadIdx.x + half]);
-        }
+    const unsigned warp = 32;
+    __shared__ double firsts[THREADS / warp], seconds[THREADS / warp];
+    for (unsigned distance = warp / 2; distance > 0; distance /= 2) {
+        first = First::of(first, __shfl_down_sync(0xffffffffu, first, distance));
+        second = Second::of(second, __shfl_down_sync(0xffffffffu, second, distance));
     }
+    if (threadIdx.x % warp == 0) {
+        firsts[threadIdx.x / warp] = first;
+        seconds[threadIdx.x / warp] = second;
+    }
+    __syncthreads();
     if (threadIdx.x == 0) {
-        result[0] = firsts[0];
-        result[1] = seconds[0];
+        for (unsigned i = 1; i < THREADS / warp; i++) {
+            first = First::of(first, firsts[i]);
+            second = Second::of(second, seconds[i]);
+        }
+        result[0] = first;
+        result[1] = second;
     }
 }
 

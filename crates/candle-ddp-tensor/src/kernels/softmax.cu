@@ -11,29 +11,48 @@ template <typename Real> struct Sum {
     Real largest, sum;
 };
 
-// Loops over this thread's elements of a row, which `FEW` holds.
-#define FOR_EACH_OF_ROW(T, ROW, COUNT, IS_VECTOR, FEW)                                                                \
-    for (unsigned long long at = threadIdx.x * ((IS_VECTOR) ? Few<T>::most : 1); at < (COUNT);                        \
-         at += THREADS * ((IS_VECTOR) ? Few<T>::most : 1))                                                            \
-        if (FEW.load((ROW) + at, IS_VECTOR), true)
+// Calls `body` for this thread's elements of a row, with the index of the first of some: `Several`, a `Few<T>` that begins at a
+// multiple of 16, or `One`. If all tensors `are_aligned`, rows may begin anywhere, but do so alike in all tensors.
+template <typename T, typename Body>
+__device__ inline void for_each_of_row(const T *row, unsigned long long count, bool are_aligned, Body body) {
+    const unsigned long long most = Few<T>::most;
+    unsigned long long head = count, tail = count;
+    if (are_aligned) {
+        head = min(count, (most - (unsigned long long)row / sizeof(T) % most) % most);
+        tail = head + (count - head) / most * most;
+        for (unsigned long long i = head + threadIdx.x * most; i < tail; i += THREADS * most) body(Several(), i);
+    }
+    for (unsigned long long i = threadIdx.x; i < head; i += THREADS) body(One(), i);
+    for (unsigned long long i = tail + threadIdx.x; i < count; i += THREADS) body(One(), i);
+}
 
+// Reads the row once: each thread adjusts its sum when it finds a larger element.
 template <typename T>
 __device__ inline Sum<typename Element<T>::Real> sum_row(const T *__restrict__ x, unsigned long long count,
-                                                         bool is_vector) {
+                                                         bool are_aligned) {
     typedef typename Element<T>::Real Real;
     __shared__ double pair[2];
-    Few<T> few;
-    Real largest = __uint_as_float(0xff800000u);
-    FOR_EACH_OF_ROW(T, x, count, is_vector, few) FOR_EACH_OF(T, is_vector, k) {
-        if (few.at[k] > largest || few.at[k] != few.at[k]) largest = few.at[k];
-    }
+    const Real least = __uint_as_float(0xff800000u);
+    Real largest = least, part = 0;
+    for_each_of_row(x, count, are_aligned, [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(x + i, size.is_vector);
+        Real next = largest;
+        FOR_EACH_OF(T, size.is_vector, k) {
+            if (few.at[k] > next || few.at[k] != few.at[k]) next = few.at[k];
+        }
+        // NaN stays NaN.
+        if (!(next <= largest)) {
+            part *= exp(largest - next);
+            largest = next;
+        }
+        if (largest != least) FOR_EACH_OF(T, size.is_vector, k) part += exp(few.at[k] - largest);
+    });
     reduce_block<Larger, Add>(largest, 0, pair);
     __syncthreads();
     const Real shift = pair[0];
-    Real part = 0;
-    FOR_EACH_OF_ROW(T, x, count, is_vector, few) FOR_EACH_OF(T, is_vector, k) part += exp(few.at[k] - shift);
     __syncthreads();
-    reduce_block<Add, Add>(part, 0, pair);
+    reduce_block<Add, Add>(part * exp(largest - shift), 0, pair);
     __syncthreads();
     Sum<Real> result = {shift, (Real)pair[0]};
     return result;
@@ -58,19 +77,20 @@ template <typename Real> __device__ inline Real softmax_value(Real distance, Rea
     return is_log ? distance - scale : exp(distance) * scale;
 }
 
-// tensors: x, y; numbers[3]: whether to take the logarithm; numbers[4]: whether rows consist of vectors. One block per row.
+// tensors: x, y; numbers[3]: whether to take the logarithm; numbers[4]: whether both are aligned. One block per row.
 template <typename T> __device__ inline void softmax_rows(const Arguments &by) {
     const Rows &r = ROWS;
     const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
     T *y = TENSOR(T, 1) + blockIdx.x * r.count;
-    const bool is_log = by.numbers[3], is_vector = by.numbers[4];
-    const Sum<typename Element<T>::Real> of = sum_row(x, r.count, is_vector);
+    const bool is_log = by.numbers[3], are_aligned = by.numbers[4];
+    const Sum<typename Element<T>::Real> of = sum_row(x, r.count, are_aligned);
     const typename Element<T>::Real scale = is_log ? log(of.sum) : 1 / of.sum;
-    Few<T> few;
-    FOR_EACH_OF_ROW(T, x, r.count, is_vector, few) {
-        FOR_EACH_OF(T, is_vector, k) few.at[k] = softmax_value(few.at[k] - of.largest, scale, is_log);
-        few.store(y + at, is_vector);
-    }
+    for_each_of_row(x, r.count, are_aligned, [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(x + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = softmax_value(few.at[k] - of.largest, scale, is_log);
+        few.store(y + i, size.is_vector);
+    });
 }
 LAYER(softmax_rows)
 
@@ -98,28 +118,31 @@ template <typename Real> __device__ inline Real softmax_slope(Real y, Real dy, R
     return is_log ? dy - exp(y) * sum : y * (dy - sum);
 }
 
-// tensors: y, dy, dx; numbers[3]: whether y is the logarithm; numbers[4]: whether rows consist of vectors. One block per row.
+// tensors: y, dy, dx; numbers[3]: whether y is the logarithm; numbers[4]: whether all are aligned. One block per row.
 template <typename T> __device__ inline void softmax_rows_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     __shared__ double pair[2];
     const Rows &r = ROWS;
-    const bool is_log = by.numbers[3], is_vector = by.numbers[4];
+    const bool is_log = by.numbers[3], are_aligned = by.numbers[4];
     const unsigned long long start = blockIdx.x * r.count;
-    const T *y = TENSOR(const T, 0) + start, *dy = TENSOR(const T, 1) + start;
-    Few<T> few, gradients;
+    const T *__restrict__ y = TENSOR(const T, 0) + start, *__restrict__ dy = TENSOR(const T, 1) + start;
     Real part = 0;
-    FOR_EACH_OF_ROW(T, y, r.count, is_vector, few) {
-        gradients.load(dy + at, is_vector);
-        FOR_EACH_OF(T, is_vector, k) part += softmax_term(few.at[k], gradients.at[k], is_log);
-    }
+    for_each_of_row(y, r.count, are_aligned, [&](auto size, unsigned long long i) {
+        Few<T> few, gradients;
+        few.load(y + i, size.is_vector);
+        gradients.load(dy + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) part += softmax_term(few.at[k], gradients.at[k], is_log);
+    });
     reduce_block<Add, Add>(part, 0, pair);
     __syncthreads();
     const Real sum = pair[0];
-    FOR_EACH_OF_ROW(T, y, r.count, is_vector, few) {
-        gradients.load(dy + at, is_vector);
-        FOR_EACH_OF(T, is_vector, k) few.at[k] = softmax_slope(few.at[k], gradients.at[k], sum, is_log);
-        few.store(TENSOR(T, 2) + start + at, is_vector);
-    }
+    for_each_of_row(y, r.count, are_aligned, [&](auto size, unsigned long long i) {
+        Few<T> few, gradients;
+        few.load(y + i, size.is_vector);
+        gradients.load(dy + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = softmax_slope(few.at[k], gradients.at[k], sum, is_log);
+        few.store(TENSOR(T, 2) + start + i, size.is_vector);
+    });
 }
 LAYER(softmax_rows_backward)
 
@@ -147,7 +170,7 @@ LAYER(softmax_columns_backward)
 struct Losses {
     long long ignore;
     unsigned long long is_mean;
-    unsigned long long is_vector; // whether rows consist of vectors
+    unsigned long long are_aligned; // whether logits, and their gradient, begin at a multiple of 16
 };
 #define LOSSES (*reinterpret_cast<const Losses *>(by.numbers + 3))
 
@@ -184,7 +207,7 @@ template <typename T> __device__ inline void losses_of_rows(const Arguments &by)
     const Rows &r = ROWS;
     const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
     const Real *weights = TENSOR(const Real, 2);
-    const Sum<Real> of = sum_row(x, r.count, LOSSES.is_vector);
+    const Sum<Real> of = sum_row(x, r.count, LOSSES.are_aligned);
     const double norm = (double)of.largest + log((double)of.sum);
     double smooth = 0;
     if (by.reals[0] > 0) {
@@ -275,17 +298,18 @@ template <typename T> __device__ inline void loss_rows_backward(const Arguments 
     typedef typename Element<T>::Real Real;
     __shared__ Slopes<Real> shared;
     const Rows &r = ROWS;
-    const bool is_vector = LOSSES.is_vector;
     if (threadIdx.x == 0) shared = slopes<T>(by, blockIdx.x);
     __syncthreads();
     const Slopes<Real> of = shared;
     const Real *weights = TENSOR(const Real, 2);
     const unsigned long long start = blockIdx.x * r.count;
-    Few<T> few;
-    FOR_EACH_OF_ROW(T, TENSOR(const T, 0) + start, r.count, is_vector, few) {
-        FOR_EACH_OF(T, is_vector, k) few.at[k] = loss_slope(of, weights, at + k, few.at[k]);
-        few.store(TENSOR(T, 6) + start + at, is_vector);
-    }
+    const T *__restrict__ x = TENSOR(const T, 0) + start;
+    for_each_of_row(x, r.count, LOSSES.are_aligned, [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(x + i, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = loss_slope(of, weights, i + k, few.at[k]);
+        few.store(TENSOR(T, 6) + start + i, size.is_vector);
+    });
 }
 LAYER(loss_rows_backward)
 
