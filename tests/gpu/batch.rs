@@ -1,5 +1,5 @@
 //! Batches of messages over NCCL.
-use crate::launch::{Ranks, Worker, gpus};
+use crate::launch::{Ranks, SHORT, Worker, gpus};
 use crate::left_out;
 use candle_core::{DType, Tensor};
 use candle_ddp::{P2pOp, ProcessGroup, ReduceOp, Result};
@@ -12,7 +12,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "waits of a batch" => waits(&group(60)).unwrap(),
         "killed in a batch" => worker.report(&batches(worker, &group(300))),
         "leave before a batch" => leave(worker, &group(200)),
-        "late for a batch" => late(worker, &group(5)),
+        "late for a batch" => late(worker, &group(SHORT)),
         _ => return false,
     }
     true
@@ -141,7 +141,7 @@ fn late(worker: &Worker, pg: &ProcessGroup) {
     };
     let ended = pg.batch_isend_irecv(&batch).and_then(|work| work.synchronize());
     let error = ended.err().unwrap_or_else(|| {
-        std::thread::sleep(Duration::from_secs(6));
+        std::thread::sleep(Duration::from_secs(SHORT + 1));
         pg.barrier().unwrap_err()
     });
     worker.report(&error.to_string());
@@ -154,7 +154,7 @@ fn a_batch_that_does_not_end_names_its_ranks() {
     }
     let reports = Ranks::start(3, "late for a batch").finish();
     for report in &reports {
-        assert!(report.contains("for batch_isend_irecv, sequence 1, timed out after 5s"), "{reports:#?}");
+        assert!(report.contains("for batch_isend_irecv, sequence 1, timed out after 20s"), "{reports:#?}");
     }
     assert!(reports[0].contains("of ranks [1, 2], at least one did not make the matching call"), "{reports:#?}");
 }

@@ -1,6 +1,6 @@
 //! Behaviour of the real driver and of NCCL that made ranks hang, crash or waste memory. The emulated GPU shows it too.
 #![allow(unsafe_code)] // the pool of memory is asked through the driver's functions
-use crate::launch::{Ranks, Worker, emulated, gpus};
+use crate::launch::{Ranks, SHORT, Worker, emulated, gpus};
 use crate::left_out;
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
@@ -20,7 +20,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "driver waits" => driver_waits(worker, &group(100)),
         "stuck messages" => stuck_messages(worker, &group(100)),
         "many pairs" => many_pairs(&group(40)),
-        "many calls" => many_calls(worker, &group(5)),
+        "many calls" => many_calls(worker, &group(SHORT)),
         "drop elsewhere" => drop_elsewhere(&group(20)).unwrap(),
         "memory" => {
             let pg = group(20);

@@ -8,6 +8,8 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+/// The time-out in seconds of a group whose calls expire. It is also that of the ranks' start on a busy machine.
+pub(crate) const SHORT: u64 = 20;
 /// The variable that names a rank's job; unset in the test's own process.
 const JOB: &str = "CANDLE_DDP_TEST_JOB";
 /// The folder in which ranks rendezvous and write their results.

@@ -35,7 +35,7 @@ use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
 use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
 use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
-use launch::{Ranks, Worker, emulated, gpus};
+use launch::{Ranks, SHORT, Worker, emulated, gpus};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -111,7 +111,7 @@ fn rank_of_another_test() {
         "zero" => optim::shards(&pg(60)).unwrap(),
         "leave" => leave(&worker, &pg(200)),
         "killed" => worker.report(&all_reduces(&worker, &pg(300))),
-        "desync" => worker.report(&disagree(&pg(3))),
+        "desync" => worker.report(&disagree(&pg(SHORT))),
         "wrong device" => wrong_device(&pg(20)),
         "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&pg(60), false).unwrap()),
         "virtual ranks with shards" => report_floats(&worker, &virtual_ranks::train(&pg(60), true).unwrap()),

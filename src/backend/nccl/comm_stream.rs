@@ -3,14 +3,13 @@ use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
 use super::prepared::Prepared;
 use super::status::{NcclFailure, Status};
-use super::stream::{Done, Streams};
+use super::stream::{Done, Event, Streams};
 use super::threads::spawn;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::backend::Completion;
 use crate::error::Failure;
 use crate::panic::{lock, wait};
-use cudarc::driver::CudaEvent;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
@@ -22,7 +21,7 @@ const LAUNCH: Duration = Duration::from_millis(5);
 /// A call that is to be launched.
 pub(super) struct Job {
     pub(super) prepared: Prepared,
-    pub(super) ready: CudaEvent,
+    pub(super) ready: Event,
     pub(super) work: Arc<NcclWork>,
 }
 

@@ -1,12 +1,38 @@
 //! The stream that collectives run on, and the fences between it and candle's.
 use super::calls::Target;
 use super::group::Fence;
+use crate::panic::lock;
 use candle_core::CudaDevice;
 use cudarc::driver::sys::{CUevent_flags, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError};
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
+
+/// Events that nothing refers to.
+type Unused = Arc<Mutex<Vec<Arc<CudaEvent>>>>;
+
+/// An event that is recorded again for another purpose once it is dropped, since the driver takes microseconds to create one and to
+/// destroy it. A stream that waits for an event waits for the last record before that.
+pub(super) struct Event {
+    event: Arc<CudaEvent>,
+    unused: Unused,
+}
+
+impl Deref for Event {
+    type Target = CudaEvent;
+
+    fn deref(&self) -> &CudaEvent {
+        &self.event
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        lock(&self.unused).push(Arc::clone(&self.event));
+    }
+}
 
 /// A stream for NCCL, separate from candle's, on the same device.
 ///
@@ -18,6 +44,8 @@ pub(super) struct Streams {
     context: Arc<CudaContext>,
     candle: Arc<CudaStream>,
     nccl: Arc<CudaStream>,
+    /// For events without times.
+    unused: Unused,
 }
 
 impl Streams {
@@ -28,7 +56,7 @@ impl Streams {
         // calls of another group.
         unsafe { context.disable_event_tracking() };
         let nccl = context.new_stream()?;
-        Ok(Self { context, candle, nccl })
+        Ok(Self { context, candle, nccl, unused: Unused::default() })
     }
 
     /// The same device with another stream for NCCL.
@@ -69,10 +97,19 @@ impl Streams {
     }
 
     /// The first fence: an event after everything that this thread has given to candle so far.
-    pub(super) fn mark(&self) -> Result<CudaEvent, DriverError> {
-        let ready = self.context.new_event(None)?;
-        ready.record(&self.candle)?;
-        Ok(ready)
+    pub(super) fn mark(&self) -> Result<Event, DriverError> {
+        self.mark_on(&self.candle, false)
+    }
+
+    fn mark_on(&self, stream: &CudaStream, timed: bool) -> Result<Event, DriverError> {
+        let unused = if timed { Unused::default() } else { Arc::clone(&self.unused) };
+        let kept = lock(&unused).pop();
+        let event = match kept {
+            Some(event) => event,
+            None => Arc::new(self.context.new_event(timed.then_some(CUevent_flags::CU_EVENT_DEFAULT))?),
+        };
+        event.record(stream)?;
+        Ok(Event { event, unused })
     }
 
     /// Makes later work on NCCL's stream wait for `ready`.
@@ -94,10 +131,8 @@ impl Streams {
         Ok(())
     }
 
-    fn mark_nccl(&self, timed: bool) -> Result<CudaEvent, DriverError> {
-        let mark = self.context.new_event(timed.then_some(CUevent_flags::CU_EVENT_DEFAULT))?;
-        mark.record(&self.nccl)?;
-        Ok(mark)
+    fn mark_nccl(&self, timed: bool) -> Result<Event, DriverError> {
+        self.mark_on(&self.nccl, timed)
     }
 
     /// Relates the time of the GPU to that of the host. First waits for NCCL's stream.
@@ -126,7 +161,7 @@ impl Streams {
 
 /// An event on the GPU, and when the host saw the GPU pass it.
 pub(super) struct Clock {
-    origin: CudaEvent,
+    origin: Event,
     at: Instant,
 }
 
@@ -147,9 +182,9 @@ impl Clock {
 /// The second fence of a call.
 pub(super) struct Done {
     /// Empty until the call is on the stream.
-    mark: OnceLock<CudaEvent>,
+    mark: OnceLock<Event>,
     /// The event at the start of the call; set if there is a clock.
-    begun: OnceLock<CudaEvent>,
+    begun: OnceLock<Event>,
     clock: Option<Arc<Clock>>,
     /// Whether only its `Work` still holds the call.
     started: AtomicBool,
@@ -161,7 +196,7 @@ impl Done {
     }
 
     pub(super) fn mark(&self) -> Option<&CudaEvent> {
-        self.mark.get()
+        self.mark.get().map(Deref::deref)
     }
 
     /// Call when the thread that started the call no longer holds its tensors, or when its `Work` was dropped and
