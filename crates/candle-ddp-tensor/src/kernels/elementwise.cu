@@ -5,7 +5,11 @@
 #define GELU_ERF 2
 #define SILU 3
 
-template <typename Real> __device__ inline Real sigmoid(Real x) { return 1 / (1 + exp(-x)); }
+// For elements of 16 bits, by the GPU's approximations, whose error of a few units in the last place of f32 is far below theirs.
+template <typename T> __device__ inline typename Element<T>::Real sigmoid(typename Element<T>::Real x) {
+    if constexpr (sizeof(T) == 2) return __fdividef(1, 1 + __expf(-x));
+    else return 1 / (1 + exp(-x));
+}
 
 // √(8 / π), the coefficient of the cube in the approximation of gelu, √½, and 1 / √(2π).
 #define GELU_SCALE Real(1.5957691216057308)
@@ -28,12 +32,13 @@ struct Elements {
     const bool is_vector = ELEMENTS.vector > 1;                      \
     if (i >= ELEMENTS.count) return;
 
-template <typename Real> __device__ inline Real activated(Real x, unsigned long long function) {
+template <typename T>
+__device__ inline typename Element<T>::Real activated(typename Element<T>::Real x, unsigned long long function) {
     switch (function) {
     case RELU: return x <= 0 ? 0 : x;
-    case GELU: return x * sigmoid(gelu_argument(x));
+    case GELU: return x * sigmoid<T>(gelu_argument(x));
     case GELU_ERF: return x * normal_cdf(x);
-    case SILU: return x * sigmoid(x);
+    case SILU: return x * sigmoid<T>(x);
     }
     return x;
 }
@@ -43,22 +48,23 @@ template <typename T> __device__ inline void activation(const Arguments &by) {
     FOR_ELEMENTS(T, i, is_vector)
     Few<T> few;
     few.load(TENSOR(const T, 0) + i, is_vector);
-    FOR_EACH_OF(T, is_vector, k) few.at[k] = activated(few.at[k], by.numbers[2]);
+    FOR_EACH_OF(T, is_vector, k) few.at[k] = activated<T>(few.at[k], by.numbers[2]);
     few.store(TENSOR(T, 1) + i, is_vector);
 }
 LAYER(activation)
 
 // `x`: for relu y.
-template <typename Real> __device__ inline Real activation_gradient(Real x, Real dy, unsigned long long function) {
+template <typename T, typename Real>
+__device__ inline Real activation_gradient(Real x, Real dy, unsigned long long function) {
     switch (function) {
     case RELU: return x <= 0 ? 0 : dy;
     case GELU: {
-        const Real s = sigmoid(gelu_argument(x)), slope = GELU_SCALE * (1 + 3 * CUBE * x * x);
+        const Real s = sigmoid<T>(gelu_argument(x)), slope = GELU_SCALE * (1 + 3 * CUBE * x * x);
         return dy * (s + x * s * (1 - s) * slope);
     }
     case GELU_ERF: return dy * (normal_cdf(x) + x * exp(x * x * Real(-0.5)) * DENSITY);
     case SILU: {
-        const Real s = sigmoid(x);
+        const Real s = sigmoid<T>(x);
         return dy * s * (1 + x * (1 - s));
     }
     }
@@ -71,7 +77,7 @@ template <typename T> __device__ inline void activation_backward(const Arguments
     Few<T> x, dy;
     x.load(TENSOR(const T, 0) + i, is_vector);
     dy.load(TENSOR(const T, 1) + i, is_vector);
-    FOR_EACH_OF(T, is_vector, k) dy.at[k] = activation_gradient(x.at[k], dy.at[k], by.numbers[2]);
+    FOR_EACH_OF(T, is_vector, k) dy.at[k] = activation_gradient<T>(x.at[k], dy.at[k], by.numbers[2]);
     dy.store(TENSOR(T, 2) + i, is_vector);
 }
 LAYER(activation_backward)
