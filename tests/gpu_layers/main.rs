@@ -14,7 +14,7 @@ mod common;
 mod layers;
 mod operations;
 
-use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2dOptions, add,
     avg_pool2d, cross_entropy, gelu, max_pool2d, relu, scaled_dot_product_attention,
@@ -116,6 +116,113 @@ fn large_batches_match_the_cpu() {
         };
         for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
             assert_close(there, &here, 2e-5, &format!("result {index}"));
+        }
+    });
+}
+
+/// Planes that are whole vectors, and others, whose vectors hold elements of two channels; views that begin between vectors; parts
+/// of a channel that end in a plane.
+#[test]
+fn channels_of_any_size_match_the_cpu() {
+    on_gpu("channels_of_any_size_match_the_cpu", |gpu| {
+        let shapes =
+            [[2, 4, 4, 4], [3, 8, 7, 7], [2, 8, 3, 3], [5, 6, 14, 14], [1, 2, 100, 99], [4, 3, 5, 1], [7, 16, 1, 1]];
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
+            for (shape, skipped) in shapes.into_iter().flat_map(|shape| [(shape, 0), (shape, 1)]) {
+                let run = |device: &Device| {
+                    let var = |shape: &[usize], seed| {
+                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                        Var::from_tensor(&values).unwrap()
+                    };
+                    let elements = shape.iter().product::<usize>();
+                    // Contiguous, from element `skipped` on.
+                    let view = |var: &Var| var.narrow(0, skipped, elements).unwrap().reshape(&shape).unwrap();
+                    let batch = |seed| var(&[skipped + elements], seed);
+                    let (x, z, dy) = (batch(1), batch(2), batch(3));
+                    let (weight, bias) = (var(&[shape[1]], 4), var(&[shape[1]], 5));
+                    let statistic =
+                        |value: f64| Tensor::full(value, shape[1], device).unwrap().to_dtype(dtype).unwrap();
+                    let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
+                    let layer = BatchNorm::new(shape[1], statistic(0.0), statistic(1.0), w, b, 1e-5).unwrap();
+                    let mut found = Vec::new();
+                    for kind in 0..3 {
+                        let (x_view, z_view) = (view(&x), view(&z));
+                        let y = match kind {
+                            0 => layer.forward_t(&x_view, true),
+                            1 => layer.forward_relu_t(&x_view, true),
+                            _ => layer.forward_add_relu_t(&x_view, &z_view, true),
+                        };
+                        let y = y.unwrap();
+                        let grads = (&y * view(&dy)).unwrap().sum_all().unwrap().backward().unwrap();
+                        found.push(floats(&y));
+                        found.extend([&x, &weight, &bias].map(|var| floats(grads.get(var).unwrap())));
+                        found.extend(grads.get(&z).map(floats));
+                    }
+                    found.extend([layer.running_mean(), layer.running_var()].map(floats));
+                    found
+                };
+                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                    let case = format!("result {index} of {shape:?} from {skipped} on in {dtype:?}");
+                    assert_close(there, &here, tolerance, &case);
+                }
+            }
+        }
+    });
+}
+
+/// The numbers are close to each other, and far from zero, except for the first of each plane or of the batch.
+#[test]
+fn variances_far_from_zero_are_right() {
+    on_gpu("variances_far_from_zero_are_right", |gpu| {
+        for (dtype, odd, every, tolerance) in [
+            (DType::F32, 1e4, 1 << 20, 1e-4),
+            (DType::F32, 0.0, 1 << 20, 1e-5),
+            (DType::F32, 0.0, 784, 1e-5),
+            (DType::F64, 0.0, 784, 1e-7),
+            (DType::F16, 1000.0, 784, 1e-5),
+        ] {
+            let size = if dtype == DType::F16 { 1000.0 } else { 1e4 };
+            let noise = tensor(&[16 * 2 * 784], 1).to_vec1::<f32>().unwrap();
+            let value = |(index, noise): (usize, f32)| match index % every {
+                0 => odd,
+                _ => size + f64::from(noise),
+            };
+            let values: Vec<f64> = noise.into_iter().enumerate().map(value).collect();
+            let x = Tensor::from_vec(values, (16, 2, 28, 28), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let of_channels = x.to_dtype(DType::F64).unwrap().transpose(0, 1).unwrap().flatten_from(1).unwrap();
+            let variances = floats(&of_channels.var(1).unwrap());
+            let statistic = |value: f64| Tensor::full(value, 2, gpu).unwrap().to_dtype(DType::F64).unwrap();
+            let layer = BatchNorm::new_no_bias_with_momentum(2, statistic(0.0), statistic(1.0), 1e-5, 1.0).unwrap();
+            layer.forward_t(&x.to_device(gpu).unwrap(), true).unwrap();
+            let case = format!("{dtype:?}, {odd} every {every}");
+            assert_close(&floats(layer.running_var()), &variances, tolerance, &case);
+            assert_close(&floats(layer.running_mean()), &floats(&of_channels.mean(1).unwrap()), 1e-6, &case);
+        }
+    });
+}
+
+/// Rows that are whole vectors, and others; the usual windows, and others.
+#[test]
+fn maxima_of_any_size_match_the_cpu() {
+    on_gpu("maxima_of_any_size_match_the_cpu", |gpu| {
+        let windows =
+            [((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((3, 3), (1, 1), (1, 0)), ((2, 5), (3, 1), (1, 2))];
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            for ((kernel, stride, padding), shape) in
+                windows.into_iter().flat_map(|windows| [(windows, [2, 3, 9, 24]), (windows, [3, 1, 8, 11])])
+            {
+                let run = |device: &Device| {
+                    // Many are equal.
+                    let x = (tensor(&shape, 1) * 4.0).unwrap().round().unwrap().to_dtype(dtype).unwrap();
+                    let x = Var::from_tensor(&x.to_device(device).unwrap()).unwrap();
+                    let options = MaxPool2dOptions { stride: Some(stride), padding, ceil_mode: true };
+                    let y = max_pool2d(&x, kernel, options).unwrap();
+                    let dy = (tensor(y.dims(), 2) * 8.0).unwrap().round().unwrap().to_dtype(dtype).unwrap();
+                    let grads = (&y * dy.to_device(device).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+                    [floats(&y), floats(grads.get(&x).unwrap())]
+                };
+                assert_eq!(run(gpu), run(&Device::Cpu), "{dtype:?} {shape:?} {kernel:?} {stride:?} {padding:?}");
+            }
         }
     });
 }

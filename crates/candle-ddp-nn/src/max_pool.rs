@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Sha
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1;
-use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, dispatch, vectorise};
 use rayon::prelude::*;
 use std::sync::OnceLock;
@@ -38,13 +38,17 @@ pub struct MaxPool2dOptions {
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) -> Result<Tensor> {
     const INPUT: &str = "the input of max_pool2d";
     let (height, width) = plane(x, INPUT)?;
-    if u32::try_from(height * width).is_err() {
-        return Err(
-            Error::invalid(INPUT, format!("a plane must have at most 2^32 elements, not {height} × {width}")).into()
-        );
-    }
     let (kernel, MaxPool2dOptions { stride, padding, ceil_mode }) = (kernel.to_usize2(), options);
     let stride = stride.unwrap_or(kernel);
+    // The kernels count in 32 bits.
+    let axes = [height + padding.0 + kernel.0, width + padding.1 + kernel.1, stride.0, stride.1];
+    if axes.into_iter().chain([height * width]).any(|extent| u32::try_from(extent).is_err()) {
+        let reason = format!(
+            "a plane must have less than 2^32 elements, also in one direction with padding and a window, not {height} × {width} \
+             with windows of {kernel:?} every {stride:?}"
+        );
+        return Err(Error::invalid(INPUT, reason).into());
+    }
     let op = MaxPool {
         rows: windows(height, kernel.0, stride.0, padding.0, ceil_mode)?,
         columns: windows(width, kernel.1, stride.1, padding.1, ceil_mode)?,
@@ -143,12 +147,13 @@ impl MaxPool {
     fn backward_on_cuda(&self, x: &Tensor, dy: &Tensor, indices: &Output) -> Result<Tensor> {
         let device = x.device().as_cuda_device()?;
         let dx = Output::new(device, x.dtype(), x.shape())?;
+        let vector = Address::vector(&[dx.address()?], self.columns.size, x.dtype());
         let launch = Launch {
             kernel: Kernel::MaxPoolBackward,
             dtype: x.dtype(),
-            grid: Grid::Threads(x.elem_count()),
+            grid: Grid::Threads(x.elem_count() / vector),
             tensors: &[kernels::address(dy)?, dx.address()?, indices.address()?],
-            numbers: &self.numbers(x.elem_count()),
+            numbers: &[&self.numbers(x.elem_count())[..], &[vector]].concat(),
             reals: &[],
         };
         kernels::launch(device, launch)?;

@@ -7,14 +7,27 @@ use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Te
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 1024;
 /// The minimum (if there are enough) and maximum number of elements of a channel that a block sums: a thread sums in
-/// f32.
-const ELEMENTS: [usize; 2] = [1 << 11, 1 << 14];
+/// f32, and keeps four vectors in flight.
+const ELEMENTS: [usize; 2] = [1 << 13, 1 << 15];
+/// The threads of a block.
+const THREADS: usize = 256;
+/// The vectors that a thread maps.
+const MAPPED: usize = 2;
 
 /// A batch on a GPU.
 struct Batch<'a> {
     device: &'a CudaDevice,
     dtype: DType,
     extents: Extents,
+}
+
+/// How a kernel's threads go through the batch: numbers of channels.cu's `Batch`.
+#[derive(Default)]
+struct Steps {
+    length: usize,
+    vector: usize,
+    vectors: usize,
+    step: [usize; 2],
 }
 
 impl<'a> Batch<'a> {
@@ -28,14 +41,11 @@ impl<'a> Batch<'a> {
         samples * channels * spatial == 0
     }
 
-    /// The number of blocks that share a channel, and the number of elements that each of them sums.
-    fn parts(&self) -> (usize, usize) {
+    /// The number of blocks that share a channel.
+    fn parts(&self) -> usize {
         let Extents { samples, channels, spatial } = self.extents;
         let [least, most] = ELEMENTS.map(|elements| (samples * spatial).div_ceil(elements));
-        let parts = BLOCKS.div_ceil(channels.max(1)).min(least).max(most).max(1);
-        // A multiple of the elements of every vector.
-        let length = (samples * spatial).div_ceil(parts).next_multiple_of(8).max(8);
-        ((samples * spatial).div_ceil(length), length)
+        BLOCKS.div_ceil(channels.max(1)).min(least).max(most).max(1)
     }
 
     fn launch(
@@ -43,37 +53,51 @@ impl<'a> Batch<'a> {
         kernel: Kernel,
         grid: Grid,
         tensors: &[Address],
-        (vector, more, reals): (usize, &[usize], &[f64]),
+        (Steps { length, vector, vectors, step }, more, reals): (Steps, &[usize], &[f64]),
     ) -> Result<()> {
         let Extents { samples, channels, spatial } = self.extents;
-        let (parts, length) = self.parts();
-        let numbers = [&[samples, channels, spatial, parts, length, vector], more].concat();
+        let own = [samples, channels, spatial, self.parts(), length, vector, vectors, step[0], step[1]];
+        let numbers = [&own, more].concat();
         Ok(kernels::launch(self.device, Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals })?)
     }
 
-    /// Launches `kernel` with a thread for each channel.
+    /// Launches `kernel` with a warp for each channel.
     fn launch_for_channels(
         &self,
         kernel: Kernel,
         tensors: &[Address],
         (more, reals): (&[usize], &[f64]),
     ) -> Result<()> {
-        self.launch(kernel, Grid::Threads(self.extents.channels), tensors, (1, more, reals))
+        self.launch(kernel, Grid::Threads(32 * self.extents.channels), tensors, (Steps::default(), more, reals))
     }
 
-    /// The number of elements that a thread takes at once of tensors like the batch.
+    /// The number of elements that a thread takes at once of tensors like the batch: at most those of one plane, and only one of
+    /// batches for which 32 bits do not suffice.
     fn vector(&self, tensors: &[Address]) -> usize {
-        Address::vector(tensors, self.extents.spatial, self.dtype)
+        let Extents { samples, channels, spatial } = self.extents;
+        let elements = samples * channels * spatial;
+        match Address::vector(tensors, elements, self.dtype) {
+            vector if vector <= spatial && elements < 1 << 31 => vector,
+            _ => 1,
+        }
     }
 
     /// Lets `kernel` sum parts of channels: a pair for each part, tensor 1 of its `tensors`. The first `batches` of these are like
     /// the batch.
     fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: usize, more: &[usize]) -> Result<Temporary> {
-        let blocks = self.extents.channels * self.parts().0;
+        let Extents { samples, channels, spatial } = self.extents;
+        let blocks = channels * self.parts();
         let pairs = Temporary::new(self.device, DType::F64, 2 * blocks)?;
         let vector = self.vector(&tensors[..batches]);
+        // Vectors may begin anywhere in a plane, unless planes are whole vectors.
+        let vectors = match spatial.is_multiple_of(vector) {
+            true => spatial / vector,
+            false => (spatial + 2 * vector - 2) / vector,
+        };
+        let length = (samples * vectors).div_ceil(self.parts());
+        let steps = Steps { length, vector, vectors, step: [THREADS / vectors, THREADS % vectors] };
         let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
-        self.launch(kernel, Grid::Blocks(blocks), &tensors, (vector, more, &[]))?;
+        self.launch(kernel, Grid::Blocks(blocks), &tensors, (steps, more, &[]))?;
         Ok(pairs)
     }
 
@@ -94,7 +118,11 @@ impl<'a> Batch<'a> {
         let y = Output::new(self.device, self.dtype, x.shape())?;
         let own = [address(x)?, y.address()?];
         let vector = self.vector(&[&own, batches].concat());
-        self.launch(kernel, Grid::Threads(x.elem_count() / vector), &[&own, tensors].concat(), (vector, more, &[]))?;
+        let Extents { channels, spatial, .. } = self.extents;
+        let (planes, columns) = (THREADS * vector / spatial.max(1), THREADS * vector % spatial.max(1));
+        let steps = Steps { vector, step: [planes % channels.max(1), columns], ..Steps::default() };
+        let grid = Grid::Threads(x.elem_count().div_ceil(MAPPED * vector));
+        self.launch(kernel, grid, &[&own, tensors].concat(), (steps, more, &[]))?;
         Ok(y)
     }
 }
@@ -145,7 +173,7 @@ pub(crate) fn statistics(x: &Tensor, source: Source, centred: bool, parameters: 
     let (number, pairs, given) = match source {
         Source::Batch => {
             let pairs = batch.pairs(Kernel::Moments, &[address(x)?], 1, &[usize::from(centred)])?;
-            (0, Some(pairs), [Address::NONE; 3])
+            (0, Some(pairs), [Address::NONE, address(x)?, Address::NONE])
         }
         Source::Given([mean, variance, count]) => (1, None, [address(mean)?, address(variance)?, address(count)?]),
         Source::Running => (2, None, [Address::NONE; 3]),

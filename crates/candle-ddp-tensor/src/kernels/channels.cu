@@ -1,71 +1,147 @@
 // Sums and maps over the channels of a batch (samples, channels, spatial): batch normalisation, and the gradient of a
 // bias. Per-channel numbers have the dtype of the arithmetic. Sums over a channel are made by `parts` blocks, each of which
-// takes `length` neighbouring elements of the channel, and then put together by one thread per channel.
+// takes `length` neighbouring vectors of the channel, and then put together by one warp per channel.
+//
+// Vectors begin at multiples of their size in the batch, so a vector may hold elements of two channels, but not of more. All of the
+// batch is vectors. A thread keeps several in flight, and finds its next one without a division.
 
 struct Batch {
     unsigned long long samples, channels, spatial, parts, length;
-    unsigned long long vector; // elements that a thread takes at once, all of the same sample and channel: those of a `Few`, or 1
+    unsigned long long vector;  // elements that a thread takes at once: those of a `Few`, or 1
+    unsigned long long vectors; // of which a plane may have elements
+    // From a thread's vector to its next one. For sums: planes of the channel, and vectors; for maps: channels, and elements.
+    unsigned long long step_planes, step_columns;
 };
 #define BATCH (*reinterpret_cast<const Batch *>(by.numbers))
 
-// Loops over this thread's elements of this block's part of a channel: `i` is the index in the batch of the first of
-// `b.vector` elements.
-#define FOR_EACH_OF_PART(b, channel, part, i)                                                                       \
-    for (unsigned long long i, at = (part) * (b).length + threadIdx.x * (b).vector,                                 \
-                               end_of_part = min((part) * (b).length + (b).length, (b).samples * (b).spatial);      \
-         at < end_of_part && (i = index_of(b, channel, at), true); at += THREADS * (b).vector)
+// What a thread takes at once, and indices of elements: batches of 2^31 elements or more are taken one by one.
+struct Singles {
+    typedef unsigned long long Index;
+    static const bool is_vector = false, spans = false;
+};
+// Planes are whole vectors.
+struct Wholes {
+    typedef unsigned Index;
+    static const bool is_vector = true, spans = false;
+};
+// Vectors may hold elements of two planes.
+struct Spanning {
+    typedef unsigned Index;
+    static const bool is_vector = true, spans = true;
+};
 
-__device__ inline unsigned long long index_of(const Batch &b, unsigned long long channel, unsigned long long at) {
-    const unsigned long long column = take(at, b.spatial);
-    return (at * b.channels + channel) * b.spatial + column;
+// Defines the kernel that is `NAME_of` for what a thread takes at once.
+#define CHANNELS(NAME)                                                       \
+    template <typename T> __device__ inline void NAME(const Arguments &by) { \
+        if (BATCH.vector == 1) {                                             \
+            NAME##_of<T, Singles>(by);                                       \
+        } else if (BATCH.spatial % Few<T>::most == 0) {                      \
+            NAME##_of<T, Wholes>(by);                                        \
+        } else {                                                             \
+            NAME##_of<T, Spanning>(by);                                      \
+        }                                                                    \
+    }                                                                        \
+    LAYER(NAME)
+
+// Where this thread is in this block's part of a channel.
+template <typename T, typename By> struct Place {
+    typedef typename By::Index Index;
+    static const unsigned count = By::is_vector ? Few<T>::most : 1;
+    unsigned channel;
+    Index end;             // vectors of the part
+    Index spatial, start;  // the plane, and its first element
+    Index vectors, column; // those of the plane, and which one it is
+    Index sample, step, step_columns;
+
+    __device__ Place(const Batch &b)
+        : channel(blockIdx.x), spatial(b.spatial), vectors(b.vectors), step_columns(b.step_columns) {
+        Index before = take(channel, (unsigned)b.parts) * (Index)b.length;
+        const Index all = (Index)b.samples * vectors;
+        end = before < all ? min((Index)b.length, all - before) : 0;
+        before += threadIdx.x;
+        column = take(before, vectors);
+        sample = (Index)b.channels * spatial;
+        start = before * sample + channel * spatial;
+        step = (Index)b.step_planes * sample;
+    }
+
+    // The first element of the vector, which may belong to the plane before.
+    __device__ Index first() const { return start / count * count + column * count; }
+
+    __device__ void advance() {
+        start += step;
+        column += step_columns;
+        if (column >= vectors) {
+            column -= vectors;
+            start += sample;
+        }
+    }
+};
+
+// Calls `use` for each of this thread's vectors from `place` on, with those of all tensors, and a bit for each element that is the
+// channel's.
+template <typename T, typename By, int tensors, typename Use>
+__device__ inline void for_each_vector(Place<T, By> place, const T *const (&from)[tensors], Use use) {
+    typedef typename By::Index Index;
+    const unsigned count = place.count, at_once = 4 / tensors;
+    for (Index at = threadIdx.x; at < place.end; at += at_once * THREADS) {
+        Few<T> few[at_once][tensors];
+        unsigned bits[at_once];
+#pragma unroll
+        for (unsigned n = 0; n < at_once; n++) {
+            const Index first = place.first(), behind = place.start + place.spatial;
+            const bool exists = at + n * THREADS < place.end && first < behind;
+            bits[n] = (1u << (By::spans ? min(behind - first, (Index)count) : count)) - 1;
+            if (By::spans && first < place.start) bits[n] &= ~0u << (place.start - first);
+            if (!exists) bits[n] = 0;
+#pragma unroll
+            for (int i = 0; i < tensors; i++) few[n][i].load(from[i] + (exists ? first : 0), By::is_vector);
+            place.advance();
+        }
+#pragma unroll
+        for (unsigned n = 0; n < at_once; n++) {
+            if (bits[n]) use(few[n], bits[n]);
+        }
+    }
 }
 
-// Like `reduce_block` with sums, but every thread gets the results.
-__device__ inline void add_for_all(double &first, double &second) {
-    __shared__ double pair[2];
-    reduce_block<Add, Add>(first, second, pair);
-    __syncthreads();
-    first = pair[0];
-    second = pair[1];
-    __syncthreads();
+// Loops over those elements of a vector that are the channel's.
+#define FOR_EACH_OF_CHANNEL(T, By, bits, k) \
+    FOR_EACH_OF(T, By::is_vector, k) if (!By::spans || (bits) >> k & 1)
+
+// The first element of a channel. Distances from one of the numbers themselves can be added up and squared even where these are
+// large and close to each other.
+template <typename T> __device__ inline double first_of(const Batch &b, const T *x, unsigned long long channel) {
+    return Element<T>::load(x[channel * b.spatial]);
 }
 
-// tensors: x, and pairs (f64) for each channel and part: the part's mean and the sum of squared distances from it. Without
-// `centred`, numbers[6], the mean counts as zero.
-template <typename T> __device__ inline void moments(const Arguments &by) {
+// tensors: x, and pairs (f64) for each channel and part: the sums of the distances from the channel's first element, and of their
+// squares. Without `centred`, numbers[9], those from zero.
+template <typename T, typename By> __device__ inline void moments_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Batch &b = BATCH;
-    const bool is_vector = b.vector > 1;
     const T *__restrict__ x = TENSOR(const T, 0);
-    unsigned long long channel = blockIdx.x;
-    const unsigned long long part = take(channel, b.parts);
-    const unsigned long long count = min(b.length, b.samples * b.spatial - part * b.length);
-    double mean = 0, squares = 0, unused = 0;
-    Few<T> few;
-    if (by.numbers[6]) {
-        Real sum = 0;
-        FOR_EACH_OF_PART(b, channel, part, i) {
-            few.load(x + i, is_vector);
-            FOR_EACH_OF(T, is_vector, k) sum += few.at[k];
+    const Place<T, By> place(b);
+    // A thread takes the distances from its own first element, or from the one before that.
+    Real origin = 0, sum = 0, squares = 0;
+    double shift = 0;
+    unsigned count = 0;
+    if (by.numbers[9] && threadIdx.x < place.end) {
+        origin = Element<T>::load(x[min(max(place.first(), place.start), place.start + place.spatial - 1)]);
+        shift = origin - first_of(b, x, place.channel);
+    }
+    for_each_vector(place, {x}, [&](const Few<T>(&few)[1], unsigned bits) {
+        count += __popc(bits);
+        FOR_EACH_OF_CHANNEL(T, By, bits, k) {
+            const Real distance = few[0].at[k] - origin;
+            sum += distance;
+            squares += distance * distance;
         }
-        mean = sum;
-        add_for_all(mean, unused);
-        mean /= count;
-    }
-    const Real centre = mean;
-    Real sum = 0;
-    FOR_EACH_OF_PART(b, channel, part, i) {
-        few.load(x + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) sum += (few.at[k] - centre) * (few.at[k] - centre);
-    }
-    squares = sum;
-    add_for_all(squares, unused);
-    if (threadIdx.x == 0) {
-        TENSOR(double, 1)[2 * blockIdx.x] = mean;
-        TENSOR(double, 1)[2 * blockIdx.x + 1] = squares;
-    }
+    });
+    reduce_block<Add, Add>(sum + count * shift, squares + shift * (2 * (double)sum + count * shift),
+                           TENSOR(double, 1) + 2 * blockIdx.x);
 }
-LAYER(moments)
+CHANNELS(moments)
 
 // The dtypes of tensors whose dtype may differ from the batch's: f32, f64, f16 and bf16 by their numbers, four bits for each.
 template <typename Real>
@@ -94,31 +170,44 @@ __device__ inline void mix(void *running, unsigned long long dtype, unsigned lon
     put<Real>(running, dtype, i, get<Real>(running, dtype, i) * (1 - momentum) + newest * momentum);
 }
 
-// Where the statistics come from, numbers[7].
-#define OF_BATCH 0   // tensor 0: the pairs of `moments`
+// The sums of the pairs of a channel's parts, for all threads of a warp.
+__device__ inline void add_pairs(const Batch &b, const double *pairs, unsigned long long channel, double &first,
+                                 double &second) {
+    first = second = 0;
+    for (unsigned long long part = threadIdx.x % 32; part < b.parts; part += 32) {
+        first += pairs[2 * (channel * b.parts + part)];
+        second += pairs[2 * (channel * b.parts + part) + 1];
+    }
+    for (int other = 16; other > 0; other /= 2) {
+        first += __shfl_xor_sync(~0u, first, other);
+        second += __shfl_xor_sync(~0u, second, other);
+    }
+}
+
+// Where the statistics come from, numbers[10].
+#define OF_BATCH 0   // tensors 0 and 6: the pairs of `moments`, and x
 #define GIVEN 1      // tensors 0, 6 and 7: means, variances and the number of values
 #define OF_RUNNING 2 // the running statistics
 
 // tensors: see above; the result (5, channels): mean, variance, 1 / deviation, scale and shift; weight and bias, or null for 1 and
-// 0; running mean and variance, or null. numbers[6]: the dtypes of the last four; numbers[8]: whether the running mean is updated
-// too; reals: eps, momentum. Unless they are the statistics, running statistics are updated. Parts are put together as Chan, Golub
-// and LeVeque do (1979). One thread per channel.
+// 0; running mean and variance, or null. numbers[9]: the dtypes of the last four; numbers[11]: whether the batch is centred, and
+// the running mean updated too; reals: eps, momentum. Unless they are the statistics, running statistics are updated. One warp per
+// channel.
 template <typename T> __device__ inline void statistics(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Batch &b = BATCH;
-    const unsigned long long channel = thread_in_grid(), dtypes = by.numbers[6];
+    const unsigned long long channel = thread_in_grid() / 32, dtypes = by.numbers[9];
     if (channel >= b.channels) return;
     double count = b.samples * b.spatial, middle = 0, squares = 0;
-    if (by.numbers[7] == OF_BATCH) {
-        const double *pairs = TENSOR(const double, 0) + 2 * channel * b.parts;
-        for (unsigned long long part = 0; part < b.parts; part++) {
-            const double before = part * b.length, here = min(b.length, b.samples * b.spatial - part * b.length);
-            const double distance = pairs[2 * part] - middle;
-            middle += distance * here / (before + here);
-            squares += pairs[2 * part + 1] + distance * distance * before * here / (before + here);
-        }
-        squares /= count;
-    } else if (by.numbers[7] == GIVEN) {
+    if (by.numbers[10] == OF_BATCH) add_pairs(b, TENSOR(const double, 0), channel, middle, squares);
+    if (threadIdx.x % 32) return;
+    if (by.numbers[10] == OF_BATCH) {
+        // From the sums of distances.
+        const double mean = by.numbers[11] ? middle / count : 0;
+        squares = squares / count - mean * mean;
+        if (squares < 0) squares = 0; // rounded
+        middle = by.numbers[11] ? first_of(b, TENSOR(const T, 6), channel) + mean : 0;
+    } else if (by.numbers[10] == GIVEN) {
         middle = TENSOR(const Real, 0)[channel];
         squares = TENSOR(const Real, 6)[channel];
         count = *TENSOR(const Real, 7);
@@ -132,8 +221,8 @@ template <typename T> __device__ inline void statistics(const Arguments &by) {
     const Real bias = by.tensors[3] ? get<Real>(by.tensors[3], dtypes >> 4, channel) : 0;
     const Real rows[5] = {mean, variance, inverse, weight * inverse, bias};
     for (int row = 0; row < 5; row++) TENSOR(Real, 1)[row * b.channels + channel] = rows[row];
-    if (by.numbers[7] == OF_RUNNING || !by.tensors[5]) return;
-    if (by.numbers[8]) mix(by.tensors[4], dtypes >> 8, channel, mean, momentum);
+    if (by.numbers[10] == OF_RUNNING || !by.tensors[5]) return;
+    if (by.numbers[11]) mix(by.tensors[4], dtypes >> 8, channel, mean, momentum);
     mix<Real>(by.tensors[5], dtypes >> 12, channel, variance * (count / (count - 1)), momentum);
 }
 LAYER(statistics)
@@ -142,80 +231,64 @@ LAYER(statistics)
 template <typename Real> __device__ inline Real gated(Real value, Real gradient) { return value > 0 ? gradient : 0; }
 
 // tensors: x, and pairs (f64) for each channel and part: the part's sum, and 0.
-template <typename T> __device__ inline void channel_sums(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
-    const Batch &b = BATCH;
-    const bool is_vector = b.vector > 1;
-    const T *__restrict__ x = TENSOR(const T, 0);
-    unsigned long long channel = blockIdx.x;
-    const unsigned long long part = take(channel, b.parts);
-    Real sum = 0;
-    Few<T> few;
-    FOR_EACH_OF_PART(b, channel, part, i) {
-        few.load(x + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) sum += few.at[k];
-    }
+template <typename T, typename By> __device__ inline void channel_sums_of(const Arguments &by) {
+    typename Element<T>::Real sum = 0;
+    for_each_vector(Place<T, By>(BATCH), {TENSOR(const T, 0)}, [&](const Few<T>(&few)[1], unsigned bits) {
+        FOR_EACH_OF_CHANNEL(T, By, bits, k) sum += few[0].at[k];
+    });
     reduce_block<Add, Add>(sum, 0, TENSOR(double, 1) + 2 * blockIdx.x);
 }
-LAYER(channel_sums)
+CHANNELS(channel_sums)
 
 // tensors: x, pairs (f64) for each channel and part: Σ dy and Σ dy · (x − mean); dy, mean, and null or scale and shift of a
 // normalisation with a ReLU behind it, which lets dy through where its input was positive.
-template <typename T> __device__ inline void gradient_sums(const Arguments &by) {
+template <typename T, typename By> __device__ inline void gradient_sums_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Batch &b = BATCH;
-    const bool is_vector = b.vector > 1;
-    const T *__restrict__ x = TENSOR(const T, 0), *__restrict__ dy = TENSOR(const T, 2);
-    unsigned long long channel = blockIdx.x;
-    const unsigned long long part = take(channel, b.parts);
+    const Place<T, By> place(b);
+    const unsigned channel = place.channel;
     const bool gate = by.tensors[4];
     const Real mean = TENSOR(const Real, 3)[channel];
     const Real scale = gate ? TENSOR(const Real, 4)[channel] : 0, shift = gate ? TENSOR(const Real, 5)[channel] : 0;
     Real plain = 0, weighted = 0;
-    Few<T> few, gradients;
-    FOR_EACH_OF_PART(b, channel, part, i) {
-        few.load(x + i, is_vector);
-        gradients.load(dy + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) {
-            const Real distance = few.at[k] - mean;
-            const Real gradient = gate ? gated(distance * scale + shift, gradients.at[k]) : gradients.at[k];
+    const T *const from[2] = {TENSOR(const T, 0), TENSOR(const T, 2)};
+    for_each_vector(place, from, [&](const Few<T>(&few)[2], unsigned bits) {
+        FOR_EACH_OF_CHANNEL(T, By, bits, k) {
+            const Real distance = few[0].at[k] - mean, dy = few[1].at[k];
+            const Real gradient = gate ? gated(distance * scale + shift, dy) : dy;
             plain += gradient;
             weighted += gradient * distance;
         }
-    }
+    });
     reduce_block<Add, Add>(plain, weighted, TENSOR(double, 1) + 2 * blockIdx.x);
 }
-LAYER(gradient_sums)
+CHANNELS(gradient_sums)
 
-// tensors: the pairs of `channel_sums`, and the sums of their first numbers over the parts. One thread per channel.
+// tensors: the pairs of `channel_sums`, and the sums of their first numbers over the parts. One warp per channel.
 template <typename T> __device__ inline void sums_totals(const Arguments &by) {
     const Batch &b = BATCH;
-    const unsigned long long channel = thread_in_grid();
+    const unsigned long long channel = thread_in_grid() / 32;
     if (channel >= b.channels) return;
-    const double *pairs = TENSOR(const double, 0) + 2 * channel * b.parts;
-    double sum = 0;
-    for (unsigned long long part = 0; part < b.parts; part++) sum += pairs[2 * part];
-    TENSOR(T, 1)[channel] = Element<T>::store(sum);
+    double sum, unused;
+    add_pairs(b, TENSOR(const double, 0), channel, sum, unused);
+    if (threadIdx.x % 32 == 0) TENSOR(T, 1)[channel] = Element<T>::store(sum);
 }
 LAYER(sums_totals)
 
 // tensors: the pairs of `gradient_sums`, or null if the sums are given; (4, channels): Σ dy and Σ dy · (x − mean), then a and b of
 // `input_gradient`; the gradients of weight and bias, or null; 1 / deviation; the number of values, or null for the batch's.
-// numbers[6]: the dtypes of both gradients; numbers[7]: whether the mean was subtracted; numbers[8]: whether the statistics are
-// constants. One thread per channel.
+// numbers[9]: the dtypes of both gradients; numbers[10]: whether the mean was subtracted; numbers[11]: whether the statistics are
+// constants. One warp per channel.
 template <typename T> __device__ inline void gradient_totals(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Batch &b = BATCH;
-    const unsigned long long channel = thread_in_grid(), dtypes = by.numbers[6];
+    const unsigned long long channel = thread_in_grid() / 32, dtypes = by.numbers[9];
     if (channel >= b.channels) return;
     Real *rows = TENSOR(Real, 1) + channel;
+    double first, second;
+    if (by.tensors[0]) add_pairs(b, TENSOR(const double, 0), channel, first, second);
+    if (threadIdx.x % 32) return;
     if (by.tensors[0]) {
-        const double *pairs = TENSOR(const double, 0) + 2 * channel * b.parts;
-        double first = 0, second = 0;
-        for (unsigned long long part = 0; part < b.parts; part++) {
-            first += pairs[2 * part];
-            second += pairs[2 * part + 1];
-        }
         rows[0] = first;
         rows[b.channels] = second;
     }
@@ -223,82 +296,105 @@ template <typename T> __device__ inline void gradient_totals(const Arguments &by
     const Real count = by.tensors[5] ? *TENSOR(const Real, 5) : Real(b.samples * b.spatial);
     if (by.tensors[2]) put<Real>(by.tensors[2], dtypes, channel, weighted * inverse);
     if (by.tensors[3]) put<Real>(by.tensors[3], dtypes >> 4, channel, plain);
-    rows[2 * b.channels] = by.numbers[8] || !by.numbers[7] ? 0 : plain / count;
-    rows[3 * b.channels] = by.numbers[8] ? 0 : weighted / count * (inverse * inverse);
+    rows[2 * b.channels] = by.numbers[11] || !by.numbers[10] ? 0 : plain / count;
+    rows[3 * b.channels] = by.numbers[11] ? 0 : weighted / count * (inverse * inverse);
 }
 LAYER(gradient_totals)
 
-// The first element of this thread, and its channel.
-struct Start {
-    unsigned long long i, channel;
-    bool exists;
+// The vectors that a thread maps.
+#define MAPPED 2
 
-    __device__ Start(const Batch &b) : i(thread_in_grid() * b.vector) {
-        unsigned long long rest = i;
-        take(rest, b.spatial);
-        channel = take(rest, b.channels);
-        exists = rest < b.samples;
-    }
-};
-
-// tensors: x, y, mean, scale, shift, and null or z: y = (x − mean) × scale + shift (+ z), with a ReLU if numbers[6]. One thread
-// per vector.
-template <typename T> __device__ inline void normalise(const Arguments &by) {
+// Fills `to` with what `function` makes of the inputs' elements and the numbers of their channel.
+template <typename T, typename By, int inputs, int rows, typename Function>
+__device__ inline void map(const Batch &b, const T *const (&from)[inputs],
+                           const typename Element<T>::Real *const (&numbers)[rows], T *to, Function function) {
     typedef typename Element<T>::Real Real;
-    const Start at(BATCH);
-    if (!at.exists) return;
-    const bool is_vector = BATCH.vector > 1, relu = by.numbers[6], has_z = by.tensors[5];
-    const Real mean = TENSOR(const Real, 2)[at.channel], scale = TENSOR(const Real, 3)[at.channel];
-    const Real shift = TENSOR(const Real, 4)[at.channel];
-    Few<T> x, z;
-    x.load(TENSOR(const T, 0) + at.i, is_vector);
-    if (has_z) z.load(TENSOR(const T, 5) + at.i, is_vector);
-    FOR_EACH_OF(T, is_vector, k) {
-        Real value = (x.at[k] - mean) * scale + shift;
-        if (has_z) value += z.at[k];
-        // NaN stays NaN.
-        x.at[k] = relu && value < 0 ? 0 : value;
+    typedef typename By::Index Index;
+    const unsigned count = By::is_vector ? Few<T>::most : 1;
+    const Index channels = b.channels, spatial = b.spatial, end = (Index)b.samples * channels * spatial;
+    const Index begin = ((Index)blockIdx.x * MAPPED * THREADS + threadIdx.x) * count;
+    Index rest = begin, column = take(rest, spatial), channel = take(rest, channels);
+    Few<T> few[MAPPED][inputs];
+    // Of the channel of the vector's first elements, `split` of them, and of the next one.
+    Real first[MAPPED][rows], second[MAPPED][rows];
+    unsigned split[MAPPED];
+#pragma unroll
+    for (int n = 0; n < MAPPED; n++) {
+        const Index at = begin + n * THREADS * count, next = channel + 1 == channels ? 0 : channel + 1;
+#pragma unroll
+        for (int i = 0; i < inputs; i++) few[n][i].load(from[i] + (at < end ? at : 0), By::is_vector);
+        split[n] = By::spans ? min(spatial - column, (Index)count) : count;
+#pragma unroll
+        for (int row = 0; row < rows; row++) {
+            first[n][row] = numbers[row][channel];
+            second[n][row] = By::spans && split[n] < count ? numbers[row][next] : first[n][row];
+        }
+        column += (Index)b.step_columns;
+        channel += (Index)b.step_planes;
+        if (column >= spatial) {
+            column -= spatial;
+            channel++;
+        }
+        if (channel >= channels) channel -= channels;
     }
-    x.store(TENSOR(T, 1) + at.i, is_vector);
+#pragma unroll
+    for (int n = 0; n < MAPPED; n++) {
+        const Index at = begin + n * THREADS * count;
+        if (at >= end) return;
+        Few<T> result;
+        FOR_EACH_OF(T, By::is_vector, k) {
+            Real values[inputs], of_channel[rows];
+            for (int i = 0; i < inputs; i++) values[i] = few[n][i].at[k];
+            for (int row = 0; row < rows; row++) {
+                of_channel[row] = By::spans && k >= split[n] ? second[n][row] : first[n][row];
+            }
+            result.at[k] = function(values, of_channel);
+        }
+        result.store(to + at, By::is_vector);
+    }
 }
-LAYER(normalise)
 
-// tensors: x, the gradient of z, mean, scale, shift, z, dy: what the ReLU behind (x − mean) × scale + shift + z leaves of dy. One
-// thread per vector.
-template <typename T> __device__ inline void add_relu_gradient(const Arguments &by) {
+// tensors: x, y, mean, scale, shift, and null or z: y = (x − mean) × scale + shift (+ z), with a ReLU if numbers[9].
+template <typename T, typename By> __device__ inline void normalise_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const Start at(BATCH);
-    if (!at.exists) return;
-    const bool is_vector = BATCH.vector > 1;
-    const Real mean = TENSOR(const Real, 2)[at.channel], scale = TENSOR(const Real, 3)[at.channel];
-    const Real shift = TENSOR(const Real, 4)[at.channel];
-    Few<T> x, z, dy;
-    x.load(TENSOR(const T, 0) + at.i, is_vector);
-    z.load(TENSOR(const T, 5) + at.i, is_vector);
-    dy.load(TENSOR(const T, 6) + at.i, is_vector);
-    FOR_EACH_OF(T, is_vector, k) dy.at[k] = gated((x.at[k] - mean) * scale + shift + z.at[k], dy.at[k]);
-    dy.store(TENSOR(T, 1) + at.i, is_vector);
+    const bool relu = by.numbers[9];
+    const T *x = TENSOR(const T, 0), *z = TENSOR(const T, 5);
+    const Real *const numbers[3] = {TENSOR(const Real, 2), TENSOR(const Real, 3), TENSOR(const Real, 4)};
+    // NaN stays NaN.
+    const auto after = [=](Real value) { return relu && value < 0 ? 0 : value; };
+    if (z) {
+        map<T, By>(BATCH, {x, z}, numbers, TENSOR(T, 1), [=](const Real(&of)[2], const Real(&c)[3]) {
+            return after((of[0] - c[0]) * c[1] + c[2] + of[1]);
+        });
+    } else {
+        map<T, By>(BATCH, {x}, numbers, TENSOR(T, 1), [=](const Real(&of)[1], const Real(&c)[3]) {
+            return after((of[0] - c[0]) * c[1] + c[2]);
+        });
+    }
 }
-LAYER(add_relu_gradient)
+CHANNELS(normalise)
+
+// tensors: x, the gradient of z, mean, scale, shift, z, dy: what the ReLU behind (x − mean) × scale + shift + z leaves of dy.
+template <typename T, typename By> __device__ inline void add_relu_gradient_of(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    map<T, By>(BATCH, {TENSOR(const T, 0), TENSOR(const T, 5), TENSOR(const T, 6)},
+           {TENSOR(const Real, 2), TENSOR(const Real, 3), TENSOR(const Real, 4)}, TENSOR(T, 1),
+           [](const Real(&of)[3], const Real(&c)[3]) { return gated((of[0] - c[0]) * c[1] + c[2] + of[1], of[2]); });
+}
+CHANNELS(add_relu_gradient)
 
 // tensors: x, dx, mean, scale, a, b, dy, and null or the shift of a normalisation with a ReLU behind it:
-// dx = scale × (dy − a − (x − mean) × b). One thread per vector.
-template <typename T> __device__ inline void input_gradient(const Arguments &by) {
+// dx = scale × (dy − a − (x − mean) × b).
+template <typename T, typename By> __device__ inline void input_gradient_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const Start at(BATCH);
-    if (!at.exists) return;
-    const bool is_vector = BATCH.vector > 1, gate = by.tensors[7];
-    const Real mean = TENSOR(const Real, 2)[at.channel], scale = TENSOR(const Real, 3)[at.channel];
-    const Real a = TENSOR(const Real, 4)[at.channel], b = TENSOR(const Real, 5)[at.channel];
-    const Real shift = gate ? TENSOR(const Real, 7)[at.channel] : 0;
-    Few<T> x, dy;
-    x.load(TENSOR(const T, 0) + at.i, is_vector);
-    dy.load(TENSOR(const T, 6) + at.i, is_vector);
-    FOR_EACH_OF(T, is_vector, k) {
-        const Real distance = x.at[k] - mean;
-        const Real gradient = gate ? gated(distance * scale + shift, dy.at[k]) : dy.at[k];
-        x.at[k] = scale * (gradient - a - distance * b);
-    }
-    x.store(TENSOR(T, 1) + at.i, is_vector);
+    const bool gate = by.tensors[7];
+    const Real *mean = TENSOR(const Real, 2), *shift = gate ? TENSOR(const Real, 7) : mean;
+    map<T, By>(BATCH, {TENSOR(const T, 0), TENSOR(const T, 6)},
+           {mean, TENSOR(const Real, 3), TENSOR(const Real, 4), TENSOR(const Real, 5), shift}, TENSOR(T, 1),
+           [=](const Real(&of)[2], const Real(&c)[5]) {
+               const Real distance = of[0] - c[0];
+               const Real gradient = gate ? gated(distance * c[1] + c[4], of[1]) : of[1];
+               return c[1] * (gradient - c[2] - distance * c[3]);
+           });
 }
-LAYER(input_gradient)
+CHANNELS(input_gradient)

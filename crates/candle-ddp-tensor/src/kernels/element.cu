@@ -1,5 +1,5 @@
-// Element types and the arithmetic on them. Conversions of 16-bit numbers are written out, so they need neither a
-// header of the CUDA toolkit nor a particular GPU generation.
+// Element types and the arithmetic on them. Conversions of 16-bit numbers are the GPU's instructions, which need no header of the
+// CUDA toolkit, and written out for the CPU, and for GPUs that know no bf16.
 
 struct F16 { unsigned short bits; };
 struct BF16 { unsigned short bits; };
@@ -7,15 +7,25 @@ struct BF16 { unsigned short bits; };
 // Converts to f32, which represents every f16 and bf16 value exactly, and from f32 to the nearest value, ties to even.
 
 __device__ inline float to_f32(F16 value) {
+#ifdef __CUDA_ARCH__
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+    return result;
+#else
     unsigned sign = (value.bits & 0x8000u) << 16;
     unsigned rest = (value.bits & 0x7fffu) << 13;
     // Infinities and NaNs keep the largest exponent. For all other values, a multiplication corrects the exponent's
     // bias, which also handles subnormal numbers.
     if (rest >= 0x7c00u << 13) return __uint_as_float(sign | 0x7f800000u | rest);
     return __uint_as_float(sign | __float_as_uint(__uint_as_float(rest) * 5.192296858534828e33f)); // 2^112
+#endif
 }
 
 __device__ inline F16 to_f16(float value) {
+    F16 result;
+#ifdef __CUDA_ARCH__
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
     unsigned bits = __float_as_uint(value);
     unsigned sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu, half;
     if (rest > 0x7f800000u) {
@@ -28,16 +38,22 @@ __device__ inline F16 to_f16(float value) {
     } else {
         half = (rest + 0xfffu + ((rest >> 13) & 1u) - (112u << 23)) >> 13;
     }
-    F16 result = {(unsigned short)(sign | half)};
+    result.bits = (unsigned short)(sign | half);
+#endif
     return result;
 }
 
 __device__ inline float to_f32(BF16 value) { return __uint_as_float((unsigned)value.bits << 16); }
 
 __device__ inline BF16 to_bf16(float value) {
+    BF16 result;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
     unsigned bits = __float_as_uint(value);
     bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    BF16 result = {(unsigned short)((nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+    result.bits = (unsigned short)((nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
     return result;
 }
 

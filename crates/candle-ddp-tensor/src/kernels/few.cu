@@ -6,6 +6,13 @@ template <typename T, int count> struct alignas(count * sizeof(T) < 16 ? count *
 // As much as a thread loads or stores at once.
 typedef Neighbours<unsigned, 4> Words;
 
+// Addresses that kernels read from memory could be those of shared memory, for all that the compiler knows.
+#ifdef __CUDA_ARCH__
+#define IS_GLOBAL(address) __builtin_assume(__isGlobal(address))
+#else
+#define IS_GLOBAL(address)
+#endif
+
 // A thread's neighbouring elements in the arithmetic of dtype `T`: as many as 16 bytes hold, or one.
 template <typename T> struct Few {
     typedef typename Element<T>::Real Real;
@@ -14,6 +21,7 @@ template <typename T> struct Few {
 
     // The elements in memory may have another dtype.
     template <typename From> __device__ void load(const From *from, bool is_vector) {
+        IS_GLOBAL(from);
         if (!is_vector) {
             at[0] = Element<From>::load(*from);
             return;
@@ -23,6 +31,7 @@ template <typename T> struct Few {
     }
 
     template <typename To> __device__ void store(To *to, bool is_vector) const {
+        IS_GLOBAL(to);
         if (!is_vector) {
             *to = Element<To>::store(at[0]);
             return;

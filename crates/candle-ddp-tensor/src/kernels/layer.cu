@@ -30,3 +30,9 @@ __device__ inline unsigned long long take(unsigned long long &index, unsigned lo
     index = quotient;
     return rest;
 }
+
+__device__ inline unsigned take(unsigned &index, unsigned size) {
+    const unsigned rest = index % size;
+    index /= size;
+    return rest;
+}

@@ -1,37 +1,34 @@
 // Pooling, and other maps of planes.
 
-// Windows along rows and columns of planes.
+// Windows along rows and columns of planes, which have less than 2^32 elements with their padding.
 struct Windows {
     unsigned long long planes;
     unsigned long long input[2], output[2], kernel[2], stride[2], padding[2];
+    unsigned long long vector; // inputs that a thread of the backward pass takes at once
 };
 #define WINDOWS (*reinterpret_cast<const Windows *>(by.numbers))
 
-// Along an axis: the inputs of window `index`, from `from` up to `to`.
-__device__ inline void inside(const Windows &w, int axis, unsigned long long index, unsigned long long &from,
-                              unsigned long long &to) {
-    const unsigned long long start = index * w.stride[axis], end = start + w.kernel[axis];
-    from = start < w.padding[axis] ? 0 : start - w.padding[axis];
-    to = min(end < w.padding[axis] ? 0 : end - w.padding[axis], w.input[axis]);
+// Along an axis: input `tap` of window `index`, or for one in the padding the next input to it, which is in the same window.
+__device__ inline unsigned inside(const Windows &w, int axis, unsigned index, unsigned tap) {
+    const unsigned padded = index * (unsigned)w.stride[axis] + tap, padding = w.padding[axis];
+    return min(padded < padding ? 0 : padded - padding, (unsigned)w.input[axis] - 1);
 }
 
-// tensors: x, y, and where in its plane each maximum is (u32). The first of equal maxima counts, and the last NaN. One
-// thread per element of y.
-template <typename T> __device__ inline void max_pool(const Arguments &by) {
+// `size`: of the windows, or 0 if it is not known.
+template <typename T, unsigned size> __device__ inline void max_pool_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Windows &w = WINDOWS;
     const unsigned long long element = thread_in_grid();
-    unsigned long long rest = element, top, bottom, left, right;
-    const unsigned long long column = take(rest, w.output[1]), row = take(rest, w.output[0]);
+    unsigned long long rest = element;
+    const unsigned column = take(rest, w.output[1]), row = take(rest, w.output[0]), width = w.input[1];
     if (rest >= w.planes) return;
-    inside(w, 0, row, top, bottom);
-    inside(w, 1, column, left, right);
-    const T *x = TENSOR(const T, 0) + rest * w.input[0] * w.input[1];
-    unsigned best = top * w.input[1] + left;
+    const T *x = TENSOR(const T, 0) + rest * w.input[0] * width;
+    unsigned best = inside(w, 0, row, 0) * width + inside(w, 1, column, 0);
     Real largest = Element<T>::load(x[best]);
-    for (unsigned long long i = top; i < bottom; i++) {
-        for (unsigned long long j = left; j < right; j++) {
-            const unsigned position = i * w.input[1] + j;
+    const unsigned rows = size ? size : w.kernel[0], columns = size ? size : w.kernel[1];
+    for (unsigned i = 0; i < rows; i++) {
+        for (unsigned j = 0; j < columns; j++) {
+            const unsigned position = inside(w, 0, row, i) * width + inside(w, 1, column, j);
             const Real value = Element<T>::load(x[position]);
             if (value > largest || value != value) {
                 largest = value;
@@ -42,36 +39,57 @@ template <typename T> __device__ inline void max_pool(const Arguments &by) {
     TENSOR(T, 1)[element] = Element<T>::store(largest);
     TENSOR(unsigned, 2)[element] = best;
 }
+
+// tensors: x, y, and where in its plane each maximum is (u32). The first of equal maxima counts, and the last NaN. One
+// thread per element of y. All loads of the usual windows are in flight together.
+template <typename T> __device__ inline void max_pool(const Arguments &by) {
+    if (WINDOWS.kernel[0] == 3 && WINDOWS.kernel[1] == 3) {
+        max_pool_of<T, 3>(by);
+    } else {
+        max_pool_of<T, 0>(by);
+    }
+}
 LAYER(max_pool)
 
-// Along an axis: the windows that input `at` is in, from `from` up to `to`.
-__device__ inline void windows_of(const Windows &w, int axis, unsigned long long at, unsigned long long &from,
-                                  unsigned long long &to) {
-    const unsigned long long position = at + w.padding[axis];
-    from = position < w.kernel[axis] ? 0 : (position - w.kernel[axis]) / w.stride[axis] + 1;
-    to = min(position / w.stride[axis] + 1, w.output[axis]);
+// Along an axis: the windows that inputs from `at` to `last` are in, from `from` up to `to`.
+__device__ inline void windows_of(const Windows &w, int axis, unsigned at, unsigned last, unsigned &from, unsigned &to) {
+    const unsigned padded = at + (unsigned)w.padding[axis], kernel = w.kernel[axis], stride = w.stride[axis];
+    from = padded < kernel ? 0 : (padded - kernel) / stride + 1;
+    to = min((last + (unsigned)w.padding[axis]) / stride + 1, (unsigned)w.output[axis]);
 }
 
-// tensors: dy, dx, the positions of the maxima. One thread per element of dx.
-template <typename T> __device__ inline void max_pool_backward(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
+template <typename T, bool is_vector> __device__ inline void max_pool_backward_of(const Arguments &by) {
     const Windows &w = WINDOWS;
-    const unsigned long long element = thread_in_grid();
-    unsigned long long rest = element, top, bottom, left, right;
-    const unsigned long long column = take(rest, w.input[1]), row = take(rest, w.input[0]);
+    const unsigned count = is_vector ? Few<T>::most : 1, width = w.input[1];
+    unsigned long long rest = thread_in_grid();
+    const unsigned long long first = rest * count;
+    const unsigned column = take(rest, width / count) * count, row = take(rest, w.input[0]);
     if (rest >= w.planes) return;
-    windows_of(w, 0, row, top, bottom);
-    windows_of(w, 1, column, left, right);
+    unsigned top, bottom, left, right;
+    windows_of(w, 0, row, row, top, bottom);
+    windows_of(w, 1, column, column + count - 1, left, right);
     const unsigned long long start = rest * w.output[0] * w.output[1];
-    const unsigned position = row * w.input[1] + column;
-    Real sum = 0;
-    for (unsigned long long i = top; i < bottom; i++) {
-        for (unsigned long long j = left; j < right; j++) {
-            const unsigned long long window = start + i * w.output[1] + j;
-            if (TENSOR(const unsigned, 2)[window] == position) sum += Element<T>::load(TENSOR(const T, 0)[window]);
+    const T *__restrict__ dy = TENSOR(const T, 0) + start;
+    const unsigned *__restrict__ positions = TENSOR(const unsigned, 2) + start;
+    Few<T> sums = {};
+    for (unsigned i = top; i < bottom; i++) {
+#pragma unroll 4
+        for (unsigned j = left; j < right; j++) {
+            const unsigned window = i * (unsigned)w.output[1] + j, at = positions[window] - (row * width + column);
+            const typename Element<T>::Real gradient = Element<T>::load(dy[window]);
+            FOR_EACH_OF(T, is_vector, k) if (at == k) sums.at[k] += gradient;
         }
     }
-    TENSOR(T, 1)[element] = Element<T>::store(sum);
+    sums.store(TENSOR(T, 1) + first, is_vector);
+}
+
+// tensors: dy, dx, the positions of the maxima. One thread per vector of dx.
+template <typename T> __device__ inline void max_pool_backward(const Arguments &by) {
+    if (WINDOWS.vector > 1) {
+        max_pool_backward_of<T, true>(by);
+    } else {
+        max_pool_backward_of<T, false>(by);
+    }
 }
 LAYER(max_pool_backward)
 
