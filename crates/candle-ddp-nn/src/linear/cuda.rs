@@ -12,7 +12,7 @@ const COLUMNS: usize = 32;
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 512;
 /// The minimum number of rows that a block sums, if there are enough.
-const ROWS: usize = 128;
+const ROWS: usize = 64;
 
 /// Rows, inputs and outputs.
 pub(super) type Extents = (usize, usize, usize);

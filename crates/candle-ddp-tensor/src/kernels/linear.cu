@@ -37,14 +37,18 @@ template <typename T> __device__ inline void sum_columns(const Arguments &by) {
     const unsigned long long end = min(m.rows, (part + 1) * m.part);
     const bool is_vector = m.vector > 1;
     Few<T> sum = {};
-    if (column < m.columns) {
-        for (unsigned long long row = part * m.part + threadIdx.x / COLUMNS; row < end; row += THREADS / COLUMNS) {
-            const unsigned long long at = row * m.columns + column;
+    const auto add_rows = [&](auto *matrix) {
+        // Several loads at a time, since each takes long.
+        _Pragma("unroll 4") for (unsigned long long row = part * m.part + threadIdx.x / COLUMNS; row < end;
+                                 row += THREADS / COLUMNS) {
             Few<T> few;
-            if (m.from_sums) few.load(TENSOR(const Real, 0) + at, is_vector);
-            else few.load(TENSOR(const T, 0) + at, is_vector);
+            few.load(matrix + row * m.columns + column, is_vector);
             FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k];
         }
+    };
+    if (column < m.columns) {
+        if (m.from_sums) add_rows(TENSOR(const Real, 0));
+        else add_rows(TENSOR(const T, 0));
     }
     sums[threadIdx.x] = sum;
     for (unsigned half = THREADS / 2; half >= COLUMNS; half /= 2) {
@@ -61,9 +65,8 @@ LAYER(sum_columns)
 
 // The 16 bytes at `from`, which is a multiple of `T`'s size: shifted out of the two vectors in memory that contain them.
 template <typename T> __device__ inline Words words_at(const T *from) {
-    const unsigned long long address = reinterpret_cast<unsigned long long>(from);
-    const unsigned offset = address % 16;
-    const Words *vectors = reinterpret_cast<const Words *>(address - offset);
+    const unsigned offset = reinterpret_cast<unsigned long long>(from) % 16;
+    const Words *vectors = reinterpret_cast<const Words *>(reinterpret_cast<const char *>(from) - offset);
     const Words low = vectors[0];
     if (offset == 0) return low;
     const Words high = vectors[1];
