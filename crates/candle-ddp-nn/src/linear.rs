@@ -1,5 +1,6 @@
 //! Linear layers.
 mod cuda;
+mod product;
 mod uneven;
 
 use super::gemm::{Strides, product, threads};

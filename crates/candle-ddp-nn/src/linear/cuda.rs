@@ -1,10 +1,10 @@
 //! Linear layers on CUDA: cuBLAS adds products to the bias, and a kernel computes the bias's gradient.
+use super::product::{Extents, factor, product, target};
 use super::uneven::Uneven;
 use crate::channels::accumulator;
-use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 use candle_ddp_tensor::kernels::{
-    self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, Temporary, address, address_or_none,
-    supported,
+    self, Address, Grid, Kernel, Launch, Output, Target, Temporary, address, address_or_none, supported,
 };
 
 /// The number of columns, or of vectors of them, that a block of the kernel sums.
@@ -13,9 +13,6 @@ const COLUMNS: usize = 32;
 const BLOCKS: usize = 512;
 /// The minimum number of rows that a block sums, if there are enough.
 const ROWS: usize = 64;
-
-/// Rows, inputs and outputs.
-pub(super) type Extents = (usize, usize, usize);
 
 /// y = x · Wᵀ + b, of shape `shape`. All tensors are contiguous.
 pub(super) fn forward(
@@ -106,29 +103,6 @@ fn parts(rows: usize, tiles: usize) -> (usize, usize) {
     let parts = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(ROWS).max(1));
     let part = rows.div_ceil(parts).max(1);
     (rows.div_ceil(part).max(1), part)
-}
-
-/// A contiguous matrix.
-pub(super) fn factor(address: Address, transposed: bool) -> Factor {
-    Factor { address, transposed, stride: None, row: None }
-}
-
-/// A contiguous matrix, which is overwritten.
-pub(super) fn target(address: Address, dtype: DType) -> Target {
-    Target { address, dtype, stride: None, row: None, accumulate: false }
-}
-
-pub(super) fn product(
-    device: &CudaDevice,
-    [m, n, k]: [usize; 3],
-    dtype: DType,
-    [a, b]: [Factor; 2],
-    c: Target,
-) -> Result<()> {
-    if k == 0 {
-        return Ok(()); // nothing to add, which cuBLAS is not asked for
-    }
-    Ok(kernels::product(device, Product { batch: 1, m, n, k, dtype, a, b, c })?)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Products on CUDA with outputs whose rows begin at addresses that are no multiples of 16 bytes, such as those of a vocabulary of
 //! 50257 tokens. For them, cuBLAS has only kernels that load one element at a time, which take several times as long. So all columns
 //! but the last few are multiplied in a copy with even rows, and the last few by themselves.
-use super::cuda::{Extents, factor, product, target};
+use super::product::{Extents, factor, product, target};
 use candle_core::{CudaDevice, DType, Result};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Temporary};
 

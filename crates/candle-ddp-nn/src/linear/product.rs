@@ -1,0 +1,29 @@
+//! Products of contiguous matrices on CUDA.
+use candle_core::{CudaDevice, DType, Result};
+use candle_ddp_tensor::kernels::{self, Address, Factor, Product, Target};
+
+/// Rows, inputs and outputs.
+pub(super) type Extents = (usize, usize, usize);
+
+/// A contiguous matrix.
+pub(super) fn factor(address: Address, transposed: bool) -> Factor {
+    Factor { address, transposed, stride: None, row: None }
+}
+
+/// A contiguous matrix, which is overwritten.
+pub(super) fn target(address: Address, dtype: DType) -> Target {
+    Target { address, dtype, stride: None, row: None, accumulate: false }
+}
+
+pub(super) fn product(
+    device: &CudaDevice,
+    [m, n, k]: [usize; 3],
+    dtype: DType,
+    [a, b]: [Factor; 2],
+    c: Target,
+) -> Result<()> {
+    if k == 0 {
+        return Ok(()); // nothing to add, which cuBLAS is not asked for
+    }
+    Ok(kernels::product(device, Product { batch: 1, m, n, k, dtype, a, b, c })?)
+}
