@@ -21,6 +21,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "stuck messages" => stuck_messages(worker, &group(100)),
         "many pairs" => many_pairs(&group(40)),
         "many calls" => many_calls(worker, &group(SHORT)),
+        "thread ends" => thread_ends(worker, &group(100)),
         "drop elsewhere" => drop_elsewhere(&group(20)).unwrap(),
         "memory" => {
             let pg = group(20);
@@ -237,6 +238,32 @@ fn calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver() {
     if gpus(TEST).is_some() {
         let report = Ranks::start(2, "many calls").reports(&[0]).swap_remove(0);
         assert!(report.starts_with("192 ") && report.contains("timed out"), "{report}");
+    }
+}
+
+/// Rank 0's thread ends while NCCL still has to launch its call, in which rank 1 does not take part. Then the group ends.
+fn thread_ends(worker: &Worker, pg: &ProcessGroup) {
+    if pg.rank() == 1 {
+        worker.await_report(0);
+        return;
+    }
+    let start = || pg.all_reduce_async(&ones(pg.device()), ReduceOp::Sum).unwrap();
+    let work = std::thread::scope(|scope| scope.spawn(start).join().unwrap());
+    pg.abort("the test ends it");
+    worker.report(&work.synchronize().unwrap_err().to_string());
+}
+
+#[test]
+fn a_thread_may_end_before_its_call_is_launched() {
+    const TEST: &str = "a_thread_may_end_before_its_call_is_launched";
+    if gpus(TEST).is_none() {
+        return;
+    }
+    // Only the emulated NCCL has several versions.
+    for version in ["22702", "22703"] {
+        let mut ranks = Ranks::start_in(2, "thread ends", |_| Some(("EMULATED_NCCL_VERSION", version)));
+        let report = ranks.reports(&[0, 1]).swap_remove(0);
+        assert!(report.contains("the test ends it"), "{report}");
     }
 }
 

@@ -2,7 +2,7 @@
 use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
 use super::prepared::Prepared;
-use super::status::{NcclFailure, Status};
+use super::status::{NcclFailure, Status, version};
 use super::stream::{Done, Event, Streams};
 use super::threads::spawn;
 use super::work::NcclWork;
@@ -17,6 +17,9 @@ use std::time::{Duration, Instant};
 /// How long starting a collective waits for NCCL's launch. It takes microseconds, unless NCCL must first connect the ranks, which it
 /// does in the first calls that need a connection, with all ranks.
 const LAUNCH: Duration = Duration::from_millis(5);
+
+/// The first version of NCCL whose calls in progress need no thread.
+const STATE_OF_ITS_OWN: i32 = 22_703;
 
 /// A call that is to be launched.
 pub(super) struct Job {
@@ -43,6 +46,9 @@ pub(super) struct CommStream {
     /// `None` once the communicator was aborted or finalized. The lock lets one thread at a time call NCCL.
     open: Mutex<Option<Open>>,
     late: Mutex<Late>,
+    /// Whether a thread launches all calls: before 2.27.3, NCCL keeps the state of a call in progress in the memory of the thread that
+    /// made it, and uses it in an abort. A thread of the program may end before.
+    always_late: bool,
     /// Whether NCCL is done with it.
     ended: Mutex<bool>,
     changed: Condvar,
@@ -75,7 +81,8 @@ impl CommStream {
     pub(super) fn new(comm: Comm, streams: Streams) -> Self {
         let open = Mutex::new(Some(Open { comm, stranded: Vec::new() }));
         let (turn, late, ended, changed) = (Mutex::default(), Mutex::default(), Mutex::default(), Condvar::new());
-        Self { turn, open, late, ended, changed, streams }
+        let always_late = version().is_ok_and(|version| version < STATE_OF_ITS_OWN);
+        Self { turn, open, late, always_late, ended, changed, streams }
     }
 
     pub(super) fn turn(self: &Arc<Self>) -> Turn<'_> {
@@ -122,9 +129,9 @@ impl CommStream {
         launched.and_then(|status| ended.map(|()| status))
     }
 
-    /// On a thread: finishes the launch of a call, and launches those that were started in the meantime.
-    fn launch_late(&self, group: &Group, mut job: Job) {
-        let mut launched = self.finish(group, &job);
+    /// On a thread: launches a call, or finishes the launch if it has `begun`, and launches those that were started in the meantime.
+    fn launch_late(&self, group: &Group, mut job: Job, begun: bool) {
+        let mut launched = if begun { self.finish(group, &job) } else { self.launch(group, &job, None) };
         loop {
             if let Err(error) = launched {
                 error.end_group(group);
@@ -169,8 +176,7 @@ impl CommStream {
         self.changed.notify_all();
     }
 
-    /// Waits until NCCL is done with it. A thread whose call has failed must not end before: until 2.27.3, NCCL keeps the state of
-    /// a call that has begun in the memory of the thread that made it, and uses it in the abort.
+    /// Waits until NCCL is done with it. A thread whose call has failed must not end before, see `always_late`.
     pub(super) fn await_end(&self) {
         let mut ended = lock(&self.ended);
         while !*ended {
@@ -232,13 +238,14 @@ impl Turn<'_> {
                 return Ok(());
             }
         }
-        if comm_stream.launch(group, &job, Some(LAUNCH))? == Status::Done {
+        let begun = !comm_stream.always_late;
+        if begun && comm_stream.launch(group, &job, Some(LAUNCH))? == Status::Done {
             job.work.done.set_started();
             return Ok(());
         }
         lock(&comm_stream.late).is_active = true;
         let (own, own_group, work) = (Arc::clone(comm_stream), Arc::clone(group), Arc::clone(&job.work));
-        spawn(group, "launch", move || own.launch_late(&own_group, job)).map(drop).map_err(|error| {
+        spawn(group, "launch", move || own.launch_late(&own_group, job, begun)).map(drop).map_err(|error| {
             lock(&comm_stream.open).iter_mut().for_each(|open| open.stranded.push(Arc::clone(&work)));
             NcclFailure::other(STARTING, &error.to_string()).into()
         })

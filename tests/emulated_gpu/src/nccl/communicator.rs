@@ -170,8 +170,11 @@ impl Communicator {
         self.change(|state| (state.in_progress, state.launcher) = (None, None));
     }
 
-    /// Called by an abort, which uses the state of a launch in progress.
+    /// Called by an abort, which uses the state of a launch in progress, up to 2.27.2.
     pub(super) fn use_launcher(&self) {
+        if super::peer_info::pretences().version >= 22_703 {
+            return;
+        }
         let launcher = lock(&self.state).launcher.clone();
         if let Some(launcher) = launcher {
             std::thread::sleep(UNSEEN);
