@@ -187,8 +187,8 @@ fn a_step_of_resnet50_asks_for_little() {
     on_gpu("a_step_of_resnet50_asks_for_little", |gpu| {
         let is_cudnn = cfg!(feature = "cudnn") && std::env::var_os("CANDLE_DDP_CUDNN").is_none_or(|value| value != "0");
         let bounds = match is_cudnn {
-            true => [[534, 478], [853, 800]],
-            false => [[850, 847], [1169, 1169]],
+            true => [[518, 478], [837, 800]],
+            false => [[834, 847], [1153, 1169]],
         };
         check("ResNet-50", &resnet(gpu), bounds);
     });

@@ -99,13 +99,9 @@ impl Function for Normalise {
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { x, mean, scale, shift, after, .. } = self;
-        let (dy, gate) = match after {
-            After::Nothing => (dy.clone(), None),
-            After::Relu => (dy.clone(), Some(Gate { scale, shift })),
-            After::AddRelu(z) => (channels::add_relu_gradient(x, z, dy, [mean, scale, shift])?, None),
-        };
+        let gate = matches!(after, After::Relu).then_some(Gate { scale, shift });
         let on = if x.device().is_cuda() { Self::slopes_on_gpu } else { Self::slopes_by_candle };
-        let ([a, b], of_parameters) = on(self, &dy, gate)?;
+        let (dy, [a, b], of_parameters) = on(self, dy, gate)?;
         let dx = channels::input_gradient(x, &dy, [mean, scale, &a, &b], gate)?;
         let mut gradients = vec![Some(dx)];
         gradients.extend(of_parameters.into_iter().map(Some));
@@ -117,10 +113,15 @@ impl Function for Normalise {
 }
 
 impl Normalise {
-    /// The numbers a and b of [`channels::input_gradient`], and the gradients of weight and bias, if there are any.
-    fn slopes_by_candle(&self, dy: &Tensor, gate: Option<Gate>) -> Result<([Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, batch, parameters, .. } = self;
-        let local = channels::gradient_sums(x, dy, mean, gate)?;
+    /// The gradient of the normalisation and what is added to it, except for the `gate`; the numbers a and b of
+    /// [`channels::input_gradient`], and the gradients of weight and bias, if there are any.
+    fn slopes_by_candle(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
+        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters } = self;
+        let dy = match after {
+            After::AddRelu(z) => channels::add_relu_gradient(x, z, dy, [mean, scale, shift])?,
+            _ => dy.clone(),
+        };
+        let local = channels::gradient_sums(x, &dy, mean, gate)?;
         let mut gradients = Vec::new();
         if let Some([weight, bias]) = *parameters {
             let (d_bias, d_weight) = (local.get(0)?, (local.get(1)? * inverse_deviation)?);
@@ -128,7 +129,7 @@ impl Normalise {
         }
         let zeros = mean.zeros_like()?;
         let Some(Batch { count: Some(count), group, centred }) = batch else {
-            return Ok(([zeros.clone(), zeros], gradients));
+            return Ok((dy, [zeros.clone(), zeros], gradients));
         };
         let all = match group {
             None => local,
@@ -140,17 +141,26 @@ impl Normalise {
         };
         let means = all.broadcast_div(count)?;
         let b = (means.get(1)? * inverse_deviation.sqr()?)?;
-        Ok(([if *centred { means.get(0)? } else { zeros }, b], gradients))
+        Ok((dy, [if *centred { means.get(0)? } else { zeros }, b], gradients))
     }
 
-    fn slopes_on_gpu(&self, dy: &Tensor, gate: Option<Gate>) -> Result<([Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, batch, parameters, .. } = self;
+    fn slopes_on_gpu(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
+        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters } = self;
         let through = batch.as_ref().map_or(Through::Constants, |batch| Through::Batch { centred: batch.centred });
-        let (rows, gradients) = cuda::gradient_totals(x, dy, [mean, inverse_deviation], gate, *parameters, through)?;
+        let channels = [mean, inverse_deviation];
+        let of = |gated| cuda::gradient_totals(x, dy, channels, gated, *parameters, through);
+        let (dy, (rows, gradients)) = match after {
+            After::AddRelu(z) => {
+                let dz = cuda::unfilled_like(x)?;
+                let totals = of((Some(Gate { scale, shift }), Some([z, &dz])))?;
+                (dz, totals)
+            }
+            _ => (dy.clone(), of((gate, None))?),
+        };
         if let Some(Batch { count: Some(count), group: Some(group), .. }) = batch {
             group.all_reduce(&rows.narrow(0, 0, 2)?)?;
             cuda::replace_slopes(x, &rows, inverse_deviation, count, through)?;
         }
-        Ok(([rows.get(2)?, rows.get(3)?], gradients))
+        Ok((dy, [rows.get(2)?, rows.get(3)?], gradients))
     }
 }

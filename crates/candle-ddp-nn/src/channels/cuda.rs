@@ -82,13 +82,13 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Lets `kernel` sum parts of channels: a pair for each part, tensor 1 of its `tensors`. The first `batches` of these are like
-    /// the batch.
-    fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: usize, more: &[usize]) -> Result<Temporary> {
+    /// Lets `kernel` sum parts of channels: a pair for each part, tensor 1 of its `tensors`. Those of these that are like the batch
+    /// are `batches`.
+    fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: &[Address], more: &[usize]) -> Result<Temporary> {
         let Extents { samples, channels, spatial } = self.extents;
         let blocks = channels * self.parts();
         let pairs = Temporary::new(self.device, DType::F64, 2 * blocks)?;
-        let vector = self.vector(&tensors[..batches]);
+        let vector = self.vector(batches);
         // Vectors may begin anywhere in a plane, unless planes are whole vectors.
         let vectors = match spatial.is_multiple_of(vector) {
             true => spatial / vector,
@@ -172,7 +172,7 @@ pub(crate) fn statistics(x: &Tensor, source: Source, centred: bool, parameters: 
     let result = batch.rows(5)?;
     let (number, pairs, given) = match source {
         Source::Batch => {
-            let pairs = batch.pairs(Kernel::Moments, &[address(x)?], 1, &[usize::from(centred)])?;
+            let pairs = batch.pairs(Kernel::Moments, &[address(x)?], &[address(x)?], &[usize::from(centred)])?;
             (0, Some(pairs), [Address::NONE, address(x)?, Address::NONE])
         }
         Source::Given([mean, variance, count]) => (1, None, [address(mean)?, address(variance)?, address(count)?]),
@@ -203,13 +203,16 @@ pub(crate) enum Through {
     Batch { centred: bool },
 }
 
+/// Of a normalisation: its gate, if a ReLU follows, and what is added before the ReLU, and memory for that tensor's gradient.
+pub(crate) type Gated<'a> = (Option<Gate<'a>>, Option<[&'a Tensor; 2]>);
+
 /// The gradients of weight and bias, of these dtypes, and a tensor (4, channels): Σ dy and Σ dy·(x − mean), with a `gate` only of
 /// the dy that pass it, and the numbers a and b of [`input_gradient`].
 pub(crate) fn gradient_totals(
     x: &Tensor,
     dy: &Tensor,
     [mean, inverse_deviation]: [&Tensor; 2],
-    gate: Option<Gate>,
+    (gate, added): Gated,
     dtypes: Option<[DType; 2]>,
     through: Through,
 ) -> Result<(Tensor, Vec<Tensor>)> {
@@ -219,7 +222,15 @@ pub(crate) fn gradient_totals(
     } else {
         let [scale, shift] = gate_addresses(gate)?;
         let tensors = [address(x)?, address(dy)?, address(mean)?, scale, shift];
-        (batch.rows(4)?, Some(batch.pairs(Kernel::GradientSums, &tensors, 2, &[])?))
+        let pairs = match added {
+            None => batch.pairs(Kernel::GradientSums, &tensors, &tensors[..2], &[])?,
+            Some([z, dz]) => {
+                let more = [address(z)?, written_address(dz)?];
+                let batches = [&tensors[..2], &more].concat();
+                batch.pairs(Kernel::AddReluGradient, &[&tensors[..], &more].concat(), &batches, &[])?
+            }
+        };
+        (batch.rows(4)?, Some(pairs))
     };
     let channels = batch.extents.channels;
     let gradients: Vec<Tensor> = match dtypes {
@@ -270,7 +281,7 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
     if batch.is_empty() {
         return Ok(Output::zeros(batch.device, x.dtype(), channels)?.into_tensor());
     }
-    let pairs = batch.pairs(Kernel::ChannelSums, &[address(x)?], 1, &[])?;
+    let pairs = batch.pairs(Kernel::ChannelSums, &[address(x)?], &[address(x)?], &[])?;
     let result = Output::new(batch.device, x.dtype(), channels)?;
     batch.launch_for_channels(Kernel::SumsTotals, &[pairs.address()?, result.address()?], (&[], &[]))?;
     Ok(result.into_tensor())
@@ -286,14 +297,9 @@ pub(super) fn normalise(x: &Tensor, [mean, scale, shift]: [&Tensor; 3], after: &
     Batch::new(x)?.map(Kernel::Normalise, x, &tensors, &[z], &[relu])
 }
 
-pub(super) fn add_relu_gradient(
-    x: &Tensor,
-    z: &Tensor,
-    dy: &Tensor,
-    [mean, scale, shift]: [&Tensor; 3],
-) -> Result<Tensor> {
-    let tensors = [address(mean)?, address(scale)?, address(shift)?, address(z)?, address(dy)?];
-    Ok(Batch::new(x)?.map(Kernel::AddReluGradient, x, &tensors, &tensors[3..], &[])?.into_tensor())
+/// Memory for a tensor like `x`, which a kernel fills.
+pub(crate) fn unfilled_like(x: &Tensor) -> Result<Tensor> {
+    Ok(Output::new(x.device().as_cuda_device()?, x.dtype(), x.shape())?.into_tensor())
 }
 
 pub(super) fn input_gradient(

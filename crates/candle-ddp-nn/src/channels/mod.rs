@@ -183,15 +183,13 @@ fn relu<A: Real>(value: A, zero: A) -> A {
 }
 
 /// The part of `dy` that passes the ReLU of an [`After::AddRelu`].
+/// On the CPU; [`cuda::gradient_totals`] computes more at once.
 pub(super) fn add_relu_gradient(
     x: &Tensor,
     z: &Tensor,
     dy: &Tensor,
     [mean, scale, shift]: [&Tensor; 3],
 ) -> Result<Tensor> {
-    if x.device().is_cuda() {
-        return cuda::add_relu_gradient(x, z, dy, [mean, scale, shift]);
-    }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;

@@ -78,18 +78,19 @@ template <typename T, typename By> struct Place {
     }
 };
 
-// Calls `use` for each of this thread's vectors from `place` on, with those of all tensors, and a bit for each element that is the
-// channel's.
+// Calls `use` for each of this thread's vectors from `place` on, with those of all tensors, a bit for each element that is the
+// channel's, and the index of the first one.
 template <typename T, typename By, int tensors, typename Use>
 __device__ inline void for_each_vector(Place<T, By> place, const T *const (&from)[tensors], Use use) {
     typedef typename By::Index Index;
-    const unsigned count = place.count, at_once = 4 / tensors;
+    const unsigned count = place.count, at_once = tensors == 1 ? 4 : 2;
     for (Index at = threadIdx.x; at < place.end; at += at_once * THREADS) {
         Few<T> few[at_once][tensors];
         unsigned bits[at_once];
+        Index firsts[at_once];
 #pragma unroll
         for (unsigned n = 0; n < at_once; n++) {
-            const Index first = place.first(), behind = place.start + place.spatial;
+            const Index first = firsts[n] = place.first(), behind = place.start + place.spatial;
             const bool exists = at + n * THREADS < place.end && first < behind;
             bits[n] = (1u << (By::spans ? min(behind - first, (Index)count) : count)) - 1;
             if (By::spans && first < place.start) bits[n] &= ~0u << (place.start - first);
@@ -100,7 +101,7 @@ __device__ inline void for_each_vector(Place<T, By> place, const T *const (&from
         }
 #pragma unroll
         for (unsigned n = 0; n < at_once; n++) {
-            if (bits[n]) use(few[n], bits[n]);
+            if (bits[n]) use(few[n], bits[n], firsts[n]);
         }
     }
 }
@@ -130,7 +131,7 @@ template <typename T, typename By> __device__ inline void moments_of(const Argum
         origin = Element<T>::load(x[min(max(place.first(), place.start), place.start + place.spatial - 1)]);
         shift = origin - first_of(b, x, place.channel);
     }
-    for_each_vector(place, {x}, [&](const Few<T>(&few)[1], unsigned bits) {
+    for_each_vector(place, {x}, [&](const Few<T>(&few)[1], unsigned bits, auto) {
         count += __popc(bits);
         FOR_EACH_OF_CHANNEL(T, By, bits, k) {
             const Real distance = few[0].at[k] - origin;
@@ -233,7 +234,7 @@ template <typename Real> __device__ inline Real gated(Real value, Real gradient)
 // tensors: x, and pairs (f64) for each channel and part: the part's sum, and 0.
 template <typename T, typename By> __device__ inline void channel_sums_of(const Arguments &by) {
     typename Element<T>::Real sum = 0;
-    for_each_vector(Place<T, By>(BATCH), {TENSOR(const T, 0)}, [&](const Few<T>(&few)[1], unsigned bits) {
+    for_each_vector(Place<T, By>(BATCH), {TENSOR(const T, 0)}, [&](const Few<T>(&few)[1], unsigned bits, auto) {
         FOR_EACH_OF_CHANNEL(T, By, bits, k) sum += few[0].at[k];
     });
     reduce_block<Add, Add>(sum, 0, TENSOR(double, 1) + 2 * blockIdx.x);
@@ -252,7 +253,7 @@ template <typename T, typename By> __device__ inline void gradient_sums_of(const
     const Real scale = gate ? TENSOR(const Real, 4)[channel] : 0, shift = gate ? TENSOR(const Real, 5)[channel] : 0;
     Real plain = 0, weighted = 0;
     const T *const from[2] = {TENSOR(const T, 0), TENSOR(const T, 2)};
-    for_each_vector(place, from, [&](const Few<T>(&few)[2], unsigned bits) {
+    for_each_vector(place, from, [&](const Few<T>(&few)[2], unsigned bits, auto) {
         FOR_EACH_OF_CHANNEL(T, By, bits, k) {
             const Real distance = few[0].at[k] - mean, dy = few[1].at[k];
             const Real gradient = gate ? gated(distance * scale + shift, dy) : dy;
@@ -263,6 +264,35 @@ template <typename T, typename By> __device__ inline void gradient_sums_of(const
     reduce_block<Add, Add>(plain, weighted, TENSOR(double, 1) + 2 * blockIdx.x);
 }
 CHANNELS(gradient_sums)
+
+// tensors: as of `gradient_sums`, for a normalisation to which z, tensor 6, is added before the ReLU; tensor 7 becomes what the ReLU
+// leaves of dy, the gradient of z.
+template <typename T, typename By> __device__ inline void add_relu_gradient_of(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Place<T, By> place(BATCH);
+    const Real mean = TENSOR(const Real, 3)[place.channel], scale = TENSOR(const Real, 4)[place.channel];
+    const Real shift = TENSOR(const Real, 5)[place.channel];
+    Real plain = 0, weighted = 0;
+    const T *const from[3] = {TENSOR(const T, 0), TENSOR(const T, 6), TENSOR(const T, 2)};
+    T *to = TENSOR(T, 7);
+    for_each_vector(place, from, [&](const Few<T>(&few)[3], unsigned bits, typename By::Index first) {
+        Few<T> gradients;
+        FOR_EACH_OF_CHANNEL(T, By, bits, k) {
+            const Real distance = few[0].at[k] - mean;
+            gradients.at[k] = gated(distance * scale + shift + few[1].at[k], few[2].at[k]);
+            plain += gradients.at[k];
+            weighted += gradients.at[k] * distance;
+        }
+        // The elements around those of the channel are other blocks'.
+        if (bits + 1 == 1u << place.count) {
+            gradients.store(to + first, By::is_vector);
+        } else {
+            FOR_EACH_OF_CHANNEL(T, By, bits, k) to[first + k] = Element<T>::store(gradients.at[k]);
+        }
+    });
+    reduce_block<Add, Add>(plain, weighted, TENSOR(double, 1) + 2 * blockIdx.x);
+}
+CHANNELS(add_relu_gradient)
 
 // tensors: the pairs of `channel_sums`, and the sums of their first numbers over the parts. One warp per channel.
 template <typename T> __device__ inline void sums_totals(const Arguments &by) {
@@ -373,15 +403,6 @@ template <typename T, typename By> __device__ inline void normalise_of(const Arg
     }
 }
 CHANNELS(normalise)
-
-// tensors: x, the gradient of z, mean, scale, shift, z, dy: what the ReLU behind (x − mean) × scale + shift + z leaves of dy.
-template <typename T, typename By> __device__ inline void add_relu_gradient_of(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
-    map<T, By>(BATCH, {TENSOR(const T, 0), TENSOR(const T, 5), TENSOR(const T, 6)},
-           {TENSOR(const Real, 2), TENSOR(const Real, 3), TENSOR(const Real, 4)}, TENSOR(T, 1),
-           [](const Real(&of)[3], const Real(&c)[3]) { return gated((of[0] - c[0]) * c[1] + c[2] + of[1], of[2]); });
-}
-CHANNELS(add_relu_gradient)
 
 // tensors: x, dx, mean, scale, a, b, dy, and null or the shift of a normalisation with a ReLU behind it:
 // dx = scale × (dy − a − (x − mean) × b).
