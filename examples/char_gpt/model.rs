@@ -2,7 +2,7 @@
 use super::block::Block;
 use super::plain::Config;
 use candle_core::{Module, Result, Tensor};
-use candle_ddp::nn::{Embedding, LayerNorm, Linear, layer_norm};
+use candle_ddp::nn::{Embedding, LayerNorm, Linear, add, layer_norm};
 use candle_nn::{Init, VarBuilder};
 
 pub(crate) struct Gpt {
@@ -32,7 +32,7 @@ impl Gpt {
 impl Module for Gpt {
     /// From characters u32[B, T] to logits [B, T, vocabulary].
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = self.tokens.forward(x)?.broadcast_add(&self.positions.narrow(0, 0, x.dim(1)?)?)?;
+        let x = add(&self.tokens.forward(x)?, &self.positions.narrow(0, 0, x.dim(1)?)?)?;
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
         self.head.forward(&self.norm.forward(&x)?)
     }

@@ -280,6 +280,33 @@ fn linear_layers_with_uneven_outputs_match_the_cpu() {
     });
 }
 
+/// Positions of a batch: few and many sequences, in vectors and one by one.
+#[test]
+fn repeated_sums_match_the_cpu() {
+    on_gpu("repeated_sums_match_the_cpu", |gpu| {
+        let dtypes = [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
+        let shapes = [[3, 10, 24], [3, 5, 7], [301, 1, 5]];
+        for ((dtype, tolerance), shape) in dtypes.into_iter().flat_map(|dtype| shapes.map(|shape| (dtype, shape))) {
+            for skipped in 1..4 {
+                let run = |device: &Device| {
+                    let var = |shape: &[usize], seed| {
+                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                        Var::from_tensor(&values).unwrap()
+                    };
+                    let (a, b, dy) = (var(&shape, 1), var(&shape[skipped..], 2), var(&shape, 3));
+                    let sum = add(&a, &b).unwrap();
+                    let grads = (&sum * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+                    [&sum, grads.get(&a).unwrap(), grads.get(&b).unwrap()].map(floats)
+                };
+                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                    let what = format!("result {index} of {shape:?} in {dtype:?}, repeated over {skipped}");
+                    assert_close(there, &here, tolerance, &what);
+                }
+            }
+        }
+    });
+}
+
 /// More heads, and a longer sequence, than one block of scores holds: parts of the heads, and of one head.
 #[test]
 fn attention_in_blocks_matches_the_cpu() {
@@ -543,6 +570,8 @@ fn batches_without_samples() {
         assert_eq!(grads.get(&x).unwrap().dims(), [0, 4]);
         assert_eq!(floats(grads.get(&weight).unwrap()), [0.0; 20]);
         assert_eq!(floats(grads.get(&bias).unwrap()), [0.0; 5]);
+        let grads = add(&x, &weight.get(0).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(floats(grads.get(&weight).unwrap()), [0.0; 20]);
     });
 }
 

@@ -2,7 +2,7 @@
 //! logits for each token.
 use super::block::Block;
 use candle_core::{Module, Result};
-use candle_ddp::nn::{embedding, layer_norm, linear_no_bias};
+use candle_ddp::nn::{add, embedding, layer_norm, linear_no_bias};
 use candle_nn::{FuncT, Init, VarBuilder, func_t};
 
 pub(super) struct Sizes {
@@ -26,7 +26,7 @@ pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<FuncT<'static>> {
     let norm = layer_norm(width, 1e-5, vb.pp("norm"))?;
     let head = linear_no_bias(width, vocabulary, vb.pp("head"))?;
     Ok(func_t(move |x, _| {
-        let x = tokens.forward(x)?.broadcast_add(&positions)?;
+        let x = add(&tokens.forward(x)?, &positions)?;
         let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
         // Flattened here, since candle's reshape adds its gradient to zeros, which the many logits would make slow.
         head.forward(&norm.forward(&x)?.flatten_to(1)?)

@@ -6,10 +6,11 @@ mod uneven;
 use super::gemm::{Strides, product, threads};
 use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::Error;
-use candle_ddp_tensor::borrow::{narrow_vec, slice_tensor, with_slice};
+use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
+use candle_ddp_tensor::column_sums::column_sums;
+use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::{Element, dispatch, vectorise};
 use candle_nn::{Init, VarBuilder};
 
 /// y = x · Wᵀ + b: `torch.nn.Linear`, and a drop-in for [`candle_nn::Linear`] with the same names in the `VarMap`
@@ -152,13 +153,13 @@ impl Function for Product {
     fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let (rows, features, out) = self.extents()?;
         let mut gradients = vec![None; needed.len()];
+        if needed.get(2) == Some(&true) {
+            gradients[2] = Some(column_sums(dy, &Shape::from(out))?);
+        }
         if dy.device().is_cuda() {
             let extents = (rows, features, out);
             let of = cuda::gradients(extents, [&self.x, &self.weight, dy], [needed[0], needed[1]])?;
             gradients[..2].clone_from_slice(&of);
-            if needed.get(2) == Some(&true) {
-                gradients[2] = Some(cuda::bias_gradient(extents, dy)?);
-            }
             return Ok(gradients);
         }
         dispatch!(dy.dtype(), "Linear", T => with_slice::<T, _>(dy, |dy| {
@@ -176,24 +177,7 @@ impl Function for Product {
                 })?;
                 gradients[1] = Some(slice_tensor(d_weight, self.weight.shape()));
             }
-            if needed.get(2) == Some(&true) {
-                let sums = narrow_vec::<T>(column_sums(dy, out));
-                gradients[2] = Some(slice_tensor(sums, &Shape::from(out)));
-            }
             Ok(gradients)
         }))
     }
-}
-
-/// The sums of the columns of rows of `columns` elements.
-fn column_sums<T: Element>(rows: &[T], columns: usize) -> Vec<T::Real> {
-    let mut sums = vec![T::Real::default(); columns];
-    if columns > 0 {
-        vectorise!(|| {
-            for row in rows.chunks_exact(columns) {
-                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.widen());
-            }
-        });
-    }
-    sums
 }

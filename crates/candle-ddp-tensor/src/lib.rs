@@ -4,6 +4,8 @@
 pub mod borrow;
 pub mod collate;
 #[doc(hidden)]
+pub mod column_sums;
+#[doc(hidden)]
 pub mod copy;
 mod element;
 #[doc(hidden)]

@@ -12,7 +12,7 @@ const BLOCK_ELEMENTS: usize = 1 << 14;
 
 /// The sum of two tensors that candle does not track: of gradients, for example.
 pub(crate) fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    if !is_fast(a, b) {
+    if a.shape() != b.shape() || !is_fast(a, b) {
         return a.add(b);
     }
     let (storage, shape) = values(&a.contiguous()?, &b.contiguous()?)?;
@@ -21,11 +21,11 @@ pub(crate) fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Whether [`values`] takes the two.
 pub(crate) fn is_fast(a: &Tensor, b: &Tensor) -> bool {
-    let alike = a.shape() == b.shape() && a.dtype() == b.dtype() && a.device().same_device(b.device());
+    let alike = a.dims().ends_with(b.dims()) && a.dtype() == b.dtype() && a.device().same_device(b.device());
     alike && (a.device().is_cpu() && DTYPES.contains(&a.dtype()) || kernels::take(a.device(), a.dtype()))
 }
 
-/// The sum of two contiguous tensors that are alike, of a floating-point dtype.
+/// The sum of two contiguous tensors of a floating-point dtype. `b` has the last dimensions of `a`, and is repeated for the others.
 pub(crate) fn values(a: &Tensor, b: &Tensor) -> Result<(Storage, Shape)> {
     if let Device::Cuda(device) = a.device() {
         return on_cuda(device, a, b);
@@ -40,21 +40,30 @@ fn on_cuda(device: &CudaDevice, a: &Tensor, b: &Tensor) -> Result<(Storage, Shap
     let (dtype, count) = (a.dtype(), a.elem_count());
     let sum = Output::new(device, dtype, a.shape())?;
     let tensors = &[kernels::address(a)?, kernels::address(b)?, sum.address()?];
-    let vector = Address::vector(tensors, count, dtype);
-    let (grid, numbers) = (Grid::Threads(count / vector), &[count, vector]);
+    let vector = Address::vector(tensors, b.elem_count(), dtype);
+    let (grid, numbers) = (Grid::Threads(count / vector), &[count, vector, b.elem_count()]);
     kernels::launch(device, Launch { kernel: Kernel::Add, dtype, grid, tensors, numbers, reals: &[] })?;
     Ok(sum.into_result())
 }
 
 fn added<T: Element>(a: &[T], b: &[T]) -> Vec<T> {
     let mut sums = vec![T::from_f64(0.0); a.len()];
-    let blocks = sums.par_chunks_mut(BLOCK_ELEMENTS).zip(a.par_chunks(BLOCK_ELEMENTS));
-    blocks.zip(b.par_chunks(BLOCK_ELEMENTS)).for_each(|((sums, a), b)| {
+    let add = |sums: &mut [T], a: &[T], b: &[T]| {
         vectorise!(move || {
             for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
                 *sum = T::narrow(a.widen() + b.widen());
             }
         });
-    });
+    };
+    if a.len() == b.len() {
+        let blocks = sums.par_chunks_mut(BLOCK_ELEMENTS).zip(a.par_chunks(BLOCK_ELEMENTS));
+        blocks.zip(b.par_chunks(BLOCK_ELEMENTS)).for_each(|((sums, a), b)| add(sums, a, b));
+    } else {
+        let row = b.len().max(1);
+        let block = row * (BLOCK_ELEMENTS / row).max(1);
+        sums.par_chunks_mut(block).zip(a.par_chunks(block)).for_each(|(sums, a)| {
+            sums.chunks_mut(row).zip(a.chunks(row)).for_each(|(sums, a)| add(sums, a, b));
+        });
+    }
     sums
 }

@@ -1,18 +1,10 @@
-//! Linear layers on CUDA: cuBLAS adds products to the bias, and a kernel computes the bias's gradient.
+//! Linear layers on CUDA: cuBLAS adds products to the bias.
 use super::product::{Extents, factor, product, target};
 use super::uneven::Uneven;
-use crate::channels::accumulator;
 use candle_core::{Result, Shape, Tensor};
 use candle_ddp_tensor::kernels::{
-    self, Address, Grid, Kernel, Launch, Output, Target, Temporary, address, address_or_none, supported,
+    self, Address, Grid, Kernel, Launch, Output, Target, address, address_or_none, supported,
 };
-
-/// The number of columns, or of vectors of them, that a block of the kernel sums.
-const COLUMNS: usize = 32;
-/// Enough blocks for every GPU.
-const BLOCKS: usize = 512;
-/// The minimum number of rows that a block sums, if there are enough.
-const ROWS: usize = 64;
 
 /// y = x · Wᵀ + b, of shape `shape`. All tensors are contiguous.
 pub(super) fn forward(
@@ -72,49 +64,4 @@ pub(super) fn gradients(
         }
     }
     Ok([dx, d_weight].map(|gradient| gradient.map(Output::into_tensor)))
-}
-
-/// The gradient of the bias, of shape (out): the sums of dy's columns. Many rows are summed in parts, whose sums are
-/// summed in turn.
-pub(super) fn bias_gradient((rows, _, out): Extents, dy: &Tensor) -> Result<Tensor> {
-    let (device, dtype) = (dy.device().as_cuda_device()?, dy.dtype());
-    let sums = Output::new(device, dtype, out)?;
-    let vector = |from: Address, to: Address| Address::vector(&[from, to], out, dtype);
-    let tiles = |vector: usize| (out / vector).div_ceil(COLUMNS);
-    let sum = |[rows, parts, part, from_sums, to_sums]: [usize; 5], from: Address, to: Address| {
-        let vector = vector(from, to);
-        let numbers = &[rows, out, part, from_sums, to_sums, vector];
-        let (kernel, grid) = (Kernel::SumColumns, Grid::Blocks(tiles(vector) * parts));
-        kernels::launch(device, Launch { kernel, dtype, grid, tensors: &[from, to], numbers, reals: &[] })
-    };
-    let (parts, part) = parts(rows, tiles(vector(address(dy)?, sums.address()?)));
-    if parts == 1 {
-        sum([rows, 1, rows, 0, 0], address(dy)?, sums.address()?)?;
-    } else {
-        let rest = Temporary::new(device, accumulator(dtype), parts * out)?;
-        sum([rows, parts, part, 0, 1], address(dy)?, rest.address()?)?;
-        sum([parts, 1, parts, 1, 0], rest.address()?, sums.address()?)?;
-    }
-    Ok(sums.into_tensor())
-}
-
-/// The number of parts in which the rows are summed, and the number of rows in each.
-fn parts(rows: usize, tiles: usize) -> (usize, usize) {
-    let parts = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(ROWS).max(1));
-    let part = rows.div_ceil(parts).max(1);
-    (rows.div_ceil(part).max(1), part)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_have_all_rows_and_none_is_empty() {
-        for (rows, tiles) in [(0, 1), (1, 1), (128, 1), (129, 1), (8192, 32), (8193, 3), (1_000_000, 1), (5000, 4000)] {
-            let (parts, part) = parts(rows, tiles);
-            assert!(parts * part >= rows && (parts - 1) * part < rows.max(1), "{rows}, {tiles}: {parts} × {part}");
-            assert!(parts == 1 || (parts * tiles <= BLOCKS && part >= ROWS / 2), "{rows}, {tiles}: {parts} × {part}");
-        }
-    }
 }

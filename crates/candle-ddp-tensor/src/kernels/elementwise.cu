@@ -82,12 +82,13 @@ template <typename T> __device__ inline void activation_backward(const Arguments
 }
 LAYER(activation_backward)
 
-// tensors: a, b, a + b; numbers: `Elements`.
+// tensors: a, b, a + b; numbers: `Elements`, and the elements of b, which is repeated for all of a.
 template <typename T> __device__ inline void add(const Arguments &by) {
     FOR_ELEMENTS(T, i, is_vector)
+    unsigned long long repeats = i;
     Few<T> a, b;
     a.load(TENSOR(const T, 0) + i, is_vector);
-    b.load(TENSOR(const T, 1) + i, is_vector);
+    b.load(TENSOR(const T, 1) + take(repeats, by.numbers[2]), is_vector);
     FOR_EACH_OF(T, is_vector, k) a.at[k] = a.at[k] + b.at[k];
     a.store(TENSOR(T, 2) + i, is_vector);
 }

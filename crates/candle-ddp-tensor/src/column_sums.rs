@@ -1,0 +1,82 @@
+//! Sums of the columns of a matrix: the gradient of whatever was added to each of its rows.
+use crate::borrow::{tensor, with_slice};
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, supported};
+use crate::{Element, dispatch, vectorise};
+use candle_core::{CudaDevice, DType, Device, Result, Shape, Tensor};
+
+/// The number of columns, or of vectors of them, that a block of the kernel sums.
+const COLUMNS: usize = 32;
+/// Enough blocks for every GPU.
+const BLOCKS: usize = 512;
+/// The minimum number of rows that a block sums, if there are enough.
+const ROWS: usize = 64;
+
+/// The sums over all rows of a contiguous tensor, whose rows have the shape `shape`. f16 and bf16 are summed in f32.
+pub fn column_sums(rows: &Tensor, shape: &Shape) -> Result<Tensor> {
+    let columns = shape.elem_count();
+    if let Device::Cuda(device) = rows.device() {
+        return on_cuda(device, rows, columns, shape);
+    }
+    dispatch!(rows.dtype(), "the sums of columns", T => {
+        with_slice::<T, _>(rows, |rows| Ok(tensor::<T>(on_cpu(rows, columns), shape)))
+    })
+}
+
+fn on_cpu<T: Element>(rows: &[T], columns: usize) -> Vec<T::Real> {
+    let mut sums = vec![T::Real::default(); columns];
+    if columns > 0 {
+        vectorise!(|| {
+            for row in rows.chunks_exact(columns) {
+                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.widen());
+            }
+        });
+    }
+    sums
+}
+
+/// Many rows are summed in parts, whose sums are summed in turn.
+fn on_cuda(device: &CudaDevice, from: &Tensor, columns: usize, shape: &Shape) -> Result<Tensor> {
+    let dtype = from.dtype();
+    supported(dtype, "the sums of columns")?;
+    let sums = Output::new(device, dtype, shape.clone())?;
+    let rows = from.elem_count() / columns.max(1);
+    let vector = |from: Address, to: Address| Address::vector(&[from, to], columns, dtype);
+    let tiles = |vector: usize| (columns / vector).div_ceil(COLUMNS);
+    let sum = |[rows, parts, part, from_sums, to_sums]: [usize; 5], from: Address, to: Address| {
+        let vector = vector(from, to);
+        let numbers = &[rows, columns, part, from_sums, to_sums, vector];
+        let (kernel, grid) = (Kernel::SumColumns, Grid::Blocks(tiles(vector) * parts));
+        kernels::launch(device, Launch { kernel, dtype, grid, tensors: &[from, to], numbers, reals: &[] })
+    };
+    let (parts, part) = parts(rows, tiles(vector(address(from)?, sums.address()?)));
+    if parts == 1 {
+        sum([rows, 1, rows, 0, 0], address(from)?, sums.address()?)?;
+    } else {
+        let of_sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let rest = Temporary::new(device, of_sums, parts * columns)?;
+        sum([rows, parts, part, 0, 1], address(from)?, rest.address()?)?;
+        sum([parts, 1, parts, 1, 0], rest.address()?, sums.address()?)?;
+    }
+    Ok(sums.into_tensor())
+}
+
+/// The number of parts in which the rows are summed, and the number of rows in each.
+fn parts(rows: usize, tiles: usize) -> (usize, usize) {
+    let parts = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(ROWS).max(1));
+    let part = rows.div_ceil(parts).max(1);
+    (rows.div_ceil(part).max(1), part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_have_all_rows_and_none_is_empty() {
+        for (rows, tiles) in [(0, 1), (1, 1), (128, 1), (129, 1), (8192, 32), (8193, 3), (1_000_000, 1), (5000, 4000)] {
+            let (parts, part) = parts(rows, tiles);
+            assert!(parts * part >= rows && (parts - 1) * part < rows.max(1), "{rows}, {tiles}: {parts} × {part}");
+            assert!(parts == 1 || (parts * tiles <= BLOCKS && part >= ROWS / 2), "{rows}, {tiles}: {parts} × {part}");
+        }
+    }
+}
