@@ -6,7 +6,7 @@ use crate::state::StateDict;
 use crate::state::{self, Loader};
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, TensorId, Var};
+use candle_core::{Tensor, TensorId, Var};
 use std::collections::{HashMap, HashSet};
 
 /// Options of a [`GradScaler`].
@@ -113,7 +113,7 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(loss.clone());
         }
-        let dtype = if loss.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let dtype = crate::tensor::accumulator(loss.dtype());
         Ok((loss.to_dtype(dtype)? * self.scale)?)
     }
 

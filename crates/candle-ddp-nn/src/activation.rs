@@ -1,10 +1,10 @@
 //! Activation functions, each with one operation forward and one backward.
-#[cfg(test)]
-use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, WithDType,
 };
+#[cfg(test)]
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};

@@ -199,7 +199,7 @@ impl BatchNorm {
     }
 
     fn statistics_by_candle(&self, x: &Tensor, train: bool) -> Result<Statistics> {
-        let acc = channels::accumulator(x.dtype());
+        let acc = candle_ddp_tensor::accumulator(x.dtype());
         let (mean, variance, batch) = if train {
             self.batch_statistics(x)?
         } else {

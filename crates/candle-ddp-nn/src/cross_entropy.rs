@@ -4,12 +4,12 @@ mod options;
 
 pub use options::{CrossEntropyOptions, Reduction};
 
-#[cfg(test)]
-use super::channels::accumulator;
 use super::softmax::{BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
+#[cfg(test)]
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;

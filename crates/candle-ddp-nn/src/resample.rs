@@ -1,12 +1,12 @@
 //! Linear maps of planes along height and width: average pooling and interpolation. Each row of the output is a
 //! weighted sum of rows of the input, each column of columns; the backward pass is the transpose.
-#[cfg(test)]
-use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
 };
 use candle_ddp_tensor::Error;
+#[cfg(test)]
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};

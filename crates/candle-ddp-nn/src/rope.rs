@@ -1,12 +1,12 @@
 //! Rotary position embeddings, with a gradient.
 #[cfg(test)]
 use super::attach::attach;
-use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
 };
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;

@@ -1,10 +1,10 @@
 //! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows
 //! forward and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are
 //! computed in f32.
-use super::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::{op2, op3};
 use candle_ddp_tensor::kernels::{self, NormOperands, NormStatistics};

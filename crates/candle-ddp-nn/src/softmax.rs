@@ -1,12 +1,12 @@
 //! Softmax and its logarithm.
-#[cfg(test)]
-use super::channels::accumulator;
 use super::rows::{dot, exponentials, larger, maximum, sum};
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Tensor, WithDType,
 };
+#[cfg(test)]
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};

@@ -1,8 +1,8 @@
 //! Sums of the columns of a matrix: the gradient of whatever was added to each of its rows.
 use crate::borrow::{tensor, with_slice};
 use crate::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, supported};
-use crate::{Element, dispatch, vectorise};
-use candle_core::{CudaDevice, DType, Device, Result, Shape, Tensor};
+use crate::{Element, accumulator, dispatch, vectorise};
+use candle_core::{CudaDevice, Device, Result, Shape, Tensor};
 
 /// The number of columns, or of vectors of them, that a block of the kernel sums.
 const COLUMNS: usize = 32;
@@ -52,8 +52,7 @@ fn on_cuda(device: &CudaDevice, from: &Tensor, columns: usize, shape: &Shape) ->
     if parts == 1 {
         sum([rows, 1, rows, 0, 0], address(from)?, sums.address()?)?;
     } else {
-        let of_sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let rest = Temporary::new(device, of_sums, parts * columns)?;
+        let rest = Temporary::new(device, accumulator(dtype), parts * columns)?;
         sum([rows, parts, part, 0, 1], address(from)?, rest.address()?)?;
         sum([parts, 1, parts, 1, 0], rest.address()?, sums.address()?)?;
     }

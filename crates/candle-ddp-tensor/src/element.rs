@@ -5,6 +5,11 @@ use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::ops::Neg;
 
+/// The dtype in which sums over a tensor of `dtype` are calculated: that of its arithmetic, and of an optimizer's state.
+pub fn accumulator(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
 /// A type used for arithmetic: f32 or f64.
 pub trait Real: Element<Real = Self> + Neg<Output = Self> + Default {
     /// The square root.

@@ -26,7 +26,7 @@ pub use element::{Element, Real};
 pub use error::{Error, Result};
 
 #[doc(hidden)]
-pub use element::DTYPES;
+pub use element::{DTYPES, accumulator};
 #[doc(hidden)]
 pub use number::{Arithmetic, Number};
 #[doc(hidden)]

@@ -145,7 +145,7 @@ impl PowerSgd {
 
     /// Computes P of all matrices in the bucket, and all-reduces it together with the uncompressed gradients.
     fn first_stage(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
-        let dtype = if bucket.buffer().dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let dtype = crate::tensor::accumulator(bucket.buffer().dtype());
         let (mut matrices, mut others, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for (slot, (gradient, name)) in bucket.gradients().iter().zip(bucket.names()).enumerate() {
             let Some((rows, columns, rank)) = self.plan(gradient) else {

@@ -1,7 +1,7 @@
 //! Attention by candle's operations, some queries at a time.
 use super::problem::Problem;
-use crate::channels::accumulator;
 use candle_core::{D, DType, Result, Tensor};
+use candle_ddp_tensor::accumulator;
 
 /// The number of queries that are processed together.
 const QUERIES: usize = 512;

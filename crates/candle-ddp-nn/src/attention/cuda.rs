@@ -1,8 +1,8 @@
 //! Attention on CUDA: products by cuBLAS, and kernels between them, for as many rows at a time as fit into the
 //! workspace. Neighbouring heads of queries that share keys and values form one matrix with group × queries rows.
 use super::problem::Problem;
-use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Tensor};
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::function::{Function, apply};
 use candle_ddp_tensor::kernels::{
     self, Address, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none, supported,

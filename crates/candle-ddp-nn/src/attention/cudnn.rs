@@ -52,7 +52,7 @@ fn whole(inputs: &[&Tensor], problem: Problem) -> Result<std::result::Result<Ten
         true => Output::new(device, dtype, (batch, queries, heads * size))?,
         false => Output::new(device, dtype, problem.output_shape())?,
     };
-    let normalisers = Output::new(device, crate::channels::accumulator(dtype), (batch, heads, queries))?;
+    let normalisers = Output::new(device, candle_ddp_tensor::accumulator(dtype), (batch, heads, queries))?;
     let tensors = AttendTensors {
         qkv: parts((&shape, dtype), inputs, |input| address(input))?,
         y: y.address()?,

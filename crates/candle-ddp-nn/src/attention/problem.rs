@@ -1,7 +1,7 @@
 //! The extents and options of one attention call.
-use crate::channels::accumulator;
 use candle_core::{DType, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::error::{describe, describe_placed};
 
 /// Options of [`scaled_dot_product_attention`](super::scaled_dot_product_attention). The default is PyTorch's.

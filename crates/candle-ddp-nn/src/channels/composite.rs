@@ -1,6 +1,7 @@
 //! The same operations made of candle's, as a reference for tests.
-use super::extents::{Extents, accumulator};
+use super::extents::Extents;
 use candle_core::{Result, Tensor};
+use candle_ddp_tensor::accumulator;
 
 pub(super) fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
     let extents = Extents::of(x.dims());

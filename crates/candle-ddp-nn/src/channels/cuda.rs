@@ -1,7 +1,8 @@
 //! The same operations as CUDA kernels.
-use super::extents::{Extents, accumulator};
+use super::extents::Extents;
 use super::fused::{After, Gate};
 use candle_core::{CudaDevice, DType, Result, Tensor};
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, written_address};
 
 /// Enough blocks for every GPU.
@@ -10,7 +11,7 @@ const BLOCKS: usize = 1024;
 /// f32, and keeps four vectors in flight.
 const ELEMENTS: [usize; 2] = [1 << 13, 1 << 15];
 /// The threads of a block.
-const THREADS: usize = 256;
+const THREADS: usize = kernels::THREADS as usize;
 /// The vectors that a thread maps.
 const MAPPED: usize = 2;
 

@@ -1,5 +1,4 @@
-//! The extents of a batch, and the dtype of sums.
-use candle_core::DType;
+//! The extents of a batch.
 
 /// The extents of a batch: samples, channels, and numbers per sample and channel.
 #[derive(Clone, Copy)]
@@ -19,9 +18,4 @@ impl Extents {
     pub(super) fn shape(self) -> (usize, usize, usize) {
         (self.samples, self.channels, self.spatial)
     }
-}
-
-/// The dtype in which sums over a tensor of `dtype` are calculated.
-pub(crate) fn accumulator(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

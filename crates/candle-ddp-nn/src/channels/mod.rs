@@ -8,7 +8,6 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
-pub(super) use extents::accumulator;
 pub(super) use fused::{After, Gate};
 
 use candle_core::backend::BackendStorage;

@@ -21,7 +21,7 @@ fn assert_close(a: &Tensor, b: &Tensor, tolerance: f64) {
 #[test]
 fn loops_agree_with_composites() {
     for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
-        let acc = accumulator(dtype);
+        let acc = candle_ddp_tensor::accumulator(dtype);
         let (x, dy) = (batch(1.0).to_dtype(dtype).unwrap(), batch(2.0).to_dtype(dtype).unwrap());
         for centred in [true, false] {
             let loops = moments(&x, centred).unwrap();

@@ -2,8 +2,8 @@
 //! sees only one input channel, and else by cuBLAS products, with kernels of this crate that turn images into columns
 //! and back.
 use super::geometry::{Geometry, positions};
-use crate::channels::accumulator;
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{
     self, Address, ConvShape, Convolve, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none,
 };

@@ -1,9 +1,9 @@
 //! The cross entropy by kernels of CUDA, which keep one number per sample, and do not wait for the GPU.
 use super::options::{CrossEntropyOptions, Reduction};
-use crate::channels::accumulator;
 use crate::embedding::wide_indices;
 use crate::softmax::extents;
 use candle_core::{DType, Result, Tensor};
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::function::{Function, apply};
 use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
 

@@ -1,8 +1,8 @@
 //! Lookups on CUDA, by the kernels of `lookup.cu`.
-use crate::channels::accumulator;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary};
 
 /// `lookup.cu`'s sizes: the lookups that a block sorts and those of a tile, and the bits of a digit.

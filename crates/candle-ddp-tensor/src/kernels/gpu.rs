@@ -1,9 +1,9 @@
 //! Launching kernels on candle's own stream of a GPU, after all work that candle has enqueued.
 use super::compile::{failure, image};
-use super::launches::Arguments;
+use super::launches::{Arguments, THREADS};
 use super::program::Machine;
 use super::source::{DTYPES, Kernel, Source};
-use super::table::{THREADS, Table};
+use super::table::Table;
 use super::uploaded::uploaded;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, DType, Device};

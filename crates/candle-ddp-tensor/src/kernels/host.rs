@@ -2,10 +2,10 @@
 //! same launches. See `host.h`.
 // It is compiled only for tests, which panic if something is wrong.
 #![allow(clippy::unwrap_used)]
-use super::launches::Arguments;
+use super::launches::{Arguments, THREADS};
 use super::program::Machine;
 use super::source::Kernel;
-use super::table::{Sets, THREADS, Table};
+use super::table::{Sets, Table};
 use crate::Result;
 use candle_core::DType;
 use libloading::Library;

@@ -4,6 +4,9 @@ use crate::{Error, Result};
 use candle_core::DType;
 use std::marker::PhantomData;
 
+/// The number of threads in a block.
+pub const THREADS: u32 = 256;
+
 /// Refuses tensors of dtypes for which there are no kernels.
 pub fn supported(dtype: DType, operation: &str) -> Result<()> {
     if DTYPES.iter().any(|(known, _)| *known == dtype) {
@@ -57,7 +60,7 @@ impl Address<'_> {
 pub enum Grid {
     /// At least this many, which know their number.
     Threads(usize),
-    /// This many blocks of 256.
+    /// This many blocks of [`THREADS`].
     Blocks(usize),
 }
 

@@ -1,9 +1,8 @@
 //! Launching the kernels of layers (`layer.cu`): one operation each, with the arguments by value; and memory for their results.
 use super::address::read_address;
 use super::gpu::Gpu;
-use super::launches::{Address, Arguments, Grid, Launch};
+use super::launches::{Address, Arguments, Grid, Launch, THREADS};
 use super::program::Machine;
-use super::table::THREADS;
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;

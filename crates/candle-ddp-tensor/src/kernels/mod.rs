@@ -60,8 +60,8 @@ pub use convolve::convolve;
 #[cfg(feature = "cuda")]
 pub use gpu::preload;
 pub use launches::{
-    Address, AttendShape, AttendTensors, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, dtype_number,
-    supported,
+    Address, AttendShape, AttendTensors, ConvShape, Convolve, Factor, Grid, Launch, Product, THREADS, Target,
+    dtype_number, supported,
 };
 #[cfg(feature = "cuda")]
 pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};

@@ -1,8 +1,7 @@
 //! Launching the kernels that normalise rows: the programs for `norm.cu`.
-use super::launches::{Address, Arguments};
+use super::launches::{Address, Arguments, THREADS};
 use super::program::Machine;
 use super::source::Kernel;
-use super::table::THREADS;
 use crate::{Error, Result};
 use candle_core::DType;
 

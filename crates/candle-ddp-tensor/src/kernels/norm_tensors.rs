@@ -51,7 +51,7 @@ pub fn norm_backward(
     let both = Output::new(device, weight.dtype(), (2, weight.elem_count()))?.into_tensor();
     let (d_weight, d_bias) = (both.get(0)?, both.get(1)?);
     let rows = rows([x.dtype(), weight.dtype()], x.elem_count(), weight.elem_count(), 0., centred);
-    let sums = Temporary::new(device, if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 }, rows.sums())?;
+    let sums = Temporary::new(device, crate::accumulator(x.dtype()), rows.sums())?;
     let addresses = Backward {
         x: input(x)?,
         weight: input(weight)?,

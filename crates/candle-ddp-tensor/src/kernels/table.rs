@@ -4,8 +4,6 @@ use crate::{Error, Result};
 
 /// The number of elements that a block processes.
 pub const CHUNK: usize = 4096;
-/// The number of threads in a block.
-pub const THREADS: u32 = 256;
 
 /// The addresses of one part's elements, 0 if a kernel does not use them; and the numbers that it needs for them.
 #[derive(Clone, Copy, Debug, Default)]

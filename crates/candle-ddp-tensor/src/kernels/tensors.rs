@@ -70,7 +70,7 @@ impl<'a> Batch<'a> {
 /// Returns the entry of one part, whose tensors must match each other.
 fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result<Entry> {
     let elements = parameter.elem_count();
-    let state_dtype = if parameter.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let state_dtype = crate::accumulator(parameter.dtype());
     let fits = |tensor: &Tensor, dtype| {
         tensor.elem_count() == elements && tensor.dtype() == dtype && tensor.device().same_device(parameter.device())
     };
