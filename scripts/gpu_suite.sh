@@ -260,7 +260,7 @@ pytorch() {
 bandwidth() {
   local sizes=(--millions 64 --rounds 20 --steps 10) seconds=200
   case $size in
-    quick) sizes=(--millions 16 --rounds 3 --steps 3) seconds=30 ;;
+    quick) sizes=(--rounds 3 --steps 3) seconds=30 ;;
     tiny) sizes=(--millions 0.1 --rounds 1 --steps 1) ;;
   esac
   step bandwidth "$seconds" "$bin/bandwidth_gpu" --bench "${sizes[@]}" || true
@@ -276,7 +276,7 @@ models() {
     "f32 gpt2 8" "tf32 gpt2 8" "bf16 gpt2 8")
   case $size in
     quick) count=5 seconds=30 runs=("bf16 resnet50 128" "tf32 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32")
-      quick=(--modes ddp) modes=ddp ;;
+      quick=(--modes local,ddp) modes=ddp ;;
     # GPT-2 is too large for the emulated GPU.
     tiny) count=1 runs=("f32 resnet50 2" "tf32 resnet50 2" "bf16 resnet50 2" "f32 gpt 1" "bf16 gpt 1")
       quick=(--modes ddp --image-size 32) ;;
