@@ -239,10 +239,13 @@ impl Softmax {
     ) -> Result<()> {
         let (count, inner, block) = extents(shape, self.dim);
         let outer = shape.elem_count() / block;
-        let (kernel, grid) =
-            if inner == 1 { (rows, Grid::Blocks(outer)) } else { (columns, Grid::Threads(outer * inner)) };
-        let are_aligned = usize::from(tensors.iter().all(|tensor| tensor.is_aligned()));
-        let numbers = &[outer, count, inner, usize::from(self.log), are_aligned];
+        let vector = Address::vector(tensors, 0, dtype);
+        let lanes = kernels::lanes(count, vector);
+        let (kernel, grid) = match inner {
+            1 => (rows, Grid::Blocks(kernels::blocks_of_rows(outer, lanes))),
+            _ => (columns, Grid::Threads(outer * inner)),
+        };
+        let numbers = &[outer, count, inner, usize::from(self.log), usize::from(vector > 1), lanes];
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 }

@@ -5,7 +5,7 @@ use crate::softmax::extents;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
 
 /// Like [`cross_entropy_with`](super::cross_entropy_with), which has checked the arguments.
 pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
@@ -19,14 +19,23 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
     };
     let samples = targets.elem_count();
     // Its gradient is, too.
-    let is_aligned = usize::from(address(&logits)?.is_aligned());
+    let vector = Address::vector(&[address(&logits)?], 0, logits.dtype());
+    let lanes = kernels::lanes(classes, vector);
     let is_mean = usize::from(options.reduction == Reduction::Mean);
     let of = CrossEntropy {
         x: logits.detach(),
         targets: wide_indices(targets)?,
         weights,
         // The bits of a signed number.
-        numbers: [logits.elem_count() / block, classes, inner, options.ignore_index as usize, is_mean, is_aligned],
+        numbers: [
+            logits.elem_count() / block,
+            classes,
+            inner,
+            options.ignore_index as usize,
+            is_mean,
+            usize::from(vector > 1),
+            lanes,
+        ],
         smoothing: options.label_smoothing,
         norms: Output::new(device, DType::F64, samples)?,
         scale: Output::new(device, DType::F64, 2)?,
@@ -37,7 +46,7 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
         kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals })
     };
     let (kernel, grid) = match inner {
-        1 => (Kernel::LossesOfRows, Grid::Blocks(samples)),
+        1 => (Kernel::LossesOfRows, Grid::Blocks(kernels::blocks_of_rows(samples, lanes))),
         _ => (Kernel::LossesOfColumns, Grid::Threads(samples)),
     };
     let weights = address_or_none(of.weights.as_ref())?;
@@ -52,7 +61,7 @@ struct CrossEntropy {
     x: Tensor,
     targets: Tensor,
     weights: Option<Tensor>,
-    numbers: [usize; 6],
+    numbers: [usize; 7],
     smoothing: f64,
     /// log Σ e^x of each sample.
     norms: Output,
@@ -80,7 +89,7 @@ impl Function for CrossEntropy {
         ];
         let samples = targets.elem_count();
         let (kernel, grid) = match numbers[2] {
-            1 => (Kernel::LossRowsBackward, Grid::Blocks(samples)),
+            1 => (Kernel::LossRowsBackward, Grid::Blocks(kernels::blocks_of_rows(samples, numbers[6]))),
             _ => (Kernel::LossColumnsBackward, Grid::Threads(samples)),
         };
         let launch = Launch { kernel, dtype: x.dtype(), grid, tensors: &tensors, numbers, reals: &[*smoothing] };

@@ -5,10 +5,9 @@
 #define GELU_ERF 2
 #define SILU 3
 
-// For elements of 16 bits, by the GPU's approximations, whose error of a few units in the last place of f32 is far below theirs.
 template <typename T> __device__ inline typename Element<T>::Real sigmoid(typename Element<T>::Real x) {
-    if constexpr (sizeof(T) == 2) return __fdividef(1, 1 + __expf(-x));
-    else return 1 / (1 + exp(-x));
+    if constexpr (sizeof(T) == 2) return __fdividef(1, 1 + exponential<T>(-x));
+    else return 1 / (1 + exponential<T>(-x));
 }
 
 // √(8 / π), the coefficient of the cube in the approximation of gelu, √½, and 1 / √(2π).

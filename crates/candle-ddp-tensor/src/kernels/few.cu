@@ -13,6 +13,26 @@ typedef Neighbours<unsigned, 4> Words;
 #define IS_GLOBAL(address)
 #endif
 
+// Stores a vector in global memory. The compiler divides stores of 16 bytes into those of elements where these come from several
+// branches.
+template <typename Vector> __device__ inline void put(Vector *to, const Vector &vector) {
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(Vector) >= sizeof(Words)) {
+        const Words *words = reinterpret_cast<const Words *>(&vector);
+        _Pragma("unroll") for (unsigned w = 0; w < sizeof(Vector) / sizeof(Words); w++) {
+            const unsigned *at = words[w].at;
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                         :
+                         : "l"(__cvta_generic_to_global(reinterpret_cast<Words *>(to) + w)), "r"(at[0]), "r"(at[1]),
+                           "r"(at[2]), "r"(at[3])
+                         : "memory");
+        }
+        return;
+    }
+#endif
+    *to = vector;
+}
+
 // A thread's neighbouring elements in the arithmetic of dtype `T`: as many as 16 bytes hold, or one.
 template <typename T> struct Few {
     typedef typename Element<T>::Real Real;
@@ -38,7 +58,7 @@ template <typename T> struct Few {
         }
         Neighbours<To, most> vector;
         for (int k = 0; k < most; k++) vector.at[k] = Element<To>::store(at[k]);
-        *reinterpret_cast<Neighbours<To, most> *>(to) = vector;
+        put(reinterpret_cast<Neighbours<To, most> *>(to), vector);
     }
 };
 

@@ -41,12 +41,12 @@ static std::vector<Fibre> fibres;
 
 static void __syncthreads() { swapcontext(&fibres[threadIdx.x].context, &turns); }
 
-// The value of the thread that is so many further in the warp. Here all threads of a block must call it.
-static inline double __shfl_down_sync(unsigned, double value, unsigned distance) {
-    static double values[1024];
+// The value of the thread of the warp whose number differs in these bits. Here all threads of a block must call it.
+template <typename T> static T __shfl_xor_sync(unsigned, T value, unsigned bits) {
+    static T values[1024];
     values[threadIdx.x] = value;
     __syncthreads();
-    const double result = threadIdx.x % 32 + distance < 32 ? values[threadIdx.x + distance] : value;
+    const T result = values[threadIdx.x ^ bits];
     __syncthreads();
     return result;
 }

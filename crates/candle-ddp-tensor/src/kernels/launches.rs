@@ -7,6 +7,24 @@ use std::marker::PhantomData;
 /// The number of threads in a block.
 pub const THREADS: u32 = 256;
 
+/// The threads of a warp.
+const WARP: usize = 32;
+/// The largest number of vectors of a row that a thread keeps in registers: `HELD` of rows.cu.
+const LOADS: usize = 8;
+
+/// How many threads share a row of `size` elements, if each loads `vector` at once: a warp's if they can keep the whole row in
+/// registers, otherwise a block's.
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+pub fn lanes(size: usize, vector: usize) -> usize {
+    if size.div_ceil(vector) <= WARP * LOADS { WARP } else { THREADS as usize }
+}
+
+/// The number of blocks for so many rows.
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+pub fn blocks_of_rows(rows: usize, lanes: usize) -> usize {
+    rows.div_ceil(THREADS as usize / lanes)
+}
+
 /// Refuses tensors of dtypes for which there are no kernels.
 pub fn supported(dtype: DType, operation: &str) -> Result<()> {
     if DTYPES.iter().any(|(known, _)| *known == dtype) {

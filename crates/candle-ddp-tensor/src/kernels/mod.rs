@@ -61,7 +61,7 @@ pub use convolve::convolve;
 pub use gpu::preload;
 pub use launches::{
     Address, AttendShape, AttendTensors, ConvShape, Convolve, Factor, Grid, Launch, Product, THREADS, Target,
-    dtype_number, supported,
+    blocks_of_rows, dtype_number, lanes, supported,
 };
 #[cfg(feature = "cuda")]
 pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};

@@ -10,95 +10,53 @@ struct Norm {
     unsigned long long parts;      // how many of these there are
 };
 #define NORM (*reinterpret_cast<const Norm *>(by.numbers))
-#define WARP 32u
 
-// Loops over this thread's elements of a row, with the index of the first of some.
-#define FOR_EACH_OF_ROW(i)                                                                                           \
-    for (unsigned long long i = threadIdx.x % lanes * NORM.vector; row < NORM.rows && i < NORM.size;                 \
-         i += lanes * NORM.vector)
-
-// This thread's row, which may be one behind the last: all threads of a block take part in its barriers.
-#define LANES_AND_ROW                                                                                                \
-    const unsigned lanes = NORM.lanes;                                                                               \
-    const unsigned long long row = (unsigned long long)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes;
-
-// Replaces `values` by their sums over the threads of a row, in a fixed order. Each thread adds the numbers of a warp, which takes
-// one barrier. The dtype is that of the arithmetic, because many GPUs are slow in f64. Each call in a kernel has its own `CALL`, and
-// so its own memory.
-template <int CALL, typename Real, int COUNT>
-__device__ inline void add_for_row(Real (&values)[COUNT], unsigned lanes) {
-    const unsigned most = 16 / sizeof(Real);
-    typedef Neighbours<Real, 16 / sizeof(Real)> Several;
-    __shared__ Several all[COUNT][THREADS / most];
-    __shared__ Real warps[COUNT][THREADS / WARP];
-    for (int v = 0; v < COUNT; v++) all[v][threadIdx.x / most].at[threadIdx.x % most] = values[v];
-    __syncthreads();
-    for (int v = 0; v < COUNT; v++) {
-        const Several *of_warp = all[v] + threadIdx.x / WARP * (WARP / most);
-        Several sums = of_warp[0];
-        for (unsigned i = 1; i < WARP / most; i++)
-            for (unsigned k = 0; k < most; k++) sums.at[k] += of_warp[i].at[k];
-        values[v] = sums.at[0];
-        for (unsigned k = 1; k < most; k++) values[v] += sums.at[k];
-    }
-    if (lanes == WARP) return;
-    for (int v = 0; v < COUNT; v++)
-        if (threadIdx.x % WARP == 0) warps[v][threadIdx.x / WARP] = values[v];
-    __syncthreads();
-    for (int v = 0; v < COUNT; v++) {
-        values[v] = warps[v][0];
-        for (unsigned i = 1; i < THREADS / WARP; i++) values[v] += warps[v][i];
-    }
+__device__ inline Span span_of(const Norm &norm) {
+    Span of = span(norm.rows, norm.size, norm.lanes);
+    if (norm.vector > 1) of.head = 0;
+    return of;
 }
 
-// Loads elements of the weight or the bias.
-template <typename T>
-__device__ inline void load_parameter(Few<T> &few, const void *from, unsigned long long i, bool is_narrow, bool is_vector) {
+// Elements of the weight or the bias.
+template <typename T> __device__ inline Few<T> parameter(const void *from, unsigned long long i, bool is_narrow, bool is_vector) {
+    Few<T> few;
     if (is_narrow) few.load(static_cast<const T *>(from) + i, is_vector);
     else few.load(static_cast<const typename Element<T>::Real *>(from) + i, is_vector);
+    return few;
 }
 
 // tensors: x, y, weight, bias or null, the statistics. reals: eps. A warp or a block per row.
 template <typename T> __device__ inline void norm_forward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    LANES_AND_ROW
-    const T *x = TENSOR(const T, 0) + row * NORM.size;
-    T *y = TENSOR(T, 1) + row * NORM.size;
+    const Span of = span_of(NORM);
+    const Row<T> x(TENSOR(const T, 0), of, NORM.size);
+    T *y = TENSOR(T, 1) + of.row * NORM.size;
     const void *weight = by.tensors[2], *bias = by.tensors[3];
     const Real elements = NORM.size, eps = by.reals[0];
-    const bool is_vector = NORM.vector > 1, is_narrow = NORM.is_narrow;
-    Real sum[1] = {0}, squares[1] = {0};
-    Few<T> few, w, b;
+    const bool is_narrow = NORM.is_narrow;
+    Real mean = 0, squares = 0;
     if (NORM.centred) {
-        FOR_EACH_OF_ROW(i) {
-            few.load(x + i, is_vector);
-            FOR_EACH_OF(T, is_vector, k) sum[0] += few.at[k];
-        }
-        add_for_row<0>(sum, lanes);
+        for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few) {
+            FOR_EACH_OF(T, size.is_vector, k) mean += few.at[k];
+        }, x);
+        mean = reduce_row<0, Add>(of, mean) / elements;
     }
-    const Real mean = sum[0] / elements;
-    FOR_EACH_OF_ROW(i) {
-        few.load(x + i, is_vector);
-        FOR_EACH_OF(T, is_vector, k) {
-            const Real distance = few.at[k] - mean;
-            squares[0] += distance * distance;
+    for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few) {
+        FOR_EACH_OF(T, size.is_vector, k) squares += (few.at[k] - mean) * (few.at[k] - mean);
+    }, x);
+    const Real scale = 1 / sqrt(reduce_row<1, Add>(of, squares) / elements + eps);
+    for_each_of_row(of, [&](auto size, unsigned long long i, Few<T> few) {
+        const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = (few.at[k] - mean) * scale * w.at[k];
+        if (bias) {
+            const Few<T> b = parameter<T>(bias, i, is_narrow, size.is_vector);
+            FOR_EACH_OF(T, size.is_vector, k) few.at[k] += b.at[k];
         }
-    }
-    add_for_row<1>(squares, lanes);
-    const Real scale = 1 / sqrt(squares[0] / elements + eps);
-    FOR_EACH_OF_ROW(i) {
-        few.load(x + i, is_vector);
-        load_parameter(w, weight, i, is_narrow, is_vector);
-        if (bias) load_parameter(b, bias, i, is_narrow, is_vector);
-        FOR_EACH_OF(T, is_vector, k) {
-            const Real value = (few.at[k] - mean) * scale * w.at[k];
-            few.at[k] = bias ? value + b.at[k] : value;
-        }
-        few.store(y + i, is_vector);
-    }
-    if (threadIdx.x % lanes == 0 && row < NORM.rows) {
-        TENSOR(double, 4)[2 * row] = mean;
-        TENSOR(double, 4)[2 * row + 1] = scale;
+        few.store(y + i, size.is_vector);
+    }, x);
+    if (of.lane == 0 && of.count > 0) {
+        TENSOR(double, 4)[2 * of.row] = mean;
+        TENSOR(double, 4)[2 * of.row + 1] = scale;
     }
 }
 LAYER(norm_forward)
@@ -106,36 +64,34 @@ LAYER(norm_forward)
 // tensors: x, dx, weight, dy, the statistics. A warp or a block per row.
 template <typename T> __device__ inline void norm_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    LANES_AND_ROW
-    const T *x = TENSOR(const T, 0) + row * NORM.size, *dy = TENSOR(const T, 3) + row * NORM.size;
+    const Span of = span_of(NORM);
+    const Row<T> x(TENSOR(const T, 0), of, NORM.size), dy(TENSOR(const T, 3), of, NORM.size);
     const void *weight = by.tensors[2];
-    T *dx = TENSOR(T, 1) + row * NORM.size;
-    const bool is_vector = NORM.vector > 1, is_narrow = NORM.is_narrow;
+    T *dx = TENSOR(T, 1) + of.row * NORM.size;
+    const bool is_narrow = NORM.is_narrow;
     Real mean = 0, scale = 0;
-    if (row < NORM.rows) {
-        mean = TENSOR(const double, 4)[2 * row];
-        scale = TENSOR(const double, 4)[2 * row + 1];
+    if (of.count > 0) {
+        mean = TENSOR(const double, 4)[2 * of.row];
+        scale = TENSOR(const double, 4)[2 * of.row + 1];
     }
-    Real sums[2] = {0, 0}; // of dy × weight, and of its products with the normalised values
-    Few<T> values, few, w;
-    // Calls `use` with the products of dy and weight, and with x's distances from the mean; stores the results.
-    const auto each_of_row = [&](T *to, auto use) {
-        FOR_EACH_OF_ROW(i) {
-            values.load(x + i, is_vector);
-            few.load(dy + i, is_vector);
-            load_parameter(w, weight, i, is_narrow, is_vector);
-            FOR_EACH_OF(T, is_vector, k) few.at[k] = use(few.at[k] * w.at[k], values.at[k] - mean);
-            if (to) few.store(to + i, is_vector);
+    Real sum = 0, weighted = 0; // of dy × weight, and of its products with the normalised values
+    for_each_of_row(of, [&](auto size, unsigned long long i, const Few<T> &values, const Few<T> &few) {
+        const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k) {
+            const Real d = few.at[k] * w.at[k];
+            sum += d;
+            weighted += d * ((values.at[k] - mean) * scale);
         }
-    };
-    each_of_row(nullptr, [&](Real d, Real distance) {
-        sums[0] += d;
-        sums[1] += d * (distance * scale);
-        return d;
-    });
-    add_for_row<0>(sums, lanes);
-    const Real elements = NORM.size, a = NORM.centred ? sums[0] / elements : 0, b = sums[1] / elements * scale;
-    each_of_row(dx, [&](Real d, Real distance) { return scale * (d - a - distance * b); });
+    }, x, dy);
+    sum = reduce_row<0, Add>(of, sum);
+    weighted = reduce_row<1, Add>(of, weighted);
+    const Real elements = NORM.size, a = NORM.centred ? sum / elements : 0, b = weighted / elements * scale;
+    for_each_of_row(of, [&](auto size, unsigned long long i, const Few<T> &values, Few<T> few) {
+        const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
+        FOR_EACH_OF(T, size.is_vector, k)
+            few.at[k] = scale * (few.at[k] * w.at[k] - a - (values.at[k] - mean) * b);
+        few.store(dx + i, size.is_vector);
+    }, x, dy);
 }
 LAYER(norm_backward)
 

@@ -1,5 +1,5 @@
 //! Launching the kernels that normalise rows: the programs for `norm.cu`.
-use super::launches::{Address, Arguments, THREADS};
+use super::launches::{Address, Arguments, blocks_of_rows, lanes};
 use super::program::Machine;
 use super::source::Kernel;
 use crate::{Error, Result};
@@ -18,10 +18,6 @@ pub struct Rows {
     pub is_narrow: bool,
 }
 
-/// Threads of a warp.
-const WARP: usize = 32;
-/// The largest number of loads of each of its threads for which a row gets a warp, and not a block.
-const LOADS: usize = 8;
 /// The number of columns, or of vectors of them, that a block sums.
 const COLUMNS: usize = 32;
 /// Enough blocks for sums over columns, for every GPU.
@@ -36,15 +32,10 @@ impl Rows {
         Address::vector(&addresses, self.size, self.dtype)
     }
 
-    /// How many threads share a row, if each loads `vector` elements at once.
-    fn lanes(&self, vector: usize) -> usize {
-        if self.size.div_ceil(vector) <= WARP * LOADS { WARP } else { THREADS as usize }
-    }
-
     fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
         let (vector, (parts, part)) = (self.vector(tensors), self.parts());
         let flags = [self.centred, self.is_narrow].map(usize::from);
-        let numbers = [self.rows, self.size, flags[0], flags[1], vector, self.lanes(vector), part, parts];
+        let numbers = [self.rows, self.size, flags[0], flags[1], vector, lanes(self.size, vector), part, parts];
         Arguments::new(tensors.iter().copied(), &numbers, &[self.eps])
     }
 
@@ -57,7 +48,7 @@ impl Rows {
 
     /// The number of blocks for all rows.
     fn blocks_of_rows(&self, tensors: &[u64]) -> usize {
-        self.rows.div_ceil(THREADS as usize / self.lanes(self.vector(tensors)))
+        blocks_of_rows(self.rows, lanes(self.size, self.vector(tensors)))
     }
 
     /// The number of blocks that share the columns of some rows, if a thread has `vector` of them.

@@ -1,5 +1,5 @@
 // Softmax, its logarithm, and the cross entropy, over the middle dimension of (outer, count, inner). Where inner is 1, a
-// block takes a row; otherwise a thread takes a column.
+// warp or a block takes a row; otherwise a thread takes a column.
 
 struct Rows {
     unsigned long long outer, count, inner;
@@ -11,50 +11,34 @@ template <typename Real> struct Sum {
     Real largest, sum;
 };
 
-// Calls `body` for this thread's elements of a row, with the index of the first of some: `Several`, a `Few<T>` that begins at a
-// multiple of 16, or `One`. If all tensors `are_aligned`, rows may begin anywhere, but do so alike in all tensors.
-template <typename T, typename Body>
-__device__ inline void for_each_of_row(const T *row, unsigned long long count, bool are_aligned, Body body) {
-    const unsigned long long most = Few<T>::most;
-    unsigned long long head = count, tail = count;
+// This thread's place in a row of `x`, which may begin anywhere. Vectors are loaded if all tensors `are_aligned`: rows then begin alike
+// in all of them.
+template <typename T>
+__device__ inline Span span_of(const Rows &r, const T *x, unsigned long long are_aligned, unsigned lanes) {
+    Span of = span(r.outer, r.count, lanes);
     if (are_aligned) {
-        head = min(count, (most - (unsigned long long)row / sizeof(T) % most) % most);
-        tail = head + (count - head) / most * most;
-        for (unsigned long long i = head + threadIdx.x * most; i < tail; i += THREADS * most) body(Several(), i);
+        const unsigned long long most = Few<T>::most, start = (unsigned long long)(x + of.row * r.count) / sizeof(T) % most;
+        of.head = min(of.count, (most - start) % most);
+        of.tail = of.head + (of.count - of.head) / most * most;
     }
-    for (unsigned long long i = threadIdx.x; i < head; i += THREADS) body(One(), i);
-    for (unsigned long long i = tail + threadIdx.x; i < count; i += THREADS) body(One(), i);
+    return of;
 }
 
-// Reads the row once: each thread adjusts its sum when it finds a larger element.
-template <typename T>
-__device__ inline Sum<typename Element<T>::Real> sum_row(const T *__restrict__ x, unsigned long long count,
-                                                         bool are_aligned) {
+// Reads the row once: each thread adjusts its sum when it finds a larger element. A NaN is not the largest; it makes the sum NaN.
+template <typename T> __device__ inline Sum<typename Element<T>::Real> sum_row(const Span &of, const Row<T> &x) {
     typedef typename Element<T>::Real Real;
-    __shared__ double pair[2];
     const Real least = __uint_as_float(0xff800000u);
     Real largest = least, part = 0;
-    for_each_of_row(x, count, are_aligned, [&](auto size, unsigned long long i) {
-        Few<T> few;
-        few.load(x + i, size.is_vector);
+    for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few) {
         Real next = largest;
-        FOR_EACH_OF(T, size.is_vector, k) {
-            if (few.at[k] > next || few.at[k] != few.at[k]) next = few.at[k];
-        }
-        // NaN stays NaN.
-        if (!(next <= largest)) {
-            part *= exp(largest - next);
-            largest = next;
-        }
-        if (largest != least) FOR_EACH_OF(T, size.is_vector, k) part += exp(few.at[k] - largest);
-    });
-    reduce_block<Larger, Add>(largest, 0, pair);
-    __syncthreads();
-    const Real shift = pair[0];
-    __syncthreads();
-    reduce_block<Add, Add>(part * exp(largest - shift), 0, pair);
-    __syncthreads();
-    Sum<Real> result = {shift, (Real)pair[0]};
+        FOR_EACH_OF(T, size.is_vector, k) next = fmax(next, few.at[k]);
+        part *= largest == next ? 1 : exponential<T>(largest - next);
+        largest = next;
+        const Real shift = largest == least ? 0 : largest;
+        FOR_EACH_OF(T, size.is_vector, k) part += exponential<T>(few.at[k] - shift);
+    }, x);
+    const Real all = reduce_row<0, Larger>(of, largest);
+    Sum<Real> result = {all, reduce_row<1, Add>(of, part * exponential<T>(largest - all))};
     return result;
 }
 
@@ -73,24 +57,23 @@ __device__ inline Sum<typename Element<T>::Real> sum_column(const T *x, unsigned
 }
 
 // `scale` is the logarithm of the sum, or 1 / sum.
-template <typename Real> __device__ inline Real softmax_value(Real distance, Real scale, bool is_log) {
-    return is_log ? distance - scale : exp(distance) * scale;
+template <typename T, typename Real> __device__ inline Real softmax_value(Real distance, Real scale, bool is_log) {
+    return is_log ? distance - scale : exponential<T>(distance) * scale;
 }
 
-// tensors: x, y; numbers[3]: whether to take the logarithm; numbers[4]: whether both are aligned. One block per row.
+// tensors: x, y; numbers[3]: whether to take the logarithm; numbers[4]: whether both are aligned; numbers[5]: the threads of a row.
 template <typename T> __device__ inline void softmax_rows(const Arguments &by) {
     const Rows &r = ROWS;
-    const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
-    T *y = TENSOR(T, 1) + blockIdx.x * r.count;
-    const bool is_log = by.numbers[3], are_aligned = by.numbers[4];
-    const Sum<typename Element<T>::Real> of = sum_row(x, r.count, are_aligned);
+    const bool is_log = by.numbers[3];
+    const Span row = span_of(r, TENSOR(const T, 0), by.numbers[4], by.numbers[5]);
+    const Row<T> x(TENSOR(const T, 0), row, r.count);
+    T *y = TENSOR(T, 1) + row.row * r.count;
+    const Sum<typename Element<T>::Real> of = sum_row(row, x);
     const typename Element<T>::Real scale = is_log ? log(of.sum) : 1 / of.sum;
-    for_each_of_row(x, r.count, are_aligned, [&](auto size, unsigned long long i) {
-        Few<T> few;
-        few.load(x + i, size.is_vector);
-        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = softmax_value(few.at[k] - of.largest, scale, is_log);
+    for_each_of_row(row, [&](auto size, unsigned long long i, Few<T> few) {
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = softmax_value<T>(few.at[k] - of.largest, scale, is_log);
         few.store(y + i, size.is_vector);
-    });
+    }, x);
 }
 LAYER(softmax_rows)
 
@@ -106,7 +89,7 @@ template <typename T> __device__ inline void softmax_columns(const Arguments &by
     const Sum<typename Element<T>::Real> of = sum_column(x, r.count, r.inner);
     const typename Element<T>::Real scale = is_log ? log(of.sum) : 1 / of.sum;
     for (unsigned long long i = 0; i < r.count; i++)
-        y[i * r.inner] = Element<T>::store(softmax_value(Element<T>::load(x[i * r.inner]) - of.largest, scale, is_log));
+        y[i * r.inner] = Element<T>::store(softmax_value<T>(Element<T>::load(x[i * r.inner]) - of.largest, scale, is_log));
 }
 LAYER(softmax_columns)
 
@@ -114,35 +97,27 @@ template <typename Real> __device__ inline Real softmax_term(Real y, Real dy, bo
     return is_log ? dy : y * dy;
 }
 
-template <typename Real> __device__ inline Real softmax_slope(Real y, Real dy, Real sum, bool is_log) {
-    return is_log ? dy - exp(y) * sum : y * (dy - sum);
+template <typename T, typename Real> __device__ inline Real softmax_slope(Real y, Real dy, Real sum, bool is_log) {
+    return is_log ? dy - exponential<T>(y) * sum : y * (dy - sum);
 }
 
-// tensors: y, dy, dx; numbers[3]: whether y is the logarithm; numbers[4]: whether all are aligned. One block per row.
+// tensors: y, dy, dx; numbers[3]: whether y is the logarithm; numbers[4]: whether all are aligned; numbers[5]: the threads of a row.
 template <typename T> __device__ inline void softmax_rows_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    __shared__ double pair[2];
     const Rows &r = ROWS;
-    const bool is_log = by.numbers[3], are_aligned = by.numbers[4];
-    const unsigned long long start = blockIdx.x * r.count;
-    const T *__restrict__ y = TENSOR(const T, 0) + start, *__restrict__ dy = TENSOR(const T, 1) + start;
+    const bool is_log = by.numbers[3];
+    const Span of = span_of(r, TENSOR(const T, 0), by.numbers[4], by.numbers[5]);
+    const Row<T> y(TENSOR(const T, 0), of, r.count), dy(TENSOR(const T, 1), of, r.count);
+    T *dx = TENSOR(T, 2) + of.row * r.count;
     Real part = 0;
-    for_each_of_row(y, r.count, are_aligned, [&](auto size, unsigned long long i) {
-        Few<T> few, gradients;
-        few.load(y + i, size.is_vector);
-        gradients.load(dy + i, size.is_vector);
+    for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few, const Few<T> &gradients) {
         FOR_EACH_OF(T, size.is_vector, k) part += softmax_term(few.at[k], gradients.at[k], is_log);
-    });
-    reduce_block<Add, Add>(part, 0, pair);
-    __syncthreads();
-    const Real sum = pair[0];
-    for_each_of_row(y, r.count, are_aligned, [&](auto size, unsigned long long i) {
-        Few<T> few, gradients;
-        few.load(y + i, size.is_vector);
-        gradients.load(dy + i, size.is_vector);
-        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = softmax_slope(few.at[k], gradients.at[k], sum, is_log);
-        few.store(TENSOR(T, 2) + start + i, size.is_vector);
-    });
+    }, y, dy);
+    const Real sum = reduce_row<0, Add>(of, part);
+    for_each_of_row(of, [&](auto size, unsigned long long i, Few<T> few, const Few<T> &gradients) {
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = softmax_slope<T>(few.at[k], gradients.at[k], sum, is_log);
+        few.store(dx + i, size.is_vector);
+    }, y, dy);
 }
 LAYER(softmax_rows_backward)
 
@@ -160,7 +135,7 @@ template <typename T> __device__ inline void softmax_columns_backward(const Argu
         sum += softmax_term<Real>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), is_log);
     for (unsigned long long i = 0; i < r.count; i++)
         TENSOR(T, 2)[start + i * r.inner] = Element<T>::store(
-            softmax_slope<Real>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), sum, is_log));
+            softmax_slope<T>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), sum, is_log));
 }
 LAYER(softmax_columns_backward)
 
@@ -171,6 +146,7 @@ struct Losses {
     long long ignore;
     unsigned long long is_mean;
     unsigned long long are_aligned; // whether logits, and their gradient, begin at a multiple of 16
+    unsigned long long lanes;       // the threads of a row
 };
 #define LOSSES (*reinterpret_cast<const Losses *>(by.numbers + 3))
 
@@ -200,25 +176,23 @@ __device__ inline void put_loss(const Arguments &by, unsigned long long sample, 
 }
 
 // tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64), pairs (f64) for each sample:
-// its loss, and the weight of its target. One block per sample.
+// its loss, and the weight of its target. A warp or a block per sample.
 template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    __shared__ double pair[2];
     const Rows &r = ROWS;
-    const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
+    const Span row = span_of(r, TENSOR(const T, 0), LOSSES.are_aligned, LOSSES.lanes);
+    const Row<T> x(TENSOR(const T, 0), row, r.count);
     const Real *weights = TENSOR(const Real, 2);
-    const Sum<Real> of = sum_row(x, r.count, LOSSES.are_aligned);
+    const Sum<Real> of = sum_row(row, x);
     const double norm = (double)of.largest + log((double)of.sum);
     double smooth = 0;
     if (by.reals[0] > 0) {
-        for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS)
-            smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i]));
-        __syncthreads();
-        reduce_block<Add, Add>(smooth, 0, pair);
+        for_each_of_row(row, [&](auto size, unsigned long long i, const Few<T> &few) {
+            FOR_EACH_OF(T, size.is_vector, k) smooth += (weights ? weights[i + k] : 1) * (norm - few.at[k]);
+        }, x);
+        smooth = reduce_row<2, Add>(row, smooth);
     }
-    if (threadIdx.x != 0) return;
-    if (by.reals[0] > 0) smooth = pair[0];
-    put_loss(by, blockIdx.x, x, 1, norm, smooth);
+    if (row.lane == 0 && row.count > 0) put_loss(by, row.row, x.from, 1, norm, smooth);
 }
 LAYER(losses_of_rows)
 
@@ -285,31 +259,28 @@ template <typename T> __device__ inline Slopes<typename Element<T>::Real> slopes
     return of;
 }
 
-template <typename Real>
+template <typename T, typename Real>
 __device__ inline Real loss_slope(const Slopes<Real> &of, const Real *weights, unsigned long long row, Real x) {
     if (of.is_ignored) return 0;
     const Real by_weight = (weights ? of.each * weights[row] : of.each) + ((long long)row == of.target ? of.own : 0);
-    return exp(x - of.norm) * of.by_p - by_weight;
+    return exponential<T>(x - of.norm) * of.by_p - by_weight;
 }
 
-// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. One block per
-// sample.
+// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. A warp or a
+// block per sample.
 template <typename T> __device__ inline void loss_rows_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    __shared__ Slopes<Real> shared;
     const Rows &r = ROWS;
-    if (threadIdx.x == 0) shared = slopes<T>(by, blockIdx.x);
-    __syncthreads();
-    const Slopes<Real> of = shared;
+    const Span row = span_of(r, TENSOR(const T, 0), LOSSES.are_aligned, LOSSES.lanes);
+    if (row.count == 0) return;
+    const Row<T> x(TENSOR(const T, 0), row, r.count);
+    const Slopes<Real> of = slopes<T>(by, row.row);
     const Real *weights = TENSOR(const Real, 2);
-    const unsigned long long start = blockIdx.x * r.count;
-    const T *__restrict__ x = TENSOR(const T, 0) + start;
-    for_each_of_row(x, r.count, LOSSES.are_aligned, [&](auto size, unsigned long long i) {
-        Few<T> few;
-        few.load(x + i, size.is_vector);
-        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = loss_slope(of, weights, i + k, few.at[k]);
-        few.store(TENSOR(T, 6) + start + i, size.is_vector);
-    });
+    T *dx = TENSOR(T, 6) + row.row * r.count;
+    for_each_of_row(row, [&](auto size, unsigned long long i, Few<T> few) {
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = loss_slope<T>(of, weights, i + k, few.at[k]);
+        few.store(dx + i, size.is_vector);
+    }, x);
 }
 LAYER(loss_rows_backward)
 
@@ -326,7 +297,7 @@ template <typename T> __device__ inline void loss_columns_backward(const Argumen
     for (unsigned long long row = 0; row < r.count; row++) {
         const unsigned long long element = (outer * r.count + row) * r.inner + column;
         const Real x = Element<T>::load(TENSOR(const T, 0)[element]);
-        TENSOR(T, 6)[element] = Element<T>::store(loss_slope(of, weights, row, x));
+        TENSOR(T, 6)[element] = Element<T>::store(loss_slope<T>(of, weights, row, x));
     }
 }
 LAYER(loss_columns_backward)
