@@ -6,12 +6,12 @@
 //! ```
 //!
 //! As nccl-tests does, it enqueues many calls in place, then waits for the GPU, and divides by their number. The
-//! host's time is for enqueuing alone, for this crate including the wait of candle's stream for the result. Both
-//! kinds of calls alternate. Without a GPU, the bench says so and exits.
+//! host's time is that of the calls alone, as a backward pass makes them; with several ranks, a thread of this crate launches them. Then
+//! candle's stream waits for all. Both kinds of calls alternate. Without a GPU, the bench says so and exits.
 #![allow(unsafe_code)] // NCCL is called directly, to compare with it
 use candle_core::{DType, Device, Storage, Tensor};
 use candle_ddp::backend::nccl;
-use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
+use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, Result, Work, init_process_group};
 use clap::Parser;
 use cudarc::driver::DevicePtr;
 use cudarc::nccl::result::{all_reduce, comm_destroy, comm_init_rank, get_uniqueid};
@@ -106,21 +106,28 @@ struct Times {
     call: f64,
 }
 
-fn measure(pg: &ProcessGroup, calls: u32, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
+fn measure<W>(
+    pg: &ProcessGroup,
+    calls: u32,
+    mut call: impl FnMut() -> Result<W>,
+    wait: impl Fn(W) -> Result<()>,
+) -> Result<Times> {
     pg.barrier()?;
     pg.device().synchronize()?;
+    let mut works = Vec::with_capacity(calls as usize);
     let start = Instant::now();
     for _ in 0..calls {
-        call()?;
+        works.push(call()?);
     }
     let host = start.elapsed();
+    works.into_iter().try_for_each(wait)?;
     pg.device().synchronize()?;
     let per_call = |time: std::time::Duration| time.as_secs_f64() * 1e6 / f64::from(calls);
     Ok(Times { host: per_call(host), call: per_call(start.elapsed()) })
 }
 
 fn time(pg: &ProcessGroup, tensor: &Tensor, calls: u32) -> Result<Times> {
-    measure(pg, calls, || pg.all_reduce_async(tensor, ReduceOp::Sum)?.wait())
+    measure(pg, calls, || pg.all_reduce_async(tensor, ReduceOp::Sum), |work: Work| work.wait())
 }
 
 /// A communicator made by NCCL directly, on candle's stream.
@@ -154,13 +161,14 @@ impl Nccl {
             storage.as_cuda_slice::<f32>()?.device_ptr(&stream).0
         };
         let (memory, count) = (address as *mut c_void, tensor.elem_count());
-        measure(pg, calls, || {
+        let call = || {
             let (dtype, op, stream) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum, stream.cu_stream().cast());
             // SAFETY: the tensor has this many elements, and lives until the GPU has done all calls.
             unsafe { all_reduce(memory, memory, count, dtype, op, self.0, stream) }
                 .map(drop)
                 .map_err(|error| failed("ncclAllReduce", error))
-        })
+        };
+        measure(pg, calls, call, Ok)
     }
 }
 

@@ -76,7 +76,6 @@ fn waits(pg: &ProcessGroup) -> Result<()> {
     let (batch, received) = exchange(pg, &peers, &own);
     let before = left_out::waits();
     let work = pg.batch_isend_irecv(&batch)?;
-    assert_eq!(left_out::waits() - before, 1);
     work.wait()?;
     assert_eq!(left_out::waits() - before, 2);
     received.iter().try_for_each(|tensor| assert_all(tensor, 1 - pg.rank()))

@@ -6,7 +6,8 @@ use candle_ddp::{ProcessGroup, ReduceOp, Result};
 use candle_nn::{VarBuilder, VarMap, batch_norm};
 
 /// Sizes around the number of threads of a block, more rows than are summed together, and no rows.
-const SHAPES: [[usize; 2]; 7] = [[1, 1], [3, 15], [40, 256], [33, 257], [20_000, 3], [4096, 1024], [0, 8]];
+const SHAPES: [[usize; 2]; 9] =
+    [[1, 1], [3, 15], [40, 256], [33, 257], [20_000, 3], [4096, 1024], [0, 8], [5, 1280], [2, 8320]];
 
 pub(crate) fn norms_alike(gpu: &Device) {
     let dtypes = [(DType::F32, 1e-4), (DType::F64, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)];

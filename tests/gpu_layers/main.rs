@@ -452,7 +452,7 @@ fn elementwise_layers_of_any_size_match_the_cpu() {
 fn rows_of_any_length_match_the_cpu() {
     on_gpu("rows_of_any_length_match_the_cpu", |gpu| {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F64, 1e-6), (DType::F16, 1e-3), (DType::BF16, 8e-3)] {
-            for count in [1, 3, 9, 264, 1003, 4101] {
+            for count in [1, 3, 9, 264, 1003, 4101, 8304] {
                 let run = |device: &Device| {
                     let mut values = floats(&(tensor(&[5, count], 1) * 8.0).unwrap());
                     values.iter_mut().step_by(7).for_each(|value| *value = f32::NEG_INFINITY);

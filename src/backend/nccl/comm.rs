@@ -5,7 +5,7 @@ use crate::Error;
 use crate::error::Failure;
 use cudarc::nccl::{result, sys};
 use std::ffi::{c_char, c_int};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The oldest version of NCCL that provides what this engine needs (`ncclCommSplit`), in NCCL's numbering.
 pub(super) const OLDEST_VERSION: i32 = 21_800;
@@ -222,34 +222,20 @@ impl Comm {
         status(operation, state.result())
     }
 
-    /// Waits until the communicator accepts the next call.
+    /// Waits until the communicator accepts the next call: spinning at first, since launches take microseconds.
     pub(super) fn settle(
         &mut self,
         operation: &'static str,
         check: CancellationCheck,
     ) -> std::result::Result<(), WaitError> {
-        self.settle_within(None, operation, check).map(drop)
-    }
-
-    /// Waits until the communicator accepts the next call, at most for `patience`: spinning at first, since launches take
-    /// microseconds.
-    pub(super) fn settle_within(
-        &mut self,
-        patience: Option<Duration>,
-        operation: &'static str,
-        check: CancellationCheck,
-    ) -> std::result::Result<Status, WaitError> {
         const SPINS: u32 = 200;
         const LONGEST: Duration = Duration::from_millis(1);
-        let (start, mut pause) = (Instant::now(), Duration::from_micros(20));
+        let mut pause = Duration::from_micros(20);
         for round in 0.. {
             if self.status(operation)? == Status::Done {
                 break;
             }
             check().map_err(WaitError::Group)?;
-            if round >= SPINS && patience.is_some_and(|patience| start.elapsed() >= patience) {
-                return Ok(Status::InProgress);
-            }
             if round < SPINS {
                 std::thread::yield_now();
             } else {
@@ -257,7 +243,7 @@ impl Comm {
                 pause = (pause * 2).min(LONGEST);
             }
         }
-        Ok(Status::Done)
+        Ok(())
     }
 
     /// Ends the communicator in good order: waits for calls in flight and frees everything. Ranks of one host wait for

@@ -2,24 +2,14 @@
 use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
 use super::prepared::Prepared;
-use super::status::{NcclFailure, Status, version};
+use super::status::Status;
 use super::stream::{Done, Event, Streams};
-use super::threads::spawn;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
-use crate::backend::Completion;
 use crate::error::Failure;
 use crate::panic::{lock, wait};
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, TryLockError};
 use std::time::{Duration, Instant};
-
-/// How long starting a collective waits for NCCL's launch. It takes microseconds, unless NCCL must first connect the ranks, which it
-/// does in the first calls that need a connection, with all ranks.
-const LAUNCH: Duration = Duration::from_millis(5);
-
-/// The first version of NCCL whose calls in progress need no thread.
-const STATE_OF_ITS_OWN: i32 = 22_703;
 
 /// A call that is to be launched.
 pub(super) struct Job {
@@ -41,14 +31,8 @@ impl Job {
 }
 
 pub(super) struct CommStream {
-    /// Calls run in the order in which their threads had this lock.
-    turn: Mutex<()>,
     /// `None` once the communicator was aborted or finalized. The lock lets one thread at a time call NCCL.
     open: Mutex<Option<Open>>,
-    late: Mutex<Late>,
-    /// Whether a thread launches all calls: before 2.27.3, NCCL keeps the state of a call in progress in the memory of the thread that
-    /// made it, and uses it in an abort. A thread of the program may end before.
-    always_late: bool,
     /// Whether NCCL is done with it.
     ended: Mutex<bool>,
     changed: Condvar,
@@ -61,91 +45,43 @@ struct Open {
     stranded: Vec<Arc<NcclWork>>,
 }
 
-/// Calls that a thread launches, because NCCL still has to launch one before them.
-#[derive(Default)]
-struct Late {
-    /// Whether the thread is at work, or has failed.
-    is_active: bool,
-    jobs: VecDeque<Job>,
-    /// Works that it has launched and that nobody waits for, for the thread of the next call.
-    abandoned: Vec<NcclWork>,
-}
-
-/// The right to start the next call of a [`CommStream`].
-pub(super) struct Turn<'a> {
-    comm_stream: &'a Arc<CommStream>,
-    _guard: MutexGuard<'a, ()>,
-}
-
 impl CommStream {
     pub(super) fn new(comm: Comm, streams: Streams) -> Self {
         let open = Mutex::new(Some(Open { comm, stranded: Vec::new() }));
-        let (turn, late, ended, changed) = (Mutex::default(), Mutex::default(), Mutex::default(), Condvar::new());
-        let always_late = version().is_ok_and(|version| version < STATE_OF_ITS_OWN);
-        Self { turn, open, late, always_late, ended, changed, streams }
+        Self { open, ended: Mutex::default(), changed: Condvar::new(), streams }
     }
 
-    pub(super) fn turn(self: &Arc<Self>) -> Turn<'_> {
-        Turn { comm_stream: self, _guard: lock(&self.turn) }
-    }
-
-    /// Puts a call on the stream after its `ready`, followed by its work's fence. Waits until NCCL has launched it, at most for
-    /// `patience`; [`finish`](Self::finish) does the rest.
-    pub(super) fn launch(&self, group: &Group, job: &Job, patience: Option<Duration>) -> Result<Status, WaitError> {
+    /// Puts a call on the stream after its `ready`, followed by its work's fence. Waits until NCCL has launched it.
+    pub(super) fn launch(&self, group: &Group, job: &Job) -> Result<(), WaitError> {
         let mut open = lock(&self.open);
-        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
+        let Some(Open { comm, stranded }) = open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(&job.ready).map_err(cuda_failure)?;
         self.streams.begin(&job.work.done).map_err(cuda_failure)?;
         // SAFETY: the work has the tensors, and lets go of them behind its fence.
         let launched = match unsafe { job.prepared.start(comm, self.streams.target()) } {
-            Ok(Status::InProgress) => comm.settle_within(patience, STARTING, &mut || is_alive(group)),
-            other => other.map_err(WaitError::from),
+            Ok(Status::InProgress) => comm.settle("starting a collective", &mut || is_alive(group)),
+            other => other.map(drop).map_err(WaitError::from),
         };
-        self.end_launch(&mut open, job, launched)
-    }
-
-    /// Waits for the rest of a launch.
-    fn finish(&self, group: &Group, job: &Job) -> Result<Status, WaitError> {
-        let mut open = lock(&self.open);
-        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
-        let launched = comm.settle_within(None, STARTING, &mut || is_alive(group));
-        self.end_launch(&mut open, job, launched)
-    }
-
-    fn end_launch(
-        &self,
-        open: &mut Option<Open>,
-        job: &Job,
-        launched: Result<Status, WaitError>,
-    ) -> Result<Status, WaitError> {
-        if matches!(launched, Ok(Status::InProgress)) {
-            return launched;
-        }
         if launched.is_err() {
-            open.iter_mut().for_each(|open| open.stranded.push(Arc::clone(&job.work)));
+            stranded.push(Arc::clone(&job.work));
         }
         let ended = self.streams.end(&job.work.done).map_err(|error| cuda_failure(error).into());
-        launched.and_then(|status| ended.map(|()| status))
+        launched.and(ended)
     }
 
-    /// On a thread: launches a call, or finishes the launch if it has `begun`, and launches those that were started in the meantime.
-    fn launch_late(&self, group: &Group, mut job: Job, begun: bool) {
-        let mut launched = if begun { self.finish(group, &job) } else { self.launch(group, &job, None) };
-        loop {
-            if let Err(error) = launched {
-                error.end_group(group);
-                return self.await_end();
-            }
-            let abandoned = job.set_launched(group);
-            let mut late = lock(&self.late);
-            late.abandoned.extend(abandoned);
-            late.is_active = !late.jobs.is_empty();
-            let Some(next) = late.jobs.pop_front() else { return };
-            drop(late);
-            launched = self.launch(group, &next, None);
-            job = next;
-        }
+    /// See [`Comm::split`].
+    pub(super) fn split(
+        &self,
+        group: &Group,
+        member: bool,
+        key: usize,
+        check: CancellationCheck,
+    ) -> Result<Option<Comm>, WaitError> {
+        let mut open = lock(&self.open);
+        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
+        self.streams.bind().map_err(cuda_failure)?;
+        comm.split(member, key, check)
     }
 
     /// The error that has occurred since the last call. `None` while another thread is in a call, which notices the
@@ -176,7 +112,7 @@ impl CommStream {
         self.changed.notify_all();
     }
 
-    /// Waits until NCCL is done with it. A thread whose call has failed must not end before, see `always_late`.
+    /// Waits until NCCL is done with it. A thread whose call has failed must not end before: see [`launcher`](super::launcher).
     pub(super) fn await_end(&self) {
         let mut ended = lock(&self.ended);
         while !*ended {
@@ -224,49 +160,6 @@ impl CommStream {
         self.release(stranded);
     }
 }
-
-impl Turn<'_> {
-    /// Puts a call on the stream. The host waits until NCCL has launched it, or leaves this to a thread, with all further calls until
-    /// then: NCCL may wait for ranks that first wait for something else of this one.
-    pub(super) fn launch(&mut self, group: &Arc<Group>, job: Job) -> Result<(), WaitError> {
-        let comm_stream = self.comm_stream;
-        {
-            let mut late = lock(&comm_stream.late);
-            late.abandoned.retain(|work| !work.is_completed());
-            if late.is_active {
-                late.jobs.push_back(job);
-                return Ok(());
-            }
-        }
-        let begun = !comm_stream.always_late;
-        if begun && comm_stream.launch(group, &job, Some(LAUNCH))? == Status::Done {
-            job.work.done.set_started();
-            return Ok(());
-        }
-        lock(&comm_stream.late).is_active = true;
-        let (own, own_group, work) = (Arc::clone(comm_stream), Arc::clone(group), Arc::clone(&job.work));
-        spawn(group, "launch", move || own.launch_late(&own_group, job, begun)).map(drop).map_err(|error| {
-            lock(&comm_stream.open).iter_mut().for_each(|open| open.stranded.push(Arc::clone(&work)));
-            NcclFailure::other(STARTING, &error.to_string()).into()
-        })
-    }
-
-    /// See [`Comm::split`].
-    pub(super) fn split(
-        &mut self,
-        group: &Group,
-        member: bool,
-        key: usize,
-        check: CancellationCheck,
-    ) -> Result<Option<Comm>, WaitError> {
-        let mut open = lock(&self.comm_stream.open);
-        let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
-        self.comm_stream.streams.bind().map_err(cuda_failure)?;
-        comm.split(member, key, check)
-    }
-}
-
-const STARTING: &str = "starting a collective";
 
 fn is_alive(group: &Group) -> Result<(), Failure> {
     group.failure().map_or(Ok(()), Err)

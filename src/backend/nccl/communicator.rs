@@ -6,7 +6,8 @@ use super::comm_streams::CommStreams;
 use super::group::{Fence, Group};
 use super::health_store::HealthStore;
 use super::identity;
-use super::p2p::{P2p, Worker};
+use super::launcher::Launcher;
+use super::p2p::{P2p, Pair};
 use super::prepared::{self, Member, Prepared};
 use super::stream::{Clock, Done, Streams};
 use super::threads::{join_until, spawn};
@@ -55,6 +56,10 @@ pub struct NcclCommunicator {
     group: Arc<Group>,
     /// For collectives.
     comm_stream: Arc<CommStream>,
+    /// For collectives; `None` in a world of one, in which NCCL waits for nothing and starts no thread.
+    launcher: Option<Launcher>,
+    /// Calls run in the order in which their threads had this lock.
+    turn: Mutex<()>,
     comm_streams: Arc<CommStreams>,
     pairs: Mutex<HashMap<Channel, P2p>>,
     device: Device,
@@ -151,12 +156,19 @@ impl NcclCommunicator {
         };
         let comm_stream = Arc::new(CommStream::new(comm, base.streams.clone()));
         let comm_streams = CommStreams::new(base.group.clone(), comm_stream.clone());
+        let own = Arc::clone(&comm_stream);
+        let launcher = match base.group.world_size {
+            1 => None,
+            _ => Some(Launcher::start(&base.group, "launcher", move || Ok(own))?),
+        };
         let threads = vec![base.start_watchdog(&comm_streams)?, base.start_poller(&comm_streams)?, heartbeat_monitor];
         let address = base.streams.address(&token);
         let Base { group, store, device, options, .. } = base;
         Ok(Self {
             group,
             comm_stream,
+            launcher,
+            turn: Mutex::default(),
             comm_streams,
             pairs: Mutex::default(),
             device,
@@ -183,10 +195,20 @@ impl NcclCommunicator {
         self.group.await_room()?;
         let marked = self.comm_stream.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
         let started = {
-            let mut turn = self.comm_stream.turn();
+            let _turn = lock(&self.turn);
             let fence: Arc<dyn Fence> = work.done.clone();
             self.group.begin_together(calls, &fence)?;
-            marked.and_then(|ready| turn.launch(&self.group, Job { prepared, ready, work: work.clone() }))
+            marked.and_then(|ready| {
+                let job = Job { prepared, ready, work: work.clone() };
+                match &self.launcher {
+                    Some(launcher) => launcher.push(job),
+                    None => {
+                        self.comm_stream.launch(&self.group, &job)?;
+                        job.set_launched(&self.group);
+                    }
+                }
+                Ok(())
+            })
         };
         started.map_err(|error| error.end_group(&self.group))?;
         Ok(work)
@@ -202,7 +224,7 @@ impl NcclCommunicator {
         let work = self.work(call, prepared::tensors(collective), pair.streams.clone(), false);
         self.group.begin(channel, call, work.done.clone())?;
         let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
-        pair.push(Job { prepared, ready, work: work.clone() });
+        pair.launcher.push(Job { prepared, ready, work: work.clone() });
         Ok(work)
     }
 
@@ -225,7 +247,7 @@ impl NcclCommunicator {
         };
         let streams = self.comm_stream.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
         let (group, comm_streams, store) = (self.group.clone(), self.comm_streams.clone(), self.store.clone());
-        P2p::start(Worker { group, comm_streams, store, from, to, streams })
+        P2p::start(Pair { group, comm_streams, store, from, to, streams })
     }
 
     fn recording_of(&self, name: &str, ranks: &[usize]) -> Option<Recording> {
@@ -234,7 +256,7 @@ impl NcclCommunicator {
 
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         // NCCL can only split a communicator without calls in flight, and no new call may begin before the split.
-        let mut turn = self.comm_stream.turn();
+        let turn = lock(&self.turn);
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
         }
@@ -246,7 +268,7 @@ impl NcclCommunicator {
         let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
         let mut check = cancellation_check(&self.group, what, "not all ranks of the group called it");
-        let split = turn.split(&self.group, member.is_some(), member.unwrap_or(0), &mut check);
+        let split = self.comm_stream.split(&self.group, member.is_some(), member.unwrap_or(0), &mut check);
         drop(turn);
         let comm = split.map_err(|error| error.end_group(&self.group))?;
         let (Some(comm), Some(rank), Some(health_store)) = (comm, member, health_store) else {
@@ -329,10 +351,11 @@ impl Drop for NcclCommunicator {
         if std::thread::panicking() {
             self.abort("its thread panicked");
         }
-        let messages: Vec<_> = lock(&self.pairs).drain().map(|(_, pair)| pair.end()).collect();
+        let pairs = lock(&self.pairs).drain().map(|(_, pair)| pair.launcher).collect::<Vec<_>>();
+        let launching: Vec<_> = self.launcher.take().into_iter().chain(pairs).map(Launcher::end).collect();
         let failed = self.group.drain().is_some();
         let deadline = Instant::now() + ENDING;
-        messages.into_iter().for_each(|thread| join_until(thread, deadline));
+        launching.into_iter().for_each(|thread| join_until(thread, deadline));
         self.group.leave();
         self.group.end();
         self.threads.drain(..).for_each(|thread| join_until(thread, deadline));

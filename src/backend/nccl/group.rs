@@ -7,7 +7,7 @@ use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, Recorded, Recording};
 use crate::panic::{lock, wait, wait_timeout};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -59,6 +59,13 @@ struct Outstanding {
     is_of_batch: bool,
 }
 
+impl Outstanding {
+    /// The channel whose stream the call runs on.
+    fn stream(&self) -> Channel {
+        if self.is_of_batch { Channel::Collectives } else { self.channel }
+    }
+}
+
 /// What the watchdog has noticed, before the root cause is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SuspectedFailure {
@@ -90,7 +97,7 @@ impl Group {
         /// Streams have room for about a thousand entries, of which a call takes four.
         const MOST: usize = 192;
         const PAUSE: Duration = Duration::from_micros(50);
-        let on_stream = |call: &&Outstanding| call.channel == Channel::Collectives || call.is_of_batch;
+        let on_stream = |call: &&Outstanding| call.stream() == Channel::Collectives;
         let state = self.state();
         let last = state.outstanding.iter().rev().filter(on_stream).nth(MOST - 1);
         let Some(fence) = last.map(|call| Arc::clone(&call.fence)) else { return Ok(()) };
@@ -140,18 +147,25 @@ impl Group {
     /// The device is asked, and fences are dropped, without the lock: the driver may hold up the question, or the end of an event, for
     /// as long as another thread waits in it.
     pub(super) fn sweep(&self, now: Instant) -> Option<SuspectedFailure> {
-        let fences: Vec<(Channel, u64, Arc<dyn Fence>)> = {
+        let calls: Vec<_> = {
             let state = self.state();
-            let fence = |call: &Outstanding| (call.channel, call.sequence, Arc::clone(&call.fence));
-            state.outstanding.iter().map(fence).collect()
+            let known = |call: &Outstanding| (call.stream(), call.channel, call.sequence, Arc::clone(&call.fence));
+            state.outstanding.iter().map(known).collect()
         };
-        let (mut over, mut broken) = (Vec::new(), None);
-        for (channel, sequence, fence) in fences {
-            match fence.is_over() {
-                Ok(true) => over.push((channel, sequence)),
-                Ok(false) => {}
-                Err(reason) => broken = Some(SuspectedFailure::Broken(reason)),
+        let (mut over, mut passed, mut broken) = (HashSet::new(), HashSet::new(), None);
+        // If a call is over, so are those before it on its stream.
+        for (stream, channel, sequence, fence) in calls.into_iter().rev() {
+            if !passed.contains(&stream) {
+                match fence.is_over() {
+                    Ok(true) => passed.insert(stream),
+                    Ok(false) => continue,
+                    Err(reason) => {
+                        broken = Some(SuspectedFailure::Broken(reason));
+                        continue;
+                    }
+                };
             }
+            over.insert((channel, sequence));
         }
         let mut state = self.state();
         let ended: Vec<Outstanding> =

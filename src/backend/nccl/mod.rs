@@ -19,6 +19,7 @@ mod group;
 mod health_store;
 mod heartbeat;
 mod identity;
+mod launcher;
 mod options;
 mod p2p;
 mod prepared;

@@ -5,30 +5,25 @@
 //! happen. So each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends
 //! messages. A thread creates them with the first message, since both ranks must take part.
 use super::comm::{Comm, Limit, UniqueId, WaitError};
-use super::comm_stream::{CommStream, Job};
+use super::comm_stream::CommStream;
 use super::comm_streams::CommStreams;
 use super::group::Group;
 use super::identity::await_id;
+use super::launcher::Launcher;
 use super::status::NcclFailure;
 use super::stream::Streams;
-use super::work::NcclWork;
-use crate::backend::Completion;
+use crate::Result;
 use crate::rendezvous::{self, Store, discard};
-use crate::{Error, Result};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
 
 /// The messages from one rank to another, on either of the two.
 pub(super) struct P2p {
-    jobs: Sender<Job>,
-    thread: JoinHandle<()>,
+    pub(super) launcher: Launcher,
     pub(super) streams: Streams,
 }
 
-/// What the thread of a pair needs.
-pub(super) struct Worker {
+/// The two ranks of a pair, and what connecting them needs.
+pub(super) struct Pair {
     pub(super) group: Arc<Group>,
     pub(super) comm_streams: Arc<CommStreams>,
     pub(super) store: Arc<dyn Store>,
@@ -38,62 +33,14 @@ pub(super) struct Worker {
 }
 
 impl P2p {
-    pub(super) fn start(worker: Worker) -> Result<Self> {
-        let (jobs, queue) = channel();
-        let streams = worker.streams.clone();
-        let name = format!("nccl-{}-to-{}", worker.from, worker.to);
-        let body = move || {
-            let group = Arc::clone(&worker.group);
-            if catch_unwind(AssertUnwindSafe(|| worker.run(&queue))).is_err() {
-                group.fail(crate::error::Failure::PeerFailed {
-                    peer: group.rank,
-                    reason: "its thread for messages panicked".to_string(),
-                });
-            }
-        };
-        let thread = std::thread::Builder::new()
-            .name(name)
-            .spawn(body)
-            .map_err(|error| Error::io("starting a thread for messages", error))?;
-        Ok(Self { jobs, thread, streams })
-    }
-
-    /// Queues a message. If the thread has ended, the group knows why.
-    pub(super) fn push(&self, job: Job) {
-        let _ = self.jobs.send(job);
-    }
-
-    /// Makes the thread end once all messages are started, or the group has failed and its communicators are aborted.
-    pub(super) fn end(self) -> JoinHandle<()> {
-        self.thread
+    pub(super) fn start(pair: Pair) -> Result<Self> {
+        let (group, streams) = (Arc::clone(&pair.group), pair.streams.clone());
+        let name = format!("{}-to-{}", pair.from, pair.to);
+        Ok(Self { launcher: Launcher::start(&group, &name, move || pair.connect())?, streams })
     }
 }
 
-impl Worker {
-    fn run(self, queue: &Receiver<Job>) {
-        let mut comm_stream: Option<Arc<CommStream>> = None;
-        // Works that no thread waits for are kept here until the GPU has passed them.
-        let mut abandoned: Vec<NcclWork> = Vec::new();
-        for job in queue {
-            let opened = match &comm_stream {
-                Some(comm_stream) => Ok(Arc::clone(comm_stream)),
-                None => self.connect(),
-            };
-            let started = opened.and_then(|opened| {
-                comm_stream = Some(Arc::clone(&opened));
-                opened.launch(&self.group, &job, None)
-            });
-            if let Err(error) = started {
-                // The whole group fails, so that waits for the rest of the queue end too.
-                error.end_group(&self.group);
-                comm_stream.iter().for_each(|comm_stream| comm_stream.await_end());
-                break;
-            }
-            abandoned.retain(|work| !work.is_completed());
-            abandoned.extend(job.set_launched(&self.group));
-        }
-    }
-
+impl Pair {
     /// Connects to the peer.
     fn connect(&self) -> std::result::Result<Arc<CommStream>, WaitError> {
         let sends = self.group.rank == self.from;

@@ -8,17 +8,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Starts one of the group's threads. A panic in it ends the group.
-pub(super) fn spawn(
-    group: &Arc<Group>,
-    name: &'static str,
-    body: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>> {
-    let (rank, group) = (group.rank, group.clone());
+pub(super) fn spawn(group: &Arc<Group>, name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let (rank, group, own_name) = (group.rank, group.clone(), name.to_string());
     std::thread::Builder::new()
         .name(format!("nccl-{rank}-{name}"))
         .spawn(move || {
             if catch_unwind(AssertUnwindSafe(body)).is_err() {
-                group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {name} panicked") });
+                group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {own_name} panicked") });
             }
         })
         .map_err(|error| Error::io(format!("starting the {name} thread"), error))

@@ -10,13 +10,13 @@ pub const THREADS: u32 = 256;
 /// The threads of a warp.
 const WARP: usize = 32;
 /// The largest number of vectors of a row that a thread keeps in registers: `HELD` of rows.cu.
-const LOADS: usize = 8;
+const LOADS: usize = 4;
 
-/// How many threads share a row of `size` elements, if each loads `vector` at once: a warp's if they can keep the whole row in
-/// registers, otherwise a block's.
+/// How many threads share a row of `size` elements, if each loads `vector` at once: as few warps as keep the whole row in registers, at
+/// most a block.
 #[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
 pub fn lanes(size: usize, vector: usize) -> usize {
-    if size.div_ceil(vector) <= WARP * LOADS { WARP } else { THREADS as usize }
+    size.div_ceil(vector * LOADS).next_power_of_two().clamp(WARP, THREADS as usize)
 }
 
 /// The number of blocks for so many rows.

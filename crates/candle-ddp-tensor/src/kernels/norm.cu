@@ -5,7 +5,7 @@ struct Norm {
     unsigned long long centred;    // whether to subtract the mean
     unsigned long long is_narrow;  // whether weight, bias and their gradients have x's dtype, not that of the arithmetic
     unsigned long long vector;     // elements of a row that a thread loads at once: a whole vector, or one
-    unsigned long long lanes;      // threads that share a row: a warp's, or a block's
+    unsigned long long lanes;      // threads that share a row
     unsigned long long part;       // rows that a block of norm_columns sums
     unsigned long long parts;      // how many of these there are
 };
@@ -25,7 +25,7 @@ template <typename T> __device__ inline Few<T> parameter(const void *from, unsig
     return few;
 }
 
-// tensors: x, y, weight, bias or null, the statistics. reals: eps. A warp or a block per row.
+// tensors: x, y, weight, bias or null, the statistics. reals: eps. A few warps per row.
 template <typename T> __device__ inline void norm_forward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Span of = span_of(NORM);
@@ -61,7 +61,7 @@ template <typename T> __device__ inline void norm_forward(const Arguments &by) {
 }
 LAYER(norm_forward)
 
-// tensors: x, dx, weight, dy, the statistics. A warp or a block per row.
+// tensors: x, dx, weight, dy, the statistics. A few warps per row.
 template <typename T> __device__ inline void norm_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Span of = span_of(NORM);
@@ -93,7 +93,7 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
         few.store(dx + i, size.is_vector);
     }, x, dy);
 }
-LAYER(norm_backward)
+LARGE_LAYER(norm_backward)
 
 // How many neighbouring columns, or vectors of them, a block sums, and into how many sums of each.
 #define COLUMNS 32u

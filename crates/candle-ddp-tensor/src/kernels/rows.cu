@@ -1,7 +1,7 @@
-// Rows that the threads of a warp or of a block share.
+// Rows that the threads of a few warps share.
 
-// How many vectors of a row a thread keeps in registers; LOADS in launches.rs is the same.
-#define HELD 8
+// How many vectors of a row a thread keeps in registers, and loads at once; LOADS in launches.rs is the same.
+#define HELD 4
 
 // A thread's place in its row. Elements from `head` to `tail` are loaded as vectors, the others one by one. A thread behind the last row
 // has no elements, but takes part in reductions.
@@ -17,13 +17,13 @@ __device__ inline Span span(unsigned long long rows, unsigned long long count, u
     return of;
 }
 
-// This thread's vectors of a row from index `i` on, in registers.
-template <typename T, int COUNT> struct Vectors {
-    Neighbours<T, Few<T>::most> vectors[COUNT];
+// This thread's next vectors of a row from index `i` on.
+template <typename T> struct Vectors {
+    Neighbours<T, Few<T>::most> vectors[HELD];
 
     __device__ Vectors(const T *row, const Span &of, unsigned long long i) {
         IS_GLOBAL(row);
-        _Pragma("unroll") for (int n = 0; n < COUNT; n++, i += of.lanes * Few<T>::most)
+        _Pragma("unroll") for (int n = 0; n < HELD; n++, i += of.lanes * Few<T>::most)
             if (i < of.tail) vectors[n] = *reinterpret_cast<const Neighbours<T, Few<T>::most> *>(row + i);
     }
 
@@ -37,7 +37,7 @@ template <typename T, int COUNT> struct Vectors {
 // A row, whose first vectors stay in registers; each thread keeps its own.
 template <typename T> struct Row {
     const T *from;
-    Vectors<T, HELD> held;
+    Vectors<T> held;
 
     __device__ Row(const T *tensor, const Span &of, unsigned long long count)
         : from(tensor + of.row * count), held(from, of, of.head + of.lane * Few<T>::most) {}
@@ -49,21 +49,21 @@ template <typename T> struct Row {
     }
 };
 
-template <int COUNT, typename Body, typename T, typename... Others>
-__device__ inline void for_each_vector(const Span &of, unsigned long long i, Body body, const Vectors<T, COUNT> &row,
-                                       const Vectors<Others, COUNT> &...others) {
-    _Pragma("unroll") for (int n = 0; n < COUNT; n++, i += of.lanes * Few<T>::most)
+template <typename Body, typename T, typename... Others>
+__device__ inline void for_each_vector(const Span &of, unsigned long long i, Body body, const Vectors<T> &row,
+                                       const Vectors<Others> &...others) {
+    _Pragma("unroll") for (int n = 0; n < HELD; n++, i += of.lanes * Few<T>::most)
         if (i < of.tail) body(Several(), i, row[n], others[n]...);
 }
 
 // Calls `body` for this thread's elements of rows with one span: `Several` or `One`, the index of the first, and a `Few` of each row.
 template <typename Body, typename T, typename... Others>
 __device__ inline void for_each_of_row(const Span &of, Body body, const Row<T> &row, const Row<Others> &...others) {
-    const int more = HELD / 2; // vectors that are loaded before the first is used
+    const unsigned step = HELD * of.lanes * Few<T>::most;
     unsigned long long i = of.head + of.lane * Few<T>::most;
     for_each_vector(of, i, body, row.held, others.held...);
-    for (i += HELD * of.lanes * Few<T>::most; i < of.tail; i += more * of.lanes * Few<T>::most)
-        for_each_vector(of, i, body, Vectors<T, more>(row.from, of, i), Vectors<Others, more>(others.from, of, i)...);
+    for (i += step; i < of.tail; i += step)
+        for_each_vector(of, i, body, Vectors<T>(row.from, of, i), Vectors<Others>(others.from, of, i)...);
     for (i = of.lane; i < of.head; i += of.lanes) body(One(), i, row[i], others[i]...);
     for (i = of.tail + of.lane; i < of.count; i += of.lanes) body(One(), i, row[i], others[i]...);
 }
@@ -75,7 +75,8 @@ template <int CALL, typename Op, typename Real> __device__ inline Real reduce_ro
     if (of.lanes == WARP) return value;
     if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = value;
     __syncthreads();
-    value = warps[0];
-    for (unsigned i = 1; i < THREADS / WARP; i++) value = Op::of(value, warps[i]);
+    const Real *of_row = warps + threadIdx.x / of.lanes * (of.lanes / WARP);
+    value = of_row[0];
+    for (unsigned i = 1; i < of.lanes / WARP; i++) value = Op::of(value, of_row[i]);
     return value;
 }

@@ -1,5 +1,5 @@
 // Softmax, its logarithm, and the cross entropy, over the middle dimension of (outer, count, inner). Where inner is 1, a
-// warp or a block takes a row; otherwise a thread takes a column.
+// few warps take a row; otherwise a thread takes a column.
 
 struct Rows {
     unsigned long long outer, count, inner;
@@ -176,7 +176,7 @@ __device__ inline void put_loss(const Arguments &by, unsigned long long sample, 
 }
 
 // tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64), pairs (f64) for each sample:
-// its loss, and the weight of its target. A warp or a block per sample.
+// its loss, and the weight of its target. A few warps per sample.
 template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
@@ -266,8 +266,8 @@ __device__ inline Real loss_slope(const Slopes<Real> &of, const Real *weights, u
     return exponential<T>(x - of.norm) * of.by_p - by_weight;
 }
 
-// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. A warp or a
-// block per sample.
+// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. A few
+// warps per sample.
 template <typename T> __device__ inline void loss_rows_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
