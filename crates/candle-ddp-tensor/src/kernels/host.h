@@ -8,7 +8,6 @@
 #define __global__ __attribute__((visibility("default")))
 #define __device__
 #define __shared__ static
-#define __launch_bounds__(...)
 
 struct Index {
     unsigned x;
@@ -16,6 +15,7 @@ struct Index {
 static Index threadIdx, blockIdx;
 
 using std::fabs;
+using std::fma;
 using std::sqrt;
 
 static inline unsigned long long min(unsigned long long a, unsigned long long b) { return a < b ? a : b; }

@@ -6,17 +6,13 @@ struct Arguments {
     double reals[4];
 };
 
-// Defines kernels like KERNELS in part.cu. Of those with many registers, two blocks must find room on a multiprocessor.
+// Defines kernels like KERNELS in part.cu.
 #define LAYER_KERNEL(NAME, TYPE, SUFFIX) \
     extern "C" __global__ void NAME##_##SUFFIX(const Arguments by) { NAME<TYPE>(by); }
-#define LARGE_KERNEL(NAME, TYPE, SUFFIX) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME##_##SUFFIX(const Arguments by) { NAME<TYPE>(by); }
 #ifdef ONLY
 #define LAYER(NAME) DEFINED(LAYER_KERNEL, NAME, ONLY, SUFFIX)
-#define LARGE_LAYER(NAME) DEFINED(LARGE_KERNEL, NAME, ONLY, SUFFIX)
 #else
 #define LAYER(NAME) FOR_EACH_TYPE(LAYER_KERNEL, NAME)
-#define LARGE_LAYER(NAME) FOR_EACH_TYPE(LARGE_KERNEL, NAME)
 #endif
 
 // Tensor `index` of the arguments, with elements of type `TYPE`.

@@ -42,15 +42,17 @@ template <typename T> __device__ inline void norm_forward(const Arguments &by) {
         mean = reduce_row<0, Add>(of, mean) / elements;
     }
     for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few) {
-        FOR_EACH_OF(T, size.is_vector, k) squares += (few.at[k] - mean) * (few.at[k] - mean);
+        FOR_EACH_OF(T, size.is_vector, k) squares = fma(few.at[k] - mean, few.at[k] - mean, squares);
     }, x);
     const Real scale = 1 / sqrt(reduce_row<1, Add>(of, squares) / elements + eps);
     for_each_of_row(of, [&](auto size, unsigned long long i, Few<T> few) {
         const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
-        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = (few.at[k] - mean) * scale * w.at[k];
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = (few.at[k] - mean) * scale;
         if (bias) {
             const Few<T> b = parameter<T>(bias, i, is_narrow, size.is_vector);
-            FOR_EACH_OF(T, size.is_vector, k) few.at[k] += b.at[k];
+            FOR_EACH_OF(T, size.is_vector, k) few.at[k] = fma(few.at[k], w.at[k], b.at[k]);
+        } else {
+            FOR_EACH_OF(T, size.is_vector, k) few.at[k] *= w.at[k];
         }
         few.store(y + i, size.is_vector);
     }, x);
@@ -74,26 +76,26 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
         mean = TENSOR(const double, 4)[2 * of.row];
         scale = TENSOR(const double, 4)[2 * of.row + 1];
     }
-    Real sum = 0, weighted = 0; // of dy × weight, and of its products with the normalised values
+    Real sum = 0, weighted = 0; // of dy × weight, and of its products with the distances from the mean
     for_each_of_row(of, [&](auto size, unsigned long long i, const Few<T> &values, const Few<T> &few) {
         const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
         FOR_EACH_OF(T, size.is_vector, k) {
             const Real d = few.at[k] * w.at[k];
             sum += d;
-            weighted += d * ((values.at[k] - mean) * scale);
+            weighted = fma(d, values.at[k] - mean, weighted);
         }
     }, x, dy);
     sum = reduce_row<0, Add>(of, sum);
-    weighted = reduce_row<1, Add>(of, weighted);
+    weighted = reduce_row<1, Add>(of, weighted) * scale;
     const Real elements = NORM.size, a = NORM.centred ? sum / elements : 0, b = weighted / elements * scale;
     for_each_of_row(of, [&](auto size, unsigned long long i, const Few<T> &values, Few<T> few) {
         const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
         FOR_EACH_OF(T, size.is_vector, k)
-            few.at[k] = scale * (few.at[k] * w.at[k] - a - (values.at[k] - mean) * b);
+            few.at[k] = scale * fma(values.at[k] - mean, -b, few.at[k] * w.at[k] - a);
         few.store(dx + i, size.is_vector);
     }, x, dy);
 }
-LARGE_LAYER(norm_backward)
+LAYER(norm_backward)
 
 // How many neighbouring columns, or vectors of them, a block sums, and into how many sums of each.
 #define COLUMNS 32u
@@ -122,7 +124,7 @@ template <typename T> __device__ inline void norm_columns(const Arguments &by) {
             values.load(x + row * size, is_vector);
             few.load(dy + row * size, is_vector);
             FOR_EACH_OF(T, is_vector, k) {
-                block_weight[k] += few.at[k] * ((values.at[k] - mean) * scale);
+                block_weight[k] = fma(few.at[k], (values.at[k] - mean) * scale, block_weight[k]);
                 block_bias[k] += few.at[k];
             }
         }

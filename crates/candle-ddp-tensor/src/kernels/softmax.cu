@@ -228,8 +228,8 @@ template <typename T> __device__ inline void loss_total(const Arguments &by) {
         all = 0;
         for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS) all += weights[i];
         reduce_block<Add, Add>(all, unused, pair);
-        if (threadIdx.x == 0) all = pair[0];
         __syncthreads();
+        all = pair[0];
     }
     reduce_chunks<Add, Add>(TENSOR(const double, 0), 0, r.outer * r.inner, pair);
     if (threadIdx.x != 0) return;
