@@ -28,6 +28,7 @@ const SOURCE: &str = concat!(
     include_str!("copy.cu"),
     include_str!("gradient.cu"),
     include_str!("layer.cu"),
+    include_str!("rows.cu"),
     include_str!("norm.cu"),
     include_str!("host.cpp"),
 );
