@@ -3,9 +3,10 @@
 
     scripts/cuda_toolkit.sh FOLDER && source FOLDER/env.sh
     python3 -m pip install --target TOOLS nvidia-cuda-nvdisasm==13.5.37
-    scripts/sass_table.py --nvdisasm TOOLS/nvidia/cu13/bin/nvdisasm > benches/results/sass.md
+    scripts/sass_table.py --nvdisasm TOOLS/nvidia/cu13/bin/nvdisasm --before 28bc136 > benches/results/sass.md
 
-NVRTC compiles each unit as the library does, to machine code, which nvdisasm shows. Needs no GPU.
+NVRTC compiles each unit as the library does, to machine code, which nvdisasm shows. Needs no GPU. With --before, the loops and
+widths of an earlier commit stand next to those of today.
 """
 
 import argparse
@@ -16,21 +17,30 @@ import subprocess
 import sys
 import tempfile
 
-KERNELS = pathlib.Path(__file__).parent.parent / "crates/candle-ddp-tensor/src/kernels"
+ROOT = pathlib.Path(__file__).parent.parent
+KERNELS = "crates/candle-ddp-tensor/src/kernels"
 DTYPES = {"f32": ("float", 4), "bf16": ("BF16", 2)}
 BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
-def units():
+def read(commit, file):
+    """A file of the kernels, as it is or as it was in a commit."""
+    if not commit:
+        return (ROOT / KERNELS / file).read_text()
+    show = ["git", "-C", ROOT, "show", f"{commit}:{KERNELS}/{file}"]
+    return subprocess.run(show, check=True, capture_output=True, text=True).stdout
+
+
+def units(commit):
     """The compilation units of `source.rs`: the files of each."""
-    text = (KERNELS / "source.rs").read_text()
+    text = read(commit, "source.rs")
     for files, name in re.findall(r'\w+: \[((?:"[\w.]+"(?:, )?)+)\] "([\w.]+)"', text):
         yield [*re.findall(r'"([\w.]+)"', files), name]
 
 
-def compile_unit(nvrtc, files, dtype, generation):
+def compile_unit(nvrtc, commit, files, dtype, generation):
     """The machine code of a unit."""
-    source = "\n".join((KERNELS / file).read_text() for file in files).encode()
+    source = "\n".join(read(commit, file) for file in files).encode()
     options = [
         f"--gpu-architecture=sm_{generation}",
         "--std=c++17",
@@ -104,46 +114,62 @@ def widths(instructions, kind):
     return ", ".join(map(str, found)) or "–"
 
 
-def row(name, dtype, lines):
+def row(lines):
+    """The number of instructions, the loop, its instructions for 16 bytes, and the widths of loads and of stores."""
     instructions = [text for kind, text in lines if kind == "instruction" and not text.startswith("NOP")]
-    # The loop with the widest loads, and of these the shortest one, moves the elements.
+    # The loop that loads most, and of these the shortest one, moves the elements.
     bodies = [body for body in loops(lines) if any(width(text, "LDG") for text in body)]
-    widest = lambda body: max(width(text, "LDG") for text in body)
-    body = min(bodies, key=lambda body: (-widest(body), len(body)), default=None)
+    loaded = lambda body: sum(width(text, "LDG") for text in body)
+    body = min(bodies, key=lambda body: (-loaded(body), len(body)), default=None)
     loop, per_load = "–", "–"
     if body:
         loads = [width(text, "LDG") for text in body]
         loop = f"{len(body)} for {loads.count(max(loads))} × {max(loads)} bytes"
         per_load = f"{16 * len(body) / sum(loads):.0f}"
-    loaded, stored = widths(instructions, "LDG"), widths(instructions, "STG")
-    return f"| `{name}` | {len(instructions)} | {loop} | {per_load} | {loaded} | {stored} |"
+    return [str(len(instructions)), loop, per_load, widths(instructions, "LDG"), widths(instructions, "STG")]
+
+
+def rows(nvrtc, nvdisasm, commit, generation):
+    """The rows of all kernels in f32 and bf16, by name."""
+    found = {}
+    for files in units(commit):
+        for dtype in DTYPES:
+            code = compile_unit(nvrtc, commit, files, dtype, generation)
+            for name, lines in sorted(functions(nvdisasm, code)):
+                # Kernels of sums have no dtype.
+                if name.rsplit("_", 1)[-1] not in {"f64", "f16", *DTYPES} - {dtype} and name not in found:
+                    found[name] = row(lines)
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvdisasm", default="nvdisasm", help="the program of that name")
     parser.add_argument("--generations", default="80,90", help="compute capabilities")
+    parser.add_argument("--before", help="a commit")
     options = parser.parse_args()
     nvrtc = ctypes.CDLL("libnvrtc.so")
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     print("# The CUDA kernels as machine code\n")
+    before = f"\n*Before* is commit {options.before}, for the kernels that it has." if options.before else ""
     print(
-        f"By `scripts/sass_table.py`, with NVRTC {major.value}.{minor.value}. Nothing was run. *Loop* is the innermost loop with "
-        "the widest loads: its\ninstructions, and how many loads of which width it has; next to it, its instructions for each 16 "
+        f"By `scripts/sass_table.py`, with NVRTC {major.value}.{minor.value}. Nothing was run. *Loop* is the innermost loop that "
+        "loads most: its\ninstructions, and how many loads of its greatest width it has; next to it, its instructions for each 16 "
         "bytes that it loads, which are\n4 elements of f32 or 8 of bf16, of all tensors together. Instructions outside loops run "
         "once per thread. The widths are bytes per\nthread; a kernel that has narrow ones as well uses them for tensors that "
-        "begin elsewhere and for the rest of a chunk.\n"
+        f"begin elsewhere and for the rest of a chunk.{before}\n"
     )
+    columns = ["instructions", "loop", "for 16 bytes", "loads", "stores"]
+    earlier = ["before: loop", "for 16 bytes", "loads"] if options.before else []
     for generation in options.generations.split(","):
         print(f"## Compute capability {generation[:-1]}.{generation[-1]}\n")
-        print("| kernel | instructions | loop | for 16 bytes | loads | stores |\n|---|---|---|---|---|---|")
-        for files in units():
-            for dtype in DTYPES:
-                code = compile_unit(nvrtc, files, dtype, generation)
-                for name, lines in sorted(functions(options.nvdisasm, code)):
-                    if name.endswith(f"_{dtype}") or dtype == "f32":
-                        print(row(name, dtype, lines))
+        print("| kernel | " + " | ".join(columns + earlier) + " |")
+        print("|---" * (1 + len(columns + earlier)) + "|")
+        then = rows(nvrtc, options.nvdisasm, options.before, generation) if options.before else {}
+        for name, cells in rows(nvrtc, options.nvdisasm, None, generation).items():
+            cells = cells + then.get(name, [""] * 4)[1:4] if options.before else cells
+            print(f"| `{name}` | " + " | ".join(cells) + " |")
         print()
 
 
