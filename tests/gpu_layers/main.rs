@@ -16,9 +16,9 @@ mod operations;
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{
-    AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2dOptions, add,
-    avg_pool2d, cross_entropy, gelu, max_pool2d, relu, scaled_dot_product_attention,
-    scaled_dot_product_attention_qkvpacked, softmax,
+    AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, ConvTranspose2d, Embedding, InterpolateMode, Linear,
+    MaxPool2dOptions, add, avg_pool2d, cross_entropy, gelu, interpolate, max_pool2d, relu,
+    scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, softmax,
 };
 use candle_nn::{Conv2dConfig, ConvTranspose2dConfig};
 use common::{assert_close, floats, skip_unless, tensor};
@@ -163,6 +163,48 @@ fn channels_of_any_size_match_the_cpu() {
                 };
                 for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
                     let case = format!("result {index} of {shape:?} from {skipped} on in {dtype:?}");
+                    assert_close(there, &here, tolerance, &case);
+                }
+            }
+        }
+    });
+}
+
+/// Rows that are whole vectors and others, in all passes of convolutions with groups, without, and per channel, and resampled.
+#[test]
+fn convolutions_of_any_width_match_the_cpu() {
+    on_gpu("convolutions_of_any_width_match_the_cpu", |gpu| {
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
+            for (width, stride, groups) in [(8, 1, 1), (16, 1, 4), (16, 2, 2), (9, 1, 4), (7, 2, 1), (32, 2, 4)] {
+                let run = |device: &Device| {
+                    let var = |shape: &[usize], seed| {
+                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                        Var::from_tensor(&values).unwrap()
+                    };
+                    let (x, small) = (var(&[2, 4, 6, width], 1), var(&[2, 4, 5, width], 2));
+                    let (weight, bias) = (var(&[8, 4 / groups, 3, 3], 3), var(&[8], 4));
+                    let (transposed, of_transposed) = (var(&[4, 8, 3, 3], 5), var(&[8], 6));
+                    let of = |var: &Var| var.as_tensor().clone();
+                    let config = Conv2dConfig { padding: 1, stride, groups, ..Default::default() };
+                    let y = Conv2d::new(of(&weight), Some(of(&bias)), config).forward(&x).unwrap();
+                    let config = ConvTranspose2dConfig { padding: 1, stride, ..Default::default() };
+                    let layer = ConvTranspose2d::new(of(&transposed), Some(of(&of_transposed)), config);
+                    let z = layer.forward(&small).unwrap();
+                    let w =
+                        interpolate(&x, (12, 2 * width), InterpolateMode::Bilinear { align_corners: false }).unwrap();
+                    let parts = [&y, &z, &w].map(|y| {
+                        let factors = tensor(y.dims(), 7).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                        (y * factors).unwrap().sum_all().unwrap()
+                    });
+                    let loss = ((&parts[0] + &parts[1]).unwrap() + &parts[2]).unwrap();
+                    let grads = loss.backward().unwrap();
+                    let vars = [&x, &small, &weight, &bias, &transposed, &of_transposed];
+                    let gradients = vars.map(|var| floats(grads.get(var).unwrap()));
+                    [floats(&y), floats(&z), floats(&w)].into_iter().chain(gradients).collect::<Vec<_>>()
+                };
+                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
+                    let case =
+                        format!("result {index} of width {width}, stride {stride}, {groups} groups in {dtype:?}");
                     assert_close(there, &here, tolerance, &case);
                 }
             }

@@ -154,12 +154,13 @@ impl Resample {
         let y = Output::new(device, dtype, with_planes(shape, to[0], to[1]))?;
         let target = Device::Cuda(device.clone());
         let tables = [rows.table(is_transposed, &target)?, columns.table(is_transposed, &target)?];
+        let vector = Address::vector(&[y.address()?], to[1], dtype);
         let launch = Launch {
             kernel: Kernel::Resample,
             dtype,
-            grid: Grid::Threads(planes * to[0] * to[1]),
+            grid: Grid::Threads(planes * to[0] * (to[1] / vector)),
             tensors: &[x, y.address()?, kernels::address(&tables[0])?, kernels::address(&tables[1])?],
-            numbers: &[planes, from[0], from[1], to[0], to[1]],
+            numbers: &[planes, from[0], from[1], to[0], to[1], vector],
             reals: &[],
         };
         kernels::launch(device, launch)?;

@@ -30,9 +30,15 @@ pub(super) fn forward(
     if this.by_cudnn(Convolve::Forward, [x, weight, y.address()?])? {
         this.add_bias(bias.is_some(), [geometry.co, geometry.output_pixels()], [y.address()?, bias_address])?;
     } else if this.is_depthwise() {
-        let threads = geometry.n * geometry.co * geometry.output_pixels();
-        let tensors = [x, weight, y.address()?, bias_address];
-        this.launch(Kernel::DepthwiseForward, Grid::Threads(threads), &tensors, (0, geometry.n))?;
+        let (y, row) = (y.address()?, geometry.output[1]);
+        let tensors = [x, weight, y, bias_address];
+        this.each_vector(
+            Kernel::DepthwiseForward,
+            &[y],
+            (geometry.co * geometry.output[0], row),
+            &tensors,
+            (0, geometry.n),
+        )?;
     } else {
         let (columns, outputs) = (this.columns(this.dtype)?, this.outputs(accumulator(this.dtype))?);
         for images in this.parts() {
@@ -40,7 +46,7 @@ pub(super) fn forward(
             let [m, n, k] = [geometry.group_outputs(), images.1 * geometry.output_pixels(), geometry.taps()];
             this.product([m, n, k], [(weight, false), (columns.address()?, false)], &outputs, false)?;
             let tensors = [outputs.address()?, y.address()?, bias_address];
-            this.launch(Kernel::ColumnsToImages, this.each_output(images), &tensors, images)?;
+            this.each_output(Kernel::ColumnsToImages, &tensors, images)?;
         }
     }
     Ok(y)
@@ -66,17 +72,16 @@ pub(super) fn backward_data(
     if this.by_cudnn(Convolve::BackwardData, [dx.address()?, weight, dy])? {
         this.add_bias(bias.is_some(), [geometry.ci, geometry.input_pixels()], [dx.address()?, bias_address])?;
     } else if this.is_depthwise() {
-        let threads = geometry.n * geometry.ci * geometry.input_pixels();
         let tensors = [dy, weight, dx.address()?, bias_address];
-        this.launch(Kernel::DepthwiseBackwardData, Grid::Threads(threads), &tensors, (0, geometry.n))?;
+        this.each_input(Kernel::DepthwiseBackwardData, &tensors[2..3], &tensors, (0, geometry.n))?;
     } else {
         let (columns, outputs) = (this.columns(accumulator(this.dtype))?, this.outputs(this.dtype)?);
         for images in this.parts() {
-            this.launch(Kernel::ImagesToColumns, this.each_output(images), &[dy, outputs.address()?], images)?;
+            this.each_output(Kernel::ImagesToColumns, &[dy, outputs.address()?], images)?;
             let [m, n, k] = [geometry.taps(), images.1 * geometry.output_pixels(), geometry.group_outputs()];
             this.product([m, n, k], [(weight, true), (outputs.address()?, false)], &columns, false)?;
-            let threads = Grid::Threads(images.1 * geometry.ci * geometry.input_pixels());
-            this.launch(Kernel::Col2im, threads, &[columns.address()?, dx.address()?, bias_address], images)?;
+            let tensors = [columns.address()?, dx.address()?, bias_address];
+            this.each_input(Kernel::Col2im, &tensors[1..2], &tensors, images)?;
         }
     }
     Ok(dx)
@@ -96,14 +101,14 @@ pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shap
     }
     if this.is_depthwise() {
         let grid = Grid::Blocks(geometry.co * geometry.taps());
-        this.launch(Kernel::DepthwiseBackwardFilter, grid, &[x, dy, dw.address()?], (0, geometry.n))?;
+        this.launch(Kernel::DepthwiseBackwardFilter, grid, 1, &[x, dy, dw.address()?], (0, geometry.n))?;
         return Ok(dw.into_tensor());
     }
     let sum = Output::new(this.device, accumulator(this.dtype), shape)?;
     let (columns, outputs) = (this.columns(this.dtype)?, this.outputs(this.dtype)?);
     for images in this.parts() {
         this.im2col(x, &columns, images)?;
-        this.launch(Kernel::ImagesToColumns, this.each_output(images), &[dy, outputs.address()?], images)?;
+        this.each_output(Kernel::ImagesToColumns, &[dy, outputs.address()?], images)?;
         let [m, n, k] = [geometry.group_outputs(), geometry.taps(), images.1 * geometry.output_pixels()];
         this.product([m, n, k], [(outputs.address()?, false), (columns.address()?, true)], &sum, images.0 > 0)?;
     }
@@ -168,9 +173,18 @@ impl<'a> Convolution<'a> {
         Ok(kernels::launch(self.device, launch)?)
     }
 
-    fn launch(&self, kernel: Kernel, grid: Grid, tensors: &[Address], (first, images): Images) -> Result<()> {
+    /// Launches a kernel whose threads have `vector` elements each.
+    fn launch(
+        &self,
+        kernel: Kernel,
+        grid: Grid,
+        vector: usize,
+        tensors: &[Address],
+        (first, images): Images,
+    ) -> Result<()> {
         let Geometry { ci, co, input, output, kernel: taps, stride, padding, dilation, .. } = *self.geometry;
-        let numbers = [&[first, images, ci, co][..], &input, &output, &taps, &stride, &padding, &dilation].concat();
+        let axes = [input, output, taps, stride, padding, dilation].concat();
+        let numbers = [&[first, images, ci, co][..], &axes, &[vector]].concat();
         let launch = Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals: &[] };
         Ok(kernels::launch(self.device, launch)?)
     }
@@ -201,14 +215,34 @@ impl<'a> Convolution<'a> {
         Ok(Output::new(self.device, dtype, self.images() * self.per_image()[1])?)
     }
 
-    fn im2col(&self, x: Address, columns: &Output, images: Images) -> Result<()> {
-        let grid = Grid::Threads(images.1 * self.per_image()[0]);
-        self.launch(Kernel::Im2col, grid, &[x, columns.address()?], images)
+    /// Launches a thread for each vector, of rows of which each image has so many of this length, if `vectors` begin where vectors may.
+    fn each_vector(
+        &self,
+        kernel: Kernel,
+        vectors: &[Address],
+        (rows, row): (usize, usize),
+        tensors: &[Address],
+        images: Images,
+    ) -> Result<()> {
+        let vector = Address::vector(vectors, row, self.dtype);
+        self.launch(kernel, Grid::Threads(images.1 * rows * (row / vector)), vector, tensors, images)
     }
 
-    /// One thread for each output of some images.
-    fn each_output(&self, (_, images): Images) -> Grid {
-        Grid::Threads(images * self.per_image()[1])
+    fn im2col(&self, x: Address, columns: &Output, images: Images) -> Result<()> {
+        let (columns, row) = (columns.address()?, self.geometry.output[1]);
+        self.each_vector(Kernel::Im2col, &[columns], (self.per_image()[0] / row, row), &[x, columns], images)
+    }
+
+    /// A thread for each vector of the outputs of some images, which the first two tensors hold.
+    fn each_output(&self, kernel: Kernel, tensors: &[Address], images: Images) -> Result<()> {
+        let rows = (self.geometry.co, self.geometry.output_pixels());
+        self.each_vector(kernel, &tensors[..2], rows, tensors, images)
+    }
+
+    /// A thread for each vector of the inputs of some images, which one of the tensors holds.
+    fn each_input(&self, kernel: Kernel, inputs: &[Address], tensors: &[Address], images: Images) -> Result<()> {
+        let Geometry { ci, input: [height, width], .. } = *self.geometry;
+        self.each_vector(kernel, inputs, (ci * height, width), tensors, images)
     }
 
     /// One product per group, whose factors may be transposed.

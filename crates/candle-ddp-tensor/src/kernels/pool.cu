@@ -96,29 +96,33 @@ LAYER(max_pool_backward)
 // Each output is a weighted sum of inputs, row by row and column by column. tensors: the input planes, the output planes,
 // and two tables (f64), for rows and for columns. A table has for each output the number of the first of its terms, then
 // the number of all terms, and then the terms: pairs of an input and its weight. numbers: planes, rows and columns of the
-// input, rows and columns of the output. One thread per output.
+// input, rows and columns of the output, and the outputs of a thread: a whole vector, or one.
 template <typename T> __device__ inline void resample(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const unsigned long long height = by.numbers[3], width = by.numbers[4], element = thread_in_grid();
-    unsigned long long rest = element;
+    const unsigned long long height = by.numbers[3], width = by.numbers[4], first = thread_in_grid() * by.numbers[5];
+    const bool is_vector = by.numbers[5] > 1;
+    unsigned long long rest = first;
     const unsigned long long column = take(rest, width), row = take(rest, height);
     if (rest >= by.numbers[0]) return;
     const T *x = TENSOR(const T, 0) + rest * by.numbers[1] * by.numbers[2];
     const double *rows = TENSOR(const double, 2), *columns = TENSOR(const double, 3);
-    const unsigned first_row = rows[row], last_row = rows[row + 1];
-    const unsigned first_column = columns[column], last_column = columns[column + 1];
     const double *row_terms = rows + height + 1, *column_terms = columns + width + 1;
-    Real total = 0;
-    for (unsigned i = first_row; i < last_row; i++) {
+    Few<T> totals;
+    FOR_EACH_OF(T, is_vector, k) totals.at[k] = 0;
+    const unsigned last_row = rows[row + 1];
+    for (unsigned i = rows[row]; i < last_row; i++) {
         const T *line = x + (unsigned long long)row_terms[2 * i] * by.numbers[2];
-        Real sum = 0;
-        for (unsigned j = first_column; j < last_column; j++) {
-            const Real weight = column_terms[2 * j + 1];
-            sum += Element<T>::load(line[(unsigned long long)column_terms[2 * j]]) * weight;
+        const Real row_weight = row_terms[2 * i + 1];
+        FOR_EACH_OF(T, is_vector, k) {
+            const unsigned last_column = columns[column + k + 1];
+            Real sum = 0;
+            for (unsigned j = columns[column + k]; j < last_column; j++) {
+                const Real weight = column_terms[2 * j + 1];
+                sum += Element<T>::load(line[(unsigned long long)column_terms[2 * j]]) * weight;
+            }
+            totals.at[k] += sum * row_weight;
         }
-        const Real weight = row_terms[2 * i + 1];
-        total += sum * weight;
     }
-    TENSOR(T, 1)[element] = Element<T>::store(total);
+    totals.store(TENSOR(T, 1) + first, is_vector);
 }
 LAYER(resample)
