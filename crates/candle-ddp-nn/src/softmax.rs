@@ -239,13 +239,16 @@ impl Softmax {
     ) -> Result<()> {
         let (count, inner, block) = extents(shape, self.dim);
         let outer = shape.elem_count() / block;
-        let vector = Address::vector(tensors, 0, dtype);
-        let lanes = kernels::lanes(count, vector);
-        let (kernel, grid) = match inner {
-            1 => (rows, Grid::Blocks(kernels::blocks_of_rows(outer, lanes))),
-            _ => (columns, Grid::Threads(outer * inner)),
+        let numbers = |rest: [usize; 2]| [outer, count, inner, usize::from(self.log), rest[0], rest[1]];
+        let (kernel, grid, numbers) = if inner == 1 {
+            let vector = Address::vector(tensors, 0, dtype);
+            let lanes = kernels::lanes(count, vector);
+            let grid = Grid::Blocks(kernels::blocks_of_rows(outer, lanes));
+            (rows, grid, &numbers([usize::from(vector > 1), lanes]))
+        } else {
+            let vector = Address::vector(tensors, inner, dtype);
+            (columns, Grid::Threads(outer * (inner / vector)), &numbers([vector, 0]))
         };
-        let numbers = &[outer, count, inner, usize::from(self.log), usize::from(vector > 1), lanes];
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 }

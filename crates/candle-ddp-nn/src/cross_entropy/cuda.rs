@@ -19,8 +19,8 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
     };
     let samples = targets.elem_count();
     // Its gradient is, too.
-    let vector = Address::vector(&[address(&logits)?], 0, logits.dtype());
-    let lanes = kernels::lanes(classes, vector);
+    let vector = |row| Ok::<_, candle_core::Error>(Address::vector(&[address(&logits)?], row, logits.dtype()));
+    let of_rows = vector(0)?;
     let is_mean = usize::from(options.reduction == Reduction::Mean);
     let of = CrossEntropy {
         x: logits.detach(),
@@ -33,8 +33,9 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
             inner,
             options.ignore_index as usize,
             is_mean,
-            usize::from(vector > 1),
-            lanes,
+            usize::from(of_rows > 1),
+            kernels::lanes(classes, of_rows),
+            vector(inner)?,
         ],
         smoothing: options.label_smoothing,
         norms: Output::new(device, DType::F64, samples)?,
@@ -46,8 +47,8 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
         kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals })
     };
     let (kernel, grid) = match inner {
-        1 => (Kernel::LossesOfRows, Grid::Blocks(kernels::blocks_of_rows(samples, lanes))),
-        _ => (Kernel::LossesOfColumns, Grid::Threads(samples)),
+        1 => (Kernel::LossesOfRows, of.blocks(samples)),
+        _ => (Kernel::LossesOfColumns, of.threads(samples)),
     };
     let weights = address_or_none(of.weights.as_ref())?;
     let tensors = [address(&logits)?, address(&of.targets)?, weights, of.norms.address()?, pairs.address()?];
@@ -61,12 +62,24 @@ struct CrossEntropy {
     x: Tensor,
     targets: Tensor,
     weights: Option<Tensor>,
-    numbers: [usize; 7],
+    numbers: [usize; 8],
     smoothing: f64,
     /// log Σ e^x of each sample.
     norms: Output,
     /// The factor of sums over samples, and the sum of the weights.
     scale: Output,
+}
+
+impl CrossEntropy {
+    /// Those of the kernels for rows.
+    fn blocks(&self, samples: usize) -> Grid {
+        Grid::Blocks(kernels::blocks_of_rows(samples, self.numbers[6]))
+    }
+
+    /// Those of the kernels for columns.
+    fn threads(&self, samples: usize) -> Grid {
+        Grid::Threads(samples / self.numbers[7])
+    }
 }
 
 impl Function for CrossEntropy {
@@ -89,8 +102,8 @@ impl Function for CrossEntropy {
         ];
         let samples = targets.elem_count();
         let (kernel, grid) = match numbers[2] {
-            1 => (Kernel::LossRowsBackward, Grid::Blocks(kernels::blocks_of_rows(samples, numbers[6]))),
-            _ => (Kernel::LossColumnsBackward, Grid::Threads(samples)),
+            1 => (Kernel::LossRowsBackward, self.blocks(samples)),
+            _ => (Kernel::LossColumnsBackward, self.threads(samples)),
         };
         let launch = Launch { kernel, dtype: x.dtype(), grid, tensors: &tensors, numbers, reals: &[*smoothing] };
         kernels::launch(device, launch)?;

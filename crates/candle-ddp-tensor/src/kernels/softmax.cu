@@ -1,12 +1,12 @@
 // Softmax, its logarithm, and the cross entropy, over the middle dimension of (outer, count, inner). Where inner is 1, a
-// few warps take a row; otherwise a thread takes a column.
+// few warps take a row; otherwise a thread takes a vector of columns, or one.
 
 struct Rows {
     unsigned long long outer, count, inner;
 };
 #define ROWS (*reinterpret_cast<const Rows *>(by.numbers))
 
-// The maximum m of a row or column and Σ e^(x − m), for all threads that have it.
+// The maximum m of a row and Σ e^(x − m), for all threads that have it.
 template <typename Real> struct Sum {
     Real largest, sum;
 };
@@ -42,18 +42,37 @@ template <typename T> __device__ inline Sum<typename Element<T>::Real> sum_row(c
     return result;
 }
 
+// A thread's neighbouring columns, of which `vector` are whole vectors or one: the first, its place in the tensors, and the distance
+// from each row to the next.
+struct Columns {
+    unsigned long long column, start, step;
+    bool is_vector, is_there;
+};
+
+__device__ inline Columns columns_of(const Rows &r, unsigned long long vector) {
+    unsigned long long outer = thread_in_grid();
+    const unsigned long long column = take(outer, r.inner / vector) * vector;
+    Columns of = {outer * r.inner + column, outer * r.count * r.inner + column, r.inner, vector > 1, outer < r.outer};
+    return of;
+}
+
+// The maxima and sums of columns from `x` on. A NaN is not the largest; it makes the sum NaN.
 template <typename T>
-__device__ inline Sum<typename Element<T>::Real> sum_column(const T *x, unsigned long long count,
-                                                            unsigned long long inner) {
-    typedef typename Element<T>::Real Real;
-    Real largest = __uint_as_float(0xff800000u), sum = 0;
-    for (unsigned long long i = 0; i < count; i++) {
-        const Real value = Element<T>::load(x[i * inner]);
-        if (value > largest || value != value) largest = value;
+__device__ inline void sum_columns(const Columns &of, const T *x, unsigned long long count, Few<T> &largest, Few<T> &sum) {
+    const bool is_vector = of.is_vector;
+    Few<T> few;
+    FOR_EACH_OF(T, is_vector, k) {
+        largest.at[k] = __uint_as_float(0xff800000u);
+        sum.at[k] = 0;
     }
-    for (unsigned long long i = 0; i < count; i++) sum += exp(Element<T>::load(x[i * inner]) - largest);
-    Sum<Real> result = {largest, sum};
-    return result;
+    for (unsigned long long i = 0; i < count; i++) {
+        few.load(x + i * of.step, is_vector);
+        FOR_EACH_OF(T, is_vector, k) largest.at[k] = fmax(largest.at[k], few.at[k]);
+    }
+    for (unsigned long long i = 0; i < count; i++) {
+        few.load(x + i * of.step, is_vector);
+        FOR_EACH_OF(T, is_vector, k) sum.at[k] += exponential<T>(few.at[k] - largest.at[k]);
+    }
 }
 
 // `scale` is the logarithm of the sum, or 1 / sum.
@@ -77,19 +96,22 @@ template <typename T> __device__ inline void softmax_rows(const Arguments &by) {
 }
 LAYER(softmax_rows)
 
-// The same with one thread per column.
+// The same with one thread per vector of columns; numbers[4]: the columns of a thread.
 template <typename T> __device__ inline void softmax_columns(const Arguments &by) {
     const Rows &r = ROWS;
-    unsigned long long outer = thread_in_grid();
-    const unsigned long long column = take(outer, r.inner), start = outer * r.count * r.inner + column;
-    if (outer >= r.outer) return;
-    const T *x = TENSOR(const T, 0) + start;
-    T *y = TENSOR(T, 1) + start;
-    const bool is_log = by.numbers[3];
-    const Sum<typename Element<T>::Real> of = sum_column(x, r.count, r.inner);
-    const typename Element<T>::Real scale = is_log ? log(of.sum) : 1 / of.sum;
-    for (unsigned long long i = 0; i < r.count; i++)
-        y[i * r.inner] = Element<T>::store(softmax_value<T>(Element<T>::load(x[i * r.inner]) - of.largest, scale, is_log));
+    const Columns of = columns_of(r, by.numbers[4]);
+    if (!of.is_there) return;
+    const T *x = TENSOR(const T, 0) + of.start;
+    T *y = TENSOR(T, 1) + of.start;
+    const bool is_log = by.numbers[3], is_vector = of.is_vector;
+    Few<T> few, largest, scale;
+    sum_columns(of, x, r.count, largest, scale);
+    FOR_EACH_OF(T, is_vector, k) scale.at[k] = is_log ? log(scale.at[k]) : 1 / scale.at[k];
+    for (unsigned long long i = 0; i < r.count; i++) {
+        few.load(x + i * of.step, is_vector);
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = softmax_value<T>(few.at[k] - largest.at[k], scale.at[k], is_log);
+        few.store(y + i * of.step, is_vector);
+    }
 }
 LAYER(softmax_columns)
 
@@ -121,21 +143,27 @@ template <typename T> __device__ inline void softmax_rows_backward(const Argumen
 }
 LAYER(softmax_rows_backward)
 
-// The same with one thread per column.
+// The same with one thread per vector of columns; numbers[4]: the columns of a thread.
 template <typename T> __device__ inline void softmax_columns_backward(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
-    const bool is_log = by.numbers[3];
-    unsigned long long outer = thread_in_grid();
-    const unsigned long long column = take(outer, r.inner), start = outer * r.count * r.inner + column;
-    if (outer >= r.outer) return;
-    const T *y = TENSOR(const T, 0) + start, *dy = TENSOR(const T, 1) + start;
-    Real sum = 0;
-    for (unsigned long long i = 0; i < r.count; i++)
-        sum += softmax_term<Real>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), is_log);
-    for (unsigned long long i = 0; i < r.count; i++)
-        TENSOR(T, 2)[start + i * r.inner] = Element<T>::store(
-            softmax_slope<T>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), sum, is_log));
+    const Columns of = columns_of(r, by.numbers[4]);
+    if (!of.is_there) return;
+    const T *y = TENSOR(const T, 0) + of.start, *dy = TENSOR(const T, 1) + of.start;
+    T *dx = TENSOR(T, 2) + of.start;
+    const bool is_log = by.numbers[3], is_vector = of.is_vector;
+    Few<T> few, gradients, sums;
+    FOR_EACH_OF(T, is_vector, k) sums.at[k] = 0;
+    for (unsigned long long i = 0; i < r.count; i++) {
+        few.load(y + i * of.step, is_vector);
+        gradients.load(dy + i * of.step, is_vector);
+        FOR_EACH_OF(T, is_vector, k) sums.at[k] += softmax_term(few.at[k], gradients.at[k], is_log);
+    }
+    for (unsigned long long i = 0; i < r.count; i++) {
+        few.load(y + i * of.step, is_vector);
+        gradients.load(dy + i * of.step, is_vector);
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = softmax_slope<T>(few.at[k], gradients.at[k], sums.at[k], is_log);
+        few.store(dx + i * of.step, is_vector);
+    }
 }
 LAYER(softmax_columns_backward)
 
@@ -147,6 +175,7 @@ struct Losses {
     unsigned long long is_mean;
     unsigned long long are_aligned; // whether logits, and their gradient, begin at a multiple of 16
     unsigned long long lanes;       // the threads of a row
+    unsigned long long vector;      // the columns of a thread
 };
 #define LOSSES (*reinterpret_cast<const Losses *>(by.numbers + 3))
 
@@ -196,23 +225,29 @@ template <typename T> __device__ inline void losses_of_rows(const Arguments &by)
 }
 LAYER(losses_of_rows)
 
-// The same with one thread per sample.
+// The same with one thread per vector of samples.
 template <typename T> __device__ inline void losses_of_columns(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
-    const unsigned long long sample = thread_in_grid();
-    unsigned long long outer = sample;
-    const unsigned long long column = take(outer, r.inner);
-    if (outer >= r.outer) return;
-    const T *x = TENSOR(const T, 0) + outer * r.count * r.inner + column;
+    const Columns of = columns_of(r, LOSSES.vector);
+    if (!of.is_there) return;
+    const T *x = TENSOR(const T, 0) + of.start;
     const Real *weights = TENSOR(const Real, 2);
-    const Sum<Real> of = sum_column(x, r.count, r.inner);
-    const double norm = (double)of.largest + log((double)of.sum);
-    double smooth = 0;
-    if (by.reals[0] > 0)
-        for (unsigned long long i = 0; i < r.count; i++)
-            smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i * r.inner]));
-    put_loss(by, sample, x, r.inner, norm, smooth);
+    const bool is_vector = of.is_vector;
+    Few<T> few, largest, sums;
+    sum_columns(of, x, r.count, largest, sums);
+    double norms[Few<T>::most], smooth[Few<T>::most];
+    FOR_EACH_OF(T, is_vector, k) {
+        norms[k] = (double)largest.at[k] + log((double)sums.at[k]);
+        smooth[k] = 0;
+    }
+    if (by.reals[0] > 0) {
+        for (unsigned long long i = 0; i < r.count; i++) {
+            few.load(x + i * of.step, is_vector);
+            FOR_EACH_OF(T, is_vector, k) smooth[k] += (weights ? weights[i] : 1) * (norms[k] - few.at[k]);
+        }
+    }
+    FOR_EACH_OF(T, is_vector, k) put_loss(by, of.column + k, x + k, of.step, norms[k], smooth[k]);
 }
 LAYER(losses_of_columns)
 
@@ -284,20 +319,23 @@ template <typename T> __device__ inline void loss_rows_backward(const Arguments 
 }
 LAYER(loss_rows_backward)
 
-// The same with one thread per sample.
+// The same with one thread per vector of samples.
 template <typename T> __device__ inline void loss_columns_backward(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
-    const unsigned long long sample = thread_in_grid();
-    unsigned long long outer = sample;
-    const unsigned long long column = take(outer, r.inner);
-    if (outer >= r.outer) return;
-    const Slopes<Real> of = slopes<T>(by, sample);
+    const Columns of = columns_of(r, LOSSES.vector);
+    if (!of.is_there) return;
+    const T *x = TENSOR(const T, 0) + of.start;
+    T *dx = TENSOR(T, 6) + of.start;
     const Real *weights = TENSOR(const Real, 2);
+    const bool is_vector = of.is_vector;
+    Slopes<Real> each[Few<T>::most];
+    FOR_EACH_OF(T, is_vector, k) each[k] = slopes<T>(by, of.column + k);
+    Few<T> few;
     for (unsigned long long row = 0; row < r.count; row++) {
-        const unsigned long long element = (outer * r.count + row) * r.inner + column;
-        const Real x = Element<T>::load(TENSOR(const T, 0)[element]);
-        TENSOR(T, 6)[element] = Element<T>::store(loss_slope<T>(of, weights, row, x));
+        few.load(x + row * of.step, is_vector);
+        FOR_EACH_OF(T, is_vector, k) few.at[k] = loss_slope<T>(each[k], weights, row, few.at[k]);
+        few.store(dx + row * of.step, is_vector);
     }
 }
 LAYER(loss_columns_backward)
