@@ -270,7 +270,7 @@ bandwidth() {
 }
 
 models() {
-  local count=20 seconds=58 quick=() has_pytorch=0 modes=local,ddp arguments dtype model batch of format formats
+  local count=20 seconds=58 quick=() has_pytorch=0 modes=local,ddp arguments dtype model batch of format peer peers
   # tf32 is f32 that is rounded to TF32 in products and convolutions, as PyTorch does by default in convolutions.
   local runs=("f32 resnet50 128" "tf32 resnet50 128" "bf16 resnet50 128" "f32 gpt 32" "tf32 gpt 32" "bf16 gpt 32"
     "f32 gpt2 8" "tf32 gpt2 8" "bf16 gpt2 8")
@@ -289,9 +289,14 @@ models() {
     step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 \
       "$bin/step" --model "$model" --steps "$count" "${arguments[@]}" --batch-size "$batch" "${quick[@]}" || true
     [ "$has_pytorch" = 1 ] || continue
-    formats=("$dtype")
-    [ "$model" != resnet50 ] || formats+=("$dtype-channels_last")
-    for format in "${formats[@]}"; do
+    # In all modes that its users choose.
+    peers=("$model $dtype")
+    case $model in
+      resnet50) peers+=("$model $dtype-channels_last") ;;
+      gpt2) peers+=("gpt2-padded $dtype") ;;
+    esac
+    for peer in "${peers[@]}"; do
+      read -r model format <<<"$peer"
       step "models-$model-$format-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 \
         MASTER_PORT=29555 CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" "$modes" "$format" "$batch" || true
     done
