@@ -1,11 +1,9 @@
 //! Sums of the columns of a matrix: the gradient of whatever was added to each of its rows.
 use crate::borrow::{tensor, with_slice};
-use crate::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, supported};
+use crate::kernels::{self, Address, COLUMNS, Grid, Kernel, Launch, Output, Temporary, address, supported};
 use crate::{Element, accumulator, dispatch, vectorise};
 use candle_core::{CudaDevice, Device, Result, Shape, Tensor};
 
-/// The number of columns, or of vectors of them, that a block of the kernel sums.
-const COLUMNS: usize = 32;
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 512;
 /// The minimum number of rows that a block sums, if there are enough.

@@ -12,6 +12,10 @@ const WARP: usize = 32;
 /// The largest number of vectors of a row that a thread keeps in registers: `HELD` of rows.cu.
 const LOADS: usize = 4;
 
+/// The number of columns, or of vectors of them, that a block sums, as in rows.cu.
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+pub const COLUMNS: usize = 32;
+
 /// How many threads share a row of `size` elements, if each loads `vector` at once: as few warps as keep the whole row in registers, at
 /// most a block.
 #[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]

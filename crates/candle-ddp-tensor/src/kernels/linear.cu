@@ -15,9 +15,6 @@ template <typename T> __device__ inline void repeat_row(const Arguments &by) {
 }
 LAYER(repeat_row)
 
-// How many neighbouring columns, or vectors of them, a block sums.
-#define COLUMNS 32u
-
 struct Matrix {
     unsigned long long rows, columns;
     unsigned long long part;             // rows that a block sums
@@ -40,7 +37,7 @@ template <typename T> __device__ inline void sum_columns(const Arguments &by) {
     const auto add_rows = [&](auto *matrix) {
         // Several loads at a time, since each takes long.
         _Pragma("unroll 4") for (unsigned long long row = part * m.part + threadIdx.x / COLUMNS; row < end;
-                                 row += THREADS / COLUMNS) {
+                                 row += LINES) {
             Few<T> few;
             few.load(matrix + row * m.columns + column, is_vector);
             FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k];
@@ -51,11 +48,9 @@ template <typename T> __device__ inline void sum_columns(const Arguments &by) {
         else add_rows(TENSOR(const T, 0));
     }
     sums[threadIdx.x] = sum;
-    for (unsigned half = THREADS / 2; half >= COLUMNS; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half)
-            FOR_EACH_OF(T, is_vector, k) sums[threadIdx.x].at[k] += sums[threadIdx.x + half].at[k];
-    }
+    add_lines([&](unsigned to, unsigned from) {
+        FOR_EACH_OF(T, is_vector, k) sums[to].at[k] += sums[from].at[k];
+    });
     if (threadIdx.x >= COLUMNS || column >= m.columns) return;
     sum = sums[threadIdx.x];
     if (m.to_sums) sum.store(TENSOR(Real, 1) + part * m.columns + column, is_vector);

@@ -60,7 +60,7 @@ pub use convolve::convolve;
 #[cfg(feature = "cuda")]
 pub use gpu::preload;
 pub use launches::{
-    Address, AttendShape, AttendTensors, ConvShape, Convolve, Factor, Grid, Launch, Product, THREADS, Target,
+    Address, AttendShape, AttendTensors, COLUMNS, ConvShape, Convolve, Factor, Grid, Launch, Product, THREADS, Target,
     blocks_of_rows, dtype_number, lanes, supported,
 };
 #[cfg(feature = "cuda")]

@@ -97,10 +97,6 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
 }
 LAYER(norm_backward)
 
-// How many neighbouring columns, or vectors of them, a block sums, and into how many sums of each.
-#define COLUMNS 32u
-#define LINES (THREADS / COLUMNS)
-
 // tensors: x, dy, the statistics, and sums: a row for each part of the rows with its contribution to the gradient of the weight, and
 // behind these as many rows for the bias. One block per part and COLUMNS columns or vectors.
 template <typename T> __device__ inline void norm_columns(const Arguments &by) {
@@ -137,15 +133,12 @@ template <typename T> __device__ inline void norm_columns(const Arguments &by) {
         weights[threadIdx.x].at[k] = weight[k];
         biases[threadIdx.x].at[k] = bias[k];
     }
-    for (unsigned half = THREADS / 2; half >= COLUMNS; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) {
-            FOR_EACH_OF(T, is_vector, k) {
-                weights[threadIdx.x].at[k] += weights[threadIdx.x + half].at[k];
-                biases[threadIdx.x].at[k] += biases[threadIdx.x + half].at[k];
-            }
+    add_lines([&](unsigned to, unsigned from) {
+        FOR_EACH_OF(T, is_vector, k) {
+            weights[to].at[k] += weights[from].at[k];
+            biases[to].at[k] += biases[from].at[k];
         }
-    }
+    });
     if (threadIdx.x >= COLUMNS || column >= size) return;
     Real *sums = TENSOR(Real, 3) + part * size + column;
     weights[threadIdx.x].store(sums, is_vector);
@@ -168,13 +161,10 @@ template <typename T> __device__ inline void norm_totals(const Arguments &by) {
     }
     weights[threadIdx.x] = weight;
     biases[threadIdx.x] = bias;
-    for (unsigned half = THREADS / 2; half >= COLUMNS; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) {
-            weights[threadIdx.x] += weights[threadIdx.x + half];
-            biases[threadIdx.x] += biases[threadIdx.x + half];
-        }
-    }
+    add_lines([&](unsigned to, unsigned from) {
+        weights[to] += weights[from];
+        biases[to] += biases[from];
+    });
     if (threadIdx.x >= COLUMNS || column >= size) return;
     const Real of_weight = weights[threadIdx.x], of_bias = biases[threadIdx.x];
     if (NORM.is_narrow) {

@@ -1,5 +1,5 @@
 //! Launching the kernels that normalise rows: the programs for `norm.cu`.
-use super::launches::{Address, Arguments, blocks_of_rows, lanes};
+use super::launches::{Address, Arguments, COLUMNS, blocks_of_rows, lanes};
 use super::program::Machine;
 use super::source::Kernel;
 use crate::{Error, Result};
@@ -18,8 +18,6 @@ pub struct Rows {
     pub is_narrow: bool,
 }
 
-/// The number of columns, or of vectors of them, that a block sums.
-const COLUMNS: usize = 32;
 /// Enough blocks for sums over columns, for every GPU.
 const BLOCKS: usize = 512;
 /// The minimum number of rows that a block sums, if there are enough.

@@ -1,4 +1,4 @@
-// Rows that the threads of a few warps share.
+// Rows that the threads of a few warps share, and columns, some of which a block sums.
 
 // How many vectors of a row a thread keeps in registers, and loads at once; LOADS in launches.rs is the same.
 #define HELD 4
@@ -79,4 +79,17 @@ template <int CALL, typename Op, typename Real> __device__ inline Real reduce_ro
     value = of_row[0];
     for (unsigned i = 1; i < of.lanes / WARP; i++) value = Op::of(value, of_row[i]);
     return value;
+}
+
+// How many neighbouring columns, or vectors of them, a block sums; COLUMNS in launches.rs is the same. Each of its threads sums some
+// rows of one.
+#define COLUMNS 32u
+#define LINES (THREADS / COLUMNS)
+
+// Calls `add(to, from)` for threads with one column, until the first COLUMNS threads have the sums of all.
+template <typename AddTo> __device__ inline void add_lines(AddTo add) {
+    for (unsigned half = THREADS / 2; half >= COLUMNS; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) add(threadIdx.x, threadIdx.x + half);
+    }
 }

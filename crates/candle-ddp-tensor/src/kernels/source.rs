@@ -81,7 +81,7 @@ sources! {
     Softmax: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "softmax.cu",
     Elementwise: ["element.cu", "few.cu", "part.cu", "layer.cu"] "elementwise.cu",
     Lookup: ["element.cu", "few.cu", "part.cu", "layer.cu"] "lookup.cu",
-    Linear: ["element.cu", "few.cu", "part.cu", "layer.cu"] "linear.cu",
+    Linear: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "linear.cu",
     Attention: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
 }
 
