@@ -21,11 +21,13 @@
 #     models     steps of ResNet-50, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
 #     profile    the kernels and the calls of a step
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
+#     multi      the same, steps of models and a timeline with a rank on each GPU, where there are several
 #     switches   steps with one setting changed: kept memory, cuDNN, its attention and its workspace, lazy loading, queues, PTX
 #     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
 #     quick      all tests, and something of each measurement, in at most six minutes
 #     all        everything, in this order
 #
+# GPUS is the number of GPUs, for `multi`; by default what nvidia-smi lists.
 # With QUICK=1 all parts measure so little that the emulated GPU can do it (scripts/emulated_gpu.sh).
 # Where Python finds PyTorch with CUDA, `bandwidth` and `models` measure it too; otherwise the summary says that they do not.
 set -euo pipefail
@@ -339,6 +341,30 @@ allreduce() {
   )
 }
 
+# A rank on each GPU: what NCCL does between them, and how much of it the backward pass hides.
+multi() {
+  local gpus=${GPUS:-$(smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)} of dtype model batch
+  if [ "${gpus:-0}" -lt 2 ]; then
+    printf '\n## multi: this machine does not have several GPUs\n' >>"$results/summary.md"
+    return
+  fi
+  local sizes=(--sizes 1M,4M,25M,256M) calls=(--calls 50) count=20
+  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 gpt 32" "f32 mlp 4096")
+  local ranks=("$bin/ddprun" --nproc-per-node "$gpus") arguments=()
+  case $size in
+    quick) sizes=(--sizes 1M,25M,256M --iters 5) calls=(--calls 10 --rounds 3) count=5 runs=("bf16 resnet50 128" "bf16 gpt2 8") ;;
+    tiny) sizes=(--sizes 1K,16K --iters 2) calls=(--sizes 0.001 --calls 2 --rounds 1) count=1 runs=("f32 mlp 16") ;;
+  esac
+  step multi-allreduce 60 "${ranks[@]}" "$bin/allreduce" "${sizes[@]}" || true
+  step multi-allreduce-calls 60 "${ranks[@]}" "$bin/nccl_call" --bench "${calls[@]}" || true
+  for of in "${runs[@]}"; do
+    read -r dtype model batch <<<"$of"
+    arguments=(--model "$model" --steps "$count" --dtype "$dtype" --batch-size "$batch" --modes local,ddp)
+    step "multi-$model-$dtype" 60 "${ranks[@]}" "$bin/step" "${arguments[@]}" || true
+  done
+  step multi-timeline 60 env CANDLE_DDP_TRACE="$results/multi-trace" "${ranks[@]}" "$bin/step" --model mlp --steps 3 --modes ddp || true
+}
+
 # Steps of a model with one setting changed, next to each other. The first of a pair is the default.
 switches() {
   local count=20 gpt=(--model gpt --batch-size 32) resnet=(--model resnet50 --batch-size 64) tiny=()
@@ -430,7 +456,7 @@ finish() {
 
 run() {
   results=$(realpath -m "${1:?$(usage)}")
-  local what=${*:2} parts=(preflight tests faults steps bandwidth models profile allreduce switches sanitizer) word chosen=()
+  local what=${*:2} parts=(preflight tests faults steps bandwidth models profile allreduce multi switches sanitizer) word chosen=()
   here=$(realpath "$(dirname "$0")")
   bin=$here/bin
   size=full part=''
@@ -445,6 +471,7 @@ run() {
   if [ "$size" = quick ]; then SUITE_SECONDS=${SUITE_SECONDS:-360}; else SUITE_SECONDS=${SUITE_SECONDS:-86400}; fi
   JOBS=${JOBS:-$((($(nproc) + 1) / 2))}
   mkdir -p "$results"
+  : >"$results/results.jsonl"
   # A file for the session of each step that runs.
   running=$(mktemp -d)
   trap finish EXIT
