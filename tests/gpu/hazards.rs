@@ -19,6 +19,11 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "killed in flight" => in_flight(worker, group(100), false),
         "driver waits" => driver_waits(worker, &group(100)),
         "stuck messages" => stuck_messages(worker, &group(100)),
+        "stuck aborts" => {
+            // SAFETY: the program has no other threads yet that read its environment.
+            unsafe { std::env::set_var("CANDLE_DDP_ABORT_TIMEOUT", "2") };
+            stuck_aborts(&group(100));
+        }
         "many pairs" => many_pairs(&group(40)),
         "many calls" => many_calls(worker, &group(SHORT)),
         "thread ends" => thread_ends(worker, &group(100)),
@@ -170,6 +175,28 @@ fn stuck_messages(worker: &Worker, pg: &ProcessGroup) {
         pg.abort("the test ends it");
     }
     worker.report(&work.synchronize().unwrap_err().to_string());
+}
+
+/// The group fails, and NCCL does not end its communicator. The program cannot exit.
+fn stuck_aborts(pg: &ProcessGroup) {
+    pg.barrier().unwrap();
+    if pg.rank() == 0 {
+        pg.abort("the test ends it");
+    }
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn a_process_that_hangs_in_the_driver_ends_itself() {
+    const TEST: &str = "a_process_that_hangs_in_the_driver_ends_itself";
+    if gpus(TEST).is_none() || !emulated(TEST) {
+        return;
+    }
+    for output in Ranks::start_in(2, "stuck aborts", |_| Some(("EMULATED_NCCL_STUCK_ABORTS", "1"))).outputs() {
+        assert!(output.contains("this process ends itself"), "{output}");
+    }
 }
 
 #[test]
@@ -438,11 +465,13 @@ fn ranks_that_are_threads_of_one_process_are_refused() {
 }
 
 #[test]
-fn blocking_communicators_are_refused() {
-    if gpus("blocking_communicators_are_refused").is_none() {
+fn blocking_communicators_and_invalid_settings_are_refused() {
+    if gpus("blocking_communicators_and_invalid_settings_are_refused").is_none() {
         return;
     }
-    for report in Ranks::start_in(2, "auto", |_| Some(("NCCL_COMM_BLOCKING", "1"))).outputs() {
-        assert!(report.contains("NCCL_COMM_BLOCKING"), "{report}");
+    for variable in [("NCCL_COMM_BLOCKING", "1"), ("CANDLE_DDP_ABORT_TIMEOUT", "5 min")] {
+        for report in Ranks::start_in(2, "auto", |_| Some(variable)).outputs() {
+            assert!(report.contains(variable.0), "{report}");
+        }
     }
 }

@@ -26,6 +26,10 @@ const CUDA: [(&str, &str); 2] = [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE
 /// process that frees and allocates in ever new patterns would grow.
 const PURGE_DELAY: (&str, &str) = ("MIMALLOC_PURGE_DELAY", "10000");
 
+/// After how many seconds a worker ends itself that hangs in the GPU's driver after a failure. It could not exit, and ddprun would wait
+/// for it.
+const ABORT_TIMEOUT: (&str, &str) = ("CANDLE_DDP_ABORT_TIMEOUT", "300");
+
 /// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
 /// user has not set. Two ranks that each use all cores are slower than a single one.
 pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
@@ -67,7 +71,7 @@ pub(super) fn variables(
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
     let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
-    let defaults = CUDA.into_iter().chain([PURGE_DELAY]).filter(unset);
+    let defaults = CUDA.into_iter().chain([PURGE_DELAY, ABORT_TIMEOUT]).filter(unset);
     variables.extend(defaults.map(|(name, value)| (name, value.into())));
     variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));
     variables

@@ -1,6 +1,6 @@
 //! What a rank does before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
 use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
-use super::comm_streams::CommStreams;
+use super::comm_streams::{CommStreams, abort_timeout};
 use super::group::{Group, SuspectedFailure};
 use super::health_store::HealthStore;
 use super::heartbeat::HeartbeatMonitor;
@@ -35,6 +35,7 @@ pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> 
     if std::env::var(BLOCKING).is_ok_and(|value| is_one(&value)) {
         return Err(blocking().into_error(rank));
     }
+    abort_timeout()?;
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
     Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id, process: identity::process()? }))

@@ -2,7 +2,8 @@
 //!
 //! `ncclCommAbort` first sets its communicator's flag, which ends its kernels, and then frees memory, for which the driver waits
 //! for everything on the GPU. A kernel of another communicator that waits for a dead rank would hold it up for ever. So all
-//! communicators of a group are aborted at once, on a thread each. If another group's kernels hold them up, that group ends too.
+//! communicators of a group are aborted at once, on a thread each. If another group's kernels hold them up, that group ends too. A
+//! process that hangs in the driver even then ends itself, if its environment says so: it could not even exit.
 use super::comm::WaitError;
 use super::comm_stream::{CommStream, gone};
 use super::group::Group;
@@ -10,13 +11,28 @@ use super::watchdog::Watched;
 use super::work::NcclWork;
 use crate::error::Failure;
 use crate::panic::lock;
+use crate::{Error, Result};
 use std::collections::BTreeMap;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// How long the kernels of other groups may hold up an abort.
 const GRACE: Duration = Duration::from_secs(2);
+
+/// The environment variable with the number of seconds after which a process ends itself that cannot abort its communicators.
+const ABORT_TIMEOUT: &str = "CANDLE_DDP_ABORT_TIMEOUT";
+
+/// The value of the variable; without one, or with 0, such a process stays.
+pub(super) fn abort_timeout() -> Result<Option<Duration>> {
+    let Some(value) = std::env::var_os(ABORT_TIMEOUT) else { return Ok(None) };
+    let text = value.to_string_lossy();
+    let seconds: u64 = text.trim().parse().map_err(|_| Error::InvalidArgument {
+        argument: ABORT_TIMEOUT,
+        reason: format!("{text:?}: it must be a number of seconds"),
+    })?;
+    Ok(Some(Duration::from_secs(seconds)).filter(|timeout| !timeout.is_zero()))
+}
 
 /// The groups of this process.
 static GROUPS: Mutex<Vec<Weak<CommStreams>>> = Mutex::new(Vec::new());
@@ -51,7 +67,12 @@ impl CommStreams {
     }
 
     /// Adds a communicator for messages. After an abort, it belongs to the caller, and the result is the group's failure.
-    pub(super) fn add(&self, from: usize, to: usize, comm_stream: Arc<CommStream>) -> Result<(), WaitError> {
+    pub(super) fn add(
+        &self,
+        from: usize,
+        to: usize,
+        comm_stream: Arc<CommStream>,
+    ) -> std::result::Result<(), WaitError> {
         let mut members = lock(&self.members);
         if members.is_aborted {
             drop(members);
@@ -85,7 +106,7 @@ impl Watched for CommStreams {
     fn abort(&self) {
         let mut aborts = Aborts::new();
         aborts.begin(self.close());
-        if !aborts.wait(Some(GRACE)) {
+        if !aborts.wait(GRACE) {
             let reason =
                 "another group on its GPU has failed, and that group's calls cannot be ended before this one's";
             let others: Vec<_> = lock(&GROUPS).iter().filter_map(Weak::upgrade).collect();
@@ -94,7 +115,7 @@ impl Watched for CommStreams {
                 other.group.fail(Failure::PeerFailed { peer: other.group.rank, reason: reason.to_string() });
                 aborts.begin(other.close());
             }
-            aborts.wait(None);
+            aborts.wait_or_end(self.group.rank);
         }
         aborts.release();
     }
@@ -130,20 +151,34 @@ impl Aborts {
     }
 
     /// Whether all have ended, at the latest after `patience`.
-    fn wait(&mut self, patience: Option<Duration>) -> bool {
-        let deadline = patience.map(|patience| Instant::now() + patience);
+    fn wait(&mut self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
         while self.stranded.len() < self.comm_streams.len() {
-            let left =
-                deadline.map_or(Duration::from_secs(60), |deadline| deadline.saturating_duration_since(Instant::now()));
-            match self.receiver.recv_timeout(left) {
+            match self.receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(ended) => self.stranded.push(ended),
-                Err(RecvTimeoutError::Timeout) if deadline.is_none() => {
-                    log::warn!("NCCL or the driver does not end communicators that are aborted");
-                }
                 Err(_) => return false,
             }
         }
         true
+    }
+
+    /// Waits until all have ended, or ends the process.
+    fn wait_or_end(&mut self, rank: usize) {
+        /// The time between two warnings.
+        const TICK: Duration = Duration::from_secs(60);
+        // It was checked before the group was made.
+        let (begin, limit) = (Instant::now(), abort_timeout().unwrap_or_default());
+        let left = |begin: Instant| limit.map_or(TICK, |limit| TICK.min(limit.saturating_sub(begin.elapsed())));
+        while !self.wait(left(begin)) {
+            let hung = format!("rank {rank}: NCCL or the driver does not end communicators that were aborted");
+            if limit.is_none_or(|limit| begin.elapsed() < limit) {
+                log::warn!("{hung}");
+                continue;
+            }
+            // The program may have no logger.
+            eprintln!("{hung}, so this process ends itself after the time that {ABORT_TIMEOUT} gives");
+            std::process::abort();
+        }
     }
 
     fn release(self) {

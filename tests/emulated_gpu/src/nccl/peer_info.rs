@@ -46,6 +46,8 @@ pub(super) struct Pretences {
     pub(super) version: i32,
     /// Whether launches of messages never end.
     pub(super) stuck: bool,
+    /// Whether aborts never return.
+    pub(super) stuck_aborts: bool,
     /// Whether all communicators are blocking, or nonblocking.
     pub(super) blocking: Option<bool>,
     /// The number of blocks of the kernels of all communicators.
@@ -59,6 +61,7 @@ pub(super) fn pretences() -> &'static Pretences {
         fail_after: number("EMULATED_NCCL_FAIL_AFTER").unwrap_or(0),
         version: number("EMULATED_NCCL_VERSION").unwrap_or(22_707),
         stuck: std::env::var_os("EMULATED_NCCL_STUCK_MESSAGES").is_some(),
+        stuck_aborts: std::env::var_os("EMULATED_NCCL_STUCK_ABORTS").is_some(),
         blocking: number("NCCL_COMM_BLOCKING").map(|blocking: i32| blocking == 1),
         max_ctas: number("NCCL_MAX_CTAS"),
     })
