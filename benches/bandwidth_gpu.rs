@@ -1,4 +1,5 @@
-//! How much of a GPU's memory bandwidth the fused optimizers, clipping, loss scaling, norms and elementwise layers use.
+//! How much of a GPU's memory bandwidth the fused optimizers, clipping, loss scaling and layers use; and the host's time for what every
+//! operation consists of.
 //!
 //! ```text
 //! cargo bench --features nccl --bench bandwidth_gpu [-- --rounds 20 --millions 64]
@@ -6,14 +7,15 @@
 //! ```
 //!
 //! Each must read and write a known number of bytes, such as 28 per parameter for AdamW in f32. These bytes per second are compared
-//! with those of a copy within the GPU's memory, measured in the same run. Without a GPU, the bench says so and exits.
+//! with those of a copy within the GPU's memory, measured in the same run. Convolutions and attention are bound by products, so only their
+//! times say something. Without a GPU, the bench says so and exits.
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::nn::{self, BatchNorm, LayerNorm, MaxPool2dOptions, RmsNorm};
+use candle_ddp::nn::{self, AttentionOptions, BatchNorm, Conv2d, Embedding, LayerNorm, MaxPool2dOptions, RmsNorm};
 use candle_ddp::optim::{AdamW, ParamsSgd, Sgd, clip_grad_norm};
 use candle_ddp::{ProcessGroup, Result};
-use candle_nn::{Optimizer, ParamsAdamW};
+use candle_nn::{Conv2dConfig, Optimizer, ParamsAdamW};
 use clap::Parser;
 use median::median;
 use std::process::ExitCode;
@@ -51,6 +53,8 @@ const WIDTH: usize = 1024;
 const IMAGE: [usize; 3] = [64, 56, 56];
 /// The number of classes, GPT-2's.
 const CLASSES: usize = 50_257;
+/// GPT-2's heads, and the elements of each.
+const HEADS: [usize; 2] = [12, 64];
 
 fn bench(options: &Options) -> Result<()> {
     let pg = gpu::world_of_one()?;
@@ -70,8 +74,9 @@ fn bench(options: &Options) -> Result<()> {
         norms(&table, size, dtype)?;
         layers(&table, dtype)?;
         images(&table, dtype)?;
+        transformer(&table, dtype)?;
     }
-    Ok(())
+    host(device, options)
 }
 
 fn optimizers(pg: &ProcessGroup, table: &Table, size: usize, dtype: DType) -> Result<()> {
@@ -156,7 +161,69 @@ fn images(table: &Table, dtype: DType) -> Result<()> {
     table.both("BatchNorm", dtype, [3 * bytes, 9 * bytes], || norm.forward_train(&x))?;
     let options = MaxPool2dOptions { stride: Some((2, 2)), padding: (1, 1), ..Default::default() };
     // The output has a quarter of the size. It need not read the input again for the gradient.
-    table.both("max pooling", dtype, [5 * bytes / 4, 11 * bytes / 4], || nn::max_pool2d(&x, 3, options))
+    table.both("max pooling", dtype, [5 * bytes / 4, 11 * bytes / 4], || nn::max_pool2d(&x, 3, options))?;
+    let weight = Tensor::randn(0f32, 0.05, (channels, channels, 3, 3), table.device)?.to_dtype(dtype)?;
+    let conv =
+        Conv2d::new(Var::from_tensor(&weight)?.into_inner(), None, Conv2dConfig { padding: 1, ..Default::default() });
+    table.both("convolution 3 × 3", dtype, [2 * bytes, 8 * bytes], || conv.forward(&x))
+}
+
+/// Attention, rotations and embeddings of GPT-2's sizes.
+fn transformer(table: &Table, dtype: DType) -> Result<()> {
+    let (bytes, [heads, size]) = (dtype.size_in_bytes(), HEADS);
+    let width = heads * size;
+    for tokens in [1024, 4096] {
+        // Queries, keys and values have the elements together.
+        let tokens = tokens.min((table.elements / (3 * width)).max(8));
+        let shape = ((table.elements / (3 * width * tokens)).max(1), heads, tokens, size);
+        let part = || Var::from_tensor(&Tensor::randn(0f32, 1f32, shape, table.device)?.to_dtype(dtype)?);
+        let (q, k, v) = (part()?, part()?, part()?);
+        let table = Table { elements: q.elem_count(), copy: table.copy.clone(), ..*table };
+        let name = format!("causal attention over {tokens} tokens");
+        table.both(&name, dtype, [4 * bytes, 13 * bytes], || {
+            nn::scaled_dot_product_attention(&q, &k, &v, AttentionOptions { is_causal: true, ..Default::default() })
+        })?;
+        if tokens < 4096 {
+            let angles = Tensor::randn(0f32, 1f32, (tokens, size / 2), table.device)?.to_dtype(dtype)?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            table.both("rope", dtype, [2 * bytes, 5 * bytes], || nn::rope(&q, &cos, &sin))?;
+        }
+    }
+    let vectors = Tensor::randn(0f32, 1f32, (CLASSES, width), table.device)?.to_dtype(dtype)?;
+    let embedding = Embedding::new(Var::from_tensor(&vectors)?.into_inner(), width);
+    let count = (table.elements / width).max(1);
+    let indices = Tensor::rand(0f32, CLASSES as f32, count, table.device)?.to_dtype(DType::U32)?;
+    let table = Table { elements: count * width, copy: table.copy.clone(), ..*table };
+    table.both("embedding", dtype, [2 * bytes, 4 * bytes], || embedding.forward(&indices))
+}
+
+/// What the host needs for each operation, whatever its size.
+fn host(device: &Device, options: &Options) -> Result<()> {
+    let steps = 100 * options.steps;
+    let x = Tensor::ones(8, DType::F32, device)?;
+    let var = Var::from_tensor(&x)?;
+    println!("\n| the host's time for | µs |\n|---|---|");
+    let row = |what: &str, step: &dyn Fn() -> candle_core::Result<()>| -> Result<()> {
+        let time = || -> Result<f64> {
+            device.synchronize()?;
+            let start = Instant::now();
+            for _ in 0..steps {
+                step()?;
+            }
+            let elapsed = start.elapsed();
+            device.synchronize()?;
+            Ok(elapsed.as_secs_f64() * 1e6 / steps as f64)
+        };
+        time()?;
+        let times = (0..options.rounds).map(|_| time()).collect::<Result<Vec<_>>>()?;
+        println!("| {what} | {:.2} |", median(times));
+        Ok(())
+    };
+    row("an allocation with zeros, and its release", &|| Tensor::zeros(8, DType::F32, device).map(drop))?;
+    row("waiting for an idle GPU", &|| device.synchronize())?;
+    row("an operation of candle", &|| x.affine(2.0, 1.0).map(drop))?;
+    row("a layer without a gradient", &|| nn::relu(&x).map(drop))?;
+    row("a layer with a gradient", &|| nn::relu(&var).map(drop))
 }
 
 struct Table<'a> {

@@ -17,7 +17,7 @@
 #     tests      each test by itself, among them one that leaves out each fence between streams and sees wrong results
 #     faults     ranks that die, leave or disagree, and training that continues without them
 #     steps      what DistributedDataParallel adds to a step, in a world of one; a timeline
-#     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
+#     bandwidth  optimizers, clipping, loss scaling and layers: their share of the memory's bandwidth, and the host's time for an operation
 #     models     steps of ResNet-50, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
 #     profile    the kernels and the calls of a step
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
@@ -184,7 +184,7 @@ step() {
   {
     printf '\n## %s: %s, %d s\n\n' "$name" "$outcome" $((SECONDS - start))
     printf '    %s\n\n' "$*"
-    grep -E '^test result|^\||^\{|^SKIPPED|panicked|rror' "$results/$name.log" | head -n 60 | sed 's/^/    /' || true
+    grep -E '^test result|^\||^\{|^SKIPPED|panicked|rror' "$results/$name.log" | head -n 120 | sed 's/^/    /' || true
   } >>"$results/summary.md"
   [ "$outcome" = passed ]
 }

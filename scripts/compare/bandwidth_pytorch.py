@@ -1,4 +1,4 @@
-"""PyTorch's fused optimizers, clipping, loss scaling, norms and elementwise layers on a GPU: the counterpart of the bench `bandwidth_gpu`, with the
+"""PyTorch's fused optimizers, clipping, loss scaling and layers on a GPU: the counterpart of the bench `bandwidth_gpu`, with the
 same sizes, the same measurement and the same table.
 
     python3 scripts/compare/bandwidth_pytorch.py [--millions 64] [--rounds 20] [--steps 10]
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import layer_norm, rms_norm
 
-TENSORS, WIDTH, CLASSES, IMAGE = 64, 1024, 50_257, (64, 56, 56)
+TENSORS, WIDTH, CLASSES, IMAGE, HEADS = 64, 1024, 50_257, (64, 56, 56), (12, 64)
 
 
 def main():
@@ -115,7 +115,35 @@ def main():
         norm = torch.nn.BatchNorm2d(IMAGE[0], device=device, dtype=dtype)
         passes("BatchNorm", (3 * width, 9 * width), images, norm)
         passes("max pooling", (5 * width // 4, 11 * width // 4), images, lambda x: F.max_pool2d(x, 3, 2, 1))
-        del images
+        conv = torch.nn.Conv2d(IMAGE[0], IMAGE[0], 3, padding=1, bias=False, device=device, dtype=dtype)
+        passes("convolution 3 × 3", (2 * width, 8 * width), images, conv)
+        del images, conv
+        heads, size = HEADS
+        for tokens in (1024, 4096):
+            tokens = min(tokens, max(total // (3 * heads * size), 8))
+            samples = max(total // (3 * heads * size * tokens), 1)
+            q, k, v = (torch.randn(samples, heads, tokens, size, device=device).to(dtype).requires_grad_() for _ in range(3))
+            elements = q.numel()
+            attention = lambda q: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+            def backward():
+                y = attention(q)
+                torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
+            name = f"causal attention over {tokens} tokens"
+            row(f"{name}, forward", dtype, 4 * width, lambda: attention(q))
+            row(f"{name}, forward and backward", dtype, 13 * width, backward)
+            if tokens < 4096:
+                cos, sin = (torch.randn(tokens, size, device=device).to(dtype) for _ in range(2))
+                # As users write it.
+                rotate = lambda x: x * cos + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * sin
+                passes("rope", (2 * width, 5 * width), q, rotate)
+            del q, k, v
+        count = max(total // (heads * size), 1)
+        elements = count * heads * size
+        embedding = torch.nn.Embedding(CLASSES, heads * size, device=device, dtype=dtype)
+        indices = torch.randint(CLASSES, (count,), device=device)
+        passes("embedding", (2 * width, 4 * width), embedding.weight, lambda weight: F.embedding(indices, weight))
         elements = total
 
 
