@@ -262,7 +262,7 @@ pytorch() {
 bandwidth() {
   local sizes=(--millions 64 --rounds 20 --steps 10) seconds=200
   case $size in
-    quick) sizes=(--rounds 3 --steps 3) seconds=30 ;;
+    quick) sizes=(--rounds 3 --steps 3) seconds=45 ;;
     tiny) sizes=(--millions 0.1 --rounds 1 --steps 1) ;;
   esac
   step bandwidth "$seconds" "$bin/bandwidth_gpu" --bench "${sizes[@]}" || true
