@@ -351,11 +351,10 @@ impl Drop for NcclCommunicator {
         if std::thread::panicking() {
             self.abort("its thread panicked");
         }
-        let pairs = lock(&self.pairs).drain().map(|(_, pair)| pair.launcher).collect::<Vec<_>>();
-        let launching: Vec<_> = self.launcher.take().into_iter().chain(pairs).map(Launcher::end).collect();
         let failed = self.group.drain().is_some();
         let deadline = Instant::now() + ENDING;
-        launching.into_iter().for_each(|thread| join_until(thread, deadline));
+        let pairs = lock(&self.pairs).drain().map(|(_, pair)| pair.launcher).collect::<Vec<_>>();
+        self.launcher.take().into_iter().chain(pairs).for_each(|launcher| launcher.end(deadline));
         self.group.leave();
         self.group.end();
         self.threads.drain(..).for_each(|thread| join_until(thread, deadline));

@@ -6,7 +6,7 @@
 use super::comm::WaitError;
 use super::comm_stream::{CommStream, Job};
 use super::group::Group;
-use super::threads::spawn;
+use super::threads::{join_until, spawn};
 use super::work::NcclWork;
 use crate::Result;
 use crate::backend::Completion;
@@ -14,6 +14,7 @@ use crate::panic::lock;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 pub(super) struct Launcher {
     jobs: Sender<Job>,
@@ -59,8 +60,11 @@ impl Launcher {
         let _ = self.jobs.send(job);
     }
 
-    /// Makes the thread end once all calls are launched, or the group has failed and its communicators are aborted.
-    pub(super) fn end(self) -> JoinHandle<()> {
-        self.thread
+    /// Ends the thread once all calls are launched, or the group has failed and its communicators are aborted. Leaves it behind if it has
+    /// not ended at `deadline`.
+    pub(super) fn end(self, deadline: Instant) {
+        drop(self.jobs);
+        join_until(self.thread, deadline);
+        // The rest of the abandoned works end on this thread, not on that one.
     }
 }
