@@ -15,7 +15,6 @@ struct Index {
 static Index threadIdx, blockIdx;
 
 using std::fabs;
-using std::fma;
 using std::sqrt;
 
 static inline unsigned long long min(unsigned long long a, unsigned long long b) { return a < b ? a : b; }

@@ -42,17 +42,15 @@ template <typename T> __device__ inline void norm_forward(const Arguments &by) {
         mean = reduce_row<0, Add>(of, mean) / elements;
     }
     for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few) {
-        FOR_EACH_OF(T, size.is_vector, k) squares = fma(few.at[k] - mean, few.at[k] - mean, squares);
+        FOR_EACH_OF(T, size.is_vector, k) squares += (few.at[k] - mean) * (few.at[k] - mean);
     }, x);
     const Real scale = 1 / sqrt(reduce_row<1, Add>(of, squares) / elements + eps);
     for_each_of_row(of, [&](auto size, unsigned long long i, Few<T> few) {
         const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
-        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = (few.at[k] - mean) * scale;
+        FOR_EACH_OF(T, size.is_vector, k) few.at[k] = (few.at[k] - mean) * scale * w.at[k];
         if (bias) {
             const Few<T> b = parameter<T>(bias, i, is_narrow, size.is_vector);
-            FOR_EACH_OF(T, size.is_vector, k) few.at[k] = fma(few.at[k], w.at[k], b.at[k]);
-        } else {
-            FOR_EACH_OF(T, size.is_vector, k) few.at[k] *= w.at[k];
+            FOR_EACH_OF(T, size.is_vector, k) few.at[k] += b.at[k];
         }
         few.store(y + i, size.is_vector);
     }, x);
@@ -82,7 +80,7 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
         FOR_EACH_OF(T, size.is_vector, k) {
             const Real d = few.at[k] * w.at[k];
             sum += d;
-            weighted = fma(d, values.at[k] - mean, weighted);
+            weighted += d * (values.at[k] - mean);
         }
     }, x, dy);
     sum = reduce_row<0, Add>(of, sum);
@@ -91,7 +89,7 @@ template <typename T> __device__ inline void norm_backward(const Arguments &by) 
     for_each_of_row(of, [&](auto size, unsigned long long i, const Few<T> &values, Few<T> few) {
         const Few<T> w = parameter<T>(weight, i, is_narrow, size.is_vector);
         FOR_EACH_OF(T, size.is_vector, k)
-            few.at[k] = scale * fma(values.at[k] - mean, -b, few.at[k] * w.at[k] - a);
+            few.at[k] = scale * (few.at[k] * w.at[k] - a - (values.at[k] - mean) * b);
         few.store(dx + i, size.is_vector);
     }, x, dy);
 }
@@ -120,7 +118,7 @@ template <typename T> __device__ inline void norm_columns(const Arguments &by) {
             values.load(x + row * size, is_vector);
             few.load(dy + row * size, is_vector);
             FOR_EACH_OF(T, is_vector, k) {
-                block_weight[k] = fma(few.at[k], (values.at[k] - mean) * scale, block_weight[k]);
+                block_weight[k] += few.at[k] * ((values.at[k] - mean) * scale);
                 block_bias[k] += few.at[k];
             }
         }
