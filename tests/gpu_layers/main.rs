@@ -35,6 +35,16 @@ fn on_gpu(name: &str, test: impl FnOnce(&Device)) {
     }
 }
 
+/// Checks that `run` has the same results on the GPU as on the CPU.
+fn assert_like_the_cpu<R: AsRef<[Vec<f32>]>>(gpu: &Device, run: impl Fn(&Device) -> R, tolerance: f32, case: &str) {
+    let (there, here) = (run(gpu), run(&Device::Cpu));
+    let (there, here) = (there.as_ref(), here.as_ref());
+    assert_eq!(there.len(), here.len(), "{case}");
+    for (index, (there, here)) in there.iter().zip(here).enumerate() {
+        assert_close(there, here, tolerance, &format!("result {index} of {case}"));
+    }
+}
+
 /// Tests of `layers` with the same names.
 macro_rules! on_gpu {
     ($($test:ident)*) => {
@@ -123,9 +133,7 @@ fn attention_in_blocks_matches_the_cpu() {
                 let gradients = [&q, &k, &v].map(|var| floats(grads.get(var).unwrap()));
                 [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
             };
-            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                assert_close(there, &here, tolerance, &format!("result {index} of {heads} × {length} in {dtype:?}"));
-            }
+            assert_like_the_cpu(gpu, run, tolerance, &format!("{heads} × {length} in {dtype:?}"));
         }
     });
 }
@@ -171,16 +179,9 @@ fn attention_by_cudnn_matches_the_cpu() {
                     }
                     found
                 };
-                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                    let case =
-                        format!("result {index} of {heads} / {key_heads} × {queries} × {keys}, {size}, {value_size}");
-                    assert_close(
-                        there,
-                        &here,
-                        tolerance,
-                        &format!("{case} in {dtype:?}, causal: {is_causal}, {scale:?}"),
-                    );
-                }
+                let case = format!("{heads} / {key_heads} × {queries} × {keys}, {size}, {value_size}");
+                let case = format!("{case} in {dtype:?}, causal: {is_causal}, {scale:?}");
+                assert_like_the_cpu(gpu, run, tolerance, &case);
             }
         }
     });
@@ -208,9 +209,7 @@ fn convolutions_take_views_at_any_address() {
                 [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
             };
             let tolerance = if dtype == DType::F32 { 1e-5 } else { 1.6e-2 };
-            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                assert_close(there, &here, tolerance, &format!("result {index} in {dtype:?}"));
-            }
+            assert_like_the_cpu(gpu, run, tolerance, &format!("{dtype:?}"));
         }
     });
 }
@@ -227,9 +226,7 @@ fn attention_of_many_heads_matches_the_cpu() {
             let gradients = [&q, &k, &v].map(|var| floats(grads.get(var).unwrap()));
             [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
         };
-        for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-            assert_close(there, &here, 1e-5, &format!("result {index}"));
-        }
+        assert_like_the_cpu(gpu, run, 1e-5, "many heads");
     });
 }
 

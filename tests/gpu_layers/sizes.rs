@@ -1,5 +1,5 @@
 //! Sizes around the numbers that kernels process at once, compared with the CPU.
-use super::on_gpu;
+use super::{assert_like_the_cpu, on_gpu};
 use crate::common::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{
@@ -30,9 +30,7 @@ fn many_images_match_the_cpu() {
             let gradients = [&x, &weight, &bias, &small, &transposed].map(|var| floats(grads.get(var).unwrap()));
             [floats(&y), floats(&z)].into_iter().chain(gradients).collect::<Vec<_>>()
         };
-        for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-            assert_close(there, &here, 1e-5, &format!("result {index}"));
-        }
+        assert_like_the_cpu(gpu, run, 1e-5, "many images");
     });
 }
 
@@ -54,9 +52,7 @@ fn large_batches_match_the_cpu() {
             let statistics = [layer.running_mean(), layer.running_var()].map(floats);
             [floats(&y)].into_iter().chain(statistics).chain(gradients).collect::<Vec<_>>()
         };
-        for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-            assert_close(there, &here, 2e-5, &format!("result {index}"));
-        }
+        assert_like_the_cpu(gpu, run, 2e-5, "a large batch");
     });
 }
 
@@ -101,10 +97,7 @@ fn channels_of_any_size_match_the_cpu() {
                     found.extend([layer.running_mean(), layer.running_var()].map(floats));
                     found
                 };
-                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                    let case = format!("result {index} of {shape:?} from {skipped} on in {dtype:?}");
-                    assert_close(there, &here, tolerance, &case);
-                }
+                assert_like_the_cpu(gpu, run, tolerance, &format!("{shape:?} from {skipped} on in {dtype:?}"));
             }
         }
     });
@@ -142,11 +135,12 @@ fn convolutions_of_any_width_match_the_cpu() {
                     let gradients = vars.map(|var| floats(grads.get(var).unwrap()));
                     [floats(&y), floats(&z), floats(&w)].into_iter().chain(gradients).collect::<Vec<_>>()
                 };
-                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                    let case =
-                        format!("result {index} of width {width}, stride {stride}, {groups} groups in {dtype:?}");
-                    assert_close(there, &here, tolerance, &case);
-                }
+                assert_like_the_cpu(
+                    gpu,
+                    run,
+                    tolerance,
+                    &format!("width {width}, stride {stride}, {groups} groups in {dtype:?}"),
+                );
             }
         }
     });
@@ -198,9 +192,7 @@ fn linear_layers_of_many_rows_match_the_cpu() {
                 let gradients = [&x, &weight, &bias].map(|var| floats(grads.get(var).unwrap()));
                 [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
             };
-            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                assert_close(there, &here, tolerance, &format!("result {index} of {out} columns in {dtype:?}"));
-            }
+            assert_like_the_cpu(gpu, run, tolerance, &format!("{out} columns in {dtype:?}"));
         }
     });
 }
@@ -224,9 +216,7 @@ fn linear_layers_with_uneven_outputs_match_the_cpu() {
                 let gradients = [&x, &weight].map(|var| floats(grads.get(var).unwrap()));
                 [floats(&y)].into_iter().chain(gradients).collect::<Vec<_>>()
             };
-            for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                assert_close(there, &here, tolerance, &format!("result {index} of {out} columns in {dtype:?}"));
-            }
+            assert_like_the_cpu(gpu, run, tolerance, &format!("{out} columns in {dtype:?}"));
         }
     });
 }
@@ -249,10 +239,7 @@ fn repeated_sums_match_the_cpu() {
                     let grads = (&sum * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
                     [&sum, grads.get(&a).unwrap(), grads.get(&b).unwrap()].map(floats)
                 };
-                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                    let what = format!("result {index} of {shape:?} in {dtype:?}, repeated over {skipped}");
-                    assert_close(there, &here, tolerance, &what);
-                }
+                assert_like_the_cpu(gpu, run, tolerance, &format!("{shape:?} in {dtype:?}, repeated over {skipped}"));
             }
         }
     });
@@ -278,9 +265,7 @@ fn elementwise_layers_of_any_size_match_the_cpu() {
                     let grads = loss.backward().unwrap();
                     [&sum, grads.get(&a).unwrap(), grads.get(&b).unwrap()].map(floats)
                 };
-                for (index, (there, here)) in run(gpu).iter().zip(run(&Device::Cpu)).enumerate() {
-                    assert_close(there, &here, tolerance, &format!("result {index} of {size} in {dtype:?}"));
-                }
+                assert_like_the_cpu(gpu, run, tolerance, &format!("{size} in {dtype:?}"));
             }
         }
     });

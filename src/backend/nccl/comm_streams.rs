@@ -168,8 +168,8 @@ impl Aborts {
         const TICK: Duration = Duration::from_secs(60);
         // It was checked before the group was made.
         let (begin, limit) = (Instant::now(), abort_timeout().unwrap_or_default());
-        let left = |begin: Instant| limit.map_or(TICK, |limit| TICK.min(limit.saturating_sub(begin.elapsed())));
-        while !self.wait(left(begin)) {
+        let left = || limit.map_or(TICK, |limit| TICK.min(limit.saturating_sub(begin.elapsed())));
+        while !self.wait(left()) {
             let hung = format!("rank {rank}: NCCL or the driver does not end communicators that were aborted");
             if limit.is_none_or(|limit| begin.elapsed() < limit) {
                 log::warn!("{hung}");
