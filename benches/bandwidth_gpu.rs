@@ -197,6 +197,18 @@ fn transformer(table: &Table, dtype: DType) -> Result<()> {
     table.both("embedding", dtype, [2 * bytes, 4 * bytes], || embedding.forward(&indices))
 }
 
+/// Milliseconds per step: until the host has enqueued it, and until the GPU has done it.
+fn milliseconds(device: &Device, steps: usize, step: &mut dyn FnMut() -> Result<()>) -> Result<[f64; 2]> {
+    device.synchronize()?;
+    let start = Instant::now();
+    for _ in 0..steps {
+        step()?;
+    }
+    let enqueued = start.elapsed();
+    device.synchronize()?;
+    Ok([enqueued, start.elapsed()].map(|time| time.as_secs_f64() * 1e3 / steps as f64))
+}
+
 /// What the host needs for each operation, whatever its size.
 fn host(device: &Device, options: &Options) -> Result<()> {
     let steps = 100 * options.steps;
@@ -204,16 +216,7 @@ fn host(device: &Device, options: &Options) -> Result<()> {
     let var = Var::from_tensor(&x)?;
     println!("\n| the host's time for | µs |\n|---|---|");
     let row = |what: &str, step: &dyn Fn() -> candle_core::Result<()>| -> Result<()> {
-        let time = || -> Result<f64> {
-            device.synchronize()?;
-            let start = Instant::now();
-            for _ in 0..steps {
-                step()?;
-            }
-            let elapsed = start.elapsed();
-            device.synchronize()?;
-            Ok(elapsed.as_secs_f64() * 1e6 / steps as f64)
-        };
+        let time = || Ok(1e3 * milliseconds(device, steps, &mut || Ok(step()?))?[0]);
         time()?;
         let times = (0..options.rounds).map(|_| time()).collect::<Result<Vec<_>>>()?;
         println!("| {what} | {:.2} |", median(times));
@@ -255,15 +258,7 @@ impl Table<'_> {
 
     /// Measures `step`, which must move this many bytes for each element.
     fn row(&self, what: &str, dtype: DType, bytes: usize, mut step: impl FnMut() -> Result<()>) -> Result<()> {
-        let mut time = |steps: usize| -> Result<f64> {
-            self.device.synchronize()?;
-            let start = Instant::now();
-            for _ in 0..steps {
-                step()?;
-            }
-            self.device.synchronize()?;
-            Ok(start.elapsed().as_secs_f64() * 1e3 / steps as f64)
-        };
+        let mut time = |steps| Ok(milliseconds(self.device, steps, &mut step)?[1]);
         // The first steps compile kernels and allocate.
         time(2)?;
         let times = (0..self.options.rounds).map(|_| time(self.options.steps)).collect::<Result<Vec<_>>>()?;
