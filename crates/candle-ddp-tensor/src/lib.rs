@@ -19,7 +19,8 @@ mod number;
 #[doc(hidden)]
 pub mod pack;
 pub mod seed;
-mod simd;
+#[doc(hidden)]
+pub mod simd;
 mod sum;
 
 pub use element::{Element, Real};

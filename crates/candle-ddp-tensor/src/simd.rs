@@ -11,15 +11,23 @@
 #[macro_export]
 macro_rules! vectorise {
     (|| $body:expr) => {
-        $crate::pulp::Arch::new().dispatch(
+        $crate::pulp::Arch::new().dispatch($crate::simd::once(
             #[inline(always)]
             || $body,
-        )
+        ))
     };
     (move || $body:expr) => {
-        $crate::pulp::Arch::new().dispatch(
+        $crate::pulp::Arch::new().dispatch($crate::simd::once(
             #[inline(always)]
             move || $body,
-        )
+        ))
     };
+}
+
+/// Returns `body`. Its type is what matters: a closure that is written as an argument of this function is called once as it
+/// is. Any other is called once through a function that the compiler makes, which is not `#[inline(always)]`.
+#[doc(hidden)]
+#[inline(always)]
+pub fn once<R, F: FnOnce() -> R>(body: F) -> F {
+    body
 }

@@ -293,7 +293,17 @@ fn sums<T: Element, const K: usize>(
             lanes.iter_mut().zip(terms).for_each(|(lanes, term)| lanes[lane] += term);
         }
     }
-    let mut sums = lanes.map(|lanes| lanes.into_iter().fold(zero, |sum, lane| sum + lane));
+    // The partial sums above stay in registers, as nothing refers to them.
+    let mut halves = lanes;
+    for half in [8, 4, 2, 1] {
+        for lanes in &mut halves {
+            for lane in 0..half {
+                lanes[lane] += lanes[lane + half];
+            }
+        }
+    }
+    let mut sums = [zero; K];
+    sums.iter_mut().zip(&halves).for_each(|(sum, lanes)| *sum = lanes[0]);
     for (a, b) in rest {
         let terms = terms(a.widen(), b.widen());
         sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);

@@ -1,13 +1,20 @@
-//! The gradient of the weights: a product whose depth goes over pairs of neighbouring outputs.
-use super::planes::{Band, Planes, Window, copy_runs};
-use super::{BAND, COLUMNS, DEPTH, taps, window};
+//! The gradient of the weights: a product whose depth goes over pairs of outputs.
+//!
+//! A pair is one output of two images, or of the two halves of one image. So the inputs that a tap sees at neighbouring pairs
+//! lie side by side, and each tap reads the same cells.
+use super::planes::{Band, Planes, Run, Window};
+use super::{COLUMNS, taps, window};
 use crate::conv::geometry::Geometry;
 use crate::conv::parts::sum_parts;
 use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
 use candle_core::Result;
 use candle_ddp_tensor::vectorise;
 use half::bf16;
+use rayon::prelude::*;
 use std::ops::Range;
+
+/// The target depth of a block in pairs. Tests have small images.
+const DEPTH: usize = if cfg!(test) { 24 } else { 512 };
 
 /// As [`backward_filter`](crate::conv::cpu::backward_filter), by `unit`.
 pub(in crate::conv) fn backward_filter<U: Unit>(
@@ -19,88 +26,212 @@ pub(in crate::conv) fn backward_filter<U: Unit>(
     let window = window(geometry);
     let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
     let size = geometry.co * geometry.taps();
-    sum_parts(geometry, size, |part, threads| {
+    let mut gradient = sum_parts(geometry, size, |part, threads| {
         let (x, dy) = (&x[part.start * inputs..part.end * inputs], &dy[part.start * outputs..part.end * outputs]);
         let mut sum = vec![0.0; size];
-        for band in window.bands(part.len(), geometry.group_inputs(), BAND) {
+        let block = Block { geometry, window: &window, x, dy, threads };
+        for halves in &window.halves(part.len()) {
             for (group, sum) in sum.chunks_exact_mut(geometry.group_outputs() * geometry.taps()).enumerate() {
-                add_band(unit, geometry, &window, &band, group, x, dy, sum, threads);
+                block.add(unit, halves, group, sum);
             }
         }
         Ok(sum)
+    })?;
+    order_by_channel(geometry, &mut gradient);
+    Ok(gradient)
+}
+
+/// Two equal parts of a batch, whose outputs are paired: a band, and how many images and rows after it the other one lies.
+/// A single row has no other.
+#[derive(Debug, PartialEq, Eq)]
+struct Halves {
+    first: Band,
+    second: Option<[usize; 2]>,
+}
+
+impl Window {
+    /// Halves of about [`DEPTH`] outputs each, which cover the batch.
+    fn halves(&self, images: usize) -> Vec<Halves> {
+        let [height, width] = self.outputs;
+        let paired = 2 * (DEPTH / (height * width).max(1));
+        let rows = 2 * (DEPTH / width.max(1)).max(1);
+        let mut all = Vec::new();
+        for images in evenly(0..images, paired) {
+            let pairs = images.len() / 2;
+            if pairs > 0 {
+                let first = Band { images: images.start..images.start + pairs, rows: 0..height };
+                all.push(Halves { first, second: Some([pairs, 0]) });
+                continue;
+            }
+            all.extend(evenly(0..height, rows).map(|rows| {
+                let half = rows.len().div_ceil(2);
+                let first = Band { images: images.clone(), rows: rows.start..rows.start + half };
+                Halves { first, second: (rows.len() > 1).then_some([0, half]) }
+            }));
+        }
+        all
+    }
+}
+
+/// Parts of a range of `limit` or an even number of elements, or of a single one where that is not possible.
+fn evenly(range: Range<usize>, limit: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut start = range.start;
+    std::iter::from_fn(move || {
+        let count = match limit.min(range.end - start) {
+            0 => (range.end - start).min(1),
+            1 => 1,
+            count => count / 2 * 2,
+        };
+        let part = start..start + count;
+        start = part.end;
+        (count > 0).then_some(part)
     })
 }
 
-/// Adds what a band and a group contribute.
-#[expect(clippy::too_many_arguments)]
-fn add_band<U: Unit>(
-    unit: U,
-    geometry: &Geometry,
-    window: &Window,
-    band: &Band,
-    group: usize,
-    x: &[bf16],
-    dy: &[bf16],
-    sum: &mut [f32],
+/// The channels of a group that are packed together.
+fn channels(geometry: &Geometry) -> impl Iterator<Item = Range<usize>> {
+    let inputs = geometry.group_inputs();
+    (0..inputs).step_by(WIDTH).map(move |start| start..(start + WIDTH).min(inputs))
+}
+
+/// Sums have an input channel's taps far apart, those of [`channels`] side by side: this puts each channel's together.
+fn order_by_channel(geometry: &Geometry, sums: &mut [f32]) {
+    let taps = geometry.kernel[0] * geometry.kernel[1];
+    if taps <= 1 || geometry.group_inputs() <= 1 {
+        return;
+    }
+    sums.par_chunks_mut(geometry.taps()).for_each(|sums| {
+        let mut copy = vec![0.0; WIDTH * taps];
+        for channels in channels(geometry) {
+            let sums = &mut sums[channels.start * taps..channels.end * taps];
+            let copy = &mut copy[..sums.len()];
+            copy.copy_from_slice(sums);
+            for (channel, sums) in sums.chunks_exact_mut(taps).enumerate() {
+                sums.iter_mut()
+                    .zip(copy[channel..].iter().step_by(channels.len()))
+                    .for_each(|(sum, copy)| *sum = *copy);
+            }
+        }
+    });
+}
+
+struct Block<'a> {
+    geometry: &'a Geometry,
+    window: &'a Window,
+    x: &'a [bf16],
+    dy: &'a [bf16],
     threads: usize,
-) {
-    let (inputs, pixels) = (geometry.group_inputs(), geometry.input_pixels());
-    let channels =
-        |channel: usize, image: usize| [&x[(image * geometry.ci + group * inputs + channel) * pixels..][..pixels]; 2];
-    let planes = vectorise!(|| Planes::new(window, band, inputs, channels, |pixel, _| pixel));
-    let starts = planes.starts(inputs, taps(geometry).iter().map(|tap| tap.offset));
-    let (count, row) = (band.outputs(window), geometry.taps());
-    let mut rows = PackedRows::default();
-    let mut lines = vec![bf16::ZERO; LANES * 2 * DEPTH];
-    let mut packed = vec![0; COLUMNS * DEPTH];
-    for start in (0..count).step_by(2 * DEPTH) {
-        let range = start..(start + 2 * DEPTH).min(count);
-        let (depth, pairs) = (range.len(), range.len().div_ceil(2));
+}
+
+impl Block<'_> {
+    /// Adds to a group's sums what two halves contribute.
+    fn add<U: Unit>(&self, unit: U, halves: &Halves, group: usize, sums: &mut [f32]) {
+        let (geometry, window) = (self.geometry, self.window);
+        let taps = taps(geometry);
+        let pairs = halves.first.outputs(window);
+        let mut rows = PackedRows::default();
+        let mut lines = vec![0; LANES * pairs];
         rows.pack(unit, geometry.group_outputs(), pairs, |rows, to| {
             let width = rows.len();
-            vectorise!(|| gradients(geometry, window, band, group, rows, range.clone(), dy, &mut lines));
-            unit.transpose(&lines, 2 * DEPTH, width, depth, to, width);
+            vectorise!(|| self.gradients(unit, halves, group, rows, pairs, &mut lines));
+            unit.transpose_pairs(&lines, pairs, width, pairs, to, width);
         });
-        for column in (0..row).step_by(COLUMNS) {
-            let columns = COLUMNS.min(row - column);
-            for (at, panel) in (0..columns).step_by(WIDTH).zip(packed.chunks_exact_mut(WIDTH * pairs)) {
-                for lane in (0..WIDTH.min(columns - at)).step_by(LANES) {
-                    let first = column + at + lane;
-                    let count = LANES.min(row - first);
-                    vectorise!(|| {
-                        for run in window.runs(band, range.clone()) {
-                            let seen = planes.start(&run);
-                            let from = starts[first..first + count].iter().map(|start| planes.from(start + seen));
-                            copy_runs(&mut lines, (run.start - start, 2 * DEPTH), run.length, from);
-                        }
-                    });
-                    unit.transpose(&lines, 2 * DEPTH, count, depth, &mut panel[lane..], WIDTH);
+        let mut packed = vec![0; COLUMNS * pairs];
+        for channels in channels(geometry) {
+            let first = channels.start * taps.len();
+            let cells = Cells::new(unit, self, halves, group, channels);
+            let count = taps.len() * cells.channels;
+            for start in (0..count).step_by(COLUMNS) {
+                let columns = COLUMNS.min(count - start);
+                for (at, panel) in (start..start + columns).step_by(WIDTH).zip(packed.chunks_exact_mut(WIDTH * pairs)) {
+                    let end = (at + WIDTH).min(start + columns);
+                    vectorise!(|| cells.pack(&taps, at..end, halves, panel));
                 }
+                let (b, result) = ((&packed[..], columns), (&mut sums[first + start..], geometry.taps()));
+                multiply_packed(unit, &rows, 0..pairs, b, result, true, self.threads);
             }
-            multiply_packed(unit, &rows, 0..pairs, (&packed, columns), (&mut sum[column..], row), true, threads);
+        }
+    }
+
+    /// Collects the pairs of gradients of some output channels of a group, a line for each.
+    #[inline(always)]
+    fn gradients<U: Unit>(
+        &self,
+        unit: U,
+        halves: &Halves,
+        group: usize,
+        channels: Range<usize>,
+        pairs: usize,
+        lines: &mut [u32],
+    ) {
+        let Self { geometry, window, dy, .. } = self;
+        let [height, width] = geometry.output;
+        let zeros = vec![bf16::ZERO; width];
+        for Run { start, length, image, row, column } in window.runs(&halves.first, 0..pairs) {
+            for (channel, line) in channels.clone().zip(lines.chunks_exact_mut(pairs)) {
+                let gradients = |image: usize, row: usize| {
+                    let channel = image * geometry.co + group * geometry.group_outputs() + channel;
+                    &dy[(channel * height + row) * width + column..][..length]
+                };
+                let second = halves.second.map(|[images, rows]| gradients(image + images, row + rows));
+                unit.pair(gradients(image, row), second.unwrap_or(&zeros), &mut line[start..start + length]);
+            }
         }
     }
 }
 
-/// Collects gradients of some output channels of a group, a line for each.
-#[inline(always)]
-#[expect(clippy::too_many_arguments)]
-fn gradients(
-    geometry: &Geometry,
-    window: &Window,
-    band: &Band,
-    group: usize,
-    channels: Range<usize>,
-    range: Range<usize>,
-    dy: &[bf16],
-    lines: &mut [bf16],
-) {
-    let [height, width] = geometry.output;
-    for run in window.runs(band, range.clone()) {
-        let from = channels.clone().map(|channel| {
-            let channel = run.image * geometry.co + group * geometry.group_outputs() + channel;
-            &dy[(channel * height + run.row) * width + run.column..]
-        });
-        copy_runs(lines, (run.start - range.start, 2 * DEPTH), run.length, from);
+/// The pairs of inputs of some channels, those of one place side by side.
+struct Cells {
+    values: Vec<u32>,
+    /// The distance from a place to the next.
+    width: usize,
+    channels: usize,
+    planes: Planes,
+    window: Window,
+}
+
+impl Cells {
+    fn new<U: Unit>(unit: U, block: &Block, halves: &Halves, group: usize, channels: Range<usize>) -> Self {
+        let Block { geometry, window, x, .. } = block;
+        let (inputs, pixels) = (geometry.group_inputs(), geometry.input_pixels());
+        let sources = |channel: usize, image: usize| {
+            let pixels = |image: usize| {
+                let channel = image * geometry.ci + group * inputs + channels.start + channel;
+                &x[channel * pixels..][..pixels]
+            };
+            [Some(pixels(image)), halves.second.map(|[images, _]| pixels(image + images))]
+        };
+        let shift = halves.second.map_or(0, |[_, rows]| rows * window.step[0]);
+        let planes = vectorise!(|| Planes::new(unit, window, &halves.first, channels.len(), sources, shift));
+        let (size, width) = (planes.size(), channels.len().next_multiple_of(LANES));
+        let mut values = vec![0; size * width];
+        for channel in (0..channels.len()).step_by(LANES) {
+            let count = LANES.min(channels.len() - channel);
+            unit.transpose_pairs(planes.from(channel * size), size, count, size, &mut values[channel..], width);
+        }
+        Self { values, width, channels: channels.len(), planes, window: **window }
+    }
+
+    /// Writes a panel of columns, which are tap by tap the channels.
+    #[inline(always)]
+    fn pack(&self, taps: &[super::Tap], columns: Range<usize>, halves: &Halves, panel: &mut [u32]) {
+        let mut column = columns.start;
+        while column < columns.end {
+            let (tap, channel) = (column / self.channels, column % self.channels);
+            let count = (self.channels - channel).min(columns.end - column);
+            let offset = self.window.tap(taps[tap].offset);
+            for run in self.window.runs(&halves.first, 0..halves.first.outputs(&self.window)) {
+                let from = &self.values[(self.planes.start(&run) + offset) * self.width + channel..];
+                let to = &mut panel[run.start * WIDTH + column - columns.start..];
+                if count == WIDTH {
+                    to[..run.length * WIDTH].copy_from_slice(&from[..run.length * WIDTH]);
+                    continue;
+                }
+                for (to, from) in to.chunks_mut(WIDTH).zip(from.chunks(self.width)).take(run.length) {
+                    to[..count].copy_from_slice(&from[..count]);
+                }
+            }
+            column += count;
+        }
     }
 }

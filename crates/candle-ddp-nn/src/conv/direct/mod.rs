@@ -16,6 +16,7 @@ use candle_ddp_tensor::vectorise;
 pub(super) use filter::backward_filter;
 use half::bf16;
 use planes::{Band, Planes, Window, copy_runs};
+use std::ops::Range;
 
 /// The columns of a block: their packed inputs stay in a core's second cache.
 const COLUMNS: usize = 4 * WIDTH;
@@ -193,31 +194,39 @@ impl Pass {
     /// The weights of a group, with an output per row.
     fn pack_weights<U: Unit>(&self, unit: U, group: usize, weight: &[bf16]) -> PackedRows {
         let weight = &weight[group * (weight.len() / self.groups)..];
-        let depth = 2 * self.pairs();
-        let mut lines = vec![bf16::ZERO; LANES * depth];
+        let pairs = self.pairs();
+        let mut lines = vec![0; LANES * pairs];
         let mut packed = PackedRows::default();
-        packed.pack(unit, self.outputs, self.pairs(), |rows, to| {
-            if depth == 0 {
+        packed.pack(unit, self.outputs, pairs, |rows, to| {
+            if pairs == 0 {
                 return;
             }
             let width = rows.len();
-            for (output, line) in rows.zip(lines.chunks_exact_mut(depth)) {
-                vectorise!(|| self.weight_pairs(&weight[output * self.by_output..], line));
-            }
-            unit.transpose(&lines, depth, width, depth, to, width);
+            vectorise!(|| {
+                for (output, line) in rows.zip(lines.chunks_exact_mut(pairs)) {
+                    self.weight_pairs(unit, &weight[output * self.by_output..], line);
+                }
+            });
+            unit.transpose_pairs(&lines, pairs, width, pairs, to, width);
         });
         packed
     }
 
     /// The weights of an output, those of an input and of the next one side by side.
     #[inline(always)]
-    fn weight_pairs(&self, weight: &[bf16], line: &mut [bf16]) {
-        for (input, line) in (0..self.inputs).step_by(2).zip(line.chunks_exact_mut(2 * self.taps.len())) {
+    fn weight_pairs<U: Unit>(&self, unit: U, weight: &[bf16], line: &mut [u32]) {
+        let taps = self.taps.len();
+        let ordered = self.taps.iter().enumerate().all(|(at, tap)| tap.element == at);
+        for (input, line) in (0..self.inputs).step_by(2).zip(line.chunks_exact_mut(taps)) {
             let first = &weight[input * self.by_input..];
             let second = (input + 1 < self.inputs).then(|| &first[self.by_input..]);
-            for (tap, to) in self.taps.iter().zip(line.chunks_exact_mut(2)) {
-                to[0] = first[tap.element];
-                to[1] = second.map_or(bf16::ZERO, |second| second[tap.element]);
+            if let Some(second) = second.filter(|_| ordered) {
+                unit.pair(&first[..taps], &second[..taps], line);
+                continue;
+            }
+            for (tap, to) in self.taps.iter().zip(line) {
+                let second = second.map_or(bf16::ZERO, |second| second[tap.element]);
+                *to = u32::from(first[tap.element].to_bits()) | u32::from(second.to_bits()) << 16;
             }
         }
     }
@@ -238,7 +247,7 @@ impl Pass {
         if self.taps.is_empty() && bias.is_none() {
             return;
         }
-        let planes = vectorise!(|| self.pair_planes(band, group, x));
+        let planes = vectorise!(|| self.pair_planes(unit, band, group, x));
         let starts = planes.starts(self.inputs.div_ceil(2), self.taps.iter().map(|tap| tap.offset));
         let (count, pairs) = (band.outputs(&self.window), self.pairs());
         let columns = COLUMNS.min(count);
@@ -268,16 +277,14 @@ impl Pass {
 
     /// The images of a band, with pairs of channels as planes.
     #[inline(always)]
-    fn pair_planes(&self, band: &Band, group: usize, x: &[bf16]) -> Planes<u32> {
+    fn pair_planes<U: Unit>(&self, unit: U, band: &Band, group: usize, x: &[bf16]) -> Planes {
         let pixels = self.window.size[0] * self.window.size[1];
-        let zeros = vec![bf16::ZERO; pixels];
         let planes = |pair: usize, image: usize| {
             let first = (image * self.groups + group) * self.inputs + 2 * pair;
             let plane = |channel: usize| &x[channel * pixels..][..pixels];
-            [plane(first), if 2 * pair + 1 < self.inputs { plane(first + 1) } else { &zeros[..] }]
+            [Some(plane(first)), (2 * pair + 1 < self.inputs).then(|| plane(first + 1))]
         };
-        let cell = |first: bf16, second: bf16| u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
-        Planes::new(&self.window, band, self.inputs.div_ceil(2), planes, cell)
+        Planes::new(unit, &self.window, band, self.inputs.div_ceil(2), planes, 0)
     }
 
     /// Writes sums, with an output channel per row, to the images.
@@ -287,27 +294,35 @@ impl Pass {
         &self,
         unit: U,
         band: &Band,
-        range: std::ops::Range<usize>,
+        range: Range<usize>,
         group: usize,
         sums: &[f32],
         bias: Option<&[f32]>,
         y: &mut [bf16],
     ) {
         let ([height, width], [down, right]) = (self.size, self.stride);
+        // Where the runs lie in the first channel's images. Rows that follow each other are one run.
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        for run in self.window.runs(band, range.clone()) {
+            let row = run.image * self.groups * self.outputs * height + run.row * down + self.first[0];
+            let (from, to) = (run.start - range.start, row * width + run.column * right + self.first[1]);
+            match runs.last_mut() {
+                Some((last, place)) if right == 1 && to == *place + last.len() => last.end += run.length,
+                _ => runs.push((from..from + run.length, to)),
+            }
+        }
         let mut line = [bf16::ZERO; COLUMNS];
         for (output, sums) in sums.chunks_exact(range.len()).take(self.outputs).enumerate() {
             let channel = group * self.outputs + output;
             let bias = bias.map_or(0.0, |bias| bias[channel]);
-            unit.round(sums, bias, &mut line);
-            for run in self.window.runs(band, range.clone()) {
-                let row = run.row * down + self.first[0];
-                let row = ((run.image * self.groups * self.outputs + channel) * height + row) * width;
-                let y = &mut y[row + run.column * right + self.first[1]..row + width];
-                let line = &line[run.start - range.start..][..run.length];
-                match right {
-                    1 => y[..run.length].copy_from_slice(line),
-                    _ => y.iter_mut().step_by(right).zip(line).for_each(|(y, value)| *y = *value),
+            for (from, to) in &runs {
+                let (from, y) = (&sums[from.clone()], &mut y[channel * height * width + to..]);
+                if right == 1 {
+                    unit.round(from, bias, &mut y[..from.len()]);
+                    continue;
                 }
+                unit.round(from, bias, &mut line);
+                y.iter_mut().step_by(right).zip(&line[..from.len()]).for_each(|(y, value)| *y = *value);
             }
         }
     }

@@ -1,4 +1,5 @@
 //! Images with the zeros around them, so that what a kernel's tap sees at neighbouring outputs lies side by side.
+use crate::gemm::bf16::Unit;
 use half::bf16;
 use std::ops::Range;
 
@@ -96,58 +97,66 @@ impl Window {
 }
 
 /// The planes of a band, image by image, with the zeros around them.
-pub(super) struct Planes<E> {
-    cells: Vec<E>,
+pub(super) struct Planes {
+    cells: Vec<u32>,
     window: Window,
     band: Band,
 }
 
-impl<E: Copy + Default> Planes<E> {
-    /// Each cell is made from two pixels, those at its place in the two images that `sources` has for a plane and an image.
+impl Planes {
+    /// Each cell is the pair of the pixels at its place in the two images that `sources` has for a plane and an image. The second
+    /// lies `shift` rows below the first. Pixels of no image are zeros.
     #[inline(always)]
-    pub(super) fn new<'a>(
+    pub(super) fn new<'a, U: Unit>(
+        unit: U,
         window: &Window,
         band: &Band,
         planes: usize,
-        sources: impl Fn(usize, usize) -> [&'a [bf16]; 2],
-        cell: impl Fn(bf16, bf16) -> E + Copy,
+        sources: impl Fn(usize, usize) -> [Option<&'a [bf16]>; 2],
+        shift: usize,
     ) -> Self {
         let (height, width, step) = (window.height(band.rows.len()), window.width(), window.step);
-        let [padding_y, padding_x] = window.padding;
-        let mut cells = vec![E::default(); planes * band.images.len() * height * width];
-        let mut lines = cells.chunks_exact_mut(width);
+        let ([image_height, image_width], [padding_y, padding_x]) = (window.size, window.padding);
+        let mut cells = vec![0; planes * band.images.len() * height * width];
+        let zeros = vec![bf16::ZERO; image_width];
+        // Where the rows of cells lie that a tap sees, and which rows of the two images they show.
+        let pixels = |at: usize| {
+            let row = (band.rows.start * step[0] + at).checked_sub(padding_y)?;
+            (row < image_height).then_some(row * image_width..(row + 1) * image_width)
+        };
+        let rows: Vec<_> = (0..height)
+            .filter(|at| at % step[0] <= window.reach[0])
+            .map(|at| (at * width, [pixels(at), pixels(at + shift)]))
+            .filter(|(_, pixels)| *pixels != [None, None])
+            .collect();
+        // Where in a row the cells of a phase lie that are not padding, and where their first pixel is.
+        let phases: Vec<_> = (0..step[1].min(window.reach[1] + 1))
+            .filter_map(|phase| {
+                let first = padding_x.saturating_sub(phase).div_ceil(step[1]);
+                let (start, end) = (phase * (width / step[1]) + first, (phase + 1) * (width / step[1]));
+                let pixel = first * step[1] + phase - padding_x;
+                (start < end && pixel < image_width).then_some((start..end, pixel))
+            })
+            .collect();
+        let mut area = cells.chunks_exact_mut((height * width).max(1));
         for plane in 0..planes {
-            for image in band.images.clone() {
-                let sources = sources(plane, image);
-                for (at, line) in (0..).zip(lines.by_ref().take(height)) {
-                    let row =
-                        (band.rows.start * step[0] + at).checked_sub(padding_y).filter(|row| *row < window.size[0]);
-                    // No tap sees the others of these rows.
-                    let Some(row) = row.filter(|_| at % step[0] <= window.reach[0]) else { continue };
-                    let rows = sources.map(|source| &source[row * window.size[1]..][..window.size[1]]);
-                    for (phase, line) in line.chunks_exact_mut(width / step[1]).enumerate().take(window.reach[1] + 1) {
-                        // The first cell of this phase that is not padding, and where its pixel is.
-                        let first = padding_x.saturating_sub(phase).div_ceil(step[1]);
-                        let line = line.get_mut(first..).unwrap_or_default();
-                        let [a, b] = rows.map(|row| row.get(first * step[1] + phase - padding_x..).unwrap_or_default());
-                        match step[1] {
-                            1 => line.iter_mut().zip(a.iter().zip(b)).for_each(|(to, (a, b))| *to = cell(*a, *b)),
-                            2 => {
-                                // Loops over pairs become vectors.
-                                let pairs = a.chunks_exact(2).zip(b.chunks_exact(2));
-                                line.iter_mut().zip(pairs).for_each(|(to, (a, b))| *to = cell(a[0], b[0]));
-                                if let (Some(to), [a], [b]) = (
-                                    line.get_mut(a.len() / 2),
-                                    a.chunks_exact(2).remainder(),
-                                    b.chunks_exact(2).remainder(),
-                                ) {
-                                    *to = cell(*a, *b);
-                                }
-                            }
-                            step => {
-                                let pairs = a.iter().step_by(step).zip(b.iter().step_by(step));
-                                line.iter_mut().zip(pairs).for_each(|(to, (a, b))| *to = cell(*a, *b));
-                            }
+            for (image, area) in band.images.clone().zip(area.by_ref()) {
+                let images = sources(plane, image);
+                for (line, pixels) in &rows {
+                    let row = |of: usize| match (images[of], &pixels[of]) {
+                        (Some(image), Some(pixels)) => &image[pixels.clone()],
+                        _ => &zeros[..],
+                    };
+                    let (a, b) = (row(0), row(1));
+                    for (line, pixel) in phases.iter().map(|(to, pixel)| (line + to.start..line + to.end, *pixel)) {
+                        let (to, a, b) = (&mut area[line], &a[pixel..], &b[pixel..]);
+                        if step[1] == 1 {
+                            unit.pair(a, b, to);
+                            continue;
+                        }
+                        let pairs = a.iter().step_by(step[1]).zip(b.iter().step_by(step[1]));
+                        for (to, (a, b)) in to.iter_mut().zip(pairs) {
+                            *to = u32::from(a.to_bits()) | u32::from(b.to_bits()) << 16;
                         }
                     }
                 }
@@ -157,7 +166,7 @@ impl<E: Copy + Default> Planes<E> {
     }
 
     /// The cells of a plane of all images.
-    fn size(&self) -> usize {
+    pub(super) fn size(&self) -> usize {
         self.band.images.len() * self.window.height(self.band.rows.len()) * self.window.width()
     }
 
@@ -169,7 +178,7 @@ impl<E: Copy + Default> Planes<E> {
 
     /// The cells from one on.
     #[inline(always)]
-    pub(super) fn from(&self, cell: usize) -> &[E] {
+    pub(super) fn from(&self, cell: usize) -> &[u32] {
         &self.cells[cell..]
     }
 
@@ -184,29 +193,24 @@ impl<E: Copy + Default> Planes<E> {
 
 /// Copies `lines` runs of `length` cells, the n-th from `from(n)` to n × `distance` + `start`.
 #[inline(always)]
-pub(super) fn copy_runs<'a, E: Copy + 'a>(
-    to: &mut [E],
+pub(super) fn copy_runs<'a>(
+    to: &mut [u32],
     (start, distance): (usize, usize),
     length: usize,
-    from: impl Iterator<Item = &'a [E]>,
+    from: impl Iterator<Item = &'a [u32]>,
 ) {
     /// The compiler turns copies of a known length into few instructions.
     #[inline(always)]
-    fn fixed<'a, E: Copy + 'a, const N: usize>(
-        to: &mut [E],
-        start: usize,
-        distance: usize,
-        from: impl Iterator<Item = &'a [E]>,
-    ) {
+    fn fixed<'a, const N: usize>(to: &mut [u32], start: usize, distance: usize, from: impl Iterator<Item = &'a [u32]>) {
         for (to, from) in to.chunks_mut(distance).zip(from) {
             to[start..start + N].copy_from_slice(&from[..N]);
         }
     }
     match length {
-        4 => fixed::<E, 4>(to, start, distance, from),
-        8 => fixed::<E, 8>(to, start, distance, from),
-        16 => fixed::<E, 16>(to, start, distance, from),
-        32 => fixed::<E, 32>(to, start, distance, from),
+        4 => fixed::<4>(to, start, distance, from),
+        8 => fixed::<8>(to, start, distance, from),
+        16 => fixed::<16>(to, start, distance, from),
+        32 => fixed::<32>(to, start, distance, from),
         _ => {
             for (to, from) in to.chunks_mut(distance).zip(from) {
                 to[start..start + length].copy_from_slice(&from[..length]);

@@ -17,11 +17,19 @@ impl Unit for Avx512 {
         match self {}
     }
 
+    fn transpose_pairs(self, _: &[u32], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
+        match self {}
+    }
+
     fn interleave(self, _: &[bf16], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
         match self {}
     }
 
     fn tile(self, _: &[u32], _: &[u32], _: usize, _: usize, _: usize, _: &mut [f32], _: usize, _: bool) {
+        match self {}
+    }
+
+    fn pair(self, _: &[bf16], _: &[bf16], _: &mut [u32]) {
         match self {}
     }
 

@@ -29,10 +29,9 @@ impl Avx512 {
     }
 }
 
-/// Checks that `from` has the lines, and `to` has room for 16 pairs at each place.
-fn check(from: &[bf16], last: usize, lines: usize, depth: usize, to: &[u32], width: usize) {
-    let places = depth.div_ceil(2);
-    assert!((1..=LANES).contains(&lines) && depth > 0 && last < from.len());
+/// Checks that `from` has the lines, and `to` has room for 16 pairs at each of the places.
+fn check<E>(from: &[E], last: usize, lines: usize, places: usize, to: &[u32], width: usize) {
+    assert!((1..=LANES).contains(&lines) && places > 0 && last < from.len());
     assert!((places - 1) * width + LANES <= to.len());
 }
 
@@ -54,13 +53,20 @@ impl Unit for Avx512 {
     }
 
     fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
-        check(from, (lines - 1) * distance + depth - 1, lines, depth, to, width);
+        check(from, (lines - 1) * distance + depth - 1, lines, depth.div_ceil(2), to, width);
         // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
         unsafe { transpose(from.as_ptr(), distance, lines, depth, to.as_mut_ptr(), width) }
     }
 
+    fn transpose_pairs(self, from: &[u32], distance: usize, lines: usize, pairs: usize, to: &mut [u32], width: usize) {
+        check(from, (lines - 1) * distance + pairs - 1, lines, pairs, to, width);
+        // SAFETY: the processor has the instructions, and the slices are long enough, as checked. Both types are numbers
+        // without invalid values.
+        unsafe { transpose(from.as_ptr().cast(), 2 * distance, lines, 2 * pairs, to.as_mut_ptr(), width) }
+    }
+
     fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
-        check(from, (depth - 1) * distance + lines - 1, lines, depth, to, width);
+        check(from, (depth - 1) * distance + lines - 1, lines, depth.div_ceil(2), to, width);
         // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
         unsafe { interleave(from.as_ptr(), distance, lines, depth, to.as_mut_ptr(), width) }
     }
@@ -98,6 +104,13 @@ impl Unit for Avx512 {
             };
         }
         tiles!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+    }
+
+    #[inline(always)]
+    fn pair(self, first: &[bf16], second: &[bf16], to: &mut [u32]) {
+        let count = first.len().min(second.len()).min(to.len());
+        // SAFETY: the processor has the instructions, and all slices have `count` elements.
+        unsafe { pair(first.as_ptr(), second.as_ptr(), to.as_mut_ptr(), count) };
     }
 
     fn round(self, from: &[f32], term: f32, to: &mut [bf16]) {
@@ -198,17 +211,51 @@ unsafe fn interleave(from: *const bf16, distance: usize, lines: usize, depth: us
 }
 
 /// # Safety
+/// All pointers must be valid for `count` elements.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+#[inline]
+unsafe fn pair(first: *const bf16, second: *const bf16, to: *mut u32, count: usize) {
+    let paired = |first: __m256i, second: __m256i| {
+        let [first, second] = [_mm512_cvtepu16_epi32(first), _mm512_cvtepu16_epi32(second)];
+        _mm512_or_si512(first, _mm512_slli_epi32::<16>(second))
+    };
+    let whole = count / LANES * LANES;
+    for start in (0..whole).step_by(LANES) {
+        // SAFETY: all have 16 elements from `start` on.
+        unsafe {
+            let [first, second] = [first, second].map(|from| _mm256_loadu_si256(from.add(start).cast()));
+            _mm512_storeu_si512(to.add(start).cast(), paired(first, second));
+        }
+    }
+    if whole < count {
+        let mask = (1 << (count - whole)) - 1;
+        // SAFETY: the mask leaves out what is beyond `count`.
+        unsafe {
+            let [first, second] = [first, second].map(|from| _mm256_maskz_loadu_epi16(mask, from.add(whole).cast()));
+            _mm512_mask_storeu_epi32(to.add(whole).cast(), mask, paired(first, second));
+        }
+    }
+}
+
+/// # Safety
 /// Both pointers must be valid for `count` elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn round(from: *const f32, term: f32, to: *mut bf16, count: usize) {
     let term = _mm512_set1_ps(term);
-    for start in (0..count).step_by(LANES) {
-        let mask = if count - start >= LANES { !0 } else { (1 << (count - start)) - 1 };
-        // SAFETY: the mask leaves out what is beyond `count`, and both types are 256 bits of anything.
+    // SAFETY: both types are 256 bits of anything.
+    let rounded =
+        |from: __m512| unsafe { transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(_mm512_add_ps(from, term))) };
+    let whole = count / LANES * LANES;
+    for start in (0..whole).step_by(LANES) {
+        // SAFETY: both have 16 elements from `start` on.
+        unsafe { _mm256_storeu_si256(to.add(start).cast(), rounded(_mm512_loadu_ps(from.add(start)))) };
+    }
+    if whole < count {
+        let mask = (1 << (count - whole)) - 1;
+        // SAFETY: the mask leaves out what is beyond `count`.
         unsafe {
-            let sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, from.add(start)), term);
-            let rounded = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum));
-            _mm256_mask_storeu_epi16(to.add(start).cast(), mask, rounded);
+            let from = _mm512_maskz_loadu_ps(mask, from.add(whole));
+            _mm256_mask_storeu_epi16(to.add(whole).cast(), mask, rounded(from));
         }
     }
 }

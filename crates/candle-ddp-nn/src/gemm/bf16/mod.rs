@@ -41,6 +41,9 @@ pub(crate) trait Unit: Copy + Send + Sync {
     /// them after the last, and a place's surplus is overwritten by the next.
     fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize);
 
+    /// The same, where `from` has `pairs` pairs in each line.
+    fn transpose_pairs(self, from: &[u32], distance: usize, lines: usize, pairs: usize, to: &mut [u32], width: usize);
+
     /// The same, where `from` has lines side by side, and neighbours along the depth `distance` apart.
     fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize);
 
@@ -64,6 +67,9 @@ pub(crate) trait Unit: Copy + Send + Sync {
     fn multiply(self, product: Product) {
         product.by_tiles(self);
     }
+
+    /// Writes the pairs of each element of `first` and the one of `second`, as far as all go.
+    fn pair(self, first: &[bf16], second: &[bf16], to: &mut [u32]);
 
     /// Rounds each of `from` + `term`, as far as `to` goes.
     fn round(self, from: &[f32], term: f32, to: &mut [bf16]);

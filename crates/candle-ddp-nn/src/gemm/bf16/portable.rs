@@ -10,6 +10,14 @@ impl Unit for Portable {
         place([distance, 1], from, lines, depth, to, width);
     }
 
+    fn transpose_pairs(self, from: &[u32], distance: usize, lines: usize, pairs: usize, to: &mut [u32], width: usize) {
+        for pair in 0..pairs {
+            let to = &mut to[pair * width..][..LANES];
+            to.fill(0);
+            to.iter_mut().take(lines).enumerate().for_each(|(line, to)| *to = from[line * distance + pair]);
+        }
+    }
+
     fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
         place([1, distance], from, lines, depth, to, width);
     }
@@ -37,6 +45,12 @@ impl Unit for Portable {
                 let result = &mut result[row * distance + column];
                 *result = if accumulate { *result + sum } else { sum };
             }
+        }
+    }
+
+    fn pair(self, first: &[bf16], second: &[bf16], to: &mut [u32]) {
+        for (to, (first, second)) in to.iter_mut().zip(first.iter().zip(second)) {
+            *to = u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
         }
     }
 
