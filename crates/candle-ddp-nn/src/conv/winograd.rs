@@ -110,7 +110,7 @@ fn convolve<A: Tile, T: Element>(
         let mut work = Work::<T::Real>::new::<A>(&geometry);
         for rows in blocks::<A>(&geometry) {
             let lanes = lanes::<A>(&geometry, &rows);
-            vectorise!(|| transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work));
+            transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work);
             for point in 0..A::POINTS {
                 // Turned weights map the outputs of their convolution to its inputs.
                 let strides = if turned { Strides::transposed(co) } else { Strides::rows(ci) };
@@ -119,7 +119,7 @@ fn convolve<A: Tile, T: Element>(
                 let outputs = &mut work.outputs[point * co * lanes..][..co * lanes];
                 gemm((co, lanes, ci), outputs, false, weights, inputs, threads)?;
             }
-            vectorise!(|| transform_outputs::<A, T>(&geometry, rows.clone(), &mut work, bias, y));
+            transform_outputs::<A, T>(&geometry, rows.clone(), &mut work, bias, y);
         }
         Ok(())
     })?;
@@ -137,10 +137,8 @@ fn filter<A: Tile, T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result
         let mut sum = vec![zero; A::POINTS * ci * co];
         for rows in blocks::<A>(&geometry) {
             let lanes = lanes::<A>(&geometry, &rows);
-            vectorise!(|| {
-                transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work);
-                transform_gradients::<A, T>(&geometry, rows.clone(), dy, &mut work);
-            });
+            transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work);
+            transform_gradients::<A, T>(&geometry, rows.clone(), dy, &mut work);
             for (point, sum) in sum.chunks_exact_mut(ci * co).enumerate() {
                 let inputs = (&work.inputs[point * ci * lanes..][..ci * lanes], Strides::transposed(lanes));
                 let outputs = (&work.outputs[point * co * lanes..][..co * lanes], Strides::rows(lanes));
@@ -245,8 +243,13 @@ fn transform_back<A: Tile, R: Real>(geometry: &Geometry, points: &[R]) -> Vec<R>
     weight
 }
 
+fn widen<T: Element>(from: &[T], to: &mut [T::Real]) {
+    vectorise!(|| to.iter_mut().zip(from).for_each(|(to, from)| *to = from.widen()));
+}
+
 /// Bᵀ x B for the tiles of all channels.
-#[inline(always)]
+///
+/// Only the arithmetic uses wide vectors: their instructions for elements that lie apart are slower than single loads.
 fn transform_inputs<A: Tile, T: Element>(geometry: &Geometry, rows: Range<usize>, x: &[T], work: &mut Work<T::Real>) {
     let lanes = lanes::<A>(geometry, &rows);
     let ([height, width], [pad_y, pad_x], zero) = (geometry.input, geometry.padding, T::Real::default());
@@ -266,7 +269,7 @@ fn transform_inputs<A: Tile, T: Element>(geometry: &Geometry, rows: Range<usize>
                 let source = &x[plane + at * width..][..width];
                 let end = (pad_x + width).min(line.len());
                 line[..pad_x].fill(zero);
-                line[pad_x..end].iter_mut().zip(source).for_each(|(to, from)| *to = from.widen());
+                widen(source, &mut line[pad_x..end]);
                 line[end..].fill(zero);
                 for (shift, place) in places.enumerate() {
                     let steps = line[shift..].iter().step_by(A::OUTPUTS);
@@ -274,14 +277,15 @@ fn transform_inputs<A: Tile, T: Element>(geometry: &Geometry, rows: Range<usize>
                 }
             }
         }
-        for lane in (0..lanes).step_by(LANES) {
-            A::inputs(elements, lanes, lane, &mut inputs[channel * lanes..], geometry.ci * lanes);
-        }
+        vectorise!(|| {
+            for lane in (0..lanes).step_by(LANES) {
+                A::inputs(elements, lanes, lane, &mut inputs[channel * lanes..], geometry.ci * lanes);
+            }
+        });
     }
 }
 
 /// Aᵀ m A for the tiles of all channels, to their places in y.
-#[inline(always)]
 fn transform_outputs<A: Tile, T: Element>(
     geometry: &Geometry,
     rows: Range<usize>,
@@ -295,9 +299,11 @@ fn transform_outputs<A: Tile, T: Element>(
     let Work { outputs, elements, .. } = work;
     for channel in 0..geometry.co {
         let bias = bias.map_or(T::Real::default(), |bias| bias[channel]);
-        for lane in (0..lanes).step_by(LANES) {
-            A::outputs(&outputs[channel * lanes..], geometry.co * lanes, lane, elements, lanes);
-        }
+        vectorise!(|| {
+            for lane in (0..lanes).step_by(LANES) {
+                A::outputs(&outputs[channel * lanes..], geometry.co * lanes, lane, elements, lanes);
+            }
+        });
         for (start, row) in (0..).step_by(across).zip(rows.clone()) {
             let (image, row) = (row / down, row % down);
             let plane = (image * geometry.co + channel) * height * width;
@@ -313,7 +319,6 @@ fn transform_outputs<A: Tile, T: Element>(
 }
 
 /// A dy Aᵀ for the tiles of all channels.
-#[inline(always)]
 fn transform_gradients<A: Tile, T: Element>(
     geometry: &Geometry,
     rows: Range<usize>,
@@ -336,7 +341,7 @@ fn transform_gradients<A: Tile, T: Element>(
                     continue;
                 }
                 let source = &dy[plane + at * width..][..width];
-                line[..width].iter_mut().zip(source).for_each(|(to, from)| *to = from.widen());
+                widen(source, &mut line[..width]);
                 line[width..].fill(zero);
                 for (shift, place) in places.enumerate() {
                     let steps = line[shift..].iter().step_by(size);
@@ -347,9 +352,11 @@ fn transform_gradients<A: Tile, T: Element>(
         // Padding tiles contribute zeros.
         let tiles = rows.len() * across;
         elements.chunks_exact_mut(lanes).for_each(|place| place[tiles..].fill(zero));
-        for lane in (0..lanes).step_by(LANES) {
-            A::gradients(elements, lanes, lane, &mut outputs[channel * lanes..], geometry.co * lanes);
-        }
+        vectorise!(|| {
+            for lane in (0..lanes).step_by(LANES) {
+                A::gradients(elements, lanes, lane, &mut outputs[channel * lanes..], geometry.co * lanes);
+            }
+        });
     }
 }
 

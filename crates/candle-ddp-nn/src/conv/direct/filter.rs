@@ -3,7 +3,7 @@
 //! A pair is one output of two images, or of the two halves of one image. So the inputs that a tap sees at neighbouring pairs
 //! lie side by side, and each tap reads the same cells.
 use super::planes::{Band, Planes, Run, Window};
-use super::{COLUMNS, taps, window};
+use super::{COLUMNS, Tap, taps, window};
 use crate::conv::geometry::Geometry;
 use crate::conv::parts::sum_parts;
 use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
@@ -23,16 +23,20 @@ pub(in crate::conv) fn backward_filter<U: Unit>(
     x: &[bf16],
     dy: &[bf16],
 ) -> Result<Vec<f32>> {
-    let window = window(geometry);
     let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
     let size = geometry.co * geometry.taps();
     let mut gradient = sum_parts(geometry, size, |part, threads| {
         let (x, dy) = (&x[part.start * inputs..part.end * inputs], &dy[part.start * outputs..part.end * outputs]);
+        let images = part.len();
+        let folded = if images == 1 { folded(geometry, x, dy) } else { None };
+        let part = match &folded {
+            Some((geometry, x, dy)) => Part { geometry, window: window(geometry), x, dy, threads },
+            None => Part { geometry, window: window(geometry), x, dy, threads },
+        };
         let mut sum = vec![0.0; size];
-        let block = Block { geometry, window: &window, x, dy, threads };
-        for halves in &window.halves(part.len()) {
+        for halves in part.window.halves(images) {
             for (group, sum) in sum.chunks_exact_mut(geometry.group_outputs() * geometry.taps()).enumerate() {
-                block.add(unit, halves, group, sum);
+                part.add(unit, &halves, group, sum);
             }
         }
         Ok(sum)
@@ -42,7 +46,7 @@ pub(in crate::conv) fn backward_filter<U: Unit>(
 }
 
 /// Two equal parts of a batch, whose outputs are paired: a band, and how many images and rows after it the other one lies.
-/// A single row has no other.
+/// A single row of a single image has no other.
 #[derive(Debug, PartialEq, Eq)]
 struct Halves {
     first: Band,
@@ -50,42 +54,65 @@ struct Halves {
 }
 
 impl Window {
-    /// Halves of about [`DEPTH`] outputs each, which cover the batch.
+    /// Halves of about [`DEPTH`] outputs each, or of a row, which cover the batch.
     fn halves(&self, images: usize) -> Vec<Halves> {
         let [height, width] = self.outputs;
-        let paired = 2 * (DEPTH / (height * width).max(1));
-        let rows = 2 * (DEPTH / width.max(1)).max(1);
+        let rows = (DEPTH / width.max(1)).clamp(1, height.max(1));
         let mut all = Vec::new();
-        for images in evenly(0..images, paired) {
-            let pairs = images.len() / 2;
-            if pairs > 0 {
-                let first = Band { images: images.start..images.start + pairs, rows: 0..height };
-                all.push(Halves { first, second: Some([pairs, 0]) });
+        for images in evenly(images, 2 * (DEPTH / (height * width).max(1)).max(1)) {
+            if images.len() == 1 {
+                all.extend(evenly(height, 2 * rows).map(|rows| {
+                    let half = rows.len().div_ceil(2);
+                    let first = Band { images: images.clone(), rows: rows.start..rows.start + half };
+                    Halves { first, second: (rows.len() > 1).then_some([0, half]) }
+                }));
                 continue;
             }
-            all.extend(evenly(0..height, rows).map(|rows| {
-                let half = rows.len().div_ceil(2);
-                let first = Band { images: images.clone(), rows: rows.start..rows.start + half };
-                Halves { first, second: (rows.len() > 1).then_some([0, half]) }
+            let pairs = images.len() / 2;
+            all.extend((0..height).step_by(rows).map(|row| {
+                let first = Band { images: images.start..images.start + pairs, rows: row..(row + rows).min(height) };
+                Halves { first, second: Some([pairs, 0]) }
             }));
         }
         all
     }
 }
 
-/// Parts of a range of `limit` or an even number of elements, or of a single one where that is not possible.
-fn evenly(range: Range<usize>, limit: usize) -> impl Iterator<Item = Range<usize>> {
-    let mut start = range.start;
+/// Parts of 0..`count` with an even number of elements up to `limit`, and one with the last element of an odd count.
+fn evenly(count: usize, limit: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut start = 0;
     std::iter::from_fn(move || {
-        let count = match limit.min(range.end - start) {
-            0 => (range.end - start).min(1),
-            1 => 1,
-            count => count / 2 * 2,
-        };
-        let part = start..start + count;
+        let part = start..start + (limit.min(count - start) / 2 * 2).max(1).min(count - start);
         start = part.end;
-        (count > 0).then_some(part)
+        (!part.is_empty()).then_some(part)
     })
+}
+
+/// A line as two rows, so that it has halves: the same convolution with its input and its gradient. After an odd number of
+/// outputs, one follows whose gradient is zero.
+fn folded(geometry: &Geometry, x: &[bf16], dy: &[bf16]) -> Option<(Geometry, Vec<bf16>, Vec<bf16>)> {
+    let Geometry { input, output, kernel, stride, padding, dilation, .. } = *geometry;
+    if [input[0], kernel[0], output[0]] != [1; 3] || padding[0] > 0 || output[1] < 2 {
+        return None;
+    }
+    let half = output[1].div_ceil(2);
+    let seen = (half - 1) * stride[1] + (kernel[1] - 1) * dilation[1] + 1;
+    let rows = |lines: &[bf16], width: usize, shift: usize, distance: usize, row: usize| {
+        let mut rows = vec![bf16::ZERO; lines.len() / width.max(1) * 2 * row];
+        for (line, rows) in lines.chunks_exact(width.max(1)).zip(rows.chunks_exact_mut(2 * row)) {
+            for (at, row) in rows.chunks_exact_mut(row).enumerate() {
+                // Where the row starts in the line, or how many zeros come first.
+                let (from, zeros) = ((at * distance).saturating_sub(shift), shift.saturating_sub(at * distance));
+                let (Some(from), Some(to)) = (line.get(from..), row.get_mut(zeros..)) else { continue };
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+            }
+        }
+        rows
+    };
+    let x = rows(x, input[1], padding[1], half * stride[1], seen);
+    let dy = rows(dy, output[1], 0, half, half);
+    let folded = Geometry { input: [2, seen], output: [2, half], stride: [1, stride[1]], padding: [0; 2], ..*geometry };
+    Some((folded, x, dy))
 }
 
 /// The channels of a group that are packed together.
@@ -115,18 +142,19 @@ fn order_by_channel(geometry: &Geometry, sums: &mut [f32]) {
     });
 }
 
-struct Block<'a> {
+/// The images that are summed together.
+struct Part<'a> {
     geometry: &'a Geometry,
-    window: &'a Window,
+    window: Window,
     x: &'a [bf16],
     dy: &'a [bf16],
     threads: usize,
 }
 
-impl Block<'_> {
+impl Part<'_> {
     /// Adds to a group's sums what two halves contribute.
     fn add<U: Unit>(&self, unit: U, halves: &Halves, group: usize, sums: &mut [f32]) {
-        let (geometry, window) = (self.geometry, self.window);
+        let (geometry, window) = (self.geometry, &self.window);
         let taps = taps(geometry);
         let pairs = halves.first.outputs(window);
         let mut rows = PackedRows::default();
@@ -136,19 +164,22 @@ impl Block<'_> {
             vectorise!(|| self.gradients(unit, halves, group, rows, pairs, &mut lines));
             unit.transpose_pairs(&lines, pairs, width, pairs, to, width);
         });
-        let mut packed = vec![0; COLUMNS * pairs];
+        let mut packed = vec![0; COLUMNS * pairs.min(2 * DEPTH)];
         for channels in channels(geometry) {
             let first = channels.start * taps.len();
             let cells = Cells::new(unit, self, halves, group, channels);
             let count = taps.len() * cells.channels;
             for start in (0..count).step_by(COLUMNS) {
-                let columns = COLUMNS.min(count - start);
-                for (at, panel) in (start..start + columns).step_by(WIDTH).zip(packed.chunks_exact_mut(WIDTH * pairs)) {
-                    let end = (at + WIDTH).min(start + columns);
-                    vectorise!(|| cells.pack(&taps, at..end, halves, panel));
+                let columns = start..(start + COLUMNS).min(count);
+                for depth in (0..pairs).step_by(2 * DEPTH).map(|start| start..(start + 2 * DEPTH).min(pairs)) {
+                    let panels = packed.chunks_exact_mut(WIDTH * depth.len());
+                    for (at, panel) in columns.clone().step_by(WIDTH).zip(panels) {
+                        let end = (at + WIDTH).min(columns.end);
+                        vectorise!(|| cells.pack(&taps, at..end, halves, depth.clone(), panel));
+                    }
+                    let (b, result) = ((&packed[..], columns.len()), (&mut sums[first + start..], geometry.taps()));
+                    multiply_packed(unit, &rows, depth, b, result, true, self.threads);
                 }
-                let (b, result) = ((&packed[..], columns), (&mut sums[first + start..], geometry.taps()));
-                multiply_packed(unit, &rows, 0..pairs, b, result, true, self.threads);
             }
         }
     }
@@ -191,8 +222,8 @@ struct Cells {
 }
 
 impl Cells {
-    fn new<U: Unit>(unit: U, block: &Block, halves: &Halves, group: usize, channels: Range<usize>) -> Self {
-        let Block { geometry, window, x, .. } = block;
+    fn new<U: Unit>(unit: U, part: &Part, halves: &Halves, group: usize, channels: Range<usize>) -> Self {
+        let Part { geometry, window, x, .. } = part;
         let (inputs, pixels) = (geometry.group_inputs(), geometry.input_pixels());
         let sources = |channel: usize, image: usize| {
             let pixels = |image: usize| {
@@ -209,20 +240,20 @@ impl Cells {
             let count = LANES.min(channels.len() - channel);
             unit.transpose_pairs(planes.from(channel * size), size, count, size, &mut values[channel..], width);
         }
-        Self { values, width, channels: channels.len(), planes, window: **window }
+        Self { values, width, channels: channels.len(), planes, window: *window }
     }
 
-    /// Writes a panel of columns, which are tap by tap the channels.
+    /// Writes the pairs `depth` of a panel of columns, which are tap by tap the channels.
     #[inline(always)]
-    fn pack(&self, taps: &[super::Tap], columns: Range<usize>, halves: &Halves, panel: &mut [u32]) {
+    fn pack(&self, taps: &[Tap], columns: Range<usize>, halves: &Halves, depth: Range<usize>, panel: &mut [u32]) {
         let mut column = columns.start;
         while column < columns.end {
             let (tap, channel) = (column / self.channels, column % self.channels);
             let count = (self.channels - channel).min(columns.end - column);
             let offset = self.window.tap(taps[tap].offset);
-            for run in self.window.runs(&halves.first, 0..halves.first.outputs(&self.window)) {
+            for run in self.window.runs(&halves.first, depth.clone()) {
                 let from = &self.values[(self.planes.start(&run) + offset) * self.width + channel..];
-                let to = &mut panel[run.start * WIDTH + column - columns.start..];
+                let to = &mut panel[(run.start - depth.start) * WIDTH + column - columns.start..];
                 if count == WIDTH {
                     to[..run.length * WIDTH].copy_from_slice(&from[..run.length * WIDTH]);
                     continue;

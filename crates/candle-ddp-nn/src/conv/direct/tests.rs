@@ -46,6 +46,12 @@ fn passes_agree_with_products_of_f64<U: Unit>(unit: U) {
         // Bands of rows.
         (2, [2, 1], 1, [76, 72], [3, 3], [1, 1], [1, 1], [1, 1]),
         (2, [2, 1], 1, [78, 150], [3, 3], [2, 2], [1, 1], [2, 2]),
+        // Lines of one image, and rows that are longer than a block is deep.
+        (1, [3, 4], 1, [1, 130], [1, 3], [1, 1], [0, 1], [1, 1]),
+        (1, [4, 4], 2, [1, 65], [1, 5], [1, 3], [0, 7], [1, 2]),
+        (1, [2, 3], 1, [1, 3], [1, 2], [1, 1], [0, 2], [1, 1]),
+        (3, [2, 3], 1, [3, 110], [3, 3], [1, 1], [1, 1], [1, 1]),
+        (1, [2, 3], 1, [3, 70], [1, 3], [1, 1], [0, 1], [1, 1]),
     ];
     for (n, [ci, co], groups, input, kernel, stride, padding, dilation) in cases {
         let output = [0, 1]
