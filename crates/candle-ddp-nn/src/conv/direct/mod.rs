@@ -216,11 +216,12 @@ impl Pass {
     #[inline(always)]
     fn weight_pairs<U: Unit>(&self, unit: U, weight: &[bf16], line: &mut [u32]) {
         let taps = self.taps.len();
-        let ordered = self.taps.iter().enumerate().all(|(at, tap)| tap.element == at);
+        // Calls for fewer taps take longer than a loop over them.
+        let in_order = taps > 3 && self.taps.iter().enumerate().all(|(at, tap)| tap.element == at);
         for (input, line) in (0..self.inputs).step_by(2).zip(line.chunks_exact_mut(taps)) {
             let first = &weight[input * self.by_input..];
             let second = (input + 1 < self.inputs).then(|| &first[self.by_input..]);
-            if let Some(second) = second.filter(|_| ordered) {
+            if let Some(second) = second.filter(|_| in_order) {
                 unit.pair(&first[..taps], &second[..taps], line);
                 continue;
             }
