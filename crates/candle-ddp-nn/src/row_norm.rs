@@ -186,8 +186,9 @@ fn sum<T: Element>(x: &[T], term: impl Fn(T::Real) -> T::Real) -> T::Real {
     fold(lanes)
 }
 
+/// The sum of partial sums, in their order.
 #[inline(always)]
-fn fold<A: Real>(lanes: [A; LANES]) -> A {
+pub(super) fn fold<A: Real, const LANES: usize>(lanes: [A; LANES]) -> A {
     lanes.into_iter().fold(A::from_f64(0.0), |sum, lane| sum + lane)
 }
 

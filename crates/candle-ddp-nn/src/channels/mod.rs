@@ -10,6 +10,7 @@ mod tests;
 
 pub(super) use fused::{After, Gate};
 
+use super::row_norm::fold;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice, with_slice};
@@ -293,17 +294,10 @@ fn sums<T: Element, const K: usize>(
             lanes.iter_mut().zip(terms).for_each(|(lanes, term)| lanes[lane] += term);
         }
     }
-    // The partial sums above stay in registers, as nothing refers to them.
-    let mut halves = lanes;
-    for half in [8, 4, 2, 1] {
-        for lanes in &mut halves {
-            for lane in 0..half {
-                lanes[lane] += lanes[lane + half];
-            }
-        }
-    }
     let mut sums = [zero; K];
-    sums.iter_mut().zip(&halves).for_each(|(sum, lanes)| *sum = lanes[0]);
+    for (sum, lanes) in sums.iter_mut().zip(lanes) {
+        *sum = fold(lanes);
+    }
     for (a, b) in rest {
         let terms = terms(a.widen(), b.widen());
         sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);

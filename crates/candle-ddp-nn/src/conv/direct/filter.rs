@@ -3,7 +3,7 @@
 //! A pair is one output of two images, or of the two halves of one image. So the inputs that a tap sees at neighbouring pairs
 //! lie side by side, and each tap reads the same cells.
 use super::planes::{Band, Planes, Run, Window};
-use super::{COLUMNS, Tap, taps, window};
+use super::{COLUMNS, taps, window};
 use crate::conv::geometry::Geometry;
 use crate::conv::parts::sum_parts;
 use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
@@ -47,7 +47,6 @@ pub(in crate::conv) fn backward_filter<U: Unit>(
 
 /// Two equal parts of a batch, whose outputs are paired: a band, and how many images and rows after it the other one lies.
 /// A single row of a single image has no other.
-#[derive(Debug, PartialEq, Eq)]
 struct Halves {
     first: Band,
     second: Option<[usize; 2]>,
@@ -155,7 +154,7 @@ impl Part<'_> {
     /// Adds to a group's sums what two halves contribute.
     fn add<U: Unit>(&self, unit: U, halves: &Halves, group: usize, sums: &mut [f32]) {
         let (geometry, window) = (self.geometry, &self.window);
-        let taps = taps(geometry);
+        let taps = geometry.kernel[0] * geometry.kernel[1];
         let pairs = halves.first.outputs(window);
         let mut rows = PackedRows::default();
         let mut lines = vec![0; LANES * pairs];
@@ -166,16 +165,16 @@ impl Part<'_> {
         });
         let mut packed = vec![0; COLUMNS * pairs.min(2 * DEPTH)];
         for channels in channels(geometry) {
-            let first = channels.start * taps.len();
+            let first = channels.start * taps;
             let cells = Cells::new(unit, self, halves, group, channels);
-            let count = taps.len() * cells.channels;
+            let count = taps * cells.channels;
             for start in (0..count).step_by(COLUMNS) {
                 let columns = start..(start + COLUMNS).min(count);
                 for depth in (0..pairs).step_by(2 * DEPTH).map(|start| start..(start + 2 * DEPTH).min(pairs)) {
                     let panels = packed.chunks_exact_mut(WIDTH * depth.len());
                     for (at, panel) in columns.clone().step_by(WIDTH).zip(panels) {
                         let end = (at + WIDTH).min(columns.end);
-                        vectorise!(|| cells.pack(&taps, at..end, halves, depth.clone(), panel));
+                        vectorise!(|| cells.pack(at..end, depth.clone(), panel));
                     }
                     let (b, result) = ((&packed[..], columns.len()), (&mut sums[first + start..], geometry.taps()));
                     multiply_packed(unit, &rows, depth, b, result, true, self.threads);
@@ -218,7 +217,8 @@ struct Cells {
     width: usize,
     channels: usize,
     planes: Planes,
-    window: Window,
+    /// Where each tap sees the first place.
+    taps: Vec<usize>,
 }
 
 impl Cells {
@@ -240,19 +240,19 @@ impl Cells {
             let count = LANES.min(channels.len() - channel);
             unit.transpose_pairs(planes.from(channel * size), size, count, size, &mut values[channel..], width);
         }
-        Self { values, width, channels: channels.len(), planes, window: *window }
+        let taps = planes.starts(1, taps(geometry).iter().map(|tap| tap.offset));
+        Self { values, width, channels: channels.len(), planes, taps }
     }
 
     /// Writes the pairs `depth` of a panel of columns, which are tap by tap the channels.
     #[inline(always)]
-    fn pack(&self, taps: &[Tap], columns: Range<usize>, halves: &Halves, depth: Range<usize>, panel: &mut [u32]) {
+    fn pack(&self, columns: Range<usize>, depth: Range<usize>, panel: &mut [u32]) {
         let mut column = columns.start;
         while column < columns.end {
             let (tap, channel) = (column / self.channels, column % self.channels);
             let count = (self.channels - channel).min(columns.end - column);
-            let offset = self.window.tap(taps[tap].offset);
-            for run in self.window.runs(&halves.first, depth.clone()) {
-                let from = &self.values[(self.planes.start(&run) + offset) * self.width + channel..];
+            for run in self.planes.runs(depth.clone()) {
+                let from = &self.values[(self.planes.start(&run) + self.taps[tap]) * self.width + channel..];
                 let to = &mut panel[(run.start - depth.start) * WIDTH + column - columns.start..];
                 if count == WIDTH {
                     to[..run.length * WIDTH].copy_from_slice(&from[..run.length * WIDTH]);

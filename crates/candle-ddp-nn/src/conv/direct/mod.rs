@@ -10,7 +10,7 @@ mod tests;
 
 use super::geometry::Geometry;
 use super::parts::each_part;
-use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
+use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed, pair};
 use candle_core::Result;
 use candle_ddp_tensor::vectorise;
 pub(super) use filter::backward_filter;
@@ -227,7 +227,7 @@ impl Pass {
             }
             for (tap, to) in self.taps.iter().zip(line) {
                 let second = second.map_or(bf16::ZERO, |second| second[tap.element]);
-                *to = u32::from(first[tap.element].to_bits()) | u32::from(second.to_bits()) << 16;
+                *to = pair(first[tap.element], second);
             }
         }
     }
@@ -262,7 +262,7 @@ impl Pass {
                 vectorise!(|| {
                     for (start, panel) in range.clone().step_by(WIDTH).zip(packed.chunks_exact_mut(WIDTH * depth.len()))
                     {
-                        for run in self.window.runs(band, start..(start + WIDTH).min(range.end)) {
+                        for run in planes.runs(start..(start + WIDTH).min(range.end)) {
                             let at = planes.start(&run);
                             let from = starts[depth.clone()].iter().map(|start| planes.from(start + at));
                             copy_runs(panel, (run.start - start, WIDTH), run.length, from);

@@ -1,5 +1,5 @@
 //! Images with the zeros around them, so that what a kernel's tap sees at neighbouring outputs lies side by side.
-use crate::gemm::bf16::Unit;
+use crate::gemm::bf16::{Unit, pair};
 use half::bf16;
 use std::ops::Range;
 
@@ -72,7 +72,7 @@ impl Window {
     }
 
     /// The distance in cells from what an output sees to what it sees by a tap with this offset.
-    pub(super) fn tap(&self, [y, x]: [usize; 2]) -> usize {
+    fn tap(&self, [y, x]: [usize; 2]) -> usize {
         let step = self.step[1];
         y * self.width() + x % step * (self.width() / step) + x / step
     }
@@ -156,7 +156,7 @@ impl Planes {
                         }
                         let pairs = a.iter().step_by(step[1]).zip(b.iter().step_by(step[1]));
                         for (to, (a, b)) in to.iter_mut().zip(pairs) {
-                            *to = u32::from(a.to_bits()) | u32::from(b.to_bits()) << 16;
+                            *to = pair(*a, *b);
                         }
                     }
                 }
@@ -180,6 +180,11 @@ impl Planes {
     #[inline(always)]
     pub(super) fn from(&self, cell: usize) -> &[u32] {
         &self.cells[cell..]
+    }
+
+    /// As [`Window::runs`] of the band.
+    pub(super) fn runs(&self, range: Range<usize>) -> impl Iterator<Item = Run> {
+        self.window.runs(&self.band, range)
     }
 
     /// Where in a plane the first of a run's outputs sees the tap without offset.

@@ -3,7 +3,6 @@
 use super::amx::Config;
 use super::tests::{numbers, products_are_exact_up_to_sums};
 use super::{Avx512, LANES, Product, Unit, WIDTH};
-use half::bf16;
 use std::cell::UnsafeCell;
 use std::ptr::{null_mut, read_unaligned};
 use std::sync::Once;
@@ -193,9 +192,8 @@ fn tiles_multiply_exactly_up_to_sums() {
     let Some(unit) = unit() else { return };
     products_are_exact_up_to_sums(unit);
     for (rows, columns, pairs) in [(16, 64, 32), (16, 32, 16), (5, 33, 1), (1, 7, 40), (16, 95, 15)] {
-        let pair = |[first, second]: [bf16; 2]| u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
         let pack = |count: usize, seed: u64| -> Vec<u32> {
-            numbers(2 * count, seed).chunks_exact(2).map(|two| pair([two[0], two[1]])).collect()
+            numbers(2 * count, seed).chunks_exact(2).map(|two| super::pair(two[0], two[1])).collect()
         };
         let (a, b) = (pack(rows * pairs, 3), pack(usize::next_multiple_of(columns, WIDTH) * pairs, 4));
         let distance = columns + 2;

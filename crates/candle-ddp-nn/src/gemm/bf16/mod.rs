@@ -27,6 +27,12 @@ pub(crate) const LANES: usize = 16;
 /// The columns of a panel of b.
 pub(crate) const WIDTH: usize = LANES * VECTORS;
 
+/// The pair of two numbers.
+#[inline(always)]
+pub(crate) fn pair(first: bf16, second: bf16) -> u32 {
+    u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
+}
+
 /// What a processor can do. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
 ///
 /// Packed factors lie in panels of lines (rows of a, columns of b): pair by pair, and the pairs of all lines side by side.
@@ -217,11 +223,10 @@ fn pack<U: Unit>(
         }
         return;
     }
-    for (pair, to) in to.chunks_mut(width).take(depth.div_ceil(2)).enumerate() {
+    for (first, to) in (0..depth).step_by(2).zip(to.chunks_mut(width)) {
         for (line, to) in to.iter_mut().take(lines).enumerate() {
-            let at = |depth: usize| u32::from(from[line * by_line + depth * by_depth].to_bits());
-            let second = if 2 * pair + 1 < depth { at(2 * pair + 1) } else { 0 };
-            *to = at(2 * pair) | second << 16;
+            let at = |depth: usize| from[line * by_line + depth * by_depth];
+            *to = pair(at(first), if first + 1 < depth { at(first + 1) } else { bf16::ZERO });
         }
     }
 }

@@ -1,5 +1,5 @@
 //! What AVX512-BF16 does, for tests on every processor.
-use super::{LANES, Unit, VECTORS};
+use super::{LANES, Unit, VECTORS, pair};
 use half::bf16;
 
 #[derive(Clone, Copy)]
@@ -50,7 +50,7 @@ impl Unit for Portable {
 
     fn pair(self, first: &[bf16], second: &[bf16], to: &mut [u32]) {
         for (to, (first, second)) in to.iter_mut().zip(first.iter().zip(second)) {
-            *to = u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
+            *to = pair(*first, *second);
         }
     }
 
@@ -60,13 +60,12 @@ impl Unit for Portable {
 }
 
 fn place([by_line, by_depth]: [usize; 2], from: &[bf16], lines: usize, depth: usize, to: &mut [u32], width: usize) {
-    for pair in 0..depth.div_ceil(2) {
-        let to = &mut to[pair * width..][..LANES];
+    for first in (0..depth).step_by(2) {
+        let to = &mut to[first / 2 * width..][..LANES];
         to.fill(0);
         for (line, to) in to.iter_mut().enumerate().take(lines) {
-            let at = |depth: usize| u32::from(from[line * by_line + depth * by_depth].to_bits());
-            let second = if 2 * pair + 1 < depth { at(2 * pair + 1) } else { 0 };
-            *to = at(2 * pair) | second << 16;
+            let at = |depth: usize| from[line * by_line + depth * by_depth];
+            *to = pair(at(first), if first + 1 < depth { at(first + 1) } else { bf16::ZERO });
         }
     }
 }
