@@ -93,6 +93,10 @@ fn start_announced<'scope>(
     start(scope, store, rank, size)
 }
 
+/// Kinds of connections.
+const DATA: u8 = 0;
+const CONTROL: u8 = 2;
+
 /// The greeting of a caller that claims to be `rank` and wants a connection of this kind.
 fn greeting(handshake: &[u8], rank: u8, kind: u8) -> Vec<u8> {
     let mut greeting = [handshake, &[5; 32]].concat();
@@ -156,7 +160,7 @@ fn a_stranger_is_named_if_its_rank_is_missing() {
         announce(&store, 1, 2, secret().as_ref());
         let (address, handshake, _) = published(&store);
         let mut stranger = call(address);
-        stranger.write_all(&[greeting(&handshake, 1, 0), vec![0; PROOF]].concat()).unwrap();
+        stranger.write_all(&[greeting(&handshake, 1, CONTROL), vec![0; PROOF]].concat()).unwrap();
         assert_eq!(rest(stranger), REPLY);
         let error = rank_0.join().unwrap().unwrap_err().to_string();
         let expected = "claims to be rank 1, but did not prove that it has the secret of this rank: give all ranks";
@@ -175,28 +179,31 @@ fn who_only_knows_the_group_gets_nowhere() {
         let greeting = |rank, kind| greeting(&handshake, rank, kind);
         // Rank 0 proves that it knows the secret, and the stranger repeats that proof.
         let mut reflecting = call(address);
-        reflecting.write_all(&greeting(1, 0)).unwrap();
+        reflecting.write_all(&greeting(1, CONTROL)).unwrap();
         let mut reply = [0; REPLY];
         reflecting.read_exact(&mut reply).unwrap();
         assert_eq!(reply[..16], handshake[..16]);
         reflecting.write_all(&reply[GREETING..]).unwrap();
         assert_eq!(rest(reflecting), 0);
-        // A proof is valid only for its connection, rank and kind. Rank 0 proves anything it is asked
-        // for.
-        for (rank, kind) in [(1, 0), (1, 2), (0, 0), (7, 1)] {
+        // A proof is valid only for its connection and rank. Rank 0 proves whatever it is asked for, but nothing for a
+        // connection that comes after one for control.
+        for rank in [1, 0, 7] {
             let mut other = call(address);
-            other.write_all(&[greeting(rank, kind), reply[GREETING..].to_vec()].concat()).unwrap();
+            other.write_all(&[greeting(rank, CONTROL), reply[GREETING..].to_vec()].concat()).unwrap();
             other.read_exact(&mut [0; REPLY]).unwrap();
             assert_eq!(rest(other), 0);
         }
+        let mut early = call(address);
+        early.write_all(&[greeting(1, DATA), reply[GREETING..].to_vec()].concat()).unwrap();
+        assert_eq!(rest(early), 0);
         // Another world, which would be an error of the group if a peer said it.
-        let mut world = greeting(1, 0);
+        let mut world = greeting(1, CONTROL);
         world[24] = 9;
         let mut foreign = call(address);
         foreign.write_all(&[world, vec![0; PROOF]].concat()).unwrap();
         assert_eq!(rest(foreign), REPLY);
         // A stranger that claims to have no secret learns nothing at all.
-        let mut without = greeting(1, 0);
+        let mut without = greeting(1, CONTROL);
         without[32] = 0;
         let mut plain = call(address);
         plain.write_all(&without).unwrap();
@@ -205,7 +212,7 @@ fn who_only_knows_the_group_gets_nowhere() {
         let unproved: Vec<TcpStream> = (0..100)
             .map(|_| {
                 let mut stream = call(address);
-                stream.write_all(&greeting(1, 0)).unwrap();
+                stream.write_all(&greeting(1, CONTROL)).unwrap();
                 stream
             })
             .collect();
@@ -272,7 +279,7 @@ fn strangers_that_prove_nothing_hold_up_a_peer_only_for_a_while() {
         let rank_0 = start(scope, &store, 0, 2);
         announce(&store, 1, 2, secret().as_ref());
         let (address, handshake, _) = published(&store);
-        let greeting = greeting(&handshake, 1, 0);
+        let greeting = greeting(&handshake, 1, CONTROL);
         let strangers: Vec<_> = (0..20).map(|_| occupy(address, &greeting)).collect();
         assert_eq!(strangers.iter().flatten().count(), 12, "all places are taken");
         let rank_1 = start_announced(scope, &store, 1, 2);

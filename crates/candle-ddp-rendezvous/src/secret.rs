@@ -40,8 +40,11 @@ impl Secret {
     /// # Errors
     /// Returns [`Error::Io`] if the system has no random numbers.
     pub fn random() -> Result<Self> {
-        let digits = random_bytes::<32>()?.map(|byte| format!("{byte:02x}")).concat();
-        Ok(Self(digits.into()))
+        Ok(Self::from_bytes(random_bytes::<32>()?))
+    }
+
+    fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes.map(|byte| format!("{byte:02x}")).concat().into())
     }
 
     /// The secret `text`, without surrounding spaces.
@@ -110,6 +113,13 @@ impl Secret {
     #[doc(hidden)]
     pub fn prove(&self, role: &str, parts: &[&[u8]]) -> [u8; PROOF] {
         self.mac(role, parts).finalize().into_bytes().into()
+    }
+
+    /// A secret that only those who know this one can derive from `parts`, and from which nobody can tell this one.
+    /// `role` distinguishes it from all proofs.
+    #[doc(hidden)]
+    pub fn derive(&self, role: &str, parts: &[&[u8]]) -> Self {
+        Self::from_bytes(self.prove(role, parts))
     }
 
     /// Whether `proof` is the other end's. Takes the same time for every wrong proof.

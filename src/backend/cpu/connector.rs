@@ -1,5 +1,5 @@
 //! One rank while it joins its group: what all steps of that need.
-use super::handshake::{Handshake, HandshakeConfig, Kind};
+use super::handshake::{By, Handshake, HandshakeConfig, Kind};
 use crate::Error;
 use crate::backend::Construction;
 use crate::rendezvous::{Secret, Store};
@@ -27,7 +27,7 @@ pub(super) const ABSENT: &str = "Have they created this group too (new_group wit
 
 impl Connector<'_> {
     pub(super) fn handshake(&self, nonce: u64, kind: Kind) -> Handshake {
-        Handshake { nonce, rank: self.rank, kind, config: self.config }
+        Handshake { nonce, rank: self.rank, kind, control: By::Higher, config: self.config }
     }
 
     pub(super) fn left(&self) -> Duration {

@@ -1,13 +1,16 @@
 //! The door of a rank: it takes the calls of ranks on other hosts and calls them, while a group is created and later. Nothing
 //! here waits.
 //!
-//! Of two ranks, the higher one calls the lower one; only for control, either calls. A call is over once both sides have identified themselves and proved their identity ([handshake](super::handshake)). Data
-//! is read in the order of arrival, so no two ranks wait for each other, and a refusal is noticed at once.
+//! Of two ranks, the higher one calls the lower one; only for control, either calls. A call is over once both sides have
+//! identified themselves and proved their identity ([handshake](super::handshake)). Data is read in the order of arrival, so no
+//! two ranks wait for each other, and a refusal is noticed at once.
 //!
-//! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
+//! With a secret, a caller that has not proved that it knows the key changes nothing: it is refused, whatever it says. The secret
+//! itself proves a pair's control connection, which comes first; the key that it gives the pair proves the others.
 use super::accept::{self, Acceptor, Call, Conversation, Heard, Stage};
 use super::handshake::{
-    End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
+    By, End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET,
+    greeting,
 };
 use super::keepalive::{give_up_after, keep_alive};
 use crate::error::{SHORTAGE_HINT, is_shortage};
@@ -16,9 +19,13 @@ use crate::rendezvous::Secret;
 use crate::rendezvous::secret::PROOF;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags};
+use std::collections::HashMap;
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
+
+#[cfg(test)]
+mod tests;
 
 /// One rank's door.
 pub(super) struct Door {
@@ -29,6 +36,10 @@ pub(super) struct Door {
     conversations: Vec<Conversation>,
     /// Calls to make, and when.
     later: Vec<(Instant, Call)>,
+    /// Calls to make as soon as there is a key of that pair.
+    keyless: Vec<Call>,
+    /// With a secret, the keys of this rank's pairs: by peer, and by control connection.
+    keys: HashMap<(usize, By), Secret>,
     events: Vec<Event>,
     /// Whether a peer whose system refuses a connection has been there before.
     is_complete: bool,
@@ -72,15 +83,46 @@ const CALLERS: usize = 2 * Kind::ALL.len();
 impl Door {
     pub(super) fn new(identity: Identity, listener: TcpListener, addresses: Vec<Option<SocketAddr>>) -> Self {
         let acceptor = Acceptor::new(listener, identity.rank);
-        Self { identity, addresses, acceptor, conversations: vec![], later: vec![], events: vec![], is_complete: false }
+        Self {
+            identity,
+            addresses,
+            acceptor,
+            conversations: vec![],
+            later: vec![],
+            keyless: vec![],
+            keys: HashMap::new(),
+            events: vec![],
+            is_complete: false,
+        }
     }
 
     /// Calls `peer` for a connection of this kind, unless it is being called for it.
     pub(super) fn call(&mut self, peer: usize, kind: Kind) {
         let is_same = |call: &Call| (call.peer, call.kind) == (peer, kind);
         let called = self.conversations.iter().filter_map(Conversation::call);
-        if !called.chain(self.later.iter().map(|(_, call)| call)).any(is_same) {
-            self.dial(Call { peer, kind, attempts: 0, short_since: None });
+        if called.chain(self.later.iter().map(|(_, call)| call)).chain(&self.keyless).any(is_same) {
+            return;
+        }
+        let call = Call { peer, kind, attempts: 0, short_since: None };
+        match kind {
+            Kind::Data | Kind::Direct if self.identity.secret.is_some() && self.control_of(peer).is_none() => {
+                self.keyless.push(call);
+            }
+            Kind::Data | Kind::Direct | Kind::Control => self.dial(call),
+        }
+    }
+
+    /// The control connection to `peer` whose key proves other connections.
+    fn control_of(&self, peer: usize) -> Option<By> {
+        By::ALL.into_iter().find(|by| self.keys.contains_key(&(peer, *by)))
+    }
+
+    /// What the two ends of a connection with `peer` prove that they know, of which `handshake` is either's; `None` if this rank
+    /// does not know it.
+    fn key(&self, peer: usize, handshake: &Handshake) -> Option<Secret> {
+        match handshake.kind {
+            Kind::Control => self.identity.secret.clone(),
+            Kind::Data | Kind::Direct => self.keys.get(&(peer, handshake.control)).cloned(),
         }
     }
 
@@ -146,17 +188,19 @@ impl Door {
                 (Heard::Nothing, _) => self.conversations.push(conversation),
                 (Heard::All, Stage::Greeting) => self.welcome(conversation)?,
                 (Heard::All, Stage::Proof { caller, exchange }) => {
-                    let (caller, proof) = (*caller, conversation.heard());
-                    match self.identity.secret.as_ref().is_some_and(|s| exchange.verify(s, End::Caller, proof)) {
-                        true => self.take(conversation, caller),
+                    let (caller, exchange, proof) = (*caller, *exchange, conversation.heard());
+                    match self.key(caller.rank, &caller).is_some_and(|key| exchange.verify(&key, End::Caller, proof)) {
+                        true => self.take(conversation, caller, &exchange),
                         false => self.acceptor.refuse_unproved(conversation.address, caller.rank),
                     }
                 }
                 (Heard::All, Stage::Reply { call, expected, sent }) => {
                     let call = *call;
-                    match self.identity.check_reply(&conversation, expected, sent) {
-                        Ok(true) => self.connected(call.peer, call.kind, conversation.socket, true),
-                        Ok(false) => self.call_again(call),
+                    match self.check_reply(&conversation, expected, sent) {
+                        Ok(Some(exchange)) => {
+                            self.connected(call.peer, call.kind, conversation.socket, true, &exchange)
+                        }
+                        Ok(None) => self.call_again(call),
                         Err(error) => self.events.push(Event::Failed { peer: call.peer, error }),
                     }
                 }
@@ -196,7 +240,7 @@ impl Door {
             (Err(_), Ok(None)) if conversation.since.elapsed() < CONNECT_TIME => self.conversations.push(conversation),
             // Packets may be lost, or the peer may have more callers than it can accept at once.
             (Err(_), Ok(None)) => self.dial(call),
-            (Ok(_), Ok(None)) => match self.identity.greet(socket, call) {
+            (Ok(_), Ok(None)) => match self.greet(socket, call) {
                 Ok(stage) => {
                     self.events.push(Event::Answered { peer: call.peer });
                     self.conversations.push(Conversation::new(conversation.socket, address, stage));
@@ -241,7 +285,8 @@ impl Door {
 
     /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, this
     /// makes the caller a peer; one with a different configuration is told so by the reply. With a secret, the connection
-    /// waits for the proof, if there is room for one more.
+    /// waits for the proof, if there is room for one more. A peer whose proof of the control connection is still on its way
+    /// calls again for the others.
     fn welcome(&mut self, caller: Conversation) -> Result<()> {
         let (address, identity) = (caller.address, &self.identity);
         let (handshake, greeted) = match Handshake::decode(caller.heard()) {
@@ -258,29 +303,36 @@ impl Door {
                 self.acceptor.refuse(address, error.describe());
                 if let HandshakeError::Version(_) = error {
                     // The caller should learn why, but this rank does not wait for it.
-                    let _ = (&caller.socket).write(&identity.handshake(identity.rank, Kind::Control).encode());
+                    let Identity { rank, nonce, config, .. } = *identity;
+                    let own = Handshake { nonce, rank, kind: Kind::Control, control: By::Higher, config };
+                    let _ = (&caller.socket).write(&own.encode());
                 }
                 return Ok(());
             }
         };
-        let exchange =
-            Exchange { caller: greeted, callee: greeting(&identity.handshake(identity.rank, handshake.kind))? };
+        let own = Handshake { rank: identity.rank, config: identity.config, ..handshake };
+        let exchange = Exchange { caller: greeted, callee: greeting(&own)? };
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
-        if let Some(secret) = &identity.secret {
+        if identity.secret.is_some() {
             let limit = CALLERS * self.addresses.len();
-            if !handshake.config.secret || !self.acceptor.make_room(&mut self.conversations, limit) {
+            let key = self.key(handshake.rank, &handshake);
+            if !handshake.config.secret || key.is_some() && !self.acceptor.make_room(&mut self.conversations, limit) {
                 self.acceptor.refuse_unproved(address, handshake.rank);
                 return Ok(());
             }
-            reply[GREETING..].copy_from_slice(&exchange.prove(secret, End::Callee));
+            let Some(key) = key else {
+                log::debug!("rank {}: rank {} calls before it has proved itself", self.identity.rank, handshake.rank);
+                return Ok(());
+            };
+            reply[GREETING..].copy_from_slice(&exchange.prove(&key, End::Callee));
         }
         // A socket's empty buffer takes these few bytes at once.
         let replied = matches!((&caller.socket).write(&reply), Ok(REPLY));
-        if identity.secret.is_some() {
+        if self.identity.secret.is_some() {
             self.conversations.extend(replied.then(|| caller.await_proof(handshake, exchange)));
         } else if replied {
-            self.take(caller, handshake);
+            self.take(caller, handshake, &exchange);
         } else {
             self.events.push(Event::Gone { peer: handshake.rank });
         }
@@ -288,7 +340,7 @@ impl Door {
     }
 
     /// Takes the connection of a peer.
-    fn take(&mut self, caller: Conversation, handshake: Handshake) {
+    fn take(&mut self, caller: Conversation, handshake: Handshake, exchange: &Exchange) {
         let (peer, kind, own) = (handshake.rank, handshake.kind, self.identity.rank);
         let is_elsewhere = self.addresses.get(peer).is_some_and(Option::is_some);
         let misfit = if let Some(difference) = handshake.config.difference(&self.identity.config) {
@@ -296,14 +348,14 @@ impl Door {
         } else if !is_elsewhere || (peer < own && kind != Kind::Control) {
             "it connected to a rank that is not below it".to_string()
         } else {
-            return self.connected(peer, kind, caller.socket, false);
+            return self.connected(peer, kind, caller.socket, false, exchange);
         };
         let error = self.identity.failed(peer, misfit);
         self.events.push(Event::Misfit { error });
     }
 
-    /// Prepares a new connection.
-    fn connected(&mut self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool) {
+    /// Prepares a new connection. One for control gives the pair a key, for which calls may wait.
+    fn connected(&mut self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool, exchange: &Exchange) {
         let lost_after = self.identity.lost_after;
         if let Err(error) = socket.set_nodelay(true) {
             let error = self.identity.failed(peer, format!("preparing the connection: {error}"));
@@ -314,55 +366,79 @@ impl Door {
             give_up_after(&socket, lost_after);
         }
         self.events.push(Event::Connected { peer, kind, socket, is_own });
-    }
-}
-
-impl Identity {
-    fn handshake(&self, rank: usize, kind: Kind) -> Handshake {
-        Handshake { nonce: self.nonce, rank, kind, config: self.config }
-    }
-
-    fn failed(&self, peer: usize, reason: impl Into<String>) -> Error {
-        Error::Connect { rank: self.rank, peers: vec![peer], timeout: self.timeout, reason: reason.into() }
+        if let (Kind::Control, Some(secret)) = (kind, &self.identity.secret) {
+            let (caller, callee) = if is_own { (self.identity.rank, peer) } else { (peer, self.identity.rank) };
+            self.keys.entry((peer, By::new(caller, callee))).or_insert_with(|| exchange.key_of_pair(secret));
+            let (ready, keyless) = std::mem::take(&mut self.keyless).into_iter().partition(|call| call.peer == peer);
+            self.keyless = keyless;
+            let ready: Vec<Call> = ready;
+            ready.into_iter().for_each(|call| self.dial(call));
+        }
     }
 
     /// Sends a greeting on a new connection.
     fn greet(&self, socket: &TcpStream, call: Call) -> Result<Stage> {
-        let sent = greeting(&self.handshake(self.rank, call.kind))?;
+        let Identity { rank, nonce, config, .. } = self.identity;
+        let control = self.control_of(call.peer).unwrap_or(By::Higher);
+        let own = Handshake { nonce, rank, kind: call.kind, control, config };
+        let sent = greeting(&own)?;
         // A socket's empty buffer takes these few bytes at once; a peer that has closed it is called again.
         let _ = (&mut &*socket).write(&sent);
-        Ok(Stage::Reply { call, expected: self.handshake(call.peer, call.kind), sent })
+        Ok(Stage::Reply { call, expected: Handshake { rank: call.peer, ..own }, sent })
     }
 
-    /// Checks a peer's reply to `sent`, and proves that this rank knows the secret too. Returns false if the
-    /// peer has replied and no longer waits for the proof.
-    fn check_reply(&self, conversation: &Conversation, expected: &Handshake, sent: &Greeting) -> Result<bool> {
-        let (address, reply) = (conversation.address, conversation.heard());
-        let reason = match Handshake::decode(reply) {
-            Ok(handshake) if handshake == *expected => {
-                let Some(secret) = &self.secret else { return Ok(true) };
-                let proved = reply.split_first_chunk::<GREETING>().and_then(|(callee, proof)| {
-                    let exchange = Exchange { caller: *sent, callee: *callee };
-                    exchange.verify(secret, End::Callee, proof).then_some(exchange)
-                });
-                let Some(exchange) = proved else {
-                    return Err(rendezvous::Error::Secret {
-                        operation: format!("connecting rank {}", self.rank),
-                        peer: format!("rank {} at {address}", expected.rank),
-                        reason: format!("it has another secret than this rank: {SAME_SECRET}"),
-                    }
-                    .into());
+    /// Checks a peer's reply to `sent`, and proves that this rank knows the key too. Returns `None` if the peer has
+    /// replied and no longer waits for the proof.
+    fn check_reply(
+        &self,
+        conversation: &Conversation,
+        expected: &Handshake,
+        sent: &Greeting,
+    ) -> Result<Option<Exchange>> {
+        let (identity, address, reply) = (&self.identity, conversation.address, conversation.heard());
+        let reason = match (Handshake::decode(reply), reply.split_first_chunk::<GREETING>()) {
+            (Ok(handshake), Some((callee, proof))) if handshake == *expected => {
+                let exchange = Exchange { caller: *sent, callee: *callee };
+                if identity.secret.is_none() {
+                    return Ok(Some(exchange));
+                }
+                let key = self.key(expected.rank, expected);
+                let Some(key) = key.filter(|key| exchange.verify(key, End::Callee, proof)) else {
+                    return Err(identity.not_proved(expected, address));
                 };
-                let proof = exchange.prove(secret, End::Caller);
-                return Ok(!conversation.is_closed() && matches!((&conversation.socket).write(&proof), Ok(PROOF)));
+                let proof = exchange.prove(&key, End::Caller);
+                let is_sent = !conversation.is_closed() && matches!((&conversation.socket).write(&proof), Ok(PROOF));
+                return Ok(is_sent.then_some(exchange));
             }
-            Ok(handshake) => handshake
+            (Ok(handshake), _) => handshake
                 .config
-                .difference(&self.config)
+                .difference(&identity.config)
                 .unwrap_or_else(|| format!("rank {} of another group answers at its address", handshake.rank)),
-            Err(error) => error.describe(),
+            (Err(error), _) => error.describe(),
         };
-        Err(self.failed(expected.rank, reason))
+        Err(identity.failed(expected.rank, reason))
+    }
+}
+
+impl Identity {
+    fn failed(&self, peer: usize, reason: impl Into<String>) -> Error {
+        Error::Connect { rank: self.rank, peers: vec![peer], timeout: self.timeout, reason: reason.into() }
+    }
+
+    /// The error if the reply at `address` is not by `peer`, as the proof shows.
+    fn not_proved(&self, peer: &Handshake, address: SocketAddr) -> Error {
+        match peer.kind {
+            Kind::Control => rendezvous::Error::Secret {
+                operation: format!("connecting rank {}", self.rank),
+                peer: format!("rank {} at {address}", peer.rank),
+                reason: format!("it has another secret than this rank: {SAME_SECRET}"),
+            }
+            .into(),
+            Kind::Data | Kind::Direct => {
+                let reason = format!("another process than the one that this rank has met answers at {address}");
+                self.failed(peer.rank, reason)
+            }
+        }
     }
 }
 

@@ -1,11 +1,14 @@
-//! The first bytes on every connection, in both directions: the sender's identity, whether the two sides are compatible, and
-//! that both know the secret of the job.
+//! The first bytes on every connection, in both directions: the sender's identity, whether the two sides are compatible, and,
+//! if the job has a secret, that both know a key.
 //!
 //! 1. The rank that connects sends its greeting: its [`Handshake`] and a random number.
 //! 2. The other one replies with its own greeting and, if there is a secret, its proof for both greetings.
 //! 3. With a secret, the one that connected sends its proof for both greetings.
 //!
 //! So a proof is valid for one connection, one direction, one pair of ranks, one kind of connection and one group only.
+//!
+//! The key of a control connection is the secret itself. Both ends then derive the *key of the pair* from it and from their
+//! greetings, which no other process can know. Their connections for data are proved with that.
 use crate::Result;
 use crate::random::random_bytes;
 use crate::rendezvous::Secret;
@@ -34,8 +37,25 @@ pub(super) struct Handshake {
     pub(super) nonce: u64,
     pub(super) rank: usize,
     pub(super) kind: Kind,
+    /// Of a connection for data in a job with a secret: which of the pair's control connections has made its key.
+    pub(super) control: By,
     /// The parameters that must be the same on all ranks.
     pub(super) config: HandshakeConfig,
+}
+
+/// The rank of a pair that has called for a control connection. The discriminants are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum By {
+    Higher,
+    Lower,
+}
+
+impl By {
+    pub(super) const ALL: [Self; 2] = [Self::Higher, Self::Lower];
+
+    pub(super) fn new(caller: usize, callee: usize) -> Self {
+        if caller > callee { Self::Higher } else { Self::Lower }
+    }
 }
 
 /// The parameters that must be the same on all ranks.
@@ -60,13 +80,14 @@ impl Handshake {
     pub(super) const BYTES: usize = 56;
     const MAGIC: [u8; 4] = *b"cDDP";
     /// Increase it with every change to what is sent on any connection.
-    const VERSION: u32 = 10;
+    const VERSION: u32 = 11;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();
         writer.bytes(&Self::MAGIC).u32(Self::VERSION).u64(self.nonce);
         writer.u32(self.rank as u32).u32(self.kind as u32).u64(self.config.world_size as u64);
-        writer.u64(self.config.secret.into()).u64(self.config.segment).u64(self.config.small);
+        writer.u32(self.config.secret.into()).u32(self.control as u32);
+        writer.u64(self.config.segment).u64(self.config.small);
         let mut bytes = [0; Self::BYTES];
         bytes.copy_from_slice(&writer.0);
         bytes
@@ -85,9 +106,9 @@ impl Handshake {
         let mut fields = || {
             let (nonce, rank, kind) = (reader.u64()?, reader.rank()?, *Kind::ALL.get(reader.rank()?)?);
             let world_size = usize::try_from(reader.u64()?).ok()?;
-            let secret = reader.u64()? != 0;
+            let (secret, control) = (reader.u32()? != 0, *By::ALL.get(reader.rank()?)?);
             let config = HandshakeConfig { world_size, secret, segment: reader.u64()?, small: reader.u64()? };
-            Some(Self { nonce, rank, kind, config })
+            Some(Self { nonce, rank, kind, control, config })
         };
         fields().ok_or(HandshakeError::Unknown)
     }
@@ -112,6 +133,7 @@ pub(super) fn greeting(handshake: &Handshake) -> Result<Greeting> {
 }
 
 /// The two greetings of a connection, for which its ends give proofs.
+#[derive(Clone, Copy)]
 pub(super) struct Exchange {
     /// The greeting of the rank that connected.
     pub(super) caller: Greeting,
@@ -137,13 +159,18 @@ impl End {
 
 impl Exchange {
     /// The proof of one end.
-    pub(super) fn prove(&self, secret: &Secret, end: End) -> [u8; PROOF] {
-        secret.prove(end.role(), &[&self.caller, &self.callee])
+    pub(super) fn prove(&self, key: &Secret, end: End) -> [u8; PROOF] {
+        key.prove(end.role(), &[&self.caller, &self.callee])
     }
 
     /// Whether `proof` was made by this end.
-    pub(super) fn verify(&self, secret: &Secret, end: End, proof: &[u8]) -> bool {
-        secret.verify(end.role(), &[&self.caller, &self.callee], proof)
+    pub(super) fn verify(&self, key: &Secret, end: End, proof: &[u8]) -> bool {
+        key.verify(end.role(), &[&self.caller, &self.callee], proof)
+    }
+
+    /// The key that the two ranks have from then on, if this is how they made a control connection.
+    pub(super) fn key_of_pair(&self, secret: &Secret) -> Secret {
+        secret.derive("candle-ddp engine pair", &[&self.caller, &self.callee])
     }
 }
 
@@ -190,6 +217,7 @@ mod tests {
                 nonce: 1 << 60,
                 rank: 3,
                 kind,
+                control: By::ALL[number % 2],
                 config: HandshakeConfig { world_size: 5, secret: number == 1, segment: 6, small: 7 },
             };
             assert_eq!((kind as usize, Handshake::decode(&handshake.encode())), (number, Ok(handshake)));
@@ -203,7 +231,8 @@ mod tests {
     fn a_proof_is_for_one_connection_and_one_direction() {
         let [secret, other] = [(); 2].map(|()| Secret::random().unwrap());
         let config = HandshakeConfig { world_size: 3, secret: true, segment: 1, small: 1 };
-        let hello = |nonce, rank, kind| greeting(&Handshake { nonce, rank, kind, config }).unwrap();
+        let hello =
+            |nonce, rank, kind| greeting(&Handshake { nonce, rank, kind, control: By::Higher, config }).unwrap();
         let exchange = Exchange { caller: hello(7, 1, Kind::Data), callee: hello(7, 0, Kind::Data) };
         let proof = exchange.prove(&secret, End::Caller);
         assert!(exchange.verify(&secret, End::Caller, &proof));
