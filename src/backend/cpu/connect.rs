@@ -4,6 +4,7 @@ use super::connector::{ABSENT, Connector};
 use super::door::{Door, Event, Identity};
 use super::handshake::Kind;
 use super::hosts::Hosts;
+use super::keys::Keys;
 use super::meeting::Met;
 use crate::error::Failure;
 use crate::{Error, Result};
@@ -38,7 +39,7 @@ impl Connector<'_> {
             rank: self.rank,
             nonce: met.nonce,
             config: self.config,
-            secret: self.secret.clone(),
+            keys: Keys::new(self.secret.clone()),
             lost_after: self.lost_after,
             timeout: self.timeout,
         };

@@ -13,13 +13,12 @@ use super::handshake::{
     greeting,
 };
 use super::keepalive::{give_up_after, keep_alive};
+use super::keys::Keys;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous;
-use crate::rendezvous::Secret;
 use crate::rendezvous::secret::PROOF;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags};
-use std::collections::HashMap;
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -38,8 +37,6 @@ pub(super) struct Door {
     later: Vec<(Instant, Call)>,
     /// Calls to make as soon as there is a key of that pair.
     keyless: Vec<Call>,
-    /// With a secret, the keys of this rank's pairs: by peer, and by control connection.
-    keys: HashMap<(usize, By), Secret>,
     events: Vec<Event>,
     /// Whether a peer whose system refuses a connection has been there before.
     is_complete: bool,
@@ -50,7 +47,7 @@ pub(super) struct Identity {
     pub(super) rank: usize,
     pub(super) nonce: u64,
     pub(super) config: HandshakeConfig,
-    pub(super) secret: Option<Secret>,
+    pub(super) keys: Keys,
     /// How long a host may be unreachable.
     pub(super) lost_after: Duration,
     /// The time limit of the construction, for its errors.
@@ -90,7 +87,6 @@ impl Door {
             conversations: vec![],
             later: vec![],
             keyless: vec![],
-            keys: HashMap::new(),
             events: vec![],
             is_complete: false,
         }
@@ -104,25 +100,9 @@ impl Door {
             return;
         }
         let call = Call { peer, kind, attempts: 0, short_since: None };
-        match kind {
-            Kind::Data | Kind::Direct if self.identity.secret.is_some() && self.control_of(peer).is_none() => {
-                self.keyless.push(call);
-            }
-            Kind::Data | Kind::Direct | Kind::Control => self.dial(call),
-        }
-    }
-
-    /// The control connection to `peer` whose key proves other connections.
-    fn control_of(&self, peer: usize) -> Option<By> {
-        By::ALL.into_iter().find(|by| self.keys.contains_key(&(peer, *by)))
-    }
-
-    /// What the two ends of a connection with `peer` prove that they know, of which `handshake` is either's; `None` if this rank
-    /// does not know it.
-    fn key(&self, peer: usize, handshake: &Handshake) -> Option<Secret> {
-        match handshake.kind {
-            Kind::Control => self.identity.secret.clone(),
-            Kind::Data | Kind::Direct => self.keys.get(&(peer, handshake.control)).cloned(),
+        match self.identity.keys.suffice(peer, kind) {
+            true => self.dial(call),
+            false => self.keyless.push(call),
         }
     }
 
@@ -174,9 +154,7 @@ impl Door {
     /// Does all that can be done without waiting.
     pub(super) fn step(&mut self) -> Result<()> {
         let now = Instant::now();
-        let (due, later) = std::mem::take(&mut self.later).into_iter().partition(|(at, _)| *at <= now);
-        self.later = later;
-        let due: Vec<(Instant, Call)> = due;
+        let due: Vec<(Instant, Call)> = self.later.extract_if(.., |(at, _)| *at <= now).collect();
         due.into_iter().for_each(|(_, call)| self.dial(call));
         self.acceptor.tidy(&mut self.conversations);
         for mut conversation in std::mem::take(&mut self.conversations) {
@@ -189,7 +167,8 @@ impl Door {
                 (Heard::All, Stage::Greeting) => self.welcome(conversation)?,
                 (Heard::All, Stage::Proof { caller, exchange }) => {
                     let (caller, exchange, proof) = (*caller, *exchange, conversation.heard());
-                    match self.key(caller.rank, &caller).is_some_and(|key| exchange.verify(&key, End::Caller, proof)) {
+                    let key = self.identity.keys.get(caller.rank, &caller);
+                    match key.is_some_and(|key| exchange.verify(key, End::Caller, proof)) {
                         true => self.take(conversation, caller, &exchange),
                         false => self.acceptor.refuse_unproved(conversation.address, caller.rank),
                     }
@@ -277,7 +256,7 @@ impl Door {
     /// Calls a peer again that closed the connection before it replied: it may have had no room for one more caller.
     /// Otherwise it is gone.
     fn call_again(&mut self, call: Call) {
-        if self.identity.secret.is_none() && call.attempts >= ATTEMPTS {
+        if self.identity.keys.secret.is_none() && call.attempts >= ATTEMPTS {
             return self.events.push(Event::Gone { peer: call.peer });
         }
         self.later.push((Instant::now() + PAUSE, Call { attempts: call.attempts + 1, ..call }));
@@ -314,9 +293,9 @@ impl Door {
         let exchange = Exchange { caller: greeted, callee: greeting(&own)? };
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
-        if identity.secret.is_some() {
+        if identity.keys.secret.is_some() {
             let limit = CALLERS * self.addresses.len();
-            let key = self.key(handshake.rank, &handshake);
+            let key = identity.keys.get(handshake.rank, &handshake);
             if !handshake.config.secret || key.is_some() && !self.acceptor.make_room(&mut self.conversations, limit) {
                 self.acceptor.refuse_unproved(address, handshake.rank);
                 return Ok(());
@@ -325,11 +304,11 @@ impl Door {
                 log::debug!("rank {}: rank {} calls before it has proved itself", self.identity.rank, handshake.rank);
                 return Ok(());
             };
-            reply[GREETING..].copy_from_slice(&exchange.prove(&key, End::Callee));
+            reply[GREETING..].copy_from_slice(&exchange.prove(key, End::Callee));
         }
         // A socket's empty buffer takes these few bytes at once.
         let replied = matches!((&caller.socket).write(&reply), Ok(REPLY));
-        if self.identity.secret.is_some() {
+        if identity.keys.secret.is_some() {
             self.conversations.extend(replied.then(|| caller.await_proof(handshake, exchange)));
         } else if replied {
             self.take(caller, handshake, &exchange);
@@ -366,20 +345,19 @@ impl Door {
             give_up_after(&socket, lost_after);
         }
         self.events.push(Event::Connected { peer, kind, socket, is_own });
-        if let (Kind::Control, Some(secret)) = (kind, &self.identity.secret) {
+        if kind == Kind::Control {
             let (caller, callee) = if is_own { (self.identity.rank, peer) } else { (peer, self.identity.rank) };
-            self.keys.entry((peer, By::new(caller, callee))).or_insert_with(|| exchange.key_of_pair(secret));
-            let (ready, keyless) = std::mem::take(&mut self.keyless).into_iter().partition(|call| call.peer == peer);
-            self.keyless = keyless;
-            let ready: Vec<Call> = ready;
+            self.identity.keys.add(peer, By::new(caller, callee), exchange);
+            let ready: Vec<Call> = self.keyless.extract_if(.., |call| call.peer == peer).collect();
             ready.into_iter().for_each(|call| self.dial(call));
         }
     }
 
     /// Sends a greeting on a new connection.
     fn greet(&self, socket: &TcpStream, call: Call) -> Result<Stage> {
-        let Identity { rank, nonce, config, .. } = self.identity;
-        let control = self.control_of(call.peer).unwrap_or(By::Higher);
+        let Identity { rank, nonce, config, ref keys, .. } = self.identity;
+        // Without a secret, and for control, there is none.
+        let control = keys.control_of(call.peer).unwrap_or(By::Higher);
         let own = Handshake { nonce, rank, kind: call.kind, control, config };
         let sent = greeting(&own)?;
         // A socket's empty buffer takes these few bytes at once; a peer that has closed it is called again.
@@ -399,14 +377,14 @@ impl Door {
         let reason = match (Handshake::decode(reply), reply.split_first_chunk::<GREETING>()) {
             (Ok(handshake), Some((callee, proof))) if handshake == *expected => {
                 let exchange = Exchange { caller: *sent, callee: *callee };
-                if identity.secret.is_none() {
+                if identity.keys.secret.is_none() {
                     return Ok(Some(exchange));
                 }
-                let key = self.key(expected.rank, expected);
+                let key = identity.keys.get(expected.rank, expected);
                 let Some(key) = key.filter(|key| exchange.verify(key, End::Callee, proof)) else {
                     return Err(identity.not_proved(expected, address));
                 };
-                let proof = exchange.prove(&key, End::Caller);
+                let proof = exchange.prove(key, End::Caller);
                 let is_sent = !conversation.is_closed() && matches!((&conversation.socket).write(&proof), Ok(PROOF));
                 return Ok(is_sent.then_some(exchange));
             }

@@ -20,6 +20,7 @@ mod host_monitor;
 mod hosts;
 mod in_flight;
 mod keepalive;
+mod keys;
 mod meeting;
 mod monitor;
 mod news;

@@ -1,5 +1,6 @@
 //! Two doors of a job with a secret, on one machine, moved by the test.
 use super::*;
+use crate::rendezvous::Secret;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -13,7 +14,8 @@ fn pair() -> [Door; 2] {
         listener.set_nonblocking(true).unwrap();
         let config = HandshakeConfig { world_size: 2, secret: true, segment: 1, small: 1 };
         let (lost_after, timeout) = (PATIENCE, PATIENCE);
-        let identity = Identity { rank, nonce: 7, config, secret: secret.clone(), lost_after, timeout };
+        let keys = Keys::new(secret.clone());
+        let identity = Identity { rank, nonce: 7, config, keys, lost_after, timeout };
         let mut others = addresses.clone();
         others[rank] = None;
         rank += 1;
@@ -60,7 +62,7 @@ fn the_secret_is_proved_once_for_each_pair() {
     doors[1].call(0, Kind::Control);
     let _control = meet(&mut doors, &[Kind::Control]);
     // From here on, neither needs the secret.
-    doors.iter_mut().for_each(|door| door.identity.secret = Some(Secret::random().unwrap()));
+    doors.iter_mut().for_each(|door| door.identity.keys.secret = Some(Secret::random().unwrap()));
     doors[1].call(0, Kind::Data);
     doors[1].call(0, Kind::Direct);
     meet(&mut doors, &[Kind::Data, Kind::Direct]);
@@ -78,8 +80,8 @@ fn calls_for_data_wait_for_the_key_of_the_pair() {
         let (caller, callee) = if by == By::Higher { (1, 0) } else { (0, 1) };
         doors[caller].call(callee, Kind::Control);
         meet(&mut doors, &[Kind::Control, Kind::Data, Kind::Direct]);
-        assert_eq!(doors[0].keys.keys().collect::<Vec<_>>(), [&(1, by)]);
-        assert!(doors[0].keys[&(1, by)] == doors[1].keys[&(0, by)]);
+        assert_eq!(doors[0].identity.keys.pairs.keys().collect::<Vec<_>>(), [&(1, by)]);
+        assert!(doors[0].identity.keys.pairs[&(1, by)] == doors[1].identity.keys.pairs[&(0, by)]);
     }
 }
 
@@ -91,9 +93,9 @@ fn two_ranks_that_call_each_other_for_control_have_two_keys() {
     doors[1].call(0, Kind::Data);
     meet(&mut doors, &[Kind::Control, Kind::Control, Kind::Data]);
     for by in By::ALL {
-        assert!(doors[0].keys[&(1, by)] == doors[1].keys[&(0, by)]);
+        assert!(doors[0].identity.keys.pairs[&(1, by)] == doors[1].identity.keys.pairs[&(0, by)]);
     }
-    assert!(doors[0].keys[&(1, By::Higher)] != doors[0].keys[&(1, By::Lower)]);
+    assert!(doors[0].identity.keys.pairs[&(1, By::Higher)] != doors[0].identity.keys.pairs[&(1, By::Lower)]);
 }
 
 /// The packets of two connections arrive in any order.
@@ -101,14 +103,14 @@ fn two_ranks_that_call_each_other_for_control_have_two_keys() {
 fn a_call_for_data_that_overtakes_the_proof_for_control_is_repeated() {
     let mut doors = pair();
     let key = Secret::random().unwrap();
-    doors[1].keys.insert((0, By::Higher), key.clone());
+    doors[1].identity.keys.pairs.insert((0, By::Higher), key.clone());
     doors[1].call(0, Kind::Data);
     let started = Instant::now();
     while doors[1].later.is_empty() {
         assert!(steps(&mut doors).iter().all(|(_, event)| matches!(event, Event::Answered { peer: 0 })));
         assert!(started.elapsed() < PATIENCE);
     }
-    doors[0].keys.insert((1, By::Higher), key);
+    doors[0].identity.keys.pairs.insert((1, By::Higher), key);
     meet(&mut doors, &[Kind::Data]);
 }
 
@@ -119,7 +121,7 @@ fn data_comes_from_the_process_that_has_made_the_control_connection() {
     doors[1].call(0, Kind::Control);
     let _control = meet(&mut doors, &[Kind::Control]);
     // The group turns its control connection away.
-    doors[1].keys.clear();
+    doors[1].identity.keys.pairs.clear();
     doors[1].call(0, Kind::Control);
     let _second = meet(&mut doors, &[Kind::Control]);
     doors[1].call(0, Kind::Data);
