@@ -100,7 +100,7 @@ mod virtual_ranks;
 pub mod vision;
 
 // The modules of the crates that this one is made of.
-use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, warnings};
+use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, thread, warnings};
 use candle_ddp_tensor::{self as tensor, kernels};
 
 pub use backend::batch::P2pOp;

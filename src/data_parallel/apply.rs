@@ -3,6 +3,7 @@ use super::device::device_name;
 use super::replica::{DeviceVariables, Replica};
 use crate::panic::panic_message;
 use crate::process_group::STACK_BYTES;
+use crate::thread::not_started;
 use crate::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -83,7 +84,7 @@ pub(super) fn on_each<I: Send, O: Send>(
             .map(|(index, thread)| match thread.map(thread::ScopedJoinHandle::join) {
                 Ok(Ok(output)) => output,
                 Ok(Err(panic)) => Err(failed(index, panic_message(&*panic))),
-                Err(error) => Err(Error::io(format!("starting the thread of replica {index}"), error)),
+                Err(error) => Err(not_started(&format!("replica{index}"), error).into()),
             })
             .collect()
     });

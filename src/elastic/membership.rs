@@ -7,7 +7,7 @@ use crate::process_group::{Joining, ProcessGroup, job};
 use crate::rendezvous::{
     self, AGENT_VARIABLE, BEGUN, Decision, Generations, LastWill, Meeting, Member, RunStore, Store, absent_ranks,
 };
-use crate::{Error, Result};
+use crate::{Error, Result, thread};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -343,8 +343,7 @@ impl Membership {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("candle-ddp-generation".to_string()).spawn(work);
-        thread.map(drop).map_err(|error| Error::io("starting a thread that waits for the next generation", error))
+        Ok(thread::spawn("candle-ddp-generation", work).map(drop)?)
     }
 
     /// Whether the present group was aborted because another generation follows, or the run has ended.

@@ -2,6 +2,7 @@
 use super::{FlightRecorderOptions, files, now_ns, signal};
 use crate::host::host_name;
 use crate::panic::lock;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_ddp_rendezvous::flight_record::{CallRecord, GroupRecord, RankRecord, VERSION};
 use std::path::{Path, PathBuf};
@@ -44,7 +45,7 @@ impl FlightRecorder {
     /// Returns `None` if the recorder is turned off.
     ///
     /// # Errors
-    /// Returns an error if a handler for SIGUSR1 cannot be installed, or has no folder to write to.
+    /// Returns an error if the folder cannot be created, or if a handler for SIGUSR1 cannot be installed or has no folder.
     pub(crate) fn new(options: FlightRecorderOptions, rank: usize, world_size: usize) -> Result<Option<Arc<Self>>> {
         if options.entries == 0 {
             return Ok(None);
@@ -55,6 +56,9 @@ impl FlightRecorder {
             return Err(Error::invalid("flight_recorder", reason));
         }
         let (groups, writing) = (Mutex::default(), Mutex::default());
+        if let Some(folder) = &options.folder {
+            files::prepare(folder)?;
+        }
         let recorder = Arc::new(Self { options, rank, world_size, started_ns: now_ns(), groups, writing });
         if on_sigusr1 {
             let listener: Arc<dyn signal::Listener> = recorder.clone();
@@ -68,12 +72,12 @@ impl FlightRecorder {
         self.options.entries
     }
 
-    /// Writes the file after a failure or on a signal, if there is a folder. A failure to write it is only logged.
+    /// Writes the file after a failure or on a signal, if there is a folder. A failure to write it is only a warning.
     pub(crate) fn write_because(&self, reason: &str) {
         let Some(folder) = &self.options.folder else { return };
         match self.write(folder, reason) {
             Ok(path) => log::info!("rank {}: wrote its last calls to {}", self.rank, path.display()),
-            Err(error) => log::warn!("rank {}: its last calls are lost: {error}", self.rank),
+            Err(error) => warn_aloud(format_args!("rank {}: its last calls are lost: {error}", self.rank)),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Writes the files on SIGUSR1.
 use crate::panic::lock;
-use crate::{Error, Result};
+use crate::{Error, Result, thread};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::sync::{Mutex, Weak};
@@ -27,7 +27,7 @@ pub(super) fn on_sigusr1(recorder: Weak<dyn Listener>) -> Result<()> {
                 recorders.iter().for_each(|recorder| recorder.on_signal());
             }
         };
-        std::thread::Builder::new().name("ddp-sigusr1".to_string()).spawn(body).map_err(failed)?;
+        thread::spawn("ddp-sigusr1", body)?;
         *is_listening = true;
     }
     let mut recorders = lock(&RECORDERS);

@@ -2,7 +2,7 @@
 use super::ProcessGroup;
 use crate::panic::panic_message;
 use crate::state::file::{PreparedFile, Progress, WriteJob};
-use crate::{Error, Result};
+use crate::{Error, Result, thread};
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, TryLockError};
@@ -104,10 +104,7 @@ impl<T: Send + 'static> Background<T> {
             // Nothing receives the result after the work was cancelled.
             move || drop(sender.send(work(&progress)))
         };
-        let thread = std::thread::Builder::new()
-            .name("ddp-save".to_string())
-            .spawn(body)
-            .map_err(|error| Error::io("starting a thread", error))?;
+        let thread = thread::spawn("ddp-save", body)?;
         Ok(Self { progress, result, thread: Some(thread), stuck, seen: (0, Instant::now()) })
     }
 

@@ -4,6 +4,7 @@ use crate::error::Failure;
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::panic::panic_message;
 use crate::rendezvous::{Cancellation, HashStore, Reason, Secret, Store};
+use crate::thread::not_started;
 use crate::{Error, Result};
 use candle_core::Device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -99,11 +100,12 @@ pub(crate) fn on_ranks<T: Send>(
                         .unwrap_or_else(|panic| Err(Error::RankFailed { rank, reason: panic_message(&*panic) }));
                     (Instant::now(), result)
                 };
+                let name = format!("rank{rank}");
                 thread::Builder::new()
-                    .name(format!("rank{rank}"))
+                    .name(name.clone())
                     .stack_size(STACK_BYTES)
                     .spawn_scoped(scope, body)
-                    .map_err(|error| Error::io("starting a rank's thread", error))
+                    .map_err(|error| not_started(&name, error).into())
                     // The others would wait for it.
                     .inspect_err(|error| cancel(rank, error))
             })

@@ -176,3 +176,10 @@ fn a_signal_has_the_files_written_and_the_ranks_go_on() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
 }
+
+#[test]
+fn a_folder_that_cannot_be_created_is_an_error_at_the_start() {
+    let flight_recorder = FlightRecorderOptions { folder: Some("/proc/nothing".into()), ..Default::default() };
+    let error = init_process_group(InitOptions { flight_recorder, ..Default::default() }).unwrap_err().to_string();
+    assert!(error.starts_with("creating the folder of flight records /proc/nothing: "), "{error}");
+}

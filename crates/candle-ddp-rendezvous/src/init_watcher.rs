@@ -11,7 +11,7 @@ use super::{LastWill, PrefixStore, Store};
 use crate::error::Failure;
 use crate::host::host_name;
 use crate::json::{decide, encode, read};
-use crate::{Error, Result};
+use crate::{Error, Result, thread};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -115,10 +115,7 @@ impl InitWatcher {
             Poller { keys, superseded, cancellation, heard: &heard, rank, world_size, pace, heartbeats, next }
                 .run(&stopped);
         };
-        let handle = std::thread::Builder::new()
-            .name(format!("ddp-{rank}-init"))
-            .spawn(body)
-            .map_err(|error| Error::io("starting the thread that monitors initialisation", error))?;
+        let handle = thread::spawn(format!("ddp-{rank}-init"), body)?;
         self.thread = Some(Thread { stop, ended, handle });
         Ok(())
     }

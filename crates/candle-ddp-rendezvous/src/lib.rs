@@ -51,6 +51,8 @@ pub mod secret;
 mod slurm;
 mod store;
 mod tcp_store;
+#[doc(hidden)]
+pub mod thread;
 pub mod trace;
 #[doc(hidden)]
 pub mod warnings;

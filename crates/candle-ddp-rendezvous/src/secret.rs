@@ -138,12 +138,13 @@ impl fmt::Debug for Secret {
 
 /// Reads the file of a secret. Warns if other users may read it too.
 fn read(path: &Path) -> std::io::Result<String> {
-    let mode = std::fs::metadata(path)?.mode();
+    let (metadata, text) = (std::fs::metadata(path)?, std::fs::read_to_string(path)?);
+    let mode = metadata.mode();
     if mode & 0o077 != 0 {
         let path = path.display();
         log::warn!("other users can read the secret in {path} (mode {:o}): `chmod 600 {path}`", mode & 0o777);
     }
-    std::fs::read_to_string(path)
+    Ok(text)
 }
 
 #[cfg(test)]

@@ -55,6 +55,7 @@ pub(crate) struct Cli {
         env = "PET_NPROC_PER_NODE",
         value_name = "N|auto|cpu|gpu",
         default_value = "1",
+        allow_negative_numbers = true,
         help_heading = RANKS
     )]
     pub(crate) nproc_per_node: Processes,
@@ -154,7 +155,7 @@ pub(crate) struct Cli {
 
     /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
     /// time to write a final checkpoint.
-    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "30", help_heading = ENDING)]
+    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "30", allow_negative_numbers = true, help_heading = ENDING)]
     pub(crate) shutdown_timeout: f64,
 
     /// Signals that end the run. ddprun forwards the first to the workers and exits after them. A second signal of any
@@ -228,8 +229,8 @@ pub(crate) struct Cli {
     /// Shows the state of a running job: its nodes and ranks, their steps and speed, the generation, the restarts used,
     /// and the last failure. HOST:PORT is the address of its store: --rdzv-endpoint, or --master-addr and
     /// --master-port, which a run on one machine must have been given for this. The secret is read from
-    /// CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE; the run must have been started with the same one, or with
-    /// --no-secret. Starts no workers.
+    /// CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE; the run must have been started with the same one. Add --no-secret for a
+    /// run without one. Starts no workers.
     #[arg(
         long,
         value_name = "HOST:PORT",

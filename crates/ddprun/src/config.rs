@@ -11,6 +11,7 @@ use super::streams::StreamSelection;
 use super::time;
 use candle_ddp_rendezvous::loopback;
 use std::ffi::OsString;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
@@ -278,7 +279,11 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
             ));
         }
         // Brackets are only for IPv6 addresses followed by a port.
-        Some(address) => without_brackets(address).into(),
+        Some(address) if is_host(without_brackets(address)) => without_brackets(address).into(),
+        Some(address) => {
+            let reason = format!("{address:?} is no name or address: give the port by --master-port");
+            return Err(Error::usage("--master-addr", reason));
+        }
         None if topology.nodes > 1 => {
             let reason =
                 "is required for several machines: the name of machine 0, which all of them must be able to resolve";
@@ -294,6 +299,12 @@ fn without_brackets(address: &str) -> &str {
     address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address)
 }
 
+/// Whether this can be a name, or an address without a port.
+fn is_host(text: &str) -> bool {
+    // An IPv6 address may name a network interface.
+    !text.contains(':') || text.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+}
+
 /// The store's address from `--rdzv-endpoint HOST[:PORT]`.
 fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
     let wrong = |reason: &str| Error::usage("--rdzv-endpoint", format!("{endpoint:?} {reason}"));
@@ -305,6 +316,9 @@ fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(St
     let host = without_brackets(host.trim());
     if host.is_empty() {
         return Err(wrong("has no host: give HOST or HOST:PORT"));
+    }
+    if !is_host(host) {
+        return Err(wrong("is not HOST:PORT: write an IPv6 address with a port as [::1]:29501"));
     }
     let port = port.map(|port| port.parse::<u16>().map_err(|_| wrong("does not end with a port"))).transpose()?;
     let default = if is_static { DEFAULT_MASTER_PORT } else { DEFAULT_ENDPOINT_PORT };
@@ -406,6 +420,8 @@ mod tests {
             (&["--nnodes", "4:1", "--rdzv-backend", "c10d", "x"], "or MIN:MAX"),
             (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "x"], "HOST[:PORT]"),
             (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:0", "x"], "port 0"),
+            (&["--rdzv-endpoint", "::1:29501", "x"], "write an IPv6 address with a port as [::1]:29501"),
+            (&["--master-addr", "a:29500", "x"], "give the port by --master-port"),
             (&["--rdzv-backend", "etcd", "x"], "static or c10d"),
             (&["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x"], "between 0 and 1"),
             (&["--nnodes", "2", "--node-rank", "1", "x"], "name of machine 0"),

@@ -4,6 +4,7 @@ use super::error::{Error, Result};
 use super::nodes::News;
 use super::output::{Incoming, Remains};
 use super::signal;
+use candle_ddp_rendezvous::thread;
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
 use signal_hook::iterator::Signals;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -82,6 +83,5 @@ impl Events {
 }
 
 fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
-    let thread = std::thread::Builder::new().name(format!("ddprun-{name}")).spawn(work);
-    thread.map(drop).map_err(|error| Error::io("starting a thread", error))
+    Ok(thread::spawn(format!("ddprun-{name}"), work).map(drop)?)
 }

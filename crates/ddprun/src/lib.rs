@@ -97,6 +97,7 @@ fn parse() -> Result<Cli, ExitCode> {
 /// process, such as the main thread, because the workers die with that thread.
 fn run(cli: Cli) -> ExitCode {
     console::show_warnings();
+    signal::survive_file_limits();
     let result = match (&cli.merge_traces, &cli.explain, &cli.status) {
         (Some(folder), ..) => merge_traces(folder),
         (None, Some(folder), _) => explain(folder),

@@ -1,5 +1,6 @@
 //! A thread that writes to stdout or stderr, so that nothing else blocks if the output is not read.
 use candle_ddp_rendezvous::panic::{lock, wait, wait_timeout};
+use candle_ddp_rendezvous::thread;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -67,9 +68,9 @@ impl Printer {
         let printer = Arc::new(Self::default());
         let writer = Writer { printer: Arc::clone(&printer), terminal, open: None, complain: Some(complain) };
         let name = if target == Target::Stdout { "ddprun-stdout" } else { "ddprun-stderr" };
-        if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(move || writer.run()) {
+        if let Err(error) = thread::spawn(name, move || writer.run()) {
             // No more threads can be started, so no worker will run; write this message directly.
-            let text = format!("ddprun: starting a thread: {error} (raise the limit on processes, `ulimit -u`)\n");
+            let text = format!("ddprun: {error}\n");
             let _ = write_all(io::stderr().as_fd(), text.as_bytes(), |_| ());
             lock(&printer.queue).closed = true;
         }

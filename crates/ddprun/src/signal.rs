@@ -1,8 +1,10 @@
 //! Names and numbers of signals, and whether they are ignored.
 use super::error::{Error, Result};
 use rustix::process::{Pid, Signal};
-use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH};
+use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH, SIGXFSZ};
 use signal_hook::low_level::signal_name;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Returns the name, such as `SIGTERM`, or `signal 35` for a signal without a name.
 pub(super) fn name(signal: i32) -> String {
@@ -34,6 +36,16 @@ pub(super) fn typed(signal: i32) -> Option<Signal> {
 /// Signals that programs use for their own purposes, such as Slurm's warning before a job ends: they are forwarded to
 /// the workers, and do not end the run.
 pub(super) const FOR_WORKERS: [i32; 2] = [SIGUSR1, SIGUSR2];
+
+/// Makes a file that would exceed its limit, `ulimit -f`, an error of that write instead of the end of this process. A handler does
+/// that, unlike an ignored signal, for this process alone.
+pub(super) fn survive_file_limits() {
+    if !is_ignored(SIGXFSZ)
+        && let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))
+    {
+        log::warn!("the limit on files, `ulimit -f`, may end ddprun: {error}");
+    }
+}
 
 /// Returns whether this process was started with `signal` ignored, as `nohup` does for SIGHUP. The signal must then
 /// stay ignored.

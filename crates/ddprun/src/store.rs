@@ -7,7 +7,7 @@ use super::nodes::{Address, Coordinator, Link, Node};
 use super::status::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::host::host_name;
 use candle_ddp_rendezvous::json::encode;
-use candle_ddp_rendezvous::{Listening, TcpStoreServer, check_room, host_store};
+use candle_ddp_rendezvous::{Listening, TcpStoreServer, check_room, host_store, thread};
 use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::Duration;
@@ -27,8 +27,7 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
             ));
         }
     };
-    let thread = std::thread::Builder::new().name("ddprun-resolver".into()).spawn(look_up);
-    thread.map(drop).map_err(|error| Error::io("starting a thread", error))
+    Ok(thread::spawn("ddprun-resolver", look_up).map(drop)?)
 }
 
 /// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until

@@ -37,8 +37,7 @@ impl Findings<'_> {
             let what = if has_left { "left before the others had finished" } else { "failed first" };
             let _ = writeln!(
                 text,
-                "rank {elsewhere} {what}, according to the error of rank {rank}: see the output of ddprun on the machine \
-                 with --node-rank {node}. Here,"
+                "rank {elsewhere} {what}, according to the error of rank {rank}: see the output of ddprun on node {node}"
             );
         }
         let ended = worker.ended;

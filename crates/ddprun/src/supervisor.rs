@@ -4,6 +4,7 @@ mod news;
 use super::agent::{Agent, Verdict};
 use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
+use super::error::Result;
 use super::events::{Event, Events};
 use super::nodes::Message;
 use super::output::Remains;
@@ -257,7 +258,13 @@ impl Supervisor {
                 self.phase = Phase::Waiting(None);
                 return Next::Wait;
             }
-            return if self.restart(agent) { Next::Again } else { Next::Over };
+            return match self.restart(agent) {
+                Ok(()) => Next::Again,
+                Err(error) => {
+                    message(format_args!("the workers cannot be restarted: {error}"));
+                    Next::Over
+                }
+            };
         }
         if !agent.is_linked() || self.is_decided {
             return Next::Over;
@@ -377,21 +384,13 @@ impl Supervisor {
         }
     }
 
-    /// Restarts all workers; returns whether that worked.
-    fn restart(&mut self, agent: &mut Agent) -> bool {
+    /// Starts all workers, or starts them again.
+    fn restart(&mut self, agent: &mut Agent) -> Result<()> {
         let mut workers = Vec::with_capacity(self.workers.len());
-        let started = agent.restart_all(|worker| workers.push(worker));
-        match started {
-            Ok(()) => {
-                self.workers = workers;
-                self.resume();
-                true
-            }
-            Err(error) => {
-                message(format_args!("the workers cannot be restarted: {error}"));
-                false
-            }
-        }
+        agent.restart_all(|worker| workers.push(worker))?;
+        self.workers = workers;
+        self.resume();
+        Ok(())
     }
 }
 

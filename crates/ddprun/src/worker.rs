@@ -204,7 +204,7 @@ pub(super) fn resource_hint(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => Some("raise the limit on open files, `ulimit -n`"),
         Errno::NFILE => Some("raise the machine's limit on open files, `sysctl fs.file-max`"),
-        Errno::AGAIN => Some("raise the limit on processes, `ulimit -u` or the limit of the container or job"),
+        Errno::AGAIN => Some(candle_ddp_rendezvous::thread::HINT),
         Errno::NOMEM => Some("reduce the number of workers: there is too little memory"),
         _ => None,
     }
@@ -226,6 +226,9 @@ fn cannot_start(program: &OsStr, error: std::io::Error) -> Error {
         }
         ErrorKind::NotFound if plain_name => {
             "It is not in PATH: build it first and give its path, or use --example NAME or --bin NAME".into()
+        }
+        ErrorKind::NotFound if path.exists() && !Path::new("/dev/null").exists() => {
+            "The file exists, but /dev/null does not, from which it would read: mount /dev".into()
         }
         ErrorKind::NotFound if path.exists() => "The file exists, but its interpreter or loader does not".into(),
         ErrorKind::NotFound => "Build it first, or use --example NAME or --bin NAME".into(),

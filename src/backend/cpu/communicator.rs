@@ -16,7 +16,7 @@ use crate::backend::{Collective, Communicator, Construction, P2pOp, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::rendezvous::{Secret, Store, loopback};
-use crate::{Error, Result};
+use crate::{Error, Result, thread};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -188,8 +188,7 @@ impl CpuCommunicator {
             };
             group.fail(Failure::PeerFailed { peer: group.rank, reason });
         };
-        let spawned = std::thread::Builder::new().name(name).spawn(body);
-        self.monitors.push(spawned.map_err(|error| Error::io("starting a monitor thread", error))?);
+        self.monitors.push(thread::spawn(name, body)?);
         Ok(())
     }
 

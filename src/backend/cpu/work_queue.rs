@@ -5,12 +5,13 @@ use super::in_flight::{Caller, InFlight};
 use super::session::Session;
 use super::shm_session::ShmSession;
 use super::tcp_session::TcpSession;
+use crate::Result;
 use crate::backend::call::{Call, Channel, Header};
 use crate::backend::{Collective, Completion, Work};
 use crate::deadline::deadline_from;
 use crate::error::Failure;
 use crate::panic::{lock, wait, wait_timeout};
-use crate::{Error, Result};
+use crate::thread::spawn;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -122,10 +123,7 @@ impl WorkQueue {
                 Channel::SendTo(peer) => format!("ddp-{}-to-{peer}", shared.group.rank),
                 Channel::RecvFrom(peer) => format!("ddp-{}-from-{peer}", shared.group.rank),
             };
-            let builder = std::thread::Builder::new().name(name);
-            let spawned =
-                builder.spawn(move || shared.work()).map_err(|e| Error::io("starting an engine thread", e))?;
-            *thread = Some(spawned);
+            *thread = Some(spawn(name, move || shared.work())?);
         }
         Ok(())
     }

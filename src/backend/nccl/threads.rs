@@ -1,7 +1,7 @@
 //! The threads of a group.
 use super::group::Group;
 use crate::error::Failure;
-use crate::{Error, Result};
+use crate::{Result, thread};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -10,14 +10,12 @@ use std::time::{Duration, Instant};
 /// Starts one of the group's threads. A panic in it ends the group.
 pub(super) fn spawn(group: &Arc<Group>, name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let (rank, group, own_name) = (group.rank, group.clone(), name.to_string());
-    std::thread::Builder::new()
-        .name(format!("nccl-{rank}-{name}"))
-        .spawn(move || {
-            if catch_unwind(AssertUnwindSafe(body)).is_err() {
-                group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {own_name} panicked") });
-            }
-        })
-        .map_err(|error| Error::io(format!("starting the {name} thread"), error))
+    let body = move || {
+        if catch_unwind(AssertUnwindSafe(body)).is_err() {
+            group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {own_name} panicked") });
+        }
+    };
+    Ok(thread::spawn(format!("nccl-{rank}-{name}"), body)?)
 }
 
 pub(super) fn join(thread: JoinHandle<()>) {

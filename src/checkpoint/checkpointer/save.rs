@@ -9,7 +9,7 @@ use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
 use crate::state::{Parts, StateDict};
-use crate::{Error, Result};
+use crate::{Error, Result, thread};
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -95,11 +95,9 @@ impl Checkpointer {
                 save.end(ended.map_err(|error| group.names_a_rank(error)));
             }
         };
-        let thread = std::thread::Builder::new().name("ddp-checkpoint".to_string()).spawn(body).map_err(|error| {
-            // The other ranks' threads are running already.
-            self.background.abort(&format!("it could not start a thread: {error}"));
-            Error::io("starting a thread", error)
-        })?;
+        // The other ranks' threads are running already.
+        let thread =
+            thread::spawn("ddp-checkpoint", body).inspect_err(|error| self.background.abort(&error.to_string()))?;
         self.in_flight = Some((save.clone(), thread));
         Ok(SaveHandle(save))
     }

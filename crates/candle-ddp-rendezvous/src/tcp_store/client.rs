@@ -79,7 +79,8 @@ impl TcpStore {
                 timeout,
                 reason: format!(
                     "{last}. Rank 0 (or the launcher) hosts the store there: check that it is running, \
-                     that MASTER_ADDR and MASTER_PORT are right, and that no firewall blocks the connection"
+                     that its address and port are right (MASTER_ADDR and MASTER_PORT, or ddprun's options), and \
+                     that no firewall blocks the connection"
                 ),
             },
             ConnectError::Protocol(reason) => Error::Store {

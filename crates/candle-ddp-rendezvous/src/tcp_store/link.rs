@@ -239,6 +239,8 @@ pub(super) enum ConnectError {
 
 /// How long a network may take to come up, while this host has no route.
 const NETWORK: Duration = Duration::from_secs(10);
+/// After this time without a connection, the log says so.
+const NOTICE: Duration = Duration::from_secs(10);
 
 /// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.
 pub(super) fn connect(
@@ -249,7 +251,7 @@ pub(super) fn connect(
 ) -> std::result::Result<Link, ConnectError> {
     let mut pause = Duration::from_millis(5);
     let mut last = String::new();
-    let mut is_warned = false;
+    let (started, mut is_warned) = (Instant::now(), false);
     let mut unreachable: Option<Instant> = None;
     let mut note = |reason: String| {
         // An attempt that the deadline cut short says less than the error before it.
@@ -263,7 +265,7 @@ pub(super) fn connect(
         match resolve(host, port, deadline) {
             Err(error) => {
                 if !std::mem::replace(&mut is_warned, true) {
-                    log::warn!("{error}. Retrying until the time-out. Is MASTER_ADDR right?");
+                    log::warn!("{error}. Retrying until the time-out. Is the store's address right?");
                 }
                 reason = note(error);
             }
@@ -299,11 +301,14 @@ pub(super) fn connect(
                     _ if is_loopback => return Err(ConnectError::Unreachable(reason)),
                     Some(_) => {}
                     None => {
-                        log::warn!("{reason}. Retrying for {NETWORK:?}. Is MASTER_ADDR right?");
+                        log::warn!("{reason}. Retrying for {NETWORK:?}. Is the store's address right?");
                         unreachable = Some(Instant::now());
                     }
                 }
             }
+        }
+        if started.elapsed() >= NOTICE && !std::mem::replace(&mut is_warned, true) {
+            log::warn!("the store has not been there for {NOTICE:?}: {reason}. Retrying until the time-out");
         }
         // Ranks start at the same time; they should not all connect at the same moment.
         let jitter = std::process::id() % 8;

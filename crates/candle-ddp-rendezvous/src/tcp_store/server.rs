@@ -3,7 +3,7 @@ use super::member::Gate;
 use super::options::TcpStoreServerOptions;
 use super::service::{Keys, Service};
 use super::state::State;
-use crate::{Error, Result, descriptors};
+use crate::{Error, Result, descriptors, thread};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -73,10 +73,8 @@ impl TcpStoreServer {
         let keys = Keys { gate, members: state()?, guests: if guests { state()? } else { State::new(0) } };
         let is_joined = Arc::new(AtomicBool::new(!guests));
         let joined = Arc::clone(&is_joined);
-        let thread = std::thread::Builder::new()
-            .name("candle-ddp-store".to_string())
-            .spawn(move || Service::new(listeners, stopped, options, keys, joined).run())
-            .map_err(|error| Error::io(context(), error))?;
+        let serve = move || Service::new(listeners, stopped, options, keys, joined).run();
+        let thread = thread::spawn("candle-ddp-store", serve)?;
         Ok(Self { addresses, stop: Some(stop), thread: Some(thread), is_joined })
     }
 

@@ -3,9 +3,11 @@ use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::terms::{Pace, Terms};
 use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::status::{RUN_STATUS, RunStatus};
-use candle_ddp_rendezvous::{BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
+use candle_ddp_rendezvous::{
+    BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, thread,
+};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -37,8 +39,7 @@ impl Coordinator {
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
         let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None, tell_at: Instant::now() };
         let work = move || serve(desk, run, &pace);
-        let thread = std::thread::Builder::new().name("ddprun-coordinator".into()).spawn(work);
-        Ok(Self { thread: thread.map_err(|error| Error::io("starting a thread", error))? })
+        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)? })
     }
 
     /// Waits until no agent needs the coordinator any more, for at most `patience`.

@@ -3,9 +3,10 @@ use super::coordinator::Coordinator;
 use super::message::{Entry, Message, Node, Report, Slot, Welcome};
 use super::terms::Pace;
 use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
-use crate::error::{Error, Result};
-use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, json};
+use crate::error::Result;
+use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, json, thread};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -44,6 +45,7 @@ pub(crate) struct Link {
     outbox: Sender<Message>,
     root: Receiver<Option<Report>>,
     speaker: JoinHandle<()>,
+    is_connected: Arc<AtomicBool>,
     coordinator: Option<Coordinator>,
 }
 
@@ -59,14 +61,15 @@ impl Link {
         let (outbox, messages) = channel();
         let (reporter, root) = channel();
         let pace = pace.clone();
+        let is_connected = Arc::new(AtomicBool::new(false));
+        let connected = Arc::clone(&is_connected);
         let speak = move || {
-            if let Err(news) = speak(&address, node, &pace, &messages, reporter, &tell) {
+            if let Err(news) = speak(&address, node, &pace, &connected, &messages, reporter, &tell) {
                 tell(news);
             }
         };
-        let thread = std::thread::Builder::new().name("ddprun-speaker".into()).spawn(speak);
-        let speaker = thread.map_err(|error| Error::io("starting a thread", error))?;
-        Ok(Self { outbox, root, speaker, coordinator })
+        let speaker = thread::spawn("ddprun-speaker", speak)?;
+        Ok(Self { outbox, root, speaker, is_connected, coordinator })
     }
 
     /// Sends the coordinator a message, as soon as there is a connection.
@@ -87,7 +90,8 @@ impl Link {
     pub(crate) fn leave(self) {
         self.tell(Message::Bye);
         let until = Instant::now() + GOODBYE;
-        while !self.speaker.is_finished() && Instant::now() < until {
+        // A node that still looks for the store has nothing to say.
+        while self.is_connected.load(Ordering::Relaxed) && !self.speaker.is_finished() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }
         if let Some(coordinator) = self.coordinator {
@@ -113,12 +117,14 @@ fn speak(
     address: &Address,
     node: Node,
     pace: &Pace,
+    is_connected: &AtomicBool,
     messages: &Receiver<Message>,
     root: Sender<Option<Report>>,
     tell: &(impl Fn(News) + Clone + Send + 'static),
 ) -> std::result::Result<(), News> {
     // The host of the store may come late; afterwards, it must answer each call at once.
     address.connect(pace.join_timeout)?;
+    is_connected.store(true, Ordering::Relaxed);
     // Nobody else uses this client, so everything below goes over one connection, which closes when the agent ends.
     let store = Arc::new(address.connect(pace.patience())?);
     let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
@@ -145,8 +151,7 @@ fn speak(
             told(gone(&error));
         }
     };
-    let thread = std::thread::Builder::new().name("ddprun-listener".into()).spawn(listen);
-    thread.map_err(|error| News::Lost(format!("cannot start a thread: {error}")))?;
+    thread::spawn("ddprun-listener", listen).map_err(|error| News::Lost(error.to_string()))?;
     loop {
         let message = match messages.recv_timeout(pace.keep_alive_interval) {
             Ok(message) => Some(message),

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How long to wait for further nodes' reports after the first one.
 pub(super) const REPORTS: Duration = Duration::from_secs(2);
+/// How long nodes may be missing before the user is told.
+const NOTICE: Duration = Duration::from_secs(10);
 
 /// An action of the coordinator in the store.
 #[derive(Debug, PartialEq, Eq)]
@@ -86,6 +88,8 @@ pub(super) struct Run {
     pub(super) processes: Option<Members>,
     pub(super) last_failure: Option<LastFailure>,
     pub(super) actions: Vec<Action>,
+    /// Whether the user knows that nodes are missing.
+    is_awaited: bool,
 }
 
 impl Run {
@@ -105,6 +109,7 @@ impl Run {
             restarts,
             processes: None,
             last_failure: None,
+            is_awaited: false,
             actions: Vec::new(),
         }
     }
@@ -394,6 +399,8 @@ impl Run {
             if now.duration_since(since) >= self.pace.join_timeout {
                 let seconds = self.pace.join_timeout.as_secs_f64();
                 self.fail(format!("{there} of {least} nodes joined within {seconds} s{}", self.absent()), 1, None);
+            } else if now.duration_since(since) >= NOTICE && !std::mem::replace(&mut self.is_awaited, true) {
+                log::warn!("{there} of {least} nodes have joined: waiting for the others");
             }
             return;
         }
@@ -404,10 +411,12 @@ impl Run {
         }
     }
 
-    /// The nodes that have not joined, if they are known by rank.
+    /// What to do about the nodes that have not joined; names them if they are known by rank.
     fn absent(&self) -> String {
         if !self.is_static {
-            return String::new();
+            return ": start ddprun with the same options on the others, look at its output there, or give them more time \
+                    (--rdzv-conf join_timeout=SECONDS)"
+                .to_string();
         }
         let is_there = |rank: usize| self.nodes.values().any(|node| node.node_rank == Some(rank));
         let absent = (0..self.terms.max_nodes).filter(|rank| !is_there(*rank));

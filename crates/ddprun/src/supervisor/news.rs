@@ -19,11 +19,8 @@ impl Supervisor {
             News::Joined(slot) => agent.joined(slot),
             News::Entry(Entry::Start(round)) => match agent.enter(round) {
                 Ok(true) => {
-                    if !self.restart(agent) {
-                        self.fail_elsewhere();
-                        agent
-                            .tell(Message::Leave { reason: "its workers cannot be started".to_string(), signal: None });
-                    }
+                    let started = self.restart(agent);
+                    self.check_started(started, agent);
                 }
                 Ok(false) => message("all nodes that the run needs are there: this one waits until one is lost"),
                 Err(reason) => {
@@ -109,9 +106,8 @@ impl Supervisor {
 
     fn check_started(&mut self, started: crate::error::Result<()>, agent: &mut Agent) {
         if let Err(error) = started {
-            let reason = format!("its workers cannot be started: {error}");
-            agent.tell(Message::Leave { reason: reason.clone(), signal: None });
-            agent.set_failure(reason, 1);
+            agent.tell(Message::Leave { reason: format!("its workers cannot be started: {error}"), signal: None });
+            agent.set_failure(format!("the workers cannot be started: {error}"), error.exit_code());
             self.fail_elsewhere();
         }
     }

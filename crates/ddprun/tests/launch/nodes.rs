@@ -2,6 +2,8 @@
 use crate::{AFTER, FAILS, PATIENCE, Ran, Running, Sandbox, free_port, is_alive, wait_until};
 use candle_ddp_rendezvous::{Store, TcpStore};
 use rustix::process::Signal;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 /// The nodes of a run, with a fixed number of them and, unless the arguments say otherwise, two workers each.
 pub(crate) struct Nodes {
@@ -121,10 +123,7 @@ fn a_rank_that_only_others_blame_is_named_with_its_node() {
     );
     for ran in Nodes::new(2).run(&[], &script) {
         assert_eq!(ran.code, Some(1), "{ran:?}");
-        ran.says(
-            "rank 3 failed first, according to the error of rank 0: see the output of ddprun on the machine with ",
-        );
-        ran.says("--node-rank 1. Here,\nrank 0 on host ");
+        ran.says("rank 3 failed first, according to the error of rank 0: see the output of ddprun on node 1\nrank 0 on host ");
     }
 }
 
@@ -232,6 +231,37 @@ fn the_death_of_another_node_is_noticed_by_its_silence() {
     assert_eq!(first.code, Some(1));
     first.says("node 1 (host ");
     first.says("has given no sign of life for 4 s: its machine, its network or its ddprun has failed");
+}
+
+#[test]
+fn a_program_that_one_node_does_not_have_is_named_by_all() {
+    let nodes = Nodes::new(2);
+    let other = nodes.start(1, &[], "exec sleep 1000");
+    let port = format!("--master-port={}", nodes.port);
+    let args = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", &port, "--no-secret", "--nproc-per-node=2"];
+    let mut command = nodes.sandbox.ddprun(&[&args[..], &["/no/such/program"]].concat());
+    let ran = Ran::of(Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped())));
+    assert_eq!(ran.code, Some(127), "{ran:?}");
+    ran.says("ddprun: the workers cannot be started: cannot start /no/such/program: No such file");
+    let ran = Ran::of(other);
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    ran.says("leaves: its workers cannot be started: cannot start /no/such/program: No such file");
+}
+
+#[test]
+fn a_node_that_looks_for_the_store_ends_at_once() {
+    let nodes = Nodes::new(2);
+    let mut running = nodes.start(1, &[], "true");
+    let status = format!("/proc/{}/status", running.child().id());
+    wait_until("a handler of SIGTERM", || {
+        let status = std::fs::read_to_string(&status).unwrap();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+        u64::from_str_radix(caught.trim(), 16).unwrap() & 1 << 14 != 0
+    });
+    let started = Instant::now();
+    running.send(Signal::TERM);
+    let ran = Ran::of(running);
+    assert!(ran.code == Some(128 + 15) && started.elapsed() < Duration::from_secs(4), "{ran:?}");
 }
 
 #[test]

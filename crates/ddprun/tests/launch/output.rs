@@ -2,7 +2,7 @@
 use crate::{Ran, Running, Sandbox};
 use std::fs::read_to_string;
 use std::io::{BufRead, BufReader, Read};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 #[test]
 fn lines_of_different_ranks_never_tear() {
@@ -145,4 +145,18 @@ fn unwritable_output_is_reported_and_still_drained() {
     let ran = Ran::of(Running::new(command.stdout(full()).stderr(Stdio::piped())));
     assert_eq!(ran.code, Some(0));
     ran.says("cannot write the workers' output to stdout: No space left");
+}
+
+/// A file that reaches the limit of its size is like a full disk.
+#[test]
+fn a_limit_on_files_does_not_end_the_run() {
+    let sandbox = Sandbox::new();
+    let script = "i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i + 1)); done; echo > done";
+    let ddprun = sandbox.ddprun(&["--log-dir=logs", "--run-id=a", "-r1", "sh", "-c", script]);
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 8; exec \"$0\" \"$@\""]).arg(ddprun.get_program()).args(ddprun.get_args());
+    command.current_dir(ddprun.get_current_dir().unwrap()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = Ran::of(Running::new(&mut command));
+    assert!(ran.code == Some(0) && sandbox.path("done").exists(), "{ran:?}");
+    ran.says("stdout.log: File too large (os error 27). The file is incomplete from here on");
 }
