@@ -109,7 +109,7 @@ pub enum Error {
     },
 
     /// A dtype that an operation has no kernel for.
-    #[error("{operation} does not support dtype {dtype:?} (supported: {supported})")]
+    #[error("{operation} does not support dtype {dtype:?} (supported: {supported}): convert the tensor with to_dtype")]
     UnsupportedDType {
         /// The operation.
         operation: String,
@@ -313,8 +313,8 @@ pub enum Error {
 
     /// A checkpoint of another model.
     #[error(
-        "{} does not fit the model{}. Build the model that saved it, or use LoadOptions: `rename` maps names, `skip` \
-         leaves variables as they are, and without `strict` only the names that both have are loaded",
+        "{} does not fit the model{}. Build the model that saved it, or load what fits with `checkpoint::load_with` \
+         and LoadOptions: `rename` maps names, `skip` leaves variables as they are, and without `strict` only the names that both have are loaded",
         path.display(),
         list(&[("missing from the file", missing), ("not in the model", unexpected), ("different", different)])
     )]

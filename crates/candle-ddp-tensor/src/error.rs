@@ -34,7 +34,7 @@ pub enum Error {
     },
 
     /// A dtype for which an operation has no kernel.
-    #[error("{operation} does not support dtype {dtype:?} (supported: {supported})")]
+    #[error("{operation} does not support dtype {dtype:?} (supported: {supported}): convert the tensor with to_dtype")]
     UnsupportedDType {
         /// The operation.
         operation: String,
