@@ -146,15 +146,14 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     pass.run(|pass| {
         pass.begin()?;
         pass.synchronised().try_for_each(warn_of_lost)?;
-        micro_batch::begin(pass)?;
-        let buffers = broadcast_buffers(pass)?;
         let mut grads = pass.models[0].core.phase("backward", || loss.backward())?;
         pass.graph.iter().flat_map(Graph::frozen).for_each(|tensor| drop(grads.remove(tensor)));
         let beside = take_unhooked(&mut grads, pass)?;
-        micro_batch::computed(pass);
+        micro_batch::computed(pass)?;
         for model in &pass.models {
             model.core.reducer.launch_remaining()?;
         }
+        let buffers = broadcast_buffers(pass)?;
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
         micro_batch::end(pass)?;
@@ -175,10 +174,10 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
 pub(super) fn shadow(models: &[&DistributedModel], kind: Kind, active: &Active) -> Result<()> {
     Pass::shadow(models, kind, active).run(|pass| {
         pass.begin()?;
-        let buffers = broadcast_buffers(pass)?;
         for model in pass.synchronised() {
             model.reducer.launch_remaining()?;
         }
+        let buffers = broadcast_buffers(pass)?;
         for model in pass.synchronised() {
             model.reducer.finalize_backward()?;
         }
@@ -265,7 +264,8 @@ fn check_same_micro_batches(first: &DistributedModel, model: &DistributedModel) 
     Err(Error::invalid("models", reason))
 }
 
-/// Starts to broadcast the buffers. The backward pass does not read them, so it hides the broadcast.
+/// Starts to broadcast the buffers, once candle's backward pass is over: an `nn::checkpoint` in it runs its forward pass
+/// again, which changes them. The wait for the last buckets hides the broadcast.
 fn broadcast_buffers<'a>(pass: &Pass<'a>) -> Result<Vec<sync::Broadcast<'a>>> {
     let models = pass.synchronised().filter(|model| model.options.broadcast_buffers);
     let broadcast = |model: &'a DistributedModel| {

@@ -48,21 +48,15 @@ pub(super) fn check(pass: &Pass) -> Result<()> {
     Ok(())
 }
 
-/// Call when the backward pass of a micro-batch begins, after its forward pass.
-pub(super) fn begin(pass: &Pass) -> Result<()> {
+/// Call when this rank has computed the gradients of a micro-batch, before it waits for others. No forward pass of the
+/// micro-batch follows, not even that of an `nn::checkpoint`.
+pub(super) fn computed(pass: &Pass) -> Result<()> {
     let Some(number) = pass.micro_batch else { return Ok(()) };
-    let begin = |(model, is_last): (&DistributedModel, bool)| {
+    let take = |(model, is_last): (&DistributedModel, bool)| {
+        lock(&model.pace).end(Instant::now(), model.reducer.has_trained());
         lock(&model.snapshots).take(&model.variables.buffers, number, is_last)
     };
-    pass.models.iter().map(|model| (model.core, model.synchronises)).try_for_each(begin)
-}
-
-/// Call when this rank has computed the gradients of a micro-batch, before it waits for others.
-pub(super) fn computed(pass: &Pass) {
-    if pass.micro_batch.is_some() {
-        let end = |model: &DistributedModel| lock(&model.pace).end(Instant::now(), model.reducer.has_trained());
-        pass.models.iter().for_each(|model| end(model.core));
-    }
+    pass.models.iter().map(|model| (model.core, model.synchronises)).try_for_each(take)
 }
 
 /// Call when the backward pass of a micro-batch has succeeded.

@@ -46,8 +46,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Keeps the values after the forward pass of micro-batch 0. After that of this rank's last micro-batch, when rank 0 sends the
-    /// buffers, they get these values.
+    /// Keeps the values after micro-batch 0. After this rank's last micro-batch, when rank 0 sends the buffers, they get these
+    /// values.
     pub(super) fn take(&mut self, buffers: &[Buffer], number: usize, is_last: bool) -> Result<()> {
         if number == 0 && !buffers.is_empty() {
             self.after_first = Some(values(buffers)?);

@@ -488,7 +488,6 @@ fn loops_of_different_lengths_without_a_join_are_named() {
     ];
     for (end, expected) in ends {
         let error = ranks(2, |pg| {
-            // There are no buffers, whose broadcast would come first.
             let varmap = VarMap::new();
             let build = |vb: VarBuilder| linear(3, 2, vb);
             let ddp = DistributedDataParallel::with_options(

@@ -61,9 +61,10 @@ fn desync(first: Act, second: Act) -> Vec<String> {
 fn a_desync_names_what_each_rank_was_doing() {
     const SAVE: &str = "all_gather(i64[1]) for save_distributed";
     const GATHER: &str = "all_gather(i64[1]) for all_gather_object";
-    const BUFFERS: &str = "broadcast(f32[6]) for rank 0's variables, which DistributedDataParallel broadcasts";
+    const GRADIENTS: &str =
+        "all_reduce(f32[33]) for the gradients of fc2.bias, fc2.weight and 4 more parameters (bucket 0)";
     let cases: [(Act, Act, &str, &str); 3] = [
-        (|job| job.save(), |job| job.backward(), SAVE, BUFFERS),
+        (|job| job.save(), |job| job.backward(), SAVE, GRADIENTS),
         // Without the purpose, these calls would look alike.
         (|job| job.save(), |job| job.gather(), SAVE, GATHER),
         (|job| job.reduce(), |job| job.gather(), "all_reduce(f32[7])", GATHER),

@@ -1,7 +1,7 @@
 //! Activation checkpointing changes memory use and nothing else.
 use crate::common::{assert_close, floats, ranks, tensor, var};
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
-use candle_ddp::nn::{Dropout, Linear, checkpoint, linear, relu};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
+use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel};
 use candle_nn::{VarBuilder, VarMap};
@@ -120,6 +120,49 @@ fn hooks_fire_once_under_ddp() {
     for kind in [Kind::Checkpoint, Kind::Nested] {
         for (checkpointed, plain) in trained(kind).iter().zip(&plain) {
             assert_close(checkpointed, plain, 1e-6, "averaged gradients");
+        }
+    }
+}
+
+/// The running statistics, on every rank, of a batch norm that was trained in a checkpoint, whose backward pass changes them a
+/// second time.
+fn statistics(world_size: usize, virtual_ranks: Option<usize>) -> Vec<Vec<f32>> {
+    type Normed = (Linear, BatchNorm);
+    let run = ranks(world_size, |pg| {
+        let build = |vb: VarBuilder| -> Result<Normed> {
+            Ok((linear(6, 4, vb.pp("linear"))?, batch_norm(4, 1e-5, vb.pp("norm"))?))
+        };
+        let options = DdpOptions { init_seed: Some(7), virtual_ranks, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+        let forward = |seed: u64| {
+            ddp.call(|(linear, norm): &Normed| {
+                let (linear, norm) = (linear.clone(), norm.clone());
+                checkpoint(&[&tensor(&[4, 6], seed)], move |x| norm.forward_t(&linear.forward(&x[0])?, true))
+            })
+        };
+        for step in 0..3 {
+            let loss = |number: usize| forward(10 * step + number as u64)?.sqr()?.mean_all();
+            match ddp.micro_batches() {
+                None => drop(ddp.backward(&loss(pg.rank())?)?),
+                Some(numbers) => {
+                    for number in numbers {
+                        ddp.backward_micro_batch(&loss(number)?, number)?;
+                    }
+                }
+            }
+        }
+        Ok(ddp.named_buffers().iter().flat_map(|(_, var)| floats(var)).collect())
+    });
+    run.unwrap()
+}
+
+#[test]
+fn statistics_that_the_backward_pass_changes_follow_rank_0() {
+    let alone = statistics(1, None);
+    assert_eq!(statistics(2, None), [&alone[0]; 2].map(Clone::clone));
+    for world_size in [1, 2, 4] {
+        for of_rank in statistics(world_size, Some(4)) {
+            assert_eq!(of_rank, alone[0], "virtual ranks on {world_size} ranks");
         }
     }
 }
