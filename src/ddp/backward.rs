@@ -140,8 +140,8 @@ pub(super) fn run_micro_batch(
 fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     check(pass)?;
     let counted = pass.count.map_or(Ok(()), count::check);
-    let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_reached(pass));
-    checked.inspect_err(|error| pass.abort(&error.to_string()))?;
+    let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_one_number(loss, pass));
+    checked.and_then(|()| check_reached(pass)).inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.announce()?;
     pass.run(|pass| {
         pass.begin()?;
@@ -183,6 +183,16 @@ pub(super) fn shadow(models: &[&DistributedModel], kind: Kind, active: &Active) 
         }
         finish(buffers, pass)
     })
+}
+
+/// Checks that the loss is one number: candle would compute the gradients of the sum of its elements.
+fn check_one_number(loss: &Tensor, pass: &Pass) -> Result<()> {
+    if loss.elem_count() == 1 {
+        return Ok(());
+    }
+    let (argument, reduction) = if pass.count.is_some() { ("loss_sum", "sum_all") } else { ("loss", "mean_all") };
+    let shape = loss.dims();
+    Err(Error::invalid(argument, format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
 }
 
 /// Checks that the loss depends on one of the models, so that no rank silently trains nothing.

@@ -169,8 +169,8 @@ impl<M> DistributedDataParallel<M> {
     /// Returns [`Error::UnusedParameters`] on all ranks if no rank used some parameter in the first synchronised pass, or if
     /// this rank's loss depends on none, unless [`DdpOptions::unused`] allows it.
     ///
-    /// Returns [`Error::InvalidArgument`] if another backward pass of this model is running, in an operation of the graph or
-    /// on another thread.
+    /// Returns [`Error::InvalidArgument`] if `loss` is not one number, or if another backward pass of this model is running, in
+    /// an operation of the graph or on another thread.
     ///
     /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients. Nothing of the
     /// pass is left to the next one, and gradients that had accumulated under `no_sync` are dropped.

@@ -5,7 +5,7 @@ use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, nn};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Barrier, OnceLock};
 
 /// An embedding that shares its weight with the last layer, and layers with biases.
 struct Net {
@@ -190,6 +190,55 @@ fn nothing_is_left_after_a_hook_has_failed() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn a_loss_that_is_not_one_number_is_refused_before_anything_is_sent() {
+    type Act = fn(&DistributedDataParallel<nn::Linear>, &Tensor) -> Result<()>;
+    let acts: [(Act, &str); 5] = [
+        (
+            |ddp, loss| ddp.backward(loss).map(drop),
+            "loss: it has shape [4, 1]: reduce it to one number, as with mean_all()",
+        ),
+        (|ddp, loss| ddp.backward_into(loss, &mut Default::default()), "loss: it has shape [4, 1]"),
+        (
+            |ddp, loss| ddp.backward_weighted(loss, 4.).map(drop),
+            "loss_sum: it has shape [4, 1]: reduce it to one number, as with sum_all()",
+        ),
+        (|ddp, loss| candle_ddp::backward(loss, &[ddp]).map(drop), "loss: it has shape [4, 1]"),
+        (|ddp, loss| ddp.backward(&loss.narrow(0, 0, 0)?).map(drop), "loss: it has shape [0, 1]"),
+    ];
+    for (act, expected) in acts {
+        // Rank 0 alone, rank 1 alone, and both.
+        for mistaken in [&[0][..], &[1], &[0, 1]] {
+            let built = Barrier::new(2);
+            let errors = ranks(2, |pg| {
+                let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| nn::linear(3, 1, vb))?;
+                built.wait();
+                let losses = ddp.forward(&tensor(&[4, 3], 1))?.sqr()?;
+                let own = || {
+                    if mistaken.contains(&pg.rank()) {
+                        act(&ddp, &losses)
+                    } else {
+                        ddp.backward(&losses.mean_all()?).map(drop)
+                    }
+                };
+                Ok(own().unwrap_err().to_string())
+            });
+            for (rank, error) in errors.unwrap().iter().enumerate() {
+                let is_own = mistaken.contains(&rank);
+                assert!(
+                    if is_own { error.starts_with(expected) } else { error.contains(expected) },
+                    "rank {rank}: {error}"
+                );
+            }
+        }
+    }
+    let one = ranks(2, |pg| {
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| nn::linear(3, 1, vb))?;
+        ddp.backward(&ddp.forward(&tensor(&[4, 3], 1))?.mean_all()?.reshape((1, 1))?).map(drop)
+    });
+    one.unwrap();
 }
 
 /// The identity. Its backward pass begins another one, of the same model.
