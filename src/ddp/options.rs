@@ -16,7 +16,8 @@ const NAN_CHECK_VARIABLE: &str = "CANDLE_DDP_NAN_CHECK";
 /// Gradients are always views of the buckets (`gradient_as_bucket_view`).
 #[derive(Clone)]
 pub struct DdpOptions {
-    /// The dtype of the variables that the model is built with. Default: f32.
+    /// The dtype of the variables that the model is built with. A parameter that is in the `VarMap` with another dtype is an
+    /// error. Default: f32.
     pub dtype: DType,
     /// The size in MiB of the gradients that are all-reduced together. 0 gives every parameter its own bucket.
     /// Default: 25.

@@ -62,13 +62,13 @@ impl Registry {
         }
     }
 
-    /// Registers the variable `name` and returns what the model gets for it: a tensor of dtype `held`, if given.
+    /// Registers the variable `name`, requested with these [`dtypes`](Self::dtypes), and returns what the model gets for it.
     fn hand_out(
         &self,
         registered: &mut Registered,
         name: &str,
         var: Var,
-        held: Option<DType>,
+        (stored, held): (DType, Option<DType>),
     ) -> candle_core::Result<Tensor> {
         if registered.sealed {
             candle_core::bail!(
@@ -107,6 +107,15 @@ impl Registry {
                 tensor
             }
             Role::Parameter => {
+                if var.dtype() != stored {
+                    let (is, needed) = (var.dtype().as_str(), stored.as_str());
+                    let reason = format!(
+                        "it is {is} in the VarMap, but the model is built with variables of dtype {needed} \
+                         (DdpOptions.dtype, unless its layer asks for another): convert it in the VarMap, or set \
+                         DdpOptions.dtype to {is}"
+                    );
+                    return Err(Error::parameter(name, reason).into());
+                }
                 let index = registered.variables.parameters.len();
                 let dtype = held.unwrap_or(var.dtype());
                 let replica = hook::replicate(&var, dtype, Arc::clone(&self.reducer), index, name)?;
@@ -134,10 +143,10 @@ impl SimpleBackend for Registry {
             check_shared(name, tensor, dtype, &shape)?;
             return Ok(tensor.clone());
         }
-        let (stored, held) = self.dtypes(name, dtype);
+        let dtypes = self.dtypes(name, dtype);
         let var =
-            Var::from_tensor(&seed::get(&self.varmap, self.options.init_seed, shape, name, init, stored, device)?)?;
-        self.hand_out(&mut registered, name, var, held)
+            Var::from_tensor(&seed::get(&self.varmap, self.options.init_seed, shape, name, init, dtypes.0, device)?)?;
+        self.hand_out(&mut registered, name, var, dtypes)
     }
 
     /// Works only for variables that are already in the VarMap.
@@ -148,7 +157,7 @@ impl SimpleBackend for Registry {
         }
         let var = lock(self.varmap.data()).get(name).cloned();
         match var {
-            Some(var) => self.hand_out(&mut registered, name, var, self.dtypes(name, dtype).1),
+            Some(var) => self.hand_out(&mut registered, name, var, self.dtypes(name, dtype)),
             None => Err(not_in_varmap(name)),
         }
     }

@@ -4,8 +4,9 @@ use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use std::sync::Arc;
 
 /// Two layers; the second may be left out.
 type Net = (Linear, Linear);
@@ -246,6 +247,29 @@ fn unsupported_options_are_refused_by_name() {
         let bf16_buffers = options(Some(DType::BF16), None, Some(DType::BF16));
         let refused = DistributedDataParallel::with_options(&pg, &varmap, build, bf16_buffers).err().unwrap();
         assert!(refused.to_string().contains("norm.running_mean"), "{refused}");
+        // A parameter whose dtype in the VarMap is not that of the options, with and without mixed precision.
+        let varmap = VarMap::new();
+        let bf16 = || DdpOptions { dtype: DType::BF16, ..Default::default() };
+        DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), bf16())?;
+        for init_seed in [None, Some(1)] {
+            for param in [None, Some(DType::BF16)] {
+                let options = DdpOptions { init_seed, ..options(param, None, None) };
+                let refused = DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), options).err().unwrap();
+                let needed = "parameter first.weight: it is bf16 in the VarMap, but the model is built with variables of \
+                              dtype f32 (DdpOptions.dtype";
+                assert!(refused.to_string().contains(needed), "{refused}");
+            }
+        }
+        DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), bf16())?;
+        // Frozen variables may stay in the dtype that the model computes in.
+        let role = Arc::new(|name: &str| if name.starts_with("first") { Role::Frozen } else { Role::Parameter });
+        let varmap_of_head = VarMap::new();
+        for name in ["first.weight", "first.bias"] {
+            varmap_of_head.data().lock().unwrap().insert(name.to_string(), var(&varmap, name));
+        }
+        let frozen = DdpOptions { role, ..options(Some(DType::BF16), None, None) };
+        DistributedDataParallel::with_options(&pg, &varmap_of_head, |vb| net(vb), frozen)?;
+        assert_eq!(var(&varmap_of_head, "second.weight").dtype(), DType::F32);
         // A model that holds the variables themselves instead of replicas.
         let vars = || Ok::<_, Error>(vec![("w".to_string(), Var::from_tensor(&batch(0))?)]);
         let refused =
