@@ -80,9 +80,17 @@ impl<M> DistributedDataParallel<M> {
     /// their names. Its gradients enter the buckets only after the backward pass, so communication does not overlap it,
     /// and a `loss.backward()` instead of [`backward`](Self::backward) goes unnoticed.
     ///
+    /// The order of `vars` has no meaning: they are sorted by name, since a `VarMap` has them in another order in every process.
+    ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
-    pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
+    pub fn from_vars(
+        group: &ProcessGroup,
+        module: M,
+        mut vars: Vec<(String, Var)>,
+        options: DdpOptions,
+    ) -> Result<Self> {
+        vars.sort_by(|(a, _), (b, _)| a.cmp(b));
         let reducer = reducer(group, &options);
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());

@@ -549,6 +549,30 @@ fn buffers_are_the_variables_themselves_and_follow_rank_0() {
     }
 }
 
+#[test]
+fn vars_without_a_builder_may_come_in_another_order_on_each_rank() {
+    let out = ranks(2, |pg| {
+        // Of one shape, so that a difference of the orders would go unnoticed.
+        let vars: Vec<Var> = (1..5).map(|seed| Var::from_tensor(&tensor(&[4, 4], seed)).unwrap()).collect();
+        let mut named: Vec<_> = ["d", "a", "c", "b"].map(String::from).into_iter().zip(vars.clone()).collect();
+        if pg.rank() == 1 {
+            named.reverse();
+        }
+        let ddp = DistributedDataParallel::from_vars(&pg, vars, named, tiny())?;
+        let names: Vec<_> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["a", "b", "c", "d"]);
+        let step = || {
+            let sum = ddp.call(|vars| vars.iter().try_fold(batch(pg.rank()), |x, var| x.matmul(var)?.tanh()))?;
+            ddp.backward(&loss(&sum)?)
+        };
+        step()?;
+        let grads = step()?;
+        Ok(ddp.parameters().iter().map(|var| gradient(&grads, var)).collect::<Vec<_>>())
+    })
+    .unwrap();
+    assert_eq!(out[0], out[1]);
+}
+
 fn with_role(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
     DdpOptions { role: Arc::new(role), ..Default::default() }
 }
