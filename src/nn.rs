@@ -47,6 +47,20 @@ fn virtual_ranks() -> Error {
     Error::invalid("virtual_ranks", reason)
 }
 
+/// The group for the layers' collectives. The first call connects it.
+fn statistics_group(group: &ProcessGroup) -> std::result::Result<ProcessGroup, Error> {
+    group.companion().map_err(|error| match error {
+        Error::Connect { rank, peers, timeout, reason } => {
+            let reason = format!(
+                "SyncBatchNorm connects all ranks for its statistics in their first forward pass in training mode: run it on \
+                 every rank, and evaluate with forward_t(x, false). The cause: {reason}"
+            );
+            Error::Connect { rank, peers, timeout, reason }
+        }
+        error => error,
+    })
+}
+
 const INPUT: &str = "the input of SyncBatchNorm";
 
 impl BatchNormGroup for ProcessGroup {
@@ -79,13 +93,13 @@ impl BatchNormGroup for ProcessGroup {
 
     fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
         let all = Tensor::zeros((self.world_size(), mine.elem_count()), mine.dtype(), mine.device())?;
-        let group = self.companion()?;
+        let group = statistics_group(self)?;
         Label::BATCH_NORM.during(|| group.all_gather(&all, mine))?;
         Ok(all)
     }
 
     fn all_reduce(&self, sums: &Tensor) -> Result<()> {
-        let group = self.companion()?;
+        let group = statistics_group(self)?;
         Ok(Label::BATCH_NORM_BACKWARD.during(|| group.all_reduce(sums, ReduceOp::Sum))?)
     }
 }

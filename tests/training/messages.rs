@@ -2,8 +2,12 @@
 use crate::common::{ranks, tensor};
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, checkpoint};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, SpawnOptions, checkpoint, spawn_with,
+};
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
+use std::sync::Barrier;
+use std::time::Duration;
 
 type Net = (Linear, Linear, BatchNorm);
 
@@ -115,4 +119,24 @@ fn the_statistics_of_a_batch_norm_are_named() {
     let error = errors.unwrap_err().to_string();
     assert!(error.contains("for SyncBatchNorm's statistics"), "{error}");
     assert!(error.contains("for SyncBatchNorm's gradients"), "{error}");
+}
+
+#[test]
+fn a_batch_norm_that_trains_on_one_rank_only_is_named() {
+    let is_over = Barrier::new(2);
+    let options = SpawnOptions { world_size: 2, timeout: Duration::from_secs(1) };
+    let errors = spawn_with(options, |pg| {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device());
+        let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb)?;
+        let x = tensor(&[4, 3], 1);
+        norm.forward_t(&x, false)?;
+        let error = (pg.rank() == 0).then(|| Error::from(norm.forward_t(&x, true).unwrap_err()));
+        is_over.wait();
+        Ok(error)
+    });
+    let error = errors.unwrap().remove(0).unwrap();
+    assert!(matches!(&error, Error::Connect { rank: 0, peers, .. } if *peers == [1]), "{error:?}");
+    let advice = "SyncBatchNorm connects all ranks for its statistics in their first forward pass in training mode: run it on \
+                  every rank, and evaluate with forward_t(x, false)";
+    assert!(error.to_string().contains(advice), "{error}");
 }
