@@ -331,11 +331,12 @@ pub enum Error {
 
     /// A part of a checkpoint, or of an elastic run, that should be the same on all ranks.
     #[error(
-        "the part {part:?} is not the same on all ranks: {} on {} differ from rank 0's. Reduce or broadcast values \
+        "the part {part:?} is not the same on all ranks: {} on {} {} from rank 0's. Reduce or broadcast values \
          that ranks have computed separately. Use PerRank(part) for a part that each rank has for itself, \
          RankZero(part) if rank 0's serves all ranks, and seed::Generator::for_rank for random numbers",
         some(names),
-        ranks_named(ranks)
+        ranks_named(ranks),
+        if names.len() == 1 { "differs" } else { "differ" }
     )]
     PartDiffers {
         /// The name of the part.

@@ -21,6 +21,16 @@ fn a_list_of_very_many_ranks_is_cut() {
 }
 
 #[test]
+fn one_tensor_differs_and_several_differ() {
+    let text = |names: &[&str]| {
+        let names = names.iter().map(ToString::to_string).collect();
+        Error::PartDiffers { part: "model".to_string(), ranks: vec![1, 2], names }.to_string()
+    };
+    assert!(text(&["w"]).contains(": w on ranks 1, 2 differs from rank 0's."), "{}", text(&["w"]));
+    assert!(text(&["b", "w"]).contains(": b, w on ranks 1, 2 differ from rank 0's."), "{}", text(&["b", "w"]));
+}
+
+#[test]
 fn logs_and_main_show_the_variant_and_the_text() {
     let error = Error::from(rendezvous::Error::MissingEnvironment {
         variable: "RANK",
