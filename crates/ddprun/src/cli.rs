@@ -155,7 +155,14 @@ pub(crate) struct Cli {
 
     /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
     /// time to write a final checkpoint.
-    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "30", allow_negative_numbers = true, help_heading = ENDING)]
+    #[arg(
+        long,
+        alias = "shutdown_timeout",
+        value_name = "SECONDS",
+        default_value = "30",
+        allow_negative_numbers = true,
+        help_heading = ENDING
+    )]
     pub(crate) shutdown_timeout: f64,
 
     /// Signals that end the run. ddprun forwards the first to the workers and exits after them. A second signal of any

@@ -282,14 +282,12 @@ impl Door {
                 self.acceptor.refuse(address, error.describe());
                 if let HandshakeError::Version(_) = error {
                     // The caller should learn why, but this rank does not wait for it.
-                    let Identity { rank, nonce, config, .. } = *identity;
-                    let own = Handshake { nonce, rank, kind: Kind::Control, control: By::Higher, config };
-                    let _ = (&caller.socket).write(&own.encode());
+                    let _ = (&caller.socket).write(&identity.handshake(Kind::Control, By::Higher).encode());
                 }
                 return Ok(());
             }
         };
-        let own = Handshake { rank: identity.rank, config: identity.config, ..handshake };
+        let own = identity.handshake(handshake.kind, handshake.control);
         let exchange = Exchange { caller: greeted, callee: greeting(&own)? };
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
@@ -355,10 +353,9 @@ impl Door {
 
     /// Sends a greeting on a new connection.
     fn greet(&self, socket: &TcpStream, call: Call) -> Result<Stage> {
-        let Identity { rank, nonce, config, ref keys, .. } = self.identity;
         // Without a secret, and for control, there is none.
-        let control = keys.control_of(call.peer).unwrap_or(By::Higher);
-        let own = Handshake { nonce, rank, kind: call.kind, control, config };
+        let control = self.identity.keys.control_of(call.peer).unwrap_or(By::Higher);
+        let own = self.identity.handshake(call.kind, control);
         let sent = greeting(&own)?;
         // A socket's empty buffer takes these few bytes at once; a peer that has closed it is called again.
         let _ = (&mut &*socket).write(&sent);
@@ -399,6 +396,10 @@ impl Door {
 }
 
 impl Identity {
+    fn handshake(&self, kind: Kind, control: By) -> Handshake {
+        Handshake { nonce: self.nonce, rank: self.rank, kind, control, config: self.config }
+    }
+
     fn failed(&self, peer: usize, reason: impl Into<String>) -> Error {
         Error::Connect { rank: self.rank, peers: vec![peer], timeout: self.timeout, reason: reason.into() }
     }

@@ -3,6 +3,7 @@ use super::protocol::{CHALLENGE, CLIENT, MAGIC, MAX_MESSAGE, OFFER, PROVEN, Requ
 use crate::Secret;
 use crate::random::random_bytes;
 use crate::secret::PROOF;
+use crate::thread;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -216,7 +217,7 @@ pub(super) fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::
         // The receiver is gone after the deadline.
         let _ = sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>));
     };
-    std::thread::Builder::new().spawn(lookup).map_err(|error| error.to_string())?;
+    thread::spawn("candle-ddp-resolver", lookup).map_err(|error| error.to_string())?;
     match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         Ok(Ok(addresses)) if addresses.is_empty() => Err(format!("the name {host} has no address")),
         Ok(Ok(addresses)) => Ok(addresses),
