@@ -4,6 +4,7 @@ use crate::backend::Label;
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};
+use crate::warnings::warn_aloud;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
@@ -232,7 +233,7 @@ impl GradScaler {
     }
 
     /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without
-    /// one. If it falls below 1, training has stalled, and rank 0 warns through `log`.
+    /// one. If it falls below 1, training has stalled, and rank 0 warns.
     ///
     /// # Errors
     /// Returns [`Error::GradScaler`] if neither `unscale` nor `step` was called in this step.
@@ -249,13 +250,13 @@ impl GradScaler {
             self.scale *= self.options.backoff_factor;
             self.clean_steps = 0;
             if before >= 1.0 && self.scale < 1.0 && self.group.rank() == 0 {
-                log::warn!(
+                warn_aloud(format_args!(
                     "GradScaler: the scale fell to {}, since gradients overflow even without scaling, and every such \
                      step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
                      learning rate, or check the inputs; in a run without the scaler, DdpOptions.nan_check names the \
                      rank and the first parameter",
                     self.scale
-                );
+                ));
             }
             return Ok(());
         }

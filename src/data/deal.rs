@@ -99,7 +99,7 @@ impl Deal {
         self.rank_len_after(0, len, consumed)
     }
 
-    fn rank_len_after(&self, rank: usize, len: usize, consumed: usize) -> usize {
+    pub(super) fn rank_len_after(&self, rank: usize, len: usize, consumed: usize) -> usize {
         let left = len.saturating_sub(consumed);
         if let Some(Block { batch_size, drop_last, .. }) = self.block {
             let global = batch_size * self.world_size;

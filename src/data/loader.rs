@@ -179,7 +179,7 @@ where
     fn compared(loader: Result<Self>, group: &ProcessGroup, describe: impl Fn(&Self) -> String) -> Result<Self> {
         let described = loader.as_ref().map(describe);
         match Label::LOADER_NEW.during(|| group.compare(described, "it could not make its DataLoader"))? {
-            None => loader.inspect(|loader| loader.warn_of_no_batch(group.rank())),
+            None => loader.inspect(|loader| loader.warn_of_no_batch()),
             Some((rank, difference)) => Err(Error::Mismatch { what: "data loader", rank, difference }),
         }
     }

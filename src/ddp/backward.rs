@@ -8,6 +8,7 @@ use super::pass::Pass;
 use super::reducer::Gradient;
 use super::sync;
 use crate::process_group::{Active, Kind};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
@@ -341,12 +342,12 @@ fn warn_of_lost(model: &DistributedModel) -> Result<()> {
     let lost = model.first_gradients().are_lost(&model.variables.parameters, is_held)?;
     if lost && model.group().rank() == 0 {
         let first = model.variables.parameters.first().map_or("", |parameter| &parameter.name);
-        log::warn!(
+        warn_aloud(format_args!(
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
              has changed since. If the program expects them to be added to those of the second pass: `backward` returns \
              the gradients of its own loss, and `ddp.backward_into(&loss, &mut grads)` adds to those of an earlier one. \
              (A skipped step, one with a learning rate of 0, or an optimizer without this parameter looks the same.)"
-        );
+        ));
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ use super::{backward, sync, verify};
 use crate::backend::Label;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
+use crate::warnings::warn_aloud;
 use crate::{Error, ReduceOp, Result};
 use candle_core::Tensor;
 use std::fmt;
@@ -156,11 +157,11 @@ fn take_part<C>(
             }
         }
         if passes == MANY {
-            log::warn!(
+            warn_aloud(format_args!(
                 "rank {} ran out of inputs {MANY} backward passes ago, and other ranks are still training: give all \
                  ranks about the same number of batches",
                 group.rank()
-            );
+            ));
         }
     }
     Ok(())

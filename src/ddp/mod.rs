@@ -155,7 +155,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// The store has the gradients of this loss only. Where PyTorch calls `backward` for several losses before one
     /// step, use [`backward_into`](Self::backward_into). If a model's first gradients are dropped and the second ones
-    /// come before any variable has changed, rank 0 warns through `log`.
+    /// come before any variable has changed, rank 0 warns.
     ///
     /// Under [`no_sync`](Self::no_sync) nothing is sent: gradients accumulate in the buckets, and the store holds this
     /// rank's sums.

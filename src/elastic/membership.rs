@@ -7,6 +7,7 @@ use crate::process_group::{Joining, ProcessGroup, job};
 use crate::rendezvous::{
     self, AGENT_VARIABLE, BEGUN, Decision, Generations, LastWill, Meeting, Member, RunStore, Store, absent_ranks,
 };
+use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -409,13 +410,13 @@ impl Membership {
         // If this rank has learned of the end from the log alone, it waits for nobody.
         pg.abort(OTHER_GENERATION);
         if pg.handles() > 1 {
-            log::warn!(
+            warn_aloud(format_args!(
                 "rank {}: the program has kept {} handle(s) to the group of generation {}, which has ended: drop \
                  DistributedDataParallel and everything else made with it before the training function returns",
                 self.own.rank,
                 pg.handles() - 1,
                 self.generation()
-            );
+            ));
         }
         self.left = Some(pg).filter(|_| self.arbiter == Arbiter::Survivors);
     }

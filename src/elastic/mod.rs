@@ -58,6 +58,7 @@ use crate::error::Failure;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::Parts;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use membership::Membership;
 use std::fmt::Display;
@@ -108,6 +109,12 @@ where
             // All ranks have finished, this one included.
             return value.ok_or_else(|| finished_without().into());
         };
+        if let Some(lost) = lost.as_ref().filter(|_| pg.rank() == 0) {
+            let (generation, ranks) = (membership.generation(), pg.world_size());
+            warn_aloud(format_args!(
+                "generation {generation} begins with {ranks} rank(s), since the last one has ended: {lost}"
+            ));
+        }
         let trained = catch_unwind(AssertUnwindSafe(|| -> Result<T, E> {
             let entrance = Entrance {
                 generation: membership.generation(),
@@ -154,7 +161,7 @@ where
         };
         if let Some(lost) = &lost {
             let (rank, generation) = (membership.rank(), membership.generation());
-            log::warn!("rank {rank}: generation {generation} has ended: {lost}");
+            log::info!("rank {rank}: generation {generation} has ended: {lost}");
         }
         membership.leave(pg);
     }

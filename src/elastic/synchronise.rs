@@ -121,11 +121,11 @@ fn warn_of_differences(all: &[Standing], root: usize) {
     for (name, hash) in &all[root].parts {
         let other = all.iter().filter(same_commit).any(|standing| standing.parts.get(name) != Some(hash));
         if other {
-            log::warn!(
+            warn_aloud(format_args!(
                 "the part {name:?} was not the same on all ranks in commit {}: all ranks continue with rank {root}'s. \
                  Use PerRank(part) to keep each rank's own, or RankZero(part) if one rank's serves all ranks",
                 all[root].commits
-            );
+            ));
         }
     }
 }

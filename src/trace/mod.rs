@@ -13,6 +13,7 @@
 use crate::backend::Work;
 use crate::panic::lock;
 use crate::state::file::{PreparedFile, Progress};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 #[doc(inline)]
 pub use candle_ddp_rendezvous::trace::merge;
@@ -127,11 +128,11 @@ impl Trace {
         if let Some(open) = file.as_mut()
             && let Err(error) = action(open)
         {
-            log::warn!(
+            warn_aloud(format_args!(
                 "rank {}: the trace {} is incomplete, because writing it failed: {error}",
                 self.rank,
                 self.path.display()
-            );
+            ));
             *file = None;
         }
     }

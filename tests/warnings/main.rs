@@ -1,5 +1,6 @@
-//! Problems that only the log reports. The log belongs to the process, so one test runs at a time.
+//! Problems that only a warning reports. The log belongs to the process, so one test runs at a time.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod aloud;
 mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;

@@ -6,9 +6,9 @@ use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions, Ten
 #[test]
 fn a_rank_without_a_batch_is_named() {
     let _turn = logger::collect();
-    let warnings = |samples: usize| {
+    let warnings = |world_size: usize, samples: usize| {
         LOG.0.lock().unwrap().clear();
-        let batches = ranks(2, |pg| {
+        let batches = ranks(world_size, |pg| {
             let sampler = SamplerOptions { remainder: Remainder::Uneven, ..Default::default() };
             let options = LoaderOptions { batch_size: 3, drop_last: true, sampler, ..Default::default() };
             let loader = DataLoader::new(TensorDataset::new(tensor(&[samples, 2], 1))?, &pg, options)?;
@@ -16,9 +16,12 @@ fn a_rank_without_a_batch_is_named() {
         });
         (batches.unwrap(), std::mem::take(&mut *LOG.0.lock().unwrap()))
     };
-    let (batches, said) = warnings(5);
+    let (batches, said) = warnings(2, 5);
     assert_eq!(batches, [1, 0]);
     let text = "rank 1 has no batch in an epoch, but others have: its part of the dataset is 2 of 5 samples";
     assert!(said.len() == 1 && said[0].contains(text) && said[0].contains("batch_size 3 with drop_last"), "{said:?}");
-    assert_eq!(warnings(6), (vec![1, 1], vec![]));
+    assert_eq!(warnings(2, 6), (vec![1, 1], vec![]));
+    let (batches, said) = warnings(3, 7);
+    assert_eq!(batches, [1, 0, 0]);
+    assert!(said.len() == 1 && said[0].starts_with("each of the ranks 1 to 2 has no batch"), "{said:?}");
 }

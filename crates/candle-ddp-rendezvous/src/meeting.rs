@@ -148,10 +148,10 @@ impl RunStore {
             None => Secret::from_env()?,
         };
         if plan.is_plain && secret.is_some() && rank == 0 {
-            log::warn!(
+            warn_aloud(format_args!(
                 "a launcher other than ddprun hosts the store, without a secret: anyone who reaches it can use it. The \
                  connections between ranks do require the secret"
-            );
+            ));
         }
         let (name, store): (String, Arc<dyn LimitedStore>) = match &plan.store {
             StoreLocation::Memory => {
@@ -167,7 +167,7 @@ impl RunStore {
                 let store = if hosts {
                     let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout)?;
                     if let Some(warning) = &listening.warning {
-                        log::warn!("{warning}");
+                        warn_aloud(format_args!("{warning}"));
                     }
                     let server = host_shared(&listening, plan.run_id.as_deref(), secret.as_ref())?;
                     let options = TcpStoreOptions { timeout: options.timeout, secret };

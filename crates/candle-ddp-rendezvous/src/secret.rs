@@ -1,5 +1,6 @@
 //! The secret that the processes of a job share.
 use crate::random::random_bytes;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use hmac::digest::{Key, KeyInit};
 use hmac::{Hmac, Mac};
@@ -7,7 +8,7 @@ use sha2::{Digest, Sha256};
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 /// The variable with the secret, and the one with the path of a file that holds it.
 pub const VARIABLE: &str = "CANDLE_DDP_SECRET";
@@ -142,7 +143,13 @@ fn read(path: &Path) -> std::io::Result<String> {
     let mode = metadata.mode();
     if mode & 0o077 != 0 {
         let path = path.display();
-        log::warn!("other users can read the secret in {path} (mode {:o}): `chmod 600 {path}`", mode & 0o777);
+        static SAID: Once = Once::new();
+        SAID.call_once(|| {
+            warn_aloud(format_args!(
+                "other users can read the secret in {path} (mode {:o}): `chmod 600 {path}`",
+                mode & 0o777
+            ));
+        });
     }
     Ok(text)
 }

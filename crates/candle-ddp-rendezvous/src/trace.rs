@@ -1,5 +1,6 @@
 //! Merging the timelines of all ranks.
 use crate::file::{PreparedFile, Progress};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// is left.
 pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
     let (path, ranks, old) = merge_newest(folder)?;
-    old.iter().for_each(|file| log::warn!("{}", left_out(file)));
+    old.iter().for_each(|file| warn_aloud(format_args!("{}", left_out(file))));
     Ok((path, ranks))
 }
 

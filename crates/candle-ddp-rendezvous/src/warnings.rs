@@ -1,16 +1,30 @@
 //! Warnings that nobody may miss, and rate-limited warnings about events that outsiders can cause, for example by
 //! connecting to a port: they must not flood the log.
+//!
+//! What a warning is about decides how it is made:
+//!
+//! - [`warn_aloud`]: something changes the result of the run, has been lost, or needs the user's action.
+//! - `log::warn!`: something is slower, is retried or has been worked around, or follows an error that a call returns.
+//! - [`Warnings`]: strangers cause it.
 use std::fmt::Arguments;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// Warns on standard error even if the program does not show its log: hours of work may be at stake.
+/// Warns of something that the user must learn of even if the program has no logger: it changes the result of the run (a
+/// checkpoint that was passed over, gradients that were dropped), something has been lost, or the user has to act.
+///
+/// The warning goes to the program's logger if that shows warnings of the target `candle_ddp`, and otherwise to standard
+/// error, as a line that begins with `candle-ddp: `. It never goes to both.
+///
+/// The caller makes sure that it is said once: on rank 0 alone if it concerns all ranks, and otherwise on the rank that
+/// it concerns, which the text then names; not again in every step.
 pub fn warn_aloud(warning: Arguments<'_>) {
-    if log::log_enabled!(log::Level::Warn) {
-        log::warn!("{warning}");
+    const TARGET: &str = "candle_ddp";
+    if log::log_enabled!(target: TARGET, log::Level::Warn) {
+        log::warn!(target: TARGET, "{warning}");
     } else {
-        // If standard error is closed, there is nobody else to tell.
-        let _ = writeln!(std::io::stderr(), "candle-ddp: {warning}");
+        // In one piece, since other processes write to it as well. If it is closed, there is nobody else to tell.
+        let _ = std::io::stderr().write_all(format!("candle-ddp: {warning}\n").as_bytes());
     }
 }
 

@@ -14,6 +14,7 @@ use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
 use crate::panic::{lock, wait_timeout};
+use crate::warnings::warn_aloud;
 use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -281,7 +282,9 @@ impl Group {
             None | Some(Failure::PeerGone { .. }) => {}
             Some(failure) if state.untold && !std::thread::panicking() => {
                 let (rank, error) = (self.rank, Error::from(failure.clone()));
-                log::warn!("rank {rank}: the group had failed when it left, and no call has said so: {error}");
+                warn_aloud(format_args!(
+                    "rank {rank}: the group had failed when it left, and no call has said so: {error}"
+                ));
             }
             Some(_) => {}
         }

@@ -13,9 +13,10 @@ use super::{NcclOptions, cuda_failure};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::rendezvous::{self, Store, discard, host_identity};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Device;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -31,7 +32,9 @@ pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> 
             hint: format!("{} or later is needed: install a newer libnccl.so.2", Version(OLDEST_VERSION)),
         });
     }
-    warn_of_old(nccl_version);
+    if rank == 0 {
+        warn_of_old(nccl_version);
+    }
     if std::env::var(BLOCKING).is_ok_and(|value| is_one(&value)) {
         return Err(blocking().into_error(rank));
     }
@@ -48,13 +51,15 @@ fn is_one(value: &str) -> bool {
     hexadecimal.map_or(number.parse(), |digits| i64::from_str_radix(digits, 16)) == Ok(1)
 }
 
-/// Warns of versions of NCCL that have known errors.
+/// Warns once of versions of NCCL that have known errors.
 fn warn_of_old(version: i32) {
     /// The first version that keeps the state of a call in progress in memory that is not one thread's.
     const SOUND: i32 = 22_703;
+    static SAID: Once = Once::new();
     if version < SOUND {
         let known = if version == 22_501 { ": in this one, ending a group after a failure hangs" } else { "" };
-        log::warn!("NCCL {}: {} or later is recommended{known}", Version(version), Version(SOUND));
+        let (version, sound) = (Version(version), Version(SOUND));
+        SAID.call_once(|| warn_aloud(format_args!("NCCL {version}: {sound} or later is recommended{known}")));
     }
 }
 

@@ -11,6 +11,7 @@ use super::watchdog::Watched;
 use super::work::NcclWork;
 use crate::error::Failure;
 use crate::panic::lock;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -172,11 +173,10 @@ impl Aborts {
         while !self.wait(left()) {
             let hung = format!("rank {rank}: NCCL or the driver does not end communicators that were aborted");
             if limit.is_none_or(|limit| begin.elapsed() < limit) {
-                log::warn!("{hung}");
+                warn_aloud(format_args!("{hung}"));
                 continue;
             }
-            // The program may have no logger.
-            eprintln!("{hung}, so this process ends itself after the time that {ABORT_TIMEOUT} gives");
+            warn_aloud(format_args!("{hung}, so this process ends itself after the time that {ABORT_TIMEOUT} gives"));
             std::process::abort();
         }
     }

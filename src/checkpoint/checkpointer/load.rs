@@ -6,6 +6,7 @@ use super::snapshot::Buffers;
 use crate::backend::Label;
 use crate::state::file::read_safetensors;
 use crate::state::{Dict, Parts, StateDict};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -48,7 +49,7 @@ impl Checkpointer {
     /// may have more parts than `parts`, for example when a model is only evaluated.
     ///
     /// A damaged checkpoint (one of its files is missing, has another length, or is not a safetensors file) is
-    /// skipped with a warning in the log.
+    /// skipped, and rank 0 says so.
     ///
     /// # Errors
     /// Errors come on every rank and leave all parts unchanged: [`Error::CheckpointPart`] for the first part that
@@ -126,7 +127,9 @@ impl Checkpointer {
                 }
                 (damage, _) => {
                     let (rank, damage) = damage.map_or((0, ""), |(rank, damage)| (rank, damage));
-                    log::warn!("the checkpoint {} is damaged and skipped: on rank {rank}, {damage}", folder.display());
+                    if self.group.rank() == 0 {
+                        warn_of_skipped(&folder, format!("on rank {rank}, {damage}"));
+                    }
                     self.damaged.insert(folder);
                 }
             }
@@ -146,10 +149,8 @@ impl Checkpointer {
 
     /// The result of `choose` on rank 0, given the complete checkpoints in the folder, oldest first.
     fn search<T: Serialize + DeserializeOwned>(&self, choose: impl FnOnce(Vec<Checkpoint>) -> T) -> Result<T> {
-        let warn =
-            |path: &Path, reason| log::warn!("the checkpoint {} is damaged and skipped: {reason}", path.display());
         let search = || {
-            let mut whole = folder::whole(&self.root, warn)?;
+            let mut whole = folder::whole(&self.root, warn_of_skipped)?;
             whole.retain(|found| !self.damaged.contains(&found.path));
             Ok(choose(whole))
         };
@@ -176,7 +177,10 @@ impl Checkpointer {
         if agreed.is_err() {
             for ((name, part), before) in parts.iter_mut().zip(before).take(loaded) {
                 if let Err(error) = self.restore(*part, before) {
-                    log::error!("the part {name} could not be restored to its previous state: {error}");
+                    let rank = self.group.rank();
+                    warn_aloud(format_args!(
+                        "rank {rank}: the part {name} could not be restored to its previous state: {error}"
+                    ));
                 }
             }
         }
@@ -192,6 +196,11 @@ impl Checkpointer {
         shards[rank] = before;
         part.load_sharded_state_dict(&shards, rank, world_size)
     }
+}
+
+/// Says on rank 0 that a run does not continue from this checkpoint.
+fn warn_of_skipped(folder: &Path, reason: String) {
+    warn_aloud(format_args!("the checkpoint {} is damaged and skipped: {reason}", folder.display()));
 }
 
 /// Adds to an error which part of which checkpoint it belongs to.

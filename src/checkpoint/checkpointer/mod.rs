@@ -12,6 +12,7 @@ pub(crate) use index::fuzz_index;
 
 use crate::backend::Label;
 use crate::process_group::ProcessGroup;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use handle::Save;
 use snapshot::Buffers;
@@ -211,11 +212,11 @@ impl CheckpointerOptions {
     }
 }
 
-/// Waits until a running save has ended. If no call has returned its error, the error is logged.
+/// Waits until a running save has ended. If no call has returned its error, it is said as a warning.
 impl Drop for Checkpointer {
     fn drop(&mut self) {
         if let Err(error) = self.end_previous() {
-            log::error!("a checkpoint could not be saved: {error}");
+            warn_aloud(format_args!("rank {}: a checkpoint could not be saved: {error}", self.group.rank()));
         }
     }
 }

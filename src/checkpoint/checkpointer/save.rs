@@ -9,6 +9,7 @@ use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
 use crate::state::{Parts, StateDict};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -211,13 +212,13 @@ fn prune(root: &Path, keep: usize, damaged: &HashSet<PathBuf>) {
     let is_counted = |checkpoint: &Checkpoint| !damaged.contains(&checkpoint.path);
     let whole = match folder::whole(root, |_, _| {}) {
         Ok(whole) => whole.into_iter().filter(is_counted).collect::<Vec<_>>(),
-        Err(error) => return log::warn!("cannot remove older checkpoints: {error}"),
+        Err(error) => return warn_aloud(format_args!("cannot remove older checkpoints: {error}")),
     };
     let best = whole.iter().rfind(|checkpoint| checkpoint.index.best).map(|checkpoint| checkpoint.name);
     let older = &whole[..whole.len().saturating_sub(keep)];
     for checkpoint in older.iter().filter(|checkpoint| Some(checkpoint.name) != best) {
         if let Err(error) = folder::remove(checkpoint) {
-            log::warn!("cannot remove an older checkpoint: {error}");
+            warn_aloud(format_args!("cannot remove an older checkpoint: {error}"));
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::data::{Dataset, EpochOrder, LoaderIter, LoaderState, MicroBatches, Re
 use crate::kernels::Uploader;
 use crate::panic::lock;
 use crate::state::StateDict;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 #[cfg(feature = "cuda")]
 use candle_core::Device;
@@ -193,18 +194,27 @@ impl<D: Dataset, T> DataLoader<D, T> {
         &self.dataset
     }
 
-    /// Other ranks have batches, so this one would only wait in their collectives, or make them wait.
-    pub(super) fn warn_of_no_batch(&self, rank: usize) {
+    /// Says on rank 0, whose part is never smaller than another's, that other ranks have no batch: they would only wait in
+    /// its collectives, or make it wait.
+    pub(super) fn warn_of_no_batch(&self) {
         // Otherwise they all have as many, and to count them may take a permutation.
-        if self.deal.remainder == Remainder::Uneven && self.num_batches() == 0 {
-            let places = self.order_of(self.current_epoch()).map_or(0, |order| order.places());
-            log::warn!(
-                "rank {rank} has no batch in an epoch, but others have: its part of the dataset is {} of {places} samples, and \
+        if self.deal.rank > 0 || self.deal.remainder != Remainder::Uneven || self.num_batches() == 0 {
+            return;
+        }
+        let places = self.order_of(self.current_epoch()).map_or(0, |order| order.places());
+        let part = |rank| self.deal.rank_len_after(rank, places, 0);
+        // The parts never grow from a rank to the next.
+        if let Some(first) = (1..self.deal.world_size).find(|rank| self.options.num_batches(part(*rank)) == 0) {
+            let last = self.deal.world_size - 1;
+            let who =
+                if first == last { format!("rank {last}") } else { format!("each of the ranks {first} to {last}") };
+            warn_aloud(format_args!(
+                "{who} has no batch in an epoch, but others have: its part of the dataset is {} of {places} samples, and \
                  batch_size {} with drop_last leaves them out. Use a smaller batch, fewer ranks, or no drop_last; in training, \
                  all ranks must have the same number of batches, or use ddp.join",
-                self.deal.len_after(places, 0),
+                part(first),
                 self.options.batch_size
-            );
+            ));
         }
     }
 

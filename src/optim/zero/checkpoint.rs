@@ -8,6 +8,7 @@ use crate::optim::rule::UpdateRule;
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
 use crate::state::{self, Dict, Loader, StateDict};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
@@ -168,7 +169,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Ranks whose parts are not needed here may have an empty one.
     fn prepare_shards(&self, shards: &[Dict]) -> Result<Prepared> {
         let mut parts = Parts::default();
-        let mut first = None;
+        let (mut first, mut is_told) = (None, false);
         for shard in shards.iter().filter(|shard| !shard.is_empty()) {
             let mut loader = Loader::new(shard, &kind::<R>())?;
             let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
@@ -177,12 +178,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 steps.insert(index, loader.count(&key(&self.parameters[index].name, "step"))?);
             }
             let (of_first, _) = first.get_or_insert_with(|| (learning_rates.clone(), steps));
-            if *of_first != learning_rates {
-                log::warn!(
+            if *of_first != learning_rates && self.process_group.rank() == 0 && !std::mem::replace(&mut is_told, true) {
+                warn_aloud(format_args!(
                     "ranks have saved different learning rates of a ZeroRedundancyOptimizer ({of_first:?} and \
                      {learning_rates:?}): all ranks continue with those of the first. Set them from numbers that are the same \
                      on all ranks"
-                );
+                ));
             }
             for key in shard.keys().filter(|key| key.starts_with("state.")) {
                 if let Some((whole, start)) = key.rsplit_once('@')

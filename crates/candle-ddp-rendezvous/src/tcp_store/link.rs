@@ -4,6 +4,7 @@ use crate::Secret;
 use crate::random::random_bytes;
 use crate::secret::PROOF;
 use crate::thread;
+use crate::warnings::warn_aloud;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -240,7 +241,7 @@ pub(super) enum ConnectError {
 
 /// How long a network may take to come up, while this host has no route.
 const NETWORK: Duration = Duration::from_secs(10);
-/// After this time without a connection, the log says so.
+/// After this time without a connection, a warning says so.
 const NOTICE: Duration = Duration::from_secs(10);
 
 /// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.
@@ -266,7 +267,7 @@ pub(super) fn connect(
         match resolve(host, port, deadline) {
             Err(error) => {
                 if !std::mem::replace(&mut is_warned, true) {
-                    log::warn!("{error}. Retrying until the time-out. Is the store's address right?");
+                    warn_aloud(format_args!("{error}. Retrying until the time-out. Is the store's address right?"));
                 }
                 reason = note(error);
             }
@@ -302,14 +303,16 @@ pub(super) fn connect(
                     _ if is_loopback => return Err(ConnectError::Unreachable(reason)),
                     Some(_) => {}
                     None => {
-                        log::warn!("{reason}. Retrying for {NETWORK:?}. Is the store's address right?");
+                        warn_aloud(format_args!("{reason}. Retrying for {NETWORK:?}. Is the store's address right?"));
                         unreachable = Some(Instant::now());
                     }
                 }
             }
         }
         if started.elapsed() >= NOTICE && !std::mem::replace(&mut is_warned, true) {
-            log::warn!("the store has not been there for {NOTICE:?}: {reason}. Retrying until the time-out");
+            warn_aloud(format_args!(
+                "the store has not been there for {NOTICE:?}: {reason}. Retrying until the time-out"
+            ));
         }
         // Ranks start at the same time; they should not all connect at the same moment.
         let jitter = std::process::id() % 8;
