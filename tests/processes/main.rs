@@ -15,6 +15,7 @@ mod digits;
 mod elastic;
 #[path = "../common/elastic_ranks.rs"]
 mod elastic_ranks;
+mod elastic_stop;
 mod elastic_zero;
 #[path = "../common/elastic_zero.rs"]
 mod elastic_zero_ranks;

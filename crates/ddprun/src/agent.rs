@@ -63,7 +63,7 @@ impl<'a> Agent<'a> {
     /// `server` is the store, if this machine hosts it; `link` connects it to other nodes.
     pub(super) fn new(starter: Starter<'a>, server: Option<TcpStoreServer>, link: Option<Link>) -> Self {
         let run_id = starter.config.run_id.clone();
-        let restarts = Restarts { most: starter.config.max_restarts, used: 0 };
+        let restarts = Restarts::new(starter.config.max_restarts);
         Self {
             starter,
             server,
@@ -128,6 +128,12 @@ impl<'a> Agent<'a> {
         Ok(true)
     }
 
+    /// From now on, no process is started, since a signal ends the run.
+    pub(super) fn stop(&mut self, signal: i32) {
+        self.restarts.stopped_by = Some(signal);
+        self.phase = Phase::Ending;
+    }
+
     /// Records that the run has failed on all nodes.
     pub(super) fn set_failure(&mut self, reason: String, code: u8) {
         self.failure.get_or_insert((reason, code));
@@ -153,10 +159,10 @@ impl<'a> Agent<'a> {
         self.link.as_ref()?.root(own)
     }
 
-    /// Leaves the other nodes, which this one no longer needs.
-    pub(super) fn leave(&mut self) {
+    /// Leaves the other nodes, which this one no longer needs. They may need its store for `patience`, or until `interrupted`.
+    pub(super) fn leave(&mut self, patience: Duration, interrupted: impl FnMut() -> bool) {
         if let Some(link) = self.link.take() {
-            link.leave();
+            link.leave(patience, interrupted);
         }
     }
 
@@ -244,7 +250,7 @@ impl<'a> Agent<'a> {
         self.start_all(started)
     }
 
-    /// Decides what follows the end of `worker`, while no other has failed.
+    /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run.
     pub(super) fn on_exit(&mut self, worker: &mut Worker) -> Verdict {
         let Some(ended) = worker.ended else { return Verdict::Continue };
         let failed = ended.how != Exit::Code(0);
@@ -261,6 +267,7 @@ impl<'a> Agent<'a> {
             self.phase = match verdict {
                 Verdict::RestartAll => Phase::Restarting,
                 Verdict::Fail => Phase::Ending,
+                _ if self.restarts.stopped_by.is_some() => Phase::Ending,
                 _ => Phase::Running,
             };
             self.last_failure = Some(LastFailure::now(format!("rank {} {}", worker.rank, ended.how)));
@@ -291,7 +298,7 @@ impl<'a> Agent<'a> {
     }
 
     fn judge(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Verdict> {
-        let (rank, how) = (worker.rank, how.to_string());
+        let (rank, code, how) = (worker.rank, how.code(), how.to_string());
         // Without this connection, the workers cannot have connected either.
         let min_world_size = self.elastic().unwrap_or_else(|error| {
             log::debug!("cannot connect to this launcher's own store: {error}");
@@ -309,7 +316,9 @@ impl<'a> Agent<'a> {
                 Verdict::RestartAll
             }
             judge::Verdict::ScaleDown => {
-                message(reason);
+                if !self.restarts.have_asked_for(code) {
+                    message(reason);
+                }
                 worker.given_up = true;
                 Verdict::Continue
             }

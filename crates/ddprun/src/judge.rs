@@ -2,6 +2,7 @@
 //! continue.
 use super::console::message;
 use super::members::{Members, Ranks};
+use super::worker::Exit;
 use candle_ddp_rendezvous::Result;
 
 /// How often workers may be restarted, and how often they were.
@@ -9,11 +10,23 @@ use candle_ddp_rendezvous::Result;
 pub(super) struct Restarts {
     pub(super) most: u32,
     pub(super) used: u32,
+    /// The signal that ends the run: from then on, no process is started.
+    pub(super) stopped_by: Option<i32>,
 }
 
 impl Restarts {
+    pub(super) fn new(most: u32) -> Self {
+        Self { most, used: 0, stopped_by: None }
+    }
+
     pub(super) fn are_left(self) -> bool {
-        self.used < self.most
+        self.stopped_by.is_none() && self.used < self.most
+    }
+
+    /// Whether a process ended with this exit code because it was asked to: by the signal that ends the run, for which it
+    /// has no handler.
+    pub(super) fn have_asked_for(self, code: u8) -> bool {
+        self.stopped_by.is_some_and(|signal| Exit::Signal(signal).code() == code)
     }
 }
 
@@ -48,7 +61,7 @@ pub(super) enum Verdict {
 /// Decides what follows, and why; the reason is empty if there is nothing to say.
 fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
     let End { rank, how, what, failed } = end;
-    let Restarts { most, used } = restarts;
+    let Restarts { most, used, stopped_by } = restarts;
     let turn = format!("(restart {} of {most})", used.saturating_add(1));
     match ranks {
         Ranks::With { .. } if !failed => {
@@ -70,9 +83,10 @@ fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
             (Verdict::Replace, format!("{what}: a new process takes its place {turn}"))
         }
         Ranks::With { others, least } if others == 0 || others < least => {
-            let used = match most {
-                0 => "ddprun restarts none (--max-restarts 0)".to_string(),
-                _ => format!("all restarts are used up (--max-restarts {most})"),
+            let used = match (stopped_by, most) {
+                (Some(_), _) => "no process takes its place, because a signal ends the run".to_string(),
+                (None, 0) => "ddprun restarts none (--max-restarts 0)".to_string(),
+                (None, _) => format!("all restarts are used up (--max-restarts {most})"),
             };
             let few = format!("the {others} remaining rank(s) are fewer than min_world_size ({least})");
             (Verdict::Fail, format!("its process {how}, {used}, and {few}"))
@@ -127,7 +141,8 @@ mod tests {
 
     #[test]
     fn what_follows_the_end_of_a_process() {
-        let (some, none) = (Restarts { most: 3, used: 1 }, Restarts { most: 3, used: 3 });
+        let (some, none) = (Restarts { used: 1, ..Restarts::new(3) }, Restarts { used: 3, ..Restarts::new(3) });
+        let stopped = Restarts { stopped_by: Some(15), ..some };
         let (enough, few) = (Ranks::With { others: 2, least: 2 }, Ranks::With { others: 1, least: 2 });
         let over = |finished| Ranks::Over { finished };
         for (end, ranks, restarts, verdict, reason) in [
@@ -161,7 +176,22 @@ mod tests {
                 Verdict::Fail,
                 "all restarts are used up (--max-restarts 3), and the 1 remaining rank(s)",
             ),
-            (FAILED, few, Restarts { most: 0, used: 0 }, Verdict::Fail, "ddprun restarts none (--max-restarts 0)"),
+            (FAILED, few, Restarts::new(0), Verdict::Fail, "ddprun restarts none (--max-restarts 0)"),
+            (
+                FAILED,
+                enough,
+                stopped,
+                Verdict::ScaleDown,
+                "rank 1 exited with code 7: the other 2 rank(s) continue without it",
+            ),
+            (
+                FAILED,
+                few,
+                stopped,
+                Verdict::Fail,
+                "no process takes its place, because a signal ends the run, and the 1",
+            ),
+            (FAILED, Ranks::Fixed, stopped, Verdict::Fail, ""),
             (FAILED, Ranks::With { others: 0, least: 0 }, none, Verdict::Fail, "the 0 remaining rank(s)"),
             (FINISHED, enough, some, Verdict::EndRanks, "its process exited with code 0 before all ranks had finished"),
             (FAILED, Ranks::Without, some, Verdict::Continue, ""),

@@ -224,7 +224,7 @@ fn execute(config: &Config) -> Result<End> {
             (report::report(&findings, outcome, &agent), patience)
         }
     };
-    agent.leave();
+    agent.leave(supervisor.grace_left(), || events.interrupted());
     Ok(End { code, patience, events: Some(events) })
 }
 

@@ -69,6 +69,11 @@ impl Members {
         Ok(if others < self.members.len() { Ranks::With { others, least } } else { Ranks::Without })
     }
 
+    /// Whether there are such ranks among the present members.
+    pub(super) fn any(&self, are: impl Fn(usize) -> bool) -> bool {
+        self.members.iter().any(|member| are(member.rank))
+    }
+
     /// The present members without the `gone` ones.
     pub(super) fn without(&self, gone: impl Fn(usize) -> bool) -> Vec<Member> {
         self.members.iter().copied().filter(|member| !gone(member.rank)).collect()

@@ -168,7 +168,7 @@ impl Supervisor {
         (self.outcome, remains.unwrap_or_default())
     }
 
-    fn on_signal(&mut self, number: i32, agent: &Agent) {
+    fn on_signal(&mut self, number: i32, agent: &mut Agent) {
         match (number, self.phase) {
             (SIGCHLD, _) => {}
             (SIGWINCH, _) => terminal::resize(agent.starter.terminals.iter().map(|(_, terminal)| terminal)),
@@ -206,9 +206,10 @@ impl Supervisor {
     }
 
     /// Ends the run because of a signal.
-    fn leave(&mut self, number: i32, agent: &Agent) {
+    fn leave(&mut self, number: i32, agent: &mut Agent) {
         self.outcome = Outcome::Signalled(number);
         self.is_decided = true;
+        agent.stop(number);
         let reason = format!("ddprun received {}", signal::name(number));
         agent.tell(Message::Leave { reason, signal: Some(number) });
     }
@@ -363,8 +364,12 @@ impl Supervisor {
                 Reaped::Nobody => return false,
                 Reaped::Childless => return true,
             };
-            let Some(worker) = self.workers.get_mut(index).filter(|_| self.phase == Phase::Running) else { continue };
+            let is_stopping = self.is_stopping();
+            let is_judged = self.phase == Phase::Running || is_stopping;
+            let Some(worker) = self.workers.get_mut(index).filter(|_| is_judged) else { continue };
             match agent.on_exit(worker) {
+                // The others end anyway: the ranks of an elastic run without this one, or with an error.
+                _ if is_stopping => {}
                 Verdict::Continue => {}
                 Verdict::Replaced(replacement) => *worker = replacement,
                 Verdict::RestartAll => {
@@ -381,6 +386,21 @@ impl Supervisor {
                     self.phase = Phase::Settling(Instant::now() + SETTLE);
                 }
             }
+        }
+    }
+
+    /// Whether a signal has ended the run, and the workers have their time to save and exit.
+    fn is_stopping(&self) -> bool {
+        matches!((self.phase, self.outcome), (Phase::Ending(_), Outcome::Signalled(_)))
+    }
+
+    /// The time that workers of other nodes have left to exit after a signal.
+    pub(super) fn grace_left(&self) -> Duration {
+        match self.phase {
+            Phase::Ending(deadline) if self.is_stopping() => {
+                deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()))
+            }
+            _ => Duration::ZERO,
         }
     }
 

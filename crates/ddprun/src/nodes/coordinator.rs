@@ -3,6 +3,7 @@ use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::terms::{Pace, Terms};
 use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
+use crate::console::message;
 use crate::error::Result;
 use crate::status::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::{
@@ -15,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// The time-out of a call to the store, which is in this process.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the other nodes may take to end before the user is told.
+const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// How often the status is published if it changes. It lists all nodes, so while they join, one for each change would cost as much
 /// as the square of their number.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
@@ -42,10 +45,15 @@ impl Coordinator {
         Ok(Self { thread: thread::spawn("ddprun-coordinator", work)? })
     }
 
-    /// Waits until no agent needs the coordinator any more, for at most `patience`.
-    pub(super) fn finish(self, patience: Duration) {
-        let until = Instant::now() + patience;
-        while !self.thread.is_finished() && Instant::now() < until {
+    /// Waits until no agent needs the coordinator any more, but no longer than `until`, or until `interrupted`.
+    pub(super) fn finish(self, until: Instant, interrupted: &mut impl FnMut() -> bool) {
+        let mut announce = Some(Instant::now() + ANNOUNCE_AFTER);
+        while !self.thread.is_finished() && Instant::now() < until && !interrupted() {
+            if announce.take_if(|at| *at <= Instant::now()).is_some() {
+                message(
+                    "waiting for the other nodes, which need the store on this one until their workers have exited",
+                );
+            }
             std::thread::sleep(Duration::from_millis(5));
         }
     }

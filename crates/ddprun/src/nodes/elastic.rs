@@ -5,6 +5,14 @@ use crate::judge::{self, End, Verdict};
 use crate::members::Members;
 use candle_ddp_rendezvous::Member;
 
+/// What ranks do that are too few to continue.
+enum TooFew {
+    /// They get an error.
+    Fail,
+    /// They save and exit, together with those of the node that leaves.
+    Stop,
+}
+
 impl Run {
     /// The smallest world size that the ranks accept, if they run elastically.
     pub(super) fn elastic(&self) -> Option<usize> {
@@ -25,6 +33,13 @@ impl Run {
         // If the process of the store ends, this one ends with it, so its calls do not fail.
         let (verdict, reason) =
             judged.unwrap_or((if failed { Verdict::Fail } else { Verdict::Continue }, String::new()));
+        if self.restarts.stopped_by.is_some() {
+            // No node needs to know: their workers end anyway.
+            if verdict == Verdict::ScaleDown && !self.restarts.have_asked_for(code) {
+                log::warn!("{reason}");
+            }
+            return;
+        }
         let entry = match verdict {
             Verdict::Continue | Verdict::EndRanks => return,
             Verdict::Fail => return self.fail(what, code, Some(slot)),
@@ -39,34 +54,62 @@ impl Run {
         self.actions.push(Action::Write(entry));
     }
 
-    /// Lets the others continue without a node that was lost; returns whether they do.
-    pub(super) fn scale_down(&mut self, slot: Slot, reason: &str) -> bool {
-        let Some(min_world_size) = self.elastic() else { return false };
-        let Some(node_rank) = self.members.iter().position(|member| *member == slot) else { return false };
-        let (workers, min_nodes) = (self.terms.workers, self.terms.min_nodes);
+    /// Lets the others continue without a node that was lost, or that leaves because of `signal`; returns whether they do.
+    pub(super) fn scale_down(&mut self, slot: Slot, reason: &str, signal: Option<i32>) -> bool {
         let State::Running { members, .. } = &mut self.state else { return false };
         // If the number of nodes is fixed, only the program's smallest world size counts.
-        let enough_nodes = self.is_static || members.len() > min_nodes;
-        let Some(processes) = &mut self.processes else { return false };
-        if !processes.update().unwrap_or(false) {
-            return false;
-        }
-        let next = processes.without(|rank| rank / workers == node_rank);
-        let left = next.len();
-        if left == 0 || left < min_world_size || !enough_nodes {
-            let least = min_world_size.max(if self.is_static { 0 } else { min_nodes * workers });
-            let reason = format!("{reason}. The {left} remaining rank(s) are fewer than the run needs ({least})");
-            let _ = processes.fail(node_rank * workers, reason);
-            return false;
-        }
-        if !processes.change(next).unwrap_or(false) {
-            return false;
-        }
+        let least = if self.is_static { 0 } else { self.terms.min_nodes };
+        let are_enough = members.len() > least;
         members.retain(|member| *member != slot);
-        let reason = format!("{reason}. The other {left} rank(s) continue without it");
+        // Ranks that a signal ends save together, so those of the others do not get an error.
+        let too_few = if signal.is_some() { TooFew::Stop } else { TooFew::Fail };
+        let least = (!are_enough).then_some(least);
+        let Some(reason) = self.give_up_ranks(slot, reason, least, too_few) else { return false };
         self.actions.push(Action::Write(Entry::ScaleDown { slot, rank: None, reason }));
         self.finish_if_all_have();
         true
+    }
+
+    /// While a signal ends the run: the ranks of the other nodes continue without those of a node that is gone, or has ended
+    /// without them.
+    pub(super) fn continue_without(&mut self, slot: Slot, reason: &str) {
+        let (node_rank, workers) = (self.members.iter().position(|member| *member == slot), self.terms.workers);
+        let Some(processes) = &mut self.processes else { return };
+        // Those whose ends this node has reported are gone already.
+        let has_some = processes.update().unwrap_or(false) && processes.any(|rank| Some(rank / workers) == node_rank);
+        if has_some && let Some(reason) = self.give_up_ranks(slot, reason, None, TooFew::Fail) {
+            log::warn!("{reason}");
+        }
+    }
+
+    /// Lets the other ranks continue without those of a node, and returns why, unless they are too few, or their nodes are
+    /// fewer than `least_nodes`.
+    fn give_up_ranks(
+        &mut self,
+        slot: Slot,
+        reason: &str,
+        least_nodes: Option<usize>,
+        too_few: TooFew,
+    ) -> Option<String> {
+        let min_world_size = self.elastic()?;
+        let node_rank = self.members.iter().position(|member| *member == slot)?;
+        let workers = self.terms.workers;
+        let processes = self.processes.as_mut()?;
+        if !processes.update().unwrap_or(false) {
+            return None;
+        }
+        let next = processes.without(|rank| rank / workers == node_rank);
+        let left = next.len();
+        if left == 0 || left < min_world_size || least_nodes.is_some() {
+            let least = min_world_size.max(least_nodes.unwrap_or(0) * workers);
+            let reason = format!("{reason}. The {left} remaining rank(s) are fewer than the run needs ({least})");
+            if let TooFew::Fail = too_few {
+                let _ = processes.fail(node_rank * workers, reason);
+            }
+            return None;
+        }
+        let is_changed = processes.change(next).unwrap_or(false);
+        is_changed.then(|| format!("{reason}. The other {left} rank(s) continue without it"))
     }
 
     /// Admits a node while the others continue; returns whether it did.

@@ -4,6 +4,7 @@ use super::message::{Entry, Message, Node, Report, Slot, Welcome};
 use super::terms::Pace;
 use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::error::Result;
+use candle_ddp_rendezvous::deadline::deadline_after;
 use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, json, thread};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,19 +84,21 @@ impl Link {
     pub(crate) fn root(&self, own: Option<Report>) -> Option<Report> {
         self.tell(Message::Report(own));
         // The others' reports may take that long, plus some time to arrive.
-        self.root.recv_timeout(super::run::REPORTS + Duration::from_secs(1)).ok().flatten()
+        self.root.recv_timeout(super::reports::REPORTS + Duration::from_secs(1)).ok().flatten()
     }
 
-    /// Says goodbye. If this process hosts the store, waits a moment until the others have done so as well.
-    pub(crate) fn leave(self) {
+    /// Says goodbye. If this process hosts the store, waits until the others have done so as well: for a moment, or for
+    /// `patience` if workers of other nodes have that long to exit. `interrupted` ends the wait.
+    pub(crate) fn leave(self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
         self.tell(Message::Bye);
         let until = Instant::now() + GOODBYE;
         // A node that still looks for the store has nothing to say.
         while self.is_connected.load(Ordering::Relaxed) && !self.speaker.is_finished() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }
+        let until = until.max(deadline_after(patience));
         if let Some(coordinator) = self.coordinator {
-            coordinator.finish(until.saturating_duration_since(Instant::now()));
+            coordinator.finish(until, &mut interrupted);
         }
     }
 }

@@ -166,7 +166,7 @@ fn live(
         meet(&run, 1, node, nodes - 1)?;
         step.wait();
         link.tell(Message::Finished);
-        link.leave();
+        link.leave(Duration::ZERO, || false);
     }
     step.wait();
     Ok(())

@@ -15,6 +15,7 @@ mod link;
 #[cfg(test)]
 mod many;
 mod message;
+mod reports;
 mod run;
 mod status;
 mod terms;

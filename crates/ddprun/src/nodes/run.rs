@@ -2,6 +2,7 @@
 //!
 //! It has no clock: call `on_time` with the time after every event.
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
+use super::reports::Reports;
 use super::terms::{Pace, Terms};
 use crate::judge::Restarts;
 use crate::members::Members;
@@ -13,8 +14,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long to wait for further nodes' reports after the first one.
-pub(super) const REPORTS: Duration = Duration::from_secs(2);
 /// How long nodes may be missing before the user is told.
 const NOTICE: Duration = Duration::from_secs(10);
 
@@ -40,6 +39,8 @@ pub(super) enum State {
     Running { members: Vec<Slot>, finished: BTreeSet<Slot>, suspicion: Option<Suspicion> },
     /// Workers are ended on these nodes, before all are restarted.
     Stopping { awaited: BTreeSet<Slot> },
+    /// A signal ends the run. Workers have their time to save and exit, and ranks of an elastic run need decisions until then.
+    Signalled,
     /// The run is over; these nodes have not said goodbye yet.
     Ending { reports: Option<Reports> },
 }
@@ -55,24 +56,13 @@ pub(super) struct Suspicion {
     silent: BTreeMap<Slot, u32>,
 }
 
-/// The reports of a failed run.
-#[derive(Debug)]
-pub(super) struct Reports {
-    awaited: BTreeSet<Slot>,
-    /// The node of the first failure.
-    first: Option<Slot>,
-    /// A node whose workers have not failed has nothing to report.
-    got: Vec<(Slot, Option<Report>)>,
-    deadline: Option<Instant>,
-}
-
 /// A run.
 pub(super) struct Run {
     pub(super) terms: Terms,
     pace: Pace,
     /// The number of nodes is fixed, and each knows its rank.
     pub(super) is_static: bool,
-    store: Arc<dyn Store>,
+    pub(super) store: Arc<dyn Store>,
     /// The nodes that are alive.
     pub(super) nodes: BTreeMap<Slot, Node>,
     /// The hosts of all nodes that have joined.
@@ -94,7 +84,7 @@ pub(super) struct Run {
 
 impl Run {
     pub(super) fn new(terms: Terms, pace: Pace, is_static: bool, store: Arc<dyn Store>) -> Self {
-        let restarts = Restarts { most: terms.max_restarts, used: 0 };
+        let restarts = Restarts::new(terms.max_restarts);
         Self {
             terms,
             pace,
@@ -125,7 +115,11 @@ impl Run {
 
     /// Whether no agent needs the coordinator any more.
     pub(super) fn is_over(&self) -> bool {
-        matches!(self.state, State::Ending { .. }) && self.nodes.is_empty()
+        self.has_ended() && self.nodes.is_empty()
+    }
+
+    fn has_ended(&self) -> bool {
+        matches!(self.state, State::Signalled | State::Ending { .. })
     }
 
     fn has_range(&self) -> bool {
@@ -154,8 +148,9 @@ impl Run {
             Message::Leave { reason, signal } => self.on_leave(slot, &reason, signal),
             Message::Report(report) => self.on_report(slot, report),
             Message::Bye => {
+                let reason = format!("{} has ended", self.name(slot));
                 self.nodes.remove(&slot);
-                self.forget(slot);
+                self.forget(slot, &reason);
             }
             Message::Gone => self.on_gone(slot),
         }
@@ -169,7 +164,7 @@ impl Run {
         };
         let refusal = match self.terms.difference(&node.terms) {
             Some(difference) => Some(difference),
-            None if matches!(self.state, State::Ending { .. }) => Some("the run has ended".to_string()),
+            None if self.has_ended() => Some("the run has ended".to_string()),
             None => node.node_rank.filter(|_| self.is_static).and_then(twice),
         };
         let is_refused = refusal.is_some();
@@ -191,8 +186,10 @@ impl Run {
     }
 
     fn on_exited(&mut self, slot: Slot, exited: Exited) {
-        if !matches!(&self.state, State::Running { members, .. } if members.contains(&slot)) {
-            return;
+        match &self.state {
+            State::Running { members, .. } if members.contains(&slot) => {}
+            State::Signalled => {}
+            _ => return,
         }
         if self.elastic().is_some() {
             return self.judge(slot, &exited);
@@ -262,6 +259,19 @@ impl Run {
 
     /// A node leaves voluntarily.
     fn on_leave(&mut self, slot: Slot, reason: &str, signal: Option<i32>) {
+        if matches!(self.state, State::Signalled) {
+            // It is ending already.
+            return;
+        }
+        let node = self.nodes.get(&slot).cloned();
+        self.let_go(slot, reason, signal);
+        if matches!(self.state, State::Signalled) {
+            // Until its goodbye, it reports the ends of its workers.
+            self.nodes.extend(node.map(|node| (slot, node)));
+        }
+    }
+
+    fn let_go(&mut self, slot: Slot, reason: &str, signal: Option<i32>) {
         let reason = format!("{} leaves: {reason}", self.name(slot));
         let hosts = self.nodes.get(&slot).is_some_and(|node| node.hosts);
         let has_finished = matches!(&self.state, State::Running { finished, .. } if finished.contains(&slot));
@@ -322,12 +332,15 @@ impl Run {
         if is_running {
             self.note_failure(&reason);
         }
-        if is_running && !self.scale_down(slot, &reason) {
-            self.replace_lost(reason, signal);
+        if is_running && !self.scale_down(slot, &reason, signal) {
+            self.replace_lost(reason.clone(), signal);
         } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
-            self.end(reason, signal);
+            self.end(reason.clone(), signal);
         }
-        self.forget(slot);
+        let saves = signal.is_some() && matches!(self.state, State::Signalled);
+        if !saves {
+            self.forget(slot, &reason);
+        }
     }
 
     fn replace_lost(&mut self, reason: String, signal: Option<i32>) {
@@ -346,38 +359,33 @@ impl Run {
         }
     }
 
-    /// No longer waits for a node.
-    fn forget(&mut self, slot: Slot) {
+    /// No longer waits for a node, which is gone for `reason`.
+    fn forget(&mut self, slot: Slot, reason: &str) {
         match &mut self.state {
             State::Stopping { awaited } => {
                 awaited.remove(&slot);
                 self.meet_when_stopped();
             }
             State::Ending { reports: Some(reports) } => {
-                reports.awaited.remove(&slot);
+                reports.forget(slot);
             }
+            State::Signalled => self.continue_without(slot, reason),
             _ => {}
         }
     }
 
     fn on_report(&mut self, slot: Slot, report: Option<Report>) {
-        let State::Ending { reports: Some(reports) } = &mut self.state else { return };
-        reports.awaited.remove(&slot);
-        reports.got.push((slot, report));
+        if let State::Ending { reports: Some(reports) } = &mut self.state {
+            reports.add(slot, report);
+        }
     }
 
     /// Publishes which failure caused the others, when all reports are in or time is up.
     fn publish(&mut self, now: Instant) {
-        let State::Ending { reports } = &mut self.state else { return };
-        let is_due = |reports: &mut Reports| {
-            if !reports.got.is_empty() {
-                reports.deadline.get_or_insert(now + REPORTS);
-            }
-            reports.awaited.is_empty() || reports.deadline.is_some_and(|deadline| deadline <= now)
-        };
-        if let Some(Reports { first, got, .. }) = reports.take_if(is_due) {
-            let got = got.into_iter().filter_map(|(slot, report)| Some((slot, report?))).collect();
-            self.actions.push(Action::Root(root(first, got)));
+        if let State::Ending { reports } = &mut self.state
+            && let Some(reports) = reports.take_if(|reports| reports.are_due(now))
+        {
+            self.actions.push(Action::Root(reports.root()));
         }
     }
 
@@ -463,28 +471,10 @@ impl Run {
         self.note_failure(&reason);
         self.actions.push(Action::Write(Entry::Failed { reason, code, signal }));
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
-        self.state = State::Ending { reports: Some(Reports { awaited, first, got: Vec::new(), deadline: None }) };
+        self.restarts.stopped_by = signal;
+        self.state = match signal {
+            Some(_) => State::Signalled,
+            None => State::Ending { reports: Some(Reports::of(awaited, first)) },
+        };
     }
-}
-
-/// The failure that caused the others, found as among the workers of one node: one that was killed comes first;
-/// otherwise the first one, or the one that its error names.
-fn root(first: Option<Slot>, reports: Vec<(Slot, Report)>) -> Option<Report> {
-    let killed = reports.iter().map(|(_, report)| report).filter(|report| report.killed);
-    if let Some(killed) = killed.min_by_key(|report| report.at) {
-        return Some(killed.clone());
-    }
-    // Without a first worker, a node ended the run.
-    let first = first?;
-    let start = reports.iter().find(|(slot, _)| *slot == first).or(reports.first());
-    let mut root = &start?.1;
-    let mut seen = vec![root.rank];
-    while let Some(named) = root.elsewhere
-        && let Some((_, next)) = reports.iter().find(|(_, report)| report.rank == named)
-        && !seen.contains(&named)
-    {
-        seen.push(named);
-        root = next;
-    }
-    Some(root.clone())
 }

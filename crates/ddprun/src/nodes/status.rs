@@ -15,7 +15,7 @@ impl Run {
             State::Meeting { .. } => (&[][..], Phase::Meeting),
             State::Running { .. } => (&self.members[..], Phase::Running),
             State::Stopping { .. } => (&self.members[..], Phase::Restarting),
-            State::Ending { .. } => (&self.members[..], Phase::Ending),
+            State::Signalled | State::Ending { .. } => (&self.members[..], Phase::Ending),
         };
         let node = |slot: &Slot, node_rank| NodeStatus {
             host: self.hosts.get(slot).cloned().unwrap_or_default(),

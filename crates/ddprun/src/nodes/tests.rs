@@ -1,9 +1,10 @@
 //! The state machine of a run, without a network or a clock: what the coordinator decides about messages, silence, last wills
 //! and time.
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
-use super::run::{Action, REPORTS, Run};
+use super::reports::REPORTS;
+use super::run::{Action, Run};
 use super::terms::{Pace, Terms};
-use candle_ddp_rendezvous::HashStore;
+use candle_ddp_rendezvous::{Decision, Generations, HashStore};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -170,6 +171,71 @@ fn a_signal_to_a_node_that_the_run_needs_ends_it_everywhere() {
             reason.starts_with(&format!("node {slot} (host host{slot}) leaves: ddprun received SIGTERM")),
             "{reason}"
         );
+        // The store remains until the workers of both have exited, whatever happens to them.
+        fixture.fail(0, 7);
+        fixture.tell(1 - slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        for slot in [1, 0] {
+            assert!(!fixture.run.is_over());
+            fixture.tell(slot, Message::Bye);
+            assert_eq!(fixture.actions(), []);
+        }
+        assert!(fixture.run.is_over());
+    }
+}
+
+/// Two nodes, whose ranks accept at least `least`, and a signal that ends the run. Returns the log of their generations.
+fn stopped(least: usize) -> (Fixture, Generations) {
+    let mut fixture = Fixture::new(3, 3, 5, true);
+    (0..3).for_each(|slot| fixture.join(slot));
+    fixture.actions();
+    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
+    log.announce(least).unwrap();
+    fixture.tell(0, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+    assert!(matches!(fixture.entries()[..], [Entry::Failed { signal: Some(15), .. }]));
+    assert_eq!(log.get(1).unwrap(), None);
+    (fixture, log)
+}
+
+#[test]
+fn while_a_signal_ends_the_run_elastic_ranks_continue_without_those_that_end() {
+    let ranks = |log: &Generations, number| match log.get(number).unwrap() {
+        Some(Decision::Members(members)) => members.iter().map(|member| member.rank).collect::<Vec<_>>(),
+        other => panic!("{other:?}"),
+    };
+    // A worker, one that was to take the place of another, a node that is lost, and one that ends without its ranks.
+    let ends: [fn(&mut Fixture); 4] = [
+        |fixture| fixture.fail(1, 137),
+        |fixture| {
+            let how = "was not replaced, because a signal ends the run".to_string();
+            fixture.tell(1, Message::Exited(Exited { rank: 1, how, code: 1 }));
+        },
+        |fixture| fixture.tell(1, Message::Gone),
+        |fixture| fixture.tell(1, Message::Bye),
+    ];
+    for end in ends {
+        let (mut fixture, log) = stopped(2);
+        end(&mut fixture);
+        assert_eq!(ranks(&log, 1), [0, 2]);
+        // Its goodbye says nothing new.
+        fixture.tell(1, Message::Bye);
+        assert_eq!(log.get(2).unwrap(), None);
+        fixture.fail(0, 137);
+        let Some(Decision::Failed { rank: 0, reason }) = log.get(2).unwrap() else { panic!() };
+        assert!(reason.contains("no process takes its place, because a signal ends the run"), "{reason}");
+        assert_eq!(fixture.actions(), []);
+    }
+}
+
+/// A node that the run needs leaves because of a signal: all ranks save together, so none gets an error.
+#[test]
+fn a_signal_to_a_node_of_an_elastic_run_is_no_failure_of_its_ranks() {
+    for slot in [0, 1] {
+        let mut fixture = Fixture::of_two(2, 5, true);
+        let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
+        log.announce(2).unwrap();
+        fixture.tell(slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        assert!(matches!(fixture.entries()[..], [Entry::Failed { signal: Some(15), .. }]));
+        assert_eq!(log.get(1).unwrap(), None);
     }
 }
 

@@ -2,7 +2,7 @@
 use super::{Outcome, Phase, SETTLE, Supervisor};
 use crate::agent::Agent;
 use crate::console::message;
-use crate::nodes::{Entry, Message, News, Replacement};
+use crate::nodes::{Entry, Exited, Message, News, Replacement};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ impl Supervisor {
     /// Reacts to an event on another node.
     pub(super) fn on_news(&mut self, news: News, agent: &mut Agent) {
         if self.is_decided {
-            return;
+            return Self::decline(&news, agent);
         }
         match news {
             News::Joined(slot) => agent.joined(slot),
@@ -67,7 +67,7 @@ impl Supervisor {
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
             }
             News::Entry(Entry::Failed { reason, signal: Some(signal), .. }) => {
-                self.signalled_elsewhere(signal, &reason)
+                self.signalled_elsewhere(signal, &reason, agent);
             }
             News::Entry(Entry::Failed { reason, code, signal: None }) => {
                 agent.set_failure(reason, code);
@@ -86,6 +86,16 @@ impl Supervisor {
                 agent.set_lost(reason);
                 self.fail_elsewhere();
             }
+        }
+    }
+
+    /// Tells the other nodes if the run waits for a process that this one, which ends, will not start.
+    fn decline(news: &News, agent: &Agent) {
+        if let News::Entry(Entry::Replace(Replacement { slot, rank, .. })) = news
+            && agent.is_own(*slot)
+        {
+            let how = "was not replaced, because a signal ends the run".to_string();
+            agent.tell(Message::Exited(Exited { rank: *rank, how, code: 1 }));
         }
     }
 
@@ -113,8 +123,9 @@ impl Supervisor {
     }
 
     /// Ends the workers as if this node had received the signal that ended the run.
-    fn signalled_elsewhere(&mut self, signal: i32, reason: &str) {
+    fn signalled_elsewhere(&mut self, signal: i32, reason: &str, agent: &mut Agent) {
         message(reason);
+        agent.stop(signal);
         (self.outcome, self.is_decided, self.restarting) = (Outcome::Signalled(signal), true, false);
         match self.phase {
             Phase::Waiting(_) => self.phase = Phase::Settling(Instant::now()),
