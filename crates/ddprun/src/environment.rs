@@ -1,5 +1,6 @@
 //! The environment variables of a worker, which are torchrun's.
 use super::config::{Config, Topology};
+use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
 use std::ffi::OsString;
 use std::path::Path;
@@ -43,7 +44,7 @@ pub(super) fn variables(
     topology: &Topology,
     local_rank: usize,
     master_port: u16,
-    error_file: &Path,
+    error_file: Option<&Path>,
     incarnation: &Incarnation,
 ) -> Vec<(&'static str, OsString)> {
     let (rank, world_size) = (topology.rank(local_rank).to_string(), topology.world_size().to_string());
@@ -65,9 +66,9 @@ pub(super) fn variables(
         ("TORCHELASTIC_MAX_RESTARTS", config.max_restarts.to_string().into()),
         ("TORCHELASTIC_RUN_ID", config.run_id.clone().into()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
-        ("TORCHELASTIC_ERROR_FILE", error_file.into()),
         (AGENT_VARIABLE, incarnation.agent.clone().into()),
     ];
+    variables.extend(error_file.map(|path| (FILE_VARIABLE, path.into())));
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
     let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();

@@ -12,13 +12,16 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+/// The file of a worker's error.
+const ERROR_FILE: &str = "error.json";
 /// The maximum number of bytes read from an error file.
 const LONGEST_ERROR: u64 = 1 << 20;
 
 /// `LOG_DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/…`, torchrun's layout. Temporary unless it contains log files.
 #[derive(Debug)]
 pub(super) struct RunFolder {
-    path: PathBuf,
+    /// `None` if no folder could be made, and none is necessary.
+    path: Option<PathBuf>,
     workers: usize,
     /// The lock that marks a temporary folder as in use; `None` for a folder that is kept.
     temporary: Option<File>,
@@ -37,30 +40,42 @@ impl RunFolder {
             }
             None if files => (create_new(&std::env::temp_dir(), &format!("ddprun-{}", config.run_id), 0o700)?, None),
             None => {
-                let prefix = temporary_prefix();
-                remove_stale(&std::env::temp_dir(), &prefix);
-                let (path, lock) = create_locked(&std::env::temp_dir(), &format!("{prefix}{}", config.run_id))?;
-                (path, Some(lock))
+                return Ok(Self::temporary(&config.run_id, workers).unwrap_or_else(|error| {
+                    message(format_args!(
+                        "{error}. Without one, the reason why a rank has failed is only in its output"
+                    ));
+                    Self { path: None, workers, temporary: None }
+                }));
             }
         };
-        let folder = Self { path, workers, temporary };
+        let folder = Self { path: Some(path), workers, temporary };
         (0..workers).try_for_each(|rank| folder.prepare(0, rank))?;
-        if files {
-            message(format_args!("log files are in {}", folder.path.display()));
+        if let Some(path) = folder.path.as_ref().filter(|_| files) {
+            message(format_args!("log files are in {}", path.display()));
         }
         Ok(folder)
     }
 
-    fn worker(&self, restart_count: u32, local_rank: usize) -> PathBuf {
-        self.path.join(format!("attempt_{restart_count}")).join(local_rank.to_string())
+    /// A folder for the errors of workers, which is removed after the run.
+    fn temporary(run_id: &str, workers: usize) -> Result<Self> {
+        let prefix = temporary_prefix();
+        remove_stale(&std::env::temp_dir(), &prefix);
+        let (path, lock) = create_locked(&std::env::temp_dir(), &format!("{prefix}{run_id}"))?;
+        let folder = Self { path: Some(path), workers, temporary: Some(lock) };
+        (0..workers).try_for_each(|rank| folder.prepare(0, rank))?;
+        Ok(folder)
+    }
+
+    fn worker(&self, restart_count: u32, local_rank: usize) -> Option<PathBuf> {
+        Some(self.path.as_ref()?.join(format!("attempt_{restart_count}")).join(local_rank.to_string()))
     }
 
     /// Creates the folder of a worker that is started after `restart_count` restarts.
     pub(super) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<()> {
-        let path = self.worker(restart_count, local_rank);
+        let Some(path) = self.worker(restart_count, local_rank) else { return Ok(()) };
         std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
         // An error that an earlier worker wrote there is not this one's.
-        match remove_file(self.error_file(restart_count, local_rank)) {
+        match remove_file(path.join(ERROR_FILE)) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error(&path, error)),
             _ => Ok(()),
         }
@@ -68,20 +83,21 @@ impl RunFolder {
 
     /// Creates a log file for a worker.
     pub(super) fn log_file(&self, restart_count: u32, local_rank: usize, name: &str) -> Result<(PathBuf, File)> {
-        let path = self.worker(restart_count, local_rank).join(name);
+        let folder = self.worker(restart_count, local_rank).unwrap_or_default();
+        let path = folder.join(name);
         let file = File::create_new(&path).map_err(|error| io_error(&path, error))?;
         Ok((path, file))
     }
 
     /// Returns the path to which a worker may write its error.
-    pub(super) fn error_file(&self, restart_count: u32, local_rank: usize) -> PathBuf {
-        self.worker(restart_count, local_rank).join("error.json")
+    pub(super) fn error_file(&self, restart_count: u32, local_rank: usize) -> Option<PathBuf> {
+        Some(self.worker(restart_count, local_rank)?.join(ERROR_FILE))
     }
 
     /// Returns the error that a worker wrote.
     pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<WorkerError> {
         let mut bytes = Vec::new();
-        File::open(self.error_file(restart_count, local_rank))
+        File::open(self.error_file(restart_count, local_rank)?)
             .ok()?
             .take(LONGEST_ERROR)
             .read_to_end(&mut bytes)
@@ -117,18 +133,16 @@ impl WorkerError {
 
 impl Drop for RunFolder {
     fn drop(&mut self) {
-        if self.temporary.is_none() {
-            return;
-        }
+        let Some(path) = self.path.as_ref().filter(|_| self.temporary.is_some()) else { return };
         // `remove_dir_all` needs file descriptors, which may have run out, so remove entries one by one. The next run
         // removes a folder that cannot be removed now.
         for rank in 0..self.workers {
-            let _ = remove_file(self.error_file(0, rank));
-            let _ = remove_dir(self.worker(0, rank));
+            let _ = self.error_file(0, rank).map(remove_file);
+            let _ = self.worker(0, rank).map(remove_dir);
         }
-        let _ = remove_dir(self.path.join("attempt_0"));
-        if remove_dir(&self.path).is_err() {
-            let _ = remove_dir_all(&self.path);
+        let _ = remove_dir(path.join("attempt_0"));
+        if remove_dir(path).is_err() {
+            let _ = remove_dir_all(path);
         }
     }
 }
@@ -201,7 +215,8 @@ fn create_new(parent: &Path, name: &str, mode: u32) -> Result<PathBuf> {
 }
 
 fn io_error(path: &Path, error: std::io::Error) -> Error {
-    Error::io(format!("cannot create {} for the run's log and error files (see --log-dir)", path.display()), error)
+    let remedy = "give a folder that can be written by --log-dir or TMPDIR";
+    Error::io(format!("cannot create {} for the run's log and error files ({remedy})", path.display()), error)
 }
 
 #[cfg(test)]

@@ -72,6 +72,9 @@ const UNREAD: Duration = Duration::from_secs(5);
 
 /// The program `ddprun`: executes the command line of this process and returns when the run has ended.
 pub fn main() -> ExitCode {
+    if let Err(error) = child::unblock_signals() {
+        message(format_args!("cannot unblock signals: {error}"));
+    }
     match parse() {
         Ok(cli) => run(cli),
         Err(code) => code,
@@ -197,6 +200,7 @@ fn execute(config: &Config) -> Result<End> {
         folder: &folder,
         master_port,
         console,
+        is_bound: can_bind(),
         cpus,
         intake,
         terminals,
@@ -226,6 +230,18 @@ fn execute(config: &Config) -> Result<End> {
     };
     agent.leave(supervisor.grace_left(), || events.interrupted());
     Ok(End { code, patience, events: Some(events) })
+}
+
+/// Whether the kernel can kill the workers when this process ends; warns if not.
+fn can_bind() -> bool {
+    child::can_bind_to_launcher()
+        .inspect_err(|error| {
+            message(format_args!(
+                "the system forbids the call prctl ({error}), as some seccomp profiles do: if ddprun is killed by SIGKILL, its \
+                 workers live on"
+            ));
+        })
+        .is_ok()
 }
 
 /// The processors of each worker, if it is to be bound.

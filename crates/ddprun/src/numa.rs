@@ -1,6 +1,6 @@
 //! The cores that each worker may run on: torchrun's `--numa-binding`.
 use super::error::{Error, Result};
-use rustix::thread::{CpuSet, sched_getaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::str::FromStr;
@@ -38,6 +38,24 @@ impl FromStr for Binding {
 
 fn refuse(reason: String) -> Error {
     Error::usage("--numa-binding", reason)
+}
+
+/// Keeps this thread, and with it the processes that it starts, on some processors, until it is dropped.
+pub(super) struct OnCpus(CpuSet);
+
+impl OnCpus {
+    pub(super) fn of(cpus: &CpuSet) -> std::io::Result<Self> {
+        let before = sched_getaffinity(None)?;
+        sched_setaffinity(None, cpus)?;
+        Ok(Self(before))
+    }
+}
+
+impl Drop for OnCpus {
+    fn drop(&mut self) {
+        // At worst, ddprun itself, which has little to do, stays there.
+        let _ = sched_setaffinity(None, &self.0);
+    }
 }
 
 /// Returns the processors of each of `workers` workers. `gpus` are the numbers of their GPUs; none if there are no GPUs.

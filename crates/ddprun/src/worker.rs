@@ -5,9 +5,12 @@ use super::environment::Incarnation;
 use super::error::{Error, Result};
 use super::folder::RunFolder;
 use super::lines::Lines;
+use super::numa::OnCpus;
 use super::output::{Intake, Source};
 use super::tail::Tail;
 use super::{child, environment, signal, terminal};
+use candle_ddp_rendezvous::error::FILE_VARIABLE;
+use rustix::fs::{Access, access};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
 use rustix::thread::CpuSet;
@@ -94,6 +97,8 @@ pub(super) struct Starter<'a> {
     pub(super) folder: &'a RunFolder,
     pub(super) master_port: u16,
     pub(super) console: &'static Console,
+    /// Whether the kernel kills workers when this process ends.
+    pub(super) is_bound: bool,
     /// The processors of each worker; empty if they are not bound.
     pub(super) cpus: Vec<CpuSet>,
     /// Where the output streams of the workers go; `None` when no more will come.
@@ -111,12 +116,14 @@ impl Starter<'_> {
         command.args(&config.args);
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
+        // That of an outer launcher is not for this worker.
+        command.env_remove(FILE_VARIABLE);
         command.envs(environment::variables(
             config,
             &self.topology,
             local_rank,
             self.master_port,
-            &error_file,
+            error_file.as_deref(),
             incarnation,
         ));
         config.secret.give(&mut command);
@@ -144,10 +151,11 @@ impl Starter<'_> {
             }
         }
         command.process_group(0);
-        child::bind_to_launcher(&mut command);
-        if let Some(cpus) = self.cpus.get(local_rank) {
-            child::bind_to_cpus(&mut command, *cpus);
+        if self.is_bound {
+            child::bind_to_launcher(&mut command);
         }
+        let on_cpus = self.cpus.get(local_rank).map(OnCpus::of).transpose();
+        let _on_cpus = on_cpus.map_err(|error| cannot("binding to processors (--numa-binding)", rank, error))?;
         let process = command.spawn().map_err(|source| match resource_hint(&source) {
             Some(_) => cannot("starting a process", rank, source),
             None => cannot_start(self.program, source),
@@ -235,6 +243,14 @@ fn cannot_start(program: &OsStr, error: std::io::Error) -> Error {
         _ if path.is_dir() => "It is a folder: give the path of a program".into(),
         _ if path.extension().is_some_and(|extension| extension == "py") => {
             format!("For a Python script use `ddprun … python {name}`")
+        }
+        _ if Errno::from_io_error(&error) == Some(Errno::PERM) => {
+            "The system forbids it: a security profile of this container or machine (seccomp, AppArmor, SELinux) must allow \
+             processes to be started"
+                .into()
+        }
+        ErrorKind::PermissionDenied if !plain_name && access(path, Access::EXEC_OK).is_ok() => {
+            "The file is executable, but its interpreter (the line that begins with #!) may not be".into()
         }
         ErrorKind::PermissionDenied => "Make it executable (chmod +x), or put its interpreter in front of it".into(),
         _ => "Check that the program was built for this architecture".into(),

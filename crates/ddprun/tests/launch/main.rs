@@ -15,6 +15,7 @@ mod secret;
 #[path = "../../../../tests/common/skip.rs"]
 mod skip;
 mod status;
+mod surroundings;
 mod terminal;
 mod unread;
 mod usage;
