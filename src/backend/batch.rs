@@ -46,12 +46,12 @@ impl P2pOp {
         check_batch(rank, world_size, &|tensor| on_device(tensor, device), batch).map(drop)
     }
 
-    pub(super) fn tensor(&self) -> &Tensor {
+    pub(crate) fn tensor(&self) -> &Tensor {
         let (Self::Send { tensor, .. } | Self::Recv { tensor, .. }) = self;
         tensor
     }
 
-    pub(super) fn is_recv(&self) -> bool {
+    pub(crate) fn is_recv(&self) -> bool {
         matches!(self, Self::Recv { .. })
     }
 

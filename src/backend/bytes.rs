@@ -3,7 +3,8 @@ use super::check::byte_range;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
 
-/// Calls `work` with the bytes of `tensor`, which stays locked for reading meanwhile.
+/// Calls `work` with the bytes of `tensor`, which stays locked for reading meanwhile. Gradients end here: what `work` does with
+/// the values is in no graph.
 ///
 /// # Errors
 /// Returns [`Error::InvalidArgument`] unless the tensor is contiguous, on the CPU, and of a dtype that engines move (f32,
@@ -15,7 +16,7 @@ pub fn bytes<R>(tensor: &Tensor, work: impl FnOnce(&[u8]) -> R) -> Result<R> {
     bytes.map(work).ok_or_else(|| unreachable_bytes(tensor, "bytes"))
 }
 
-/// Calls `work` with the bytes of `tensor` to change them. The storage, which views of the tensor share, stays locked
+/// Calls `work` with the bytes of `tensor` to change them. Gradients end here: no backward pass learns of the change. The storage, which views of the tensor share, stays locked
 /// meanwhile. An engine that waits for other ranks should not do so in `work`: they may be waiting for a call of this
 /// rank on another view.
 ///

@@ -56,9 +56,11 @@ fn call_of(
             }
             let (output, input) = (("output", output), ("input", input));
             checker.same_dtype(output, input)?;
-            if output.1.elem_count() != count - count / world_size {
+            let lacks_own = output.1.elem_count() != count && output.1.elem_count() == count - count / world_size;
+            if !lacks_own {
                 checker.times(output, input, 1)?;
             }
+            checker.rows(input, world_size, output, if lacks_own { world_size - 1 } else { world_size })?;
             checker.distinct(output, input, None)?;
             call
         }
@@ -91,8 +93,8 @@ fn call_of(
 
 impl Collective {
     /// Makes the checks of this crate's engines on rank `rank` of a group of `world_size` whose tensors are on `device`:
-    /// ranks exist, and tensors are contiguous, on that device, of a supported dtype, and fit together without
-    /// overlapping. An engine makes them before it sends anything, since the sizes of its buffers follow from the
+    /// ranks exist, and tensors are contiguous, on that device, of a supported dtype, and fit together, in whole rows and
+    /// without overlapping. An engine makes them before it sends anything, since the sizes of its buffers follow from the
     /// tensors.
     ///
     /// # Errors
@@ -123,6 +125,11 @@ fn describe(whole: (&str, &Tensor), part: (&str, &Tensor)) -> String {
     let [whole, part] = [whole, part]
         .map(|(name, tensor)| format!("{name} is {}", crate::error::describe(tensor.dtype(), tensor.shape())));
     format!("{whole}, {part}")
+}
+
+/// The dimensions that say which element is which: those of size 1 do not.
+pub(super) fn significant(dims: &[usize]) -> impl Iterator<Item = usize> + '_ {
+    dims.iter().copied().filter(|size| *size != 1)
 }
 
 struct Checker<'a> {
@@ -193,6 +200,7 @@ impl Checker<'_> {
     ) -> Result<()> {
         self.same_dtype(whole, part)?;
         self.times(whole, part, times)?;
+        self.rows(whole, times, part, 1)?;
         self.distinct(whole, part, place)
     }
 
@@ -214,6 +222,38 @@ impl Checker<'_> {
                 describe(whole, part),
                 whole.0,
                 part.0
+            )));
+        }
+        Ok(())
+    }
+
+    /// Checks that the parts of two tensors, so many of each, are whole rows of the same shape. One-dimensional tensors are
+    /// buffers without rows: of these, only the number of elements counts.
+    fn rows(&self, a: (&str, &Tensor), parts_of_a: usize, b: (&str, &Tensor), parts_of_b: usize) -> Result<()> {
+        let mut shapes = [const { None }; 2];
+        for (shape, ((name, tensor), parts)) in shapes.iter_mut().zip([(a, parts_of_a), (b, parts_of_b)]) {
+            let [rows, rest @ ..] = tensor.dims() else { continue };
+            if rest.is_empty() || tensor.elem_count() == 0 {
+                continue;
+            }
+            if !rows.is_multiple_of(parts) {
+                return Err(self.refuse(format!(
+                    "{}: dimension 0 of {name} has size {rows}, which cannot be split into {parts} equal parts, one for each \
+                     rank. Pad it, or pass flatten_all() of both tensors if they have no rows",
+                    describe(a, b)
+                )));
+            }
+            *shape = Some([&[rows / parts], rest].concat());
+        }
+        if let [Some(of_a), Some(of_b)] = &shapes
+            && !significant(of_a).eq(significant(of_b))
+        {
+            return Err(self.refuse(format!(
+                "{}: each rank's part is {of_a:?} in {} and {of_b:?} in {}, but must have the same shape, or one of the \
+                 tensors must be one-dimensional: pass its flatten_all()",
+                describe(a, b),
+                a.0,
+                b.0
             )));
         }
         Ok(())
@@ -347,6 +387,63 @@ mod tests {
         }
         for rows in [b.narrow(0, 1, 2).unwrap(), zeros(&[2, 0], DType::F32)] {
             check(1, 2, &|_| Ok(()), &Collective::AllReduce { tensor: rows, op: sum }).unwrap();
+        }
+    }
+
+    #[test]
+    fn parts_are_whole_rows_of_one_shape() {
+        let tensor = |shape: &[usize]| zeros(shape, DType::F32);
+        // On two ranks: the whole, a part, and what the refusal says.
+        let cases: [(&[usize], &[usize], Option<&str>); 12] = [
+            (&[4, 3], &[2, 3], None),
+            // Stacked, flat, or with a dimension of size 1.
+            (&[2, 2, 3], &[2, 3], None),
+            (&[2, 3], &[3], None),
+            (&[12], &[2, 3], None),
+            (&[4, 3], &[6], None),
+            (&[4, 1, 3], &[2, 3], None),
+            (&[2], &[], None),
+            (&[0, 3], &[0, 5], None),
+            (&[3, 4], &[6], Some(" has size 3, which cannot be split into 2 equal parts")),
+            (&[1, 12], &[2, 3], Some(" has size 1, which")),
+            (&[4, 3], &[3, 2], Some("part is [2, 3] in ")),
+            (&[2, 2, 3], &[6, 1], Some("must have the same shape, or one of the tensors must")),
+        ];
+        for (whole, part, expected) in cases {
+            let (whole, part) = (tensor(whole), tensor(part));
+            for collective in [
+                Collective::AllGather { output: whole.clone(), input: part.clone() },
+                Collective::ReduceScatter { output: part.clone(), input: whole.clone(), op: ReduceOp::Sum },
+                Collective::Gather { output: Some(whole.clone()), input: part.clone(), root: 1 },
+                Collective::Scatter { output: part.clone(), input: Some(whole.clone()), root: 1 },
+            ] {
+                match (expected, check(1, 2, &|_| Ok(()), &collective)) {
+                    (None, result) => drop(result.unwrap()),
+                    (Some(expected), result) => {
+                        let refusal = result.unwrap_err().to_string();
+                        assert!(refusal.contains(expected), "{}: {refusal}", collective.name());
+                    }
+                }
+            }
+        }
+        // On three ranks, where the output may lack the own part.
+        let cases: [(&[usize], &[usize], Option<&str>); 8] = [
+            (&[6, 2], &[6, 2], None),
+            (&[6, 2], &[4, 2], None),
+            (&[6, 2], &[12], None),
+            (&[12], &[4, 2], None),
+            (&[12], &[3, 4], None),
+            (&[4, 3], &[4, 3], Some("dimension 0 of input has size 4, which cannot be split into 3 equal parts")),
+            (&[12], &[4, 3], Some("dimension 0 of output has size 4")),
+            (&[6, 2], &[3, 4], Some("part is [2, 2] in input and [1, 4] in output")),
+        ];
+        for (input, output, expected) in cases {
+            let collective = Collective::AllToAll { output: tensor(output), input: tensor(input) };
+            let refusal = check(1, 3, &|_| Ok(()), &collective).err().map(|error| error.to_string());
+            match (expected, refusal) {
+                (None, refusal) => assert_eq!(refusal, None),
+                (Some(expected), refusal) => assert!(refusal.as_ref().unwrap().contains(expected), "{refusal:?}"),
+            }
         }
     }
 

@@ -103,7 +103,38 @@ pub enum Collective {
     Barrier,
 }
 
+/// What a collective does with a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    /// On this rank or on another one.
+    Write,
+}
+
 impl Collective {
+    /// The tensors of the call, with the names of their arguments.
+    pub(crate) fn tensors(&self) -> [Option<(&'static str, &Tensor, Access)>; 2] {
+        let write = |name, tensor| Some((name, tensor, Access::Write));
+        let read = |name, tensor| Some((name, tensor, Access::Read));
+        match self {
+            Self::AllReduce { tensor, .. }
+            | Self::Broadcast { tensor, .. }
+            | Self::Reduce { tensor, .. }
+            | Self::Recv { tensor, .. } => [write("tensor", tensor), None],
+            Self::Send { tensor, .. } => [read("tensor", tensor), None],
+            Self::AllGather { output, input }
+            | Self::ReduceScatter { output, input, .. }
+            | Self::AllToAll { output, input } => [write("output", output), read("input", input)],
+            Self::Gather { output, input, .. } => {
+                [output.as_ref().and_then(|output| write("output", output)), read("input", input)]
+            }
+            Self::Scatter { output, input, .. } => {
+                [write("output", output), input.as_ref().and_then(|input| read("input", input))]
+            }
+            Self::Barrier => [None, None],
+        }
+    }
+
     /// The name of the method that users call.
     pub fn name(&self) -> &'static str {
         match self {

@@ -24,7 +24,7 @@ pub(crate) use batch::P2pOp;
 pub use bytes::{bytes, bytes_mut};
 pub(crate) use check::on_device;
 pub use collective::Collective;
-pub(crate) use collective::ReduceOp;
+pub(crate) use collective::{Access, ReduceOp};
 pub(crate) use construction::Construction;
 pub(crate) use label::Label;
 pub use work::Completion;
@@ -74,17 +74,19 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks in the group.
     fn world_size(&self) -> usize;
 
-    /// Starts `collective`. Its tensors must not be touched until the returned [`Work`] is waited for.
+    /// Starts `collective`. Its tensors must not be touched until the returned [`Work`] is waited for. Gradients end here: an
+    /// engine moves values. [`ProcessGroup`](crate::ProcessGroup) gives it no tensor through which gradients flow.
     fn start(&self, collective: Collective) -> Result<Work>;
 
-    /// Runs `collective` and waits for it; an engine may do so on the calling thread.
+    /// Runs `collective` and waits for it; an engine may do so on the calling thread. Gradients end here, as in
+    /// [`start`](Self::start).
     fn run(&self, collective: Collective) -> Result<()> {
         self.start(collective)?.wait()
     }
 
     /// Starts `batch`, whose messages progress together: [`ProcessGroup::batch_isend_irecv`]. By default, each message is
     /// [started](Self::start) as a call, those that are sent first; this suits an engine whose messages of different ranks
-    /// and directions do not wait for each other.
+    /// and directions do not wait for each other. Gradients end here, as in [`start`](Self::start).
     ///
     /// [`ProcessGroup::batch_isend_irecv`]: crate::ProcessGroup::batch_isend_irecv
     fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {

@@ -128,6 +128,8 @@ pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: LoadOptions) 
 /// # }
 /// ```
 ///
+/// Gradients end here: variables get the values of `tensors`, without the graph to which they may belong.
+///
 /// # Errors
 /// As with [`load_with`], with "the map of tensors" in place of a path.
 pub fn load_tensors(varmap: &VarMap, tensors: HashMap<String, Tensor>, options: LoadOptions) -> Result<LoadReport> {

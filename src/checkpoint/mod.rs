@@ -91,7 +91,7 @@ pub fn save(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     save_tensors(&tensors(varmap), path)
 }
 
-/// Like [`save`], for any tensors, such as an average of weights.
+/// Like [`save`], for any tensors, such as an average of weights. Gradients end here: a file has values only.
 ///
 /// # Errors
 /// As with [`save`], and [`Error::Parameter`] for a dtype that candle cannot write.

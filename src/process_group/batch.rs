@@ -1,5 +1,5 @@
 //! Several messages in one call.
-use super::{ProcessGroup, in_place};
+use super::{ProcessGroup, graph};
 use crate::Result;
 use crate::backend::{P2pOp, Work};
 
@@ -33,7 +33,7 @@ impl ProcessGroup {
         if batch.is_empty() {
             self.failed()?;
         }
-        batch.iter().try_for_each(|message| in_place::check(self.rank(), &message.clone().into()))?;
+        graph::check_batch(self.rank(), batch)?;
         self.0.communicator.start_batch(batch.to_vec()).map_err(|error| self.names_a_rank(error))
     }
 }

@@ -4,7 +4,7 @@ mod collectives;
 mod compare;
 mod custom;
 mod engine;
-mod in_place;
+mod graph;
 mod init;
 pub(crate) mod job;
 mod join;
@@ -53,8 +53,14 @@ use std::time::Duration;
 ///
 /// Every rank of the group must make the same calls in the same order (`send` and `recv` pair up between two ranks).
 /// Tensors must be contiguous, live on [`device`](Self::device), and have the same dtype and element count on every
-/// rank. They are changed in place, and so is every other tensor that shares their storage. A tensor through which
-/// gradients flow, such as a loss, cannot be changed: pass `loss.detach().copy()?`.
+/// rank. They are changed in place, and so is every other tensor that shares their storage. No gradient flows through a
+/// collective, so a tensor through which gradients flow, such as a loss or the output of a model, is refused, wherever a
+/// collective would read or change it: pass `z.detach()` to be read, `loss.detach().copy()?` to be changed. Variables are
+/// taken as their values, as by `Var::set`.
+///
+/// Where a tensor holds a part for each rank, the parts are equally many rows: dimension 0 divides by the number of ranks.
+/// Part and rows have the same shape, apart from dimensions of size 1, or one of the two tensors is one-dimensional, and
+/// then only the number of elements counts.
 ///
 /// Each collective comes in two forms: the plain one returns when its results may be used; the one named `_async`
 /// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must not be touched before it was waited for. With
@@ -256,13 +262,13 @@ impl ProcessGroup {
 
     /// Starts any collective. The methods named after the collectives are easier to read.
     pub(crate) fn start(&self, collective: Collective) -> Result<Work> {
-        in_place::check(self.rank(), &collective)?;
+        graph::check(self.rank(), &collective)?;
         self.0.communicator.start(collective).map_err(|error| self.names_a_rank(error))
     }
 
     /// Runs any collective. The methods named after the collectives are easier to read.
     pub(crate) fn run(&self, collective: Collective) -> Result<()> {
-        in_place::check(self.rank(), &collective)?;
+        graph::check(self.rank(), &collective)?;
         self.0.communicator.run(collective).map_err(|error| self.names_a_rank(error))
     }
 

@@ -1,6 +1,6 @@
 //! Gathers tensors whose shapes differ.
-use super::ProcessGroup;
-use crate::backend::{self, Label};
+use super::{ProcessGroup, graph};
+use crate::backend::{self, Access, Label};
 use crate::cbor;
 use crate::error::describe;
 use crate::{Error, Result};
@@ -13,7 +13,7 @@ type Facts = (String, Vec<usize>, usize);
 impl ProcessGroup {
     /// Returns every rank's `tensor` in rank order on every rank. Their sizes may differ in dimension `dim`, and be 0
     /// there; `Tensor::cat(&all, dim)` joins them. (PyTorch's `all_gather` with a list of tensors of unequal shapes.)
-    /// The results have no gradients.
+    /// As in every collective, a tensor through which gradients flow is refused: pass `tensor.detach()`.
     ///
     /// Shapes are exchanged first; then all ranks send as many elements as the largest tensor has. The results share
     /// memory for `world_size` tensors of that size.
@@ -62,6 +62,7 @@ impl ProcessGroup {
     }
 
     fn facts(&self, tensor: &Tensor, dim: impl Dim) -> Result<Facts> {
+        graph::check_tensor(self.rank(), "all_gather_varied", "tensor", tensor, Access::Read)?;
         let dim = dim.to_index(tensor.shape(), "all_gather_varied")?;
         let refuse = |reason: String| Error::InvalidTensor {
             rank: self.rank(),

@@ -41,7 +41,7 @@ pub trait StateDict {
     /// Returns an error if a part of the state cannot be named.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
 
-    /// Loads a state. A state that does not fit is an error, and changes nothing.
+    /// Loads a state. A state that does not fit is an error, and changes nothing. Gradients end here: a state is values.
     ///
     /// # Errors
     /// [`Error::Parameter`] names an entry that is missing, is surplus, or has another shape or dtype.
@@ -61,7 +61,7 @@ pub trait StateDict {
 
     /// Loads the parts that [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any
     /// size, in rank order, as rank `rank` of a world of `world_size`. The call does not communicate. A part that
-    /// this rank is known not to need may be empty.
+    /// this rank is known not to need may be empty. Gradients end here, as in [`load_state_dict`](Self::load_state_dict).
     ///
     /// # Errors
     /// As with [`load_state_dict`](Self::load_state_dict). The default always returns an error: a state that is not

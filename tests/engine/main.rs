@@ -8,6 +8,7 @@ mod custom;
 mod engine;
 mod failures;
 mod flight_recorder;
+mod graphs;
 mod monitored_barrier;
 mod nccl;
 mod network;

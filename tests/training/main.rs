@@ -19,6 +19,7 @@ mod accumulate;
 mod advice;
 mod amp;
 mod amp_grad_scaler;
+mod answers;
 mod autocast;
 mod candle_gradients;
 mod checkpoint;

@@ -55,7 +55,8 @@ pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: 
 
 impl BatchNorm {
     /// A layer with these parameters and running statistics, each of shape (`num_features`). Statistics that are
-    /// variables are shared; other tensors are copied.
+    /// variables are shared; other tensors are copied. Gradients end here at the statistics, which a forward pass changes; those of
+    /// `weight` and `bias` do not.
     ///
     /// # Errors
     /// Returns an error for a tensor of another shape or a negative `eps`.
@@ -70,7 +71,7 @@ impl BatchNorm {
         Self::new_with_momentum(num_features, running_mean, running_var, weight, bias, eps, 0.1)
     }
 
-    /// A layer without parameters.
+    /// A layer without parameters. Gradients end here, as in [`BatchNorm::new`].
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -78,7 +79,7 @@ impl BatchNorm {
         Self::new_no_bias_with_momentum(num_features, running_mean, running_var, eps, 0.1)
     }
 
-    /// [`BatchNorm::new`] with a `momentum` from 0 to 1.
+    /// [`BatchNorm::new`] with a `momentum` from 0 to 1. Gradients end here at the statistics.
     ///
     /// # Errors
     /// As with [`BatchNorm::new`], and for a momentum outside 0 to 1.
@@ -95,7 +96,7 @@ impl BatchNorm {
         Self::of(num_features, config, [running_mean, running_var], Some((weight, bias)))
     }
 
-    /// [`BatchNorm::new_no_bias`] with a `momentum` from 0 to 1.
+    /// [`BatchNorm::new_no_bias`] with a `momentum` from 0 to 1. Gradients end here at the statistics.
     ///
     /// # Errors
     /// As [`BatchNorm::new_with_momentum`].

@@ -37,7 +37,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, targets of another dtype or out
-/// of range, and a `label_smoothing` outside 0 to 1; [`Error::UnsupportedDType`]. On a GPU, where a check would force
+/// of range, a `label_smoothing` outside 0 to 1, and class weights that require a gradient, as in PyTorch;
+/// [`Error::UnsupportedDType`]. On a GPU, where a check would force
 /// a synchronisation, targets out of range make the loss NaN instead.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntropyOptions) -> Result<Tensor> {
     let (shape, smoothing) = (logits.dims(), options.label_smoothing);
@@ -58,6 +59,10 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntro
     {
         let (classes, weight) = (shape[1], describe(weight.dtype(), weight.shape()));
         let reason = format!("they must have the shape ({classes}), one weight per class, not {weight}");
+        return Err(Error::invalid("the weights of cross_entropy", reason).into());
+    }
+    if options.weight.as_ref().is_some_and(|weight| weight.track_op() && !weight.is_variable()) {
+        let reason = "they were computed from variables, and their gradient would end here: pass weight.detach()";
         return Err(Error::invalid("the weights of cross_entropy", reason).into());
     }
     if logits.device().is_cuda() {

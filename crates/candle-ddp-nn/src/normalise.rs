@@ -12,19 +12,20 @@ pub trait BatchNormGroup: Debug + Send + Sync {
     /// The number of ranks. One rank needs none of the other methods.
     fn world_size(&self) -> usize;
 
-    /// Checks the input of the forward pass before anything is sent.
+    /// Checks the input of the forward pass before anything is sent. Gradients end here: nothing is computed from `x`.
     ///
     /// # Errors
     /// Returns the reason why the ranks cannot normalise this input together, such as its device.
     fn check(&self, x: &Tensor) -> Result<()>;
 
-    /// Gathers `mine`, of shape (n), from all ranks into a tensor of shape (world size, n), in the order of the ranks.
+    /// Gathers `mine`, of shape (n), from all ranks into a tensor of shape (world size, n), in the order of the ranks. Gradients
+    /// end here: `mine` has no graph, and the layer computes the gradient of its input itself.
     ///
     /// # Errors
     /// Those of the collective.
     fn all_gather(&self, mine: &Tensor) -> Result<Tensor>;
 
-    /// Replaces `sums` by its sum over all ranks.
+    /// Replaces `sums` by its sum over all ranks. Gradients end here, as in [`all_gather`](Self::all_gather).
     ///
     /// # Errors
     /// Those of the collective.

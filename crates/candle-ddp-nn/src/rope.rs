@@ -23,8 +23,8 @@ const BLOCK_ELEMENTS: usize = 1 << 14;
 /// `candle_nn::rotary_emb::rope`, which has no gradient.
 ///
 /// `x` has the shape (B, H, T, D), with an even D, and the dtype f32, f64, f16 or bf16. `cos` and `sin` have its dtype
-/// and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. They get no
-/// gradient.
+/// and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. Gradients end here at
+/// `cos` and `sin`, which are tables.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit;
@@ -35,6 +35,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 
 /// Rotates the pairs (2i, 2i + 1) of each vector by the angles of its position: a drop-in for
 /// `candle_nn::rotary_emb::rope_i`, which has no gradient. Shapes, dtypes and errors are those of [`rope`].
+/// Gradients end here at `cos` and `sin`.
 ///
 /// # Errors
 /// Those of [`rope`].
@@ -42,7 +43,8 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply(x, cos, sin, Kind::Interleaved)
 }
 
-/// [`rope`] for `x` of the shape (B, T, H, D): a drop-in for `candle_nn::rotary_emb::rope_thd`, which has no gradient.
+/// [`rope`] for `x` of the shape (B, T, H, D): a drop-in for `candle_nn::rotary_emb::rope_thd`, which has no gradient. Gradients
+/// end here at `cos` and `sin`.
 ///
 /// # Errors
 /// Those of [`rope`].

@@ -149,7 +149,7 @@ pub trait CommHook: Sized + Send + 'static {
     }
 
     /// Restores what [`state_dict`](Self::state_dict) returned. A state that does not fit is refused and changes
-    /// nothing. The default accepts only an empty state.
+    /// nothing. Gradients end here: a state is values. The default accepts only an empty state.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         match state.keys().min() {
             Some(key) => Err(Error::parameter(
@@ -251,7 +251,7 @@ impl GradBucket {
     }
 
     /// Copies `values` into the buffer and converts them to its dtype. `values` must have as many elements, a
-    /// floating-point dtype, and its own storage.
+    /// floating-point dtype, and its own storage. Gradients end here: the buffer takes the values alone.
     pub fn set_buffer(&self, values: &Tensor) -> Result<()> {
         let (count, expected) = (values.elem_count(), self.buffer.elem_count());
         if count != expected {

@@ -16,7 +16,7 @@ pub trait Function: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
     /// Returns the gradients of the arguments, in order, from the result's gradient, which is contiguous. Those that
-    /// are not `needed` are ignored.
+    /// are not `needed` are ignored. Gradients end here: candle does not differentiate a backward pass.
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
 }
 
