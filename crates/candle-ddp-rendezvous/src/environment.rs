@@ -83,6 +83,32 @@ pub(super) fn process_variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
+/// The largest number of ranks: what costs memory or time for each of them stays bounded, whatever the environment, a
+/// program or the store says.
+pub const MOST_RANKS: usize = 1 << 20;
+
+impl Launcher {
+    /// Its name in messages.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Torchrun | Self::None => "set by ddprun, torchrun or a script",
+            Self::Slurm => "set by Slurm",
+            Self::OpenMpi => "set by Open MPI",
+            Self::Mpich => "set by MPICH or Intel MPI",
+        }
+    }
+
+    /// Its variables for rank, world size, local rank and local world size.
+    pub(super) fn variables(self) -> [&'static str; 4] {
+        match self {
+            Self::Torchrun | Self::None => TORCHRUN,
+            Self::Slurm => SLURM,
+            Self::OpenMpi => OPEN_MPI,
+            Self::Mpich => MPICH,
+        }
+    }
+}
+
 /// Each launcher's variables for rank, world size, local rank and local world size.
 const TORCHRUN: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 const OPEN_MPI: [&str; 4] =
@@ -97,9 +123,19 @@ impl Variables<'_> {
         (self.0)(name).is_some()
     }
 
-    /// Returns the value of a variable; an empty one counts as unset.
+    /// Returns the value of a variable without blanks around it; an empty one counts as unset.
     fn text(&self, name: &str) -> Option<String> {
-        (self.0)(name).filter(|value| !value.trim().is_empty())
+        let value = (self.0)(name)?;
+        Some(value.trim().to_string()).filter(|value| !value.is_empty())
+    }
+
+    /// The name or address of a host.
+    fn host(&self, name: &str) -> Result<Option<String>> {
+        let host = self.text(name);
+        match host.as_deref().is_some_and(|host| host.contains(|c: char| c.is_whitespace() || c.is_control())) {
+            true => Err(invalid(name, host.unwrap_or_default(), "it must be the name or address of one host")),
+            false => Ok(host),
+        }
     }
 
     fn number<T: FromStr>(&self, name: &str, what: &str) -> Result<Option<T>> {
@@ -111,14 +147,20 @@ impl Variables<'_> {
     }
 
     fn count(&self, name: &str) -> Result<Option<usize>> {
-        self.number(name, "a non-negative number")
+        let count = self.number(name, "a non-negative number")?;
+        match count {
+            Some(count) if count > MOST_RANKS => {
+                Err(invalid(name, count, format!("it must be at most {MOST_RANKS}, the largest number of ranks")))
+            }
+            count => Ok(count),
+        }
     }
 
     /// Reads everything that is the same on all ranks.
     fn run(&self) -> Result<Environment> {
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE").unwrap_or_default();
         let mut environment = Environment {
-            master_addr: self.text("MASTER_ADDR"),
+            master_addr: self.host("MASTER_ADDR")?,
             master_port: self.number("MASTER_PORT", "a port (0 to 65535)")?,
             restart_count: self.number("TORCHELASTIC_RESTART_COUNT", "a non-negative number")?.unwrap_or(0),
             run_id: self.text("TORCHELASTIC_RUN_ID"),
@@ -136,8 +178,8 @@ impl Variables<'_> {
     }
 
     fn place(&self, environment: &mut Environment) -> Result<()> {
-        let (launcher, names) = self.launcher();
-        let [rank, world_size, local_rank, local_world_size] = names;
+        let launcher = self.launcher();
+        let [rank, world_size, local_rank, local_world_size] = launcher.variables();
         environment.launcher = launcher;
         environment.rank = self.count(rank)?;
         environment.world_size = self.count(world_size)?;
@@ -173,20 +215,20 @@ impl Variables<'_> {
         Ok(())
     }
 
-    fn launcher(&self) -> (Launcher, [&'static str; 4]) {
+    fn launcher(&self) -> Launcher {
         let others = self.has(OPEN_MPI[0]) || self.has(MPICH[0]) || self.has(SLURM[0]);
         if self.has("RANK") || (self.has("WORLD_SIZE") && !others) {
-            (Launcher::Torchrun, TORCHRUN)
+            Launcher::Torchrun
         } else if self.has(OPEN_MPI[0]) {
-            (Launcher::OpenMpi, OPEN_MPI)
+            Launcher::OpenMpi
         } else if self.has(MPICH[0]) && (self.has(MPICH[2]) || !self.has(SLURM[0])) {
             // srun sets PMI_RANK too, but no local rank; its own variables are more complete.
-            (Launcher::Mpich, MPICH)
+            Launcher::Mpich
         } else if self.has(SLURM[0]) {
-            (Launcher::Slurm, SLURM)
+            Launcher::Slurm
         } else {
             // A LOCAL_RANK without other variables is still useful.
-            (Launcher::None, TORCHRUN)
+            Launcher::None
         }
     }
 
@@ -372,6 +414,20 @@ mod tests {
     }
 
     #[test]
+    fn blanks_around_values_do_not_count() {
+        let padded = |variables: &'static [(&str, &str)]| {
+            let pad = |name: &str, value: &str| {
+                if name == "MASTER_PORT" { format!("\t{value}\n") } else { format!(" {value} ") }
+            };
+            Environment::read(|name| variables.iter().find(|(key, _)| *key == name).map(|(key, value)| pad(key, value)))
+        };
+        for variables in [TORCHRUN, SLURM] {
+            assert_eq!(padded(variables).unwrap(), read(variables).unwrap());
+        }
+        assert_eq!(read(&[("MASTER_ADDR", "  ")]).unwrap(), Environment::default());
+    }
+
+    #[test]
     fn names_the_variable_and_the_value() {
         type Texts = &'static [&'static str];
         let cases: &[(&[(&str, &str)], Texts)] = &[
@@ -382,6 +438,26 @@ mod tests {
             (&[("RANK", ""), ("WORLD_SIZE", "2")], &["RANK=\"\"", "a non-negative number"]),
             (&[("RANK", "-1"), ("WORLD_SIZE", "2")], &["RANK=\"-1\"", "a non-negative number"]),
             (&[("RANK", "0"), ("WORLD_SIZE", "0")], &["WORLD_SIZE=\"0\"", "at least 1"]),
+            (
+                &[("RANK", "0"), ("WORLD_SIZE", "18446744073709551615")],
+                &["WORLD_SIZE=\"18446744073709551615\"", "at most 1048576"],
+            ),
+            (&[("RANK", "0"), ("WORLD_SIZE", "99999999999999999999")], &["WORLD_SIZE=\"99999999999999999999\""]),
+            (&[("RANK", "0"), ("WORLD_SIZE", "1048577")], &["WORLD_SIZE=\"1048577\"", "at most 1048576"]),
+            (
+                &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "9000000000")],
+                &["SLURM_NTASKS=\"9000000000\"", "at most 1048576"],
+            ),
+            (
+                &[("PMI_RANK", "0"), ("PMI_SIZE", "9000000000"), ("MPI_LOCALRANKID", "0")],
+                &["PMI_SIZE=", "at most 1048576"],
+            ),
+            (&[("LOCAL_RANK", "18446744073709551615")], &["LOCAL_RANK=", "at most 1048576"]),
+            (&[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "-2")], &["LOCAL_WORLD_SIZE=\"-2\""]),
+            (&[("MASTER_PORT", " ")], &["MASTER_PORT=\" \"", "a port"]),
+            (&[("MASTER_PORT", "-1")], &["MASTER_PORT=\"-1\"", "a port"]),
+            (&[("MASTER_ADDR", "node0 node1")], &["MASTER_ADDR=\"node0 node1\"", "the name or address of one host"]),
+            (&[("MASTER_ADDR", "a\tb")], &["MASTER_ADDR=\"a\\tb\"", "the name or address of one host"]),
             (&[("MASTER_PORT", "65536")], &["MASTER_PORT=\"65536\"", "a port"]),
             (&[("TORCHELASTIC_RESTART_COUNT", "x")], &["TORCHELASTIC_RESTART_COUNT=\"x\""]),
             (

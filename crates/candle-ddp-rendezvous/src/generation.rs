@@ -63,11 +63,9 @@ impl Decision {
 /// decision, which must not grow with their number.
 mod runs {
     use super::Member;
+    use crate::environment::MOST_RANKS as MOST;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    /// More members than any run has. Whoever can write to the store cannot make its readers allocate more.
-    const MOST: usize = 1 << 20;
 
     pub(super) fn serialize<S: Serializer>(members: &[Member], serializer: S) -> Result<S::Ok, S::Error> {
         let follows = |before: &Member, next: &Member| {

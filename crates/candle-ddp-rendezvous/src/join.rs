@@ -1,9 +1,11 @@
 //! The barrier at which all ranks of a run find each other in a store.
 use super::Store;
+use super::plan::Origin;
 use super::store::absent_ranks;
 use crate::error::some;
 use crate::host::{boot_id, host_name};
 use crate::json::{decide, decode};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -44,7 +46,14 @@ pub(super) struct Join<'a> {
     pub(super) addresses: Option<(IpAddr, IpAddr)>,
     pub(super) deadline: Instant,
     pub(super) timeout: Duration,
+    /// Who says which rank this is, and of how many, if this is the first meeting of a run.
+    pub(super) origin: Option<&'a Origin>,
 }
+
+/// How long ranks may be missing before the user is told.
+const NOTICE: Duration = Duration::from_secs(10);
+/// How many ranks have been about to tell the user: the first one does.
+const NOTICED: &str = "noticed";
 
 impl Join<'_> {
     /// Waits until all ranks have arrived.
@@ -83,8 +92,14 @@ impl Join<'_> {
             self.publish_places()?;
             decide(store, OUTCOME, &Outcome::None)?;
         }
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        store.wait(&[OUTCOME], Some(left))?;
+        let left = || self.deadline.saturating_duration_since(Instant::now());
+        match store.wait(&[OUTCOME], Some(left().min(NOTICE))) {
+            Err(Error::StoreTimeout { .. }) if !left().is_zero() => {
+                self.say_missing()?;
+                store.wait(&[OUTCOME], Some(left()))?;
+            }
+            result => result?,
+        }
         decode::<Outcome>(OUTCOME, &store.get(OUTCOME)?)?.map_or(Ok(()), |reason| Err(self.failed(reason)))
     }
 
@@ -139,6 +154,32 @@ impl Join<'_> {
         Err(self.failed(reason))
     }
 
+    /// Tells the user, on one rank, who is missing.
+    fn say_missing(&self) -> Result<()> {
+        let Self { store, rank, world_size, .. } = *self;
+        if store.add(NOTICED, 1)? != 1 {
+            return Ok(());
+        }
+        let missing = absent_ranks(store, 0..world_size, &rank_key)?;
+        if !missing.is_empty() {
+            let left = self.deadline.saturating_duration_since(Instant::now()).as_secs();
+            warn_aloud(format_args!(
+                "rank {rank} has waited {} s at the store {} for {} of {world_size} ranks: {}. {}It waits {left} s more",
+                NOTICE.as_secs(),
+                self.name,
+                missing.len(),
+                some(&missing.iter().map(usize::to_string).collect::<Vec<_>>()),
+                self.origin(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The origin of this rank's number and the world size, as a sentence; otherwise nothing.
+    fn origin(&self) -> String {
+        self.origin.map_or_else(String::new, |origin| format!("{origin}. "))
+    }
+
     /// Returns an error that names the missing ranks, if the store still answers.
     fn incomplete(&self) -> Error {
         let Self { world_size, timeout, .. } = *self;
@@ -146,10 +187,11 @@ impl Join<'_> {
         match absent_ranks(self.store, 0..world_size, &rank_key) {
             Ok(ranks) => {
                 let reason = format!(
-                    "{} of {world_size} ranks arrived, missing: {}. Check that they were started, look for the first \
+                    "{} of {world_size} ranks arrived, missing: {}. {}Check that they were started, look for the first \
                      error in their output, or give them more time (timeout)",
                     world_size - ranks.len(),
-                    some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>())
+                    some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>()),
+                    self.origin(),
                 );
                 Error::RanksMissing { operation, store, timeout, ranks, reason }
             }
@@ -188,6 +230,7 @@ mod tests {
                 addresses,
                 deadline: Instant::now() + TIMEOUT,
                 timeout: TIMEOUT,
+                origin: None,
             };
             join.run().unwrap();
             (join.local_place().unwrap(), join.address().unwrap().map(|address| address.to_string()))

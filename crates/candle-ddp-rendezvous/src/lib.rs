@@ -61,6 +61,8 @@ pub mod wire;
 
 #[doc(hidden)]
 pub use cancellation::{Cancellation, Reason};
+#[doc(hidden)]
+pub use environment::MOST_RANKS;
 pub use environment::{Environment, Launcher};
 pub use error::{Error, Failure, Result};
 pub use file_store::FileStore;

@@ -174,7 +174,8 @@ impl RunStore {
                     // The host's name may not resolve to this host from inside.
                     TcpStore::connect_with(&server.own_host(), server.port(), options)?.named(host).hosting(server)
                 } else {
-                    TcpStore::connect_with(host, *port, TcpStoreOptions { timeout: options.timeout, secret })?
+                    let options = TcpStoreOptions { timeout: options.timeout, secret };
+                    TcpStore::connect_for(host, *port, options, &format!(". {}", plan.origin))?
                 };
                 addresses = Some((store.local_addr(), store.server_addr().ip()));
                 (store.name(), Arc::new(store))
@@ -245,6 +246,8 @@ impl RunStore {
         if let (Some(reporter), Some(generation)) = (&self.reporter, generation) {
             reporter.set_generation(generation);
         }
+        // Later, ranks that do not come were killed, or are being replaced.
+        let is_first = is_whole && generation.unwrap_or(0) == 0;
         let base = Arc::new(InitStore::new(Arc::clone(&self.store), deadline).reporting(self.reporter.clone()));
         let mut watcher = InitWatcher::new(Arc::clone(&base), &prefix, rank, self.hosts);
         let started = watcher.start(world_size, superseded);
@@ -262,6 +265,7 @@ impl RunStore {
                 addresses: self.addresses,
                 deadline,
                 timeout: self.timeout,
+                origin: Some(&self.plan.origin).filter(|_| is_first && !self.launcher_hosts()),
             };
             join.run()?;
             let (local_rank, local_world_size) = match self.plan.local.filter(|_| is_whole) {

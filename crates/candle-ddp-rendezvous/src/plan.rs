@@ -1,5 +1,5 @@
 //! Combining options, init method and environment.
-use super::environment::process_variable;
+use super::environment::{MOST_RANKS, process_variable};
 use super::{Environment, InitMethod, Launcher, Location, RendezvousOptions};
 use crate::{Error, Result};
 use std::path::PathBuf;
@@ -17,6 +17,29 @@ pub(super) struct Plan {
     pub(super) run_id: Option<String>,
     /// Whether the store belongs to a launcher that knows no secret.
     pub(super) is_plain: bool,
+    /// Who says which rank this is, and of how many.
+    pub(super) origin: Origin,
+}
+
+/// Who says which rank this process is, and of how many: what a user must know when the others do not come.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Origin {
+    rank: Option<(&'static str, usize)>,
+    world_size: Option<(&'static str, usize)>,
+    launcher: Launcher,
+}
+
+impl std::fmt::Display for Origin {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let set: Vec<_> = [self.rank, self.world_size].into_iter().flatten().collect();
+        let names: Vec<&str> = set.iter().map(|(name, _)| *name).collect();
+        let set: Vec<String> = set.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let (set, names, by) = (set.join(" and "), names.join(" and "), self.launcher.name());
+        match (self.rank, self.world_size) {
+            (None, None) => f.write_str("Rank and world size come from the program's options"),
+            _ => write!(f, "This process has {set} ({by}): if nothing starts the other ranks, unset {names}"),
+        }
+    }
 }
 
 /// The variable in which `ddprun` gives its workers the address of its own store. If that is not the master's address,
@@ -37,6 +60,18 @@ pub(super) enum StoreLocation {
 const HOW_TO_START: &str = "start the program with a launcher (ddprun --nproc-per-node N PROGRAM, \
      torchrun --no-python PROGRAM, srun or mpirun), or give rank, world_size and an init method such as \
      tcp://host:port in the options";
+
+impl Environment {
+    /// The origin of a rank and a world size of which these come from here.
+    fn origin(&self, has_rank: bool, has_world_size: bool) -> Origin {
+        let [rank, world_size, ..] = self.launcher.variables();
+        Origin {
+            rank: self.rank.filter(|_| has_rank).map(|value| (rank, value)),
+            world_size: self.world_size.filter(|_| has_world_size).map(|value| (world_size, value)),
+            launcher: self.launcher,
+        }
+    }
+}
 
 impl Plan {
     pub(super) fn new(options: &RendezvousOptions) -> Result<Self> {
@@ -60,8 +95,12 @@ impl Plan {
             return Ok(Self::alone());
         }
         let missing = |variable| Error::MissingEnvironment { variable, hint: HOW_TO_START.to_string() };
+        let origin = environment.origin(rank.is_none(), world_size.is_none());
         let rank = rank.or(environment.rank).ok_or_else(|| missing("RANK"))?;
         let world_size = world_size.or(environment.world_size).ok_or_else(|| missing("WORLD_SIZE"))?;
+        if world_size > MOST_RANKS {
+            return Err(Error::invalid("world_size", format!("it must be at most {MOST_RANKS}, but is {world_size}")));
+        }
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
@@ -116,7 +155,7 @@ impl Plan {
         let Environment { restart_count, launcher, run_id, .. } = environment;
         // If ranks come from options, the variables may differ between the ranks of a job.
         let run_id = run_id.filter(|_| own && launcher != Launcher::None);
-        Ok(Self { store, rank, world_size, local, restart_count, run_id, is_plain })
+        Ok(Self { store, rank, world_size, local, restart_count, run_id, is_plain, origin })
     }
 
     /// The plan of a process that was started without a launcher.
@@ -129,6 +168,7 @@ impl Plan {
             restart_count: 0,
             run_id: None,
             is_plain: false,
+            origin: Origin::default(),
         }
     }
 
@@ -177,6 +217,11 @@ mod tests {
             restart_count: 3,
             run_id: Some("night".to_string()),
             is_plain: true,
+            origin: Origin {
+                rank: Some(("RANK", 1)),
+                world_size: Some(("WORLD_SIZE", 4)),
+                launcher: Launcher::Torchrun,
+            },
         };
         assert!(!expected.is_one_host());
         assert_eq!(plan(RendezvousOptions::default(), LAUNCHED).unwrap(), expected);
@@ -279,6 +324,25 @@ mod tests {
     }
 
     #[test]
+    fn the_origin_of_rank_and_world_size_is_named() {
+        let origin = |options, variables: &[(&str, &str)]| plan(options, variables).unwrap().origin.to_string();
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "1")];
+        assert_eq!(
+            origin(options("env://", None, None), &slurm),
+            "This process has SLURM_PROCID=0 and SLURM_NTASKS=4 (set by Slurm): if nothing starts the other ranks, unset \
+             SLURM_PROCID and SLURM_NTASKS"
+        );
+        let mixed = origin(options("tcp://h:1", Some(2), None), LAUNCHED);
+        assert!(mixed.contains("has WORLD_SIZE=4 (set by ddprun, torchrun or a script)"), "{mixed}");
+        let mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2"), slurm[2], slurm[3]];
+        assert!(origin(options("env://", None, None), &mpi).contains("OMPI_COMM_WORLD_SIZE=2 (set by Open MPI)"));
+        let pmi = [("PMI_RANK", "0"), ("PMI_SIZE", "2"), slurm[2], slurm[3]];
+        assert!(origin(options("env://", None, None), &pmi).contains("PMI_SIZE=2 (set by MPICH or Intel MPI)"));
+        let own = origin(options("tcp://h:1", Some(0), Some(2)), LAUNCHED);
+        assert_eq!(own, "Rank and world size come from the program's options");
+    }
+
+    #[test]
     fn errors_name_what_is_missing() {
         for (init_method, rank, world_size, variables, expected) in [
             ("tcp://h:1", None, None, &[][..], "ddprun --nproc-per-node"),
@@ -292,6 +356,14 @@ mod tests {
             ("env://", Some(0), Some(2), &[("MASTER_ADDR", "h")], "MASTER_PORT is not set"),
             ("env://", Some(4), None, LAUNCHED, "rank 4 is outside of a world of 4"),
             ("tcp://h:0", Some(0), Some(2), &[], "port 0"),
+            ("tcp://h:1", Some(0), Some(1 << 40), &[], "world_size: it must be at most 1048576, but is 1099511627776"),
+            (
+                "tcp://h:1?rank=0&world_size=18446744073709551615",
+                None,
+                None,
+                &[],
+                "world_size: it must be at most 1048576",
+            ),
             ("tcp://h", Some(0), Some(2), &[], "port is missing"),
         ] {
             let error = plan(options(init_method, rank, world_size), variables).unwrap_err().to_string();

@@ -207,6 +207,19 @@ pub(crate) struct Cli {
     )]
     pub(crate) virtual_local_rank: bool,
 
+    /// Also gives each worker its local rank as its last argument, `--local-rank=N`, as torch.distributed.launch does; with
+    /// `--pass-local-rank=--local_rank`, as older versions of it do. Programs for torchrun read LOCAL_RANK instead.
+    #[arg(
+        long,
+        alias = "pass_local_rank",
+        value_name = "NAME",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "--local-rank",
+        help_heading = RANKS
+    )]
+    pub(crate) pass_local_rank: Option<String>,
+
     /// Accepted for compatibility with torchrun, which needs it for compiled programs: ddprun always runs PROGRAM
     /// directly.
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new(), help_heading = RANKS)]

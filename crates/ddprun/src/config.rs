@@ -9,7 +9,7 @@ use super::secret::RunSecret;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
-use candle_ddp_rendezvous::loopback;
+use candle_ddp_rendezvous::{MOST_RANKS, loopback};
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
@@ -105,9 +105,16 @@ pub(crate) struct Config {
     pub(crate) secret: RunSecret,
     /// Whether the user wants no secret.
     pub(crate) no_secret: bool,
+    /// The argument by which workers get their local rank.
+    pub(crate) local_rank_argument: Option<String>,
 }
 
 impl Config {
+    /// The local rank that a worker is told.
+    pub(super) fn shown_local_rank(&self, local_rank: usize) -> usize {
+        if self.virtual_devices.is_some() { 0 } else { local_rank }
+    }
+
     /// Resolves `cli` on `host`.
     ///
     /// # Errors
@@ -146,7 +153,7 @@ impl Config {
         let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
         let (role, log_dir, max_restarts) = (cli.role.clone(), cli.log_dir.clone(), cli.max_restarts);
-        let no_secret = cli.no_secret;
+        let (no_secret, local_rank_argument) = (cli.no_secret, cli.pass_local_rank.clone());
         let secret = RunSecret::resolve(no_secret, topology.nodes)?;
         let pace = Pace::parse(cli.rdzv_conf.as_deref().unwrap_or_default())?;
         let terms = Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts };
@@ -173,6 +180,7 @@ impl Config {
             virtual_devices,
             secret,
             no_secret,
+            local_rank_argument,
         })
     }
 }
@@ -243,8 +251,11 @@ fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Top
         return Err(Error::usage("--node-rank", reason));
     }
     let local_world_size = host.count(cli.nproc_per_node)?;
-    if nodes.checked_mul(local_world_size).is_none_or(|ranks| u32::try_from(ranks).is_err()) {
-        return Err(Error::usage("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
+    if nodes.checked_mul(local_world_size).is_none_or(|ranks| ranks > MOST_RANKS) {
+        return Err(Error::usage(
+            "--nnodes",
+            format!("{nodes} × {local_world_size} ranks must be at most {MOST_RANKS}"),
+        ));
     }
     Ok(Topology { nodes, node_rank, local_world_size })
 }
@@ -271,8 +282,8 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
             "0 is not a port: omit this option on a single machine to get a free port",
         ));
     }
-    let address = match &cli.master_addr {
-        Some(address) if address.trim().is_empty() => {
+    let address = match cli.master_addr.as_deref().map(str::trim) {
+        Some("") => {
             return Err(Error::usage(
                 "--master-addr",
                 "is empty: give the name of machine 0, or omit this option on a single machine",
@@ -281,7 +292,7 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
         // Brackets are only for IPv6 addresses followed by a port.
         Some(address) if is_host(without_brackets(address)) => without_brackets(address).into(),
         Some(address) => {
-            let reason = format!("{address:?} is no name or address: give the port by --master-port");
+            let reason = format!("{address:?} must be one name or address: give the port by --master-port");
             return Err(Error::usage("--master-addr", reason));
         }
         None if topology.nodes > 1 => {
@@ -301,8 +312,9 @@ fn without_brackets(address: &str) -> &str {
 
 /// Whether this can be a name, or an address without a port.
 fn is_host(text: &str) -> bool {
+    let is_word = !text.contains(|c: char| c.is_whitespace() || c.is_control());
     // An IPv6 address may name a network interface.
-    !text.contains(':') || text.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+    is_word && !text.contains(':') || text.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
 }
 
 /// The store's address from `--rdzv-endpoint HOST[:PORT]`.

@@ -50,7 +50,7 @@ pub(super) fn variables(
     let (rank, world_size) = (topology.rank(local_rank).to_string(), topology.world_size().to_string());
     let mut variables: Vec<(&'static str, OsString)> = vec![
         ("RANK", rank.clone().into()),
-        ("LOCAL_RANK", if config.virtual_devices.is_some() { 0 } else { local_rank }.to_string().into()),
+        ("LOCAL_RANK", config.shown_local_rank(local_rank).to_string().into()),
         ("WORLD_SIZE", world_size.clone().into()),
         ("LOCAL_WORLD_SIZE", topology.local_world_size.to_string().into()),
         ("GROUP_RANK", topology.node_rank.to_string().into()),

@@ -10,7 +10,10 @@ use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::{Listening, TcpStoreServer, check_room, host_store, thread};
 use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// How long the name of this machine may take to resolve.
+const NAME: Duration = Duration::from_secs(10);
 
 /// Warns if the store's host name does not resolve on this machine. This is not an error, because the name may appear
 /// later. The lookup runs in a thread, because a name server that does not answer takes long.
@@ -22,7 +25,7 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     let look_up = move || {
         if let Err(error) = (host.as_str(), 0).to_socket_addrs() {
             message(format_args!(
-                "--master-addr: cannot resolve the name {host} on this machine: {error}. The workers will retry until \
+                "--master-addr: cannot resolve the name {host:?} on this machine: {error}. The workers will retry until \
                  their time-out"
             ));
         }
@@ -44,7 +47,7 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
             || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
-    let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX)?;
+    let listening = listening(config, port, is_static)?;
     // If the address may not belong to this machine, there is a warning.
     if !is_static && !is_told.unwrap_or(listening.warning.is_none()) {
         return Ok((None, port));
@@ -73,6 +76,27 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
         message(format_args!("--master-addr: {warning}"));
     }
     Ok((Some(server), port))
+}
+
+/// The addresses on which the store listens. If the host's name does not resolve on this machine, the workers here cannot find
+/// the store either. On several machines it may need a moment: that of a Kubernetes service, for example.
+fn listening(config: &Config, port: u16, is_static: bool) -> Result<Listening> {
+    let patience = if config.rendezvous.is_some() { NAME } else { Duration::ZERO };
+    let (started, mut is_told) = (Instant::now(), false);
+    loop {
+        let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX)?;
+        let Some(reason) = listening.unresolved.as_ref().filter(|_| is_static) else { return Ok(listening) };
+        if started.elapsed() >= patience {
+            return Err(Error::usage(
+                "--master-addr",
+                format!("{reason}. It must be a name or an address of this machine"),
+            ));
+        }
+        if !std::mem::replace(&mut is_told, true) {
+            message(format_args!("--master-addr: {reason}. Trying again for {} s", patience.as_secs()));
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
 }
 
 /// Connects this agent to those of the other nodes, if there are any.

@@ -114,6 +114,9 @@ impl Starter<'_> {
         let rank = self.topology.rank(local_rank);
         let mut command = Command::new(self.program);
         command.args(&config.args);
+        command.args(
+            config.local_rank_argument.iter().map(|name| format!("{name}={}", config.shown_local_rank(local_rank))),
+        );
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
         // That of an outer launcher is not for this worker.

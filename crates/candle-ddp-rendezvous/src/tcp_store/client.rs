@@ -68,11 +68,16 @@ impl TcpStore {
     /// Returns [`Error::Secret`] if the two ends do not have the same secret, or only one of them has one,
     /// [`Error::Store`] if this host has no route to that address, and [`Error::StoreTimeout`] if there is no server.
     pub fn connect_with(host: &str, port: u16, options: TcpStoreOptions) -> Result<Self> {
+        Self::connect_for(host, port, options, "")
+    }
+
+    /// Like [`TcpStore::connect_with`], for a process that knows why it looks for a store: messages end with that.
+    pub(crate) fn connect_for(host: &str, port: u16, options: TcpStoreOptions, why: &str) -> Result<Self> {
         let TcpStoreOptions { timeout, secret } = options;
         let operation = || "connect".to_string();
         let name = format!("{}:{port}", if host.contains(':') { format!("[{host}]") } else { host.to_string() });
         let deadline = deadline_after(timeout);
-        let mut link = connect(host, port, secret.as_ref(), deadline).map_err(|error| match error {
+        let mut link = connect(host, port, secret.as_ref(), deadline, why).map_err(|error| match error {
             ConnectError::Timeout(last) => Error::StoreTimeout {
                 operation: operation(),
                 store: name.clone(),
@@ -80,7 +85,7 @@ impl TcpStore {
                 reason: format!(
                     "{last}. Rank 0 (or the launcher) hosts the store there: check that it is running, \
                      that its address and port are right (MASTER_ADDR and MASTER_PORT, or ddprun's options), and \
-                     that no firewall blocks the connection"
+                     that no firewall blocks the connection{why}"
                 ),
             },
             ConnectError::Protocol(reason) => Error::Store {

@@ -220,10 +220,10 @@ pub(super) fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::
     };
     thread::spawn("candle-ddp-resolver", lookup).map_err(|error| error.to_string())?;
     match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-        Ok(Ok(addresses)) if addresses.is_empty() => Err(format!("the name {host} has no address")),
+        Ok(Ok(addresses)) if addresses.is_empty() => Err(format!("the name {host:?} has no address")),
         Ok(Ok(addresses)) => Ok(addresses),
-        Ok(Err(error)) => Err(format!("cannot resolve the name {host}: {error}")),
-        Err(_) => Err(format!("cannot resolve the name {host}: the name server does not answer")),
+        Ok(Err(error)) => Err(format!("cannot resolve the name {host:?}: {error}")),
+        Err(_) => Err(format!("cannot resolve the name {host:?}: the name server does not answer")),
     }
 }
 
@@ -244,12 +244,14 @@ const NETWORK: Duration = Duration::from_secs(10);
 /// After this time without a connection, a warning says so.
 const NOTICE: Duration = Duration::from_secs(10);
 
-/// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.
+/// Connects to `host`, retrying until `deadline`, because the server and its name may appear later. Warnings about that end with
+/// `why` this process does so.
 pub(super) fn connect(
     host: &str,
     port: u16,
     secret: Option<&Secret>,
     deadline: Instant,
+    why: &str,
 ) -> std::result::Result<Link, ConnectError> {
     let mut pause = Duration::from_millis(5);
     let mut last = String::new();
@@ -267,7 +269,8 @@ pub(super) fn connect(
         match resolve(host, port, deadline) {
             Err(error) => {
                 if !std::mem::replace(&mut is_warned, true) {
-                    warn_aloud(format_args!("{error}. Retrying until the time-out. Is the store's address right?"));
+                    let question = "Retrying until the time-out. Is the store's address right?";
+                    warn_aloud(format_args!("{error}. {question}{}", why.strip_prefix('.').unwrap_or(why)));
                 }
                 reason = note(error);
             }
@@ -311,7 +314,7 @@ pub(super) fn connect(
         }
         if started.elapsed() >= NOTICE && !std::mem::replace(&mut is_warned, true) {
             warn_aloud(format_args!(
-                "the store has not been there for {NOTICE:?}: {reason}. Retrying until the time-out"
+                "the store has not been there for {NOTICE:?}: {reason}. Retrying until the time-out{why}"
             ));
         }
         // Ranks start at the same time; they should not all connect at the same moment.

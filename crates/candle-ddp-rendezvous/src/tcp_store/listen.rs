@@ -21,6 +21,8 @@ pub struct Listening {
     pub addresses: Vec<SocketAddr>,
     /// The reason for listening on all interfaces, if one address should have been enough.
     pub warning: Option<String>,
+    /// The reason why the name of the host has no address here.
+    pub unresolved: Option<String>,
 }
 
 /// Returns the address of all interfaces: IPv6 and, if the system has no IPv6 or no dual-stack sockets, IPv4.
@@ -46,14 +48,14 @@ impl Listening {
         resolved: std::result::Result<Vec<SocketAddr>, String>,
         is_own: impl Fn(&SocketAddr) -> bool,
     ) -> Result<Self> {
-        let all = |warning| Ok(Self { addresses: vec![all_interfaces(port)], warning });
+        let all = |warning| Ok(Self { addresses: vec![all_interfaces(port)], warning, unresolved: None });
         let warn = |reason: String| {
             let port = if port == 0 { "its port".to_string() } else { format!("port {port}") };
             all(Some(format!("{reason}, so the store listens on all interfaces: anyone who reaches {port} can use it")))
         };
         let resolved = match resolved {
             Ok(resolved) => resolved,
-            Err(reason) => return warn(reason),
+            Err(reason) => return Ok(Self { unresolved: Some(reason.clone()), ..warn(reason)? }),
         };
         let mut addresses: Vec<SocketAddr> = Vec::new();
         for address in resolved.iter().filter(|address| is_own(address)) {
@@ -82,7 +84,7 @@ impl Listening {
             );
             return all(None);
         }
-        Ok(Self { addresses, warning: None })
+        Ok(Self { addresses, warning: None, unresolved: None })
     }
 }
 
@@ -212,7 +214,11 @@ mod tests {
         let own = |address: &SocketAddr| {
             address.ip().is_loopback() || ["10.0.0.1", "fd00::1"].contains(&address.ip().to_string().as_str())
         };
-        let Listening { addresses, warning } = Listening::choose(host, 1, is_one_host, Ok(resolved), own).unwrap();
+        let Listening { addresses, warning, unresolved: None } =
+            Listening::choose(host, 1, is_one_host, Ok(resolved), own).unwrap()
+        else {
+            panic!("{host} has no address");
+        };
         (addresses.iter().map(|address| address.ip().to_string()).collect(), warning.is_some())
     }
 
@@ -243,6 +249,7 @@ mod tests {
         let unknown = Listening::choose("nowhere", 7, false, Err("the name has no address".to_string()), |_| true);
         let unknown = unknown.unwrap();
         assert_eq!(unknown.addresses, [all_interfaces(7)]);
+        assert_eq!(unknown.unresolved.as_deref(), Some("the name has no address"));
         let warning = unknown.warning.unwrap();
         assert!(warning.contains("the name has no address") && warning.contains("all interfaces"), "{warning}");
     }

@@ -2,6 +2,7 @@
 use crate::meeting::{all_succeed, launched, start, start_in};
 use crate::process::test_process;
 use crate::skip::skip;
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
 /// The standard error of a process that fails.
@@ -44,6 +45,78 @@ fn the_ranks_of_an_mpi_job_meet_by_its_id() {
     all_succeed((0..3).map(|rank| start(&open_mpi(rank, 3, 3, &job))).collect());
     let text = error_of(start(&open_mpi(1, 3, 2, &job)));
     assert!(text.contains("MASTER_ADDR is not set") && text.contains("-x MASTER_ADDR=HOST"), "{text}");
+}
+
+/// Variables that were left in a shell, for example: the user learns of them long before the time-out.
+#[test]
+fn ranks_that_do_not_come_are_named_with_the_variables_that_promise_them() {
+    let owned = |variables: &[(&'static str, &str)]| -> Vec<(&'static str, String)> {
+        variables.iter().map(|(name, value)| (*name, value.to_string())).collect()
+    };
+    let at = |port: u16| owned(&[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port.to_string())]);
+    let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_NODELIST", "localhost")];
+    let job = std::process::id().to_string();
+    let cases = [
+        (
+            [owned(&slurm), owned(&[("SLURM_JOB_ID", &job)])].concat(),
+            "SLURM_PROCID=0 and SLURM_NTASKS=4 (set by Slurm)",
+        ),
+        (
+            open_mpi(0, 4, 4, &format!("prterun-left-{job}@1")),
+            "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4 (set by Open MPI)",
+        ),
+        (
+            [owned(&[("PMI_RANK", "0"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "0")]), at(crate::port::free_port())]
+                .concat(),
+            "PMI_RANK=0 and PMI_SIZE=4 (set by MPICH or Intel MPI)",
+        ),
+        (
+            [owned(&[("RANK", "0"), ("WORLD_SIZE", "4")]), at(crate::port::free_port())].concat(),
+            "RANK=0 and WORLD_SIZE=4 (set by ddprun, torchrun or a script)",
+        ),
+        // Nobody hosts the store.
+        (
+            [owned(&[("RANK", "1"), ("WORLD_SIZE", "4")]), at(crate::port::free_port())].concat(),
+            "RANK=1 and WORLD_SIZE=4 (set by ddprun, torchrun or a script)",
+        ),
+    ];
+    let processes: Vec<_> = cases.into_iter().map(|(variables, expected)| (start(&variables), expected)).collect();
+    for (mut process, expected) in processes {
+        let stderr = BufReader::new(process.stderr.take().unwrap());
+        let mut lines = stderr.lines().map_while(Result::ok);
+        let said = lines.find(|line| line.contains("if nothing starts the other ranks, unset ")).unwrap_or_default();
+        let is_alive = process.try_wait().unwrap().is_none();
+        process.kill().unwrap();
+        process.wait().unwrap();
+        assert!(said.contains(expected), "{expected}: {said:?}");
+        assert!(is_alive, "{said}");
+        if !expected.contains("RANK=1 ") {
+            assert!(said.contains("for 3 of 4 ranks: 1, 2, 3. This process has "), "{said}");
+        }
+    }
+}
+
+#[test]
+fn blanks_in_an_address_do_not_count() {
+    let port = crate::port::free_port();
+    let blank = |rank: usize| {
+        let mut variables = launched(rank, 2, port);
+        variables.extend([("MASTER_ADDR", " 127.0.0.1".to_string()), ("MASTER_PORT", format!("{port} "))]);
+        start(&variables)
+    };
+    all_succeed(vec![blank(0), blank(1)]);
+    let mut two = launched(0, 2, port);
+    two.push(("MASTER_ADDR", "127.0.0.1 localhost".to_string()));
+    let text = error_of(start(&two));
+    assert!(text.contains("MASTER_ADDR=\"127.0.0.1 localhost\": it must be the name or address of one host"), "{text}");
+}
+
+#[test]
+fn a_world_larger_than_any_is_an_error_at_once() {
+    let mut variables = launched(0, 2, 29_500);
+    variables.push(("WORLD_SIZE", usize::MAX.to_string()));
+    let text = error_of(start(&variables));
+    assert!(text.contains("WORLD_SIZE=\"18446744073709551615\": it must be at most 1048576"), "{text}");
 }
 
 /// The shell command `before`, and then the process of a rank.

@@ -162,17 +162,25 @@ impl Run {
             let host = &other.host;
             Some(format!("--node-rank {rank} is taken by the ddprun on host {host}: give each node its own rank"))
         };
-        let refusal = match self.terms.difference(&node.terms) {
-            Some(difference) => Some(difference),
+        let difference = self.terms.difference(&node.terms);
+        let refusal = match &difference {
+            Some(difference) => Some(difference.text("here")),
             None if self.has_ended() => Some("the run has ended".to_string()),
             None => node.node_rank.filter(|_| self.is_static).and_then(twice),
         };
-        let is_refused = refusal.is_some();
-        self.actions.push(Action::Welcome(slot, refusal));
-        if is_refused {
+        let host = node.host.clone();
+        self.actions.push(Action::Welcome(slot, refusal.clone()));
+        if let Some(reason) = refusal {
+            let place = format!("on host {host}");
+            let reason = difference.as_ref().map_or(reason, |difference| difference.text(&place));
+            // Without this node, a fixed number of them never comes together.
+            let is_needed = matches!(self.state, State::Meeting { .. }) && self.rounds == 0 && !self.has_range();
+            match difference.filter(|difference| is_needed && !difference.is_of_another_run()) {
+                Some(_) => self.fail(reason, 1, None),
+                None => log::warn!("the ddprun on host {host} is refused: {reason}"),
+            }
             return;
         }
-        let host = node.host.clone();
         self.nodes.insert(slot, node);
         self.hosts.insert(slot, host.clone());
         if let State::Running { members, .. } = &self.state

@@ -14,21 +14,46 @@ pub(crate) struct Terms {
     pub(crate) max_restarts: u32,
 }
 
+/// The option that says to which run a node belongs.
+const RUN_ID: &str = "--rdzv-id";
+/// The longest time that can be set, about thirty years: no clock goes far enough for some times beyond.
+const LONGEST: Duration = Duration::from_secs(1_000_000_000);
+
 impl Terms {
     /// The first difference between these terms, which are the run's, and those of a node that joins.
-    pub(super) fn difference(&self, other: &Self) -> Option<String> {
+    pub(super) fn difference(&self, other: &Self) -> Option<Difference> {
         let range = |terms: &Self| match terms.min_nodes == terms.max_nodes {
             true => terms.min_nodes.to_string(),
             false => format!("{}:{}", terms.min_nodes, terms.max_nodes),
         };
         let pairs = [
-            ("--rdzv-id", self.run_id.clone(), other.run_id.clone()),
+            (RUN_ID, self.run_id.clone(), other.run_id.clone()),
             ("--nnodes", range(self), range(other)),
             ("--nproc-per-node", self.workers.to_string(), other.workers.to_string()),
             ("--max-restarts", self.max_restarts.to_string(), other.max_restarts.to_string()),
         ];
         let (option, ours, theirs) = pairs.into_iter().find(|(_, ours, theirs)| ours != theirs)?;
-        Some(format!("{option} is {theirs} here, but {ours} on the node that hosts the store: give all nodes the same"))
+        Some(Difference { option, ours, theirs })
+    }
+}
+
+/// An option that a node was given otherwise than the node that hosts the store.
+pub(super) struct Difference {
+    option: &'static str,
+    ours: String,
+    theirs: String,
+}
+
+impl Difference {
+    /// Whether the other node belongs to another run, and is here by mistake.
+    pub(super) fn is_of_another_run(&self) -> bool {
+        self.option == RUN_ID
+    }
+
+    /// For the node that joins, or for the others.
+    pub(super) fn text(&self, place: &str) -> String {
+        let Self { option, ours, theirs } = self;
+        format!("{option} is {theirs} {place}, but {ours} on the node that hosts the store: give all nodes the same")
     }
 }
 
@@ -77,7 +102,8 @@ impl Pace {
             let (name, value) = pair.split_once('=').ok_or_else(|| wrong("it must be KEY=VALUE"))?;
             let seconds = || {
                 let seconds = value.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-                seconds.filter(|time| !time.is_zero()).ok_or_else(|| wrong("it must be a positive number of seconds"))
+                let seconds = seconds.filter(|time| !time.is_zero() && *time <= LONGEST);
+                seconds.ok_or_else(|| wrong("it must be a positive number of seconds, at most 1000000000"))
             };
             match name.trim() {
                 // `timeout` is the name in torchrun's static rendezvous.
@@ -118,7 +144,17 @@ mod tests {
         let pace = Pace::parse("join_timeout=0.5, is_host=False,keep_alive_max_attempt=3").unwrap();
         assert_eq!((pace.join_timeout, pace.is_host), (Duration::from_millis(500), Some(false)));
         assert_eq!(pace.patience(), Duration::from_millis(1500));
-        for wrong in ["join_timeout", "join_timeout=-1", "last_call_timeout=0", "keep_alive_max_attempt=0", "port=1"] {
+        for wrong in [
+            "join_timeout",
+            "join_timeout=-1",
+            "keep_alive_interval=1e19",
+            "join_timeout=inf",
+            "join_timeout=1e10",
+            "join_timeout=",
+            "last_call_timeout=0",
+            "keep_alive_max_attempt=0",
+            "port=1",
+        ] {
             assert!(Pace::parse(wrong).unwrap_err().to_string().contains("--rdzv-conf"), "{wrong}");
         }
     }
@@ -126,9 +162,9 @@ mod tests {
     #[test]
     fn the_first_difference_is_named() {
         let terms = Terms { run_id: "a".into(), min_nodes: 1, max_nodes: 2, workers: 4, max_restarts: 0 };
-        assert_eq!(terms.difference(&terms), None);
+        assert!(terms.difference(&terms).is_none());
         let other = Terms { workers: 3, max_nodes: 1, ..terms.clone() };
-        let text = terms.difference(&other).unwrap();
+        let text = terms.difference(&other).unwrap().text("here");
         assert!(text.starts_with("--nnodes is 1 here, but 1:2 on the node"), "{text}");
     }
 }

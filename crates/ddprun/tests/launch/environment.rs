@@ -224,8 +224,52 @@ fn an_unresolvable_master_is_reported_at_once() {
     let mut running = sandbox.start(&args, "exec sleep 60");
     let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
     let line = lines.find(|line| line.as_ref().unwrap().contains("--master-addr")).unwrap().unwrap();
-    assert!(line.contains("cannot resolve the name no-such-host.invalid"), "{line}");
+    assert!(line.contains("cannot resolve the name \"no-such-host.invalid\""), "{line}");
     assert!(running.child().try_wait().unwrap().is_none(), "the run must continue, because the name may resolve later");
+}
+
+/// The node that would host the store there.
+#[test]
+fn a_master_that_has_no_address_on_its_own_machine_is_an_error() {
+    let ran = Sandbox::new().run(&["--master-addr=no-such-host.invalid"], "true");
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:?}");
+    ran.says("--master-addr: cannot resolve the name \"no-such-host.invalid\": ");
+    ran.says("It must be a name or an address of this machine");
+    // On several machines the name may take a moment.
+    let args = ["--nnodes=2", "--node-rank=0", "--master-addr=no-such-host.invalid", "--master-port=1"];
+    let ran = Sandbox::new().run(&args, "true");
+    assert_eq!(ran.code, Some(2), "{ran:?}");
+    ran.says("cannot resolve the name \"no-such-host.invalid\": ");
+    ran.says("Trying again for 10 s");
+    for wrong in ["node0 node1", "a:b"] {
+        let ran = Sandbox::new().run(&["--master-addr", wrong], "true");
+        assert_eq!(ran.code, Some(2), "{ran:?}");
+        ran.says(&format!("--master-addr: {wrong:?} must be one name or address"));
+    }
+}
+
+#[test]
+fn blanks_around_an_address_do_not_count() {
+    let ran = Sandbox::new().run(&["--master-addr", " 127.0.0.1\t"], "echo \"[$MASTER_ADDR]\"");
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "[127.0.0.1]\n"), "{ran:?}");
+}
+
+/// As torch.distributed.launch does.
+#[test]
+fn workers_get_their_local_rank_as_an_argument() {
+    let run = |options: &[&str]| {
+        let args = [options, &["--nproc-per-node=2", "sh", "-c", "echo \"$@\"", "sh", "--epochs", "3"]].concat();
+        let ran = Ran::new(&mut Sandbox::new().ddprun(&args));
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        ran.sorted().join(", ")
+    };
+    assert_eq!(run(&[]), "--epochs 3, --epochs 3");
+    assert_eq!(run(&["--pass-local-rank"]), "--epochs 3 --local-rank=0, --epochs 3 --local-rank=1");
+    assert_eq!(run(&["--pass-local-rank=--local_rank"]), "--epochs 3 --local_rank=0, --epochs 3 --local_rank=1");
+    assert_eq!(
+        run(&["--pass-local-rank", "--virtual-local-rank"]),
+        "--epochs 3 --local-rank=0, --epochs 3 --local-rank=0"
+    );
 }
 
 #[test]

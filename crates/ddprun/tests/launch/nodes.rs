@@ -280,13 +280,36 @@ fn a_node_that_never_comes_is_named() {
 fn nodes_that_do_not_fit_are_refused() {
     let nodes = Nodes::new(2);
     let first = nodes.start(0, &[], "exit 0");
-    let other = Ran::of(nodes.start(1, &["--nproc-per-node=3"], "exit 0"));
-    assert_eq!(other.code, Some(1));
-    other.says("--nproc-per-node is 3 here, but 2 on the node that hosts the store");
+    let stranger = Ran::of(nodes.start(1, &["--rdzv-id=another"], "exit 0"));
+    assert_eq!(stranger.code, Some(1), "{stranger:?}");
     let twin = Ran::of(nodes.start(0, &["--rdzv-conf=is_host=false"], "exit 0"));
     twin.says("--node-rank 0 is taken by the ddprun on host");
     let all = finish(vec![first, nodes.start(1, &[], "exit 0")]);
     assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+    all[0].says("is refused: --node-rank 0 is taken by the ddprun on host");
+}
+
+/// The others would wait for it in vain.
+#[test]
+fn a_node_with_other_options_ends_all_that_wait_for_it() {
+    for (is_static, option, difference) in [
+        (true, "--nproc-per-node=3", "--nproc-per-node is 3 "),
+        (true, "--max-restarts=4", "--max-restarts is 4 "),
+        (false, "--nproc-per-node=3", "--nproc-per-node is 3 "),
+    ] {
+        let nodes = Nodes::new(2);
+        let endpoint = format!("--rdzv-endpoint=127.0.0.1:{}", nodes.port);
+        let common = if is_static { vec![] } else { vec!["--rdzv-backend=c10d", &endpoint] };
+        let first = nodes.start(0, &common, "exit 0");
+        // With c10d, the first to come hosts the store.
+        TcpStore::connect("127.0.0.1", nodes.port, PATIENCE).unwrap();
+        let other = nodes.start(1, &[&common[..], &[option]].concat(), "exit 0");
+        let all = finish(vec![first, other]);
+        assert_eq!([all[0].code, all[1].code], [Some(1); 2], "{all:?}");
+        all[0].says(&format!("{difference}on host "));
+        all[1].says(&format!("{difference}here, but "));
+        all.iter().for_each(|ran| ran.says("on the node that hosts the store: give all nodes the same"));
+    }
 }
 
 #[test]
