@@ -65,6 +65,8 @@ pub(super) struct Run {
     pub(super) store: Arc<dyn Store>,
     /// The nodes that are alive.
     pub(super) nodes: BTreeMap<Slot, Node>,
+    /// Nodes that were refused, and may not have read why.
+    refused: BTreeSet<Slot>,
     /// The hosts of all nodes that have joined.
     pub(super) hosts: BTreeMap<Slot, String>,
     /// The members of the last round, by their ranks; some may be gone.
@@ -91,6 +93,7 @@ impl Run {
             is_static,
             store,
             nodes: BTreeMap::new(),
+            refused: BTreeSet::new(),
             hosts: BTreeMap::new(),
             members: Vec::new(),
             state: State::Meeting { since: None, enough_since: None },
@@ -115,7 +118,7 @@ impl Run {
 
     /// Whether no agent needs the coordinator any more.
     pub(super) fn is_over(&self) -> bool {
-        self.has_ended() && self.nodes.is_empty()
+        self.has_ended() && self.nodes.is_empty() && self.refused.is_empty()
     }
 
     fn has_ended(&self) -> bool {
@@ -137,7 +140,8 @@ impl Run {
 
     pub(super) fn on_message(&mut self, slot: Slot, message: Message) {
         if !matches!(message, Message::Join(_)) && !self.nodes.contains_key(&slot) {
-            // It was considered dead, and the others have continued without it, or it has left.
+            // It was considered dead, and the others have continued without it, or it has left, or was refused.
+            self.refused.remove(&slot);
             return;
         }
         match message {
@@ -165,12 +169,16 @@ impl Run {
         let difference = self.terms.difference(&node.terms);
         let refusal = match &difference {
             Some(difference) => Some(difference.text("here")),
-            None if self.has_ended() => Some("the run has ended".to_string()),
+            None if self.has_ended() => {
+                let why = self.last_failure.as_ref().map(|failure| format!(": {}", failure.text)).unwrap_or_default();
+                Some(format!("the run has ended{why}"))
+            }
             None => node.node_rank.filter(|_| self.is_static).and_then(twice),
         };
         let host = node.host.clone();
         self.actions.push(Action::Welcome(slot, refusal.clone()));
         if let Some(reason) = refusal {
+            self.refused.insert(slot);
             let place = format!("on host {host}");
             let reason = difference.as_ref().map_or(reason, |difference| difference.text(&place));
             // Without this node, a fixed number of them never comes together.

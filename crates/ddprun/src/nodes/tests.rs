@@ -403,3 +403,42 @@ fn late_reports_are_not_waited_for() {
     assert_eq!(fixture.actions(), [Action::Root(Some(report))]);
     assert_eq!(fixture.actions(), []);
 }
+
+/// Whichever comes first, each node learns why the run does not begin.
+#[test]
+fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
+    let join = |fixture: &mut Fixture, slot: Slot, workers: usize, run_id: &str| {
+        let terms = Terms { workers, run_id: run_id.to_string(), ..fixture.run.terms.clone() };
+        let node_rank = Some(usize::try_from(slot).unwrap());
+        fixture.tell(slot, Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms }));
+        match fixture.run.actions.remove(0) {
+            Action::Welcome(_, refusal) => refusal,
+            other => panic!("{other:?}"),
+        }
+    };
+    let reason = "--nproc-per-node is 2 on host host1, but 1 on the node that hosts the store: give all nodes the same";
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    assert_eq!(join(&mut fixture, 0, 1, "a"), None);
+    assert!(join(&mut fixture, 1, 2, "a").unwrap().starts_with("--nproc-per-node is 2 here, but 1 on the node"));
+    assert_eq!(fixture.failure(), (reason.to_string(), 1));
+    // The store remains until both have read the reason.
+    fixture.tell(0, Message::Bye);
+    assert!(!fixture.run.is_over());
+    fixture.tell(1, Message::Gone);
+    assert!(fixture.run.is_over());
+
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    assert!(join(&mut fixture, 1, 2, "a").is_some());
+    fixture.failure();
+    assert_eq!(join(&mut fixture, 0, 1, "a").unwrap(), format!("the run has ended: {reason}"));
+
+    // A node of another run is here by mistake, a range needs no particular node, and a run in progress needs none.
+    for (least, run_id) in [(2, "b"), (1, "a")] {
+        let mut fixture = Fixture::new(least, 2, 0, true);
+        assert!(join(&mut fixture, 1, 2, run_id).is_some());
+        assert_eq!(fixture.actions(), []);
+    }
+    let mut fixture = Fixture::of_two(2, 0, true);
+    assert!(join(&mut fixture, 2, 2, "a").is_some());
+    assert_eq!(fixture.actions(), []);
+}

@@ -306,6 +306,7 @@ fn a_node_with_other_options_ends_all_that_wait_for_it() {
         let other = nodes.start(1, &[&common[..], &[option]].concat(), "exit 0");
         let all = finish(vec![first, other]);
         assert_eq!([all[0].code, all[1].code], [Some(1); 2], "{all:?}");
+        // Also where that node came before the one that hosts the store had introduced itself.
         all[0].says(&format!("{difference}on host "));
         all[1].says(&format!("{difference}here, but "));
         all.iter().for_each(|ran| ran.says("on the node that hosts the store: give all nodes the same"));
