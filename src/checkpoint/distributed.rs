@@ -22,7 +22,7 @@ use std::path::Path;
 /// the new, complete file takes its name.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     let job = (group.rank() == 0).then(|| WriteJob::new(path.as_ref(), &tensors(varmap))).transpose();
-    Label::SAVE.during(|| group.write_together(job))
+    Label::SAVE.during(|| group.write_together(job)).map(drop)
 }
 
 /// Every rank reads a checkpoint into its variables, as [`load_with`](super::load_with) does. On several hosts, each

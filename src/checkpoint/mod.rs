@@ -67,7 +67,7 @@ pub(crate) use fuzz::{checkpoint_file as fuzz_checkpoint_file, pickle as fuzz_pi
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 
 use crate::panic::lock;
-use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
+use crate::state::file::{Contents, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_nn::VarMap;
@@ -161,8 +161,9 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
     // A safetensors file begins with the length of its JSON header in eight bytes. These may spell PK, so this check
     // comes before the one for zip archives, where the same bytes would be an unknown compression method.
     if start.get(8) == Some(&b'{') {
-        let parsed: Parsed = parse_safetensors(&mut file).map_err(io)?;
-        return parsed.map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
+        let parsed = parse_safetensors(&mut file).map_err(io)?;
+        let Contents { tensors, .. } = parsed.map_err(|flaw| unreadable(path, flaw.to_string()))?;
+        return Ok(tensors);
     }
     if start.starts_with(b"PK") {
         return pickle::read(path, file, key);

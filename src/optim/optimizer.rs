@@ -129,7 +129,7 @@ pub trait Optimizer: StateDict {
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let write = || WriteJob::new(path, &self.state_dict()?);
         let job = (group.rank() == 0).then(write).transpose();
-        Label::OPTIMIZER_SAVE.during(|| group.write_together(job))
+        Label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
     }
 
     /// Loads a file of [`save_distributed`](Self::save_distributed) or [`StateDict::save`] on every rank.

@@ -1,6 +1,7 @@
 //! Work that may take longer than a collective, such as writing a large file.
 use super::ProcessGroup;
 use crate::panic::panic_message;
+use crate::state::FileHash;
 use crate::state::file::{PreparedFile, Progress, WriteJob};
 use crate::{Error, Result, thread};
 use std::io;
@@ -58,14 +59,16 @@ impl ProcessGroup {
     }
 
     /// Writes the files of all ranks that have some, like [`agree_on_long_work`](Self::agree_on_long_work). They are
-    /// renamed once all are on disk and the group is known to be healthy; otherwise the old files stay.
+    /// renamed once all are on disk and the group is known to be healthy; otherwise the old files stay. Returns the hashes of
+    /// this rank's files.
     pub(crate) fn write_together(
         &self,
         files: Result<impl IntoIterator<Item = WriteJob> + Send + 'static>,
-    ) -> Result<()> {
+    ) -> Result<Vec<FileHash>> {
         let write = |progress: &Progress| files?.into_iter().map(|file| file.run(progress)).collect::<Result<Vec<_>>>();
-        let written = self.agree_on_long_work(write)?;
-        self.agree_on_long_work(|_| Ok(written.into_iter().try_for_each(PreparedFile::commit)?))
+        let (written, hashes): (Vec<_>, Vec<_>) = self.agree_on_long_work(write)?.into_iter().unzip();
+        self.agree_on_long_work(|_| Ok(written.into_iter().try_for_each(PreparedFile::commit)?))?;
+        Ok(hashes)
     }
 
     /// Why this group, or the one that its layers use, has ended, if known.

@@ -1,38 +1,91 @@
-//! Hashes of states, by which ranks compare them.
+//! Hashes of states, by which ranks compare them, and by which a file shows that it is as it was written.
 use super::Dict;
 use crate::Result;
 use crate::hash::content_64;
 use crate::tensor::borrow::with_slice;
 use crate::tensor::dispatch;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::View;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// A hash of each tensor's dtype, shape and values, bit for bit.
 pub(crate) fn fingerprint(dict: &Dict) -> Result<BTreeMap<String, u64>> {
     dict.iter().map(|(name, tensor)| Ok((name.clone(), of_tensor(tensor)?))).collect()
 }
 
-/// One hash of all tensors.
+/// One hash of all tensors. Files keep it, so it must never change.
 pub(crate) fn summary(fingerprint: &BTreeMap<String, u64>) -> u64 {
-    content_64(format!("{fingerprint:?}").as_bytes())
+    let mut bytes = Vec::new();
+    for (name, hash) in fingerprint {
+        bytes.extend((name.len() as u64).to_le_bytes());
+        bytes.extend(name.as_bytes());
+        bytes.extend(hash.to_le_bytes());
+    }
+    content_64(&bytes)
 }
 
-fn of_tensor(tensor: &Tensor) -> Result<u64> {
-    let kind = crate::error::describe(tensor.dtype(), tensor.shape());
+/// The hash of one tensor.
+pub(crate) fn of_tensor(tensor: &Tensor) -> Result<u64> {
     let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
-    let values = dispatch!(
+    let of = |bytes: &[u8]| of_bytes(tensor.dtype(), tensor.dims(), bytes);
+    Ok(dispatch!(
         tensor.dtype(),
-        E => with_slice::<E, _>(&tensor, |values| Ok(content_64(bytemuck::cast_slice(values))))?,
-        else => content_64(&View::data(&tensor))
-    );
-    Ok(content_64(kind.as_bytes()).rotate_left(1) ^ values)
+        E => with_slice::<E, _>(&tensor, |values| Ok(of(bytemuck::cast_slice(values))))?,
+        else => of(&View::data(&tensor))
+    ))
+}
+
+/// The hash of a tensor with these values. Files keep it, so it must never change.
+pub(crate) fn of_bytes(dtype: DType, dims: &[usize], values: &[u8]) -> u64 {
+    let kind = format!("{} {dims:?}", dtype.as_str());
+    content_64(kind.as_bytes()).rotate_left(1) ^ content_64(values)
+}
+
+/// The [`summary`] of the tensors of a file, which keeps it as a hexadecimal number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub(crate) struct FileHash(pub(crate) u64);
+
+impl FileHash {
+    /// The length of its text.
+    pub(crate) const DIGITS: usize = 16;
+}
+
+impl fmt::Display for FileHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:0digits$x}", self.0, digits = Self::DIGITS)
+    }
+}
+
+impl From<FileHash> for String {
+    fn from(hash: FileHash) -> Self {
+        hash.to_string()
+    }
+}
+
+impl TryFrom<String> for FileHash {
+    type Error = String;
+
+    fn try_from(text: String) -> std::result::Result<Self, String> {
+        let hash = u64::from_str_radix(&text, 16).map(Self);
+        // One text for each hash.
+        hash.ok().filter(|hash| hash.to_string() == text).ok_or_else(|| format!("{text:?} is not a hash"))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::DType;
+
+    /// Files of earlier versions must remain readable.
+    #[test]
+    fn a_hash_is_the_same_in_every_version() {
+        let (small, large) = (Tensor::new(&[1f32, -2.5], &Device::Cpu), Tensor::arange(0i64, 300_000, &Device::Cpu));
+        let dict = Dict::from([("a".to_string(), small.unwrap()), ("b.c".to_string(), large.unwrap())]);
+        assert_eq!(summary(&fingerprint(&dict).unwrap()), 12_312_160_585_305_274_341);
+    }
 
     #[test]
     fn values_shapes_and_dtypes_count() {

@@ -42,7 +42,7 @@ fn twice(value: f32) -> HashMap<String, Tensor> {
 #[test]
 fn safetensors_that_begin_like_a_zip_archive_are_read() {
     let folder = tempfile::tempdir().unwrap();
-    let (file, name) = (folder.path().join("weights"), "a".repeat(19220));
+    let (file, name) = (folder.path().join("weights"), "a".repeat(19152));
     let tensors = HashMap::from([(name.clone(), Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap())]);
     checkpoint::save_tensors(&tensors, &file).unwrap();
     assert!(fs::read(&file).unwrap().starts_with(b"PK"));

@@ -220,11 +220,26 @@ fn an_index_cannot_name_files_outside_of_its_folder() {
         let (inside, index) =
             (folder.path().join("step-00000003"), folder.path().join("step-00000003/checkpoint.json"));
         std::fs::copy(inside.join("value.safetensors"), folder.path().join("victim.safetensors")).unwrap();
-        let text = std::fs::read_to_string(&index).unwrap().replace("\"value.safetensors", "\"../victim.safetensors");
-        std::fs::write(&index, text).unwrap();
+        let bytes = std::fs::metadata(inside.join("value.safetensors")).unwrap().len();
+        // In the format that has no hashes, which such a change would break.
+        let write = |name: &str| {
+            let part =
+                format!(r#"{{"name": "value", "sharded": false, "files": [{{"name": "{name}", "bytes": {bytes}}}]}}"#);
+            let text = format!(r#"{{"format": 1, "step": 3, "best": false, "world_size": 1, "parts": [{part}]}}"#);
+            std::fs::write(&index, text).unwrap();
+        };
         let mut value = 0.;
-        assert_eq!(going_on(&pg, folder.path())?.load_latest(("value", &mut value))?, None);
+        write("../victim.safetensors");
+        let error = going_on(&pg, folder.path())?.load_latest(("value", &mut value)).unwrap_err().to_string();
+        assert!(
+            error.contains("no other checkpoint to fall back to") && error.contains("that no save writes"),
+            "{error}"
+        );
         assert_eq!(value, 0.);
+        // Such a checkpoint of an earlier version is read.
+        write("value.safetensors");
+        assert_eq!(going_on(&pg, folder.path())?.load_latest(("value", &mut value))?, Some(3));
+        assert_eq!(value, 2.5);
         Ok(())
     })
     .unwrap();

@@ -23,6 +23,7 @@ mod answers;
 mod autocast;
 mod candle_gradients;
 mod checkpoint;
+mod checkpoint_damage;
 mod checkpoint_file;
 mod checkpoint_pickle;
 mod checkpointer;

@@ -4,6 +4,7 @@ mod aloud;
 mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;
+mod damaged;
 mod diverged;
 mod engine;
 #[path = "../common/logger.rs"]

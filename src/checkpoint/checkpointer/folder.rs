@@ -3,7 +3,7 @@
 //! While a save is running, its folder holds a temporary file for the index, which stays locked as long as the
 //! process lives. A folder without an index whose temporary file is not locked is a leftover of a killed process. A
 //! folder with neither file is not ours.
-use super::index::{INDEX, Index};
+use super::index::{Fault, INDEX, Index};
 use crate::error::Context;
 use crate::state::file::{PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name};
 use crate::{Error, Result};
@@ -66,18 +66,42 @@ fn named(root: &Path) -> Result<Vec<(Name, PathBuf)>> {
     Ok(found)
 }
 
-/// The complete checkpoints in `root`, oldest first. `report` is called for those that have an index but are damaged.
-pub(super) fn whole(root: &Path, report: impl Fn(&Path, String)) -> Result<Vec<Checkpoint>> {
-    let mut found = Vec::new();
-    for (name, path) in named(root)? {
-        match Index::read(&path)? {
-            Ok(index) => found.push(Checkpoint { name, path, index }),
-            Err(reason) if path.join(INDEX).exists() => report(&path, reason),
-            // A running save, a leftover, or another program's folder.
-            Err(_) => {}
+/// What has an index but is not a checkpoint that can be loaded.
+#[derive(Clone, Debug)]
+pub(super) struct Faulty {
+    pub(super) name: Name,
+    pub(super) path: PathBuf,
+    pub(super) fault: Fault,
+}
+
+/// The contents of a folder of checkpoints, each list oldest first.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Listing {
+    /// The complete checkpoints.
+    pub(super) whole: Vec<Checkpoint>,
+    /// Those that are damaged, as far as their indexes show, or of an unknown format.
+    pub(super) faulty: Vec<Faulty>,
+}
+
+impl Listing {
+    /// The checkpoints in `root`.
+    pub(super) fn of(root: &Path) -> Result<Self> {
+        let mut listing = Self::default();
+        for (name, path) in named(root)? {
+            match Index::read(&path, name.step)? {
+                Ok(index) => listing.whole.push(Checkpoint { name, path, index }),
+                Err(Fault::Absent) => {}
+                Err(fault) => listing.faulty.push(Faulty { name, path, fault }),
+            }
         }
+        Ok(listing)
     }
-    Ok(found)
+
+    /// The newest checkpoint of a format that only later versions know.
+    pub(super) fn newest_unknown(&self, is_counted: impl Fn(Name) -> bool) -> Option<&Faulty> {
+        let is_unknown = |faulty: &&Faulty| matches!(faulty.fault, Fault::Unknown(_)) && is_counted(faulty.name);
+        self.faulty.iter().rfind(is_unknown)
+    }
 }
 
 /// The folder of a checkpoint that is being saved. It is removed if this is dropped before the checkpoint is

@@ -1,15 +1,31 @@
-//! The index of a checkpoint: a JSON file that is written last and completes it.
+//! The index of a checkpoint: a JSON file that is written last and completes it. It lists every file with its hash, and has a hash
+//! of its own.
 use crate::error::Context;
+use crate::hash::content_64;
+use crate::state::FileHash;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 /// The name of the index in the folder of a checkpoint.
 pub(super) const INDEX: &str = "checkpoint.json";
 
 /// The number of this format.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
+/// The number of the format without hashes, which is only read.
+const UNHASHED: u32 = 1;
+
+/// Why a folder has no index that can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// It has none: it is a running save, a leftover, or another program's folder.
+    Absent,
+    /// The checkpoint is not as it was saved.
+    Damaged(String),
+    /// A later version has saved it.
+    Unknown(String),
+}
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Index {
@@ -20,6 +36,9 @@ pub(super) struct Index {
     /// The number of ranks that saved it.
     pub(super) world_size: usize,
     pub(super) parts: Vec<Part>,
+    /// The hash of this index without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    hash: Option<FileHash>,
 }
 
 /// One of the states that were saved together.
@@ -36,16 +55,20 @@ pub(super) struct Part {
 pub(super) struct Written {
     pub(super) name: String,
     pub(super) bytes: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) hash: Option<FileHash>,
 }
 
 impl Index {
-    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded.
+    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded; `hashes` has those of
+    /// all ranks' files, by name.
     pub(super) fn new(
         folder: &Path,
         step: u64,
         best: bool,
         world_size: usize,
         parts: &[(String, bool)],
+        hashes: &HashMap<String, FileHash>,
     ) -> Result<Self> {
         let written = |name: String| {
             let path = folder.join(&name);
@@ -55,13 +78,26 @@ impl Index {
                     path.display()
                 )
             })?;
-            Ok(Written { name, bytes: file.len() })
+            let hash = hashes.get(&name).copied();
+            Ok(Written { name, bytes: file.len(), hash })
         };
         let parts = parts.iter().map(|(name, sharded)| {
             let files = files(name, *sharded, world_size).map(written).collect::<Result<_>>()?;
             Ok(Part { name: name.clone(), sharded: *sharded, files })
         });
-        Ok(Self { format: FORMAT, step, best, world_size, parts: parts.collect::<Result<_>>()? })
+        let parts = parts.collect::<Result<_>>()?;
+        let index = Self { format: FORMAT, step, best, world_size, parts, hash: None };
+        Ok(Self { hash: Some(index.own_hash()?), ..index })
+    }
+
+    fn own_hash(&self) -> Result<FileHash> {
+        let text = Self { hash: None, ..self.clone() }.to_json()?;
+        Ok(FileHash(content_64(&text)))
+    }
+
+    /// Whether the files can be compared with hashes.
+    pub(super) fn is_hashed(&self) -> bool {
+        self.hash.is_some()
     }
 
     pub(super) fn to_json(&self) -> Result<Vec<u8>> {
@@ -71,50 +107,67 @@ impl Index {
         Ok(text)
     }
 
-    /// Reads the index in `folder`. `Ok(Err(…))` says why the checkpoint there is not complete.
-    pub(super) fn read(folder: &Path) -> Result<std::result::Result<Self, String>> {
+    /// Reads the index in `folder`, the folder of step `step`. `Ok(Err(…))` says why the checkpoint there cannot be used.
+    pub(super) fn read(folder: &Path, step: u64) -> Result<std::result::Result<Self, Fault>> {
         let path = folder.join(INDEX);
         let text = match std::fs::read(&path) {
             Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Err(format!("it has no {INDEX}"))),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Err(Fault::Absent)),
             Err(error) => return Err(Error::io(format!("reading {}", path.display()), error)),
         };
         let index = match Self::parse(&text) {
             Ok(index) => index,
-            Err(reason) => return Ok(Err(reason)),
+            Err(fault) => return Ok(Err(fault)),
         };
-        for Written { name, bytes } in index.parts.iter().flat_map(|part| &part.files) {
+        let damaged = |reason| Ok(Err(Fault::Damaged(reason)));
+        if index.step != step {
+            return damaged(format!("its {INDEX} belongs to step {}", index.step));
+        }
+        for Written { name, bytes, .. } in index.parts.iter().flat_map(|part| &part.files) {
             let is = match folder.join(name).metadata() {
                 Ok(file) => file.len(),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                    return Ok(Err(format!("{name} is missing")));
+                    return damaged(format!("{name} is missing"));
                 }
                 Err(error) => return Err(Error::io(format!("looking for {name} in {}", folder.display()), error)),
             };
             if is != *bytes {
-                return Ok(Err(format!("{name} has {is} bytes instead of {bytes}")));
+                return damaged(format!("{name} has {is} bytes instead of {bytes}"));
             }
         }
         Ok(Ok(index))
     }
 
     /// An index, whose files may be missing.
-    fn parse(text: &[u8]) -> std::result::Result<Self, String> {
-        let index: Self = serde_json::from_slice(text).map_err(|error| format!("its {INDEX} is damaged: {error}"))?;
-        if index.format != FORMAT {
-            return Err(format!(
-                "its format is {}, but this version of candle-ddp reads only format {FORMAT}",
-                index.format
-            ));
+    fn parse(text: &[u8]) -> std::result::Result<Self, Fault> {
+        let damaged = |reason: &dyn std::fmt::Display| Fault::Damaged(format!("its {INDEX} is damaged: {reason}"));
+        /// The rest may be anything in another format.
+        #[derive(Deserialize)]
+        struct Format {
+            format: u32,
         }
-        check_names(index.parts.iter().map(|part| part.name.as_str()))
-            .map_err(|error| format!("its {INDEX} is damaged: {error}"))?;
+        let Format { format } = serde_json::from_slice(text).map_err(|error| damaged(&error))?;
+        if format > FORMAT {
+            return Err(Fault::Unknown(format!(
+                "its format is {format}, and this version of candle-ddp reads only formats up to {FORMAT}: use the version that \
+                 saved it, or move it away"
+            )));
+        }
+        let index: Self = serde_json::from_slice(text).map_err(|error| damaged(&error))?;
+        let mut hashes = index.parts.iter().flat_map(|part| &part.files).map(|file| file.hash);
+        let is_right = match format {
+            UNHASHED => index.hash.is_none() && hashes.all(|hash| hash.is_none()),
+            FORMAT => index.own_hash().ok() == index.hash && hashes.all(|hash| hash.is_some()),
+            _ => false,
+        };
+        if !is_right {
+            return Err(damaged(&"it does not have the hash that was saved with it"));
+        }
+        check_names(index.parts.iter().map(|part| part.name.as_str())).map_err(|error| damaged(&error))?;
         // Otherwise an index could name the files of other programs.
         for Part { name, sharded, files: listed } in &index.parts {
             if !files(name, *sharded, index.world_size).eq(listed.iter().map(|file| file.name.clone())) {
-                return Err(format!(
-                    "its {INDEX} is damaged: it lists files for the part {name:?} that no save writes"
-                ));
+                return Err(damaged(&format_args!("it lists files for the part {name:?} that no save writes")));
             }
         }
         Ok(index)
@@ -206,33 +259,88 @@ mod tests {
         check_names(["own-0-of-2", "00000-of-00002", "own-of-00002"].into_iter()).unwrap();
     }
 
+    /// The files `model` and `zero` of step 7, and their index.
+    fn indexed(folder: &Path) -> Index {
+        std::fs::write(folder.join("model.safetensors"), "1234").unwrap();
+        for rank in 0..2 {
+            std::fs::write(folder.join(shard_file("zero", rank, 2)), "12").unwrap();
+        }
+        let parts = [("model".to_string(), false), ("zero".to_string(), true)];
+        let names = ["model.safetensors".to_string(), shard_file("zero", 0, 2), shard_file("zero", 1, 2)];
+        let hashes = names.into_iter().zip([5, 6, 0xfeed]).map(|(name, hash)| (name, FileHash(hash))).collect();
+        Index::new(folder, 7, true, 2, &parts, &hashes).unwrap()
+    }
+
     #[test]
     fn an_index_finds_what_is_missing_or_cut_off() {
         let folder = tempfile::tempdir().unwrap();
         let file = |name: &str| folder.path().join(name);
-        let why = || Index::read(folder.path()).unwrap().unwrap_err();
-        assert_eq!(why(), "it has no checkpoint.json");
-        std::fs::write(file("model.safetensors"), "1234").unwrap();
-        let parts = [("model".to_string(), false), ("zero".to_string(), true)];
-        let error = Index::new(folder.path(), 7, true, 2, &parts).unwrap_err().to_string();
-        assert!(error.contains("zero-00000-of-00002.safetensors, which another rank has written"), "{error}");
-        for rank in 0..2 {
-            std::fs::write(file(&shard_file("zero", rank, 2)), "12").unwrap();
-        }
-        let index = Index::new(folder.path(), 7, true, 2, &parts).unwrap();
+        let why = || match Index::read(folder.path(), 7).unwrap() {
+            Err(Fault::Damaged(reason)) => reason,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(Index::read(folder.path(), 7).unwrap(), Err(Fault::Absent));
+        let index = indexed(folder.path());
+        let written = Written { name: shard_file("zero", 1, 2), bytes: 2, hash: Some(FileHash(0xfeed)) };
+        assert_eq!(index.part("zero").unwrap().files[1], written);
         std::fs::write(file(INDEX), index.to_json().unwrap()).unwrap();
-        assert_eq!(Index::read(folder.path()).unwrap().unwrap(), index);
-        assert_eq!(index.part("zero").unwrap().files[1], Written { name: shard_file("zero", 1, 2), bytes: 2 });
+        assert_eq!(Index::read(folder.path(), 7).unwrap(), Ok(index.clone()));
+        assert!(matches!(Index::read(folder.path(), 8).unwrap(), Err(Fault::Damaged(why)) if why.contains("step 7")));
         let error = index.part("ema").unwrap_err().to_string();
         assert!(error.contains(r#"no part "ema"; it has model, zero"#), "{error}");
         std::fs::write(file("model.safetensors"), "123").unwrap();
         assert_eq!(why(), "model.safetensors has 3 bytes instead of 4");
         std::fs::remove_file(file("model.safetensors")).unwrap();
         assert_eq!(why(), "model.safetensors is missing");
-        std::fs::write(file(INDEX), String::from_utf8(index.to_json().unwrap()).unwrap().replace(": 1,", ": 2,"))
-            .unwrap();
-        assert_eq!(why(), "its format is 2, but this version of candle-ddp reads only format 1");
-        std::fs::write(file(INDEX), "{").unwrap();
-        assert!(why().starts_with("its checkpoint.json is damaged"), "{}", why());
+        std::fs::remove_file(file(&shard_file("zero", 1, 2))).unwrap();
+        let parts = [("zero".to_string(), true)];
+        let error = Index::new(folder.path(), 7, true, 2, &parts, &HashMap::new()).unwrap_err().to_string();
+        assert!(error.contains("zero-00001-of-00002.safetensors, which another rank has written"), "{error}");
+    }
+
+    #[test]
+    fn every_bit_of_an_index_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let index = indexed(folder.path());
+        let text = index.to_json().unwrap();
+        assert_eq!(Index::parse(&text), Ok(index.clone()));
+        let mut unknown = 0;
+        for (place, bit) in (0..text.len()).flat_map(|place| (0..8).map(move |bit| (place, bit))) {
+            let mut other = text.clone();
+            other[place] ^= 1 << bit;
+            match Index::parse(&other) {
+                // Blanks between the words, one of which may become another.
+                Ok(read) => assert!(read == index && text[place].is_ascii_whitespace(), "bit {bit} of byte {place}"),
+                Err(Fault::Damaged(reason)) => {
+                    assert!(reason.starts_with("its checkpoint.json is damaged: "), "{reason}")
+                }
+                Err(Fault::Unknown(reason)) => {
+                    unknown += 1;
+                    assert!(reason.contains("reads only formats up to 2: use the version that saved it"), "{reason}");
+                }
+                Err(Fault::Absent) => panic!("there is a text"),
+            }
+        }
+        // The 2 of the format becomes a 3 or a 6.
+        assert_eq!(unknown, 2);
+        for end in 0..text.len() - 1 {
+            assert!(matches!(Index::parse(&text[..end]), Err(Fault::Damaged(_))), "{end}");
+        }
+    }
+
+    /// The format without hashes is still read, but not where there are some.
+    #[test]
+    fn an_index_of_the_first_format_is_read() {
+        let text = r#"{"format": 1, "step": 7, "best": false, "world_size": 1, "parts": [
+            {"name": "model", "sharded": false, "files": [{"name": "model.safetensors", "bytes": 4}]}]}"#;
+        let index = Index::parse(text.as_bytes()).unwrap();
+        assert!(!index.is_hashed() && index.parts[0].files[0].hash.is_none());
+        for (from, to) in [
+            ("\"bytes\"", "\"hash\": \"00000000000000ff\", \"bytes\""),
+            ("\"format\": 1", "\"format\": 2"),
+            ("\"format\": 1", "\"format\": 0"),
+        ] {
+            assert!(matches!(Index::parse(text.replace(from, to).as_bytes()), Err(Fault::Damaged(_))), "{to}");
+        }
     }
 }

@@ -1,16 +1,18 @@
 //! Loading: all parts on all ranks, or none on any.
 use super::Checkpointer;
-use super::folder::{self, Checkpoint};
-use super::index::{Index, Part};
+use super::folder::{Checkpoint, Faulty, Listing, Name};
+use super::index::{Fault, Index, Part, Written};
 use super::snapshot::Buffers;
 use crate::backend::Label;
-use crate::state::file::read_safetensors;
+use crate::checkpoint::error::unreadable;
+use crate::state::file::{read_hashed_safetensors, read_safetensors};
 use crate::state::{Dict, Parts, StateDict};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 
 /// The checkpoint that rank 0 found.
 #[derive(Serialize, Deserialize)]
@@ -34,6 +36,14 @@ impl Wanted {
             Self::Step(step) => index.step == step,
         }
     }
+
+    /// Whether a checkpoint without an index that can be read may be a wanted one.
+    fn may_be(self, name: Name) -> bool {
+        match self {
+            Self::Latest | Self::Best => true,
+            Self::Step(step) => name.step == step,
+        }
+    }
 }
 
 /// A part that was read.
@@ -48,12 +58,14 @@ impl Checkpointer {
     /// if there is none. All ranks call it; the number of ranks may differ from the number that saved. The checkpoint
     /// may have more parts than `parts`, for example when a model is only evaluated.
     ///
-    /// A damaged checkpoint (one of its files is missing, has another length, or is not a safetensors file) is
-    /// skipped, and rank 0 says so.
+    /// A damaged checkpoint (on any rank, one of its files is missing, or is not the one that was saved) is skipped on all
+    /// ranks, and rank 0 warns of it, on standard error if the program has no logger. Checkpoints that were saved before their
+    /// index had hashes are checked for missing files and wrong lengths only.
     ///
     /// # Errors
     /// Errors come on every rank and leave all parts unchanged: [`Error::CheckpointPart`] for the first part that
-    /// does not fit or that the checkpoint does not have; [`Error::Io`] for a file that cannot be read;
+    /// does not fit or that the checkpoint does not have; [`Error::CheckpointFile`] if there are only damaged checkpoints, or if
+    /// a later version of this crate has saved the newest one; [`Error::Io`] for a file that cannot be read;
     /// [`Error::InvalidArgument`] without [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before
     /// this run has saved anything; the group's errors.
     pub fn load_latest(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
@@ -88,11 +100,12 @@ impl Checkpointer {
         Label::CHECKPOINTER_LOAD.during(|| {
             let ended = self.end_previous();
             self.group.agree(ended)?;
-            self.search(|whole| {
-                let mut steps: Vec<u64> = whole.iter().map(|found| found.name.step).collect();
+            self.search(|listing, damaged| {
+                let whole = listing.whole.iter().filter(|found| !damaged.contains_key(&found.path));
+                let mut steps: Vec<u64> = whole.map(|found| found.name.step).collect();
                 // A step that was saved more than once has several folders.
                 steps.dedup();
-                steps
+                Ok(steps)
             })
         })
     }
@@ -123,40 +136,75 @@ impl Checkpointer {
             match (reports.iter().enumerate().find(|(_, damage)| !damage.is_empty()), saved) {
                 (None, Some(saved)) => {
                     self.apply(&folder, parts, saved)?;
+                    if self.group.rank() == 0 && !index.is_hashed() {
+                        log::warn!("{} has no hashes: damage to its values would not be noticed", folder.display());
+                    }
                     return Ok(Some(index.step));
                 }
                 (damage, _) => {
                     let (rank, damage) = damage.map_or((0, ""), |(rank, damage)| (rank, damage));
-                    if self.group.rank() == 0 {
-                        warn_of_skipped(&folder, format!("on rank {rank}, {damage}"));
-                    }
-                    self.damaged.insert(folder);
+                    self.note_damage(folder, format!("on rank {rank}, {damage}"));
                 }
             }
         }
     }
 
     /// The newest such checkpoint, as rank 0 finds it.
-    fn find(&self, wanted: Wanted) -> Result<Option<Found>> {
-        self.search(|whole| {
-            let found = whole.into_iter().rfind(|found| wanted.matches(&found.index));
-            found.and_then(|Checkpoint { path, index, .. }| {
-                let folder = path.file_name()?.to_str()?.to_string();
-                Some(Found { folder, index })
-            })
+    fn find(&mut self, wanted: Wanted) -> Result<Option<Found>> {
+        self.search(|listing, damaged| {
+            let is_wanted = |found: &&Checkpoint| wanted.matches(&found.index);
+            let (lost, sound): (Vec<&Checkpoint>, Vec<&Checkpoint>) =
+                listing.whole.iter().filter(is_wanted).partition(|found| damaged.contains_key(&found.path));
+            let newest = sound.last();
+            let is_newer = |name| wanted.may_be(name) && newest.is_none_or(|newest| newest.name < name);
+            if let Some(Faulty { path, fault: Fault::Unknown(reason), .. }) = listing.newest_unknown(is_newer) {
+                return Err(unreadable(path, reason));
+            }
+            let Some(newest) = newest else {
+                // To start from scratch is never what a run with checkpoints is meant to do.
+                let unreadable_ones = listing.faulty.iter().filter(|faulty| wanted.may_be(faulty.name));
+                let lost = lost.iter().map(|found| (found.name, &found.path));
+                let last = unreadable_ones.map(|faulty| (faulty.name, &faulty.path)).chain(lost).max();
+                let damage = last.and_then(|(_, path)| Some((path, damaged.get(path)?)));
+                return damage.map_or(Ok(None), |(path, reason)| {
+                    let reason = format!(
+                        "it is damaged, and there is no other checkpoint to fall back to: {reason}. Restore it, or move it away to \
+                         continue without it"
+                    );
+                    Err(unreadable(path, reason))
+                });
+            };
+            let folder = newest.path.file_name().and_then(|name| name.to_str());
+            Ok(folder.map(|folder| Found { folder: folder.to_string(), index: newest.index.clone() }))
         })
     }
 
-    /// The result of `choose` on rank 0, given the complete checkpoints in the folder, oldest first.
-    fn search<T: Serialize + DeserializeOwned>(&self, choose: impl FnOnce(Vec<Checkpoint>) -> T) -> Result<T> {
+    /// The result of `choose` on rank 0, given the contents of the folder, and the folders that are damaged with the reasons.
+    fn search<T: Serialize + DeserializeOwned>(
+        &mut self,
+        choose: impl FnOnce(&Listing, &HashMap<PathBuf, String>) -> Result<T>,
+    ) -> Result<T> {
+        let is_first = self.group.rank() == 0;
         let search = || {
-            let mut whole = folder::whole(&self.root, warn_of_skipped)?;
-            whole.retain(|found| !self.damaged.contains(&found.path));
-            Ok(choose(whole))
+            let listing = Listing::of(&self.root)?;
+            for Faulty { path, fault, .. } in &listing.faulty {
+                if let Fault::Damaged(reason) = fault {
+                    self.note_damage(path.clone(), reason.clone());
+                }
+            }
+            choose(&listing, &self.damaged)
         };
-        let found = (self.group.rank() == 0).then(search).transpose();
+        let found = is_first.then(search).transpose();
         let found = self.group.agree(found)?;
         self.group.broadcast_object(found.as_ref(), 0)
+    }
+
+    /// Ignores a checkpoint from now on. Rank 0 says so.
+    fn note_damage(&mut self, folder: PathBuf, reason: String) {
+        if self.group.rank() == 0 && !self.damaged.contains_key(&folder) {
+            warn_aloud(format_args!("the checkpoint {} is damaged and skipped: {reason}", folder.display()));
+        }
+        self.damaged.insert(folder, reason);
     }
 
     /// Loads all parts from `folder`, or none.
@@ -198,18 +246,17 @@ impl Checkpointer {
     }
 }
 
-/// Says on rank 0 that a run does not continue from this checkpoint.
-fn warn_of_skipped(folder: &Path, reason: String) {
-    warn_aloud(format_args!("the checkpoint {} is damaged and skipped: {reason}", folder.display()));
-}
-
 /// Adds to an error which part of which checkpoint it belongs to.
 fn of_part(folder: &Path, name: &str, error: Error) -> Error {
     Error::CheckpointPart { folder: folder.to_path_buf(), part: name.to_string(), error: Box::new(error) }
 }
 
 fn read_part(folder: &Path, part: &Part) -> Result<Saved> {
-    let mut files = part.files.iter().map(|file| read_safetensors(&folder.join(&file.name)));
+    let read = |Written { name, hash, .. }: &Written| match hash {
+        Some(hash) => read_hashed_safetensors(&folder.join(name), *hash),
+        None => read_safetensors(&folder.join(name)),
+    };
+    let mut files = part.files.iter().map(read);
     match (part.sharded, files.next()) {
         (false, Some(state)) => Ok(Saved::Whole(state?)),
         (_, first) => Ok(Saved::Shards(first.into_iter().chain(files).collect::<Result<_>>()?)),

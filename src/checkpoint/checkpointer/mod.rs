@@ -14,9 +14,10 @@ use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use folder::Listing;
 use handle::Save;
 use snapshot::Buffers;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -100,8 +101,8 @@ impl Default for CheckpointerOptions {
 /// error, unless it is saved as [`PerRank`](super::PerRank) or [`RankZero`](super::RankZero). Ranks on several
 /// machines need a shared file system.
 ///
-/// `checkpoint.json`, which is written last, completes a checkpoint: it lists the parts and their files. A folder
-/// without it is still being written, or its save was interrupted.
+/// `checkpoint.json`, which is written last, completes a checkpoint: it lists the parts and their files, with hashes of their
+/// contents, which are compared when they are loaded. A folder without it is still being written, or its save was interrupted.
 ///
 /// # In the background
 /// [`save`](Self::save) returns as soon as everything has been copied to host memory; the program may then change its
@@ -123,8 +124,8 @@ pub struct Checkpointer {
     in_flight: Option<(Arc<Save>, JoinHandle<()>)>,
     /// The last step that was saved.
     newest: Option<u64>,
-    /// Folders whose files turned out to be damaged; they are ignored.
-    damaged: HashSet<PathBuf>,
+    /// Folders that turned out to be damaged, with the reasons; they are ignored.
+    damaged: HashMap<PathBuf, String>,
 }
 
 impl Checkpointer {
@@ -154,7 +155,7 @@ impl Checkpointer {
             buffers: Buffers::default(),
             in_flight: None,
             newest: None,
-            damaged: HashSet::new(),
+            damaged: HashMap::new(),
         })
     }
 
@@ -184,14 +185,15 @@ fn open(group: &ProcessGroup, root: &Path, resume: bool) -> Result<()> {
     let prepare = || {
         folder::make(root)?;
         folder::clean(root);
-        let newest = folder::whole(root, |_, _| {})?.pop();
-        match newest.filter(|_| !resume) {
+        let listing = Listing::of(root)?;
+        let unknown = listing.newest_unknown(|_| true).map(|unknown| &unknown.path);
+        match unknown.or(listing.whole.last().map(|newest| &newest.path)).filter(|_| !resume) {
             None => Ok(()),
             Some(newest) => {
                 let reason = format!(
                     "it holds the checkpoint {}: to continue from it, set CheckpointerOptions::resume and call \
                      load_latest; to start from scratch, use another folder or move the checkpoints away",
-                    newest.path.display()
+                    newest.display()
                 );
                 Err(Error::invalid("folder", reason))
             }

@@ -1,6 +1,6 @@
 //! Saving: a snapshot on the training thread, the rest in the background.
 use super::Checkpointer;
-use super::folder::{self, Checkpoint, Started};
+use super::folder::{self, Checkpoint, Listing, Started};
 use super::handle::{Save, SaveHandle};
 use super::index::{self, Index};
 use super::snapshot::{Kind, PartSnapshot};
@@ -8,10 +8,10 @@ use crate::backend::Label;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
-use crate::state::{Parts, StateDict};
+use crate::state::{FileHash, Parts, StateDict};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -82,7 +82,7 @@ impl Checkpointer {
             best,
             parts: snapshot,
             keep: self.options.keep,
-            damaged: self.damaged.clone(),
+            damaged: self.damaged.keys().cloned().collect(),
         };
         let save = Save::new(step);
         let body = {
@@ -115,13 +115,15 @@ impl Checkpointer {
 
     /// A later checkpoint would be the newest one after a restart, and this one would be removed.
     fn check_step(&self, step: u64) -> Result<()> {
-        let later = folder::whole(&self.root, |_, _| {})?;
-        let later = later.iter().rfind(|found| found.name.step > step && !self.damaged.contains(&found.path));
-        let Some(later) = later else { return Ok(()) };
+        let listing = Listing::of(&self.root)?;
+        let mut whole = listing.whole.iter();
+        let later = whole.rfind(|found| found.name.step > step && !self.damaged.contains_key(&found.path));
+        let unknown = listing.newest_unknown(|name| name.step > step).map(|unknown| &unknown.path);
+        let Some(later) = unknown.or(later.map(|found| &found.path)) else { return Ok(()) };
         let reason = format!(
             "{} is of a later step than {step}: to continue from it, call load_latest first; otherwise use another \
              folder, or move the later checkpoints away",
-            later.path.display()
+            later.display()
         );
         Err(Error::invalid("step", reason))
     }
@@ -149,6 +151,7 @@ struct Job {
     best: bool,
     parts: Vec<PartSnapshot>,
     keep: usize,
+    /// Folders that are known to be damaged.
     damaged: HashSet<PathBuf>,
 }
 
@@ -178,40 +181,43 @@ impl Job {
             // All ranks know about the error. Rank 0 removes the folder once no rank writes to it any more.
             let _ = self.group.barrier();
         }
-        let folder = written?;
+        let (folder, hashes) = written?;
         let (step, best, world_size) = (self.step, self.best, self.group.world_size());
         let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.kind == Kind::PerRank)).collect();
         self.group.agree_on_long_work(move |progress| {
             let Some(started) = started else { return Ok(()) };
-            let index = Index::new(&started.path, step, best, world_size, &parts)?;
+            let index = Index::new(&started.path, step, best, world_size, &parts, &hashes)?;
             started.finish(&index, progress).map(drop)
         })?;
         Ok(folder)
     }
 
-    /// Writes this rank's files. Returns the folder of all ranks' files.
-    fn write_parts(&self, started: Option<&Started>) -> Result<PathBuf> {
+    /// Writes this rank's files. Returns the folder of all ranks' files, and their hashes.
+    fn write_parts(&self, started: Option<&Started>) -> Result<(PathBuf, HashMap<String, FileHash>)> {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let name = started.and_then(|started| started.path.file_name()).map(|name| name.to_string_lossy().into_owned());
         let folder = self.root.join(self.group.broadcast_object(name.as_ref(), 0)?);
-        let jobs = self.parts.iter().filter_map(|part| {
+        let own = self.parts.iter().filter_map(|part| {
             let file = match part.kind {
                 Kind::PerRank => index::shard_file(&part.name, rank, world_size),
                 Kind::Same | Kind::RankZero => index::whole_file(&part.name),
             };
-            Some(WriteJob::new(&folder.join(file), part.tensors.as_ref()?))
+            Some((file, part.tensors.as_ref()?))
         });
-        let jobs = jobs.collect::<Result<Vec<_>>>();
-        self.group.write_together(jobs)?;
-        Ok(folder)
+        let own: Vec<_> = own.collect();
+        let jobs = own.iter().map(|(file, tensors)| WriteJob::new(&folder.join(file), tensors));
+        let hashes = self.group.write_together(jobs.collect::<Result<Vec<_>>>())?;
+        let own: Vec<(String, FileHash)> = own.into_iter().map(|(file, _)| file).zip(hashes).collect();
+        let all = self.group.all_gather_object(&own)?;
+        Ok((folder, all.into_iter().flatten().collect()))
     }
 }
 
 /// Removes all checkpoints except the `keep` newest ones and the best one. Those that cannot be removed stay.
 fn prune(root: &Path, keep: usize, damaged: &HashSet<PathBuf>) {
     let is_counted = |checkpoint: &Checkpoint| !damaged.contains(&checkpoint.path);
-    let whole = match folder::whole(root, |_, _| {}) {
-        Ok(whole) => whole.into_iter().filter(is_counted).collect::<Vec<_>>(),
+    let whole = match Listing::of(root) {
+        Ok(listing) => listing.whole.into_iter().filter(is_counted).collect::<Vec<_>>(),
         Err(error) => return warn_aloud(format_args!("cannot remove older checkpoints: {error}")),
     };
     let best = whole.iter().rfind(|checkpoint| checkpoint.index.best).map(|checkpoint| checkpoint.name);

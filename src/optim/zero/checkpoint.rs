@@ -99,7 +99,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         Label::ZERO_SAVE.during(|| {
             let dict = self.consolidate_state_dict(0)?;
-            self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
+            let job = dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose();
+            self.process_group.write_together(job).map(drop)
         })
     }
 
@@ -134,7 +135,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             dict
         });
         let job = dict.and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
-        Label::ZERO_SAVE.during(|| self.process_group.write_together(job))
+        Label::ZERO_SAVE.during(|| self.process_group.write_together(job)).map(drop)
     }
 
     fn shard_dict(&self) -> Result<Dict> {

@@ -146,7 +146,7 @@ pub(crate) fn queued(work: impl Fn(ProcessGroup) + Sync) {
 
 fn save(pg: &ProcessGroup, path: &Path, tensor: &Tensor) -> Result<()> {
     let tensors = HashMap::from([("w".to_string(), tensor.clone())]);
-    pg.write_together((pg.rank() == 0).then(|| WriteJob::new(path, &tensors)).transpose())
+    pg.write_together((pg.rank() == 0).then(|| WriteJob::new(path, &tensors)).transpose()).map(drop)
 }
 
 /// A peer dies in an all-reduce, and its incomplete result is used and saved: the good file must stay.

@@ -1,34 +1,72 @@
 //! The safetensors format, read and written tensor by tensor, so that no file is in memory twice.
 use super::{PreparedFile, Progress};
+use crate::state::fingerprint::{FileHash, of_bytes, of_tensor, summary};
 use crate::{Error, Result};
 use bytemuck::Pod;
 use candle_core::safetensors::Load;
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView, View};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 /// A tensor of a file, or why it cannot be read.
 pub(crate) type Readable = std::result::Result<Tensor, String>;
-/// The tensors of a file, or why it does not have this format.
-pub(crate) type Parsed = std::result::Result<HashMap<String, Readable>, String>;
+/// The contents of a file, or what is wrong with it.
+pub(crate) type Parsed = std::result::Result<Contents, Flaw>;
+
+/// What a file contains.
+pub(crate) struct Contents {
+    pub(crate) tensors: HashMap<String, Readable>,
+    /// The hash of the tensors, which the file has and which is right. Files of other programs have none.
+    pub(crate) hash: Option<FileHash>,
+}
+
+/// What is wrong with a file, as the end of a sentence that begins with `it is`.
+pub(crate) enum Flaw {
+    /// It does not have this format.
+    Format(String),
+    /// Its tensors are not those that were saved.
+    Damage,
+}
+
+impl fmt::Display for Flaw {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Format(reason) => write!(f, "not a safetensors file: {reason}"),
+            Self::Damage => write!(
+                f,
+                "damaged: its tensors do not have the hash that was saved with them. Load another file. (If a program has \
+                 changed them intentionally, let it remove the entry {HASH} from the file's metadata)"
+            ),
+        }
+    }
+}
+
+/// The entry of the metadata with the hash of the tensors.
+const HASH: &str = "candle_ddp.hash";
+/// How a header begins, up to the hash. Transformers refuses a file that has metadata without a format.
+const BEGINNING: &str = r#"{"__metadata__":{"format":"pt","candle_ddp.hash":""#;
+/// The length of the header's length, with which a file begins.
+const LENGTH: usize = 8;
 
 /// The format's own library refuses longer headers.
 const LONGEST_HEADER: u64 = 100_000_000;
 
 /// Writes `tensors` to a file that appears complete or not at all.
 pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
-    Ok(WriteJob::new(path, tensors)?.run(&Progress::default())?.commit()?)
+    let (file, _) = WriteJob::new(path, tensors)?.run(&Progress::default())?;
+    Ok(file.commit()?)
 }
 
 /// A file that is ready to be written, on any thread.
 pub(crate) struct WriteJob {
     path: PathBuf,
     header: Vec<u8>,
-    tensors: Vec<Tensor>,
+    tensors: Vec<(String, Tensor)>,
 }
 
 impl WriteJob {
@@ -57,7 +95,12 @@ impl WriteJob {
             (name.to_string(), TensorInfo { dtype: *dtype, shape: tensor.dims().to_vec(), data_offsets: (start, end) })
         });
         let metadata = Metadata::new(None, infos.collect()).map_err(|error| invalid(error.to_string()))?;
-        let mut header = serde_json::to_vec(&metadata).map_err(|error| invalid(error.to_string()))?;
+        let infos = serde_json::to_string(&metadata).map_err(|error| invalid(error.to_string()))?;
+        let infos = infos.trim_start_matches('{');
+        let comma = if infos == "}" { "" } else { "," };
+        // `run` replaces the zeros.
+        let mut header =
+            format!(r#"{BEGINNING}{:0digits$}"}}{comma}{infos}"#, 0, digits = FileHash::DIGITS).into_bytes();
         header.resize(header.len().next_multiple_of(8), b' ');
         if header.len() as u64 > LONGEST_HEADER {
             return Err(invalid(format!(
@@ -65,32 +108,56 @@ impl WriteJob {
                 header.len()
             )));
         }
-        let tensors = sorted.into_iter().map(|(_, _, tensor)| tensor.clone()).collect();
+        let tensors = sorted.into_iter().map(|(_, name, tensor)| (name.clone(), tensor.clone())).collect();
         Ok(Self { path: path.to_path_buf(), header, tensors })
     }
 
-    pub(crate) fn run(&self, progress: &Progress) -> Result<PreparedFile> {
+    /// Writes the file, with the hash of its tensors, which is also returned.
+    pub(crate) fn run(&self, progress: &Progress) -> Result<(PreparedFile, FileHash)> {
+        let mut hash = FileHash(0);
         let file = PreparedFile::write(&self.path, progress, |file| {
             file.write_all(&(self.header.len() as u64).to_le_bytes())?;
             file.write_all(&self.header)?;
-            for tensor in &self.tensors {
+            let mut hashes = BTreeMap::new();
+            for (name, tensor) in &self.tensors {
                 // On the CPU, `data` does not fail.
                 let tensor = tensor.to_device(&Device::Cpu).map_err(io::Error::other)?;
-                file.write_all(&View::data(&tensor))?;
+                let values = View::data(&tensor);
+                hashes.insert(name.clone(), of_bytes(tensor.dtype(), tensor.dims(), &values));
+                file.write_all(&values)?;
             }
-            Ok(())
+            hash = FileHash(summary(&hashes));
+            file.overwrite((LENGTH + BEGINNING.len()) as u64, hash.to_string().as_bytes())
         })?;
-        Ok(file)
+        Ok((file, hash))
     }
 }
 
 /// Reads all tensors of a safetensors file.
 pub(crate) fn read_safetensors(path: &Path) -> Result<HashMap<String, Tensor>> {
+    read_with_hash(path).map(|(tensors, _)| tensors)
+}
+
+/// Reads all tensors of the safetensors file that has this hash.
+pub(crate) fn read_hashed_safetensors(path: &Path, expected: FileHash) -> Result<HashMap<String, Tensor>> {
+    match read_with_hash(path)? {
+        (tensors, Some(hash)) if hash == expected => Ok(tensors),
+        (_, other) => {
+            let has = other.map_or("has no hash".to_string(), |other| format!("has the hash {other}"));
+            let reason =
+                format!("{} {has}, and the file that was saved had {expected}: it is another file", path.display());
+            Err(Error::invalid("path", reason))
+        }
+    }
+}
+
+fn read_with_hash(path: &Path) -> Result<(HashMap<String, Tensor>, Option<FileHash>)> {
     let parsed = File::open(path).and_then(|mut file| parse_safetensors(&mut file));
-    let tensors = parsed
+    let Contents { tensors, hash } = parsed
         .map_err(|error| Error::io(format!("reading {}", path.display()), error))?
-        .map_err(|reason| Error::invalid("path", format!("{} is not a safetensors file: {reason}", path.display())))?;
-    require_all(tensors).map_err(|reason| Error::invalid("path", format!("{}: {reason}", path.display())))
+        .map_err(|flaw| Error::invalid("path", format!("{} is {flaw}", path.display())))?;
+    let tensors = require_all(tensors);
+    Ok((tensors.map_err(|reason| Error::invalid("path", format!("{}: {reason}", path.display())))?, hash))
 }
 
 /// Returns the tensors if all of them can be read; otherwise why the first one cannot.
@@ -102,28 +169,35 @@ pub(crate) fn require_all(tensors: HashMap<String, Readable>) -> std::result::Re
     }
 }
 
-/// Reads the tensors of a safetensors file from its beginning.
+/// Reads the tensors of a safetensors file from its beginning, and checks their hash if the file has one.
 pub(crate) fn parse_safetensors(file: &mut File) -> io::Result<Parsed> {
     let (metadata, data) = match parse_header(file)? {
         Ok(parsed) => parsed,
-        Err(reason) => return Ok(Err(reason)),
+        Err(reason) => return Ok(Err(Flaw::Format(reason))),
     };
     let mut tensors = HashMap::new();
     for (name, info) in metadata.tensors() {
         file.seek(SeekFrom::Start(data + info.data_offsets.0 as u64))?;
         tensors.insert(name, read(file, info)?);
     }
-    Ok(Ok(tensors))
+    let Some(stated) = metadata.metadata().as_ref().and_then(|entries| entries.get(HASH)) else {
+        return Ok(Ok(Contents { tensors, hash: None }));
+    };
+    // This crate writes no tensor that it cannot read.
+    let readable = tensors.iter().filter_map(|(name, tensor)| Some((name, tensor.as_ref().ok()?)));
+    let hashes = readable.map(|(name, tensor)| Ok((name.clone(), of_tensor(tensor)?)));
+    let hash = FileHash(summary(&hashes.collect::<Result<_>>().map_err(io::Error::other)?));
+    Ok(if *stated == hash.to_string() { Ok(Contents { tensors, hash: Some(hash) }) } else { Err(Flaw::Damage) })
 }
 
 /// Returns the header, and where the tensors' bytes begin.
 fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u64), String>> {
-    let mut start = Vec::with_capacity(8);
+    let mut start = Vec::with_capacity(LENGTH);
     file.rewind()?;
-    file.by_ref().take(8).read_to_end(&mut start)?;
-    let rest = file.metadata()?.len().saturating_sub(8);
+    file.by_ref().take(LENGTH as u64).read_to_end(&mut start)?;
+    let rest = file.metadata()?.len().saturating_sub(LENGTH as u64);
     let is_zip = start.starts_with(b"PK\x03\x04");
-    let Ok(length) = <[u8; 8]>::try_from(start).map(u64::from_le_bytes) else {
+    let Ok(length) = <[u8; LENGTH]>::try_from(start).map(u64::from_le_bytes) else {
         return Ok(Err("its header is too short".to_string()));
     };
     if length > LONGEST_HEADER || length > rest {
@@ -147,7 +221,7 @@ fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u6
             "its header describes {all} bytes of tensors, but the file has {there}: is it complete?"
         )));
     }
-    Ok(Ok((metadata, 8 + length)))
+    Ok(Ok((metadata, LENGTH as u64 + length)))
 }
 
 fn read(file: &mut File, info: &TensorInfo) -> io::Result<Readable> {

@@ -6,6 +6,7 @@ pub use temporary::{is_temporary, is_temporary_for, lock_leftover, temporary_nam
 use crate::{Error, Result};
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -28,7 +29,7 @@ impl PreparedFile {
     pub fn write(
         path: &Path,
         progress: &Progress,
-        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+        write: impl FnOnce(&mut dyn Rewrite) -> io::Result<()>,
     ) -> Result<Self> {
         let prepared = Self::create(path)?;
         prepared.fill(progress, write)?;
@@ -36,7 +37,7 @@ impl PreparedFile {
     }
 
     /// Lets `write` write the temporary file. When this returns, the file is on the disk.
-    pub fn fill(&self, progress: &Progress, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    pub fn fill(&self, progress: &Progress, write: impl FnOnce(&mut dyn Rewrite) -> io::Result<()>) -> Result<()> {
         let mut writer = Writer { file: &self.file, progress, unsynchronized: 0 };
         write(&mut writer).and_then(|()| self.file.sync_all()).map_err(|error| writing(&self.target, error))
     }
@@ -126,11 +127,23 @@ impl Progress {
     }
 }
 
+/// A file that is being written.
+pub trait Rewrite: Write {
+    /// Replaces bytes that were written before. What is written next still goes to the end.
+    fn overwrite(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+}
+
 /// Writes in parts, to show progress.
 struct Writer<'a> {
     file: &'a File,
     progress: &'a Progress,
     unsynchronized: usize,
+}
+
+impl Rewrite for Writer<'_> {
+    fn overwrite(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(bytes, offset)
+    }
 }
 
 impl Write for Writer<'_> {

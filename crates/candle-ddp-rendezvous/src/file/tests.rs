@@ -34,6 +34,19 @@ fn only_a_commit_changes_the_file() {
 }
 
 #[test]
+fn what_was_written_can_be_replaced_before_the_commit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w");
+    let write = |file: &mut dyn Rewrite| {
+        file.write_all(b"0123")?;
+        file.overwrite(1, b"ab")?;
+        file.write_all(b"45")
+    };
+    PreparedFile::write(&path, &Progress::default(), write).unwrap().commit().unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), b"0ab345");
+}
+
+#[test]
 fn leftovers_are_removed_and_what_is_being_written_stays() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("w");

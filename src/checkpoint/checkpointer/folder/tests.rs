@@ -1,4 +1,5 @@
 use super::*;
+use crate::state::FileHash;
 use std::collections::BTreeSet;
 
 fn names(folder: &Path) -> BTreeSet<String> {
@@ -14,13 +15,12 @@ fn save(root: &Path, step: u64) -> Checkpoint {
     let started = Started::new(root, step).unwrap();
     let path = started.path.clone();
     fs::write(path.join("model.safetensors"), "weights").unwrap();
-    let index = Index::new(&path, step, false, 1, &[("model".to_string(), false)]).unwrap();
+    let hashes = [("model.safetensors".to_string(), FileHash(1))].into();
+    let index = Index::new(&path, step, false, 1, &[("model".to_string(), false)], &hashes).unwrap();
     started.finish(&index, &Progress::default()).unwrap();
-    whole(root, |path, reason| panic!("{}: {reason}", path.display()))
-        .unwrap()
-        .into_iter()
-        .find(|one| one.path == path)
-        .unwrap()
+    let Listing { whole, faulty } = Listing::of(root).unwrap();
+    assert!(faulty.is_empty(), "{faulty:?}");
+    whole.into_iter().find(|one| one.path == path).unwrap()
 }
 
 #[test]
@@ -46,10 +46,11 @@ fn names_are_told_from_those_of_others() {
 fn a_checkpoint_is_whole_once_it_has_an_index() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("deep/down");
-    assert!(whole(&root, |_, _| {}).unwrap().is_empty());
+    assert!(Listing::of(&root).unwrap().whole.is_empty());
     let started = Started::new(&root, 7).unwrap();
     fs::write(started.path.join("model.safetensors"), "weights").unwrap();
-    assert!(whole(&root, |path, _| panic!("{}", path.display())).unwrap().is_empty());
+    let Listing { whole, faulty } = Listing::of(&root).unwrap();
+    assert!(whole.is_empty() && faulty.is_empty());
     // A running save is not a leftover.
     clean(&root);
     assert_eq!(names(&started.path).len(), 2);
@@ -61,15 +62,15 @@ fn a_checkpoint_is_whole_once_it_has_an_index() {
     let again = save(&root, 7);
     expect(&root, &["step-00000007", "step-00000007-2"]);
     assert!(again.name > saved.name);
-    assert_eq!(whole(&root, |_, _| {}).unwrap().len(), 2);
+    assert_eq!(Listing::of(&root).unwrap().whole.len(), 2);
     clean(&root);
     expect(&root, &["step-00000007", "step-00000007-2"]);
     // Damaged checkpoints are reported.
     fs::remove_file(again.path.join("model.safetensors")).unwrap();
-    let reported = std::cell::RefCell::new(Vec::new());
-    let found = whole(&root, |path, reason| reported.borrow_mut().push((path.to_path_buf(), reason))).unwrap();
-    assert_eq!(found.len(), 1);
-    assert_eq!(*reported.borrow(), [(again.path, "model.safetensors is missing".to_string())]);
+    let Listing { whole, faulty } = Listing::of(&root).unwrap();
+    assert_eq!((whole.len(), faulty.len()), (1, 1));
+    let missing = Fault::Damaged("model.safetensors is missing".to_string());
+    assert_eq!((&faulty[0].path, &faulty[0].fault), (&again.path, &missing));
 }
 
 #[test]

@@ -1,0 +1,51 @@
+//! A run that continues from an older checkpoint, since the newest is damaged, says so once, on rank 0.
+use crate::common::ranks;
+use crate::logger::{self, LOG};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
+use std::path::Path;
+
+/// The warnings of two ranks that load the newest checkpoint, and its step.
+fn load(folder: &Path) -> (Vec<String>, Option<u64>) {
+    LOG.0.lock().unwrap().clear();
+    let steps = ranks(2, |pg| {
+        let options = CheckpointerOptions { resume: true, ..Default::default() };
+        let mut checkpointer = Checkpointer::new(&pg, folder, options)?;
+        let mut best = 0f64;
+        let step = checkpointer.load_latest(("best", &mut best))?;
+        // It is known to be damaged by now.
+        checkpointer.load_latest(("best", &mut best))?;
+        checkpointer.steps()?;
+        Ok(step)
+    });
+    (std::mem::take(&mut *LOG.0.lock().unwrap()), steps.unwrap()[1])
+}
+
+#[test]
+fn a_checkpoint_that_is_passed_over_is_told_of_once() {
+    let _turn = logger::collect();
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let options = CheckpointerOptions { keep: 9, ..Default::default() };
+        let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+        (1..=3).try_for_each(|step| checkpointer.save(step, ("best", &mut (step as f64))).map(drop))?;
+        checkpointer.finish()
+    })
+    .unwrap();
+    assert_eq!(load(folder.path()), (vec![], Some(3)));
+    // A bit of the value, and an index.
+    let file = folder.path().join("step-00000003/best.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let last = bytes.len() - 3;
+    bytes[last] ^= 16;
+    std::fs::write(&file, bytes).unwrap();
+    std::fs::write(folder.path().join("step-00000002/checkpoint.json"), "{").unwrap();
+    let (told, step) = load(folder.path());
+    assert_eq!((told.len(), step), (2, Some(1)), "{told:?}");
+    let one =
+        |words: [&str; 2]| assert!(told.iter().any(|text| words.iter().all(|word| text.contains(word))), "{told:?}");
+    one([
+        "step-00000003 is damaged and skipped: on rank 0",
+        "best.safetensors is damaged: its tensors do not have the hash",
+    ]);
+    one(["step-00000002 is damaged and skipped", "its checkpoint.json is damaged"]);
+}
