@@ -1,6 +1,11 @@
 //! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
 mod context;
 mod convert;
+/// The ranks to which there is no connection; the others of the group if it is unknown which.
+fn others(peers: &[usize]) -> String {
+    if peers.is_empty() { "the others of its group".to_string() } else { format!("rank(s) {}", ranks(peers)) }
+}
+
 #[cfg(test)]
 mod tests;
 mod text;
@@ -85,11 +90,11 @@ pub enum Error {
 
     // Collectives
     /// A group whose ranks could not all be connected to each other.
-    #[error("rank {rank} has no connection to rank(s) {} (time-out {timeout:?}): {}", ranks(peers), Printable(reason))]
+    #[error("rank {rank} has no connection to {} (time-out {timeout:?}): {}", others(peers), Printable(reason))]
     Connect {
         /// This rank.
         rank: usize,
-        /// The ranks that it could not connect to.
+        /// The ranks that it could not connect to; empty if it is unknown which.
         peers: Vec<usize>,
         /// The time-out of the group's construction.
         timeout: Duration,

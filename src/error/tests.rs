@@ -13,6 +13,7 @@ fn what_peers_say_cannot_drive_a_terminal() {
 fn a_list_of_very_many_ranks_is_cut() {
     let connect = |peers| Error::Connect { rank: 0, peers, timeout: Duration::from_secs(1), reason: String::new() };
     assert!(connect(vec![1, 2]).to_string().starts_with("rank 0 has no connection to rank(s) [1, 2] (time-out 1s)"));
+    assert_eq!(connect(vec![]).to_string(), "rank 0 has no connection to the others of its group (time-out 1s): ");
     let text = connect((1..256).collect()).to_string();
     assert!(text.contains("rank(s) [1, 2, 3,") && text.contains(", 20 and 235 more] (time-out"), "{text}");
     let (missing, timeout) = ((1..256).collect(), Duration::from_secs(1));

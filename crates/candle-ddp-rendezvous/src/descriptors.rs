@@ -37,13 +37,17 @@ pub fn open() -> usize {
 pub fn check_limit(open: usize, more: usize, purpose: &str) -> Result<(), String> {
     raise_limit();
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
-    let needed = open.max(OTHERS) + more;
+    let needed = open.max(OTHERS).saturating_add(more);
     if needed as u64 <= limit {
         return Ok(());
     }
+    let use_of_them = match more {
+        0 => format!("has {open} files and connections open already"),
+        _ => format!("needs {more} for {purpose}"),
+    };
     Err(format!(
         "it is {limit} on host {}, even after it was raised to the hard limit, but must be at least {needed}: this \
-         process needs {more} for {purpose}. Raise the hard limit (`ulimit -Hn`, limits.conf, the container's or \
+         process {use_of_them}. Raise the hard limit (`ulimit -Hn`, limits.conf, the container's or \
          Slurm's settings)",
         crate::host::host_name()
     ))
@@ -61,5 +65,10 @@ mod tests {
         assert_eq!(limit().map(|limit| limit as u64), now);
         let text = check_limit(3, usize::MAX / 2, "a test").unwrap_err();
         assert!(text.contains(&format!("it is {}", now.unwrap())) && text.contains("for a test"), "{text}");
+        let text = check_limit(usize::MAX, 0, "no connections").unwrap_err();
+        assert!(
+            text.contains("this process has 18446744073709551615 files and connections open already. Raise"),
+            "{text}"
+        );
     }
 }

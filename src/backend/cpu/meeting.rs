@@ -31,6 +31,9 @@ struct Card {
     info: PeerInfo,
 }
 
+/// Why a meeting fails to which all ranks have come.
+const ALL_THERE: &str = "all ranks have come, but one of them has not told the others in time how to reach each other: it has \
+                         stopped, or lost its connection to the store. Look for the first error in the output of all ranks";
 /// How many ranks have published their cards.
 const COUNT: &str = "count";
 /// The table of all ranks, once all have, or else [`FAILED`] and a rank that cannot be met, perhaps with the reason.
@@ -43,6 +46,16 @@ const TWICE: &str = "two processes say that they are this rank: give each its ow
 impl Connector<'_> {
     /// Meets the other ranks. `info` is this rank's.
     pub(super) fn meet(&self, info: PeerInfo) -> Result<Met> {
+        self.meet_in_store(info).map_err(|error| match error {
+            Error::Rendezvous(rendezvous::Error::StoreTimeout { operation, store, timeout, reason }) => {
+                let operation = format!("rank {} meets the others of its group: {operation}", self.rank);
+                rendezvous::Error::StoreTimeout { operation, store, timeout, reason }.into()
+            }
+            error => error,
+        })
+    }
+
+    fn meet_in_store(&self, info: PeerInfo) -> Result<Met> {
         let refused = |error: std::io::Error| {
             let hint = if is_shortage(&error) { format!(" ({SHORTAGE_HINT})") } else { String::new() };
             Error::io(format!("rank {}: listening on {}{hint}", self.rank, self.address), error)
@@ -140,6 +153,7 @@ impl Connector<'_> {
             Err(rendezvous::Error::StoreTimeout { operation, store, reason, .. }) => {
                 let nth = |index: usize| key(ranks[index]);
                 Err(match absent_ranks(self.store, 0..ranks.len(), &nth) {
+                    Ok(absent) if absent.is_empty() => self.failed(&[], ALL_THERE),
                     Ok(absent) => {
                         let absent: Vec<usize> = absent.into_iter().map(|index| ranks[index]).collect();
                         self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}"))

@@ -1,5 +1,6 @@
 //! Failures while a group is created.
 use super::*;
+use candle_ddp::rendezvous;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
@@ -34,6 +35,83 @@ fn a_rank_that_never_comes_is_named() {
             assert!(error.contains("new_group with the same ranks"), "{error}");
         }
     });
+}
+
+/// A store that one rank loses when it has met all others: it cannot tell them so.
+struct Lost(Arc<dyn Store>);
+
+impl Store for Lost {
+    fn set(&self, key: &str, value: &[u8]) -> rendezvous::Result<()> {
+        if key != "complete" {
+            return self.0.set(key, value);
+        }
+        Err(rendezvous::Error::StoreTimeout {
+            operation: format!("set {key}"),
+            store: "node0:1".to_string(),
+            timeout: TIMEOUT,
+            reason: "the server does not answer".to_string(),
+        })
+    }
+
+    fn get(&self, key: &str) -> rendezvous::Result<Vec<u8>> {
+        self.0.get(key)
+    }
+
+    fn add(&self, key: &str, amount: i64) -> rendezvous::Result<i64> {
+        self.0.add(key, amount)
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> rendezvous::Result<Vec<u8>> {
+        self.0.compare_set(key, expected, desired)
+    }
+
+    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> rendezvous::Result<()> {
+        self.0.wait(keys, timeout)
+    }
+
+    fn check(&self, keys: &[&str]) -> rendezvous::Result<bool> {
+        self.0.check(keys)
+    }
+
+    fn delete(&self, key: &str) -> rendezvous::Result<bool> {
+        self.0.delete(key)
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> rendezvous::Result<()> {
+        self.0.append(key, value)
+    }
+
+    fn multi_get(&self, keys: &[&str]) -> rendezvous::Result<Vec<Vec<u8>>> {
+        self.0.multi_get(keys)
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> rendezvous::Result<()> {
+        self.0.multi_set(pairs)
+    }
+
+    fn num_keys(&self) -> rendezvous::Result<usize> {
+        self.0.num_keys()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.0.timeout()
+    }
+}
+
+#[test]
+fn a_network_that_fails_at_the_end_of_the_meeting_is_not_an_absent_rank() {
+    let store: Arc<dyn Store> = Arc::new(Lost(store()));
+    let hasty = CpuOptions { timeout: TIMEOUT, ..options() };
+    let join = |rank| CpuCommunicator::new(store.clone(), rank, 3, hasty.clone()).err().unwrap().to_string();
+    let errors: Vec<String> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || join(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let lost: Vec<_> = errors.iter().filter(|error| error.contains("the server does not answer")).collect();
+    let prefix = " meets the others of its group: set complete timed out after 4s on the store node0:1";
+    assert!(lost.len() == 1 && lost[0].starts_with("rank ") && lost[0].contains(prefix), "{errors:?}");
+    let others = "has no connection to the others of its group (time-out 4s): all ranks have come, but one of them has not told";
+    assert_eq!(errors.iter().filter(|error| error.contains(others)).count(), 2, "{errors:?}");
 }
 
 #[test]

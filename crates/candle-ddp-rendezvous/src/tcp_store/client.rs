@@ -169,8 +169,9 @@ impl TcpStore {
         let (operation, store) = (operation(), self.name());
         match error {
             LinkError::Timeout => {
-                let reason = "the server does not answer".to_string();
-                Error::StoreTimeout { operation, store, timeout, reason }
+                let reason = "the server does not answer: the network between this host and that of the store has failed, or the \
+                              process that hosts it (rank 0, or the launcher) is stopped";
+                Error::StoreTimeout { operation, store, timeout, reason: reason.to_string() }
             }
             LinkError::Protocol(reason) => Error::Store { operation, store, reason },
             LinkError::Refused(reason) => Error::Secret { operation, peer: store, reason },
