@@ -2,7 +2,7 @@
 //! candle.
 //!
 //! ```text
-//! cargo bench --bench ddp_step [-- --rounds 30 --threads 1]
+//! cargo bench --bench ddp_step [-- --rounds 30 --threads 1 --model MLP]
 //! ```
 //!
 //! Both train in one process and alternate steps, so that other load on the machine affects both equally. Without
@@ -34,6 +34,9 @@ struct Options {
     /// The number of threads of candle's kernels (RAYON_NUM_THREADS).
     #[arg(long, default_value_t = 1)]
     threads: usize,
+    /// Measures only models whose names contain this.
+    #[arg(long, default_value = "")]
+    model: String,
 }
 
 /// The duration of a step's parts in milliseconds.
@@ -43,8 +46,8 @@ const PARTS: [&str; 3] = ["forward", "backward", "optimizer"];
 fn main() -> ExitCode {
     // Other arguments are for cargo test's own harness.
     let measure = std::env::args().any(|argument| argument == "--bench");
-    let Options { rounds, threads, .. } =
-        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1 } };
+    let Options { rounds, threads, model, .. } =
+        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1, model: String::new() } };
     // candle reads the number of threads from the environment, which a program can only set for its children.
     if std::env::var("RAYON_NUM_THREADS").as_deref() != Ok(threads.to_string().as_str()) {
         return match restart(threads) {
@@ -53,7 +56,8 @@ fn main() -> ExitCode {
         };
     }
     let models = if measure { MODELS } else { SMOKE_MODELS };
-    match spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model, rounds))) {
+    let models = || models.iter().filter(|this| this.name.contains(&model));
+    match spawn(1, |pg| models().try_for_each(|model| bench(&pg, model, rounds))) {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => fail(&error),
     }

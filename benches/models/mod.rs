@@ -12,13 +12,15 @@ pub(crate) struct Model {
 }
 
 /// The models that are measured.
-pub(crate) const MODELS: [Model; 2] = [
+pub(crate) const MODELS: &[Model] = &[
     Model { name: "MLP 6×1024, batch 256", build: mlp, input: &[256, 1024] },
     Model { name: "convnet, batch 32", build: convnet, input: &[32, 3, 32, 32] },
+    // It computes nearly nothing, so its times are the cost of a parameter.
+    Model { name: "20,000 parameters of 8 elements", build: many_small, input: &[1] },
 ];
 
 /// Small models of the same kind, for smoke tests.
-pub(crate) const SMOKE_MODELS: [Model; 2] = [
+pub(crate) const SMOKE_MODELS: &[Model] = &[
     Model { name: "MLP 6×1024, batch 1", build: mlp, input: &[1, 1024] },
     Model { name: "convnet, batch 1", build: convnet, input: &[1, 3, 32, 32] },
 ];
@@ -45,6 +47,11 @@ pub(crate) fn loss(outputs: &Tensor) -> Result<Tensor> {
 
 fn mlp(vb: VarBuilder) -> Result<Sequential> {
     (0..6).try_fold(seq(), |layers, layer| Ok(layers.add(linear(1024, 1024, vb.pp(layer))?).add(Activation::Relu)))
+}
+
+fn many_small(vb: VarBuilder) -> Result<Sequential> {
+    let parameters = (0..20_000).map(|index| vb.get(8, &format!("p{index}"))).collect::<Result<Vec<_>>>()?;
+    Ok(seq().add_fn(move |x| Tensor::cat(&parameters, 0)?.broadcast_mul(x)))
 }
 
 fn convnet(vb: VarBuilder) -> Result<Sequential> {
