@@ -9,14 +9,20 @@
 //! one process. Each line of the output is a JSON object: `index_seconds`, the first opening, which makes the indices;
 //! `open_seconds`, every other one; `resume_seconds`, from a state in the middle of an epoch to the loader being there, and
 //! `first_batch_seconds`, from then to the first batch; and for a number of workers `samples_per_second`, with the samples of
-//! `BlockShuffle` in batches of 64.
+//! `BlockShuffle` in batches of 64. With `--cached`, the shards are read through a `RangeCache` in FOLDER/blocks, which the first round
+//! fills.
 //!
 //! Without `--bench` (as under `cargo test`), it reads a few samples as a smoke test.
-use candle_ddp::data::{BlockShuffle, DataLoader, Dataset, LoaderOptions, LoaderState, TarSample, TarShards};
+use candle_ddp::data::{
+    BlockShuffle, DataLoader, Dataset, FileVersion, LoaderOptions, LoaderState, RangeCache, RangeCacheOptions,
+    ReadRange, TarSample, TarShards,
+};
 use candle_ddp::{Error, ProcessGroup, Result};
 use clap::Parser;
 use std::fs::File;
-use std::io::BufWriter;
+use std::io::{self, BufWriter};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -42,6 +48,39 @@ struct Options {
     /// How many samples are read to measure the speed.
     #[arg(long, default_value_t = 200_000)]
     read: usize,
+    /// Read through a `RangeCache`.
+    #[arg(long)]
+    cached: bool,
+}
+
+/// A folder as a source of remote shards.
+struct Local(PathBuf);
+
+impl ReadRange for Local {
+    fn location(&self, file: &str) -> String {
+        self.0.join(file).display().to_string()
+    }
+
+    fn version(&self, file: &str) -> io::Result<FileVersion> {
+        let metadata = self.0.join(file).metadata()?;
+        Ok(FileVersion { len: metadata.len(), tag: format!("{:?}", metadata.modified()?) })
+    }
+
+    fn read_range(&self, file: &str, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        File::open(self.0.join(file))?.read_exact_at(&mut bytes, range.start)?;
+        Ok(bytes)
+    }
+}
+
+/// The shards of the folder.
+fn open(folder: &Path, options: &Options) -> Result<TarShards> {
+    if !options.cached {
+        return TarShards::in_folder(folder);
+    }
+    let cache = RangeCache::new(Local(folder.into()), folder.join("blocks"), RangeCacheOptions::default())?;
+    let names = (0..options.shards).map(|shard| format!("{shard:05}.tar"));
+    TarShards::remote(names, cache, folder)
 }
 
 fn main() -> Result<()> {
@@ -55,7 +94,7 @@ fn main() -> Result<()> {
         let context = format!("making shards in {}", folder.display());
         make(&folder, &options).map_err(|error| Error::Io { context, error })?;
     }
-    candle_ddp::spawn(1, |pg| measured(&pg, &folder, options.read))?;
+    candle_ddp::spawn(1, |pg| measured(&pg, &folder, &options))?;
     Ok(())
 }
 
@@ -82,11 +121,11 @@ fn seconds<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
     Ok((made, start.elapsed().as_secs_f64()))
 }
 
-fn measured(pg: &ProcessGroup, folder: &Path, read: usize) -> Result<()> {
-    let (_, first) = seconds(|| TarShards::in_folder(folder))?;
-    let (shards, open) = seconds(|| TarShards::in_folder(folder))?;
+fn measured(pg: &ProcessGroup, folder: &Path, options: &Options) -> Result<()> {
+    let (_, first) = seconds(|| open(folder, options))?;
+    let (shards, later) = seconds(|| open(folder, options))?;
     let samples = shards.len();
-    println!("{}", serde_json::json!({ "samples": samples, "index_seconds": first, "open_seconds": open }));
+    println!("{}", serde_json::json!({ "samples": samples, "index_seconds": first, "open_seconds": later }));
     let loader = |shards, num_workers| -> Result<DataLoader<TarShards, usize>> {
         let order = BlockShuffle::new(samples, Default::default())?;
         let collate = |samples: Vec<TarSample>| {
@@ -103,7 +142,7 @@ fn measured(pg: &ProcessGroup, folder: &Path, read: usize) -> Result<()> {
     for num_workers in [0, 1, 2] {
         // The second round finds the shards in the system's cache, as those of webdataset are.
         for round in 0..2 {
-            let batches = loader(TarShards::in_folder(folder)?, num_workers)?.epoch(0).take(read / 64 + 1);
+            let batches = loader(open(folder, options)?, num_workers)?.epoch(0).take(options.read / 64 + 1);
             let (count, seconds) = seconds(|| batches.map(|batch| batch.map(|_| 64)).sum::<Result<usize>>())?;
             let row = serde_json::json!({ "workers": num_workers, "round": round, "samples_per_second": count as f64 / seconds });
             println!("{row}");

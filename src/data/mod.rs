@@ -38,7 +38,7 @@ pub use options::{LoaderOptions, Remainder, SamplerOptions};
 pub use order::{EpochOrder, Order};
 pub use randperm::{Permutation, randperm};
 pub use range_cache::{RangeCache, RangeCacheOptions};
-pub use read_range::ReadRange;
+pub use read_range::{FileVersion, ReadRange};
 pub use sampler::{DistributedSampler, SamplerIter};
 pub use state::LoaderState;
 pub use tar::{TarOptions, TarSample, TarShards};

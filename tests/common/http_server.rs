@@ -1,5 +1,6 @@
-//! An HTTP server of files with ranges, which may fail or be slow.
+//! An HTTP server of files with ranges and ETags, which may fail or be slow.
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,6 +53,13 @@ impl Server {
     }
 }
 
+/// What changes with the content.
+fn etag(file: &[u8]) -> String {
+    let mut hasher = DefaultHasher::new();
+    file.hash(&mut hasher);
+    format!("\"{:016x}\"", hasher.finish())
+}
+
 fn answer(mut connection: TcpStream, files: &HashMap<String, Vec<u8>>, mood: &Mutex<Mood>, requests: &AtomicUsize) {
     let lines = BufReader::new(connection.try_clone().unwrap()).lines().map_while(io::Result::ok);
     // All of them: a connection that is closed with unread bytes loses its answer.
@@ -76,7 +84,7 @@ fn answer(mut connection: TcpStream, files: &HashMap<String, Vec<u8>>, mood: &Mu
         }
         _ if matches!(mood, Mood::Failing(count) if number < count) => head("503 Service Unavailable", 0, ""),
         (None, _) => head("404 Not Found", 0, ""),
-        (Some(file), None) if method == "HEAD" => head("200 OK", file.len(), ""),
+        (Some(file), None) if method == "HEAD" => head("200 OK", file.len(), &format!("ETag: {}\r\n", etag(file))),
         (Some(file), Some(range)) if range.start < file.len() => {
             let body = &file[range.start..range.end.min(file.len())];
             let place =

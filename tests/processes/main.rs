@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod allreduce;
 mod bert_classifier;
+mod cache;
 mod cause;
 mod char_gpt;
 mod checkpointer;

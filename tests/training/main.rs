@@ -1,5 +1,6 @@
 //! Models, gradients, optimizers, data and checkpoints, with ranks as threads.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod cache_files;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../common/http_server.rs"]
@@ -10,6 +11,7 @@ mod layers;
 mod model;
 #[path = "../common/programs.rs"]
 mod programs;
+mod tar_archives;
 #[path = "../common/tar_files.rs"]
 mod tar_files;
 #[path = "../common/weights.rs"]

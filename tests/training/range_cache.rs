@@ -2,7 +2,7 @@
 use crate::common::ranks;
 use crate::http_server::{Mood, Server};
 use crate::tar_files::{files, shard};
-use candle_ddp::data::{Dataset, RangeCache, RangeCacheOptions, ReadRange, TarShards};
+use candle_ddp::data::{Dataset, FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarShards};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
 use std::fs;
@@ -21,27 +21,44 @@ struct Http {
     timeout: Duration,
 }
 
-impl ReadRange for Http {
-    fn read_range(&self, file: &str, range: Range<u64>) -> io::Result<Vec<u8>> {
+impl Http {
+    /// The length and the tag of an answer, and its body if there is one.
+    fn ask(&self, request: &str) -> io::Result<(FileVersion, BufReader<TcpStream>)> {
         let mut connection = TcpStream::connect(self.address)?;
         connection.set_read_timeout(Some(self.timeout))?;
-        write!(connection, "GET /{file} HTTP/1.1\r\nRange: bytes={}-{}\r\n\r\n", range.start, range.end - 1)?;
+        write!(connection, "{request}\r\n\r\n")?;
         let mut reader = BufReader::new(connection);
         let mut lines = reader.by_ref().lines();
         let status = lines.next().ok_or(ErrorKind::UnexpectedEof)??;
-        let mut length = 0;
+        let mut version = FileVersion { len: 0, tag: String::new() };
         for line in lines.map_while(io::Result::ok).take_while(|line| !line.is_empty()) {
-            if let Some(found) = line.strip_prefix("Content-Length: ") {
-                length = found.parse().map_err(io::Error::other)?;
+            match line.split_once(": ") {
+                Some(("Content-Length", len)) => version.len = len.parse().map_err(io::Error::other)?,
+                Some(("ETag", tag)) => version.tag = tag.to_string(),
+                _ => {}
             }
         }
         match status.split(' ').nth(1) {
-            Some("206") => {}
-            Some("416") => return Ok(Vec::new()),
-            Some("404") => return Err(ErrorKind::NotFound.into()),
-            _ => return Err(io::Error::other(status)),
+            Some("200" | "206") => Ok((version, reader)),
+            Some("404") => Err(ErrorKind::NotFound.into()),
+            _ => Err(io::Error::other(status)),
         }
-        let mut body = vec![0; length];
+    }
+}
+
+impl ReadRange for Http {
+    fn location(&self, file: &str) -> String {
+        format!("http://{}/{file}", self.address)
+    }
+
+    fn version(&self, file: &str) -> io::Result<FileVersion> {
+        self.ask(&format!("HEAD /{file} HTTP/1.1")).map(|(version, _)| version)
+    }
+
+    fn read_range(&self, file: &str, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let (start, last) = (range.start, range.end - 1);
+        let (version, mut reader) = self.ask(&format!("GET /{file} HTTP/1.1\r\nRange: bytes={start}-{last}"))?;
+        let mut body = vec![0; version.len as usize];
         reader.read_exact(&mut body)?;
         Ok(body)
     }
@@ -95,13 +112,14 @@ fn shards_behind_http_are_read_once_by_all_ranks() {
         pg.barrier()
     })
     .unwrap();
-    // 11 blocks of each shard, the last of which needs another request; the ranks' caches are not the same one.
-    assert!((2 * 12..=3 * 2 * 12).contains(&server.requests()), "{} requests", server.requests());
-    // Whoever comes later reads nothing again, even if nobody answers.
-    server.in_mood(Mood::Silent);
+    // 11 blocks of each shard, and the version before them and after each; the ranks' caches are not the same one.
+    assert!((2 * 23..=3 * 2 * 23).contains(&server.requests()), "{} requests", server.requests());
+    // Whoever comes later reads nothing again, and asks for the versions of the shards that it reads.
+    server.in_mood(Mood::Well);
     let shards = open(&server, cache.path(), indices.path()).unwrap();
-    assert_eq!((shards.len(), text(&shards, 39).unwrap()), (40, "content of 00039".to_string()));
-    assert_eq!(server.requests(), 0);
+    assert_eq!((shards.len(), server.requests()), (40, 0));
+    (20..40).for_each(|index| assert_eq!(text(&shards, index).unwrap(), format!("content of {index:05}")));
+    assert_eq!(server.requests(), 1);
 }
 
 #[test]
@@ -124,14 +142,16 @@ fn reads_that_fail_are_tried_again_and_end() {
             other => panic!("{other:?}"),
         }
         // The first attempt, and two more.
-        assert_eq!(server.requests(), 3);
+        let of_version = if mood == Mood::Cut { 1 } else { 0 };
+        assert_eq!(server.requests(), of_version + 3);
         assert_eq!(bytes_in(empty.path()), 0);
     };
     // Sample 25 is the sixth of its shard, which have 2048 bytes each.
     let place = "at byte 10240: reading 2048 bytes: bytes 8192..12288 of train/1.tar, attempt 3: ";
-    fails(Mood::Failing(usize::MAX), Duration::from_secs(60), &[place, "503"]);
+    let version = "the version of train/1.tar, attempt 3: ";
+    fails(Mood::Failing(usize::MAX), Duration::from_secs(60), &[version, "503"]);
     fails(Mood::Cut, Duration::from_secs(60), &[place]);
-    fails(Mood::Silent, Duration::from_millis(100), &[place]);
+    fails(Mood::Silent, Duration::from_millis(100), &[version]);
     // A missing file does not appear by waiting.
     server.in_mood(Mood::Well);
     let source = RangeCache::new(http(&server), cache.path(), options()).unwrap();
@@ -148,12 +168,18 @@ struct Counting {
 }
 
 impl ReadRange for Counting {
+    fn location(&self, file: &str) -> String {
+        format!("counting/{file}")
+    }
+
+    fn version(&self, _: &str) -> io::Result<FileVersion> {
+        Ok(FileVersion { len: self.len, tag: "1".to_string() })
+    }
+
     fn read_range(&self, _: &str, range: Range<u64>) -> io::Result<Vec<u8>> {
         self.reads.fetch_add(1, Ordering::SeqCst);
-        let end = range.end.min(self.len);
-        let begin = range.start.min(end);
-        let end = if end > begin + 1 { end - self.short_by } else { end };
-        Ok((begin..end).map(|at| (at % 251) as u8).collect())
+        assert!(!range.is_empty() && range.end <= self.len, "{range:?}");
+        Ok((range.start..range.end - self.short_by).map(|at| (at % 251) as u8).collect())
     }
 }
 
@@ -168,7 +194,7 @@ fn any_range_is_what_the_source_has() {
     let ends = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 10 * BLOCK, 10 * BLOCK + 5, 10 * BLOCK + 6, 30 * BLOCK];
     for begin in ends {
         for end in ends.into_iter().filter(|end| *end >= begin) {
-            let expected = source.read_range("a", begin..end).unwrap();
+            let expected: Vec<u8> = (begin..end.min(source.len)).map(|at| (at % 251) as u8).collect();
             assert_eq!(cache.read_range("a", begin..end).unwrap(), expected, "{begin}..{end}");
         }
     }
@@ -182,14 +208,18 @@ fn any_range_is_what_the_source_has() {
 #[test]
 fn a_cache_keeps_no_more_than_its_limit() {
     let (source, folder) = (counting(100 * BLOCK, 0), tempdir().unwrap());
-    let options = RangeCacheOptions { max_bytes: 5 * BLOCK, ..options() };
+    // A little more than five blocks, for their heads.
+    let options = RangeCacheOptions { max_bytes: 5 * BLOCK + 1000, ..options() };
     let cache = RangeCache::new(source.clone(), folder.path(), options).unwrap();
-    fs::write(folder.path().join("notes"), "are not the cache's").unwrap();
+    // Files of others that come later: the end of their names does not make them blocks, nor does the whole name.
+    let others = ["notes", "mine.block", "0123456789abcdef.ddp-block"].map(|name| folder.path().join(name));
+    others.iter().for_each(|path| fs::write(path, "are not the cache's").unwrap());
     for block in 0..100 {
         cache.read_range("a", block * BLOCK..block * BLOCK + 10).unwrap();
-        let kept = bytes_in(folder.path()) - 19;
-        assert_eq!(kept, (block + 1).min(5) * BLOCK, "after block {block}");
+        let kept = fs::read_dir(folder.path()).unwrap().count() - others.len();
+        assert_eq!(kept, (block + 1).min(5) as usize, "after block {block}");
     }
+    assert!(others.iter().all(|path| fs::read(path).unwrap() == b"are not the cache's"));
     assert_eq!(source.reads.load(Ordering::SeqCst), 100);
     // The last ones are there, and the first ones are not.
     cache.read_range("a", 98 * BLOCK..100 * BLOCK).unwrap();

@@ -1,5 +1,5 @@
 //! A folder of an object store as a source of tar shards.
-use candle_ddp::data::ReadRange;
+use candle_ddp::data::{FileVersion, ReadRange};
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
@@ -15,6 +15,8 @@ use url::{Position, Url};
 #[derive(Debug)]
 pub struct Bucket {
     store: Box<dyn ObjectStore>,
+    /// What tells it from all other folders.
+    url: String,
     folder: Path,
     runtime: Runtime,
 }
@@ -27,6 +29,7 @@ impl Bucket {
         let (scheme, folder) = ObjectStoreScheme::parse(&url).map_err(Error::other)?;
         // RangeCache tries again, after any failure.
         let retry = RetryConfig { max_retries: 0, ..Default::default() };
+        let name = url.to_string();
         Self::new(
             match scheme {
                 ObjectStoreScheme::AmazonS3 => {
@@ -45,34 +48,50 @@ impl Bucket {
                 }
                 _ => return Err(Error::new(ErrorKind::Unsupported, format!("{url} is in no object store"))),
             },
+            name,
             folder,
         )
     }
 
-    /// The folder `folder` of any store.
-    pub fn new(store: Box<dyn ObjectStore>, folder: Path) -> Result<Self> {
-        Ok(Self { store, folder, runtime: Runtime::new()? })
+    /// The folder `folder` of any store. What is kept on disks is found again by `url`, so no other folder may have the same one.
+    pub fn new(store: Box<dyn ObjectStore>, url: String, folder: Path) -> Result<Self> {
+        Ok(Self { store, url, folder, runtime: Runtime::new()? })
+    }
+
+    fn path(&self, file: &str) -> Path {
+        self.folder.parts().chain(Path::from(file).parts()).collect()
     }
 }
 
 impl ReadRange for Bucket {
-    fn read_range(&self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
-        let path: Path = self.folder.parts().chain(Path::from(file).parts()).collect();
-        let read = async {
-            let end = range.end.min(self.store.head(&path).await?.size);
-            if range.start >= end {
-                return Ok(Vec::new());
-            }
-            Ok(self.store.get_range(&path, range.start..end).await?.to_vec())
+    fn location(&self, file: &str) -> String {
+        format!("{}/{file}", self.url.trim_end_matches('/'))
+    }
+
+    fn version(&self, file: &str) -> Result<FileVersion> {
+        let found = self.runtime.block_on(self.store.head(&self.path(file))).map_err(kind)?;
+        let tag = match found.e_tag {
+            Some(tag) => tag,
+            // The time 0 stands for an answer that has none.
+            None if found.last_modified.timestamp() > 0 => found.last_modified.to_string(),
+            None => return Err(Error::new(ErrorKind::Unsupported, format!("{file} has neither ETag nor Last-Modified"))),
         };
-        self.runtime.block_on(read).map_err(|error: object_store::Error| {
-            use object_store::Error::{NotFound, PermissionDenied, Unauthenticated};
-            match error {
-                NotFound { .. } => Error::new(ErrorKind::NotFound, error),
-                PermissionDenied { .. } | Unauthenticated { .. } => Error::new(ErrorKind::PermissionDenied, error),
-                // Whatever may pass, such as a time-out.
-                error => Error::other(error),
-            }
-        })
+        Ok(FileVersion { len: found.size, tag })
+    }
+
+    fn read_range(&self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        let read = self.runtime.block_on(self.store.get_range(&self.path(file), range));
+        Ok(read.map_err(kind)?.to_vec())
+    }
+}
+
+/// RangeCache does not try again where that is hopeless.
+fn kind(error: object_store::Error) -> Error {
+    use object_store::Error::{NotFound, PermissionDenied, Unauthenticated};
+    match error {
+        NotFound { .. } => Error::new(ErrorKind::NotFound, error),
+        PermissionDenied { .. } | Unauthenticated { .. } => Error::new(ErrorKind::PermissionDenied, error),
+        // Whatever may pass, such as a time-out.
+        error => Error::other(error),
     }
 }

@@ -4,7 +4,7 @@ mod http_server;
 #[path = "../../../tests/common/tar_files.rs"]
 mod tar_files;
 
-use candle_ddp::data::{Dataset, RangeCache, RangeCacheOptions, ReadRange, TarShards};
+use candle_ddp::data::{Dataset, FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarShards};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
 use http_server::{Mood, Server};
@@ -40,7 +40,8 @@ fn s3(server: &Server, timeout: Duration) -> Bucket {
         .with_secret_access_key("secret")
         .with_client_options(ClientOptions::new().with_allow_http(true).with_timeout(timeout))
         .with_retry(RetryConfig { max_retries: 0, ..Default::default() });
-    Bucket::new(Box::new(store.build().unwrap()), Path::from("train")).unwrap()
+    let url = format!("http://{}/data/train", server.address);
+    Bucket::new(Box::new(store.build().unwrap()), url, Path::from("train")).unwrap()
 }
 
 const PATIENT: Duration = Duration::from_secs(60);
@@ -59,14 +60,18 @@ fn text(shards: &TarShards, index: usize) -> Result<String> {
 fn a_range_is_what_the_file_has() {
     let server = server();
     for bucket in [s3(&server, PATIENT), Bucket::open(&format!("http://{}/data/train", server.address)).unwrap()] {
-        let all = bucket.read_range("0.tar", 0..1 << 30).unwrap();
-        let len = all.len() as u64;
+        let FileVersion { len, tag } = bucket.version("0.tar").unwrap();
         assert!(len > 40_000 && len.is_multiple_of(512), "{len}");
-        for range in [0..1, 511..1025, len - 3..len + 3, len..len + 1, len + 5..len + 9, 7..7] {
-            let place = |at: u64| at.min(len) as usize;
-            assert_eq!(bucket.read_range("0.tar", range.clone()).unwrap(), all[place(range.start)..place(range.end)]);
+        assert_ne!(bucket.version("1.tar").unwrap().tag, tag);
+        assert_eq!(bucket.location("0.tar"), format!("http://{}/data/train/0.tar", server.address));
+        let all = bucket.read_range("0.tar", 0..len).unwrap();
+        assert_eq!(all.len() as u64, len);
+        for range in [0..1, 511..1025, len - 3..len] {
+            let expected = &all[range.start as usize..range.end as usize];
+            assert_eq!(bucket.read_range("0.tar", range.clone()).unwrap(), expected);
         }
         assert_eq!(bucket.read_range("nothing.tar", 0..1).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(bucket.version("nothing.tar").unwrap_err().kind(), ErrorKind::NotFound);
     }
     // Whoever tries again is the cache.
     server.in_mood(Mood::Failing(1));
@@ -105,12 +110,13 @@ fn a_server_that_fails_or_is_slow_is_an_error_in_the_end() {
                 assert_eq!(path, std::path::Path::new("1.tar"));
                 // Sample 25 is the sixth of its shard, which have 2048 bytes each.
                 let place = "at byte 10240: reading 2048 bytes: bytes 8192..12288 of 1.tar, attempt 3: ";
+                let place = if mood == Mood::Cut { place } else { "the version of 1.tar, attempt 3: " };
                 assert!(reason.contains(place), "{reason}");
             }
             other => panic!("{other:?}"),
         }
-        // The bucket itself does not try again: each attempt is a question for the size, and one for bytes if that is answered.
-        assert_eq!(server.requests(), if mood == Mood::Cut { 6 } else { 3 });
+        // The bucket itself does not try again: after the version, if that is given, there are three attempts.
+        assert_eq!(server.requests(), if mood == Mood::Cut { 4 } else { 3 });
         server.in_mood(Mood::Well);
     }
 }

@@ -1,35 +1,47 @@
 //! Where the samples of a shard are: made by reading its headers once, and kept in a file.
-use super::names::split;
-use super::read::{Shard, Stamp};
+use super::entries::Fault;
+use super::read::{Indexed, Shard, Stamp};
+use super::scan::scan;
 use crate::hash::content_64;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
 use rayon::prelude::*;
-use std::collections::HashSet;
-use std::ffi::OsString;
-use std::io::{Read, Seek, SeekFrom};
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use tar::Archive;
 
-/// The first word of every index. The version is its last digit.
-const MAGIC: u64 = u64::from_le_bytes(*b"ddp-tar1");
-/// The words before the samples: the magic, the shard's size and time, and a hash of its name.
-const HEADER: usize = 4;
+/// How every index begins. The version is its last digit.
+const MAGIC: &[u8; 8] = b"ddp-tar2";
+/// What all versions have in common.
+const MARK: &[u8] = b"ddp-tar";
+/// The words before the samples: the magic, a hash of whose index it is, the shard's stamp, and the number of samples.
+const HEADER: usize = 5;
 
 /// Where each sample of a shard begins, and how long it is, in bytes.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Index(Vec<[u64; 2]>);
+pub(super) struct Index {
+    pub(super) indexed: Indexed,
+    places: Vec<[u64; 2]>,
+}
 
 impl Index {
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.places.len()
     }
 
     /// The offset and the length of a sample.
     pub(super) fn place(&self, sample: usize) -> Option<(u64, usize)> {
-        self.0.get(sample).and_then(|[offset, len]| Some((*offset, usize::try_from(*len).ok()?)))
+        self.places.get(sample).and_then(|[offset, len]| Some((*offset, usize::try_from(*len).ok()?)))
     }
+}
+
+/// Whether a file is an index, of whatever shard.
+pub(in crate::data) fn is_index(path: &Path) -> bool {
+    let mut begin = [0; MARK.len()];
+    path.extension().is_some_and(|extension| extension == "index")
+        && File::open(path).and_then(|mut file| file.read_exact(&mut begin)).is_ok()
+        && begin == *MARK
 }
 
 /// The indices of all shards. Those that do not exist yet are made.
@@ -39,35 +51,44 @@ pub(super) fn of_all(shards: &[Shard], folder: Option<&Path>) -> Result<Vec<Inde
     let order: Vec<usize> = (0..shards.len()).map(|number| (number + first) % shards.len()).collect();
     let mut made = order
         .into_par_iter()
-        .map(|number| {
-            let shard = &shards[number];
-            let file = file_of(shard, folder);
-            let index = match load(shard, &file)? {
-                Some(index) => index,
-                None => {
-                    let index = scan(shard)?;
-                    save(&index, shard, &file)?;
-                    index
-                }
-            };
-            Ok((number, index))
-        })
+        .map(|number| Ok((number, of_shard(&shards[number], folder)?)))
         .collect::<Result<Vec<_>>>()?;
     made.sort_unstable_by_key(|(number, _)| *number);
     Ok(made.into_iter().map(|(_, index)| index).collect())
 }
 
-fn name_hash(shard: &Shard) -> u64 {
-    content_64(shard.path().as_os_str().as_bytes())
+fn of_shard(shard: &Shard, folder: Option<&Path>) -> Result<Index> {
+    let owner = owner_of(shard, folder.is_some())?;
+    let file = file_of(shard, folder, owner);
+    if let Some(index) = load(shard, owner, &file)? {
+        return Ok(index);
+    }
+    let index = made(shard, file)?;
+    save(&index, owner)?;
+    Ok(index)
 }
 
-fn file_of(shard: &Shard, folder: Option<&Path>) -> PathBuf {
+/// A hash of what tells the shard from all others that may have an index of this name.
+fn owner_of(shard: &Shard, in_folder: bool) -> Result<u64> {
+    if let Some(location) = shard.location()? {
+        return Ok(content_64(location.as_bytes()));
+    }
+    // An index beside its shard stays with it when their folder moves.
+    let path = match in_folder {
+        true => &std::fs::canonicalize(shard.path()).map_err(|error| shard.error(error.to_string()))?,
+        false => Path::new(shard.path().file_name().unwrap_or_default()),
+    };
+    Ok(content_64(path.as_os_str().as_bytes()))
+}
+
+fn file_of(shard: &Shard, folder: Option<&Path>, owner: u64) -> PathBuf {
     match folder {
-        // Shards of different folders may have the same name.
+        // Shards of different folders, or sources, may have the same name.
         Some(folder) => {
-            let mut name = shard.path().file_name().map_or_else(OsString::new, ToOwned::to_owned);
-            name.push(format!("-{:016x}.index", name_hash(shard)));
-            folder.join(name)
+            let name = shard.path().file_name().unwrap_or_default().to_string_lossy();
+            // No longer than a file's name may be.
+            let name: String = name.chars().take(50).collect();
+            folder.join(format!("{name}-{owner:016x}.index"))
         }
         None => {
             let mut path = shard.path().as_os_str().to_owned();
@@ -77,127 +98,144 @@ fn file_of(shard: &Shard, folder: Option<&Path>) -> PathBuf {
     }
 }
 
-/// The index in a file, unless there is none, or a damaged one.
-fn load(shard: &Shard, file: &Path) -> Result<Option<Index>> {
-    let bytes = match std::fs::read(file) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Error::io(format!("reading the index {}", file.display()), error)),
+/// The index in a file, unless there is none, or one that is not right.
+fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
+    let bad = |reason: &str| {
+        log::warn!("the index {} {reason}: it is made again", file.display());
+        Ok(None)
     };
-    let Some((stamp, index)) = parse(&bytes) else {
-        log::warn!("the index {} is damaged, or of another version: it is made again", file.display());
-        return Ok(None);
+    let reading = |error| Error::io(format!("reading the index {}", file.display()), error);
+    let words = match read(file) {
+        Ok(words) => words,
+        Err(Unread::Absent) => return Ok(None),
+        Err(Unread::Damaged) => return bad("is damaged, or of another version"),
+        Err(Unread::Foreign) => {
+            let reason =
+                "it is where an index should be, but is none: move it away, or choose TarOptions::index_folder";
+            return Err(Error::DataFile { path: file.to_path_buf(), reason: reason.to_string() });
+        }
+        Err(Unread::Failed(error)) => return Err(reading(error)),
     };
-    match stamp.changed(shard.stamp) {
-        None => Ok(Some(index)),
-        Some(reason) => {
-            let hint = format!("If that is right, remove {}, and a new one is made", file.display());
-            Err(shard.error(format!("{reason}. {hint}")))
+    let Some((found, stamp, places)) = parse(&words) else { return bad("is damaged") };
+    if found != owner {
+        return bad("is that of another shard");
+    }
+    let indexed = Indexed { stamp, file: file.to_path_buf() };
+    // Those elsewhere are compared when they are first read: to ask for the version of all of them takes time.
+    if !shard.is_remote() {
+        shard.compare(&indexed, shard.stamp()?)?;
+    }
+    Ok(Some(Index { indexed, places }))
+}
+
+/// Why there are no words of an index.
+enum Unread {
+    Absent,
+    Damaged,
+    /// Somebody else's file.
+    Foreign,
+    Failed(io::Error),
+}
+
+impl From<io::Error> for Unread {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::NotFound => Self::Absent,
+            ErrorKind::UnexpectedEof => Self::Damaged,
+            ErrorKind::IsADirectory => Self::Foreign,
+            _ => Self::Failed(error),
         }
     }
 }
 
-fn parse(bytes: &[u8]) -> Option<(Stamp, Index)> {
-    let (words, []) = bytes.as_chunks::<8>() else { return None };
-    let (hash, content) = words.split_last()?;
-    if content.first().map(|word| u64::from_le_bytes(*word)) != Some(MAGIC)
-        || content_64(content.as_flattened()) != u64::from_le_bytes(*hash)
-    {
-        return None;
+/// The words of an index. No more is read than its header says, which must be what the file has.
+fn read(path: &Path) -> Result<Vec<u64>, Unread> {
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    let mut begin = [0; MAGIC.len()];
+    let taken = begin.len().min(usize::try_from(len).unwrap_or(usize::MAX));
+    file.read_exact(&mut begin[..taken])?;
+    // The system may have failed before the bytes were on the disk.
+    if taken > 0 && !begin.starts_with(MARK) {
+        return Err(Unread::Foreign);
     }
-    let (header, samples) = content.split_at_checked(HEADER)?;
-    let stamp = Stamp { size: u64::from_le_bytes(header[1]), modified: i64::from_le_bytes(header[2]) };
-    let (samples, []) = samples.as_chunks::<2>() else { return None };
-    Some((stamp, Index(samples.iter().map(|sample| sample.map(u64::from_le_bytes)).collect())))
+    let mut header = [0; 8 * (HEADER - 1)];
+    file.read_exact(&mut header)?;
+    let (header, _) = header.as_chunks::<8>();
+    let mut words: Vec<u64> = [begin].iter().chain(header).map(|word| u64::from_le_bytes(*word)).collect();
+    let [_, _, size, _, samples] = words[..] else { return Err(Unread::Damaged) };
+    // Each sample takes a block at least.
+    let expected = samples.checked_mul(16).and_then(|bytes| bytes.checked_add(8 * (HEADER as u64 + 1)));
+    if begin != *MAGIC || samples > size / 512 || expected != Some(len) {
+        return Err(Unread::Damaged);
+    }
+    let mut rest = vec![0; len as usize - 8 * HEADER];
+    file.read_exact(&mut rest)?;
+    words.extend(rest.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)));
+    Ok(words)
 }
 
-fn save(index: &Index, shard: &Shard, file: &Path) -> Result<()> {
-    let header = [MAGIC, shard.stamp.size, shard.stamp.modified.cast_unsigned(), name_hash(shard)];
-    let words = header.iter().chain(index.0.as_flattened());
-    let mut bytes: Vec<u8> = words.flat_map(|word| word.to_le_bytes()).collect();
-    bytes.extend(content_64(&bytes).to_le_bytes());
+/// Whose index it is, of which stamp, and the places of the samples, if the words are as they were written.
+fn parse(words: &[u64]) -> Option<(u64, Stamp, Vec<[u64; 2]>)> {
+    let (hash, content) = words.split_last()?;
+    if hash_of(content) != *hash {
+        return None;
+    }
+    let (&[_, owner, size, version, _], places) = content.split_first_chunk::<HEADER>()?;
+    let (places, []) = places.as_chunks::<2>() else { return None };
+    let mut end = 0;
+    for [offset, len] in places {
+        let begins_after = *offset >= end;
+        end = offset.checked_add(*len).filter(|end| begins_after && *end <= size)?;
+    }
+    Some((owner, Stamp { size, version }, places.to_vec()))
+}
+
+fn hash_of(words: &[u64]) -> u64 {
+    content_64(&bytes_of(words))
+}
+
+fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn save(index: &Index, owner: u64) -> Result<()> {
+    let Indexed { stamp: Stamp { size, version }, file } = &index.indexed;
+    let header = [u64::from_le_bytes(*MAGIC), owner, *size, *version, index.len() as u64];
+    let mut words: Vec<u64> = header.iter().chain(index.places.as_flattened()).copied().collect();
+    words.push(hash_of(&words));
+    let bytes = bytes_of(&words);
     let written =
         PreparedFile::write(file, &Progress::default(), |to| to.write_all(&bytes)).and_then(PreparedFile::commit);
     written.map_err(|error| {
         let hint =
             "an index is kept beside its shard, or in TarOptions::index_folder; choose a folder that may be written";
-        Error::io(hint, std::io::Error::other(error))
+        Error::io(hint, io::Error::other(error))
     })
 }
 
-/// Reads all headers.
-fn scan(shard: &Shard) -> Result<Index> {
-    let mut samples = Samples::default();
-    // The end of the last file, where the next header begins.
-    let mut end = 0;
-    let opened = shard.reader().map_err(|error| shard.error(error.to_string()))?;
-    let mut archive = Archive::new(opened);
-    let entries = archive.entries_with_seek().map_err(|error| shard.error_at(0, error))?;
-    for entry in entries {
-        let entry = entry.map_err(|error| {
-            let hint = if end == 0 { " (it must be a plain tar file, not a compressed one)" } else { "" };
-            shard.error_at(end, format!("{error}{hint}"))
-        })?;
-        let (begin, kind) = (end, entry.header().entry_type());
-        let data_end = entry.raw_file_position().checked_add(entry.size()).filter(|end| *end < u64::MAX - 512);
-        let path = entry.path_bytes();
-        end = data_end.ok_or_else(|| shard.error_at(begin, "the size of its file overflows"))?.div_ceil(512) * 512;
-        if kind.is_gnu_sparse() {
-            return Err(shard.error_at(begin, "a sparse file, which is not supported: make the shard without --sparse"));
-        }
-        if let Some((key, name)) = split(&path).filter(|_| kind.is_file()) {
-            samples.add(key, name, begin, end).map_err(|reason| shard.error_at(begin, reason))?;
-        }
-    }
-    // A tar file ends with a block of zeros, and one that is cut off has none.
-    let mut block = [0; 512];
-    let mut reader = archive.into_inner();
-    let ended = reader.seek(SeekFrom::Start(end)).and_then(|_| reader.read_exact(&mut block));
-    match ended {
-        Ok(()) => Ok(Index(samples.places)),
-        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-            let last = samples.places.last().map_or(0, |[begin, _]| *begin);
-            let reason = format!(
-                "it is truncated: after the sample that begins here, a block of zeros should end it at byte {end}. Copy it again"
-            );
-            Err(shard.error_at(last, reason))
-        }
-        Err(error) => Err(shard.error_at(end, error)),
-    }
-}
-
-/// The samples that were found so far.
-#[derive(Default)]
-struct Samples {
-    places: Vec<[u64; 2]>,
-    key: Vec<u8>,
-    /// The names of its files.
-    names: HashSet<Vec<u8>>,
-    /// Hashes of all keys.
-    keys: HashSet<u64>,
-}
-
-impl Samples {
-    /// Adds a file, from its header to its end.
-    fn add(&mut self, key: &[u8], name: &[u8], begin: u64, end: u64) -> Result<(), String> {
-        let shown = || String::from_utf8_lossy(key);
-        match self.places.last_mut() {
-            Some(last) if self.key == key => last[1] = end - last[0],
-            _ => {
-                if !self.keys.insert(content_64(key)) {
-                    return Err(format!(
-                        "another file of the sample {} was not next to this one: make the shard with tar --sort=name",
-                        shown()
-                    ));
+/// Reads all headers. What is wrong elsewhere may be wrong in a cache only, so it is read once more.
+fn made(shard: &Shard, file: PathBuf) -> Result<Index> {
+    let stamp = shard.stamp()?;
+    let scanned = |again| {
+        let mut headers = shard.headers(stamp.size, again).map_err(|error| Fault::Read(0, error))?;
+        scan(&mut *headers, stamp.size)
+    };
+    let places = match scanned(false) {
+        Err(Fault::Content(at, reason)) if shard.is_remote() => {
+            log::warn!("{}: at byte {at}: {reason}; reading it again", shard.name());
+            scanned(true).map_err(|fault| match fault {
+                Fault::Content(at, reason) => {
+                    Fault::content(at, format!("{reason} (so the source says, past the cache)"))
                 }
-                self.places.push([begin, end - begin]);
-                self.key = key.to_vec();
-                self.names.clear();
-            }
+                read => read,
+            })
         }
-        if !self.names.insert(name.to_vec()) {
-            return Err(format!("the sample {} has two files .{}", shown(), String::from_utf8_lossy(name)));
-        }
-        Ok(())
-    }
+        once => once,
+    };
+    let places = places.map_err(|fault| shard.fault(0, fault))?;
+    let indexed = Indexed { stamp, file };
+    // Somebody may still be writing it.
+    shard.compare(&indexed, shard.stamp()?)?;
+    Ok(Index { indexed, places })
 }

@@ -1,9 +1,12 @@
 //! Samples in tar files.
+mod entries;
 mod index;
 mod names;
 mod read;
 mod sample;
+mod scan;
 
+pub(super) use index::is_index;
 pub use sample::TarSample;
 
 use super::{Dataset, ReadRange};
@@ -31,8 +34,12 @@ pub struct TarOptions {
 /// sequential. Memory: 16 bytes for each sample; ranks on one host share what the system has cached of the shards.
 ///
 /// **Indices.** The first opening reads the headers of all shards, on rayon's threads, and writes an index for each shard. Ranks
-/// that open at once share the work; an index appears as a whole or not at all. An index says which size and time of modification
-/// its shard had: a shard that has changed since is an error.
+/// that open at once share the work; an index appears as a whole or not at all. An index says whose it is, and which size and time of
+/// modification its shard had, or which version elsewhere: a shard that has changed since is an error. An index that is damaged, or
+/// another shard's, is made again; a file that is none is an error, and stays.
+///
+/// **Whole samples.** An archive that is truncated, has blocks of zeros in place of headers, or more than zeros after its end, such as
+/// another archive, is an error, since samples could lack files otherwise. So are sparse files.
 ///
 /// **Names.** As in WebDataset, folders and links, and files without a dot in their name or with one at its beginning, are left out.
 ///
@@ -119,7 +126,9 @@ impl TarShards {
     /// To make the indices, all headers are read once, which for small samples means all bytes: [`RangeCache`](super::RangeCache)
     /// keeps what was read. Copy the indices to other hosts to read the headers once only.
     ///
-    /// Shards must not change: when they are read, only the headers of their samples are compared with the index.
+    /// An index belongs to a [location](ReadRange::location) and a version, so that sources may share the folder. The version is compared when a shard is first
+    /// read; without a [`RangeCache`](super::RangeCache), which compares it after every block, a shard must not change after that.
+    /// A sample whose headers are not what the index says is [read again](ReadRange::read_again) past the caches of the source.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
@@ -144,8 +153,7 @@ impl TarShards {
                 format!("the shard {} must be there once, not twice", pair[0].display()),
             ));
         }
-        let shards: Vec<Shard> =
-            paths.into_iter().map(|path| Shard::new(path, remote.clone())).collect::<Result<_>>()?;
+        let shards: Vec<Shard> = paths.into_iter().map(|path| Shard::new(path, remote.clone())).collect();
         let indices = index::of_all(&shards, folder)?;
         let mut firsts = vec![0];
         firsts.extend(indices.iter().scan(0, |sum, index| {
@@ -190,9 +198,30 @@ impl Dataset for TarShards {
             let reason = format!("it must be below {}, the number of samples, not {index}", self.num_samples());
             return Err(Error::invalid("index", reason));
         };
+        let indexed = &self.indices[shard].indexed;
         let shard = &self.shards[shard];
-        let bytes = shard.read(offset, len)?;
-        TarSample::parse(bytes).map_err(|(at, reason)| shard.error_at(offset + at, reason))
+        let fault = match TarSample::parse(shard.read(offset, len, indexed)?) {
+            Ok(sample) => return Ok(sample),
+            Err(fault) => fault,
+        };
+        let disagree = format!("but the index {} says otherwise", indexed.file.display());
+        // What a source keeps may be wrong, or the source itself.
+        let Some(again) = shard.read_again(offset, len) else {
+            return Err(shard.fault(offset, fault.and(&format!("{disagree}: the shard has changed"))));
+        };
+        match TarSample::parse(again?) {
+            Ok(sample) => {
+                let error = shard.fault(offset, fault);
+                log::warn!(
+                    "{error}. Read again past the cache, it is right: the cache, or an answer of the source, was not"
+                );
+                Ok(sample)
+            }
+            Err(fault) => {
+                let reason = format!("{disagree}, and the source says the same past the cache: the shard has changed");
+                Err(shard.fault(offset, fault.and(&reason)))
+            }
+        }
     }
 }
 

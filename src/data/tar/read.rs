@@ -1,40 +1,51 @@
 //! Bytes of shards.
+use super::entries::{Fault, ReadAt};
 use crate::data::ReadRange;
+use crate::data::read_range::{location_of, version_of};
+use crate::hash::content_64;
 use crate::{Error, Result};
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
-use std::ops::Range;
+use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// The size and the time of modification of a file, by which a change shows. Zeros for shards elsewhere.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// By which a change of a shard shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stamp {
     pub(super) size: u64,
-    /// In nanoseconds.
-    pub(super) modified: i64,
+    /// The time of modification in nanoseconds; for shards elsewhere, a hash of their version's tag.
+    pub(super) version: u64,
 }
 
 impl Stamp {
     fn of(file: &File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         let modified = metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
-        Ok(Self { size: metadata.len(), modified })
+        Ok(Self { size: metadata.len(), version: modified.cast_unsigned() })
     }
 
-    /// Why a shard that has the stamp `now` is not the one that was opened, or indexed.
-    pub(super) fn changed(self, now: Self) -> Option<String> {
+    /// Why a shard that has the stamp `now` is not the one that has this one.
+    fn changed(self, now: Self) -> Option<String> {
         let reason = if self.size != now.size {
             format!("it had {} bytes and has {} now", self.size, now.size)
-        } else if self.modified != now.modified {
+        } else if self.version != now.version {
             "it was written to".to_string()
         } else {
             return None;
         };
-        Some(format!("it has changed since its index was made: {reason}"))
+        Some(reason)
     }
+}
+
+/// What an index says of its shard.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Indexed {
+    /// When the index was made.
+    pub(super) stamp: Stamp,
+    /// Where the index is.
+    pub(super) file: PathBuf,
 }
 
 /// A tar file, here or elsewhere.
@@ -42,19 +53,14 @@ pub(super) struct Shard {
     path: PathBuf,
     name: String,
     remote: Option<Arc<dyn ReadRange>>,
-    /// When the shards were opened.
-    pub(super) stamp: Stamp,
+    /// Whether the version elsewhere was compared with the index.
+    compared: OnceLock<()>,
 }
 
 impl Shard {
-    pub(super) fn new(path: PathBuf, remote: Option<Arc<dyn ReadRange>>) -> Result<Self> {
+    pub(super) fn new(path: PathBuf, remote: Option<Arc<dyn ReadRange>>) -> Self {
         let name = path.display().to_string();
-        let mut shard = Self { path, name, remote, stamp: Stamp::default() };
-        if shard.remote.is_none() {
-            let stamp = File::open(&shard.path).and_then(|file| Stamp::of(&file));
-            shard.stamp = stamp.map_err(|error| shard.error(error.to_string()))?;
-        }
-        Ok(shard)
+        Self { path, name, remote, compared: OnceLock::new() }
     }
 
     pub(super) fn is_remote(&self) -> bool {
@@ -69,6 +75,22 @@ impl Shard {
         &self.name
     }
 
+    /// Where it lies elsewhere.
+    pub(super) fn location(&self) -> Result<Option<String>> {
+        let location = self.remote.as_ref().map(|remote| location_of(remote, &self.name)).transpose();
+        location.map_err(|error| self.error(error.to_string()))
+    }
+
+    /// Its stamp now.
+    pub(super) fn stamp(&self) -> Result<Stamp> {
+        let stamp = match &self.remote {
+            None => File::open(&self.path).and_then(|file| Stamp::of(&file)),
+            Some(remote) => version_of(remote, &self.name)
+                .map(|version| Stamp { size: version.len, version: content_64(version.tag.as_bytes()) }),
+        };
+        stamp.map_err(|error| self.error(error.to_string()))
+    }
+
     pub(super) fn error(&self, reason: String) -> Error {
         Error::DataFile { path: self.path.clone(), reason }
     }
@@ -77,78 +99,102 @@ impl Shard {
         self.error(format!("at byte {offset}: {reason}"))
     }
 
-    /// Reads exactly these bytes.
-    pub(super) fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
-        let range = offset..offset.saturating_add(len as u64);
+    /// Reads exactly these bytes of the shard, if it is the one that was indexed.
+    pub(super) fn read(&self, offset: u64, len: usize, indexed: &Indexed) -> Result<Vec<u8>> {
         let failed = |error: io::Error| self.error_at(offset, format!("reading {len} bytes: {error}"));
-        let bytes = match &self.remote {
-            Some(remote) => remote.read_range(&self.name, range).map_err(failed)?,
-            None => {
-                let file = File::open(&self.path).map_err(failed)?;
-                if let Some(changed) = self.stamp.changed(Stamp::of(&file).map_err(failed)?) {
-                    return Err(self.error(changed));
-                }
-                let mut bytes = vec![0; len];
-                file.read_exact_at(&mut bytes, offset).map_err(failed)?;
-                bytes
-            }
+        let Some(remote) = &self.remote else {
+            let file = File::open(&self.path).map_err(failed)?;
+            self.compare(indexed, Stamp::of(&file).map_err(failed)?)?;
+            let mut bytes = vec![0; len];
+            file.read_exact_at(&mut bytes, offset).map_err(failed)?;
+            return Ok(bytes);
         };
-        if bytes.len() != len {
-            let reason =
-                format!("it should have {len} bytes more, and has {}: it is truncated or has changed", bytes.len());
-            return Err(self.error_at(offset, reason));
+        // Only once, since it is a question to the other side.
+        if self.compared.get().is_none() {
+            self.compare(indexed, self.stamp()?)?;
+            let _ = self.compared.set(());
         }
-        Ok(bytes)
+        exactly(remote.read_range(&self.name, offset..offset + len as u64), len).map_err(failed)
     }
 
-    /// A reader from the beginning to the end.
-    pub(super) fn reader(&self) -> io::Result<Box<dyn ReadSeek + '_>> {
+    /// The same bytes again, past the caches of a shard elsewhere. None if there are no caches.
+    pub(super) fn read_again(&self, offset: u64, len: usize) -> Option<Result<Vec<u8>>> {
+        let failed = |error: io::Error| self.error_at(offset, format!("reading {len} bytes again: {error}"));
+        let remote = self.remote.as_ref()?;
+        Some(exactly(remote.read_again(&self.name, offset..offset + len as u64), len).map_err(failed))
+    }
+
+    /// An error if the shard is not the one that was indexed.
+    pub(super) fn compare(&self, indexed: &Indexed, now: Stamp) -> Result<()> {
+        let Some(reason) = indexed.stamp.changed(now) else { return Ok(()) };
+        let hint = format!("If that is right, remove {}, and a new one is made", indexed.file.display());
+        Err(self.error(format!("it has changed since its index was made: {reason}. {hint}")))
+    }
+
+    /// Reads headers, past all caches if `again` says so.
+    pub(super) fn headers(&self, len: u64, again: bool) -> io::Result<Box<dyn ReadAt + '_>> {
         Ok(match &self.remote {
             Some(remote) => {
-                Box::new(Ranges { remote: &**remote, name: &self.name, at: 0, buffer: Vec::new(), begin: 0 })
+                Box::new(Pieces { remote: &**remote, name: &self.name, len, again, begin: 0, piece: Vec::new() })
             }
             None => Box::new(File::open(&self.path)?),
         })
     }
-}
 
-pub(super) trait ReadSeek: Read + Seek {}
-impl<R: Read + Seek> ReadSeek for R {}
-
-/// Reads a file elsewhere in large pieces.
-struct Ranges<'a> {
-    remote: &'a dyn ReadRange,
-    name: &'a str,
-    at: u64,
-    /// The piece that was read last, and where it begins.
-    buffer: Vec<u8>,
-    begin: u64,
-}
-
-impl Read for Ranges<'_> {
-    fn read(&mut self, target: &mut [u8]) -> io::Result<usize> {
-        const PIECE: u64 = 1 << 20;
-        let Range { start, end } = self.begin..self.begin + self.buffer.len() as u64;
-        if !(start..end).contains(&self.at) {
-            self.buffer = self.remote.read_range(self.name, self.at..self.at.saturating_add(PIECE))?;
-            self.begin = self.at;
+    /// A fault of its content, or of reading it.
+    pub(super) fn fault(&self, begin: u64, fault: Fault) -> Error {
+        match fault {
+            Fault::Read(at, error) => self.error_at(begin + at, error),
+            Fault::Content(at, reason) => self.error_at(begin + at, reason),
         }
-        let rest = &self.buffer[(self.at - self.begin) as usize..];
-        let len = rest.len().min(target.len());
-        target[..len].copy_from_slice(&rest[..len]);
-        self.at += len as u64;
-        Ok(len)
     }
 }
 
-impl Seek for Ranges<'_> {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        let at = match to {
-            SeekFrom::Start(at) => Some(at),
-            SeekFrom::Current(by) => self.at.checked_add_signed(by),
-            SeekFrom::End(_) => return Err(io::ErrorKind::Unsupported.into()),
-        };
-        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(self.at)
+fn exactly(bytes: io::Result<Vec<u8>>, len: usize) -> io::Result<Vec<u8>> {
+    let bytes = bytes?;
+    match bytes.len() == len {
+        true => Ok(bytes),
+        false => Err(io::Error::other(format!("the source gave {} bytes", bytes.len()))),
+    }
+}
+
+impl ReadAt for File {
+    fn fill(&mut self, offset: u64, target: &mut [u8]) -> io::Result<()> {
+        self.read_exact_at(target, offset)
+    }
+}
+
+/// Reads a file elsewhere in large pieces.
+struct Pieces<'a> {
+    remote: &'a dyn ReadRange,
+    name: &'a str,
+    len: u64,
+    again: bool,
+    /// The piece that was read last, and where it begins.
+    begin: u64,
+    piece: Vec<u8>,
+}
+
+impl ReadAt for Pieces<'_> {
+    fn fill(&mut self, offset: u64, target: &mut [u8]) -> io::Result<()> {
+        const PIECE: u64 = 1 << 20;
+        let mut done = 0;
+        while done < target.len() {
+            let at = offset + done as u64;
+            if !(self.begin..self.begin + self.piece.len() as u64).contains(&at) {
+                let range = at..at.saturating_add(PIECE).min(self.len);
+                let len = (range.end - range.start) as usize;
+                let read = match self.again {
+                    true => self.remote.read_again(self.name, range),
+                    false => self.remote.read_range(self.name, range),
+                };
+                (self.begin, self.piece) = (at, exactly(read, len)?);
+            }
+            let rest = &self.piece[(at - self.begin) as usize..];
+            let len = rest.len().min(target.len() - done);
+            target[done..done + len].copy_from_slice(&rest[..len]);
+            done += len;
+        }
+        Ok(())
     }
 }

@@ -1,8 +1,8 @@
 //! One sample of a tar file.
+use super::entries::{Entries, Fault, Next};
 use super::names::split;
 use std::fmt;
 use std::ops::Range;
-use tar::Archive;
 
 /// The files of one sample of [`TarShards`](super::TarShards).
 #[derive(Clone, PartialEq, Eq)]
@@ -15,33 +15,34 @@ pub struct TarSample {
 
 impl TarSample {
     /// The files of a part of a shard, or where in it which error is.
-    pub(super) fn parse(bytes: Vec<u8>) -> Result<Self, (u64, String)> {
+    pub(super) fn parse(bytes: Vec<u8>) -> Result<Self, Fault> {
         let (mut sample_key, mut files): (Option<Vec<u8>>, Vec<_>) = (None, Vec::new());
-        let mut end = 0;
-        let changed = |at, reason: &str| (at, format!("{reason}, but the index says otherwise: the shard has changed"));
-        let mut archive = Archive::new(&bytes[..]);
-        for entry in archive.entries().map_err(|error| (0, error.to_string()))? {
-            let entry = entry.map_err(|error| changed(end, &error.to_string()))?;
-            let (begin, len) = (entry.raw_file_position(), entry.size());
-            let data = begin..begin.saturating_add(len);
-            end = data.end.div_ceil(512) * 512;
-            if data.end > bytes.len() as u64 {
-                return Err(changed(begin, &format!("a file of {len} bytes begins here")));
-            }
-            let path = entry.path_bytes();
-            let Some((key, name)) = split(&path).filter(|_| entry.header().entry_type().is_file()) else { continue };
+        let mut entries = Entries::new(&bytes[..], bytes.len() as u64);
+        loop {
+            let entry = match entries.next()? {
+                Next::Entry(entry) => entry,
+                Next::End => break,
+                Next::Zeros => {
+                    return Err(Fault::content(entries.at(), "zeros, where a file of the sample should begin"));
+                }
+            };
+            let Some((key, name)) = split(&entry.path).filter(|_| entry.is_file) else { continue };
             match &sample_key {
                 Some(first) if *first != key => {
                     let (first, key) = (String::from_utf8_lossy(first), String::from_utf8_lossy(key));
-                    return Err(changed(begin, &format!("a file of the sample {key} follows those of {first}")));
+                    return Err(Fault::content(
+                        entry.begin,
+                        format!("a file of the sample {key} follows those of {first}"),
+                    ));
                 }
                 Some(_) => {}
                 None => sample_key = Some(key.to_vec()),
             }
             // It fits into memory, since it is there.
-            files.push((String::from_utf8_lossy(name).into_owned(), data.start as usize..data.end as usize));
+            files
+                .push((String::from_utf8_lossy(name).into_owned(), entry.data.start as usize..entry.data.end as usize));
         }
-        let Some(key) = sample_key else { return Err(changed(0, "no sample begins here")) };
+        let Some(key) = sample_key else { return Err(Fault::content(0, "no sample begins here")) };
         let key = String::from_utf8_lossy(&key).into_owned();
         Ok(Self { key, bytes, files })
     }

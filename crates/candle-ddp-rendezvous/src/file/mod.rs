@@ -100,6 +100,19 @@ impl Drop for PreparedFile {
     }
 }
 
+/// Replaces a file with what `write` writes: other processes see the old file or the whole new one. Unlike a [`PreparedFile`], it
+/// does not wait until the bytes are on the disk, and looks for no leftovers of killed processes, which are
+/// [temporary files](is_temporary) as well. For caches, which check what they read.
+pub fn replace_unsynced(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let (file, temporary) = temporary::create_locked(folder_of(path), name)?;
+    let mut prepared = PreparedFile { temporary, target: path.to_path_buf(), file, is_committed: false };
+    write(&mut prepared.file)?;
+    std::fs::rename(&prepared.temporary, &prepared.target)?;
+    prepared.is_committed = true;
+    Ok(())
+}
+
 /// The progress of a write, for those who wait for it and may cancel it.
 #[derive(Debug, Default)]
 pub struct Progress {

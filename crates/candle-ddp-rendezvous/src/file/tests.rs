@@ -96,6 +96,20 @@ fn a_write_that_is_called_off_leaves_nothing() {
 }
 
 #[test]
+fn a_file_of_a_cache_appears_as_a_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w");
+    replace_unsynced(&path, |file| file.write_all(&[1])).unwrap();
+    let failed = replace_unsynced(&path, |file| {
+        file.write_all(&[2])?;
+        assert_eq!((value(&path), names(folder.path()).len()), (1, 2));
+        Err(io::Error::other("the disk is full"))
+    });
+    assert!(failed.is_err());
+    assert_eq!((value(&path), names(folder.path())), (1, vec!["w".to_string()]));
+}
+
+#[test]
 fn long_names_are_cut_between_characters() {
     let prefix = temporary::prefix;
     assert_eq!(prefix(OsStr::new("model.safetensors")), ".model.safetensors.");
