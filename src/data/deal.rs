@@ -26,11 +26,12 @@ struct Block {
 
 impl Deal {
     pub(super) fn new(rank: usize, world_size: usize, remainder: Remainder) -> Result<Self> {
-        if world_size == 0 {
-            return Err(Error::invalid("world_size", "it must be at least 1, not 0"));
-        }
         if rank >= world_size {
-            return Err(Error::RankOutOfRange { rank, world_size });
+            let reason = format!(
+                "it must be below world_size, which is {world_size}, not {rank}: the arguments are `len, rank, world_size, options`, \
+                 in this order"
+            );
+            return Err(Error::invalid("rank", reason));
         }
         Ok(Self { rank, world_size, remainder, block: None })
     }

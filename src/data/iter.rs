@@ -4,9 +4,10 @@ use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
 use crate::panic::lock;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 /// Where a loader is.
 #[derive(Clone)]
@@ -16,6 +17,12 @@ pub(super) struct Position {
     pub(super) consumed: usize,
     /// The next iterator begins there, and not at the beginning of the epoch.
     pub(super) resume: bool,
+    /// The last batch of the epoch has been delivered: the next iterator begins the next epoch.
+    pub(super) ended: bool,
+    /// The program has named the epoch although the loader was in it, and may mean to read it again.
+    pub(super) chosen: bool,
+    /// How often the epoch was begun again in its middle.
+    restarts: usize,
     /// The epoch's order, if it was made.
     pub(super) order: Option<Arc<EpochOrder>>,
 }
@@ -23,7 +30,12 @@ pub(super) struct Position {
 impl Position {
     /// The beginning of an epoch.
     pub(super) fn begin(epoch: u64) -> Self {
-        Self { epoch, consumed: 0, resume: false, order: None }
+        Self { epoch, consumed: 0, resume: false, ended: false, chosen: false, restarts: 0, order: None }
+    }
+
+    /// Where a run was stopped.
+    pub(super) fn resumed(epoch: u64, consumed: usize) -> Self {
+        Self { consumed, resume: true, ..Self::begin(epoch) }
     }
 
     pub(super) fn state(&self, seed: u64, dataset_len: usize) -> LoaderState {
@@ -49,6 +61,8 @@ pub struct LoaderIter<T> {
     here: Position,
     /// Where the loader keeps it.
     position: Arc<Mutex<Position>>,
+    /// Until the first batch, what is said if the epoch was begun before. None on other ranks than rank 0.
+    restart: Option<Arc<Once>>,
 }
 
 /// How far all ranks are in an order.
@@ -96,16 +110,50 @@ impl<T> LoaderIter<T> {
         progress: Progress,
         start: Position,
         position: Arc<Mutex<Position>>,
+        restart: Option<Arc<Once>>,
     ) -> Self {
+        // After a resume, the middle is where it should begin.
+        let restart = restart.filter(|_| start.consumed == 0 && !start.chosen);
         let here = Position { resume: false, ..start };
-        Self { batches: Some(batches), failure: None, remaining, progress, here, position }
+        Self { batches: Some(batches), failure: None, remaining, progress, here, position, restart }
     }
 
     /// An error in place of the batches.
     pub(super) fn failed(failure: Error, start: Position, position: Arc<Mutex<Position>>) -> Self {
         let progress = Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0, per_step: 1, delivered: 0 };
         let here = Position { resume: false, ..start };
-        Self { batches: None, failure: Some(failure), remaining: 1, progress, here, position }
+        Self { batches: None, failure: Some(failure), remaining: 1, progress, here, position, restart: None }
+    }
+
+    /// The loader is where this iterator is.
+    fn moved(&mut self, consumed: usize) {
+        let position = self.position.clone();
+        let mut position = lock(&position);
+        if let Some(said) = self.restart.take()
+            && position.epoch == self.here.epoch
+            && position.consumed > 0
+            && !position.resume
+        {
+            self.here.restarts = position.restarts + 1;
+            // A program may look at the first batch before it trains.
+            let step = self.progress.batch_size.saturating_mul(self.progress.world_size);
+            let places = self.here.order.as_ref().and_then(|order| order.places_of(position.consumed));
+            if self.here.restarts > 1 || places.is_none_or(|places| places > step) {
+                said.call_once(|| warn_of_restart(self.here.epoch, position.consumed));
+            }
+        }
+        self.here.consumed = consumed;
+        self.here.ended = self.remaining == 0;
+        *position = self.here.clone();
+    }
+
+    /// The epoch is over, unless the program has moved the loader since.
+    fn finish(&mut self) {
+        self.batches = None;
+        let mut position = lock(&self.position);
+        if position.epoch == self.here.epoch && position.consumed == self.here.consumed {
+            *position = Position::begin(self.here.epoch + 1);
+        }
     }
 
     /// Where the loader was before the step of the next batch.
@@ -133,14 +181,13 @@ impl<T> Iterator for LoaderIter<T> {
                 if let Some(order) = &self.here.order
                     && self.progress.advance(order)
                 {
-                    self.here.consumed = order.samples(self.progress.consumed);
-                    *lock(&self.position) = self.here.clone();
+                    let consumed = order.samples(self.progress.consumed);
+                    self.moved(consumed);
                 }
                 Some(batch)
             }
             None => {
-                self.batches = None;
-                *lock(&self.position) = Position::begin(self.here.epoch + 1);
+                self.finish();
                 None
             }
         }
@@ -149,6 +196,23 @@ impl<T> Iterator for LoaderIter<T> {
     fn size_hint(&self) -> (usize, Option<usize>) {
         (self.remaining, Some(self.remaining))
     }
+}
+
+/// A loop that counts its batches, such as one over `take(n)`, never asks for the batch after the last one.
+impl<T> Drop for LoaderIter<T> {
+    fn drop(&mut self) {
+        if self.batches.is_some() && self.here.ended && lock(&self.position).ended {
+            self.finish();
+        }
+    }
+}
+
+fn warn_of_restart(epoch: u64, consumed: usize) {
+    warn_aloud(format_args!(
+        "a loader begins epoch {epoch} again, with the same samples in the same order, since no iterator has read it to its end \
+         (the last one stopped after {consumed} samples of all ranks). A loop that ends an epoch early, as with `take(n)`, `break` \
+         or `iter().next()`, calls `loader.epoch(n)` with the number of each epoch, or keeps one iterator until it returns None"
+    ));
 }
 
 impl<T> fmt::Debug for LoaderIter<T> {

@@ -12,7 +12,7 @@ use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::Device;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 /// Makes batches of a [`Dataset`]: each rank gets its part of the samples, as a [`DistributedSampler`] deals them out, or in
 /// another [`Order`] ([`with_order`](Self::with_order)). Worker threads read ahead of training if [`num_workers`](LoaderOptions::num_workers) says so. The loader knows its position, so a
@@ -85,6 +85,8 @@ pub struct DataLoader<D: Dataset, T> {
     /// Where batches go; None leaves them where `collate` made them.
     device: Option<Device>,
     position: Arc<Mutex<Position>>,
+    /// Whether rank 0 has warned of an epoch that begins again.
+    restart: Arc<Once>,
     /// Kept for its pinned memory.
     #[cfg(feature = "cuda")]
     uploader: Mutex<Option<Arc<Uploader>>>,
@@ -252,6 +254,7 @@ where
             options,
             device: device.cloned(),
             position: Arc::new(Mutex::new(Position::begin(epoch))),
+            restart: Arc::new(Once::new()),
             #[cfg(feature = "cuda")]
             uploader: Mutex::default(),
         })

@@ -32,8 +32,7 @@ impl DistributedSampler {
     /// The sampler of rank `rank` of `world_size` over a dataset of `len` samples.
     ///
     /// # Errors
-    /// [`Error::RankOutOfRange`]; [`Error::InvalidArgument`] if `world_size` or `len` is 0, or if [`Remainder::Drop`] drops
-    /// the whole dataset.
+    /// [`Error::InvalidArgument`] if `rank` is not below `world_size`, `len` is 0, or [`Remainder::Drop`] drops the whole dataset.
     pub fn new(len: usize, rank: usize, world_size: usize, options: SamplerOptions) -> Result<Self> {
         Self::of(len, Deal::new(rank, world_size, options.remainder)?, options)
     }

@@ -45,6 +45,7 @@ mod image_programs;
 mod init_seed;
 mod join;
 mod loader;
+mod loader_epochs;
 mod loader_state;
 mod messages;
 mod nan_check;

@@ -7,6 +7,7 @@ mod common;
 mod damaged;
 mod diverged;
 mod engine;
+mod epochs;
 #[path = "../common/logger.rs"]
 mod logger;
 mod lost_gradients;

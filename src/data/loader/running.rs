@@ -34,17 +34,20 @@ where
     }
 
     /// The batches of the current epoch. The first iterator after a [`resume`](Self::resume) continues where the resumed run
-    /// stopped. The loader enters the next epoch when the iterator has returned `None`, and not before.
+    /// stopped. The loader enters the next epoch when the iterator has returned `None`; or when it has delivered the last batch,
+    /// and is dropped or another one begins, so that a loop over `take(n)` may read all batches.
+    ///
+    /// An iterator that is dropped before that leaves the loader in its epoch, whose beginning the next one reads again, as in
+    /// PyTorch. Rank 0 warns of it, once: loops that end their epochs early choose them by [`epoch`](Self::epoch).
     ///
     /// Use one iterator at a time: the position is that of the one that has delivered last.
     pub fn iter(&self) -> LoaderIter<T> {
-        let mut start = self.position().clone();
-        if !start.resume {
-            start.consumed = 0;
-        }
+        let mut start = self.start();
         match self.begin(&mut start) {
             Ok((batches, remaining, progress)) => {
-                LoaderIter::new(batches, remaining, progress, start, self.position.clone())
+                // Without a shuffle, all epochs have the same order.
+                let restart = (self.deal.rank == 0 && self.options.sampler.shuffle).then(|| self.restart.clone());
+                LoaderIter::new(batches, remaining, progress, start, self.position.clone(), restart)
             }
             Err(error) => LoaderIter::failed(error, start, self.position.clone()),
         }
@@ -64,6 +67,19 @@ where
             return Err(Error::invalid("virtual_ranks", reason));
         }
         Ok(MicroBatches::new(self.iter(), self.deal.rank, self.seed, self.dataset.len()))
+    }
+
+    /// Where the next iterator begins.
+    fn start(&self) -> Position {
+        let mut position = self.position();
+        if position.ended {
+            *position = Position::begin(position.epoch + 1);
+        }
+        let mut start = position.clone();
+        if !start.resume {
+            start.consumed = 0;
+        }
+        start
     }
 
     fn begin(&self, start: &mut Position) -> Result<(Source<T>, usize, Progress)> {
@@ -118,7 +134,7 @@ impl<D: Dataset, T> DataLoader<D, T> {
     /// was shuffled and is not, or has other weights or lengths, for example. The loader then stays where it was.
     pub fn resume(&mut self, state: LoaderState) -> Result<()> {
         let LoaderState { seed, epoch, consumed, dataset_len, order: expected } = state;
-        let mut position = Position { epoch, consumed, resume: true, order: None };
+        let mut position = Position::resumed(epoch, consumed);
         if consumed > 0 {
             let len = self.dataset.len();
             if dataset_len != len {
@@ -172,6 +188,8 @@ impl<D: Dataset, T> DataLoader<D, T> {
         let mut position = self.position();
         if position.epoch != epoch {
             *position = Position::begin(epoch);
+        } else {
+            (position.chosen, position.ended) = (true, false);
         }
     }
 

@@ -1,0 +1,64 @@
+//! Loops that begin the same epoch again and again.
+use crate::common::ranks;
+use crate::logger::{LOG, collect};
+use candle_ddp::Result;
+use candle_ddp::data::{DataLoader, LoaderOptions, SamplerOptions};
+use std::ops::Range;
+
+type Loader = DataLoader<Range<usize>, Vec<usize>>;
+
+/// How often two ranks warn of an epoch that begins again, whose loaders have 10 batches.
+fn warnings(shuffle: bool, program: fn(&mut Loader)) -> usize {
+    LOG.0.lock().unwrap().clear();
+    ranks(2, |pg| {
+        let sampler = SamplerOptions { shuffle, ..Default::default() };
+        let mut loader = DataLoader::with_collate(0..20, &pg, LoaderOptions { sampler, ..Default::default() }, Ok)?;
+        program(&mut loader);
+        Ok(())
+    })
+    .unwrap();
+    let warnings = LOG.0.lock().unwrap();
+    assert!(
+        warnings.iter().all(|text| text.contains("begins epoch") && text.contains("loader.epoch(n)")),
+        "{warnings:?}"
+    );
+    warnings.len()
+}
+
+fn read(loader: &Loader, batches: usize) {
+    loader.iter().take(batches).map(Result::unwrap).for_each(drop);
+}
+
+#[test]
+fn an_epoch_that_begins_again_is_said_once() {
+    let _turn = collect();
+    assert_eq!(warnings(true, |loader| (0..5).for_each(|_| read(loader, 4))), 1);
+    assert_eq!(warnings(true, |loader| (0..2).for_each(|_| read(loader, 2))), 1);
+    assert_eq!(warnings(true, |loader| (0..5).for_each(|_| drop(loader.iter().next()))), 1);
+    // A loop over a part of a resumed epoch does not find it the next time.
+    let resumed: fn(&mut Loader) = |loader| {
+        read(loader, 4);
+        loader.resume(loader.state()).unwrap();
+        read(loader, 2);
+        read(loader, 2);
+    };
+    assert_eq!(warnings(true, resumed), 1);
+
+    // A look at the first batch, whole epochs, and epochs that are named.
+    let looked: fn(&mut Loader) = |loader| {
+        read(loader, 1);
+        (0..3).for_each(|_| loader.iter().for_each(drop));
+        (0..3).for_each(|_| read(loader, 10));
+        (6..9).for_each(|epoch| loader.epoch(epoch).take(4).for_each(drop));
+        (0..3).for_each(|_| loader.epoch(8).take(4).for_each(drop));
+    };
+    assert_eq!(warnings(true, looked), 0);
+    let resumed: fn(&mut Loader) = |loader| {
+        read(loader, 4);
+        loader.resume(loader.state()).unwrap();
+        loader.iter().for_each(drop);
+    };
+    assert_eq!(warnings(true, resumed), 0);
+    // All epochs have the same order, as an evaluation wants it.
+    assert_eq!(warnings(false, |loader| (0..5).for_each(|_| read(loader, 4))), 0);
+}
