@@ -31,7 +31,8 @@ fn state(loader: &Loader) -> LoaderState {
 
 #[test]
 fn loops_that_count_their_batches_enter_the_next_epoch() {
-    let loops: [(&str, fn(&Loader) -> Batches); 5] = [
+    type Read = fn(&Loader) -> Batches;
+    let loops: [(&str, Read); 5] = [
         ("take", |loader| loader.iter().take(BATCHES).map(Result::unwrap).collect()),
         ("zip", |loader| loader.iter().zip(0..BATCHES).map(|(batch, _)| batch.unwrap()).collect()),
         ("zip of the numbers", |loader| (0..BATCHES).zip(loader.iter()).map(|(_, batch)| batch.unwrap()).collect()),
