@@ -203,13 +203,26 @@ impl<S: Parts> State<S> {
     /// Loads the program's last checkpoint, and returns whether there was one.
     pub(super) fn load_last(&mut self, pg: &ProcessGroup) -> Result<bool> {
         let Some(mut load) = self.load_last.take() else { return Ok(false) };
+        // Additional parts of an earlier checkpoint do not belong to what is loaded now.
+        let earlier = self.take_additional();
         let loaded = load.0(self, pg);
         self.load_last = Some(load);
-        if loaded? {
+        let is_loaded = matches!(loaded, Ok(true));
+        let additional = if is_loaded { self.take_additional() } else { earlier };
+        if is_loaded {
+            // `load` may have loaded the parts one by one, instead of a whole state.
             self.take(self.commits, Vec::new())?;
-            return Ok(true);
         }
-        Ok(false)
+        self.committed.extend(additional);
+        loaded
+    }
+
+    /// Takes the parts of [`commit_including`](Self::commit_including) out of the last commit.
+    fn take_additional(&mut self) -> Dict {
+        let parts = self.inner.parts();
+        let is_own =
+            |key: &str| key.split_once('/').is_some_and(|(part, _)| parts.iter().any(|(name, _)| *name == part));
+        self.committed.extract_if(|key, _| !is_own(key)).collect()
     }
 
     /// Copies all parts, as commit `commit`.
