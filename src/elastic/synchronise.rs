@@ -3,7 +3,7 @@ use super::placement::ring;
 use super::shards::Holding;
 use super::state::State;
 use crate::backend::Label;
-use crate::host::host_name;
+use crate::host::host_identity;
 use crate::process_group::ProcessGroup;
 use crate::state::{Parts, summary};
 use crate::warnings::warn_aloud;
@@ -33,6 +33,7 @@ struct Standing {
     has_begun: bool,
     /// It has loaded a checkpoint after all ranks were lost.
     has_loaded: bool,
+    /// The identity of its machine.
     host: String,
     shards: Vec<Holding>,
     /// A hash of each part of its commit.
@@ -79,7 +80,8 @@ fn standings<S: Parts>(
     has_loaded: bool,
 ) -> Result<Vec<Standing>> {
     let Entrance { is_new, has_begun, .. } = entrance;
-    let (commits, host, shards) = (state.commits(), host_name(), state.shards.holdings());
+    let (commits, shards) = (state.commits(), state.shards.holdings());
+    let host = format!("{:x}", host_identity(None));
     // All ranks gather, even one that cannot read its own commit.
     let fingerprints = if is_new { Ok(BTreeMap::new()) } else { state.fingerprints() };
     let fingerprints = Label::ELASTIC.during(|| pg.agree(fingerprints))?;

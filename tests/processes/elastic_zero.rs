@@ -1,7 +1,8 @@
 //! `elastic::run` with an optimizer whose state is sharded over the ranks, and random numbers of each rank; ranks are
 //! killed.
-use crate::elastic_ranks::{Run, result};
+use crate::elastic_ranks::{EVENTS, FOLDER, Run, arguments, result};
 use crate::elastic_zero_ranks;
+use std::process::Command;
 
 /// The entry point of ranks.
 #[test]
@@ -10,8 +11,10 @@ fn rank_of_another_test() {
     elastic_zero_ranks::run();
 }
 
+const RANK: &str = "elastic_zero::rank_of_another_test";
+
 fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Run {
-    Run::of("elastic_zero::rank_of_another_test", world_size, options, events, min)
+    Run::of(RANK, world_size, options, events, min)
 }
 
 #[test]
@@ -31,6 +34,27 @@ fn the_ranks_that_are_left_share_the_shards() {
     let run = launched(4, &[], "2 kill-forward 2,0 kill-commit 4", Some(2));
     run.succeeded();
     result(run.folder.path(), &[1, 3]);
+}
+
+/// The machines of these ranks have one name, and yet no shard is mirrored on its own machine.
+#[test]
+fn the_end_of_a_machine_loses_no_shard() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |events: &str| {
+        let mut launcher = Command::new(crate::common::ddprun());
+        launcher.args(["--nproc-per-node", "4", "--max-restarts", "4", "--no-python", "sh", "-c"]);
+        launcher
+            .arg("CANDLE_DDP_CPU_HOST=node$((RANK / 2)) exec \"$@\"")
+            .arg("sh")
+            .arg(std::env::current_exe().unwrap());
+        launcher.args(arguments(RANK)).env(EVENTS, events).env(FOLDER, folder.path());
+        launcher.output().unwrap()
+    };
+    let output = run("0 join-forward 3,1 join-forward 3,2 join-step 7,3 join-step 7");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    result(folder.path(), &[0, 1, 2, 3]);
+    assert!(stderr.contains("(restart 4 of 4)"), "{stderr}");
 }
 
 #[test]

@@ -29,7 +29,7 @@ impl DataPath {
 
 impl Connector<'_> {
     /// Meets the other ranks, finds those with which this one can share memory, and connects to the others. `part` is the
-    /// number of bytes that a slot holds for each peer; `label` replaces the identity of the running kernel.
+    /// number of bytes that a slot holds for each peer; `label` replaces the host's identity.
     pub(super) fn join(&self, wanted: CpuTransport, part: usize, label: Option<&str>) -> Result<DataPath> {
         let shares = wanted != CpuTransport::Tcp;
         let met = self.meet(PeerInfo::own(shares, label))?;

@@ -10,7 +10,7 @@ use super::peer_info::{MemoryInfo, PeerInfo};
 use super::segment::Memory;
 use crate::Result;
 use crate::backend::cpu::hosts::Hosts;
-use crate::host::boot_id;
+use crate::host::host_identity;
 use crate::random::random_bytes;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::collections::BTreeMap;
@@ -72,25 +72,14 @@ impl Topic {
 }
 
 impl PeerInfo {
-    /// This rank's info; `label` replaces the identity of the running kernel, for tests.
+    /// This rank's info; `label` replaces the host's identity, for tests.
     pub(in crate::backend::cpu) fn own(shares: bool, label: Option<&str>) -> Self {
-        let hash = |what: &dyn Fn(&mut DefaultHasher)| {
-            let mut hasher = DefaultHasher::new();
-            what(&mut hasher);
-            hasher.finish()
-        };
-        let kernel = match label {
-            Some(label) => u128::from(hash(&|hasher| hasher.write(label.as_bytes()))).to_be_bytes(),
-            // Zeros if the system does not provide it.
-            None => u128::from_str_radix(&boot_id().replace('-', ""), 16).unwrap_or(0).to_be_bytes(),
-        };
-        let room = hash(&|hasher| {
-            for namespace in ["pid", "user"] {
-                std::fs::read_link(Path::new("/proc/self/ns").join(namespace)).ok().hash(hasher);
-            }
-            rustix::process::geteuid().as_raw().hash(hasher);
-        });
-        Self { kernel, room, shares }
+        let mut hasher = DefaultHasher::new();
+        for namespace in ["pid", "user"] {
+            std::fs::read_link(Path::new("/proc/self/ns").join(namespace)).ok().hash(&mut hasher);
+        }
+        rustix::process::geteuid().as_raw().hash(&mut hasher);
+        Self { kernel: host_identity(label).to_be_bytes(), room: hasher.finish(), shares }
     }
 }
 

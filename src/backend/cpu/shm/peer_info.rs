@@ -5,7 +5,7 @@ use std::collections::HashMap;
 /// One rank's info.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::backend::cpu) struct PeerInfo {
-    /// The boot id of the running kernel.
+    /// The host's identity.
     pub(super) kernel: [u8; 16],
     /// What must be equal as well if ranks are to open each other's files: the namespaces and the user.
     pub(super) room: u64,
