@@ -9,6 +9,7 @@ mod engine;
 mod failures;
 mod flight_recorder;
 mod graphs;
+mod meeting;
 mod monitored_barrier;
 mod nccl;
 mod network;

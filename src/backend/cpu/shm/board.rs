@@ -109,12 +109,17 @@ impl Board {
     /// are fewer than there are places if some ranks cannot map the memory.
     pub(super) fn new(rank: usize, places: Vec<usize>, memory: Arc<Memory>, room: Room, letters: usize) -> Self {
         let words = Segment::new(&memory, 0..Self::size(room));
-        let board = Self { rank, places, memory, words, fates: Self::lines(room), letters };
-        let (pid, fd) = board.memory.place();
-        board.own(PID).store(pid, Ordering::Relaxed);
-        board.own(FD).store(fd, Ordering::Relaxed);
-        board.own(LIFE).store(HERE, Ordering::Release);
-        board
+        Self { rank, places, memory, words, fates: Self::lines(room), letters }
+    }
+
+    /// Says that the rank at `place` is here, before the others count on it. From then on they notice its end.
+    pub(super) fn enter(memory: &Arc<Memory>, place: usize, room: Room) {
+        let words = Segment::new(memory, 0..Self::size(room));
+        let own = |word: usize| words.word(LINE * (1 + place) + word);
+        let (pid, fd) = memory.place();
+        own(PID).store(pid, Ordering::Relaxed);
+        own(FD).store(fd, Ordering::Relaxed);
+        own(LIFE).store(HERE, Ordering::Release);
     }
 
     fn word(&self, rank: usize, word: usize) -> &AtomicU32 {
@@ -320,7 +325,10 @@ mod tests {
         let (pid, fd) = first.place();
         let open = |_| Arc::new(Memory::open(pid, fd, &name, mapped, size).unwrap());
         let memories: Vec<_> = std::iter::once(first.clone()).chain((1..ranks).map(open)).collect();
-        let board = |(rank, memory)| Board::new(rank, (0..ranks).collect(), memory, room, mapped);
+        let board = |(rank, memory)| {
+            Board::enter(&memory, rank, room);
+            Board::new(rank, (0..ranks).collect(), memory, room, mapped)
+        };
         memories.into_iter().enumerate().map(board).collect()
     }
 

@@ -3,7 +3,7 @@
 //! Ranks on one kernel, in the same namespaces and of the same user, should be able to open each other's files. The lowest
 //! of them creates the memory of their host, all others try to map it, and the lowest tells all ranks of the group who could.
 //! Nothing is configured, and host names do not matter. All of it goes through the store.
-use super::board::Room;
+use super::board::{Board, Room};
 use super::group::ShmGroup;
 use super::layout::Layout;
 use super::peer_info::{MemoryInfo, PeerInfo};
@@ -168,7 +168,9 @@ impl Discovery<'_> {
             let place = room.iter().position(|rank| *rank == self.rank).unwrap_or(0);
             let range = ShmGroup::reserved(place, self.room(room), &layout);
             let size = range.len();
-            memory.reserve(range).map_err(|error| format!("cannot reserve {size} bytes of shared memory: {error}"))
+            memory.reserve(range).map_err(|error| format!("cannot reserve {size} bytes of shared memory: {error}"))?;
+            Board::enter(memory, place, self.room(room));
+            Ok(())
         });
         let reason = reserved.err().unwrap_or_default();
         (self.publish)(Topic::Mapped, reason.as_bytes())?;
