@@ -14,7 +14,7 @@ from typing import Callable
 from compare.harness import free_port
 
 from .cases import names
-from .programs import MAIN
+from .programs import MATRIX, arguments
 from .run import SETTLE, SHUTDOWN, Wrong, slack
 
 # What ranks say of one that they cannot reach.
@@ -67,7 +67,7 @@ class Launchers:
             launch = [programs.launcher, "--nnodes", str(hosts.count), "--node-rank", str(host), "--nproc-per-node", str(ranks)]
             launch += ["--master-addr", hosts.address_of(0), "--master-port", port, "--shutdown-timeout", str(SHUTDOWN)]
             launch += ["--rdzv-conf", f"keep_alive_max_attempt={scenario.heartbeats}"]
-            command = [*hosts.enter(host * ranks), *map(str, launch), str(programs.program), *MAIN]
+            command = [*hosts.enter(host * ranks), *map(str, launch), str(programs.program), *arguments(MATRIX)]
             with open(folder / f"output{host}", "wb") as output:
                 self.processes.append(
                     subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)

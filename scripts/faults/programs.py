@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The arguments with which the test binary is a rank.
-MAIN = ["faults::rank_of_the_fault_matrix", "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]
+# The entry points of ranks in the test binary: one that trains, others that continue when a rank dies, or when asked to stop.
+MATRIX = "faults::rank_of_the_fault_matrix"
+ELASTIC, STOPPING = "elastic_groups::rank_of_another_test", "elastic_stop::rank_of_another_test"
 
 
 class Programs:
@@ -15,11 +16,16 @@ class Programs:
     def __init__(self, launcher, program, prefix=()):
         self.launcher, self.program, self.prefix = launcher, program, list(prefix)
 
-    def command(self, world, *options, labels=False):
+    def command(self, world, *options, labels=False, entry=MATRIX):
         """Returns the command that starts the ranks, with `labels` two on each host."""
         launch = [self.launcher, "--standalone", "--nproc-per-node", str(world), *options]
         label = ["sh", "-c", 'CANDLE_DDP_CPU_HOST=$((RANK / 2)) exec "$0" "$@"'] if labels else []
-        return [*map(str, [*self.prefix, *launch, *label, self.program]), *MAIN]
+        return [*map(str, [*self.prefix, *launch, *label, self.program]), *arguments(entry)]
+
+
+def arguments(entry):
+    """Returns the arguments with which the test binary is a rank."""
+    return [entry, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]
 
 
 def build(nccl=False, built=None, release=False):

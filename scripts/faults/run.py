@@ -6,123 +6,46 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 from . import sockets
 from .cases import LIMITS, LONG, OWN, PAUSE, Case, expected, names, timeout
+from .launched import PATIENCE, Launched, Wrong, slack
 
-# The allowance for starting, ending and reporting, in seconds, on a machine with nothing else to do.
-SLACK = 5
 # How long the launcher gives ranks to exit by themselves (its own constant), and then to handle SIGTERM.
 SETTLE, SHUTDOWN = 1, 3
-# How long a rank may take to come to the moment of its fault.
-PATIENCE = 120
 DISK = "8m"
 
 
-class Wrong(Exception):
-    """A case did not end as expected."""
-
-
-def slack():
-    """Returns the allowance with the present load."""
-    return SLACK * min(max(1, os.getloadavg()[0] / (os.cpu_count() or 1)), 4)
-
-
-class Run:
-    """One run of ranks under the launcher, in its own folder."""
+class Run(Launched):
+    """One run of a case."""
 
     def __init__(self, programs, case, folder, plan):
-        self.case, self.folder = case, folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(exist_ok=True)
+        self.case = case
         (folder / "run").mkdir(exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        environment |= {
+        variables = {
             "CANDLE_DDP_TEST_FAULT": plan,
-            "CANDLE_DDP_TEST_FOLDER": folder,
             "CANDLE_DDP_TEST_TIMEOUT": timeout(case),
             "CANDLE_DDP_TEST_LATE": (case.victim + 1) % case.world if " rendezvous " in plan else -1,
-            "RAYON_NUM_THREADS": 1,
-            "TMPDIR": self.temporary,
         }
         if case.engine == "nccl":
             # One GPU for each rank. Their kernels are compiled once for all runs, and so not into the folder of one.
-            environment["EMULATED_GPUS"] = case.world
-            environment.setdefault("EMULATED_GPU_CACHE", Path(tempfile.gettempdir()) / f"emulated-gpu-cache-{os.getuid()}")
+            variables["EMULATED_GPUS"] = case.world
+            if "EMULATED_GPU_CACHE" not in os.environ:
+                variables["EMULATED_GPU_CACHE"] = Path(tempfile.gettempdir()) / f"emulated-gpu-cache-{os.getuid()}"
         else:
-            environment["CANDLE_DDP_CPU_TRANSPORT"] = "tcp" if case.engine == "tcp" else "auto"
-        self.output = folder / "output"
+            variables["CANDLE_DDP_CPU_TRANSPORT"] = "tcp" if case.engine == "tcp" else "auto"
         command = programs.command(case.world, "--shutdown-timeout", str(SHUTDOWN), labels=case.engine == "hosts")
         if plan.startswith("disk "):
             command = on_small_disk(command, folder)
-        with open(self.output, "wb") as output:
-            environment = {name: str(value) for name, value in environment.items()}
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        # Only after a failure is anything left to end.
-        for pid in self.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        self.process.wait()
-
-    def read(self, name):
-        return (self.folder / name).read_text() if (self.folder / name).exists() else None
-
-    def tell(self, name):
-        (self.folder / name).touch()
-
-    def text(self):
-        return self.output.read_text(errors="replace")
-
-    def wait_for(self, what, found, patience=PATIENCE):
-        """Waits until `found` returns something, and returns that."""
-        end = time.monotonic() + patience
-        while not (result := found()):
-            if self.process.poll() is not None and not found():
-                raise Wrong(f"the run ended before {what}: {self.text()[-2000:]}")
-            if time.monotonic() > end:
-                raise Wrong(f"no {what} within {patience} s")
-            time.sleep(0.005)
-        return result
+        super().__init__(command, folder, variables)
 
     def rank(self, rank):
         """Returns the process and the store's port of a rank."""
         pid, port = self.wait_for(f"rank {rank}", lambda: self.read(f"rank{rank}")).split()
         return int(pid), int(port)
-
-    def end(self, limit):
-        """Waits for the launcher to end, and returns its exit code."""
-        try:
-            return self.process.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise Wrong(f"HANG: the run has not ended {limit:.0f} s after the fault: {self.text()[-2000:]}") from None
-
-    def processes(self):
-        """Returns the processes that belong to this run."""
-        mark, found = f"CANDLE_DDP_TEST_FOLDER={self.folder}\0".encode(), []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                try:
-                    environment = (entry / "environ").read_bytes()
-                    zombie = (entry / "stat").read_text().rsplit(") ", 1)[1][0] in "ZX"
-                except OSError:
-                    continue
-                if mark in environment + b"\0" and not zombie:
-                    found.append(int(entry.name))
-        return found
 
 
 def on_small_disk(command, folder):

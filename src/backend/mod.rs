@@ -30,6 +30,7 @@ pub(crate) use label::Label;
 pub use work::Completion;
 pub(crate) use work::Work;
 
+use crate::error::Failure;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -116,6 +117,16 @@ pub trait Communicator: Send + Sync {
 
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
+
+    /// Like [`abort`](Self::abort), with the failure of another group, whose ranks are numbered here as in this one: for
+    /// example the end of a peer's process, which was seen there first. By default, aborts with its text, so that the peers
+    /// take this rank for the one that failed.
+    fn fail(&self, failure: Failure) {
+        match failure {
+            Failure::PeerFailed { peer, reason } if peer == self.rank() => self.abort(&reason),
+            failure => self.abort(&failure.to_string()),
+        }
+    }
 
     /// Creates the engine of a new group from this one. Rank `i` of the new group is rank `ranks[i]` of this one, and
     /// only the new group uses `store`. Every rank of this group must call it with the same `ranks`, even if it is not

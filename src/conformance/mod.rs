@@ -30,7 +30,7 @@ mod slices;
 pub use options::{Case, ConformanceOptions};
 
 use crate::backend::Communicator;
-use crate::process_group::spawn::{is_echo, on_ranks};
+use crate::process_group::spawn::on_ranks;
 use crate::rendezvous::{HashStore, Store};
 use crate::{Error, Result};
 use rank::{Fault, Outcome, Rank};
@@ -125,7 +125,7 @@ fn test(case: Case, rank: &Rank) -> Outcome {
 fn failed(rank: usize, world_size: usize, case: &dyn fmt::Display, fault: Fault) -> Error {
     match fault.error {
         // Another rank reports the cause.
-        Some(error) if is_echo(rank, &error) => *error,
+        Some(error) if error.is_echo(rank) => *error,
         _ => Error::RankFailed { rank, reason: format!("{case}, {world_size} ranks, {}", fault.reason) },
     }
 }

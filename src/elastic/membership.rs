@@ -407,8 +407,8 @@ impl Membership {
     pub(super) fn leave(&mut self, pg: ProcessGroup) {
         *lock(&self.watch.0) = Watched::Left;
         pg.survives_failure();
-        // If this rank has learned of the end from the log alone, it waits for nobody.
-        pg.abort(OTHER_GENERATION);
+        // If this rank has learned of the end from the log alone, it waits for nobody. A group that the program has kept ends too.
+        pg.supersede(OTHER_GENERATION);
         if pg.handles() > 1 {
             warn_aloud(format_args!(
                 "rank {}: the program has kept {} handle(s) to the group of generation {}, which has ended: drop \

@@ -171,13 +171,17 @@ fn finished_without() -> Error {
     Error::RankFailed { rank: 0, reason: "all other ranks have finished before this one began".to_string() }
 }
 
-/// The failure of the group. If a group that was split off has failed, this rank may learn of it a moment later.
+/// Why the group has ended. This rank may learn of it a moment after the error that it has caused: in a group that was split
+/// off, ranks that know it have left or failed.
 fn failure_of(pg: &ProcessGroup) -> Option<Error> {
     const PATIENCE: Duration = Duration::from_millis(500);
-    let until = Instant::now() + PATIENCE;
+    /// A rank that has left such a group because the run's group has failed ends that as soon as its program returns.
+    const PATIENCE_FOR_OTHERS: Duration = Duration::from_secs(30);
+    let since = Instant::now();
     loop {
-        let failure = pg.failure();
-        if failure.is_some() || Instant::now() >= until {
+        let failure = pg.end_of_job();
+        let patience = if pg.has_echo() { PATIENCE_FOR_OTHERS.min(pg.timeout()) } else { PATIENCE };
+        if failure.is_some() || since.elapsed() >= patience {
             return failure;
         }
         std::thread::sleep(Duration::from_millis(5));

@@ -407,6 +407,15 @@ impl Error {
         }
     }
 
+    /// Whether this error of rank `own` only says that another rank failed.
+    pub(crate) fn is_echo(&self, own: usize) -> bool {
+        match self {
+            Self::Group(Failure::PeerGone { .. } | Failure::PeerLeft { .. }) => true,
+            Self::Group(Failure::PeerFailed { peer: rank, .. }) | Self::RankFailed { rank, .. } => *rank != own,
+            _ => false,
+        }
+    }
+
     /// The rank that caused this error, as numbered in the group.
     fn culprit(&self) -> Option<usize> {
         match self {

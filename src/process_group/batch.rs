@@ -34,6 +34,7 @@ impl ProcessGroup {
             self.failed()?;
         }
         graph::check_batch(self.rank(), batch)?;
-        self.0.communicator.start_batch(batch.to_vec()).map_err(|error| self.names_a_rank(error))
+        let work = self.0.communicator.start_batch(batch.to_vec()).map_err(|error| self.note(error))?;
+        Ok(self.0.place.noting(work))
     }
 }

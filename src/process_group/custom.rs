@@ -1,6 +1,8 @@
 //! Groups over external engines.
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
+use super::job::Job;
+use super::place::Place;
 use crate::backend::Communicator;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -52,7 +54,8 @@ impl ProcessGroup {
         }
         let backend = Backend::Custom;
         let settings = Settings { backend, device, timeout, local_rank, local_world_size, address: None, secret: None };
-        let global_ranks = (0..communicator.world_size()).collect();
-        Ok(Self::around(communicator, store, global_ranks, settings, None, None))
+        let (rank, world_size) = (communicator.rank(), communicator.world_size());
+        let place = Place::of_all(Job::without_launcher(world_size), rank, world_size);
+        Ok(Self::around(communicator, store, place, settings, None))
     }
 }

@@ -10,7 +10,6 @@ use crate::kernels;
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Secret, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Options of [`init_process_group`]. The default takes everything from the environment that `ddprun`, torchrun, Slurm,
@@ -174,8 +173,7 @@ impl Joining {
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
         let construction = Construction { deadline, cancelled: Some(&cancelled), recording };
-        let ranks = (0..found.world_size).collect();
-        ProcessGroup::connect(construction, found.store, ranks, found.rank, settings, Some(Arc::new(job)))
+        ProcessGroup::connect(construction, found.store, world_size, rank, settings, job)
     }
 
     /// Further groups get the same device.

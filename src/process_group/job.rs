@@ -1,4 +1,7 @@
-//! How a failing rank reports to its launcher.
+//! What the groups of a job have in common: the errors of their calls, why they have ended, and how that is reported to the
+//! launcher.
+use crate::backend::Communicator;
+use crate::error::Failure;
 use crate::panic::lock;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
@@ -6,23 +9,92 @@ use candle_ddp_rendezvous::error::{FILE_VARIABLE, RankError};
 use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-/// The launcher's job to which a group belongs, as do all groups that are split off from it.
+/// One rank's job: its group of all ranks, and all groups that are split off from that one.
 pub(crate) struct Job {
-    /// The launcher's number of each rank of the group of all ranks.
+    /// The launcher's number of each rank of the group of all ranks; without a launcher, its number in that group.
     pub(super) ranks: Vec<usize>,
+    /// Whether a launcher has started the ranks as its processes.
+    pub(super) has_launcher: bool,
     /// The last errors of calls that name a rank: the program may return one of them in its own words.
     named: Mutex<VecDeque<RankError>>,
+    /// Why the group of all ranks ends: see [`end`](Self::end).
+    ended: OnceLock<Failure>,
+    /// Whether another rank has made a group fail, or has left it, and a call has said so.
+    has_echo: AtomicBool,
+    /// The other groups, while they exist.
+    groups: Mutex<Vec<Listed>>,
+    /// The number of groups so far.
+    count: AtomicU64,
     /// Whether the launcher has been told how this rank fails, or need not be.
     is_told: AtomicBool,
+}
+
+/// A group that was split off.
+struct Listed {
+    /// The number of the group of which it is a part: either ends with the other.
+    part_of: u64,
+    global_ranks: Vec<usize>,
+    communicator: Weak<dyn Communicator>,
 }
 
 impl Job {
     /// A job whose ranks have these numbers.
     pub(crate) fn new(ranks: Vec<usize>) -> Self {
-        Self { ranks, named: Mutex::default(), is_told: AtomicBool::new(false) }
+        Self {
+            ranks,
+            has_launcher: true,
+            named: Mutex::default(),
+            ended: OnceLock::new(),
+            has_echo: AtomicBool::new(false),
+            groups: Mutex::default(),
+            count: AtomicU64::new(0),
+            is_told: AtomicBool::new(false),
+        }
+    }
+
+    /// A job of `world_size` ranks that are not a launcher's processes.
+    pub(super) fn without_launcher(world_size: usize) -> Self {
+        Self { has_launcher: false, ..Self::new((0..world_size).collect()) }
+    }
+
+    /// A number for the next group. The group of all ranks comes first.
+    pub(super) fn number(&self) -> u64 {
+        self.count.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Lists a group, which is a part of group number `part_of`.
+    pub(super) fn list(&self, part_of: u64, global_ranks: &[usize], communicator: &Arc<dyn Communicator>) {
+        let communicator = Arc::downgrade(communicator);
+        let mut groups = lock(&self.groups);
+        groups.retain(|group| group.communicator.strong_count() > 0);
+        groups.push(Listed { part_of, global_ranks: global_ranks.to_vec(), communicator });
+    }
+
+    /// The listed groups that exist, with their ranks: the parts of group number `part_of`, or all.
+    fn listed(&self, part_of: Option<u64>) -> Vec<(Vec<usize>, Arc<dyn Communicator>)> {
+        let groups = lock(&self.groups);
+        let chosen = groups.iter().filter(|group| part_of.is_none_or(|part_of| group.part_of == part_of));
+        chosen.filter_map(|group| Some((group.global_ranks.clone(), group.communicator.upgrade()?))).collect()
+    }
+
+    /// Why a part of group number `part_of` has failed, if one has.
+    pub(super) fn failure_of_parts(&self, part_of: u64) -> Option<Error> {
+        self.listed(Some(part_of)).iter().find_map(|(_, part)| part.failure())
+    }
+
+    /// Ends the parts of group number `part_of`, or all groups that were split off, with `failure`, whose ranks are numbered
+    /// as in the group of all ranks.
+    pub(super) fn end_groups(&self, part_of: Option<u64>, failure: &Failure) {
+        for (global_ranks, group) in self.listed(part_of) {
+            match failure.renumbered(|rank| global_ranks.iter().position(|global| *global == rank)) {
+                Some(failure) => group.fail(failure),
+                // It is about ranks that this group does not have.
+                None => group.abort(&failure.to_string()),
+            }
+        }
     }
 
     /// Records an error that names a rank.
@@ -40,8 +112,28 @@ impl Job {
         lock(&self.named).iter().rev().find(|error| is(error)).cloned()
     }
 
+    /// Records that a call has returned a failure of some group that another rank has caused.
+    pub(super) fn note_echo(&self) {
+        self.has_echo.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn has_echo(&self) -> bool {
+        self.has_echo.load(Ordering::Relaxed)
+    }
+
+    /// Records why the group of all ranks ends, with ranks numbered as in it, unless that is known: because one of its
+    /// calls has returned this failure, or because a process has ended, in whichever group a call has noticed it.
+    pub(super) fn end(&self, failure: Failure) {
+        // The first reason stays.
+        let _ = self.ended.set(failure);
+    }
+
+    pub(super) fn ended(&self) -> Option<&Failure> {
+        self.ended.get()
+    }
+
     /// Records that the launcher is told, or need not be; returns whether that was already so.
-    pub(super) fn end(&self) -> bool {
+    pub(super) fn conclude(&self) -> bool {
         self.is_told.swap(true, Ordering::Relaxed)
     }
 }

@@ -5,8 +5,8 @@ use crate::state::FileHash;
 use crate::state::file::{PreparedFile, Progress, WriteJob};
 use crate::{Error, Result, thread};
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -69,17 +69,6 @@ impl ProcessGroup {
         let (written, hashes): (Vec<_>, Vec<_>) = self.agree_on_long_work(write)?.into_iter().unzip();
         self.agree_on_long_work(|_| Ok(written.into_iter().try_for_each(PreparedFile::commit)?))?;
         Ok(hashes)
-    }
-
-    /// Why this group, or the one that its layers use, has ended, if known.
-    pub(crate) fn failure(&self) -> Option<Error> {
-        let own = self.0.communicator.failure();
-        own.or_else(|| match self.0.companion.try_lock() {
-            Ok(companion) => companion.as_ref()?.failure(),
-            Err(TryLockError::Poisoned(companion)) => companion.into_inner().as_ref()?.failure(),
-            // That group is still being created and has done nothing yet.
-            Err(TryLockError::WouldBlock) => None,
-        })
     }
 }
 

@@ -13,6 +13,7 @@ mod monitored_barrier;
 mod objects;
 mod on_error;
 mod parent;
+mod place;
 mod reports;
 pub(crate) mod spawn;
 mod speed;
@@ -37,12 +38,14 @@ pub(crate) use stop::Stop;
 pub use stop::StopSignals;
 
 use crate::backend::{Collective, Communicator, Construction, Work};
+use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::Device;
 use engine::Settings;
 use job::Job;
+use place::Place;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -87,15 +90,13 @@ impl WeakProcessGroup {
 
 /// The state of a group.
 struct Inner {
-    communicator: Box<dyn Communicator>,
+    communicator: Arc<dyn Communicator>,
     store: Arc<dyn Store>,
     settings: Settings,
     /// The recording for the flight recorder, if there is one.
     recording: Option<Recording>,
-    /// The job of a launcher, if the ranks are its processes.
-    job: Option<Arc<Job>>,
-    /// The ranks of this group, as numbered in the group of all ranks.
-    global_ranks: Vec<usize>,
+    /// Which group of its job it is.
+    place: Arc<Place>,
     /// The number of subgroups created so far. It is the same on every rank, so it identifies the next one's keys.
     subgroups: AtomicU64,
     /// The number of monitored barriers so far, for the same reason.
@@ -114,35 +115,34 @@ struct Inner {
 }
 
 impl ProcessGroup {
-    /// Creates the engine of a group in which this process has rank `rank`. `store` must be the group's own.
+    /// Creates the group of all ranks of `job`, and its engine, in which this process has rank `rank`. `store` must be the
+    /// group's own.
     fn connect(
         construction: Construction,
         store: Arc<dyn Store>,
-        global_ranks: Vec<usize>,
+        world_size: usize,
         rank: usize,
         settings: Settings,
-        job: Option<Arc<Job>>,
+        job: Job,
     ) -> Result<Self> {
-        let recording = construction.recording.cloned();
-        let communicator = engine::communicator(construction, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
-        Ok(Self::around(communicator, store, global_ranks, settings, recording, job))
+        let (place, recording) = (Place::of_all(job, rank, world_size), construction.recording.cloned());
+        let communicator = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings)?;
+        Ok(Self::around(communicator, store, place, settings, recording))
     }
 
     fn around(
         communicator: Box<dyn Communicator>,
         store: Arc<dyn Store>,
-        global_ranks: Vec<usize>,
+        place: Place,
         settings: Settings,
         recording: Option<Recording>,
-        job: Option<Arc<Job>>,
     ) -> Self {
         Self(Arc::new(Inner {
-            communicator,
+            communicator: communicator.into(),
             store,
             settings,
             recording,
-            job,
-            global_ranks,
+            place: Arc::new(place),
             subgroups: AtomicU64::new(0),
             barriers: AtomicU64::new(0),
             join: Mutex::default(),
@@ -177,7 +177,7 @@ impl ProcessGroup {
 
     /// The ranks of this group as numbered in the group that `init_process_group` created.
     pub fn global_ranks(&self) -> &[usize] {
-        &self.0.global_ranks
+        &self.0.place.global_ranks
     }
 
     /// The device on which the group's tensors live.
@@ -255,21 +255,23 @@ impl ProcessGroup {
         Arc::strong_count(&self.0)
     }
 
-    /// Returns the failure of this group, if any; after a failure, not all ranks would join another group.
+    /// Returns the [failure](Self::failure) of this group, if any; after a failure, not all ranks would join another group.
     fn failed(&self) -> Result<()> {
-        self.0.communicator.failure().map_or(Ok(()), Err)
+        self.failure().map_or(Ok(()), Err)
     }
 
     /// Starts any collective. The methods named after the collectives are easier to read.
     pub(crate) fn start(&self, collective: Collective) -> Result<Work> {
         graph::check(self.rank(), &collective)?;
-        self.0.communicator.start(collective).map_err(|error| self.names_a_rank(error))
+        let place = &self.0.place;
+        let work = self.0.communicator.start(collective).map_err(|error| place.note(error))?;
+        Ok(place.noting(work))
     }
 
     /// Runs any collective. The methods named after the collectives are easier to read.
     pub(crate) fn run(&self, collective: Collective) -> Result<()> {
         graph::check(self.rank(), &collective)?;
-        self.0.communicator.run(collective).map_err(|error| self.names_a_rank(error))
+        self.0.communicator.run(collective).map_err(|error| self.0.place.note(error))
     }
 
     /// Makes [`Work::span`] available for collectives started from now on. On GPUs this costs two events for each.
@@ -285,29 +287,51 @@ impl ProcessGroup {
         self.0.communicator.gone()
     }
 
+    /// Why this group, or one that is a part of it, such as the one that its layers use, has failed, if known.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.0.communicator.failure().or_else(|| self.0.place.failure_of_parts())
+    }
+
+    /// Why the group of all ranks has failed, or must end: a part of it has failed, or a process has ended, as a call has found
+    /// in whichever group of the job.
+    pub(crate) fn end_of_job(&self) -> Option<Error> {
+        self.failure().or_else(|| Some(self.0.place.ended()?.into()))
+    }
+
+    /// Whether a call has said, in any group of the job, that another rank has failed or left that group.
+    pub(crate) fn has_echo(&self) -> bool {
+        self.0.place.job.has_echo()
+    }
+
     /// Ends the group on every rank: work in flight and all later calls fail with `reason`, here and on the peers. Use
     /// it after an error that prevents this rank from making calls for which the others wait;
     /// [`abort_on_error`](Self::abort_on_error) does so when a whole program fails.
+    ///
+    /// If a call of this rank has found in another group of the job that a process of this one has ended, that is the
+    /// reason instead.
     pub fn abort(&self, reason: &str) {
-        if self.0.communicator.failure().is_none() {
+        let place = &self.0.place;
+        // This rank's error may come from there.
+        let cause = place.ended().or_else(|| place.failure_of_parts()?.failure().cloned());
+        if cause.is_none() && self.0.communicator.failure().is_none() {
             self.0.was_aborted.store(true, Ordering::Relaxed);
         }
-        self.supersede(reason);
+        let failure = cause.unwrap_or_else(|| self.own_failure(reason));
+        self.0.communicator.fail(failure.clone());
+        place.end_parts(&failure);
     }
 
-    /// [Aborts](Self::abort) because of something outside the group: if the engine is looking for the reason of a
-    /// failure, does not wait for that.
+    /// Ends the group of all ranks, and all groups that are split off from it, because of something outside them. If the engine
+    /// is looking for the reason of a failure, does not wait for that.
     pub(crate) fn supersede(&self, reason: &str) {
-        self.0.communicator.abort(reason);
-        // Does not wait for the lock: a thread that holds it is connecting, and learns of the failure from this group
-        // or by its time-out.
-        for other in [&self.0.companion, &self.0.cpu] {
-            if let Ok(other) = other.try_lock()
-                && let Some(other) = &*other
-            {
-                other.abort(reason);
-            }
-        }
+        let place = &self.0.place;
+        let failure = place.ended().unwrap_or_else(|| self.own_failure(reason));
+        self.0.communicator.fail(failure.clone());
+        place.job.end_groups(None, &failure);
+    }
+
+    fn own_failure(&self, reason: &str) -> Failure {
+        Failure::PeerFailed { peer: self.rank(), reason: reason.to_string() }
     }
 }
 

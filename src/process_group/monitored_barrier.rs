@@ -48,6 +48,6 @@ impl ProcessGroup {
         if !wait_all_ranks {
             missing.truncate(1);
         }
-        Err(self.names_a_rank(Error::MonitoredBarrier { rank: self.rank(), missing, timeout }))
+        Err(self.note(Error::MonitoredBarrier { rank: self.rank(), missing, timeout }))
     }
 }

@@ -65,61 +65,53 @@ impl ProcessGroup {
 
     /// The error of all ranks when `rank` failed for `reason` in something that all ranks do together.
     pub(crate) fn rank_failed(&self, rank: usize, reason: String) -> Error {
-        self.names_a_rank(Error::RankFailed { rank, reason })
+        self.note(Error::RankFailed { rank, reason })
     }
 
-    /// Records an error that names a rank of this group.
-    pub(crate) fn names_a_rank(&self, error: Error) -> Error {
-        if let Some((job, told)) = self.0.job.as_ref().zip(self.0.rank_error(&error)) {
-            job.note(told);
-        }
-        error
+    /// Records an error of this group, which the program may return in its own words.
+    pub(crate) fn note(&self, error: Error) -> Error {
+        self.0.place.note(error)
     }
 
     /// The report to the launcher when this rank's program fails with `message`. Call it before this rank ends the
     /// group for that reason.
     fn failure_to_tell(&self, message: &str) -> Option<RankError> {
-        let job = self.0.job.as_ref()?;
-        let rank = self.0.number(self.rank())?;
+        let (place, job) = (&self.0.place, &self.0.place.job);
+        let rank = place.own_number();
+        if !job.has_launcher {
+            return None;
+        }
         // The group may also have failed because other ranks ended earlier, for the same reason.
         let is_returned = |error: &RankError| message.contains(&error.message);
         let cause = job.noted(is_returned).or_else(|| self.0.group_error().filter(is_returned));
         let (culprit, variant) = cause.map_or((None, OF_PROGRAM.to_string()), |cause| (cause.culprit, cause.variant));
-        job.end();
+        job.conclude();
         Some(RankError { rank, culprit, variant, message: message.to_string() })
     }
 
     /// Records that the launcher needs no report of this group's failure, since the program continues without the group.
     pub(crate) fn survives_failure(&self) {
-        if let Some(job) = &self.0.job {
-            job.end();
-        }
+        self.0.place.job.conclude();
     }
 }
 
 impl Inner {
-    /// The launcher's number of a rank of this group.
-    fn number(&self, rank: usize) -> Option<usize> {
-        self.job.as_ref()?.ranks.get(*self.global_ranks.get(rank)?).copied()
-    }
-
-    fn rank_error(&self, error: &Error) -> Option<RankError> {
-        Some(error.of_rank(self.number(self.communicator.rank())?, |rank| self.number(rank)))
-    }
-
     /// Why this group has failed.
     fn group_error(&self) -> Option<RankError> {
-        self.rank_error(&self.communicator.failure()?)
+        Some(self.place.told(&self.communicator.failure()?))
     }
 
     /// Tells the launcher why the group of all ranks has failed, unless the program has said how it ends.
     pub(super) fn tell_end(&self) {
-        let Some(job) = self.job.as_ref().filter(|job| job.ranks.len() == self.global_ranks.len()) else { return };
+        let job = &self.place.job;
+        if !self.place.is_of_all() || !job.has_launcher {
+            return;
+        }
         // A process may end after its last call without leaving the group, so an end only counts if a call has reported
         // it.
-        let is_known = |told: &RankError| !told.says_gone() || job.noted(|named| named == told).is_some();
-        if let Some(told) = self.group_error().filter(is_known)
-            && !job.end()
+        let told = self.place.told_end().or_else(|| self.group_error().filter(|told| !told.says_gone()));
+        if let Some(told) = told
+            && !job.conclude()
         {
             job::tell(Some(told));
         }

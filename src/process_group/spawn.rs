@@ -1,6 +1,6 @@
+use super::job::Job;
 use super::{Backend, ProcessGroup, Settings};
 use crate::backend::Construction;
-use crate::error::Failure;
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::panic::panic_message;
 use crate::rendezvous::{Cancellation, HashStore, Reason, Secret, Store};
@@ -71,8 +71,8 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             .inspect_err(|error| cancel(rank, error))?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let construction = Construction { deadline, cancelled: Some(&cancelled), recording: recording.as_ref() };
-        let ranks = (0..world_size).collect();
-        let pg = ProcessGroup::connect(construction, Arc::clone(&store), ranks, rank, settings, None)
+        let job = Job::without_launcher(world_size);
+        let pg = ProcessGroup::connect(construction, Arc::clone(&store), world_size, rank, settings, job)
             .inspect_err(|error| cancel(rank, error))?;
         pg.abort_on_error(|| work(pg.clone()))
     };
@@ -126,22 +126,11 @@ pub(crate) fn on_ranks<T: Send>(
     for (rank, (at, result)) in outcomes.into_iter().enumerate() {
         match result {
             Ok(value) => results.push(value),
-            Err(error) => failures.push((is_echo(rank, &error), at, error)),
+            Err(error) => failures.push((error.is_echo(rank), at, error)),
         }
     }
     match failures.into_iter().min_by_key(|(echo, at, _)| (*echo, *at)) {
         Some((_, _, error)) => Err(error),
         None => Ok(results),
-    }
-}
-
-/// Whether `error` of rank `own` only says that another rank failed.
-pub(crate) fn is_echo(own: usize, error: &Error) -> bool {
-    match error {
-        Error::Group(failure) => {
-            matches!(failure, Failure::PeerGone { .. } | Failure::PeerLeft { .. } | Failure::PeerFailed { .. })
-        }
-        Error::RankFailed { rank, .. } => *rank != own,
-        _ => false,
     }
 }

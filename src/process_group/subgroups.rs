@@ -1,5 +1,6 @@
 //! Groups that are split off from another one.
 use super::engine::{self, Settings};
+use super::place::Place;
 use super::{Backend, ProcessGroup};
 use crate::backend::{Communicator, Construction, Split};
 use crate::error::Failure;
@@ -40,12 +41,28 @@ impl ProcessGroup {
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings))?;
+        let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings));
+        let split = split.map_err(|error| self.note(error))?;
         let recording = self.recording_of(&format!("group{number}"), ranks);
-        let communicator = self.member(split, &store, place, ranks.len(), recording.as_ref())?;
-        let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
-        let job = self.0.job.clone();
-        Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings, recording, job)))
+        let communicator = self.member(split, &store, place, ranks.len(), recording.as_ref());
+        let Some(rank) = place else { return communicator.map(|_| None) };
+        let place = self.0.place.split(ranks, rank);
+        let made = communicator.map_err(|error| self.note_of(&place, error))?;
+        Ok(made.map(|made| Self::around(made, store, place, settings, recording).listed()))
+    }
+
+    /// Records the error of the construction of a group at `place`: the failure of this group if that has ended it.
+    fn note_of(&self, place: &Place, error: Error) -> Error {
+        match self.failed() {
+            Err(own) if error.failure().is_some() => self.note(own),
+            _ => place.note(error),
+        }
+    }
+
+    /// Returns the same group, which ends when its whole job does.
+    fn listed(self) -> Self {
+        self.0.place.list(&self.0.communicator);
+        self
     }
 
     /// A second group of the same ranks, for collectives inside a model's forward and backward passes. DDP launches
@@ -57,22 +74,22 @@ impl ProcessGroup {
         if let Some(companion) = &*companion {
             return Ok(companion.clone());
         }
-        Ok(companion.insert(self.duplicate("companion")?).clone())
+        Ok(companion.insert(self.duplicate("companion", self.0.place.part())?.listed()).clone())
     }
 
     /// A second group of the same ranks over the same engine, whose keys have the given `prefix`.
-    fn duplicate(&self, prefix: &str) -> Result<Self> {
+    fn duplicate(&self, prefix: &str, place: Place) -> Result<Self> {
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
-        let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
-        let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings))?;
+        let settings = self.0.settings.clone();
         let recording = self.recording_of(prefix, &self.all_ranks());
         let (rank, world_size) = (Some(self.rank()), self.world_size());
-        let Some(made) = self.member(duplicate, &store, rank, world_size, recording.as_ref())? else {
+        let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings));
+        let made = duplicate.and_then(|split| self.member(split, &store, rank, world_size, recording.as_ref()));
+        let Some(made) = made.map_err(|error| self.note_of(&place, error))? else {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
             return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
         };
-        let job = self.0.job.clone();
-        Ok(Self::around(made, store, global_ranks, settings, recording, job))
+        Ok(Self::around(made, store, place, settings, recording))
     }
 
     /// A group of the same ranks for tensors in host memory, over the CPU engine: PyTorch's second backend in
@@ -89,7 +106,7 @@ impl ProcessGroup {
         if let Some(cpu) = &*cpu {
             return Ok(cpu.clone());
         }
-        Ok(cpu.insert(self.connect_cpu("cpu-group")?).clone())
+        Ok(cpu.insert(self.connect_cpu("cpu-group", self.0.place.part())?.listed()).clone())
     }
 
     /// A group of the same ranks for tensors in host memory, for the calls of a background thread: over the CPU engine, or
@@ -103,25 +120,27 @@ impl ProcessGroup {
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
         let prefix = format!("background{number}");
         if self.backend() == Backend::Custom && self.device().is_cpu() {
-            match self.duplicate(&prefix) {
+            match self.duplicate(&prefix, self.0.place.split(&self.all_ranks(), self.rank())) {
                 // An engine that makes no further groups.
                 Err(Error::Unavailable { .. }) => {}
                 made => return made,
             }
         }
-        self.connect_cpu(&prefix)
+        self.connect_cpu(&prefix, self.0.place.split(&self.all_ranks(), self.rank()))
     }
 
     /// A group of the same ranks over the CPU engine, whose keys have the given `prefix`.
-    fn connect_cpu(&self, prefix: &str) -> Result<Self> {
+    fn connect_cpu(&self, prefix: &str, place: Place) -> Result<Self> {
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
         let settings = Settings { backend: Backend::Cpu, device: Device::Cpu, ..self.0.settings.clone() };
         let failed = || self.failed();
         let recording = self.recording_of(prefix, &self.all_ranks());
         let construction =
             Construction { cancelled: Some(&failed), recording: recording.as_ref(), ..Default::default() };
-        let (global_ranks, job) = (self.0.global_ranks.clone(), self.0.job.clone());
-        Self::connect(construction, store, global_ranks, self.rank(), settings, job)
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let made = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings);
+        let made = made.map_err(|error| self.note_of(&place, error))?;
+        Ok(Self::around(made, store, place, settings, recording))
     }
 
     /// This rank's handle to a group that was split off, in which it has rank `place`. If this group's engine cannot

@@ -91,7 +91,7 @@ pub(crate) fn folder() -> PathBuf {
 }
 
 /// Whether nothing of this name has happened yet, in any process of the test.
-fn first_time(what: &str, rank: usize, commit: u64) -> bool {
+pub(crate) fn first_time(what: &str, rank: usize, commit: u64) -> bool {
     std::fs::File::create_new(folder().join(format!("{what}-{rank}-{commit}"))).is_ok()
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
     Ok(())
 }
 
-fn all_lost(what: &str) -> bool {
+pub(crate) fn all_lost(what: &str) -> bool {
     std::env::var(ALL_LOST).is_ok_and(|all_lost| all_lost == what)
 }
 

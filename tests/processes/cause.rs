@@ -2,10 +2,13 @@
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
 use crate::common::test_arguments;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::{Error, InitOptions, ProcessGroup, Result, init_process_group};
-use rustix::process::{Pid, test_kill_process};
+use candle_ddp::{
+    DistributedDataParallel, Error, Failure, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
+};
+use candle_nn::{VarMap, linear};
+use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -33,6 +36,19 @@ fn rank_of_another_test() -> Result<(), String> {
         "subgroup" => pg.abort_on_error(|| subgroup(&pg)).map_err(|error| error.to_string()),
         // `abort_on_error` does not report its ranks.
         "absent" => absent(&pg).map_err(|error| error.to_string()),
+        "leaves" => leaves(&pg, &folder, |pg, sum| pg.all_reduce_async(sum, ReduceOp::Sum)?.wait()),
+        "leaves-subgroup" => {
+            let sub = pg.new_group(&[1, 2, 0]).unwrap().unwrap();
+            leaves(&pg, &folder, |_, sum| sub.all_reduce_async(sum, ReduceOp::Sum)?.wait())
+        }
+        "dies-subgroup" => {
+            dies(&pg, &folder);
+            Err("training broke off".to_string())
+        }
+        "leaves-backward" => {
+            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(2, 1, vb)).unwrap();
+            leaves(&pg, &folder, |_, x| ddp.backward(&ddp.forward(&x.reshape((1, 2))?)?.sum_all()?).map(drop))
+        }
         other => panic!("no such job: {other}"),
     };
     if job == "save" && pg.rank() == 0 {
@@ -93,6 +109,46 @@ fn subgroup(pg: &ProcessGroup) -> Result<()> {
     }
 }
 
+/// Rank 1 ends with exit code 0 while the others wait for it in `call`. They do not return the group's error, but their own
+/// words, and rank 2 is the first to end.
+fn leaves(pg: &ProcessGroup, folder: &Path, call: impl Fn(&ProcessGroup, &Tensor) -> Result<()>) -> Result<(), String> {
+    let tensor = || Tensor::zeros(2, DType::F32, pg.device()).unwrap();
+    call(pg, &tensor()).unwrap();
+    if pg.rank() == 1 {
+        std::thread::sleep(Duration::from_millis(100));
+        std::process::exit(0);
+    }
+    call(pg, &tensor()).unwrap_err();
+    if pg.rank() != 2 {
+        wait_for_end(folder, 2);
+    }
+    Err("training broke off".to_string())
+}
+
+/// Rank 1 is killed, and only rank 2 notices, in a subgroup. Rank 0 waits for a message of rank 2.
+fn dies(pg: &ProcessGroup, folder: &Path) {
+    let sub = pg.new_group(&[2, 1]).unwrap();
+    let tensor = Tensor::zeros(2, DType::F32, pg.device()).unwrap();
+    let error = match pg.rank() {
+        0 => pg.recv(&tensor, 2).unwrap_err(),
+        1 => {
+            let sub = sub.unwrap();
+            sub.barrier().unwrap();
+            return kill_process(getpid(), Signal::KILL).unwrap();
+        }
+        _ => {
+            let sub = sub.unwrap();
+            sub.barrier().unwrap();
+            // The subgroup numbers the ranks its own way.
+            let error = pg.abort_on_error(|| sub.all_reduce(&tensor, ReduceOp::Sum)).unwrap_err();
+            assert!(matches!(&error, Error::Group(Failure::PeerGone { rank: 0, peer: 1, .. })), "{error:?}");
+            pg.barrier().unwrap_err()
+        }
+    };
+    std::fs::write(folder.join(format!("error{}", pg.rank())), format!("{error:?}")).unwrap();
+    wait_for_end(folder, 1);
+}
+
 /// Rank 1 hangs.
 fn absent(pg: &ProcessGroup) -> Result<()> {
     while pg.rank() == 1 {
@@ -103,9 +159,12 @@ fn absent(pg: &ProcessGroup) -> Result<()> {
 
 /// Runs this test binary as `world` ranks of `job`, and returns `ddprun`'s report about its end.
 fn summary(job: &str, world: usize) -> String {
-    let folder = tempfile::tempdir().unwrap();
+    summary_in(tempfile::tempdir().unwrap().path(), job, world)
+}
+
+fn summary_in(folder: &Path, job: &str, world: usize) -> String {
     let mut launcher = Command::new(crate::common::ddprun());
-    launcher.env(JOB, job).env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
+    launcher.env(JOB, job).env(FOLDER, folder).env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
     launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(std::env::current_exe().unwrap());
     let output = launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap();
     assert!(!output.status.success());
@@ -142,4 +201,33 @@ fn a_rank_that_others_wait_for_in_a_subgroup_is_blamed_by_its_global_number() {
 fn a_group_that_fails_tells_why_without_the_programs_help() {
     let text = summary("absent", 3);
     assert!(text.starts_with("ddprun: rank 1 made the other ranks fail: it was killed by SIGTERM"), "{text}");
+}
+
+#[test]
+fn a_rank_that_ends_while_others_wait_for_it_is_blamed_whatever_call_shows_it() {
+    for job in ["leaves", "leaves-subgroup", "leaves-backward"] {
+        let text = summary(job, 3);
+        assert!(
+            text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
+            "{job}: {text}"
+        );
+        assert!(
+            text.contains("\n  ranks [0, 2]: each exited with code 101 by itself because of rank 1"),
+            "{job}: {text}"
+        );
+    }
+}
+
+#[test]
+fn a_death_that_only_one_rank_notices_in_a_subgroup_is_the_end_of_the_group_of_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = summary_in(folder.path(), "dies-subgroup", 3);
+    assert!(text.starts_with("ddprun: rank 1 failed first: it was killed by SIGKILL"), "{text}");
+    for rank in [0, 2] {
+        let error = std::fs::read_to_string(folder.path().join(format!("error{rank}"))).unwrap();
+        assert!(
+            error.starts_with("PeerGone: rank 1 is gone: its connection to rank 2 closed during all_reduce"),
+            "{error}"
+        );
+    }
 }

@@ -14,6 +14,9 @@ mod ddp;
 mod diagnostics;
 mod digits;
 mod elastic;
+mod elastic_groups;
+#[path = "../common/elastic_groups.rs"]
+mod elastic_groups_ranks;
 #[path = "../common/elastic_ranks.rs"]
 mod elastic_ranks;
 mod elastic_stop;

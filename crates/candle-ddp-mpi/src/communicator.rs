@@ -132,7 +132,11 @@ impl Communicator for MpiCommunicator {
     }
 
     fn abort(&self, reason: &str) {
-        self.group.abort(Failure::PeerFailed { peer: self.rank(), reason: reason.to_string() });
+        self.fail(Failure::PeerFailed { peer: self.rank(), reason: reason.to_string() });
+    }
+
+    fn fail(&self, failure: Failure) {
+        self.group.abort(failure);
     }
 
     fn split(&self, ranks: &[usize], _: Arc<dyn Store>) -> Result<Split> {

@@ -91,7 +91,6 @@ impl CpuCommunicator {
             Some(secret) => Some(secret),
             None => Secret::from_env()?,
         };
-        let host = options.host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
         let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
         let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
         let tune = |by_default: Tuning| by_default.or(segment_bytes, small_bytes);
@@ -116,7 +115,7 @@ impl CpuCommunicator {
         };
         let DataPath { connections, hosts, shm, layout } = match world_size {
             1 => DataPath::none(),
-            _ => connector.join(transport, tune(Tuning::SHARED).segment, host.as_deref())?,
+            _ => connector.join(transport, tune(Tuning::SHARED).segment, options.host.as_deref())?,
         };
         let tuning = match layout {
             None => tune(Tuning::TCP),
@@ -249,7 +248,11 @@ impl Communicator for CpuCommunicator {
     }
 
     fn abort(&self, reason: &str) {
-        self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+        self.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+    }
+
+    fn fail(&self, failure: Failure) {
+        self.group.fail(failure);
     }
 }
 

@@ -329,7 +329,11 @@ impl Communicator for NcclCommunicator {
     }
 
     fn abort(&self, reason: &str) {
-        self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+        self.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+    }
+
+    fn fail(&self, failure: Failure) {
+        self.group.fail(failure);
     }
 
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {

@@ -93,7 +93,7 @@ impl Checkpointer {
                     Err(Error::io("writing a checkpoint", std::io::Error::other(panic_message(&*panic))))
                 });
                 // Not all of them come from a call that has recorded its error for the launcher.
-                save.end(ended.map_err(|error| group.names_a_rank(error)));
+                save.end(ended.map_err(|error| group.note(error)));
             }
         };
         // The other ranks' threads are running already.

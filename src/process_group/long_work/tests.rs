@@ -2,6 +2,8 @@ use super::*;
 use crate::backend::cpu::{CpuCommunicator, CpuOptions};
 use crate::backend::{Collective, Communicator, Completion, ReduceOp, Work};
 use crate::error::Failure;
+use crate::process_group::job::Job;
+use crate::process_group::place::Place;
 use crate::process_group::{Backend, Settings, SpawnOptions, spawn_with};
 use crate::rendezvous::HashStore;
 use candle_core::{DType, Device, Tensor};
@@ -135,7 +137,8 @@ pub(crate) fn queued(work: impl Fn(ProcessGroup) + Sync) {
             address: None,
             secret: None,
         };
-        ProcessGroup::around(Box::new(communicator), store.clone(), vec![0, 1], settings, None, None)
+        let place = Place::of_all(Job::without_launcher(2), rank, 2);
+        ProcessGroup::around(Box::new(communicator), store.clone(), place, settings, None)
     };
     std::thread::scope(|scope| {
         let (group, work) = (&group, &work);

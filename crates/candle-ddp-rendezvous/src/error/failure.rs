@@ -106,6 +106,23 @@ pub enum Failure {
 }
 
 impl Failure {
+    /// The same failure with other numbers of ranks, as another group has them; `None` if that does not have them all.
+    #[doc(hidden)]
+    pub fn renumbered(&self, number: impl Fn(usize) -> Option<usize>) -> Option<Self> {
+        let mut failure = self.clone();
+        let renumber = |rank: &mut usize| number(*rank).map(|number| *rank = number);
+        match &mut failure {
+            Self::PeerGone { rank, peer, .. } => renumber(rank).and(renumber(peer))?,
+            Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => renumber(peer)?,
+            Self::Desync { rank_a, rank_b, .. } => renumber(rank_a).and(renumber(rank_b))?,
+            Self::TimedOut { rank, waiting_for, .. } => {
+                waiting_for.iter_mut().try_for_each(renumber)?;
+                renumber(rank)?;
+            }
+        }
+        Some(failure)
+    }
+
     /// The variant's name.
     #[doc(hidden)]
     pub fn name(&self) -> &'static str {
@@ -147,6 +164,45 @@ mod tests {
             },
         ] {
             assert_eq!(decode::<Failure>("", &encode(&failure)).unwrap(), failure);
+        }
+    }
+
+    #[test]
+    fn ranks_get_the_numbers_of_another_group() {
+        let members = [5, 2, 7];
+        let call = || "barrier()".to_string();
+        let timed_out = |rank: usize, waiting_for: &[usize]| Failure::TimedOut {
+            rank,
+            call: call(),
+            sequence: 2,
+            timeout: Duration::from_secs(1),
+            waiting_for: waiting_for.to_vec(),
+            reason: call(),
+        };
+        let desync = |rank_a, rank_b| Failure::Desync {
+            sequence: 1,
+            rank_a,
+            call_a: call(),
+            rank_b,
+            call_b: "gather".to_string(),
+        };
+        for (inside, outside) in [
+            (
+                Failure::PeerGone { rank: 1, peer: 2, call: call() },
+                Failure::PeerGone { rank: 2, peer: 7, call: call() },
+            ),
+            (
+                Failure::PeerLeft { peer: 0, left_after: 9, call: call(), sequence: 10 },
+                Failure::PeerLeft { peer: 5, left_after: 9, call: call(), sequence: 10 },
+            ),
+            (Failure::PeerFailed { peer: 1, reason: call() }, Failure::PeerFailed { peer: 2, reason: call() }),
+            (desync(1, 2), desync(2, 7)),
+            (timed_out(2, &[0, 1]), timed_out(7, &[5, 2])),
+        ] {
+            assert_eq!(inside.renumbered(|rank| members.get(rank).copied()).unwrap(), outside);
+            let place = |rank: usize| members.iter().position(|member| *member == rank);
+            assert_eq!(outside.renumbered(place).unwrap(), inside);
+            assert_eq!(outside.renumbered(|rank| place(rank).filter(|_| rank == 7)), None);
         }
     }
 
