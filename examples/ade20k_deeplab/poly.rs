@@ -9,7 +9,9 @@ pub(crate) struct ParamsPoly {
 }
 
 impl Schedule for ParamsPoly {
-    const NAME: &'static str = "ParamsPoly";
+    fn name(&self) -> &'static str {
+        "ParamsPoly"
+    }
 
     fn check(&self) -> Result<()> {
         if self.total_steps > 0 {

@@ -10,7 +10,9 @@ pub(crate) struct ParamsWarmupLinear {
 }
 
 impl Schedule for ParamsWarmupLinear {
-    const NAME: &'static str = "WarmupLinear";
+    fn name(&self) -> &'static str {
+        "WarmupLinear"
+    }
 
     fn check(&self) -> Result<()> {
         if (0.0..1.0).contains(&self.warmup) {

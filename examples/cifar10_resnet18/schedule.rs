@@ -30,7 +30,9 @@ impl ScheduleKind {
 }
 
 impl Schedule for ParamsEpochs {
-    const NAME: &'static str = "ParamsEpochs";
+    fn name(&self) -> &'static str {
+        "ParamsEpochs"
+    }
 
     fn check(&self) -> Result<()> {
         match self {

@@ -1,6 +1,7 @@
 //! Scales losses, and skips steps that overflow.
 use super::unscale::unscale;
 use crate::backend::Label;
+use crate::ddp::scaled;
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};
@@ -9,16 +10,21 @@ use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The smallest scale: f32, in which losses and gradients are multiplied, has both it and its reciprocal as normal numbers.
+const MIN_SCALE: f64 = f32::MIN_POSITIVE as f64;
 
 /// Options of a [`GradScaler`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerOptions {
-    /// The initial scale. Default: 65536.
+    /// The initial scale, from 1.2e-38 to 3.4e38, which f32 can carry. Default: 65536.
     pub init_scale: f64,
     /// The factor by which the scale grows after `growth_interval` steps without overflow; with 1 it never grows.
     /// Default: 2.
     pub growth_factor: f64,
-    /// The factor by which the scale shrinks after an overflow; with 1 it never shrinks. Default: 0.5.
+    /// The factor by which the scale shrinks after an overflow, but not below 1.2e-38; with 1 it never shrinks.
+    /// Default: 0.5.
     pub backoff_factor: f64,
     /// The number of consecutive steps without overflow before the scale grows. Default: 2000.
     pub growth_interval: usize,
@@ -37,8 +43,8 @@ impl GradScalerOptions {
     fn check(&self, scale: &'static str) -> Result<()> {
         let refuse =
             |argument, value: f64, rule| Err(Error::invalid(argument, format!("it must be {rule}, not {value}")));
-        if !(self.init_scale > 0.0 && self.init_scale.is_finite()) {
-            return refuse(scale, self.init_scale, "positive and finite");
+        if !(MIN_SCALE..=f64::from(f32::MAX)).contains(&self.init_scale) {
+            return refuse(scale, self.init_scale, "from 1.2e-38 to 3.4e38, which f32 can carry");
         }
         if !(self.growth_factor >= 1.0 && self.growth_factor.is_finite()) {
             return refuse("growth_factor", self.growth_factor, "at least 1 and finite");
@@ -73,6 +79,8 @@ pub struct GradScaler {
     /// Steps without overflow since the scale last changed.
     clean_steps: usize,
     stage: Stage,
+    /// Whether a loss was scaled in this step.
+    has_scaled: AtomicBool,
 }
 
 /// The progress of a training step. `overflow` says whether any rank found an infinity or NaN.
@@ -99,23 +107,28 @@ impl GradScaler {
     /// A scaler for the gradients of `parameters` (`ddp.named_parameters()`), which the ranks of `group` use together.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] for a scale that is not positive and finite, a growth factor that is below 1
+    /// Returns [`Error::InvalidArgument`] for a scale that f32 cannot carry, a growth factor that is below 1
     /// or not finite, a backoff factor that is not above 0 or is above 1, or a growth interval of 0.
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Var)>, options: GradScalerOptions) -> Result<Self> {
         let mut seen: HashSet<TensorId> = HashSet::new();
         let parameters = parameters.into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
         options.check("init_scale")?;
         let (scale, stage) = (options.init_scale, Stage::Scaled);
-        Ok(Self { group: group.clone(), parameters, options, scale, clean_steps: 0, stage })
+        let has_scaled = AtomicBool::new(false);
+        Ok(Self { group: group.clone(), parameters, options, scale, clean_steps: 0, stage, has_scaled })
     }
 
     /// Returns `loss` times the scale, at least in f32; pass it to `backward`.
+    ///
+    /// The gradients are known to be scaled: until [`unscale`](Self::unscale) has divided them, clipping and the optimizers of
+    /// [`optim`](crate::optim) refuse them.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.options.enabled {
             return Ok(loss.clone());
         }
         let dtype = crate::tensor::accumulator(loss.dtype());
-        Ok((loss.to_dtype(dtype)? * self.scale)?)
+        self.has_scaled.store(true, Ordering::Relaxed);
+        Ok(scaled::mark(&(loss.to_dtype(dtype)? * self.scale)?)?)
     }
 
     /// Divides the parameters' gradients in `grads` by the scale, in place, and checks whether any of them is infinite
@@ -125,8 +138,9 @@ impl GradScaler {
     /// Returns whether all gradients are finite.
     ///
     /// # Errors
-    /// Returns [`Error::GradScaler`] for a second call in the same step; [`Error::Parameter`] for gradients in f16,
-    /// which cannot hold the divided values.
+    /// Returns [`Error::GradScaler`] for a second call in the same step, and on every rank if none has called
+    /// [`scale`](Self::scale) in this step; [`Error::Parameter`] for gradients in f16, which cannot hold the divided
+    /// values.
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
         self.unscale_parameters(grads, |_, overflow| {
             overflow.ok_or_else(|| {
@@ -157,6 +171,9 @@ impl GradScaler {
         let parameters = std::mem::take(&mut self.parameters);
         let result = self.unscale_by(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
         self.parameters = parameters;
+        if result.is_ok() {
+            scaled::unmark(grads);
+        }
         result
     }
 
@@ -175,16 +192,16 @@ impl GradScaler {
         // As in PyTorch: the reciprocal in f64, rounded to f32.
         let here = divide(f64::from((1.0 / self.scale) as f32));
         // A rank that fails here still takes part, so that the others do not wait for it.
-        let flag = if matches!(here, Ok(false)) { 0f32 } else { 1.0 };
+        let (overflow, has_scaled) = (!matches!(here, Ok(false)), self.has_scaled.load(Ordering::Relaxed));
         self.group.announce(Operation::Unscale)?;
-        let overflow = if self.group.world_size() > 1 {
-            let overflow = Tensor::new(&[flag], self.group.device())?;
-            Label::UNSCALE.during(|| self.group.all_reduce(&overflow, ReduceOp::Max))?;
-            overflow.to_vec1::<f32>()?[0] > 0.0
-        } else {
-            flag > 0.0
-        };
+        let [overflow, has_scaled] = share_verdict(&self.group, [overflow, has_scaled])?;
         here?;
+        if !has_scaled {
+            return Err(misuse(
+                "unscale",
+                "no loss was scaled in this step: call `ddp.backward(&scaler.scale(&loss)?)`",
+            ));
+        }
         self.stage = Stage::Unscaled { overflow };
         Ok(!overflow)
     }
@@ -233,7 +250,8 @@ impl GradScaler {
     }
 
     /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without
-    /// one. If it falls below 1, training has stalled, and rank 0 warns.
+    /// one. If it falls below 1, training has stalled, and rank 0 warns, again when it reaches the smallest scale that
+    /// f32 can carry.
     ///
     /// # Errors
     /// Returns [`Error::GradScaler`] if neither `unscale` nor `step` was called in this step.
@@ -245,13 +263,15 @@ impl GradScaler {
             return Err(misuse("update", "neither `unscale` nor `step` was called in this step"));
         };
         self.stage = Stage::Scaled;
+        self.has_scaled = AtomicBool::new(false);
         if overflow {
             let before = self.scale;
-            self.scale *= self.options.backoff_factor;
+            self.scale = (before * self.options.backoff_factor).max(MIN_SCALE);
             self.clean_steps = 0;
-            if before >= 1.0 && self.scale < 1.0 && self.group.rank() == 0 {
+            let has_sunk = |limit: f64| before >= limit && self.scale < limit;
+            if self.group.rank() == 0 && (has_sunk(1.0) || has_sunk(2.0 * MIN_SCALE)) {
                 warn_aloud(format_args!(
-                    "GradScaler: the scale fell to {}, since gradients overflow even without scaling, and every such \
+                    "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling, and every such \
                      step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
                      learning rate, or check the inputs; in a run without the scaler, DdpOptions.nan_check names the \
                      rank and the first parameter",
@@ -276,6 +296,17 @@ impl GradScaler {
     pub fn current_scale(&self) -> f64 {
         if self.options.enabled { self.scale } else { 1.0 }
     }
+}
+
+/// Whether there is an overflow, and whether a loss was scaled, on any rank.
+fn share_verdict(group: &ProcessGroup, here: [bool; 2]) -> Result<[bool; 2]> {
+    if group.world_size() == 1 {
+        return Ok(here);
+    }
+    let flags = Tensor::new(&here.map(|flag| f32::from(u8::from(flag))), group.device())?;
+    Label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
+    let flags = flags.to_vec1::<f32>()?;
+    Ok([0, 1].map(|index| flags[index] > 0.0))
 }
 
 /// The text mentions `step_if_finite` too: with `update` alone, a second optimizer would divide the same gradients again.

@@ -47,7 +47,7 @@
 //! |---|---|---|
 //! | `linear`, convolutions, attention of [`nn`](crate::nn) | products of `param_dtype`, sums in f32 | `param_dtype` |
 //! | norms, softmax, activations, pools, dropout, rope, `interpolate`, [`add`](crate::nn::add) | f32 | the dtype of the input |
-//! | `cross_entropy` | f32 | the dtype of the logits: convert them to f32 first, as PyTorch's autocast does |
+//! | `cross_entropy` and the functions of [`loss`](crate::nn::loss) | f32 | f32, as under PyTorch's autocast |
 //! | `embedding` | copies rows | `param_dtype` |
 //! | candle's own operations | the dtype of their arguments | the same |
 //! | averages of gradients | `reduce_dtype` | the masters' dtype |

@@ -8,7 +8,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Tensor, Var, WithDType};
 use std::cell::Cell;
 
-/// Multiplies this rank's gradients and returns whether any is infinite or NaN; `None` if `grads` has none of them.
+/// Multiplies this rank's gradients and returns whether any is infinite or NaN then; `None` if `grads` has none of them. (An
+/// infinity or NaN from before stays one.)
 pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<Option<bool>> {
     let present = |(_, var): &&(String, Var)| grads.get(var).is_some();
     let parameters: Vec<_> = parameters.iter().filter(present).collect();
@@ -55,7 +56,7 @@ pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, facto
     Ok((!parameters.is_empty()).then_some(overflow))
 }
 
-/// Multiplies a tensor by a factor, and records whether it contained an infinity or NaN.
+/// Multiplies a tensor by a factor, and records whether it contains an infinity or NaN afterwards.
 struct Unscale {
     factor: f64,
     overflow: Cell<bool>,
@@ -72,9 +73,8 @@ impl InplaceOp1 for Unscale {
             let factor = Acc::from_f64(self.factor);
             let mut finite = true;
             for value in slice_mut::<T>(storage, layout)? {
-                let wide = value.widen();
-                finite &= wide.is_finite();
-                *value = T::narrow(wide * factor);
+                *value = T::narrow(value.widen() * factor);
+                finite &= value.widen().is_finite();
             }
             self.overflow.set(!finite);
             Ok(())

@@ -1,18 +1,20 @@
 //! Backward passes of one model or of several models in one graph.
 use super::count;
-use super::graph::Graph;
+use super::graph::{Graph, Stale};
 use super::micro_batch;
 use super::model::DistributedModel;
 use super::order::Member;
 use super::pass::Pass;
 use super::reducer::Gradient;
+use super::scaled;
 use super::sync;
 use crate::process_group::{Active, Kind};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, TensorId, Var};
+use candle_core::{DType, Tensor, TensorId, Var};
 use std::collections::HashSet;
+use std::sync::Once;
 
 /// Computes the gradients of a loss that depends on several models in one backward pass, and averages each model's
 /// gradients over the ranks of its group. Examples are a generator and a discriminator, an encoder and a decoder, or a
@@ -134,6 +136,7 @@ pub(super) fn run_micro_batch(
         let mark = model.marks().take(&mut all);
         model.marks().put_back(&mut grads, mark);
     }
+    scaled::pass_on(&mut all, &mut grads);
     Ok(Some(grads))
 }
 
@@ -142,7 +145,8 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     check(pass)?;
     let counted = pass.count.map_or(Ok(()), count::check);
     let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_one_number(loss, pass));
-    checked.and_then(|()| check_reached(pass)).inspect_err(|error| pass.abort(&error.to_string()))?;
+    let checked = checked.and_then(|()| check_reached(pass)).and_then(|()| check_fresh(pass));
+    checked.inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.announce()?;
     pass.run(|pass| {
         pass.begin()?;
@@ -154,6 +158,7 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         for model in &pass.models {
             model.core.reducer.launch_remaining()?;
         }
+        check_finite(loss, pass)?;
         let buffers = broadcast_buffers(pass)?;
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
@@ -196,6 +201,21 @@ fn check_one_number(loss: &Tensor, pass: &Pass) -> Result<()> {
     Err(Error::invalid(argument, format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
 }
 
+/// With `nan_check`, checks the loss once all gradients were finite, such as the zeros of a cross entropy that ignores all targets.
+fn check_finite(loss: &Tensor, pass: &Pass) -> Result<()> {
+    let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check) else { return Ok(()) };
+    let value = loss.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+    if value.is_finite() {
+        return Ok(());
+    }
+    let rank = model.core.group().rank();
+    let reason = format!(
+        "it is {value} on rank {rank} (DdpOptions.nan_check): look at the inputs, and at the targets, of which a mean needs one that \
+         is not ignored"
+    );
+    Err(Error::invalid("loss", reason))
+}
+
 /// Checks that the loss depends on one of the models, so that no rank silently trains nothing.
 fn check_reached(pass: &Pass) -> Result<()> {
     let is_reached =
@@ -212,6 +232,20 @@ fn check_reached(pass: &Pass) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Checks that the graph does not reach into a step whose parameters had other values.
+fn check_fresh(pass: &Pass) -> Result<()> {
+    match pass.graph.as_ref().and_then(Graph::stale) {
+        Some(Stale { parameter, is_certain: true }) => Err(Error::StaleGraph { parameter }),
+        Some(Stale { parameter, is_certain: false }) => {
+            static ONCE: Once = Once::new();
+            let warning = Error::StaleGraph { parameter };
+            ONCE.call_once(|| warn_aloud(format_args!("if the optimizer has stepped: {warning}")));
+            Ok(())
+        }
+        None => Ok(()),
+    }
 }
 
 /// Checks everything that can be checked before anything is sent.
@@ -302,6 +336,7 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
         }
         if *synchronises {
             model.marks().put_averaged(grads)?;
+            model.reducer.identity().has_gradients();
             model.first_gradients().come(&model.variables.parameters);
         } else {
             model.marks().put_local(grads)?;

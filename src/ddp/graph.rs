@@ -2,7 +2,8 @@
 use crate::panic::lock;
 use candle_core::{Tensor, TensorId};
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 
 /// For each tensor that represents a parameter in graphs, the models it belongs to. A variable may belong to several.
@@ -14,11 +15,40 @@ struct Owner {
     parameter: Arc<str>,
 }
 
+/// When candle made a tensor: it numbers all tensors of a process.
+fn birth(tensor: &Tensor) -> u64 {
+    struct Number(u64);
+    impl Hasher for Number {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0 = bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        }
+
+        fn write_usize(&mut self, number: usize) {
+            self.0 = number as u64;
+        }
+
+        fn finish(&self) -> u64 {
+            self.0
+        }
+    }
+    let mut number = Number(0);
+    tensor.id().hash(&mut number);
+    number.finish()
+}
+
 /// Identifies a model in this process.
 #[derive(Default)]
 pub(crate) struct Identity {
     /// Number of guards that keep the model's parameters out of graphs.
     frozen: AtomicUsize,
+    /// When the model was built: what is older belongs to the model itself, such as views of its parameters.
+    built: AtomicU64,
+    /// When the values of its parameters last changed.
+    changed: AtomicU64,
+    /// When they may have changed: the first forward pass after a backward pass, where nobody compares values.
+    may_have_changed: AtomicU64,
+    /// Whether there were averaged gradients since the last forward pass.
+    has_gradients: AtomicBool,
 }
 
 impl Identity {
@@ -32,6 +62,26 @@ impl Identity {
 
     pub(super) fn is_frozen(&self) -> bool {
         self.frozen.load(Ordering::Relaxed) > 0
+    }
+
+    /// Call once the model is built; `new` has just been made.
+    pub(super) fn is_built(&self, new: &Tensor) {
+        self.built.store(birth(new), Ordering::Relaxed);
+    }
+
+    /// Call when the parameters were updated, and so `changed`, if anybody looked; `new` has just been made.
+    pub(super) fn is_updated(&self, changed: Option<bool>, new: &Tensor) {
+        let has_gradients = self.has_gradients.swap(false, Ordering::Relaxed);
+        match changed {
+            Some(true) => self.changed.store(birth(new), Ordering::Relaxed),
+            None if has_gradients => self.may_have_changed.store(birth(new), Ordering::Relaxed),
+            Some(false) | None => {}
+        }
+    }
+
+    /// Call when there are averaged gradients.
+    pub(super) fn has_gradients(&self) {
+        self.has_gradients.store(true, Ordering::Relaxed);
     }
 }
 
@@ -61,8 +111,16 @@ impl Drop for Registration {
     }
 }
 
+/// A parameter that a graph reaches from before its values changed.
+pub(super) struct Stale {
+    pub(super) parameter: String,
+    /// Whether the values have changed for certain.
+    pub(super) is_certain: bool,
+}
+
 /// What candle's backward pass will visit, in its order.
 pub(super) struct Graph<'a> {
+    nodes: Vec<&'a Tensor>,
     parameters: Vec<(&'a Tensor, Vec<Owner>)>,
     variables: Vec<TensorId>,
 }
@@ -73,7 +131,46 @@ impl<'a> Graph<'a> {
         let variables = nodes.iter().filter(|node| node.is_variable()).map(|node| node.id()).collect();
         let owners = lock(&OWNERS);
         let owned = |node: &'a Tensor| Some((node, owners.get(&node.id())?.clone()));
-        Self { parameters: nodes.into_iter().filter_map(owned).collect(), variables }
+        let parameters = nodes.iter().copied().filter_map(owned).collect();
+        Self { nodes, parameters, variables }
+    }
+
+    /// A parameter that the graph uses in a tensor which was computed before the parameter changed. Its replica has new values
+    /// now, with which the backward pass would compute wrong gradients.
+    pub(super) fn stale(&self) -> Option<Stale> {
+        let mut models: Vec<&Arc<Identity>> = Vec::new();
+        for owner in self.parameters.iter().flat_map(|(_, owners)| owners) {
+            if !models.iter().any(|model| Arc::ptr_eq(model, &owner.model)) {
+                models.push(&owner.model);
+            }
+        }
+        let find = |time: fn(&Identity) -> &AtomicU64, is_certain| {
+            let used = |model: &&Arc<Identity>| self.used_before(model, time(model).load(Ordering::Relaxed));
+            let parameter = models.iter().find_map(used)?.to_string();
+            Some(Stale { parameter, is_certain })
+        };
+        find(|model| &model.changed, true).or_else(|| find(|model| &model.may_have_changed, false))
+    }
+
+    /// A parameter of `model` from which a tensor was computed after the model was built and before `time`.
+    fn used_before(&self, model: &Arc<Identity>, time: u64) -> Option<&str> {
+        let built = model.built.load(Ordering::Relaxed);
+        let is_between = |node: &&&Tensor| !node.is_variable() && (built + 1..time).contains(&birth(node));
+        let mut known = HashSet::new();
+        for node in self.nodes.iter().filter(is_between) {
+            if known.contains(&node.id()) {
+                continue;
+            }
+            // Rare: in most programs, all tensors are younger.
+            let before: HashSet<TensorId> = node.sorted_nodes().iter().map(|node| node.id()).collect();
+            let parameters = self.parameters.iter().filter(|(tensor, _)| before.contains(&tensor.id()));
+            let mut owners = parameters.flat_map(|(_, owners)| owners);
+            if let Some(owner) = owners.find(|owner| Arc::ptr_eq(&owner.model, model)) {
+                return Some(&owner.parameter);
+            }
+            known.extend(before);
+        }
+        None
     }
 
     /// The name of the first parameter that belongs to none of `models`, is not a variable in `own`, and whose model is
@@ -101,5 +198,23 @@ impl<'a> Graph<'a> {
     /// The variables, including the loss if it is one.
     pub(super) fn variables(&self) -> impl Iterator<Item = TensorId> {
         self.variables.iter().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device, Var};
+
+    /// candle promises no order of its numbers.
+    #[test]
+    fn later_tensors_have_larger_numbers() {
+        let var = Var::zeros(2, DType::F32, &Device::Cpu).unwrap();
+        let mut last = birth(&var);
+        for _ in 0..100 {
+            let (detached, sum) = (var.as_detached_tensor(), (var.as_tensor() + 1.0).unwrap());
+            assert!(birth(&detached) > last && birth(&sum) > birth(&detached));
+            last = birth(&sum);
+        }
     }
 }

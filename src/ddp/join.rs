@@ -147,8 +147,8 @@ fn take_part<C>(
                 passes += 1;
             }
             Operation::Unscale => {
-                let finite = Tensor::new(&[0f32], group.device())?;
-                Label::UNSCALE.during(|| group.all_reduce(&finite, ReduceOp::Max))?;
+                let flags = Tensor::new(&[0f32; 2], group.device())?;
+                Label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
             }
             Operation::Step | Operation::ClipGradNorm => {
                 let reason = "a ZeroRedundancyOptimizer steps inside this join, which does not include it: use the \

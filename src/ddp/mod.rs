@@ -26,6 +26,7 @@ mod pass;
 mod reducer;
 mod reduction;
 mod registry;
+pub(crate) mod scaled;
 mod step;
 mod sums;
 mod sync;
@@ -168,6 +169,10 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// Returns [`Error::UnusedParameters`] on all ranks if no rank used some parameter in the first synchronised pass, or if
     /// this rank's loss depends on none, unless [`DdpOptions::unused`] allows it.
+    ///
+    /// Returns [`Error::StaleGraph`] if the graph reaches a tensor that was computed before the parameters changed, such as
+    /// the state of a recurrent layer that an earlier step has left without `detach`; the group then ends on all ranks. (On
+    /// GPUs, and with [`from_vars`](Self::from_vars), nobody compares values: there it is a warning, once.)
     ///
     /// Returns [`Error::InvalidArgument`] if `loss` is not one number, or if another backward pass of this model is running, in
     /// an operation of the graph or on another thread.
@@ -314,6 +319,17 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     pub fn sync_if(&self, sync: bool) -> Option<NoSync<'_>> {
         if sync { None } else { Some(self.no_sync()) }
+    }
+
+    /// Gives all ranks rank 0's buffers, such as the running statistics of batch norms. Synchronised backward passes do so by
+    /// themselves; call this where ranks may have gone different ways since the last one, as after a forward pass in
+    /// training mode without a backward pass, so that they evaluate and save the same model. Every rank must call it.
+    ///
+    /// # Errors
+    /// Those of [`broadcast`](ProcessGroup::broadcast).
+    pub fn broadcast_buffers(&self) -> Result<()> {
+        let buffers = self.core.variables.buffers.iter().map(|buffer| &buffer.var);
+        sync::broadcast(self.core.reducer.groups(), buffers, 0)?.finish()
     }
 
     /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync). Otherwise they become part of the

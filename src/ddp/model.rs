@@ -78,6 +78,9 @@ impl DistributedModel {
             reducer.set_virtual_ranks(ranks)?;
         }
         sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
+        if let Some(parameter) = variables.parameters.first() {
+            reducer.identity().is_built(&parameter.var.as_detached_tensor());
+        }
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
@@ -122,7 +125,13 @@ impl DistributedModel {
         let replicas = replicas.filter_map(|parameter| Some((parameter.replica()?, &*parameter.var)));
         let frozen = self.variables.frozen.iter();
         let converted = frozen.filter_map(|frozen| Some((frozen.converted.as_ref()?, &*frozen.var)));
-        Ok(copy::copy_all(replicas.chain(converted))?)
+        let updated = copy::update_all(replicas.chain(converted))?;
+        // Without replicas, the model computes with the variables themselves.
+        let changed = if self.has_replicas() { updated } else { None };
+        if let Some(parameter) = self.variables.parameters.first() {
+            self.reducer.identity().is_updated(changed, &parameter.var.as_detached_tensor());
+        }
+        Ok(())
     }
 
     /// Runs `f`, and shows it as `name` in the trace, if there is one.

@@ -22,7 +22,7 @@ use candle_ddp_rendezvous::error::Printable;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
-use text::{by_prefix, list, on_ranks, ranks_named, samples};
+use text::{by_prefix, list, on_ranks, ranks_named, samples, without_samples};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -232,17 +232,30 @@ pub enum Error {
         parameter: String,
     },
 
+    /// The graph of a loss contains a tensor that was computed before a parameter of a DistributedDataParallel model changed, such
+    /// as the state of an LSTM that an earlier step computed. The backward pass would compute gradients with the new values;
+    /// PyTorch refuses this as well. Nothing has been sent.
+    #[error(
+        "the loss depends on a tensor that an earlier step computed with the old values of {parameter}, such as the state of a \
+         recurrent layer: carry `state.detach()` into the next step, so that its graph ends there"
+    )]
+    StaleGraph {
+        /// The name of a parameter that has changed since.
+        parameter: String,
+    },
+
     /// Some parameters of a DistributedDataParallel model get no gradient, and so would never be trained. See
     /// [`DdpOptions::unused`](crate::DdpOptions::unused).
     #[error(
         "{} of {total} parameters get no gradient {}: {}. Either the loss does not depend on them, or it depends on \
-         them only through an operation that has no backward pass: a detach, a multiplication by the number 0, or \
-         candle_nn's layer_norm, rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one; the package \
+         them only through an operation that has no backward pass: a detach, a multiplication by the number 0, a gradient \
+         out of a GradStore, or candle_nn's layer_norm, rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one; the package \
          candle-ddp-nn under the name candle-nn changes a whole program). If this is meant, as for experts or early \
-         exits, allow it with DdpOptions.unused; exclude variables that must not be trained with DdpOptions.role",
+         exits, allow it with DdpOptions.unused; exclude variables that must not be trained with DdpOptions.role{}",
         unused.len(),
         on_ranks(*rank),
-        by_prefix(unused)
+        by_prefix(unused),
+        without_samples(*rank)
     )]
     UnusedParameters {
         /// The rank whose loss depends on no parameter of the model; nothing was sent, and the group has ended. `None`
@@ -453,7 +466,7 @@ impl Error {
         }
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl Engine RankFailed MonitoredBarrier InputsExhausted
-            Mismatch BackwardOutside OtherModelInGraph UnusedParameters NothingCounted Parameter Samples Replica
+            Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted Parameter Samples Replica
             DataFile CheckpointFile CheckpointMismatch PartDiffers CheckpointPart GradScaler Kernel
         )
     }

@@ -15,6 +15,17 @@ pub(super) fn on_ranks(rank: Option<usize>) -> String {
     rank.map_or("on any rank".to_string(), |rank| format!("on rank {rank}"))
 }
 
+/// What a rank does in a step for which it has no samples.
+pub(super) fn without_samples(rank: Option<usize>) -> &'static str {
+    match rank {
+        Some(_) => {
+            ". A rank without samples in a step calls `ddp.backward_weighted(&zero, 0.)`, and the others \
+             `ddp.backward_weighted(&loss_sum, count)`"
+        }
+        None => "",
+    }
+}
+
 /// Few names as they are; many names as their longest common prefixes, as long as these are few: `encoder.0.* (16),
 /// encoder.1.* (16), head`.
 pub(super) fn by_prefix(names: &[String]) -> String {

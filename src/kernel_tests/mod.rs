@@ -273,7 +273,8 @@ fn gradients_in<E: WithDType>(host: &Host, exact: f64) {
     let extent = program::measure(host, E::DTYPE, &list).unwrap();
     same(program::read_extent(host, extent.as_ref()).unwrap(), "measure");
     let extent = program::rescale_measured(host, E::DTYPE, &list).unwrap();
-    same(program::read_extent(host, extent.as_ref()).unwrap(), "rescale");
+    let Extent { squares, largest } = program::read_extent(host, extent.as_ref()).unwrap();
+    same(Extent { squares: squares * 16., largest: largest * 4. }, "rescale");
     let compare = |memory: &Memory<E>, change: &dyn Fn(f64) -> f64| {
         for (number, before) in before.iter().enumerate() {
             for (found, before) in memory.get(number, before.len()).iter().zip(before) {
@@ -397,6 +398,20 @@ fn the_number_of_launches_is_constant() {
         host.launches.set(0);
         program::rescale_measured(&host, DType::F32, &entries).unwrap();
         assert_eq!(host.launches.get(), 2, "{count} gradients");
+    }
+}
+
+/// Gradients that overflow only when they are divided by a tiny scale are found as well.
+#[test]
+fn an_overflow_of_the_multiplication_is_measured() {
+    let Some(host) = host("an_overflow_of_the_multiplication_is_measured") else { return };
+    for (factor, is_finite) in [(1e18, true), (1e19, false)] {
+        let mut memory = Memory::<f32>::new([vec![0., -3e19, 1.]].into_iter());
+        let (address, scalars) = (memory.address(0), crate::kernels::scalars([factor]));
+        let entry = Entry { elements: 3, parameter: address, gradient: address, scalars, ..Default::default() };
+        let sums = program::rescale_measured(&host, DType::F32, &[entry]).unwrap();
+        let extent = program::read_extent(&host, sums.as_ref()).unwrap();
+        assert_eq!(extent.largest.is_finite(), is_finite, "{factor}: {extent:?}");
     }
 }
 

@@ -1,5 +1,6 @@
 //! Gradient clipping.
 use super::sums::{largest, sum_of_squares};
+use crate::ddp::scaled;
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};
 use crate::tensor::{Element, dispatch};
@@ -44,9 +45,11 @@ pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Res
 ///
 /// # Errors
 /// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `vars` has a gradient, and, with
-/// `error_if_nonfinite`, for a norm that is not finite.
+/// `error_if_nonfinite`, for a norm that is not finite; [`Error::GradScaler`] for gradients that are still multiplied by
+/// the scale of a [`GradScaler`](crate::amp::GradScaler).
 pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
     check_max_norm(max_norm)?;
+    scaled::check_unscaled(grads, "clip_grad_norm")?;
     check_any_gradient(grads, vars)?;
     let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
@@ -73,8 +76,8 @@ pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
 /// A call that would clip nothing is a mistake.
 fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
     if !vars.is_empty() && vars.iter().all(|var| grads.get(var).is_none()) {
-        let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
-                      `clip_grad_norm`";
+        let reason = "none of the parameters has a gradient in it: give the store that `backward` returned for their model. (If \
+                      a ZeroRedundancyOptimizer trains them, it keeps the gradients itself: call its `clip_grad_norm`)";
         return Err(Error::invalid("grads", reason));
     }
     Ok(())
@@ -90,11 +93,13 @@ pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
 /// `clip_grad_value_`. Contiguous gradients are changed in place.
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`] for a negative or NaN `clip_value`, or if none of `vars` has a gradient.
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `clip_value`, or if none of `vars` has a gradient, and
+/// [`Error::GradScaler`] as [`clip_grad_norm_with`] does.
 pub fn clip_grad_value(grads: &mut GradStore, vars: &[Var], clip_value: f64) -> Result<()> {
     if clip_value.is_nan() || clip_value < 0. {
         return Err(Error::invalid("clip_value", format!("it must be at least 0, but is {clip_value}")));
     }
+    scaled::check_unscaled(grads, "clip_grad_value")?;
     check_any_gradient(grads, vars)?;
     change(grads, vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
 }

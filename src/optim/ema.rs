@@ -9,18 +9,44 @@ use std::collections::HashMap;
 
 /// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
 ///
-/// The first [`update`](Self::update) copies the weights; each further one moves the average by `1 - decay` of the
-/// distance towards them. Averages of 16-bit weights are kept in f32, since their own dtype would round such small
+/// By default, the first [`update`](Self::update) copies the weights, as in PyTorch; each further one moves the average by
+/// `1 - decay` of the distance towards them. [`FirstUpdate::Averages`] begins with the weights from the construction instead. Averages of 16-bit weights are kept in f32, since their own dtype would round such small
 /// changes away (PyTorch keeps that dtype). Variables of integer type are left alone. Buffers are averaged if they are
 /// given.
 ///
 /// Under DDP all ranks have the same weights and so the same average, without communication.
 pub struct Ema {
-    decay: f64,
+    options: EmaOptions,
     updates: u64,
     slots: Vec<Slot>,
     /// The weights that [`apply`](Self::apply) replaced.
     replaced: Option<Vec<Tensor>>,
+}
+
+/// Options of an [`Ema`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EmaOptions {
+    /// The share of the average that stays in each update, from 0 to 1. Default: 0.999.
+    pub decay: f64,
+    /// What the first update does. Default: it copies the weights, as PyTorch's.
+    pub first_update: FirstUpdate,
+}
+
+impl Default for EmaOptions {
+    fn default() -> Self {
+        Self { decay: 0.999, first_update: FirstUpdate::Copies }
+    }
+}
+
+/// What the first [`Ema::update`] does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FirstUpdate {
+    /// It copies the weights, as that of PyTorch's `AveragedModel`.
+    #[default]
+    Copies,
+    /// It moves the average, which has begun with the weights from the construction of the [`Ema`]: the average of most
+    /// diffusion programs.
+    Averages,
 }
 
 struct Slot {
@@ -34,7 +60,7 @@ struct Slot {
 impl std::fmt::Debug for Ema {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Ema")
-            .field("decay", &self.decay)
+            .field("options", &self.options)
             .field("updates", &self.updates)
             .field("parameters", &self.slots.len())
             .field("is_applied", &self.replaced.is_some())
@@ -49,6 +75,15 @@ impl Ema {
     /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is
     /// given twice, whose dtype has no kernel, or that is not contiguous.
     pub fn new(parameters: Vec<(String, Var)>, decay: f64) -> Result<Self> {
+        Self::with_options(parameters, EmaOptions { decay, ..Default::default() })
+    }
+
+    /// Like [`new`](Self::new), with all options.
+    ///
+    /// # Errors
+    /// Those of `new`.
+    pub fn with_options(parameters: Vec<(String, Var)>, options: EmaOptions) -> Result<Self> {
+        let decay = options.decay;
         if !(0. ..=1.).contains(&decay) {
             return Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}")));
         }
@@ -76,7 +111,7 @@ impl Ema {
             let average = widen(&flat, dtype)?;
             slots.push(Slot { name, var, flat, average });
         }
-        Ok(Self { decay, updates: 0, slots, replaced: None })
+        Ok(Self { options, updates: 0, slots, replaced: None })
     }
 
     /// Moves the average towards the current weights. Call it after the optimizer's step.
@@ -85,8 +120,10 @@ impl Ema {
     /// Returns [`Error::InvalidArgument`] while the averages are applied.
     pub fn update(&mut self) -> Result<()> {
         self.refuse_if_applied("update")?;
+        let copies = self.updates == 0 && self.options.first_update == FirstUpdate::Copies;
+        let decay = if copies { 0. } else { self.options.decay };
         for slot in &self.slots {
-            let (decay, dtype) = (if self.updates == 0 { 0. } else { self.decay }, slot.average.dtype());
+            let dtype = slot.average.dtype();
             if slot.flat.device().is_cpu() {
                 dispatch!(slot.flat.dtype(), E => lerp::<E>(&slot.average, &slot.flat, 1. - decay)?, else => ());
             } else {

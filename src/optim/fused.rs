@@ -5,6 +5,7 @@ use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::{ParameterGroup, Parameters};
 use super::rule::{self, UpdateRule, limit, state_dtype};
 use super::update::{self, Part, misfit};
+use crate::ddp::scaled;
 use crate::error::describe;
 use crate::kernels;
 use crate::state::{self, Loader, StateDict};
@@ -221,6 +222,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     }
 
     fn apply(&mut self, grads: &GradStore) -> Result<()> {
+        scaled::check_unscaled(grads, "step")?;
         // Check everything before changing anything.
         let gradients: Vec<Vec<Option<Tensor>>> = self
             .groups

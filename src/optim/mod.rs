@@ -54,7 +54,7 @@ pub use adam::ParamsAdam;
 pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
-pub use ema::Ema;
+pub use ema::{Ema, EmaOptions, FirstUpdate};
 pub use fused::FusedOptimizer;
 #[cfg(test)]
 pub(crate) use kernel::Moment;
@@ -65,7 +65,7 @@ pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Thres
 pub use rule::UpdateRule;
 pub use schedule::{
     Anneal, CosineAnnealingLr, LrScheduler, MultiStepLr, OneCycleLr, ParamsCosineAnnealingLr, ParamsMultiStepLr,
-    ParamsOneCycleLr, ParamsStepLr, ParamsWarmupCosine, Schedule, StepLr, WarmupCosine,
+    ParamsOneCycleLr, ParamsStepLr, ParamsWarmupCosine, Schedule, Scheduler, StepLr, WarmupCosine,
 };
 pub use sgd::ParamsSgd;
 pub use zero::ZeroRedundancyOptimizer;

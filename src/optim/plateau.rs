@@ -1,6 +1,7 @@
 //! Reduces learning rates when training stops making progress.
 use super::optimizer::Optimizer;
 use super::rule::not_negative;
+use super::schedule::Scheduler;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -134,6 +135,12 @@ impl ReduceLrOnPlateau {
             (Max, Relative(threshold)) => metric > self.best * (1. + threshold),
             (Max, Absolute(threshold)) => metric > self.best + threshold,
         }
+    }
+}
+
+impl Scheduler for ReduceLrOnPlateau {
+    fn step_by(&mut self, optimizer: &mut dyn Optimizer, metric: f64) -> Result<()> {
+        self.step(optimizer, metric).map(drop)
     }
 }
 

@@ -7,16 +7,63 @@ use candle_core::Tensor;
 use std::collections::HashMap;
 use std::f64::consts::PI;
 
-/// A learning rate as a function of the number of steps: the options of a schedule.
+/// A learning rate as a function of the number of steps: the options of a schedule. A program that chooses one at run time
+/// stores a `Box<dyn Schedule>`.
 pub trait Schedule {
     /// The schedule's name in messages and files.
-    const NAME: &'static str;
+    fn name(&self) -> &'static str;
 
     /// Refuses invalid options.
     fn check(&self) -> Result<()>;
 
     /// The learning rate in step `step`, counted from 0, of a group whose own learning rate is `base`.
     fn learning_rate(&self, base: f64, step: u64) -> f64;
+}
+
+impl<S: Schedule + ?Sized> Schedule for Box<S> {
+    fn name(&self) -> &'static str {
+        (**self).name()
+    }
+
+    fn check(&self) -> Result<()> {
+        (**self).check()
+    }
+
+    fn learning_rate(&self, base: f64, step: u64) -> f64 {
+        (**self).learning_rate(base, step)
+    }
+}
+
+/// What changes the learning rates of an optimizer from step to step: an [`LrScheduler`] of any [`Schedule`], or a
+/// [`ReduceLrOnPlateau`](super::ReduceLrOnPlateau). A program that chooses one at run time stores a `Box<dyn Scheduler>`:
+///
+/// ```
+/// # use candle_ddp::optim::{Optimizer, ParamsSgd, ParamsStepLr, ReduceLrOnPlateau, Scheduler, Sgd, StepLr};
+/// # fn main() -> candle_ddp::Result<()> {
+/// # let (plateau, loss) = (false, 1.0);
+/// let mut optimizer = Sgd::new(Vec::<candle_core::Var>::new(), ParamsSgd { lr: 0.1, ..Default::default() })?;
+/// let mut scheduler: Box<dyn Scheduler> = match plateau {
+///     true => Box::new(ReduceLrOnPlateau::new(Default::default())?),
+///     false => Box::new(StepLr::new(&mut optimizer, ParamsStepLr { step_size: 1, gamma: 0.5 })?),
+/// };
+/// scheduler.step_by(&mut optimizer, loss)?;
+/// assert_eq!(optimizer.learning_rate(), 0.05);
+/// # Ok(())
+/// # }
+/// ```
+pub trait Scheduler: StateDict {
+    /// Advances to the next step and sets the learning rates of `optimizer`. `metric`, the same on all ranks, is what a
+    /// [`ReduceLrOnPlateau`](super::ReduceLrOnPlateau) watches; schedules ignore it.
+    ///
+    /// # Errors
+    /// Those of the scheduler's own `step`.
+    fn step_by(&mut self, optimizer: &mut dyn Optimizer, metric: f64) -> Result<()>;
+}
+
+impl<S: Schedule> Scheduler for LrScheduler<S> {
+    fn step_by(&mut self, optimizer: &mut dyn Optimizer, _: f64) -> Result<()> {
+        self.step(optimizer)
+    }
 }
 
 /// Applies a schedule to the learning rates of an optimizer's groups: [`StepLr`], [`MultiStepLr`],
@@ -92,14 +139,14 @@ impl<S: Schedule> LrScheduler<S> {
 /// itself.
 impl<S: Schedule> StateDict for LrScheduler<S> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        let mut dict = state::begin(S::NAME)?;
+        let mut dict = state::begin(self.schedule.name())?;
         dict.insert("step".to_string(), state::count(self.step)?);
         dict.insert("base".to_string(), state::list(&self.base)?);
         Ok(dict)
     }
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        let mut loader = Loader::new(dict, S::NAME)?;
+        let mut loader = Loader::new(dict, self.schedule.name())?;
         let (step, base) = (loader.count("step")?, loader.learning_rates("base", self.base.len())?);
         loader.finish()?;
         (self.step, self.base) = (step, base);
@@ -135,7 +182,9 @@ impl Default for ParamsStepLr {
 }
 
 impl Schedule for ParamsStepLr {
-    const NAME: &'static str = "StepLr";
+    fn name(&self) -> &'static str {
+        "StepLr"
+    }
 
     fn check(&self) -> Result<()> {
         at_least_one("step_size", self.step_size)?;
@@ -163,7 +212,9 @@ impl Default for ParamsMultiStepLr {
 }
 
 impl Schedule for ParamsMultiStepLr {
-    const NAME: &'static str = "MultiStepLr";
+    fn name(&self) -> &'static str {
+        "MultiStepLr"
+    }
 
     fn check(&self) -> Result<()> {
         not_negative("gamma", self.gamma)
@@ -192,7 +243,9 @@ impl Default for ParamsCosineAnnealingLr {
 }
 
 impl Schedule for ParamsCosineAnnealingLr {
-    const NAME: &'static str = "CosineAnnealingLr";
+    fn name(&self) -> &'static str {
+        "CosineAnnealingLr"
+    }
 
     fn check(&self) -> Result<()> {
         at_least_one("t_max", self.t_max)?;
@@ -225,7 +278,9 @@ impl Default for ParamsWarmupCosine {
 }
 
 impl Schedule for ParamsWarmupCosine {
-    const NAME: &'static str = "WarmupCosine";
+    fn name(&self) -> &'static str {
+        "WarmupCosine"
+    }
 
     fn check(&self) -> Result<()> {
         not_negative("start_factor", self.start_factor)?;
@@ -293,7 +348,9 @@ impl Default for ParamsOneCycleLr {
 }
 
 impl Schedule for ParamsOneCycleLr {
-    const NAME: &'static str = "OneCycleLr";
+    fn name(&self) -> &'static str {
+        "OneCycleLr"
+    }
 
     fn check(&self) -> Result<()> {
         at_least_one("total_steps", self.total_steps)?;

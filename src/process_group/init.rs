@@ -1,6 +1,7 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
 use super::job::{self, Job};
+use super::stack;
 use super::stop::StopSignals;
 use super::threads::{self, Affinity};
 use crate::backend::{Construction, nccl};
@@ -105,6 +106,7 @@ impl InitOptions {
 /// error at once ([`Failure::PeerFailed`]); if its process dies, they get one within ten seconds. The time-out limits
 /// the whole call.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
+    stack::grow();
     let rank = options.rank;
     init(options).inspect_err(|error| job::tell_error(rank, error, Some))
 }

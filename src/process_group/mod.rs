@@ -17,6 +17,7 @@ mod place;
 mod reports;
 pub(crate) mod spawn;
 mod speed;
+mod stack;
 mod stop;
 mod subgroups;
 mod tensors;

@@ -10,6 +10,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// [`abort_on_error`](ProcessGroup::abort_on_error). If `program` fails on this rank, the other ranks get its error at once.
 /// Started without a launcher, the program is a world of one rank.
 ///
+/// candle's backward pass recurses once per operation of the graph. On Linux, the main thread's stack may therefore grow to
+/// 64 MiB, instead of the usual 8, from [`init_process_group`] on: enough for 50,000 operations. A thread of the program that
+/// calls `backward` needs such a stack too ([`std::thread::Builder::stack_size`]).
+///
 /// ```no_run
 /// fn main() -> candle_ddp::Result<()> {
 ///     candle_ddp::run(|pg| {

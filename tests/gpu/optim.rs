@@ -160,6 +160,7 @@ pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
     let mut scaler = GradScaler::new(pg, named, GradScalerOptions { init_scale: 4., ..Default::default() })?;
     for (step, overflow) in [(0, false), (1, true), (2, false)] {
         let mut grads = gradients(&vars, step);
+        scaler.scale(&Tensor::zeros((), DType::F32, pg.device())?)?; // as before a backward pass
         if overflow && pg.rank() + 1 == pg.world_size() {
             let last = &vars[SIZES.len() - 1];
             let mut values = floats(grads.get(last).expect("it has one"));

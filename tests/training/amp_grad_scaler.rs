@@ -77,15 +77,17 @@ fn gradients_are_divided_once_and_nan_is_an_overflow() {
         for bad in [f32::NAN, f32::NEG_INFINITY] {
             let wide = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
             let mut scaler = GradScaler::new(&pg, vec![("wide".into(), wide.clone())], GradScalerOptions::default())?;
-            let mut store = wide.sum_all()?.backward()?;
+            let mut store = scaler.scale(&wide.sum_all()?)?.backward()?;
             let strided = Tensor::new(&[[65536f32, 131072.0], [0.0, 0.0]], &Device::Cpu)?.t()?;
             store.insert(&wide, strided);
             assert!(scaler.unscale(&mut store)?);
             assert_eq!(floats(store.get(&wide).unwrap()), [1.0, 0.0, 2.0, 0.0]);
             scaler.update()?;
+            let mut store = scaler.scale(&wide.sum_all()?)?.backward()?;
             store.insert(&wide, Tensor::new(&[[1f32, bad], [0.0, 0.0]], &Device::Cpu)?.t()?);
             assert!(!scaler.unscale(&mut store)?);
             scaler.update()?;
+            let mut store = scaler.scale(&wide.sum_all()?)?.backward()?;
             store.insert(&wide, Tensor::new(&[[1f32, bad], [0.0, 0.0]], &Device::Cpu)?);
             assert!(!scaler.unscale(&mut store)?);
         }
@@ -197,7 +199,7 @@ fn gradients_in_f16_are_refused_by_name_and_nobody_hangs() {
         let dtype = if pg.rank() == 0 { DType::F16 } else { DType::F32 };
         let var = Var::zeros(1, dtype, &Device::Cpu)?;
         let mut scaler = GradScaler::new(&pg, vec![("layer.weight".into(), var.clone())], Default::default())?;
-        let mut grads = var.to_dtype(DType::F32)?.sum_all()?.backward()?;
+        let mut grads = scaler.scale(&var.to_dtype(DType::F32)?.sum_all()?)?.backward()?;
         match scaler.unscale(&mut grads) {
             Err(Error::Parameter { parameter, .. }) => assert_eq!((parameter.as_str(), pg.rank()), ("layer.weight", 0)),
             other => assert!(matches!(other, Ok(false)) && pg.rank() == 1, "{other:?}"),

@@ -503,7 +503,7 @@ fn loops_of_different_lengths_without_a_join_are_named() {
         });
         let text = error.unwrap_err().to_string();
         assert!(text.starts_with(expected), "{text}\n{expected}");
-        assert!(text.contains("for the gradients of bias, weight (bucket 0)") && text.ends_with(HINT), "{text}");
+        assert!(text.contains("for the gradients of bias, weight (bucket 0)") && text.contains(HINT), "{text}");
     }
 }
 

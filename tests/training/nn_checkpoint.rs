@@ -1,7 +1,7 @@
 //! Activation checkpointing changes memory use and nothing else.
 use crate::common::{assert_close, floats, ranks, tensor, var};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
-use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu};
+use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu, sync_batch_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel};
 use candle_nn::{VarBuilder, VarMap};
@@ -124,13 +124,60 @@ fn hooks_fire_once_under_ddp() {
     }
 }
 
-/// The running statistics, on every rank, of a batch norm that was trained in a checkpoint, whose backward pass changes them a
+/// One update for one batch, whether or not the backward pass computes it again. So it is with SyncBatchNorm.
+#[test]
+fn batch_norms_update_their_statistics_once() {
+    let run = |is_checkpointed: bool, is_synchronised: bool| {
+        let run = ranks(2, |pg| {
+            let build = |vb: VarBuilder| -> Result<BatchNorm> {
+                if is_synchronised { sync_batch_norm(&pg, 6, 1e-5, vb) } else { batch_norm(6, 1e-5, vb) }
+            };
+            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+            for step in 0..3 {
+                let x = tensor(&[4, 6], 10 * step + pg.rank() as u64);
+                let y = ddp.call(|norm| {
+                    let norm = norm.clone();
+                    let forward = move |x: &[Tensor]| norm.forward_t(&x[0], true);
+                    // Nested checkpoints are computed again twice.
+                    let nested = move |x: &[Tensor]| checkpoint(&[&x[0]], forward.clone());
+                    if is_checkpointed { checkpoint(&[&x], nested) } else { nested(&[x]) }
+                })?;
+                ddp.backward(&y.sqr()?.mean_all()?)?;
+            }
+            Ok(ddp.named_buffers().iter().flat_map(|(_, var)| floats(var)).collect::<Vec<f32>>())
+        });
+        run.unwrap()
+    };
+    for is_synchronised in [false, true] {
+        let plain = plain_statistics(is_synchronised);
+        assert_eq!(run(true, is_synchronised), [plain.clone(), plain.clone()]);
+        assert_eq!(run(false, is_synchronised), [plain.clone(), plain]);
+    }
+}
+
+/// Those of a model without checkpoints.
+fn plain_statistics(is_synchronised: bool) -> Vec<f32> {
+    let run = ranks(2, |pg| {
+        let build = |vb: VarBuilder| -> Result<BatchNorm> {
+            if is_synchronised { sync_batch_norm(&pg, 6, 1e-5, vb) } else { batch_norm(6, 1e-5, vb) }
+        };
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+        for step in 0..3 {
+            let x = tensor(&[4, 6], 10 * step + pg.rank() as u64);
+            ddp.backward(&ddp.forward_t(&x, true)?.sqr()?.mean_all()?)?;
+        }
+        Ok(ddp.named_buffers().iter().flat_map(|(_, var)| floats(var)).collect::<Vec<f32>>())
+    });
+    run.unwrap().remove(0)
+}
+
+/// The running statistics, on every rank, of candle's batch norm that was trained in a checkpoint, whose backward pass changes them a
 /// second time.
 fn statistics(world_size: usize, virtual_ranks: Option<usize>) -> Vec<Vec<f32>> {
-    type Normed = (Linear, BatchNorm);
+    type Normed = (Linear, candle_nn::BatchNorm);
     let run = ranks(world_size, |pg| {
         let build = |vb: VarBuilder| -> Result<Normed> {
-            Ok((linear(6, 4, vb.pp("linear"))?, batch_norm(4, 1e-5, vb.pp("norm"))?))
+            Ok((linear(6, 4, vb.pp("linear"))?, candle_nn::batch_norm(4, 1e-5, vb.pp("norm"))?))
         };
         let options = DdpOptions { init_seed: Some(7), virtual_ranks, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;

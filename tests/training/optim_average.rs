@@ -186,3 +186,16 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
     })
     .unwrap();
 }
+
+/// The average of most diffusion programs begins with the weights from its construction.
+#[test]
+fn the_first_update_copies_or_averages() {
+    for (first_update, expected) in [(FirstUpdate::Copies, 8.), (FirstUpdate::Averages, 4. * 0.75 + 8. * 0.25)] {
+        let var = Var::new(&[4f32], &Device::Cpu).unwrap();
+        let options = EmaOptions { decay: 0.75, first_update };
+        let mut ema = Ema::with_options(vec![("w".to_string(), var.clone())], options).unwrap();
+        var.set(&Tensor::new(&[8f32], &Device::Cpu).unwrap()).unwrap();
+        ema.update().unwrap();
+        assert_eq!(floats(&ema.averages().unwrap()[0].1), [expected], "{first_update:?}");
+    }
+}

@@ -4,8 +4,8 @@ use candle_core::Module;
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{
-    AdamW, Lamb, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd, ParamsStepLr,
-    ReduceLrOnPlateau, Sgd, StepLr, ZeroRedundancyOptimizer,
+    AdamW, Lamb, LrScheduler, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd,
+    ParamsStepLr, ParamsWarmupCosine, ReduceLrOnPlateau, Schedule, Scheduler, Sgd, StepLr, ZeroRedundancyOptimizer,
 };
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
@@ -130,4 +130,35 @@ fn a_file_that_does_not_fit_is_refused_on_all_ranks() {
     let errors = errors.unwrap();
     assert!(errors[0].starts_with("rank 1 failed") && errors[0].contains("safetensors"), "{}", errors[0]);
     assert!(errors[1].contains("is not a safetensors file"), "{}", errors[1]);
+}
+
+/// Schedules that are chosen at run time: their rates, and their state.
+#[test]
+fn schedules_and_schedulers_can_be_stored() {
+    let sgd = || Sgd::new(Vec::<candle_core::Var>::new(), ParamsSgd { lr: 0.8, ..Default::default() }).unwrap();
+    let mut optimizer = sgd();
+    let step = ParamsStepLr { step_size: 1, gamma: 0.5 };
+    let chosen: Vec<Box<dyn Schedule>> = vec![Box::new(step.clone()), Box::new(ParamsWarmupCosine::default())];
+    assert_eq!(chosen.iter().map(|schedule| schedule.name()).collect::<Vec<_>>(), ["StepLr", "WarmupCosine"]);
+    let first = chosen.into_iter().next().unwrap();
+    let mut schedulers: Vec<Box<dyn Scheduler>> = vec![
+        Box::new(LrScheduler::new(&mut optimizer, first).unwrap()),
+        Box::new(
+            ReduceLrOnPlateau::new(ParamsReduceLrOnPlateau { patience: 0, factor: 0.25, ..Default::default() })
+                .unwrap(),
+        ),
+    ];
+    let mut rates = Vec::new();
+    for loss in [1.0, 2.0] {
+        let mut optimizer = sgd();
+        for scheduler in &mut schedulers {
+            scheduler.step_by(&mut optimizer, loss).unwrap();
+            rates.push(optimizer.learning_rate());
+        }
+    }
+    assert_eq!(rates, [0.4, 0.4, 0.2, 0.05]);
+    // The state of a boxed schedule is that of the schedule.
+    let mut loaded = LrScheduler::new(&mut sgd(), step).unwrap();
+    loaded.load_state_dict(&schedulers[0].state_dict().unwrap()).unwrap();
+    assert_eq!(loaded.learning_rates(), [0.2]);
 }

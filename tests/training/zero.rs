@@ -57,8 +57,12 @@ fn batch(pg: &ProcessGroup, step: u64) -> Tensor {
 
 /// The backward pass of a step; in odd steps rank 0 alone also uses the third layer.
 fn backward(ddp: &Ddp, step: u64, scale: f64) -> Result<GradStore> {
+    ddp.backward(&loss(ddp, step, scale)?)
+}
+
+fn loss(ddp: &Ddp, step: u64, scale: f64) -> Result<Tensor> {
     let pg = ddp.process_group();
-    let loss = ddp.call(|net| {
+    ddp.call(|net| {
         let output = net.forward(&batch(pg, step))?;
         let loss = output.sqr()?.mean_all()?;
         // This makes up for the averaging, since only rank 0 contributes.
@@ -67,8 +71,7 @@ fn backward(ddp: &Ddp, step: u64, scale: f64) -> Result<GradStore> {
             return (loss + (extra * pg.world_size() as f64)?)?.affine(scale, 0.);
         }
         loss.affine(scale, 0.)
-    })?;
-    ddp.backward(&loss)
+    })
 }
 
 fn values(ddp: &Ddp) -> Vec<(String, Vec<f32>)> {
@@ -229,7 +232,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
         for (step, overflow) in [(0, false), (1, false), (2, true), (2, false)] {
             let broken = if overflow && pg.rank() == 1 { f64::INFINITY } else { 1. };
-            let mut grads = backward(&ddp, step, scaler.current_scale() * broken)?;
+            let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, step, broken)?)?)?;
             // The scaler lets the optimizer divide its gradients unless that has been done.
             if step != 1 {
                 assert_eq!(optimizer.unscale(&mut scaler, &mut grads)?, !overflow);
@@ -240,7 +243,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         }
         assert_eq!(scaler.current_scale(), 512.);
         // Without `unscale`, the step would use scaled gradients.
-        let mut grads = backward(&ddp, 3, scaler.current_scale())?;
+        let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, 3, 1.)?)?)?;
         let error = scaler.step_if_finite(&mut grads, |grads| optimizer.step(grads)).unwrap_err().to_string();
         assert!(error.contains("unscale"), "{error}");
         Ok(values(&ddp))

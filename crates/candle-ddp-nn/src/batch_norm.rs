@@ -6,6 +6,7 @@ use super::normalise::{Batch, Normalise, Statistics, combine};
 use candle_core::{DType, ModuleT, Result, Tensor, Var};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::error::describe;
+use candle_ddp_tensor::seed::is_replaying;
 pub use candle_nn::BatchNormConfig;
 use candle_nn::{Init, VarBuilder};
 use std::sync::Arc;
@@ -226,7 +227,7 @@ impl BatchNorm {
             weight_and_bias: weight_and_bias.as_ref().map(|[weight, bias]| [weight, bias]),
             running: [&self.running_mean, &self.running_var],
             eps: self.config.eps,
-            momentum: self.config.momentum,
+            momentum: self.momentum_now(),
         };
         let centred = self.config.remove_mean;
         let of = |source, parameters| cuda::statistics(x, source, centred, parameters);
@@ -290,15 +291,28 @@ impl BatchNorm {
         Ok((mean, variance, count))
     }
 
+    /// The weight of this batch in the running statistics. An [`nn::checkpoint`](crate::checkpoint) computes the same batch twice.
+    fn momentum_now(&self) -> f64 {
+        if is_replaying() { 0.0 } else { self.config.momentum }
+    }
+
     fn too_few(&self) -> candle_core::Error {
-        let reason =
-            "in training mode, all ranks together must have at least two values per channel: fewer have no variance";
+        let reason = match self.ranks() {
+            Some(_) => {
+                "in training mode, all ranks together must have at least two values per channel: fewer have no variance"
+            }
+            None => "in training mode, it must have at least two values per channel: fewer have no variance",
+        };
         Error::invalid(self.input(), reason).into()
     }
 
     fn update(&self, running: &Var, newest: &Tensor) -> Result<()> {
+        let momentum = self.momentum_now();
+        if momentum == 0.0 {
+            return Ok(());
+        }
         let old = running.as_detached_tensor().to_dtype(newest.dtype())?;
-        let mixed = ((old * (1.0 - self.config.momentum))? + (newest * self.config.momentum)?)?;
+        let mixed = ((old * (1.0 - momentum))? + (newest * momentum)?)?;
         running.set(&mixed.to_dtype(running.dtype())?)
     }
 

@@ -11,8 +11,9 @@ use candle_ddp_tensor::seed::Replay;
 /// The result and all gradients, including those of the parameters that `function` uses, are the same as without a
 /// checkpoint. Under candle-ddp's `DistributedDataParallel` a parameter may be used in several checkpoints and
 /// outside them; its gradient is averaged once, when it is complete. [`Dropout`](super::Dropout) and
-/// [`dropout`](super::dropout) use the same masks in both runs. Any other state that `function` changes, it changes
-/// twice: the running statistics of batch normalisation, for example, as in PyTorch.
+/// [`dropout`](super::dropout) use the same masks in both runs, and [`BatchNorm`](super::BatchNorm) updates its running
+/// statistics in the first alone (in PyTorch, in both). Any other state that `function` changes, it changes twice, also the
+/// statistics of candle's own `BatchNorm`.
 ///
 /// `function` gets its inputs without their graph. Gradients flow to `inputs` and to parameters, but to no other
 /// captured tensors. candle's own dropout uses different masks in the second run.

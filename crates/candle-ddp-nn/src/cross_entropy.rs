@@ -28,8 +28,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, CrossEntropyOptions::default())
 }
 
-/// The cross entropy between logits and classes, as a scalar of the dtype of `logits`:
-/// `torch.nn.functional.cross_entropy`. One operation, which keeps one number per sample for the backward pass.
+/// The cross entropy between logits and classes, as a scalar of dtype f32 (f64 for logits in f64), as under PyTorch's
+/// autocast: `torch.nn.functional.cross_entropy`. One operation, which keeps one number per sample for the backward pass.
 ///
 /// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for
 /// f64). `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or
@@ -132,7 +132,7 @@ fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -
         Reduction::Mean => (total / weighted.sum_all()?)?,
         Reduction::Sum => total,
     };
-    total.to_dtype(logits.dtype())
+    Ok(total)
 }
 
 /// Without label smoothing: p × `by_p`.
@@ -177,7 +177,7 @@ impl CrossEntropy {
         }
     }
 
-    fn forward<T: Element>(&self, x: &[T], shape: &Shape) -> T {
+    fn forward<T: Element>(&self, x: &[T], shape: &Shape) -> T::Real {
         let (classes, inner, block) = extents(shape, 1);
         let total_weight: f64 = self.weights.iter().sum();
         let mut normalisers = vec![0.0; self.targets.len()];
@@ -217,7 +217,7 @@ impl CrossEntropy {
         // Block by block, so that the result does not depend on the number of threads.
         let total: f64 = losses.collect::<Vec<f64>>().iter().sum();
         let _ = self.normalisers.set(normalisers);
-        T::from_f64(total * self.scale)
+        T::Real::from_f64(total * self.scale)
     }
 
     fn backward<T: Element>(&self, x: &[T], shape: &Shape, gradient: f64) -> Result<Vec<T>> {
@@ -270,7 +270,7 @@ impl CustomOp1 for CrossEntropy {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let loss = dispatch!(x.dtype(), self.name(), T => {
-            Ok(T::to_cpu_storage_owned(vec![self.forward(slice::<T>(x, layout)?, layout.shape())]))
+            Ok(<T as Element>::Real::to_cpu_storage_owned(vec![self.forward(slice::<T>(x, layout)?, layout.shape())]))
         })?;
         Ok((loss, Shape::from(())))
     }

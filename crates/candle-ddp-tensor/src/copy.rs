@@ -1,5 +1,5 @@
 //! Writes into existing tensors: slices of buckets, replicas.
-use crate::borrow::{slice, slice_mut};
+use crate::borrow::{slice, slice_mut, with_slice};
 use crate::kernels::{self, Assignment};
 use crate::{Element, Result, dispatch, vectorise};
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -15,6 +15,60 @@ pub fn copy(destination: &Tensor, source: &Tensor) -> Result<()> {
 /// Copies the second of each pair into the first, like [`copy`].
 pub fn copy_all<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
     assign(&pairs.map(|(destination, source)| Assignment::plain(destination, source)).collect::<Vec<_>>())
+}
+
+/// Like [`copy_all`], and returns whether that changed any element. None if nobody looked, as on a GPU.
+pub fn update_all<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<Option<bool>> {
+    let (mut has_changed, mut others) = (false, Vec::new());
+    for (destination, source) in pairs.filter(|(destination, _)| destination.elem_count() > 0) {
+        match holds(destination, source)? {
+            Some(true) => {}
+            Some(false) => {
+                copy(destination, source)?;
+                has_changed = true;
+            }
+            None => others.push(Assignment::plain(destination, source)),
+        }
+    }
+    assign(&others)?;
+    Ok(others.is_empty().then_some(has_changed))
+}
+
+/// Whether `destination` holds the elements of `source` in its own dtype; None if that would take long to find out. A
+/// comparison ends soon after the first difference, so it costs little before a copy, and less than one instead of it.
+fn holds(destination: &Tensor, source: &Tensor) -> Result<Option<bool>> {
+    if !destination.device().is_cpu() || !source.device().is_cpu() || !source.is_contiguous() {
+        return Ok(None);
+    }
+    dispatch!(destination.dtype(), T => dispatch!(source.dtype(), S => {
+        let same = with_slice::<T, _>(destination, |destination| {
+            with_slice::<S, _>(source, |source| Ok(is_same::<T, S>(destination, source)))
+        })?;
+        Ok(Some(same))
+    }, else => Ok(None)), else => Ok(None))
+}
+
+/// NaNs are the same.
+fn is_same<T: Element, S: Element>(destination: &[T], source: &[S]) -> bool {
+    const BLOCK: usize = 1024;
+    destination.chunks(BLOCK).zip(source.chunks(BLOCK)).all(|(destination, source)| {
+        vectorise!(|| {
+            let mut differs = false;
+            for (a, b) in destination.iter().zip(source) {
+                let b =
+                    if T::DTYPE == S::DTYPE { b.widen().to_f64() } else { T::narrow(real::<T, S>(b)).widen().to_f64() };
+                let a = a.widen().to_f64();
+                differs |= !((a == b) | (a.is_nan() & b.is_nan()));
+            }
+            !differs
+        })
+    })
+}
+
+/// The element in the type in which `T` is computed.
+#[inline(always)]
+fn real<T: Element, S: Element>(value: &S) -> T::Real {
+    T::Real::from_f64(value.widen().to_f64())
 }
 
 /// Views of the flat tensor `flat` in the shapes `shapes`, which follow each other in it.
@@ -129,7 +183,7 @@ impl ScaledCopy {
     #[inline(always)]
     fn apply<T: Element, S: Element>(&self, dst: &mut [T], src: &[S]) {
         let scale = T::Real::from_f64(self.scale);
-        let value = |src: &S| T::Real::from_f64(src.widen().to_f64());
+        let value = |src: &S| real::<T, S>(src);
         let pairs = dst.iter_mut().zip(src);
         if self.accumulate {
             pairs.for_each(|(dst, src)| *dst = T::narrow((dst.widen() + value(src)) * scale));
@@ -172,6 +226,27 @@ mod tests {
             assign_one(&back, &converted, 0.5, true);
             assert_eq!(back.to_vec1::<f64>().unwrap(), [1.0, 2.0, f64::INFINITY], "{dtype:?}");
         }
+    }
+
+    #[test]
+    fn updates_tell_whether_they_change_anything() {
+        let values = |last: f64| {
+            let values: Vec<f64> = (0..3000).map(f64::from).chain([f64::NAN, last]).collect();
+            Tensor::new(values, &Device::Cpu).unwrap()
+        };
+        for (to, from) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::F64, DType::F64)] {
+            let replica = Tensor::zeros(3002, to, &Device::Cpu).unwrap();
+            for (last, changes) in [(1.0, true), (1.0, false), (-0.5, true), (-0.5, false)] {
+                let source = values(last).to_dtype(from).unwrap();
+                assert_eq!(update_all([(&replica, &source)].into_iter()).unwrap(), Some(changes), "{to:?}, {last}");
+                let held = replica.get(3001).unwrap().to_dtype(DType::F64).unwrap().to_scalar::<f64>().unwrap();
+                assert_eq!(held, last);
+            }
+        }
+        // A change that the replica's dtype cannot hold is none.
+        let replica = Tensor::ones(1, DType::BF16, &Device::Cpu).unwrap();
+        let source = Tensor::new(&[1f32 + 1e-6], &Device::Cpu).unwrap();
+        assert_eq!(update_all([(&replica, &source)].into_iter()).unwrap(), Some(false));
     }
 
     #[test]

@@ -71,8 +71,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             Operation::Unscale => {
                 let pending = self.reducer.pending()?;
                 let finite = self.norm_here(&pending, NormType::Inf)?.is_finite();
-                let overflow = Tensor::new(&[if finite { 0f32 } else { 1. }], self.process_group.device())?;
-                Label::UNSCALE.during(|| self.process_group.all_reduce(&overflow, ReduceOp::Max))?;
+                let flags = Tensor::new(&[if finite { 0f32 } else { 1. }, 0.], self.process_group.device())?;
+                Label::UNSCALE.during(|| self.process_group.all_reduce(&flags, ReduceOp::Max))?;
             }
         }
         Ok(true)

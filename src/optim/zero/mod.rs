@@ -12,7 +12,7 @@ use super::rule::{UpdateRule, limit, max_grad_norm};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::{Label, Work};
-use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging};
+use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging, scaled};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::tensor::copy;
@@ -316,7 +316,8 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// Returns [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] if `grads` holds gradients
     /// of the parameters, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let result = self.lead_step().and_then(|()| Label::ZERO_STEP.during(|| self.update(grads)));
+        let checked = scaled::check_unscaled(grads, "step").and_then(|()| self.lead_step());
+        let result = checked.and_then(|()| Label::ZERO_STEP.during(|| self.update(grads)));
         self.end_on_error(&result);
         result
     }
@@ -340,6 +341,9 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// under [virtual ranks](crate::DdpOptions::virtual_ranks).
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
+        let unscaled = scaled::check_unscaled(grads, "clip_grad_norm");
+        self.end_on_error(&unscaled);
+        unscaled?;
         check_norms(&self.reducer)?;
         self.check_synchronised(grads)?;
         let pending = self.reducer.pending()?;
@@ -358,7 +362,9 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
         let mut divided = 1.;
         let finite = scaler.unscale_sharded(grads, |factor| {
             divided = factor;
-            Ok(!self.norm_here(&pending, NormType::Inf)?.is_finite())
+            // As the next step will see them, in f32.
+            let largest = self.norm_here(&pending, NormType::Inf)? * pending.scale * factor;
+            Ok(!(largest as f32).is_finite())
         })?;
         self.reducer.scale_pending(divided)?;
         Ok(finite)

@@ -446,6 +446,12 @@ fn functions(rows: &mut Vec<Row>) {
             |t| nn::loss::binary_cross_entropy_with_logit(&c(&[4]), &t.of(&[4]))?;
         ["candle_ddp_nn::dropout"] "x" => |t| dropout(&t.of(&[4, 5]), 0.3, &mut candle_ddp::seed::Generator::new(1))?;
         ["candle_ddp_nn::ops::dropout"] "x" => |t| nn::ops::dropout(&t.of(&[4, 5]), 0.3)?;
+        ["candle_ddp_nn::loss::huber"] "input" => |t| nn::loss::huber(&t.of(&[4]), &c(&[4]), 1.)?;
+        ["candle_ddp_nn::loss::huber"] "target" => |t| nn::loss::huber(&c(&[4]), &t.of(&[4]), 1.)?;
+        ["candle_ddp_nn::loss::mse"] "input" => |t| nn::loss::mse(&t.of(&[4]), &c(&[4]))?;
+        ["candle_ddp_nn::loss::mse"] "target" => |t| nn::loss::mse(&c(&[4]), &t.of(&[4]))?;
+        ["candle_ddp_nn::loss::nll"] "input" =>
+            |t| nn::loss::nll(&t.of(&[2, 3]), &Tensor::new(&[0u32, 2], &Device::Cpu)?)?;
         ["candle_ddp_nn::log_softmax", "candle_ddp_nn::ops::log_softmax"] "x" => |t| log_softmax(&t.of(&[3, 4]), 1)?;
         ["candle_ddp_nn::softmax", "candle_ddp_nn::ops::softmax"] "x" => |t| softmax(&t.of(&[3, 4]), 1)?;
         ["candle_ddp_nn::softmax_last_dim", "candle_ddp_nn::ops::softmax_last_dim"] "x" =>
@@ -485,6 +491,7 @@ fn functions(rows: &mut Vec<Row>) {
             |t| scaled_dot_product_attention_qkvpacked(&c(&[1, 3, 24]), 2, masked(t.of(&[3, 3])))?;
         ["candle_ddp_nn::ops::sdpa"] "mask" "the mask of attention" =>
             |t| nn::ops::sdpa(&c(QKV), &c(QKV), &c(QKV), Some(&t.of(&[3, 3])), false, 0.5, 1.)?;
+        ["candle_ddp_nn::loss::nll"] "target" "the target of nll" => |t| nn::loss::nll(&c(&[2, 3]), &t.of(&[2]))?;
         ["candle_ddp_nn::cross_entropy", "candle_ddp_nn::loss::cross_entropy"] "targets" "the targets of cross_entropy" =>
             |t| cross_entropy(&c(&[3, 4]), &t.of(&[3]))?;
         ["candle_ddp_nn::cross_entropy_with"] "targets" "the targets of cross_entropy" =>

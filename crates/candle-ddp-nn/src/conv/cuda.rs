@@ -20,9 +20,6 @@ pub(super) fn forward(
     shape: Shape,
 ) -> Result<Output> {
     let this = Convolution::new(geometry, x)?;
-    if this.is_empty() {
-        return Ok(Output::zeros(this.device, this.dtype, shape)?);
-    }
     let y = Output::new(this.device, this.dtype, shape)?;
     let (x, weight) = (&aligned(x)?, &aligned(weight)?);
     let (x, weight, bias) = (address(x)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
@@ -62,9 +59,6 @@ pub(super) fn backward_data(
     shape: Shape,
 ) -> Result<Output> {
     let this = Convolution::new(geometry, dy)?;
-    if this.is_empty() {
-        return Ok(Output::zeros(this.device, this.dtype, shape)?);
-    }
     let dx = Output::new(this.device, this.dtype, shape)?;
     let (dy, weight) = (&aligned(dy)?, &aligned(weight)?);
     let (dy, weight, bias) = (address(dy)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
@@ -90,9 +84,6 @@ pub(super) fn backward_data(
 /// The gradient of the weights, of shape `shape`, from x and the gradient of y, both contiguous.
 pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shape: &Shape) -> Result<Tensor> {
     let this = Convolution::new(geometry, x)?;
-    if this.is_empty() {
-        return Ok(Output::zeros(this.device, this.dtype, shape)?.into_tensor());
-    }
     let (x, dy) = (&aligned(x)?, &aligned(dy)?);
     let (x, dy) = (address(x)?, address(dy)?);
     let dw = Output::new(this.device, this.dtype, shape)?;
@@ -138,11 +129,6 @@ impl<'a> Convolution<'a> {
     fn new(geometry: &'a Geometry, like: &'a Tensor) -> Result<Self> {
         kernels::supported(like.dtype(), "a convolution")?;
         Ok(Self { geometry, device: like.device().as_cuda_device()?, dtype: like.dtype() })
-    }
-
-    fn is_empty(&self) -> bool {
-        let Geometry { n, ci, co, .. } = *self.geometry;
-        n * ci * co * self.geometry.taps() * self.geometry.input_pixels() * self.geometry.output_pixels() == 0
     }
 
     /// Whether each output channel sees a single input channel.

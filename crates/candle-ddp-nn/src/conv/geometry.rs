@@ -42,6 +42,11 @@ impl Geometry {
         self.group_inputs() * self.kernel[0] * self.kernel[1]
     }
 
+    /// Whether there is nothing to multiply, so that the result is the bias alone.
+    pub(super) fn is_empty(&self) -> bool {
+        self.n * self.ci * self.co * self.taps() * self.input_pixels() * self.output_pixels() == 0
+    }
+
     /// Whether each channel is convolved only with its own kernel.
     pub(super) fn is_depthwise(&self) -> bool {
         self.groups == self.ci && self.groups == self.co

@@ -6,6 +6,7 @@ use crate::gemm::wide;
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice};
+use candle_ddp_tensor::copy;
 use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
@@ -166,6 +167,9 @@ impl Convolution {
         let mut shape = vec![geometry.n, channels];
         shape.extend(if x.rank() == 4 { &size[..] } else { &size[1..] });
         let shape = Shape::from(shape);
+        if geometry.is_empty() {
+            return self.bias_alone(bias, &shape);
+        }
         if x.device().is_cuda() {
             let y = match self.transposed {
                 false => cuda::forward(geometry, x, weight, bias, shape)?,
@@ -184,6 +188,27 @@ impl Convolution {
             }))
         })?;
         Ok((Storage::Cpu(storage), shape))
+    }
+
+    /// The result of shape `shape` if there is nothing to multiply.
+    fn bias_alone(&self, bias: Option<&Tensor>, shape: &Shape) -> Result<(Storage, Shape)> {
+        let result = match bias {
+            Some(bias) => {
+                let mut one_per_channel = vec![1; shape.rank()];
+                one_per_channel[1] = bias.elem_count();
+                bias.detach().reshape(one_per_channel)?.broadcast_as(shape)?.contiguous()?
+            }
+            None => Tensor::zeros(shape, self.x.dtype(), self.x.device())?,
+        };
+        copy::snapshot_tensor(&result, result.dtype())
+    }
+
+    fn backward_of_nothing(&self, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let mut gradients = vec![None; needed.len()];
+        for (gradient, of) in gradients.iter_mut().zip([&self.x, &self.weight]) {
+            *gradient = Some(of.zeros_like()?);
+        }
+        Ok(gradients)
     }
 
     fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
@@ -236,6 +261,7 @@ impl Function for Convolution {
 
     fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let mut gradients = match dy.device().is_cuda() {
+            _ if self.geometry.is_empty() => self.backward_of_nothing(needed),
             true => self.backward_on_cuda(dy, needed),
             false => self.backward_on_cpu(dy, needed),
         }?;

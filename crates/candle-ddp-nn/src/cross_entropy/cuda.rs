@@ -41,9 +41,10 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
         norms: Output::new(device, DType::F64, samples)?,
         scale: Output::new(device, DType::F64, 2)?,
     };
-    let (pairs, loss) = (Temporary::new(device, DType::F64, 2 * samples)?, Output::new(device, logits.dtype(), ())?);
-    let launch = |kernel, grid, tensors: &[_]| {
-        let (dtype, numbers, reals) = (logits.dtype(), &of.numbers, &[of.smoothing]);
+    let (pairs, loss) =
+        (Temporary::new(device, DType::F64, 2 * samples)?, Output::new(device, accumulator(logits.dtype()), ())?);
+    let launch = |kernel, dtype, grid, tensors: &[_]| {
+        let (numbers, reals) = (&of.numbers, &[of.smoothing]);
         kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals })
     };
     let (kernel, grid) = match inner {
@@ -52,8 +53,13 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
     };
     let weights = address_or_none(of.weights.as_ref())?;
     let tensors = [address(&logits)?, address(&of.targets)?, weights, of.norms.address()?, pairs.address()?];
-    launch(kernel, grid, &tensors)?;
-    launch(Kernel::LossTotal, Grid::Blocks(1), &[pairs.address()?, loss.address()?, weights, of.scale.address()?])?;
+    launch(kernel, logits.dtype(), grid, &tensors)?;
+    launch(
+        Kernel::LossTotal,
+        loss.dtype(),
+        Grid::Blocks(1),
+        &[pairs.address()?, loss.address()?, weights, of.scale.address()?],
+    )?;
     apply(&[&logits], loss.into_result(), of)
 }
 

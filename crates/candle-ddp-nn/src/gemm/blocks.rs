@@ -24,8 +24,12 @@ pub(super) fn sums(
     b: Factor,
     threads: usize,
 ) {
-    if k == 0 && !accumulate {
-        result[..m * n].fill(0.0);
+    if k == 0 {
+        // The factors have no elements, and so no blocks.
+        if !accumulate {
+            result[..m * n].fill(0.0);
+        }
+        return;
     }
     each_rows((m, n), &mut result[..m * n], threads, |workspace, first, rows, result| {
         let a = (&a.0[first * a.1.row..], a.1);
@@ -47,15 +51,20 @@ pub(super) fn rounded(
     bias: Option<&[half::bf16]>,
     threads: usize,
 ) {
+    if k == 0 {
+        // The factors have no elements, and so no blocks.
+        match bias {
+            Some(bias) if n > 0 => result.chunks_exact_mut(n).for_each(|row| row.copy_from_slice(bias)),
+            _ => result.fill(half::bf16::ZERO),
+        }
+        return;
+    }
     each_rows((m, n), result, threads, |Workspace { sums, packed }, first, rows, result| {
         let a = (&a.0[first * a.1.row..], a.1);
         for column in (0..n).step_by(COLUMNS) {
             let columns = COLUMNS.min(n - column);
             let b = (&b.0[column * b.1.column..], b.1);
             sums.resize(rows * columns, 0.0);
-            if k == 0 {
-                sums.fill(0.0);
-            }
             deep(unit, (rows, columns, k), (sums, columns), false, a, b, packed);
             let bias = bias.map(|bias| &bias[column..column + columns]);
             for (result, sums) in result.chunks_exact_mut(n).zip(sums.chunks_exact(columns)) {

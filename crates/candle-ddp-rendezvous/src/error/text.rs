@@ -76,7 +76,10 @@ impl fmt::Display for Uneven<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let averages = |call: &str| call.contains(&format!(" for {GRADIENTS}"));
         match averages(self.0) != averages(self.1) {
-            true => f.write_str(". If ranks have different numbers of batches, train inside `ddp.join`"),
+            true => f.write_str(
+                ". If ranks have different numbers of batches, train inside `ddp.join`; a rank that has no samples in a step must \
+                 not skip it, but call `ddp.backward_weighted(&zero, 0.)` where the others give their counts",
+            ),
             false => Ok(()),
         }
     }

@@ -168,6 +168,7 @@ __device__ inline void put(void *tensor, unsigned long long dtype, unsigned long
 // running = running × (1 − momentum) + newest × momentum
 template <typename Real>
 __device__ inline void mix(void *running, unsigned long long dtype, unsigned long long i, Real newest, Real momentum) {
+    if (momentum == 0) return; // an infinite newest value would leave a NaN
     put<Real>(running, dtype, i, get<Real>(running, dtype, i) * (1 - momentum) + newest * momentum);
 }
 

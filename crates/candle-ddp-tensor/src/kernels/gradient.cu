@@ -32,7 +32,7 @@ extern "C" __global__ void total(const Part *parts, unsigned count, const Sets, 
     reduce_chunks<Add, Larger>(sums + 2, 0, parts[count].first_chunk, sums);
 }
 
-// Multiplies by the first number. If `sums` is given, it receives the magnitude of the values before the multiplication.
+// Multiplies by the first number. If `sums` is given, it receives the magnitude of the values after the multiplication.
 template <typename T> __device__ inline void rescale(const Part *parts, unsigned count, const Sets &sets, double *sums) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
@@ -43,8 +43,8 @@ template <typename T> __device__ inline void rescale(const Part *parts, unsigned
         Few<T> few;
         few.load(values + i, size.is_vector);
         FOR_EACH_OF(T, size.is_vector, k) {
-            extent.add(few.at[k]);
             few.at[k] = few.at[k] * factor;
+            extent.add(few.at[k]);
         }
         few.store(values + i, size.is_vector);
     });

@@ -101,7 +101,7 @@ pub fn measure<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Resu
     measured(machine, Kernel::Measure, dtype, entries)
 }
 
-/// Multiplies the elements by the first scalar. [`read_extent`] returns their magnitude before the multiplication.
+/// Multiplies the elements by the first scalar. [`read_extent`] returns their magnitude after the multiplication.
 pub fn rescale_measured<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
     measured(machine, Kernel::Rescale, dtype, entries)
 }

@@ -251,7 +251,7 @@ template <typename T> __device__ inline void losses_of_columns(const Arguments &
 }
 LAYER(losses_of_columns)
 
-// tensors: the pairs, the loss, weights or null, and (f64) the factor of sums over samples and the sum of all
+// Of the dtype of the loss, f32 or f64. tensors: the pairs, the loss, weights or null, and (f64) the factor of sums over samples and the sum of all
 // weights. One block.
 template <typename T> __device__ inline void loss_total(const Arguments &by) {
     typedef typename Element<T>::Real Real;
@@ -286,7 +286,7 @@ template <typename T> __device__ inline Slopes<typename Element<T>::Real> slopes
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
     const long long target = TENSOR(const long long, 1)[sample];
-    const double factor = Element<T>::load(*TENSOR(const T, 4)) * TENSOR(const double, 5)[0];
+    const double factor = *TENSOR(const Real, 4) * TENSOR(const double, 5)[0];
     const double weight = share(TENSOR(const Real, 2), r.count, target, LOSSES.ignore);
     const double own = factor * weight * (1 - by.reals[0]), each = factor * by.reals[0] / r.count;
     Slopes<Real> of = {target == LOSSES.ignore, target, (Real)TENSOR(const double, 3)[sample],

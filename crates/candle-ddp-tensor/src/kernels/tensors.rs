@@ -151,7 +151,7 @@ pub fn rescale(tensors: &[&Tensor], factor: f64) -> Result<()> {
     change(tensors, Kernel::Rescale, factor)
 }
 
-/// Multiplies contiguous tensors in place and returns their magnitude before that. Waits like [`measure`].
+/// Multiplies contiguous tensors in place and returns their magnitude after that. Waits like [`measure`].
 pub fn rescale_measured(tensors: &[&Tensor], factor: f64) -> Result<Extent> {
     let launch = |batch: &Batch| program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries);
     measured(tensors, |tensor| changed(tensor, factor), launch)

@@ -9,4 +9,4 @@ pub use default::default_generator;
 pub use generator::Draw;
 pub use generator::Generator;
 #[doc(hidden)]
-pub use replay::{Drawn, Replay, draw, forget_draws, take_drawn};
+pub use replay::{Drawn, Replay, draw, forget_draws, is_replaying, take_drawn};

@@ -69,6 +69,11 @@ impl Replay {
     }
 }
 
+/// Whether a function is computed again on this thread: its layers leave their state alone, which the first time has changed.
+pub fn is_replaying() -> bool {
+    STATE.with_borrow(|state| state.play.is_some())
+}
+
 /// The draws of a layer: the next `count` numbers of `generator`, or the recorded ones if the layer is recomputed.
 pub fn draw(generator: &mut Generator, count: usize) -> Draw {
     STATE.with_borrow_mut(|state| {

@@ -1,0 +1,90 @@
+//! A gradient penalty: what candle cannot train, and the finite difference that can.
+use crate::common::{fill, floats, ranks, tensor};
+use candle_core::{DType, Tensor, Var};
+use candle_ddp::nn::{Linear, linear};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Result};
+use candle_nn::{Module, VarBuilder, VarMap};
+
+type Critic = DistributedDataParallel<(Linear, Linear)>;
+
+fn judge(critic: &Critic, x: &Tensor) -> Result<Tensor> {
+    critic.call(|(a, b)| b.forward(&a.forward(x)?.tanh()?))
+}
+
+/// The gradient of the judgement with respect to its input.
+fn slope(critic: &Critic, x: &Var) -> Result<Tensor> {
+    let _frozen = critic.freeze();
+    let grads = judge(critic, x)?.sum_all()?.backward()?;
+    Ok(grads.get(x).expect("the judgement depends on x").clone())
+}
+
+fn norm(gradient: &Tensor) -> Result<Tensor> {
+    Ok(gradient.sqr()?.sum_keepdim(1)?.sqrt()?)
+}
+
+fn penalty(norm: &Tensor) -> Result<Tensor> {
+    Ok((norm - 1.0)?.sqr()?.mean_all()?)
+}
+
+fn critic(pg: &candle_ddp::ProcessGroup) -> Result<Critic> {
+    let varmap = VarMap::new();
+    let build = |vb: VarBuilder| Ok::<_, candle_core::Error>((linear(2, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?));
+    let options = DdpOptions { dtype: DType::F64, unused: candle_ddp::Unused::Allow, ..Default::default() };
+    let critic = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
+    fill(&varmap, 1);
+    Ok(critic)
+}
+
+fn input() -> Result<Var> {
+    Ok(Var::from_tensor(&tensor(&[4, 2], 5).to_dtype(DType::F64)?)?)
+}
+
+#[test]
+fn a_finite_difference_trains_the_penalty() {
+    ranks(2, |pg| {
+        let (critic, x) = (critic(&pg)?, input()?);
+        let gradient = slope(&critic, &x)?;
+        let direction = gradient.broadcast_div(&norm(&gradient)?)?;
+        let eps = 1e-5;
+        let ahead = judge(&critic, &(x.detach() + (direction * eps)?)?)?;
+        let grads = critic.backward(&penalty(&((ahead - judge(&critic, &x.detach())?)? / eps)?)?)?;
+
+        // Differences of the exact penalty.
+        const STEP: f64 = 1e-5;
+        for (name, var) in critic.named_parameters() {
+            let values = var.as_detached_tensor().copy()?;
+            let found = grads.get(&var).map_or(vec![0.; var.elem_count()], floats);
+            for (index, found) in found.iter().enumerate() {
+                let exact = |by: f64| -> Result<f64> {
+                    let mut moved = values.flatten_all()?.to_vec1::<f64>()?;
+                    moved[index] += by;
+                    var.set(&Tensor::from_vec(moved, var.shape(), var.device())?)?;
+                    Ok(penalty(&norm(&slope(&critic, &x)?)?)?.to_scalar::<f64>()?)
+                };
+                let expected = (exact(STEP)? - exact(-STEP)?) / (2. * STEP);
+                var.set(&values)?;
+                assert!((f64::from(*found) - expected).abs() < 1e-3, "{name}[{index}]: {found}, not {expected}");
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The norm of a gradient has no graph. A loss of nothing else is an error, which names that.
+#[test]
+fn a_loss_out_of_a_gradient_store_is_an_error() {
+    let errors = ranks(1, |pg| {
+        let varmap = VarMap::new();
+        let build =
+            |vb: VarBuilder| Ok::<_, candle_core::Error>((linear(2, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?));
+        let critic = DistributedDataParallel::new(&pg, &varmap, build)?;
+        let x = Var::from_tensor(&tensor(&[4, 2], 5))?;
+        let loss = penalty(&norm(&slope(&critic, &x)?)?)?;
+        Ok(critic.backward(&loss).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        assert!(error.to_string().contains("a gradient out of a GradStore"), "{error}");
+        assert!(matches!(error, Error::UnusedParameters { rank: Some(_), .. }), "{error:?}");
+    }
+}
