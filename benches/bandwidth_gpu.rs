@@ -96,6 +96,7 @@ fn optimizers(pg: &ProcessGroup, table: &Table, size: usize, dtype: DType) -> Re
     let scaler_options = GradScalerOptions { init_scale: 1.0, ..Default::default() };
     let mut scaler = GradScaler::new(pg, named, scaler_options)?;
     table.row("GradScaler::unscale", dtype, 2 * bytes, || {
+        scaler.scale(&Tensor::zeros((), DType::F32, &Device::Cpu)?)?; // as before a backward pass
         scaler.unscale(&mut grads)?;
         scaler.update()
     })

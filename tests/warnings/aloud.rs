@@ -1,7 +1,6 @@
 //! Warnings that change a result reach the user of a program without a logger, once; with one, they are in the log alone.
 use crate::common::{ranks, test_process};
 use crate::logger::{self, LOG};
-use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use std::process::Stdio;
@@ -16,8 +15,7 @@ fn overflow() {
         let options = GradScalerOptions { init_scale: 4.0, ..Default::default() };
         let mut scaler = GradScaler::new(&pg, vec![("w".to_string(), var.clone())], options)?;
         for _ in 0..5 {
-            let mut grads = GradStore::default();
-            grads.insert(&var, (var.ones_like()? * f64::INFINITY)?);
+            let mut grads = scaler.scale(&var.sum_all()?.affine(f64::INFINITY, 0.)?)?.backward()?;
             scaler.unscale(&mut grads)?;
             scaler.update()?;
         }
