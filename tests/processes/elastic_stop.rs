@@ -48,13 +48,17 @@ fn note(folder: &Path, name: &str, text: &str) {
     std::fs::rename(new, folder.join(name)).unwrap();
 }
 
-/// A part that takes its time to be saved, and says when.
+/// A part that takes its time to be saved, and says when. It is held up while the file `hold` exists.
 struct Slow(PathBuf);
 
 impl StateDict for Slow {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         note(&self.0, "saving", "");
-        std::thread::sleep(Duration::from_millis(20));
+        let begin = Instant::now();
+        while self.0.join("hold").exists() && begin.elapsed() < SHUTDOWN / 2 {
+            pause(1);
+        }
+        pause(20);
         Ok(HashMap::from([("none".to_string(), Tensor::zeros(1, DType::F32, &Device::Cpu)?)]))
     }
 
@@ -165,6 +169,15 @@ impl Run {
         Pid::from_raw(self.read(&format!("up{rank}"))?.parse().ok()?)
     }
 
+    /// Sends the signal to the launcher of a node, kills these ranks while others are in their last save, and lets that go on.
+    fn stop_and_kill_in_the_save(&self, node: usize, gone: &[usize]) {
+        note(self.folder.path(), "hold", "");
+        self.stop(node);
+        wait_for("the save", || self.path("saving").exists());
+        gone.iter().for_each(|rank| self.kill(*rank));
+        std::fs::remove_file(self.path("hold")).unwrap();
+    }
+
     fn kill(&self, rank: usize) {
         // It may have ended.
         let _ = kill_process(self.pid(rank).unwrap(), Signal::KILL);
@@ -240,9 +253,7 @@ fn a_rank_killed_after_the_signal_does_not_cost_the_last_checkpoint() {
 fn a_rank_killed_in_the_last_save_does_not_cost_it() {
     for gone in [0, 1] {
         let mut run = Run::start(1, 3, Some(2), &["--max-restarts", "5"]);
-        run.stop(0);
-        wait_for("the save", || run.path("saving").exists());
-        run.kill(gone);
+        run.stop_and_kill_in_the_save(0, &[gone]);
         let outputs = run.end();
         run.saved(&[gone], &outputs);
     }
@@ -266,9 +277,7 @@ fn a_rank_killed_before_the_signal_is_given_up() {
 fn ranks_that_are_too_few_to_continue_get_an_error_at_once() {
     for (gone, min) in [(&[1][..], None), (&[0, 2], Some(2))] {
         let mut run = Run::start(1, 3, min, &["--max-restarts", "5"]);
-        run.stop(0);
-        pause(2);
-        gone.iter().for_each(|rank| run.kill(*rank));
+        run.stop_and_kill_in_the_save(0, gone);
         let outputs = run.end();
         assert_eq!(outputs[0].status.code(), Some(128 + 15), "{}", texts(&outputs));
         let errors = run.errors();
@@ -283,8 +292,7 @@ fn ranks_that_are_too_few_to_continue_get_an_error_at_once() {
 #[test]
 fn when_all_ranks_are_killed_after_the_signal_the_run_ends() {
     let mut run = Run::start(1, 3, Some(1), &["--max-restarts", "5"]);
-    run.stop(0);
-    (0..3).for_each(|rank| run.kill(rank));
+    run.stop_and_kill_in_the_save(0, &[0, 1, 2]);
     let outputs = run.end();
     assert_eq!(outputs[0].status.code(), Some(128 + 15), "{}", texts(&outputs));
 }
@@ -311,8 +319,7 @@ fn on_two_nodes_the_other_ranks_save_as_well() {
 #[test]
 fn after_the_signal_the_store_remains_for_the_last_node() {
     let mut run = Run::start(2, 2, Some(2), &[]);
-    run.stop(0);
-    [0, 1].into_iter().for_each(|rank| run.kill(rank));
+    run.stop_and_kill_in_the_save(0, &[0, 1]);
     let outputs = run.end();
     run.saved(&[0, 1], &outputs);
     let codes = [&outputs[0], &outputs[1]].map(|output| output.status.code());

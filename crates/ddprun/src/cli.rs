@@ -5,6 +5,7 @@ use super::streams::StreamSelection;
 use clap::builder::BoolishValueParser;
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -33,6 +34,11 @@ SIGUSR1 and SIGUSR2 are forwarded to the processes that have a handler for them,
 Exit code: 0 if every worker exited with 0, even after a signal; otherwise 128 + N if the run was ended by signal N, or \
 the exit code of the first worker that failed (128 + N if it was killed by signal N); 2 for an invalid command line; cargo's own code if the build \
 failed; 126 if the program is not executable, 127 if it was not found; 1 for everything else.";
+
+/// A number, perhaps with blanks around it, as environment variables may have.
+fn trimmed<T: FromStr>(text: &str) -> Result<T, T::Err> {
+    text.trim().parse()
+}
 
 /// The command line of `ddprun`: torchrun's options, with `-` or `_` between words.
 #[derive(Debug, Clone, clap::Parser)]
@@ -66,7 +72,7 @@ pub(crate) struct Cli {
     pub(crate) nnodes: String,
 
     /// Rank of this machine, from 0 to nnodes - 1. Machine 0 hosts the rendezvous store. [default: 0]
-    #[arg(long, alias = "node_rank", env = "PET_NODE_RANK", value_name = "N", help_heading = RANKS)]
+    #[arg(long, alias = "node_rank", env = "PET_NODE_RANK", value_name = "N", value_parser = trimmed::<usize>, help_heading = RANKS)]
     pub(crate) node_rank: Option<usize>,
 
     /// Name or address of machine 0; the ranks on all machines must be able to reach it. Required for several machines.
@@ -75,7 +81,7 @@ pub(crate) struct Cli {
     pub(crate) master_addr: Option<String>,
 
     /// Port of the store on machine 0. [default: a free port on one machine, 29500 on several]
-    #[arg(long, alias = "master_port", env = "PET_MASTER_PORT", value_name = "PORT", help_heading = RANKS)]
+    #[arg(long, alias = "master_port", env = "PET_MASTER_PORT", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = RANKS)]
     pub(crate) master_port: Option<u16>,
 
     /// Runs on this machine alone. The store's port is a free one, reserved from before the workers start until they
@@ -185,6 +191,7 @@ pub(crate) struct Cli {
         alias = "max_restarts",
         env = "PET_MAX_RESTARTS",
         value_name = "N",
+        value_parser = trimmed::<u32>,
         default_value = "0",
         hide_default_value = true,
         help_heading = ENDING

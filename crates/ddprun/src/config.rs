@@ -225,7 +225,7 @@ fn is_static(cli: &Cli) -> Result<bool> {
 fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
     let text = cli.nnodes.as_str();
     let (least, most) = text.split_once(':').unwrap_or((text, text));
-    match (least.parse::<usize>(), most.parse::<usize>()) {
+    match (least.trim().parse::<usize>(), most.trim().parse::<usize>()) {
         (Ok(least), Ok(most)) if least > 0 && least < most && is_static => Err(Error::usage(
             "--nnodes",
             format!("the range {text} needs --rdzv-backend c10d and --rdzv-endpoint HOST[:PORT] on every node"),

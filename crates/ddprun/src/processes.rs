@@ -20,7 +20,7 @@ impl FromStr for Processes {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text {
+        match text.trim() {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "gpu" => Ok(Self::Gpu),
@@ -86,7 +86,8 @@ mod tests {
     fn numbers_and_words() {
         assert_eq!("3".parse(), Ok(Processes::Count(NonZeroUsize::new(3).unwrap())));
         assert_eq!("gpu".parse(), Ok(Processes::Gpu));
-        for wrong in ["0", "-1", "two", ""] {
+        assert_eq!(" 3 ".parse(), "3".parse::<Processes>());
+        for wrong in ["0", "-1", "two", "", " ", "99999999999999999999"] {
             assert!(wrong.parse::<Processes>().is_err(), "{wrong:?}");
         }
     }

@@ -250,6 +250,13 @@ fn a_master_that_has_no_address_on_its_own_machine_is_an_error() {
 
 #[test]
 fn blanks_around_an_address_do_not_count() {
+    let sandbox = Sandbox::new();
+    let mut command = sandbox.ddprun(&["sh", "-c", "echo $WORLD_SIZE $MASTER_PORT $TORCHELASTIC_MAX_RESTARTS"]);
+    let port = free_port();
+    command.env("PET_NPROC_PER_NODE", " 2").env("PET_NNODES", "1 ").env("PET_MASTER_PORT", format!("{port}\n"));
+    command.env("PET_MAX_RESTARTS", " 3 ").env("PET_NODE_RANK", " 0");
+    let ran = Ran::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+    assert_eq!((ran.code, ran.sorted()), (Some(0), vec![format!("2 {port} 3").as_str(); 2]), "{ran:?}");
     let ran = Sandbox::new().run(&["--master-addr", " 127.0.0.1\t"], "echo \"[$MASTER_ADDR]\"");
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "[127.0.0.1]\n"), "{ran:?}");
 }
