@@ -103,7 +103,9 @@ impl Parts for Saved<'_> {
 /// Trains until the ranks are asked to stop, and returns the last step, which is saved.
 fn train(pg: &ProcessGroup, state: &mut State<Training>, folder: &Path, own: usize) -> Result<u64> {
     let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| linear(4, 2, vb))?;
-    let mut checkpointer = Checkpointer::new(pg, folder.join("run"), CheckpointerOptions::default())?;
+    // The ranks of the last generation may have saved before it ended.
+    let options = CheckpointerOptions { resume: true, ..Default::default() };
+    let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;
     let x = Tensor::from_vec(values(8, 1), (2, 4), pg.device())?;
     for here in 1.. {
         let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
