@@ -86,7 +86,9 @@ fn tasks_without_mpi(world_size: usize, variable: impl Fn(&str) -> Option<String
 /// ranks may need it longer than this one.
 fn host(address: Option<String>, is_one_host: bool) -> Result<String> {
     static SERVER: Mutex<Option<(TcpStoreServer, Secret)>> = Mutex::new(None);
-    let address = address.or_else(|| std::env::var("MASTER_ADDR").ok().filter(|name| !name.is_empty()));
+    let address = address.or_else(|| {
+        std::env::var("MASTER_ADDR").ok().map(|name| name.trim().to_string()).filter(|name| !name.is_empty())
+    });
     let name = match address {
         Some(name) => name,
         None if is_one_host => Ipv4Addr::LOCALHOST.to_string(),

@@ -185,6 +185,13 @@ impl Join<'_> {
         let Self { world_size, timeout, .. } = *self;
         let (operation, store) = (format!("rendezvous of rank {}", self.rank), self.name.clone());
         match absent_ranks(self.store, 0..world_size, &rank_key) {
+            Ok(ranks) if ranks.is_empty() => {
+                let reason = format!(
+                    "all {world_size} ranks arrived, but the one that came last has not told the others in time: it has \
+                     stopped, or lost its connection to the store. Look for the first error in the output of all ranks"
+                );
+                Error::StoreTimeout { operation, store, timeout, reason }
+            }
             Ok(ranks) => {
                 let reason = format!(
                     "{} of {world_size} ranks arrived, missing: {}. {}Check that they were started, look for the first \
@@ -254,6 +261,30 @@ mod tests {
         assert_eq!(places(&["a"]), [(0, 1)]);
         assert_eq!(places(&["a", "a", "b", "b", "b"]), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]);
         assert_eq!(places(&["a", "b", "a"]), [(0, 2), (0, 1), (1, 2)]);
+    }
+
+    /// It arrived, and was stopped before it could say that all are there.
+    #[test]
+    fn a_rank_that_stops_after_its_arrival_is_not_missing() {
+        let store = HashStore::new(TIMEOUT);
+        store.set(&rank_key(1), b"1").unwrap();
+        let timeout = Duration::from_secs(1);
+        let join = Join {
+            store: &store,
+            name: "node0:1".to_string(),
+            rank: 0,
+            world_size: 2,
+            host: "a".to_string(),
+            addresses: None,
+            deadline: Instant::now() + timeout,
+            timeout,
+            origin: None,
+        };
+        let error = join.run().unwrap_err();
+        assert!(matches!(error, Error::StoreTimeout { .. }), "{error}");
+        let expected =
+            "rendezvous of rank 0 timed out after 1s on the store node0:1: all 2 ranks arrived, but the one that";
+        assert!(error.to_string().starts_with(expected), "{error}");
     }
 
     #[test]

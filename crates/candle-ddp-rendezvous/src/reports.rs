@@ -80,10 +80,12 @@ impl StoreReports<'_> {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         match self.store.wait(&keys, timeout) {
             Err(late @ Error::StoreTimeout { .. }) => {
-                Err(match absent_ranks(self.store, 0..self.world_size, &|rank| self.key(rank)) {
-                    Ok(absent) => missing(absent, late),
-                    Err(_) => late.into(),
-                })
+                match absent_ranks(self.store, 0..self.world_size, &|rank| self.key(rank)) {
+                    // The last ones came in this moment.
+                    Ok(absent) if absent.is_empty() => Ok(decode_reports(self.store.multi_get(&keys)?)),
+                    Ok(absent) => Err(missing(absent, late)),
+                    Err(_) => Err(late.into()),
+                }
             }
             Err(error) => Err(error.into()),
             Ok(()) => Ok(decode_reports(self.store.multi_get(&keys)?)),

@@ -77,7 +77,7 @@ impl CpuTransport {
     /// Replaces `Auto` by the environment's choice, if any.
     pub(super) fn resolve(self) -> Result<Self> {
         let (Self::Auto, Some(value)) = (self, std::env::var_os(Self::VARIABLE)) else { return Ok(self) };
-        match value.to_str() {
+        match value.to_str().map(str::trim) {
             Some("" | "auto") => Ok(Self::Auto),
             Some("tcp") => Ok(Self::Tcp),
             Some("shm") => Ok(Self::SharedMemory),
@@ -95,7 +95,7 @@ impl CpuTransport {
 pub(super) fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
     let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
     let value = value.to_string_lossy().into_owned();
-    match value.parse() {
+    match value.trim().parse() {
         Ok(bytes) => Ok(Some(bytes)),
         Err(_) => Err(rendezvous::Error::InvalidEnvironment {
             variable: variable.to_string(),
