@@ -26,6 +26,11 @@ pub(crate) fn not_in_varmap(name: &str) -> candle_core::Error {
     ))
 }
 
+/// The error for a variable that a second model of the same variables requests, and the first does not have.
+pub(crate) fn not_in_model(name: &str) -> candle_core::Error {
+    candle_core::Error::msg(format!("{name} is not a variable of the model: build the same model, with the same names"))
+}
+
 /// Whether a variable's name is that of a batch norm's running statistics.
 pub(crate) fn is_batch_norm_buffer(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);

@@ -3,6 +3,7 @@ use super::device::device_name;
 use super::replica::{DeviceVariables, Replica};
 use crate::panic::panic_message;
 use crate::process_group::STACK_BYTES;
+use crate::tensor::function::{is_grad_enabled, set_grad_enabled};
 use crate::thread::not_started;
 use crate::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -37,7 +38,7 @@ pub fn parallel_apply<M: Sync, I: Send, O: Send>(
     on_each(&locals, inputs, |index, input| Ok(f(replicas[index].module(), input)?))
 }
 
-/// Runs `work` for each of the inputs, with one thread per device.
+/// Runs `work` for each of the inputs, with one thread per device, under `no_grad` if this thread is.
 ///
 /// # Streams
 /// On a device made by `Device::new_cuda`, each thread has its own CUDA stream, and streams do not wait for each other.
@@ -53,9 +54,11 @@ pub(super) fn on_each<I: Send, O: Send>(
         let device = device_name(locals[replica].device.location());
         Error::Replica { replica, device, reason }
     };
+    let grad_enabled = is_grad_enabled();
     let run = |index: usize, input: I| -> Result<O> {
-        let result = catch_unwind(AssertUnwindSafe(|| work(index, input)))
-            .unwrap_or_else(|panic| Err(failed(index, panic_message(&*panic))));
+        let work = || set_grad_enabled(grad_enabled, || work(index, input));
+        let result =
+            catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(index, panic_message(&*panic))));
         let finished = locals[index].device.synchronize();
         match result.and_then(|output| Ok(finished.map(|()| output)?)) {
             Err(error @ Error::Replica { .. }) => Err(error),

@@ -18,8 +18,14 @@ use std::sync::Arc;
 /// of parameters are summed over the replicas on the first device.
 ///
 /// # Errors
-/// Returns [`Error::Replica`], which names the device, if a replica fails or panics.
+/// Returns [`Error::Replica`], which names the device, if a replica fails or panics; [`Error::InvalidArgument`] if `loss` has no
+/// graph, so that nothing would be trained.
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
+    if !loss.track_op() {
+        let reason = "it has no graph, so no gradient flows from it: compute it outside of no_grad, from the model's outputs and not \
+                      from detached tensors";
+        return Err(Error::invalid("loss", reason));
+    }
     let (mut grads, found) = run(loss)?;
     for (variable, gradient) in found {
         let sum = match grads.remove(&variable) {
@@ -131,7 +137,7 @@ impl Inputs {
 /// Returns whether candle's backward pass would continue to the tensor, as far as that shows without traversing its
 /// graph.
 fn wants_gradient(tensor: &Tensor) -> bool {
-    tensor.dtype().is_float() && tensor.track_op()
+    tensor.dtype().is_float() && function::is_tracked(tensor)
 }
 
 /// A forward pass through the replicas. The gathered outputs keep it alive, and with it the replicas' graphs.

@@ -15,6 +15,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
 use std::collections::HashSet;
 use std::sync::Once;
+use std::sync::atomic::Ordering;
 
 /// Computes the gradients of a loss that depends on several models in one backward pass, and averages each model's
 /// gradients over the ranks of its group. Examples are a generator and a discriminator, an encoder and a decoder, or a
@@ -145,7 +146,10 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     check(pass)?;
     let counted = pass.count.map_or(Ok(()), count::check);
     let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_one_number(loss, pass));
-    let checked = checked.and_then(|()| check_reached(pass)).and_then(|()| check_fresh(pass));
+    let checked = checked
+        .and_then(|()| check_recorded(loss, pass))
+        .and_then(|()| check_reached(pass))
+        .and_then(|()| check_fresh(pass));
     checked.inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.announce()?;
     pass.run(|pass| {
@@ -201,6 +205,17 @@ fn check_one_number(loss: &Tensor, pass: &Pass) -> Result<()> {
     Err(Error::invalid(argument, format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
 }
 
+/// Checks that the loss is not one of an evaluation, which has no graph.
+fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
+    let ran_without_graph = |model: &Member| model.core.ran_without_graph.load(Ordering::Relaxed);
+    if loss.track_op() || pass.count == Some(0.) || !pass.models.iter().any(ran_without_graph) {
+        return Ok(());
+    }
+    let reason = "it was computed under no_grad, so it has no graph and would train nothing: call the model and compute the loss \
+                  outside of no_grad. (A rank without samples, whose loss is a constant, calls backward_weighted with a count of 0.)";
+    Err(Error::invalid("loss", reason))
+}
+
 /// With `nan_check`, checks the loss once all gradients were finite, such as the zeros of a cross entropy that ignores all targets.
 fn check_finite(loss: &Tensor, pass: &Pass) -> Result<()> {
     let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check) else { return Ok(()) };
@@ -254,14 +269,13 @@ fn check(pass: &Pass) -> Result<()> {
         return Err(Error::invalid("models", "the list is empty: give at least one model"));
     }
     for (index, Member { core: model, .. }) in pass.models.iter().enumerate() {
-        let first = || model.variables.parameters.first().map_or("", |parameter| &parameter.name);
         if pass.models[..index].iter().any(|other| std::ptr::eq(other.core, *model)) {
             return Err(Error::invalid(
                 "models",
                 format!(
                     "the model with the parameter {} is given twice: give each \
                                                          model once",
-                    first()
+                    model.first_name()
                 ),
             ));
         }
@@ -269,7 +283,7 @@ fn check(pass: &Pass) -> Result<()> {
             let reason = format!(
                 "the model with the parameter {} is frozen by a guard from its `freeze`: drop the guard before the \
                  backward pass that trains this model",
-                first()
+                model.first_name()
             );
             return Err(Error::invalid("models", reason));
         }
@@ -376,7 +390,7 @@ fn warn_of_lost(model: &DistributedModel) -> Result<()> {
     let is_held = model.marks().is_last_held();
     let lost = model.first_gradients().are_lost(&model.variables.parameters, is_held)?;
     if lost && model.group().rank() == 0 {
-        let first = model.variables.parameters.first().map_or("", |parameter| &parameter.name);
+        let first = model.first_name();
         warn_aloud(format_args!(
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
              has changed since. If the program expects them to be added to those of the second pass: `backward` returns \

@@ -73,7 +73,7 @@ impl<M> DistributedDataParallel<M> {
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
         let built = build(builder).map_err(Error::from);
         let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), options)?;
-        Ok(Self { module, core: Box::new(core) })
+        Ok(Self { module, no_grad_module: None, core: Box::new(core) })
     }
 
     /// Wraps a model that was not built from a `VarBuilder` and computes with the variables themselves, given with
@@ -120,7 +120,7 @@ impl<M> DistributedDataParallel<M> {
             }
         }
         let (module, core) = DistributedModel::connect(reducer, built, variables, options)?;
-        Ok(Self { module, core: Box::new(core) })
+        Ok(Self { module, no_grad_module: None, core: Box::new(core) })
     }
 }
 

@@ -7,6 +7,7 @@ pub mod comm_hook;
 mod construct;
 mod count;
 mod first;
+mod forward;
 mod gradients;
 mod graph;
 mod groups;
@@ -18,6 +19,7 @@ mod leaf;
 mod micro_batch;
 mod mixed_precision;
 mod model;
+mod no_grad;
 mod options;
 mod order;
 mod pace;
@@ -44,10 +46,10 @@ pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 pub use step::{backward_micro_batch, backward_micro_batch_weighted};
 
+use crate::Result;
 use crate::process_group::{Active, Operation, ProcessGroup};
-use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{Module, ModuleT, Tensor, Var};
+use candle_core::{Tensor, Var};
 use comm_hook::{CommHook, CommHookState, CommHookTraffic};
 use parameter::{Buffer, Frozen, Parameter};
 use std::fmt;
@@ -72,74 +74,16 @@ use std::sync::Arc;
 /// while the others are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
+    /// What computes instead of `module` under `no_grad`.
+    no_grad_module: Option<M>,
     core: Box<DistributedModel>,
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Runs `f` on the model, with every parameter up to date. Use it for evaluation, and for models whose forward pass
-    /// takes other arguments than one tensor.
-    ///
-    /// Between a forward pass and its [`backward`](Self::backward), call this, [`forward`](Self::forward) and
-    /// [`forward_t`](Self::forward_t) only while the variables do not change: after a change, for example by
-    /// [`Ema::apply`](crate::optim::Ema::apply), that backward pass would use the new values.
-    ///
-    /// Under mixed precision, `f` gets its inputs as they are: convert them with
-    /// [`cast_forward_inputs`](Self::cast_forward_inputs).
-    pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
-    where
-        Error: From<E>,
-    {
-        self.phase("refresh", || self.core.refresh())?;
-        self.phase("forward", || f(&self.module)).map_err(|error| self.explain(error.into()))
-    }
-
-    /// Adds an explanation to an error about two dtypes, under mixed precision.
-    fn explain(&self, error: Error) -> Error {
-        match (error, self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype)) {
-            (Error::Candle(error), Some(dtype)) if is_dtype_mismatch(&error) => Error::Candle(error.context(format!(
-                "under MixedPrecision the model computes in {}, and only `ddp.forward` and `ddp.forward_t` convert their \
-                 input: in `ddp.call`, convert each input with `ddp.cast_forward_inputs(&x)?`",
-                dtype.as_str()
-            ))),
-            (error, _) => error,
-        }
-    }
-
     /// Runs `f` and shows it as `name` in the [trace](crate::trace), if there is one. Use it for the optimizer's step,
     /// data loading and other parts of a training step; forward and backward passes are traced already.
     pub fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
         self.core.phase(name, f)
-    }
-
-    /// The model's forward pass on `xs`, which mixed precision converts.
-    pub fn forward(&self, xs: &Tensor) -> Result<Tensor>
-    where
-        M: Module,
-    {
-        let xs = self.cast_forward_inputs(xs)?;
-        self.call(|module| module.forward(&xs))
-    }
-
-    /// The model's forward pass on `xs`, which mixed precision converts, in training or evaluation mode.
-    pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
-    where
-        M: ModuleT,
-    {
-        let xs = self.cast_forward_inputs(xs)?;
-        self.call(|module| module.forward_t(&xs, train))
-    }
-
-    /// The model's input for `xs`: under mixed precision a tensor of [`MixedPrecision::param_dtype`], unless it holds
-    /// integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use it with
-    /// [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
-    ///
-    /// # Errors
-    /// Those of candle's conversion.
-    pub fn cast_forward_inputs(&self, xs: &Tensor) -> Result<Tensor> {
-        match self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
-            Some(dtype) if xs.dtype().is_float() => Ok(xs.to_dtype(dtype)?),
-            _ => Ok(xs.clone()),
-        }
     }
 
     /// Computes the gradients of `loss` and averages them over the ranks, each bucket while the rest of the backward
@@ -486,25 +430,6 @@ impl<M> Deref for DistributedDataParallel<M> {
 
     fn deref(&self) -> &DistributedModel {
         &self.core
-    }
-}
-
-/// Allows `xs.apply_t(&ddp, train)` and calls of every function that takes a module. (candle makes every `Module` a
-/// `ModuleT`, so a wrapper can only implement one of the two.)
-impl<M: ModuleT> ModuleT for DistributedDataParallel<M> {
-    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        let xs = self.cast_forward_inputs(xs)?;
-        Ok(self.call(|module| module.forward_t(&xs, train))?)
-    }
-}
-
-/// Whether candle refused to combine tensors of two dtypes.
-fn is_dtype_mismatch(error: &candle_core::Error) -> bool {
-    use candle_core::Error::{Context, DTypeMismatchBinaryOp, WithBacktrace, WithPath};
-    match error {
-        DTypeMismatchBinaryOp { .. } => true,
-        Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => is_dtype_mismatch(inner),
-        _ => false,
     }
 }
 

@@ -14,12 +14,13 @@ use crate::kernels;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
+use crate::tensor::function::is_grad_enabled;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::fmt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::time::Instant;
 
 /// A [`DistributedDataParallel`](crate::DistributedDataParallel) model whose module has any type, for lists of models: there,
@@ -38,6 +39,8 @@ pub struct DistributedModel {
     pub(super) first: Mutex<FirstGradients>,
     pub(super) snapshots: Mutex<Snapshots>,
     pub(super) pace: Mutex<Pace>,
+    /// Whether the last forward pass ran under `no_grad`.
+    pub(super) ran_without_graph: AtomicBool,
 }
 
 impl DistributedModel {
@@ -84,8 +87,21 @@ impl DistributedModel {
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
-        let (snapshots, pace) = Default::default();
-        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first, snapshots, pace }))
+        let (snapshots, pace, ran_without_graph) = Default::default();
+        let model = Self {
+            reducer,
+            variables,
+            options,
+            no_sync,
+            number,
+            orders,
+            marks,
+            first,
+            snapshots,
+            pace,
+            ran_without_graph,
+        };
+        Ok((module, model))
     }
 
     pub(super) fn group(&self) -> &ProcessGroup {
@@ -110,10 +126,23 @@ impl DistributedModel {
         lock(&self.first)
     }
 
-    /// Updates the replicas, and converted frozen tensors, from the variables.
-    pub(super) fn refresh(&self) -> Result<()> {
+    /// The dtype of the `VarBuilder` with which the model is built.
+    pub(super) fn held_as(&self) -> DType {
+        self.options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(self.options.dtype)
+    }
+
+    /// Prepares a forward pass, with the model's own tensors or those of its model for `no_grad`.
+    pub(super) fn begin_forward(&self, of_no_grad_model: bool) -> Result<()> {
+        self.ran_without_graph.store(!is_grad_enabled(), Ordering::Relaxed);
+        self.phase("refresh", || self.refresh(of_no_grad_model))
+    }
+
+    /// Updates the replicas, and converted frozen tensors, from the variables. The model for `no_grad` needs only those that have
+    /// another dtype than their variables.
+    fn refresh(&self, only_converted: bool) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
-        if self.options.virtual_ranks.is_some() {
+        // Without a graph, no backward pass follows.
+        if self.options.virtual_ranks.is_some() && is_grad_enabled() {
             lock(&self.pace).begin(Instant::now());
             if self.reducer.is_between_steps() {
                 lock(&self.snapshots).keep(&self.variables.buffers)?;
@@ -122,16 +151,40 @@ impl DistributedModel {
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
         // optimizer has just written them, and the model reads the first ones first.
         let replicas = self.variables.parameters.iter().rev();
-        let replicas = replicas.filter_map(|parameter| Some((parameter.replica()?, &*parameter.var)));
+        let held = if only_converted { Parameter::converted } else { Parameter::replica };
+        let replicas = replicas.filter_map(|parameter| Some((held(parameter)?, &*parameter.var)));
         let frozen = self.variables.frozen.iter();
         let converted = frozen.filter_map(|frozen| Some((frozen.converted.as_ref()?, &*frozen.var)));
         let updated = copy::update_all(replicas.chain(converted))?;
+        if only_converted && updated == Some(false) {
+            return Ok(()); // others may have changed
+        }
         // Without replicas, the model computes with the variables themselves.
         let changed = if self.has_replicas() { updated } else { None };
         if let Some(parameter) = self.variables.parameters.first() {
             self.reducer.identity().is_updated(changed, &parameter.var.as_detached_tensor());
         }
         Ok(())
+    }
+
+    /// Warns that a forward pass under `no_grad` has recorded a graph.
+    pub(super) fn warn_of_graph(&self) {
+        static ONCE: Once = Once::new();
+        if self.group().rank() == 0 {
+            ONCE.call_once(|| {
+                log::warn!(
+                    "under no_grad, the forward pass of the model with the parameter {} has kept activations all the same: candle's \
+                     own operations record a graph if they get a parameter directly. Build the model a second time, from tensors \
+                     that candle does not track: `DistributedDataParallel::new(…)?.with_no_grad_model(build)?`",
+                    self.first_name()
+                );
+            });
+        }
+    }
+
+    /// The name of the first parameter, by which messages call the model.
+    pub(super) fn first_name(&self) -> &str {
+        self.variables.parameters.first().map_or("", |parameter| &parameter.name)
     }
 
     /// Runs `f`, and shows it as `name` in the trace, if there is one.

@@ -248,7 +248,7 @@ pub enum Error {
     /// [`DdpOptions::unused`](crate::DdpOptions::unused).
     #[error(
         "{} of {total} parameters get no gradient {}: {}. Either the loss does not depend on them, or it depends on \
-         them only through an operation that has no backward pass: a detach, a multiplication by the number 0, a gradient \
+         them only through an operation that has no backward pass: a detach, no_grad, a multiplication by the number 0, a gradient \
          out of a GradStore, or candle_nn's layer_norm, rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one; the package \
          candle-ddp-nn under the name candle-nn changes a whole program). If this is meant, as for experts or early \
          exits, allow it with DdpOptions.unused; exclude variables that must not be trained with DdpOptions.role{}",

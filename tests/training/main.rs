@@ -61,6 +61,7 @@ mod nn_loss;
 mod nn_norms;
 mod nn_pool;
 mod nn_sync_batch_norm;
+mod no_grad;
 mod optim_average;
 mod optim_choice;
 mod optim_golden;

@@ -6,7 +6,7 @@ use candle_core::{
 #[cfg(test)]
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::function::{argument, op1};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 #[doc(no_inline)]
@@ -121,7 +121,7 @@ impl Module for Activation {
             Self::Elu(alpha) => Candles::Elu(alpha),
             Self::LeakyRelu(slope) => Candles::LeakyRelu(slope),
         };
-        candles.forward(x)
+        candles.forward(&argument(x))
     }
 }
 
@@ -135,7 +135,8 @@ pub(super) fn softplus(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Returns candle's error for an integer dtype.
 pub fn mish(x: &Tensor) -> Result<Tensor> {
-    x * softplus(x)?.tanh()?
+    let x = argument(x);
+    &x * softplus(&x)?.tanh()?
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -149,7 +150,7 @@ enum Operation {
 impl Operation {
     fn apply(self, x: &Tensor) -> Result<Tensor> {
         if x.elem_count() == 0 {
-            return x.affine(1.0, 0.0);
+            return argument(x).affine(1.0, 0.0);
         }
         op1(&x.contiguous()?, self)
     }

@@ -1,7 +1,7 @@
 //! Activation checkpointing: the backward pass recomputes a function's intermediate results, which are not kept.
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
-use candle_ddp_tensor::function::{Leaves, rerun};
+use candle_ddp_tensor::function::{Leaves, is_grad_enabled, rerun};
 use candle_ddp_tensor::seed::Replay;
 
 /// Computes `function` of `inputs` and keeps only the inputs for the backward pass, which runs `function` again:
@@ -16,7 +16,8 @@ use candle_ddp_tensor::seed::Replay;
 /// statistics of candle's own `BatchNorm`.
 ///
 /// `function` gets its inputs without their graph. Gradients flow to `inputs` and to parameters, but to no other
-/// captured tensors. candle's own dropout uses different masks in the second run.
+/// captured tensors. candle's own dropout uses different masks in the second run. Under [`no_grad`](super::no_grad) `function` runs
+/// once, and nothing is kept.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Module, Tensor};
@@ -53,6 +54,9 @@ where
             ),
         )
         .into());
+    }
+    if !is_grad_enabled() {
+        return Ok(result.detach());
     }
     let leaves = Leaves::of(&result);
     rerun("checkpoint", inputs, leaves, &result.detach(), move |inputs| replay.play(|| function(inputs)))

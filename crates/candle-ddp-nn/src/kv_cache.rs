@@ -7,13 +7,14 @@
 pub use candle_nn::kv_cache::*;
 
 use candle_core::{Device, Result, Tensor};
+use candle_ddp_tensor::function::{argument, is_tracked};
 use candle_nn::kv_cache as plain;
 
 /// Concatenates the earlier contents and `src`.
 fn join(before: Option<&Tensor>, src: &Tensor, dim: usize) -> Result<Tensor> {
     match before {
-        None => src.contiguous(),
-        Some(before) => Tensor::cat(&[before, src], dim),
+        None => argument(src).contiguous(),
+        Some(before) => Tensor::cat(&[argument(before), argument(src)], dim),
     }
 }
 
@@ -71,8 +72,8 @@ impl Cache {
     /// # Errors
     /// Returns an error if the tensor differs from the others in another dimension.
     pub fn append(&mut self, src: &Tensor) -> Result<()> {
-        if self.tracked.is_none() && !src.track_op() {
-            return self.plain.append(src);
+        if self.tracked.is_none() && !is_tracked(src) {
+            return self.plain.append(&src.detach());
         }
         self.tracked = Some(join(self.current_data()?.as_ref(), src, self.dim())?);
         self.plain.reset();
@@ -223,8 +224,8 @@ impl RotatingCache {
     /// Returns an error if the tensor differs from the others in another dimension.
     pub fn append(&mut self, src: &Tensor) -> Result<Tensor> {
         let (dim, room, from) = (self.dim(), self.max_seq_len(), self.offset());
-        let before = self.current_data()?;
-        let is_tracked = self.tracked.is_some() || src.track_op();
+        let (src, before) = (&argument(src), self.current_data()?.as_ref().map(argument));
+        let is_tracked = self.tracked.is_some() || is_tracked(src);
         let result = self.plain.append(&src.detach())?;
         if !is_tracked {
             return Ok(result);

@@ -4,11 +4,12 @@ pub use crate::cross_entropy::cross_entropy;
 
 use crate::activation::softplus;
 use candle_core::{DType, Result, Tensor};
+use candle_ddp_tensor::function::argument;
 use candle_ddp_tensor::{Error, accumulator};
 
 /// The tensor in the dtype in which its loss is calculated.
 fn wide(x: &Tensor) -> Result<Tensor> {
-    x.to_dtype(accumulator(x.dtype()))
+    argument(x).to_dtype(accumulator(x.dtype()))
 }
 
 /// The mean of (input − target)²: `torch.nn.functional.mse_loss`, of tensors of one shape and dtype.

@@ -9,6 +9,7 @@ use crate::attention::{AttentionOptions, scaled_dot_product_attention};
 use crate::row_norm::row_norm;
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::function::argument;
 
 /// Calls [`dropout`](crate::dropout()) with the process's generator.
 ///
@@ -23,7 +24,7 @@ pub fn dropout(x: &Tensor, drop_p: f32) -> Result<Tensor> {
 /// # Errors
 /// Returns candle's errors.
 pub fn selu(x: &Tensor, alpha: f32, gamma: f32) -> Result<Tensor> {
-    x.elu(f64::from(alpha))? * f64::from(gamma)
+    argument(x).elu(f64::from(alpha))? * f64::from(gamma)
 }
 
 /// silu(a) × b of the two halves of the last dimension.
@@ -31,7 +32,7 @@ pub fn selu(x: &Tensor, alpha: f32, gamma: f32) -> Result<Tensor> {
 /// # Errors
 /// Returns an error for an odd last dimension, and the errors of [`silu`].
 pub fn swiglu(x: &Tensor) -> Result<Tensor> {
-    let halves = x.chunk(2, candle_core::D::Minus1)?;
+    let halves = argument(x).chunk(2, candle_core::D::Minus1)?;
     match halves.as_slice() {
         [a, b] => silu(a)? * b,
         _ => Err(Error::invalid("the input of swiglu", "its last dimension must be even").into()),

@@ -8,7 +8,7 @@ use candle_core::{
 #[cfg(test)]
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::function::{argument, op1};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
@@ -49,7 +49,7 @@ pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
 
 fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     if x.elem_count() == 0 {
-        return x.affine(1.0, 0.0);
+        return argument(x).affine(1.0, 0.0);
     }
     op1(&x.contiguous()?, Softmax { dim, log })
 }

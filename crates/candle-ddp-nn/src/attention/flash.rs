@@ -2,6 +2,7 @@
 use super::{AttentionOptions, AttnMask, scaled_dot_product_attention};
 use candle_core::{Device, Result, Tensor, WithDType};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::function::{argument, is_tracked};
 use num_traits::Float;
 
 /// [`scaled_dot_product_attention`] with the signature of [`candle_nn::attention::flash_attn`], on every device: `q` has the shape
@@ -23,14 +24,15 @@ pub fn flash_attn<T: WithDType + Float>(
 ) -> Result<Tensor> {
     let options = [("max_bias", max_bias), ("softcap", softcap)];
     if let Some((name, value)) = options.into_iter().find(|(_, value)| value.is_some_and(|value| value != 0.0)) {
-        if [q, k, v].iter().any(|input| input.track_op()) {
+        if [q, k, v].into_iter().any(is_tracked) {
             let reason = format!(
                 "it must be None if an input requires a gradient, not {value:?}: candle's attention has no \
                          backward pass"
             );
             return Err(Error::invalid(name, reason).into());
         }
-        return candle_nn::attention::flash_attn::<T>(q, k, v, softmax_scale, attn_mask, max_bias, softcap);
+        let [q, k, v] = [q, k, v].map(argument);
+        return candle_nn::attention::flash_attn::<T>(&q, &k, &v, softmax_scale, attn_mask, max_bias, softcap);
     }
     let (queries, keys) = (q.dim(1)?, k.dim(1)?);
     let (mask, is_causal) = match attn_mask {

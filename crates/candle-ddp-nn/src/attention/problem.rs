@@ -3,6 +3,7 @@ use candle_core::{DType, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::error::{describe, describe_placed};
+use candle_ddp_tensor::function::{argument, is_tracked};
 
 /// Options of [`scaled_dot_product_attention`](super::scaled_dot_product_attention). The default is PyTorch's.
 #[derive(Clone, Debug, Default)]
@@ -120,14 +121,14 @@ fn additive(mask: &Tensor, [batch, heads, queries, keys]: [usize; 4], dtype: DTy
             format!("it must be u8 or floating-point, of a shape that can be broadcast to {expected:?}, not {is}");
         return Err(Error::invalid("the mask of attention", reason).into());
     }
-    if mask.track_op() {
+    if is_tracked(mask) {
         let reason = format!(
             "it must not require a gradient, since none is computed for it, but it is a tracked {is}: \
                               `detach` it"
         );
         return Err(Error::invalid("the mask of attention", reason).into());
     }
-    let mask = mask.reshape([&[1, 1, 1, 1][given.len()..], given].concat())?;
+    let mask = argument(mask).reshape([&[1, 1, 1, 1][given.len()..], given].concat())?;
     let mask = if mask.dtype() == DType::U8 {
         let (seen, unseen) = (Tensor::new(0f32, mask.device())?, Tensor::new(f32::NEG_INFINITY, mask.device())?);
         mask.where_cond(&seen.broadcast_as(mask.shape())?, &unseen.broadcast_as(mask.shape())?)?

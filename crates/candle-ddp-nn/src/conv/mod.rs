@@ -14,6 +14,7 @@ mod winograd;
 use crate::BatchNorm;
 use candle_core::{Module, Result, Tensor};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::function::argument;
 pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 use candle_nn::{Init, VarBuilder};
 use operation::{Settings, convolution};
@@ -163,7 +164,8 @@ impl Conv2d {
             Some(bias) => (norm.running_mean() - bias)?,
         };
         let weight = self.weight.broadcast_mul(&scale.reshape(((), 1, 1, 1))?)?;
-        Ok(Self { weight, bias: Some((shift - (scale * mean)?)?), config: self.config })
+        let bias = (shift - (scale * mean)?)?;
+        Ok(Self { weight: argument(&weight), bias: Some(argument(&bias)), config: self.config })
     }
 }
 

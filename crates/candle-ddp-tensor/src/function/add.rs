@@ -1,4 +1,5 @@
 //! A differentiable sum.
+use super::grad_mode::argument;
 use super::operation::apply;
 use super::token::Function;
 use crate::column_sums::column_sums;
@@ -15,7 +16,8 @@ use candle_core::{Result, Shape, Tensor};
 /// candle's, for tensors of other shapes, or of different dtypes or devices.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if !is_fast(a, b) {
-        return if a.shape() != b.shape() && a.dims().ends_with(b.dims()) { a.broadcast_add(b) } else { a.add(b) };
+        let (a, b) = (argument(a), argument(b));
+        return if a.shape() != b.shape() && a.dims().ends_with(b.dims()) { a.broadcast_add(&b) } else { a.add(&b) };
     }
     let (a, b) = (a.contiguous()?, b.contiguous()?);
     let repeated = (a.shape() != b.shape()).then(|| b.shape().clone());

@@ -16,6 +16,7 @@
 //! made by a function of this module is lifted: its gradient leaves the sum for candle's graph, once for all functions that
 //! use it.
 mod add;
+mod grad_mode;
 mod leaf;
 mod operation;
 mod pass;
@@ -23,6 +24,9 @@ mod rerun;
 mod token;
 
 pub use add::add;
+#[doc(hidden)]
+pub use grad_mode::{argument, is_tracked};
+pub use grad_mode::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 #[doc(hidden)]
 pub use leaf::{Leaves, leaf};
 pub use operation::{apply, op1, op2, op3};

@@ -1,4 +1,5 @@
 //! Functions that are computed again in the backward pass.
+use super::grad_mode::enable_grad;
 use super::leaf::{Leaves, Rerun};
 use super::operation::Op;
 use super::token::{Edge, apply_edges};
@@ -27,7 +28,8 @@ pub fn rerun(
         };
         let inputs = inputs.iter().zip(needed).map(fresh).collect::<Result<Vec<_>>>()?;
         let gradient = gradient.clone();
-        let end = again(&inputs)?.apply_op1(Start(gradient))?;
+        // As in the forward pass, even if the backward pass runs under `no_grad`.
+        let end = enable_grad(|| again(&inputs))?.apply_op1(Start(gradient))?;
         let mut grads = {
             let _rerun = Rerun::begin();
             end.backward()?

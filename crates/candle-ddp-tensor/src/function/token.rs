@@ -1,4 +1,5 @@
 //! Tokens represent arguments and results in candle's graph.
+use super::grad_mode::is_tracked;
 use super::pass::{GradientSum, or_end};
 use crate::kernels;
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -75,7 +76,7 @@ impl Drop for Node {
 pub(super) struct Edge {
     /// Collects the gradient; without a token, nothing reads it.
     pub(super) sum: Arc<GradientSum>,
-    /// None if candle does not track the argument.
+    /// None if candle does not track the argument, or under `no_grad`.
     pub(super) token: Option<Tensor>,
     /// Other functions find the argument's token as long as this lives.
     _node: Option<Arc<Node>>,
@@ -83,7 +84,7 @@ pub(super) struct Edge {
 
 impl Edge {
     pub(super) fn new(argument: &Tensor) -> Result<Self> {
-        if !argument.track_op() || !argument.dtype().is_float() {
+        if !is_tracked(argument) || !argument.dtype().is_float() {
             return Ok(Self { sum: Arc::default(), token: None, _node: None });
         }
         let lift = || {
