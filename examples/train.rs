@@ -64,7 +64,7 @@ fn accuracy(ddp: &DistributedDataParallel<Sequential>, loader: &Loader) -> Resul
     let (mut correct, mut tested) = (0., 0.);
     for batch in loader {
         let (images, labels) = batch?;
-        let guesses = ddp.forward(&images)?.argmax(D::Minus1)?;
+        let guesses = no_grad(|| ddp.forward(&images))?.argmax(D::Minus1)?;
         correct += guesses.eq(&labels)?.to_dtype(DType::F64)?.sum_all()?.to_scalar::<f64>()?;
         tested += labels.dim(0)? as f64;
     }

@@ -1,13 +1,16 @@
 //! The names that most programs use: `use candle_ddp::prelude::*;`.
 //!
-//! It has candle's types that every model needs, this crate's door (process group, model, data, optimizer, checkpoints), and no
-//! layers: take those from [`nn`](crate::nn). `Optimizer` is this crate's trait.
+//! It has candle's types that every model needs, this crate's door (process group, model, data, optimizer, checkpoints), [`no_grad`] for
+//! evaluation, and no layers: take those from [`nn`](crate::nn). `Optimizer` is this crate's trait.
+//! `docs/migrating.md` lists the names.
 #[doc(no_inline)]
 pub use crate::checkpoint::{self, Parts, StateDict};
 #[doc(no_inline)]
 pub use crate::data::{
     DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TensorDataset,
 };
+#[doc(no_inline)]
+pub use crate::nn::no_grad;
 #[doc(no_inline)]
 pub use crate::optim::{Adam, AdamW, Optimizer, ParamsAdam, ParamsAdamW, ParamsSgd, Sgd};
 #[doc(no_inline)]
@@ -18,3 +21,34 @@ pub use crate::{
 pub use candle_core::{D, DType, Device, Module, ModuleT, Tensor};
 #[doc(no_inline)]
 pub use candle_nn::{VarBuilder, VarMap};
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    /// The names after each `pub use` of this file.
+    fn names() -> BTreeSet<&'static str> {
+        let (source, _) = include_str!("prelude.rs").split_once("#[cfg(test)]").unwrap();
+        let uses = source.split("pub use ").skip(1).map(|rest| rest.split_once(';').unwrap().0);
+        let last = |path: &'static str| path.rsplit("::").next().unwrap();
+        uses.flat_map(|path| match path.split_once("::{") {
+            None => vec![last(path)],
+            Some((module, names)) => {
+                let names = names.trim_end_matches('}').split(',').map(str::trim).filter(|name| !name.is_empty());
+                names.map(|name| if name == "self" { last(module) } else { name }).collect()
+            }
+        })
+        .collect()
+    }
+
+    #[test]
+    fn the_guide_lists_every_name() {
+        let guide = include_str!("../docs/migrating.md");
+        let (_, section) = guide.split_once("\n## The prelude\n").unwrap();
+        let (section, _) = section.split_once("\n## ").unwrap();
+        let rows = section.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('|').nth(2).unwrap());
+        let listed: BTreeSet<&str> = rows.flat_map(|names| names.split('`').skip(1).step_by(2)).collect();
+        assert!(names().contains("no_grad") && names().contains("checkpoint"), "{:?}", names());
+        assert_eq!(listed, names());
+    }
+}

@@ -28,7 +28,7 @@ use batch_norm::BatchNormOptions;
 use candle_core::DType;
 use candle_ddp::checkpoint::{self, LoadOptions};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
-use candle_ddp::nn::{CrossEntropyOptions, Reduction, cross_entropy_with};
+use candle_ddp::nn::{CrossEntropyOptions, Reduction, cross_entropy_with, no_grad};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::{Ade20k, IGNORE_INDEX, Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, Split};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result};
@@ -235,7 +235,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let mut confusion = ConfusionMatrix::new(CLASSES);
         for batch in validation_loader.iter() {
             let (images, masks) = batch?;
-            confusion.add(&ddp.forward_t(&images, false)?.argmax(1)?, &masks)?;
+            confusion.add(&no_grad(|| ddp.forward_t(&images, false))?.argmax(1)?, &masks)?;
         }
         confusion.all_reduce(pg)?;
         run.end_epoch(

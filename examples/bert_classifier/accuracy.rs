@@ -1,6 +1,7 @@
 //! The accuracy over all ranks.
 use super::model::BertForSequenceClassification;
 use candle_core::{DType, Tensor};
+use candle_ddp::nn::no_grad;
 use candle_ddp::{DistributedDataParallel, ReduceOp, Result};
 
 /// Returns the fraction of the sentences of all ranks that the model classifies correctly. Ranks may have different
@@ -12,7 +13,8 @@ pub(crate) fn accuracy(
     let (mut correct, mut tested) = (0., 0.);
     for batch in batches {
         let (ids, mask, labels) = batch?;
-        let guesses = ddp.call(|bert| bert.forward(&ids, &ids.zeros_like()?, &mask, false))?.argmax(1)?;
+        let classify = || ddp.call(|bert| bert.forward(&ids, &ids.zeros_like()?, &mask, false));
+        let guesses = no_grad(classify)?.argmax(1)?;
         correct += f64::from(guesses.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
         tested += labels.elem_count() as f64;
     }

@@ -203,7 +203,8 @@ fn validate(ddp: &DistributedDataParallel<Gpt>, loader: &DataLoader<Range<usize>
     let (mut sum, mut count) = (0., 0.);
     for batch in loader {
         let (x, y) = batch?;
-        let loss = nn::cross_entropy(&ddp.forward(&x)?.to_dtype(DType::F32)?.flatten_to(1)?, &y)?;
+        let logits = nn::no_grad(|| ddp.forward(&x))?.to_dtype(DType::F32)?;
+        let loss = nn::cross_entropy(&logits.flatten_to(1)?, &y)?;
         sum += f64::from(loss.to_scalar::<f32>()?) * y.elem_count() as f64;
         count += y.elem_count() as f64;
     }

@@ -1,5 +1,6 @@
 //! The accuracy of a classifier over all ranks.
 use candle_core::{DType, ModuleT, Tensor};
+use candle_ddp::nn::no_grad;
 use candle_ddp::{DistributedDataParallel, ReduceOp, Result};
 
 /// Returns the fraction of the images of all ranks that the model classifies correctly. Ranks may have different numbers of
@@ -11,7 +12,7 @@ pub(crate) fn accuracy<M: ModuleT>(
     let (mut correct, mut tested) = (0., 0.);
     for batch in batches {
         let (images, labels) = batch?;
-        let guesses = ddp.forward_t(&images, false)?.argmax(1)?;
+        let guesses = no_grad(|| ddp.forward_t(&images, false))?.argmax(1)?;
         correct += f64::from(guesses.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
         tested += labels.elem_count() as f64;
     }

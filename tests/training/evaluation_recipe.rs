@@ -1,7 +1,8 @@
 use candle_core::Tensor;
+use candle_ddp::nn::{Linear, linear, loss, no_grad};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, checkpoint};
-use candle_nn::{Linear, VarMap, linear, loss};
+use candle_nn::VarMap;
 use std::path::Path;
 
 /// The result of training.
@@ -59,11 +60,12 @@ fn train(
     Ok(Trained { varmap, history })
 }
 
-/// The model is called as ever: without a backward pass nothing is sent, so that one rank may do it alone.
+/// Without a backward pass nothing is sent, so that one rank may do this alone. Under `no_grad` no activations are kept.
 fn validate(ddp: &DistributedDataParallel<Linear>) -> Result<f64> {
     let x = Tensor::arange(0f32, 24.0, ddp.process_group().device())?.reshape((4, 6))?.cos()?;
     let y = (x.narrow(1, 0, 1)? * 0.8)?;
-    Ok(f64::from(loss::mse(&ddp.forward(&x)?, &y)?.to_scalar::<f32>()?))
+    let output = no_grad(|| ddp.forward(&x))?;
+    Ok(f64::from(loss::mse(&output, &y)?.to_scalar::<f32>()?))
 }
 
 /// This rank's part of the data, which your sampler and loader give you: here, every `world_size`-th row of three batches.
