@@ -92,7 +92,7 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// Both models have the same memory: this one computes with the variables themselves, and always sees their last values. (Under
-    /// [`MixedPrecision`](crate::MixedPrecision) it shares the converted copies.) Buffers and [ignored](crate::Role::Ignored) variables
+    /// [`MixedPrecision`](crate::amp::MixedPrecision) it shares the converted copies.) Buffers and [ignored](crate::Role::Ignored) variables
     /// are the same in both. Nothing is sent, so ranks need not call it together.
     ///
     /// **State outside of variables is not shared**: what the model keeps in a `RefCell`, or draws at random in its constructor and
@@ -151,7 +151,7 @@ impl<M> DistributedDataParallel<M> {
         self.call(|module| module.forward_t(&xs, train)).map(|result| self.without_graph(result))
     }
 
-    /// The model's input for `xs`: under mixed precision a tensor of [`MixedPrecision::param_dtype`], unless it holds
+    /// The model's input for `xs`: under mixed precision a tensor of [`param_dtype`](crate::amp::MixedPrecision::param_dtype), unless it holds
     /// integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use it with
     /// [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
     ///

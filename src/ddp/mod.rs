@@ -46,6 +46,8 @@ pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 pub use step::{backward_micro_batch, backward_micro_batch_weighted};
 
+#[cfg(doc)]
+use crate::Error;
 use crate::Result;
 use crate::process_group::{Active, Operation, ProcessGroup};
 use candle_core::backprop::GradStore;
