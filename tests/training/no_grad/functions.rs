@@ -95,6 +95,9 @@ fn none_makes_a_graph() {
     });
     let classes = Tensor::new(&[0u32, 5, 1, 2], &Device::Cpu).unwrap();
     check("cross_entropy", &[rows], |x| nn::cross_entropy(&x[0], &classes));
+    check("mse", &[rows, rows], |x| loss::mse(&x[0], &x[1]));
+    check("nll", &[rows], |x| loss::nll(&x[0], &classes));
+    check("huber", &[rows, rows], |x| loss::huber(&x[0], &x[1], 0.5));
     check("binary_cross_entropy", &[rows, rows], |x| loss::binary_cross_entropy_with_logit(&x[0], &x[1]));
     check("checkpoint", &[rows], |x| nn::checkpoint(&[&x[0]], |x| nn::relu(&x[0])));
 }
