@@ -3,6 +3,7 @@ use super::deal::Deal;
 use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
+use crate::ddp::delivered;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -178,6 +179,7 @@ impl<T> Iterator for LoaderIter<T> {
         match self.batches.as_mut()?.next() {
             Some(batch) => {
                 self.remaining -= 1;
+                delivered(Arc::as_ptr(&self.position).addr(), self.here.epoch);
                 if let Some(order) = &self.here.order
                     && self.progress.advance(order)
                 {

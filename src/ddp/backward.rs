@@ -8,6 +8,7 @@ use super::pass::Pass;
 use super::reducer::Gradient;
 use super::scaled;
 use super::sync;
+use crate::panic::lock;
 use crate::process_group::{Active, Kind};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -167,6 +168,10 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
         micro_batch::end(pass)?;
+        if pass.micro_batch.is_none() {
+            let rank = |model: &DistributedModel| model.group().rank();
+            pass.models.iter().for_each(|model| lock(&model.core.window).pass(model.synchronises, rank(model.core)));
+        }
         pass.models.iter().filter_map(|model| model.core.reducer.trace()).for_each(|trace| trace.flush());
         match beside {
             None => Ok(grads),

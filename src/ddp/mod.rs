@@ -35,6 +35,7 @@ mod sync;
 mod usage;
 mod verify;
 mod virtual_ranks;
+mod window;
 
 pub use backward::{backward, backward_into, backward_weighted};
 pub use guards::{Freeze, NoSync};
@@ -45,6 +46,7 @@ pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 pub use step::{backward_micro_batch, backward_micro_batch_weighted};
+pub(crate) use window::delivered;
 
 #[cfg(doc)]
 use crate::Error;

@@ -7,6 +7,7 @@ use super::pace::Pace;
 use super::parameter::{Parameter, Variables};
 use super::reducer::Reducer;
 use super::virtual_ranks::{self, Snapshots};
+use super::window::Window;
 use super::{sync, verify};
 use crate::backend;
 use crate::backend::Label;
@@ -41,6 +42,7 @@ pub struct DistributedModel {
     pub(super) pace: Mutex<Pace>,
     /// Whether the last forward pass ran under `no_grad`.
     pub(super) ran_without_graph: AtomicBool,
+    pub(super) window: Mutex<Window>,
 }
 
 impl DistributedModel {
@@ -87,7 +89,7 @@ impl DistributedModel {
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
-        let (snapshots, pace, ran_without_graph) = Default::default();
+        let (snapshots, pace, ran_without_graph, window) = Default::default();
         let model = Self {
             reducer,
             variables,
@@ -100,6 +102,7 @@ impl DistributedModel {
             snapshots,
             pace,
             ran_without_graph,
+            window,
         };
         Ok((module, model))
     }
