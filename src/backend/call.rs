@@ -1,5 +1,7 @@
 //! The description of a call, as it is sent before the data and shown in messages.
+use super::call_site::CallSite;
 use super::label::Label;
+use super::shape::ShapeCode;
 use crate::backend::ReduceOp;
 use candle_core::DType;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
@@ -107,7 +109,8 @@ impl Operation {
 
 const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
 
-/// One call without its data: everything that must be equal on all ranks.
+/// One call without its data: everything that must be equal on all ranks, except that a shape may say nothing, and that calls may
+/// come from different places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) operation: Operation,
@@ -119,16 +122,27 @@ pub(super) struct Call {
     /// output of a reduce-scatter); for an all-to-all, of the input.
     pub(super) count: u64,
     pub(super) label: Label,
+    /// The shape of the tensor whose elements are counted.
+    pub(super) shape: ShapeCode,
+    pub(super) place: CallSite,
 }
 
 impl Call {
     /// The size of an encoded call in bytes.
-    pub(super) const BYTES: usize = 20;
+    pub(super) const BYTES: usize = Self::EXACT_BYTES + 8;
+    /// The size of what must be equal on all ranks. The shape and the place follow.
+    const EXACT_BYTES: usize = 20;
     const NONE: u8 = u8::MAX;
 
     /// A call that moves no data.
     pub(super) fn bare(operation: Operation) -> Self {
-        Self { operation, element: None, reduction: None, root: None, count: 0, label: Label::NONE }
+        let (label, shape, place) = (Label::NONE, ShapeCode::NONE, CallSite::NONE);
+        Self { operation, element: None, reduction: None, root: None, count: 0, label, shape, place }
+    }
+
+    /// Whether `other` may be another rank's part of this call.
+    pub(super) fn matches(&self, other: &Self) -> bool {
+        self.shape.agrees(other.shape) && *self == Self { shape: self.shape, place: self.place, ..*other }
     }
 
     pub(super) fn encode(&self, writer: &mut Writer) {
@@ -138,7 +152,7 @@ impl Call {
         writer.u8(self.reduction.map_or(Self::NONE, |reduction| reduction as u8));
         writer.u8(0);
         writer.u32(self.root.map_or(u32::MAX, |root| root as u32));
-        writer.u64(self.count).u32(self.label.code());
+        writer.u64(self.count).u32(self.label.code()).u32(self.shape.code()).u32(self.place.code());
     }
 
     pub(super) fn decode(reader: &mut Reader) -> Option<Self> {
@@ -153,20 +167,28 @@ impl Call {
         }
         let root = Some(reader.u32()?).filter(|root| *root != u32::MAX).map(|root| root as usize);
         let (count, label) = (reader.u64()?, Label::from_code(reader.u32()?));
-        Some(Self { operation, element, reduction, root, count, label })
+        let (shape, place) = (ShapeCode::from_code(reader.u32()?), CallSite::from_code(reader.u32()?));
+        Some(Self { operation, element, reduction, root, count, label, shape, place })
+    }
+
+    /// Whether this rank lacks the text of the call's shape or place, which is another rank's.
+    pub(super) fn lacks_text(&self) -> bool {
+        let lacks_shape = self.shape != ShapeCode::NONE && self.shape.text().is_none();
+        lacks_shape || (self.place != CallSite::NONE && self.place.text().is_none())
     }
 
     /// Includes the arguments that [`Display`](fmt::Display) leaves out: `all_reduce(f32[20], sum)`.
     fn in_full(&self) -> String {
         let reduction = self.reduction.map_or_else(String::new, |reduction| format!(", {reduction}"));
         let root = self.root.map_or_else(String::new, |root| format!(", root {root}"));
-        self.with_arguments(&(reduction + &root))
+        self.with_arguments(&self.count.to_string(), &(reduction + &root))
     }
 
-    fn with_arguments(&self, further: &str) -> String {
+    /// The call with `size` in brackets: the number of elements, or the shape.
+    fn with_arguments(&self, size: &str, further: &str) -> String {
         let name = self.operation.name();
         let call = match self.element {
-            Some(element) => format!("{name}({}[{}]{further})", element.dtype().as_str(), self.count),
+            Some(element) => format!("{name}({}[{size}]{further})", element.dtype().as_str()),
             None => format!("{name}()"),
         };
         match self.label.text() {
@@ -178,23 +200,30 @@ impl Call {
     /// Describes two different calls, in full if their short forms are equal.
     pub(super) fn describe_both(&self, other: &Self) -> (String, String) {
         let (a, b) = (self.to_string(), other.to_string());
+        let differ_in_shape = self.count == other.count && !self.shape.agrees(other.shape);
+        if differ_in_shape && let (Some(a), Some(b)) = (self.shape.text(), other.shape.text()) {
+            return (self.with_arguments(&a, ""), other.with_arguments(&b, ""));
+        }
         if a != b {
             return (a, b);
         }
         let (a, b) = (self.in_full(), other.in_full());
-        if a != b || self == other {
+        if a != b || self.matches(other) {
             return (a, b);
         }
         // This rank does not know the text of one of them.
-        let label = |call: &Self| format!(" (label {:08x})", call.label.code());
-        (a + &label(self), b + &label(other))
+        let numbers = |call: &Self| match self.shape.agrees(other.shape) {
+            true => format!(" (label {:08x})", call.label.code()),
+            false => format!(" (shape {:08x})", call.shape.code()),
+        };
+        (a + &numbers(self), b + &numbers(other))
     }
 }
 
 /// Writes `all_reduce(f32[20])`, or `all_gather(i64[1]) for save_distributed`.
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.with_arguments(""))
+        f.write_str(&self.with_arguments(&self.count.to_string(), ""))
     }
 }
 
@@ -227,6 +256,29 @@ impl Header {
         bytes
     }
 
+    /// Whether data with the header `received` belongs to the call with the header `expected`. If so, and the calls come from
+    /// different places, that is [noted](CallSite::meet).
+    pub(super) fn agree(expected: &[u8; Self::BYTES], received: &[u8; Self::BYTES]) -> bool {
+        if expected == received {
+            return true;
+        }
+        let exact = ..Self::BYTES - Call::BYTES + Call::EXACT_BYTES;
+        let last = |bytes: &[u8; Self::BYTES]| {
+            let mut reader = Reader(&bytes[exact.end..]);
+            Some((ShapeCode::from_code(reader.u32()?), CallSite::from_code(reader.u32()?)))
+        };
+        let (Some((our_shape, ours)), Some((their_shape, theirs))) = (last(expected), last(received)) else {
+            return false;
+        };
+        if expected[exact] != received[exact] || !our_shape.agrees(their_shape) {
+            return false;
+        }
+        if theirs != ours {
+            CallSite::meet(theirs);
+        }
+        true
+    }
+
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let mut reader = Reader(bytes);
         if reader.u32()? != Self::MAGIC {
@@ -250,7 +302,16 @@ mod tests {
             ] {
                 let header = Header {
                     sequence: 1 << 40,
-                    call: Call { operation, element, reduction, root, count: 1 << 50, label: Label::SAVE },
+                    call: Call {
+                        operation,
+                        element,
+                        reduction,
+                        root,
+                        count: 1 << 50,
+                        label: Label::SAVE,
+                        shape: ShapeCode::of(&[2, 3]),
+                        place: CallSite::from_code(7),
+                    },
                 };
                 assert_eq!(Header::decode(&header.encode()), Some(header));
             }
@@ -268,12 +329,11 @@ mod tests {
     #[test]
     fn calls_that_look_alike_are_described_in_full() {
         let sum = Call {
-            operation: Operation::Reduce,
             element: Some(Element::F32),
             reduction: Some(ReduceOp::Sum),
             root: Some(0),
             count: 4,
-            label: Label::NONE,
+            ..Call::bare(Operation::Reduce)
         };
         let other_root = Call { root: Some(1), ..sum };
         let (a, b) = sum.describe_both(&other_root);
@@ -290,8 +350,34 @@ mod tests {
                 "reduce(f32[4], sum, root 0) (label 00001234)".into()
             )
         );
+        let shaped = |dims: &[usize]| Call { shape: ShapeCode::of(dims), ..sum };
+        let (a, b) = shaped(&[2, 3]).describe_both(&shaped(&[3, 2]));
+        assert_eq!((a.as_str(), b.as_str()), ("reduce(f32[2, 3])", "reduce(f32[3, 2])"));
+        let (a, b) = shaped(&[2, 3]).describe_both(&Call { shape: ShapeCode::from_code(3), ..sum });
+        assert!(a.contains(" (shape ") && b.ends_with(" (shape 00000003)"), "{a}, {b}");
         let labelled = Call { label: Label::SAVE, ..sum };
         let (a, _) = labelled.describe_both(&Call { label: Label::SAVE, ..other_root });
         assert_eq!(a, "reduce(f32[4], sum, root 0) for save_distributed");
+    }
+
+    #[test]
+    fn headers_agree_in_all_but_the_place_and_shapes_that_say_nothing() {
+        let header = |sequence, dims: &[usize], place| {
+            let (shape, place) = (ShapeCode::of(dims), CallSite::from_code(place));
+            Header { sequence, call: Call { count: 6, shape, place, ..Call::bare(Operation::AllReduce) } }.encode()
+        };
+        let ours = header(4, &[2, 3], 7);
+        for (theirs, agrees, met) in [
+            (header(4, &[2, 3], 7), true, None),
+            (header(4, &[6], 7), true, None),
+            (header(4, &[2, 3], 8), true, Some(CallSite::from_code(8))),
+            (header(4, &[3, 2], 7), false, None),
+            (header(4, &[3, 2], 8), false, None),
+            (header(5, &[2, 3], 7), false, None),
+        ] {
+            assert_eq!((Header::agree(&ours, &theirs), CallSite::take_met()), (agrees, met));
+            let [a, b] = [&ours, &theirs].map(|bytes| Header::decode(bytes).unwrap());
+            assert_eq!(a.call.matches(&b.call), agrees || a.sequence != b.sequence);
+        }
     }
 }

@@ -1,6 +1,8 @@
 //! Checks that every engine makes on the calling thread before anything is sent.
 use super::call::{Call, Channel, Element, Operation};
+use super::call_site::CallSite;
 use super::label::Label;
+use super::shape::{ShapeCode, significant};
 use super::{Collective, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{Device, Storage, Tensor};
@@ -18,7 +20,7 @@ pub(super) fn check(
     collective: &Collective,
 ) -> Result<(Call, Channel)> {
     let (call, channel) = call_of(rank, world_size, check_device, collective)?;
-    Ok((Call { label: Label::current(), ..call }, channel))
+    Ok((Call { label: Label::current(), place: CallSite::current(), ..call }, channel))
 }
 
 fn call_of(
@@ -127,11 +129,6 @@ fn describe(whole: (&str, &Tensor), part: (&str, &Tensor)) -> String {
     format!("{whole}, {part}")
 }
 
-/// The dimensions that say which element is which: those of size 1 do not.
-pub(super) fn significant(dims: &[usize]) -> impl Iterator<Item = usize> + '_ {
-    dims.iter().copied().filter(|size| *size != 1)
-}
-
 struct Checker<'a> {
     rank: usize,
     world_size: usize,
@@ -158,12 +155,12 @@ impl Checker<'_> {
             self.in_world(root)?;
         }
         Ok(Call {
-            operation,
             element: Some(element),
             reduction,
             root,
             count: tensor.elem_count() as u64,
-            label: Label::NONE,
+            shape: ShapeCode::of(tensor.dims()),
+            ..Call::bare(operation)
         })
     }
 

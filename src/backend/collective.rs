@@ -16,7 +16,8 @@ pub enum ReduceOp {
     Prod,
 }
 
-/// One call of a collective, with its tensors: contiguous, of the same dtype and element count on every rank, and
+/// One call of a collective, with its tensors: contiguous, of the same dtype and shape on every rank (a one-dimensional
+/// tensor fits every shape with as many elements), and
 /// changed in place (`tensor`, `output`). `input` and `output` must not overlap, except in [`AllGather`](Self::AllGather).
 #[derive(Clone, Debug)]
 #[non_exhaustive]

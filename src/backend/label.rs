@@ -1,9 +1,6 @@
 //! The purpose of a collective, as messages show it: `all_gather(i64[1]) for save_distributed`.
-use crate::panic::lock;
-use candle_ddp_rendezvous::hash::fnv1a_32;
+use super::texts;
 use std::cell::Cell;
-use std::collections::HashMap;
-use std::sync::Mutex;
 
 /// The purpose of a call. It is sent with the call as a number, from which every rank derives the text: all ranks know
 /// the fixed texts, and register the same other texts.
@@ -16,9 +13,6 @@ thread_local! {
     /// The label of the calls that this thread makes.
     static CURRENT: Cell<Label> = const { Cell::new(Label::NONE) };
 }
-
-/// The registered texts.
-static REGISTERED: Mutex<Option<HashMap<Label, String>>> = Mutex::new(None);
 
 macro_rules! labels {
     ($($name:ident = $text:literal;)*) => {
@@ -74,15 +68,13 @@ impl Label {
 
     /// The text's hash; never the number that means no label.
     const fn of(text: &str) -> Self {
-        let hash = fnv1a_32(text.as_bytes());
-        Self(if hash == 0 { 1 } else { hash })
+        Self(texts::code(text))
     }
 
     /// A label with a text of this run. Every rank must register the same text before any rank makes a call with it.
     pub(crate) fn register(text: String) -> Self {
         let label = Self::of(&text);
-        let mut registered = lock(&REGISTERED);
-        registered.get_or_insert_default().entry(label).or_insert(text);
+        texts::learn(label.0, || text);
         label
     }
 
@@ -112,8 +104,7 @@ impl Label {
         if let Some(text) = FIXED.iter().find(|text| Self::of(text) == self) {
             return Some(text.to_string());
         }
-        let registered = lock(&REGISTERED);
-        registered.as_ref()?.get(&self).cloned()
+        if self == Self::NONE { None } else { texts::known(self.0) }
     }
 
     /// The number that is sent.

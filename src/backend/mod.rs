@@ -12,16 +12,20 @@ pub mod cpu;
 mod failure;
 mod label;
 // Without the feature, the same names return errors. This is the only difference between the two builds.
+mod call_site;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(not(feature = "nccl"))]
 #[path = "nccl/absent.rs"]
 pub mod nccl;
+mod shape;
 pub(crate) mod single;
+mod texts;
 pub(crate) mod work;
 
 pub(crate) use batch::P2pOp;
 pub use bytes::{bytes, bytes_mut};
+pub(crate) use call_site::CallSite;
 pub(crate) use check::on_device;
 pub use collective::Collective;
 pub(crate) use collective::{Access, ReduceOp};

@@ -10,7 +10,8 @@
 //! The file is JSON: `rank`, `world_size`, `host`, `pid`, `reason`, `written_ns`, `started_ns` (when the group of all
 //! ranks was made), and `groups`, each with its `name`, its `ranks` (numbered as in the group of all ranks), its
 //! `failure`, and its `calls`: `channel` (`collectives`, `send` or `recv`), `sequence` (from 1 on, in each channel),
-//! `operation`, `dtype`, `count` (elements), `reduction`, `root`, `peer`, `label` (what it is for), `state`
+//! `operation`, `dtype`, `count` (elements), `shape` (if it has at least two dimensions), `reduction`, `root`, `peer`, `label`
+//! (what it is for), `place` (the line of the program), `state`
 //! (`scheduled`, `started`, `completed` or `failed`), and `scheduled_ns`, `started_ns`, `completed_ns`. Times are
 //! nanoseconds since 1970. On GPUs, a call counts as started when it is on the stream, and its end is noticed up to 20
 //! ms late.

@@ -1,7 +1,8 @@
 //! Several messages in one call.
 use super::{ProcessGroup, graph};
 use crate::Result;
-use crate::backend::{P2pOp, Work};
+use crate::backend::{CallSite, P2pOp, Work};
+use std::panic::Location;
 
 impl ProcessGroup {
     /// Starts several messages together, without waiting; the returned work is complete when all are. Only the ranks that
@@ -29,12 +30,13 @@ impl ProcessGroup {
     /// # Errors
     /// Those of [`isend`](Self::isend) and [`irecv`](Self::irecv), and [`Error::InvalidTensor`](crate::Error::InvalidTensor)
     /// if a tensor that is received overlaps another one of the batch. If a message is refused, none is sent.
+    #[track_caller]
     pub fn batch_isend_irecv(&self, batch: &[P2pOp]) -> Result<Work> {
         if batch.is_empty() {
             self.failed()?;
         }
         graph::check_batch(self.rank(), batch)?;
-        let work = self.0.communicator.start_batch(batch.to_vec()).map_err(|error| self.note(error))?;
-        Ok(self.0.place.noting(work))
+        let started = CallSite::during(Location::caller(), || self.0.communicator.start_batch(batch.to_vec()));
+        Ok(self.0.place.noting(started.map_err(|error| self.note(error))?))
     }
 }

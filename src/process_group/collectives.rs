@@ -6,21 +6,25 @@ use candle_core::Tensor;
 
 impl ProcessGroup {
     /// Sends `tensor` to rank `peer`, which must call `recv`. Returns when `tensor` may be changed again.
+    #[track_caller]
     pub fn send(&self, tensor: &Tensor, peer: usize) -> Result<()> {
         self.run(Collective::Send { tensor: tensor.clone(), peer })
     }
 
     /// [`send`](Self::send), without waiting.
+    #[track_caller]
     pub fn isend(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
         self.start(Collective::Send { tensor: tensor.clone(), peer })
     }
 
     /// Receives data from rank `peer` into `tensor`.
+    #[track_caller]
     pub fn recv(&self, tensor: &Tensor, peer: usize) -> Result<()> {
         self.run(Collective::Recv { tensor: tensor.clone(), peer })
     }
 
     /// [`recv`](Self::recv), without waiting.
+    #[track_caller]
     pub fn irecv(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
         self.start(Collective::Recv { tensor: tensor.clone(), peer })
     }
@@ -32,11 +36,13 @@ macro_rules! collectives {
         impl ProcessGroup {
             $(
                 $(#[$doc])*
+                #[track_caller]
                 pub fn $run(&self, $($argument: $kind),*) -> Result<()> {
                     self.run(Collective::$variant { $($argument: $value),* })
                 }
 
                 #[doc = concat!("[`", stringify!($run), "`](Self::", stringify!($run), "), without waiting.")]
+                #[track_caller]
                 pub fn $start(&self, $($argument: $kind),*) -> Result<Work> {
                     self.start(Collective::$variant { $($argument: $value),* })
                 }

@@ -38,7 +38,7 @@ pub use spawn::{SpawnOptions, spawn, spawn_with};
 pub(crate) use stop::Stop;
 pub use stop::StopSignals;
 
-use crate::backend::{Collective, Communicator, Construction, Work};
+use crate::backend::{CallSite, Collective, Communicator, Construction, Work};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::rendezvous::{PrefixStore, Store};
@@ -48,6 +48,7 @@ use engine::Settings;
 use job::Job;
 use place::Place;
 use std::fmt;
+use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -56,8 +57,8 @@ use std::time::Duration;
 /// A group of ranks that communicate with each other: PyTorch's `ProcessGroup`. Clones are handles to the same group.
 ///
 /// Every rank of the group must make the same calls in the same order (`send` and `recv` pair up between two ranks).
-/// Tensors must be contiguous, live on [`device`](Self::device), and have the same dtype and element count on every
-/// rank. They are changed in place, and so is every other tensor that shares their storage. No gradient flows through a
+/// Tensors must be contiguous, live on [`device`](Self::device), and have the same dtype and shape on every rank; dimensions of
+/// size 1 do not count, and a one-dimensional tensor fits every shape with as many elements. They are changed in place, and so is every other tensor that shares their storage. No gradient flows through a
 /// collective, so a tensor through which gradients flow, such as a loss or the output of a model, is refused, wherever a
 /// collective would read or change it: pass `z.detach()` to be read, `loss.detach().copy()?` to be changed. Variables are
 /// taken as their values, as by `Var::set`.
@@ -262,17 +263,20 @@ impl ProcessGroup {
     }
 
     /// Starts any collective. The methods named after the collectives are easier to read.
+    #[track_caller]
     pub(crate) fn start(&self, collective: Collective) -> Result<Work> {
         graph::check(self.rank(), &collective)?;
         let place = &self.0.place;
-        let work = self.0.communicator.start(collective).map_err(|error| place.note(error))?;
-        Ok(place.noting(work))
+        let started = CallSite::during(Location::caller(), || self.0.communicator.start(collective));
+        Ok(place.noting(started.map_err(|error| place.note(error))?))
     }
 
     /// Runs any collective. The methods named after the collectives are easier to read.
+    #[track_caller]
     pub(crate) fn run(&self, collective: Collective) -> Result<()> {
         graph::check(self.rank(), &collective)?;
-        self.0.communicator.run(collective).map_err(|error| self.0.place.note(error))
+        let ran = CallSite::during(Location::caller(), || self.0.communicator.run(collective));
+        ran.map_err(|error| self.0.place.note(error))
     }
 
     /// Makes [`Work::span`] available for collectives started from now on. On GPUs this costs two events for each.

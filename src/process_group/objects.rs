@@ -1,12 +1,13 @@
 //! Sends numbers and values of the program between ranks, such as metrics, options and decisions.
 use super::{LONGEST_REPORT, ProcessGroup, report_length};
-use crate::backend::{Label, ReduceOp};
+use crate::backend::{CallSite, Label, ReduceOp};
 use crate::cbor;
 use crate::rendezvous::{decode_report, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::panic::Location;
 
 impl ProcessGroup {
     /// Reduces a few numbers over the ranks in one call, such as the sums and counts for metrics. Every rank must pass
@@ -32,10 +33,13 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Returns the errors of [`all_reduce`](Self::all_reduce).
+    #[track_caller]
     pub fn all_reduce_scalars<const N: usize>(&self, values: [f64; N], op: ReduceOp) -> Result<[f64; N]> {
         let tensor = Tensor::from_slice(&values, N, self.device())?;
         // `synchronize` is needed: after `all_reduce`, a GPU may still read the contents left by a failed call.
-        Label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())?;
+        CallSite::during(Location::caller(), || {
+            Label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())
+        })?;
         let mut reduced = values;
         reduced.copy_from_slice(&tensor.to_vec1::<f64>()?);
         Ok(reduced)
@@ -62,6 +66,7 @@ impl ProcessGroup {
     /// If `root` has no object, or one that serde cannot write or that is too large, `root` gets
     /// [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If the bytes do not represent a `T`,
     /// every rank gets [`Error::InvalidArgument`]. Also returns errors of the group.
+    #[track_caller]
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
             let object =
@@ -70,7 +75,9 @@ impl ProcessGroup {
         });
         let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref().map_err(|error| error as _)));
         let report = report.as_deref();
-        let report = Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))?;
+        let report = CallSite::during(Location::caller(), || {
+            Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))
+        })?;
         if let Some(own) = own {
             own?;
         }
@@ -99,9 +106,12 @@ impl ProcessGroup {
     /// If a rank's object cannot be sent, that rank gets [`Error::InvalidArgument`], and the others get
     /// [`Error::RankFailed`]. A rank that cannot read another rank's bytes as a `T` gets [`Error::InvalidArgument`].
     /// Also returns errors of the group.
+    #[track_caller]
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_bytes(object);
-        let reports = Label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()));
+        let reports = CallSite::during(Location::caller(), || {
+            Label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()))
+        });
         own?;
         let reports = reports?.map_err(|(rank, reason)| self.rank_failed(rank, reason))?;
         reports.iter().enumerate().map(|(rank, bytes)| from_bytes(bytes, rank)).collect()

@@ -1,11 +1,12 @@
 //! Gathers tensors whose shapes differ.
 use super::{ProcessGroup, graph};
-use crate::backend::{self, Access, Label};
+use crate::backend::{self, Access, CallSite, Label};
 use crate::cbor;
 use crate::error::describe;
 use crate::{Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape, Tensor};
+use std::panic::Location;
 
 /// What ranks must know of each other's tensors: the dtype, the shape, and the dimension that may differ.
 type Facts = (String, Vec<usize>, usize);
@@ -35,9 +36,10 @@ impl ProcessGroup {
     /// If a rank's tensor cannot be sent or has no dimension `dim`, that rank gets [`Error::InvalidTensor`] or candle's
     /// error, and the others get [`Error::RankFailed`]. If ranks differ in dtype, in another dimension or in `dim`, every
     /// rank gets [`Error::InvalidArgument`]. Also returns errors of the group.
+    #[track_caller]
     pub fn all_gather_varied(&self, tensor: &Tensor, dim: impl Dim) -> Result<Vec<Tensor>> {
         let own = self.facts(tensor, dim);
-        Label::ALL_GATHER_VARIED.during(|| {
+        let gather = || {
             let bytes = own.and_then(|facts| {
                 cbor::encode(&facts).map_err(|reason| Error::invalid("tensor", format!("its shape: {reason}")))
             });
@@ -58,7 +60,8 @@ impl ProcessGroup {
                 Ok(all.narrow(0, rank * longest, shape.elem_count())?.reshape(shape)?)
             };
             shapes.iter().enumerate().map(part).collect()
-        })
+        };
+        CallSite::during(Location::caller(), || Label::ALL_GATHER_VARIED.during(gather))
     }
 
     fn facts(&self, tensor: &Tensor, dim: impl Dim) -> Result<Facts> {

@@ -84,5 +84,8 @@ fn a_call_that_failed_is_written_as_such() {
         );
         let failure = world["failure"].as_str().unwrap();
         assert!(failure.contains("rank 1 called barrier() where rank 0 called all_reduce(f32[4])"), "{failure}");
+        let place = world["calls"][0]["place"].as_str().unwrap();
+        assert!(place.contains("flight_recorder.rs:"), "{place}");
+        assert!(failure.contains(&format!("rank {rank} is at {place}")), "{failure}");
     }
 }

@@ -146,6 +146,18 @@ fn the_launcher_explains_who_parted() {
                     rank 3 never came to call 4: its last call, 3, barrier(), ";
     assert!(code == Some(0) && text.contains(expected), "{text}");
     assert!(text.contains("\nthe error was: rank 2 called broadcast(f32[10]) where rank "), "{text}");
+    // The ranks, processes, have told each other the lines of their calls.
+    let line = |call: &str| {
+        let lines = include_str!("diagnostics.rs").lines().zip(1..);
+        let found = lines.filter(|(line, _)| line.contains(call)).map(|(_, number)| number).next();
+        format!(" is at {}:{}:", file!(), found.unwrap())
+    };
+    for (ranks, call) in
+        [("rank 2", "pg.broadcast(&tensor(10), 0)"), ("ranks 0 and 1", "pg.all_reduce_async(&tensor(100)")]
+    {
+        assert!(text.contains(&format!("the call of {ranks}{}", line(call))), "{ranks}: {text}");
+        assert!(text.split("the error was").nth(1).unwrap().contains(&line(call)), "{ranks}: {text}");
+    }
     // A rank that was killed leaves no file.
     std::fs::remove_file(records.join("rank0.flight.json")).unwrap();
     std::fs::write(records.join(".rank0.flight.json.0123456789abcdef.tmp"), "{").unwrap();

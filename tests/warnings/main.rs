@@ -12,5 +12,6 @@ mod epochs;
 mod logger;
 mod lost_gradients;
 mod no_batch;
+mod places;
 mod secrets;
 mod shm_fallback;

@@ -1,4 +1,5 @@
 //! The state of a group, shared by all threads of one rank: the progress of its calls, who has left, and why it failed.
+use super::call_sites::CallSites;
 use super::control::Control;
 use super::frame::Frame;
 use super::gone::{self, Ended, Gone, News};
@@ -10,6 +11,7 @@ use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
 use crate::backend::call::{Call, Channel, Header};
+use crate::backend::call_site::CallSite;
 use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_since};
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
@@ -40,6 +42,7 @@ pub(super) struct Group {
     pub(super) control: Control,
     /// This rank's waits for the locks of tensors.
     pub(super) locks: LockWaits,
+    call_sites: CallSites,
     recorder: Option<Arc<FlightRecorder>>,
     pub(super) state: Mutex<State>,
     /// Notified of a failure, an acknowledgement, an answer, or a connection that is new or closed.
@@ -57,7 +60,22 @@ impl Group {
     ) -> Self {
         let [data, direct] = [(); 2].map(|()| Transport::new(world_size));
         let (state, changed, locks) = (Mutex::new(State::new(world_size, 0)), Condvar::new(), LockWaits::default());
-        Self { rank, world_size, timeout, hosts, shm, data, direct, control, locks, recorder: None, state, changed }
+        let (call_sites, recorder) = (CallSites::default(), None);
+        Self {
+            rank,
+            world_size,
+            timeout,
+            hosts,
+            shm,
+            data,
+            direct,
+            control,
+            locks,
+            call_sites,
+            recorder,
+            state,
+            changed,
+        }
     }
 
     /// Returns the same group, before its first call; `recorder` writes its calls.
@@ -99,6 +117,12 @@ impl Group {
             shm.set_finished(kind, sequence);
         }
         lock(&self.state).history_mut(channel).finish(well, at);
+    }
+
+    /// Looks at the places of a collective that is over.
+    pub(super) fn look_at_call_sites(&self, header: &Header) {
+        let has_called = |place| lock(&self.state).collectives.has_called_from(place);
+        self.call_sites.look(self.rank, (header.sequence, &header.call), CallSite::take_met(), has_called);
     }
 
     /// The part of shared memory that `channel` uses; `None` for messages to and from other hosts.

@@ -3,6 +3,7 @@
 //! The `README.md` in this folder describes its connections, threads, frames, failures and determinism.
 mod accept;
 mod algorithm;
+mod call_sites;
 mod check;
 mod communicator;
 mod connect;

@@ -49,6 +49,10 @@ impl Session<'_> {
             );
             return Failure::PeerFailed { peer: self.rank(), reason };
         };
+        if theirs.call.lacks_text() {
+            // The answers bring the texts.
+            self.group.query();
+        }
         if theirs.sequence < sequence
             && let Some(ours) = self.group.call_at(self.channel, theirs.sequence)
         {

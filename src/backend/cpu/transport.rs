@@ -332,7 +332,7 @@ impl Inflow<'_> {
 
     fn check_head(&self) -> Result<(), TransportError> {
         match self.head {
-            Some(expected) if *expected != self.received_head => {
+            Some(expected) if !Header::agree(expected, &self.received_head) => {
                 Err(TransportError::Header { peer: self.peer, received: self.received_head })
             }
             _ => Ok(()),

@@ -235,6 +235,7 @@ impl Turn<'_> {
             *ended
         });
         group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))), at);
+        group.look_at_call_sites(&header);
         result.unwrap_or_else(|_| {
             let reason = format!("{}: its engine panicked", header.call);
             Err(group.fail(Failure::PeerFailed { peer: group.rank, reason }))

@@ -110,7 +110,7 @@ fn first_difference(expired: &ExpiredCall, ranks: &[RankState]) -> Option<Failur
         let first = last.saturating_sub(ours.calls.len() as u64);
         (first..=last).find_map(|sequence| {
             let (our_call, their_call) = (ours.call_at(sequence)?, theirs.call_at(sequence)?);
-            (our_call != their_call).then_some((sequence, (expired.rank, our_call), (peer, their_call)))
+            (!our_call.matches(&their_call)).then_some((sequence, (expired.rank, our_call), (peer, their_call)))
         })
     });
     // Only collectives are compared, since messages between two ranks have their own order.
@@ -134,7 +134,10 @@ fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<Strin
         RankState::Running(report) => report,
     };
     let last = || match report.call_at(report.begun) {
-        Some(call) => format!("its last was sequence {}, {call}", report.begun),
+        Some(call) => {
+            let place = call.place.text().map_or_else(String::new, |place| format!(" at {place}"));
+            format!("its last was sequence {}, {call}{place}", report.begun)
+        }
         None => format!("its last was sequence {}", report.begun),
     };
     if expired.channel != Channel::Collectives {
@@ -187,14 +190,17 @@ fn locked(rank: &str) -> String {
 pub(crate) fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure {
     let (a, b) = if ours.0 > theirs.0 { (ours, theirs) } else { (theirs, ours) };
     let (call_a, call_b) = a.1.describe_both(&b.1);
-    Failure::Desync { sequence, rank_a: a.0, call_a, rank_b: b.0, call_b }
+    let place = |(rank, call): (usize, Call)| Some((rank, call.place.text()?));
+    let places = [a, b].into_iter().filter_map(place).collect();
+    Failure::Desync { sequence, rank_a: a.0, call_a, rank_b: b.0, call_b, places }
 }
 
 /// The failure if `peer` left after as many calls as this rank made, without the data that `call` needs: it made a
 /// different call.
 pub(crate) fn left_since(peer: usize, rank: usize, sequence: u64, call: Call) -> Failure {
     let call_a = "something else (it has left since)".to_string();
-    Failure::Desync { sequence, rank_a: peer, call_a, rank_b: rank, call_b: call.to_string() }
+    let places = call.place.text().map(|place| (rank, place)).into_iter().collect();
+    Failure::Desync { sequence, rank_a: peer, call_a, rank_b: rank, call_b: call.to_string(), places }
 }
 
 /// The failure of call number `sequence` on `channel` if `peer` left after `counts` calls, without taking part in it.
@@ -215,6 +221,8 @@ mod tests {
     use crate::Error;
     use crate::backend::Label;
     use crate::backend::call::Operation;
+    use crate::backend::call_site::CallSite;
+    use crate::backend::shape::ShapeCode;
 
     const BARRIER: Call = Call {
         operation: Operation::Barrier,
@@ -223,6 +231,8 @@ mod tests {
         root: None,
         count: 0,
         label: Label::NONE,
+        shape: ShapeCode::NONE,
+        place: CallSite::NONE,
     };
     const ALL_REDUCE: Call = Call { operation: Operation::AllReduce, count: 20, ..BARRIER };
 
@@ -265,7 +275,21 @@ mod tests {
         early[4] = ALL_REDUCE;
         let mut saved = calls();
         saved[16].label = Label::SAVE;
-        let cases: [Case; 14] = [
+        let mut shaped = calls();
+        (shaped[15].shape, shaped[16].shape) = (ShapeCode::of(&[2, 3]), ShapeCode::of(&[4, 5]));
+        // Calls may come from different places, which the error names if it knows them.
+        let placed = |line| Call { place: CallSite::during(line, CallSite::current), ..BARRIER };
+        let (here, there) = (placed(std::panic::Location::caller()), placed(std::panic::Location::caller()));
+        let mut elsewhere = calls();
+        (elsewhere[3], elsewhere[16]) = (here, there);
+        let cases: [Case; 15] = [
+            (
+                "another place, and then another call",
+                Some(&[1]),
+                vec![running(&elsewhere)],
+                "where rank 0 called all_reduce(), sequence 17: all ranks of a group must make the same calls in the same order. \
+                 Look for a call that only some ranks make, such as one inside `if rank == 0`. The call of rank 1 is at ",
+            ),
             (
                 "another call",
                 Some(&[1]),

@@ -1,6 +1,7 @@
 //! The recent calls of one channel and their progress.
 use super::report::ProgressReport;
 use crate::backend::call::{Call, Channel};
+use crate::backend::call_site::CallSite;
 use crate::flight_recorder::{CallRecord, CallState, ChannelKind, now_ns};
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -108,6 +109,11 @@ impl CallHistory {
         self.calls.get(self.index(sequence)?).map(|entry| entry.call)
     }
 
+    /// Whether one of the remembered calls came from `place`.
+    pub(crate) fn has_called_from(&self, place: CallSite) -> bool {
+        self.calls.iter().any(|entry| entry.call.place == place)
+    }
+
     /// The report for other ranks.
     pub(crate) fn report(&self, waits_for_lock: bool) -> ProgressReport {
         let calls = self.calls.iter().skip(self.calls.len().saturating_sub(Self::KEPT));
@@ -140,6 +146,8 @@ impl CallHistory {
                 root: call.root,
                 peer,
                 label: call.label.text(),
+                shape: call.shape.text(),
+                place: call.place.text(),
                 state,
                 scheduled_ns: scheduled.map_or(0, since_1970),
                 started_ns: started.map(since_1970),

@@ -1,6 +1,8 @@
 //! The ranks' reports to each other about their calls.
 use crate::backend::call::{Call, Channel};
+use crate::backend::texts;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
+use std::collections::BTreeSet;
 
 /// The progress of one rank's collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -25,12 +27,24 @@ impl ProgressReport {
     pub(crate) fn encode(&self, writer: &mut Writer) {
         writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock)).u32(self.calls.len() as u32);
         self.calls.iter().for_each(|call| call.encode(writer));
+        // For the texts of errors: the shapes and places that their calls have as numbers.
+        let codes: BTreeSet<u32> = self.calls.iter().flat_map(|call| [call.shape.code(), call.place.code()]).collect();
+        let texts: Vec<_> = codes.into_iter().filter_map(|code| Some((code, texts::known(code)?))).collect();
+        writer.u32(texts.len() as u32);
+        for (code, text) in &texts {
+            writer.u32(*code).text(text);
+        }
     }
 
+    /// Decodes a report, and learns the texts that come with it.
     pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
         let (started, begun, waits_for_lock) = (reader.u64()?, reader.u64()?, reader.u8()? != 0);
         let count = reader.u32()?;
         let calls = (0..count).map(|_| Call::decode(reader)).collect::<Option<_>>()?;
+        for _ in 0..reader.u32()? {
+            let (code, text) = (reader.u32()?, reader.text()?);
+            texts::learn(code, || text);
+        }
         Some(Self { started, begun, calls, waits_for_lock })
     }
 }
@@ -70,12 +84,13 @@ mod tests {
     use super::*;
     use crate::backend::Label;
     use crate::backend::call::Operation;
+    use crate::backend::shape::ShapeCode;
 
     #[test]
     fn reports_can_be_encoded_and_decoded() {
         let calls = vec![
             Call::bare(Operation::Barrier),
-            Call { count: 8, label: Label::SAVE, ..Call::bare(Operation::AllReduce) },
+            Call { count: 8, label: Label::SAVE, shape: ShapeCode::of(&[2, 4]), ..Call::bare(Operation::AllReduce) },
         ];
         let report = ProgressReport { started: 12, begun: 11, calls, waits_for_lock: true };
         let counts = [10, 11, 12, 13].map(|sequence| report.call_at(sequence).map(|call| call.count));

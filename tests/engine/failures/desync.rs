@@ -25,6 +25,10 @@ fn f64s() -> Collective {
     Collective::AllReduce { tensor: zeros(20).to_dtype(DType::F64).unwrap(), op: ReduceOp::Sum }
 }
 
+fn shaped(shape: &[usize]) -> Tensor {
+    zeros(shape.iter().product()).reshape(shape).unwrap()
+}
+
 fn reduce(root: usize) -> Collective {
     Collective::Reduce { tensor: zeros(8), root, op: ReduceOp::Sum }
 }
@@ -46,6 +50,18 @@ fn all_ranks_name_both_calls() {
         (|| reduce(0), || reduce(1), "reduce(f32[8], sum, root 0)", "reduce(f32[8], sum, root 1)"),
         (|| Collective::Barrier, || all_reduce(0), "barrier()", "all_reduce(f32[0])"),
         (|| reduce(1), || Collective::Barrier, "reduce(f32[8])", "barrier()"),
+        (
+            || Collective::AllReduce { tensor: shaped(&[2, 3]), op: ReduceOp::Sum },
+            || Collective::AllReduce { tensor: shaped(&[3, 2]), op: ReduceOp::Sum },
+            "all_reduce(f32[2, 3])",
+            "all_reduce(f32[3, 2])",
+        ),
+        (
+            || Collective::Broadcast { tensor: shaped(&[2, 3]), root: 0 },
+            || Collective::Broadcast { tensor: shaped(&[3, 2]), root: 0 },
+            "broadcast(f32[2, 3])",
+            "broadcast(f32[3, 2])",
+        ),
     ];
     // Where no rank sends, the time-out ends the calls: a few cases at a time wait for theirs together.
     for world_size in [2, 4] {
@@ -144,6 +160,46 @@ fn messages_must_match() {
         let text = error.to_string();
         assert!(
             text.starts_with("rank 1 called send(f32[20]) where rank 0 called recv(f32[10]), sequence 1"),
+            "{text}"
+        );
+    }
+}
+
+/// A buffer takes values of any shape, and dimensions of size 1 do not matter; otherwise shapes are the same on all ranks.
+#[test]
+fn shapes_match_that_put_each_element_in_the_same_place() {
+    on_ranks(3, |communicator| {
+        let rank = communicator.rank();
+        let own = || shaped([&[2, 3][..], &[6], &[2, 1, 3]][rank]);
+        let all = || zeros(18);
+        for collective in [
+            Collective::AllReduce { tensor: own(), op: ReduceOp::Sum },
+            Collective::Broadcast { tensor: own(), root: 1 },
+            Collective::Reduce { tensor: own(), root: 2, op: ReduceOp::Max },
+            Collective::AllGather { output: all(), input: own() },
+            Collective::ReduceScatter { output: own(), input: all(), op: ReduceOp::Sum },
+            Collective::Gather { output: (rank == 0).then(all), input: own(), root: 0 },
+            Collective::Scatter { output: own(), input: (rank == 0).then(all), root: 0 },
+        ] {
+            communicator.run(collective).unwrap();
+        }
+    });
+}
+
+#[test]
+fn messages_have_one_shape_on_both_sides() {
+    let errors = on_ranks(2, |communicator| {
+        let call = |shape: &[usize]| match communicator.rank() {
+            0 => Collective::Recv { tensor: shaped(shape), peer: 1 },
+            _ => Collective::Send { tensor: shaped(shape), peer: 0 },
+        };
+        communicator.run(call(if communicator.rank() == 0 { &[6] } else { &[3, 2] })).unwrap();
+        until_failure(&communicator, call(if communicator.rank() == 0 { &[2, 3] } else { &[3, 2] }))
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            text.starts_with("rank 1 called send(f32[3, 2]) where rank 0 called recv(f32[2, 3]), sequence 2"),
             "{text}"
         );
     }

@@ -10,11 +10,15 @@
 
 mod backend {
     pub(crate) mod call {
-        /// Headers of one word instead of eight.
+        /// Headers of one word instead of ten.
         pub(crate) struct Header;
 
         impl Header {
             pub(crate) const BYTES: usize = 4;
+
+            pub(crate) fn agree(expected: &[u8; 4], received: &[u8; 4]) -> bool {
+                expected == received
+            }
         }
     }
 

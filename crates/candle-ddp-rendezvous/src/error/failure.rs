@@ -1,5 +1,5 @@
 //! Why a group of ranks failed.
-use super::text::{Differing, Printable, Uneven};
+use super::text::{Differing, Places, Printable, Uneven};
 use crate::wire::cut;
 use serde::{Deserialize, Serialize, Serializer};
 use std::time::Duration;
@@ -59,11 +59,12 @@ pub enum Failure {
     /// Ranks called different collectives, or the same one with different arguments.
     #[error(
         "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
-         all ranks of a group must make the same calls in the same order{}{}",
+         all ranks of a group must make the same calls in the same order{}{}{}",
         Printable(call_a),
         Printable(call_b),
         Differing(call_a, call_b),
-        Uneven(call_a, call_b)
+        Uneven(call_a, call_b),
+        Places(places)
     )]
     Desync {
         /// The group's sequence number of the call.
@@ -78,6 +79,9 @@ pub enum Failure {
         /// The other rank's call.
         #[serde(serialize_with = "cut_text")]
         call_b: String,
+        /// The ranks whose place in the program is known, each with the file, the line and the column of its call.
+        #[serde(default)]
+        places: Vec<(usize, String)>,
     },
 
     /// A collective or a message did not complete within the group's time-out.
@@ -114,7 +118,10 @@ impl Failure {
         match &mut failure {
             Self::PeerGone { rank, peer, .. } => renumber(rank).and(renumber(peer))?,
             Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => renumber(peer)?,
-            Self::Desync { rank_a, rank_b, .. } => renumber(rank_a).and(renumber(rank_b))?,
+            Self::Desync { rank_a, rank_b, places, .. } => {
+                places.iter_mut().try_for_each(|(rank, _)| renumber(rank))?;
+                renumber(rank_a).and(renumber(rank_b))?;
+            }
             Self::TimedOut { rank, waiting_for, .. } => {
                 waiting_for.iter_mut().try_for_each(renumber)?;
                 renumber(rank)?;
@@ -153,7 +160,14 @@ mod tests {
             Failure::PeerGone { rank: 1, peer: 2, call: call() },
             Failure::PeerLeft { peer: 3, left_after: 9, call: call(), sequence: 10 },
             Failure::PeerFailed { peer: 4, reason: "Grüße".repeat(3) },
-            Failure::Desync { sequence: 1 << 33, rank_a: 1, call_a: call(), rank_b: 0, call_b: call() },
+            Failure::Desync {
+                sequence: 1 << 33,
+                rank_a: 1,
+                call_a: call(),
+                rank_b: 0,
+                call_b: call(),
+                places: vec![(1, "src/main.rs:41:9".to_string())],
+            },
             Failure::TimedOut {
                 rank: 0,
                 call: call(),
@@ -185,6 +199,7 @@ mod tests {
             call_a: call(),
             rank_b,
             call_b: "gather".to_string(),
+            places: vec![(rank_b, "src/main.rs:41:9".to_string())],
         };
         for (inside, outside) in [
             (

@@ -54,17 +54,42 @@ impl fmt::Display for Differing<'_> {
             let (before, rest) = call.split_once('[')?;
             Some((before, rest.split_once(']')?.1))
         }
+        fn has_shape(call: &str) -> bool {
+            let size = call.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+            size.is_some_and(|(size, _)| size.contains(','))
+        }
         let (a, b) = (operation(self.0), operation(self.1));
         if a == b && self.0 != self.1 && without_count(self.0) == without_count(self.1) {
-            f.write_str(
-                ". Its tensor must have the same number of elements on all ranks: pad it, or send values of different \
-                 sizes with all_gather_object",
-            )
+            // `all_reduce(f32[2, 3])`: shapes are named if the numbers of elements are the same.
+            f.write_str(match [self.0, self.1].into_iter().any(has_shape) {
+                true => {
+                    ". Its tensor must have the same shape on all ranks; if only the order of the elements matters, pass \
+                     flatten_all()"
+                }
+                false => {
+                    ". Its tensor must have the same number of elements on all ranks: pad it, or send values of different \
+                     sizes with all_gather_object"
+                }
+            })
         } else if a != b && ![a, b].iter().any(|operation| ["send", "recv"].contains(operation)) {
             f.write_str(". Look for a call that only some ranks make, such as one inside `if rank == 0`")
         } else {
             Ok(())
         }
+    }
+}
+
+/// Where the calls of ranks are in the program.
+pub(super) struct Places<'a>(pub(super) &'a [(usize, String)]);
+
+impl fmt::Display for Places<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut before = ". The call of";
+        for (rank, place) in self.0 {
+            write!(f, "{before} rank {rank} is at {}", Printable(place))?;
+            before = ", that of";
+        }
+        Ok(())
     }
 }
 

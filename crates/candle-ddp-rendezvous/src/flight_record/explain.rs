@@ -101,7 +101,11 @@ fn collectives(name: &str, group: &Group) -> Option<String> {
                 if missing.is_empty() && majority.len() > 1 { "all others".to_string() } else { ranks(majority) },
                 common.in_words()
             );
-            return Some([vec![difference], late].concat().join("; "));
+            let place = |(call, who): &(&CallRecord, Vec<usize>)| {
+                call.place.as_ref().map(|place| format!("the call of {} is at {place}", ranks(who)))
+            };
+            let places: Vec<String> = kinds.iter().filter_map(place).collect();
+            return Some([vec![difference], late, places].concat().join("; "));
         }
         let Some((call, came)) = kinds.first() else { continue };
         if !is_open {

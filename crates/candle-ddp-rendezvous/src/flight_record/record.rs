@@ -37,6 +37,12 @@ pub struct CallRecord {
     pub peer: Option<usize>,
     /// What the call is for.
     pub label: Option<String>,
+    /// The shape, without dimensions of size 1, of a tensor with at least two others: `2, 3`.
+    #[serde(default)]
+    pub shape: Option<String>,
+    /// Where in the program the call is: the file, the line and the column.
+    #[serde(default)]
+    pub place: Option<String>,
     pub state: CallState,
     pub scheduled_ns: u64,
     pub started_ns: Option<u64>,
@@ -77,7 +83,9 @@ pub struct RankRecord {
 impl CallRecord {
     /// Whether the call agrees with another rank's call in everything that must be equal on all ranks.
     pub fn is_like(&self, other: &Self) -> bool {
-        self.operation == other.operation
+        let agree = matches!((&self.shape, &other.shape), (None, _) | (_, None)) || self.shape == other.shape;
+        agree
+            && self.operation == other.operation
             && self.dtype == other.dtype
             && self.count == other.count
             && self.reduction == other.reduction
@@ -94,7 +102,8 @@ impl CallRecord {
         let mut text = self.operation.clone();
         text += "(";
         if let Some(dtype) = &self.dtype {
-            text += &format!("{dtype}[{}]", self.count);
+            let size = self.shape.clone().unwrap_or_else(|| self.count.to_string());
+            text += &format!("{dtype}[{size}]");
         }
         // Nearly every reduction is a sum.
         if let Some(reduction) = self.reduction.as_ref().filter(|reduction| *reduction != "sum") {

@@ -48,10 +48,7 @@ pub(crate) struct Inbox {
     pub(super) position: u32,
 }
 
-/// The number of words of a header, which follow the stamp.
-const HEADER_WORDS: usize = Header::BYTES / 4;
-
-/// The words of an encoded header.
+/// The words of an encoded header, which follow the stamp.
 fn words(header: &[u8; Header::BYTES]) -> impl Iterator<Item = u32> + '_ {
     header.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word))
 }
@@ -104,26 +101,25 @@ impl Inbox {
 
     /// Whether the next slot has arrived and belongs to another call.
     pub(super) fn is_foreign(&self, expected: &[u8; Header::BYTES]) -> bool {
-        self.has_arrived() && !words(expected).eq(self.header())
+        self.has_arrived() && !Header::agree(expected, &self.header())
     }
 
     /// Takes the next slot, which must have arrived.
     pub(super) fn accept(&mut self, expected: &[u8; Header::BYTES]) -> Result<(), TransportError> {
-        let header = self.header();
-        if !words(expected).eq(header) {
-            let mut received = [0; Header::BYTES];
-            for (bytes, word) in received.as_chunks_mut::<4>().0.iter_mut().zip(header) {
-                *bytes = word.to_ne_bytes();
-            }
+        let received = self.header();
+        if !Header::agree(expected, &received) {
             return Err(TransportError::Header { peer: self.writer, received });
         }
         self.position = self.position.wrapping_add(1);
         Ok(())
     }
 
-    fn header(&self) -> [u32; HEADER_WORDS] {
-        let line = self.ring.line(self.position);
-        std::array::from_fn(|index| self.segment.word(line + 4 + 4 * index).load(Ordering::Relaxed))
+    fn header(&self) -> [u8; Header::BYTES] {
+        let (line, mut header) = (self.ring.line(self.position), [0; Header::BYTES]);
+        for (index, bytes) in header.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *bytes = self.segment.word(line + 4 + 4 * index).load(Ordering::Relaxed).to_ne_bytes();
+        }
+        header
     }
 
     /// The slot that was received last.

@@ -5,6 +5,8 @@ const SECOND: u64 = 1_000_000_000;
 /// Call number `sequence`, which began `sequence` seconds after midnight and took half a second.
 fn call(sequence: u64, operation: &str, count: u64) -> CallRecord {
     CallRecord {
+        shape: None,
+        place: None,
         channel: ChannelKind::Collectives,
         sequence,
         operation: operation.to_string(),
