@@ -84,7 +84,7 @@ def parse():
     parser.add_argument("--soak", type=int, metavar="DEATHS", help="elastic runs, until so many ranks were killed")
     parser.add_argument("--seed", type=int, default=1, help="of the random numbers of --soak [1]")
     parser.add_argument("--runs", type=int, nargs="+", metavar="NUMBER", help="only these runs of --soak")
-    parser.add_argument("--only", nargs="+", help="cases whose description has these words")
+    parser.add_argument("--only", nargs="+", help="cases, or runs of --soak, whose description has these words")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="cases at a time [2 for each processor]")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the date in the table [today]")
     parser.add_argument("--output", type=Path, default=ROOT / "benches" / "results", help="the folder")
@@ -112,6 +112,8 @@ def soak(options, programs=None):
     planned = elastic.runs(QUICK_RUNS if quick else 4 * options.soak, quick)
     if options.runs:
         planned = [planned[number] for number in options.runs]
+    if options.only:
+        planned = [run for run in planned if all(word in str(run) for word in options.only)]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         calm, deaths = {}, 0
         for first in range(0, len(planned), options.jobs):
@@ -131,7 +133,7 @@ def soak(options, programs=None):
     wrong = [run for run, (error, *_) in verdicts.items() if error]
     seconds = time.monotonic() - started
     say(f"{len(verdicts)} elastic runs, {deaths} deaths, {len(wrong)} runs not as expected, in {seconds:.0f} s (seed {options.seed})")
-    if options.soak and not options.runs:
+    if options.soak and not (options.runs or options.only):
         path = options.output / "fault_matrix.md"
         replace_part(path, document_of_soak(options, verdicts, deaths, seconds))
         say(f"written: {path}")
