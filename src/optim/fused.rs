@@ -4,6 +4,7 @@ use super::kernel::Moment;
 use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::{ParameterGroup, Parameters};
 use super::rule::{self, UpdateRule, limit, state_dtype};
+use super::shards::{Expected, Shards};
 use super::update::{self, Part, misfit};
 use crate::ddp::scaled;
 use crate::error::describe;
@@ -348,6 +349,21 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
             slot.steps = steps;
         }
         Ok(())
+    }
+
+    /// Loads the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any
+    /// size.
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], rank: usize, _: usize) -> Result<()> {
+        self.check_named()?;
+        let expected =
+            self.groups.iter().flat_map(|group| group.slots.iter().map(|slot| (slot, group.options.states())));
+        let expected = expected.map(|(slot, states)| {
+            let dtype = state_dtype_of::<R>(&slot.name, &slot.var)?;
+            Ok(Expected { name: &slot.name, shape: slot.var.shape(), dtype, states })
+        });
+        let expected = expected.collect::<Result<Vec<_>>>()?;
+        let whole = Shards::join::<R>(shards, rank, self.groups.len(), &expected)?.whole::<R>(&expected)?;
+        self.load_state_dict(&whole)
     }
 }
 

@@ -46,6 +46,7 @@ mod plateau;
 mod rule;
 mod schedule;
 mod sgd;
+mod shards;
 mod sums;
 mod update;
 mod zero;

@@ -89,3 +89,4 @@ mod vision_values;
 mod weighted;
 mod without_samples;
 mod zero;
+mod zero_and_plain;

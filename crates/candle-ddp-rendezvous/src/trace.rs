@@ -2,6 +2,9 @@
 use crate::file::{PreparedFile, Progress};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use serde::Deserialize;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 /// Merges the files `rank*.trace.json` in `folder` into `folder/trace.json`. Returns its path and the number of ranks
@@ -36,60 +39,170 @@ pub fn merge_newest(folder: &Path) -> Result<(PathBuf, usize, Vec<PathBuf>)> {
             format!("{} contains no rank*.trace.json: set CANDLE_DDP_TRACE to this folder and train", folder.display());
         return Err(Error::invalid("folder", reason));
     }
-    let texts = files.iter().map(std::fs::read_to_string).collect::<std::io::Result<Vec<_>>>().map_err(failed)?;
-    let times: Vec<Option<(f64, f64)>> = texts.iter().map(|text| span_of(text)).collect();
+    let times = files.iter().map(|file| span_of(file)).collect::<Result<Vec<_>>>()?;
     // In microseconds. All ranks of a run begin together; the clocks of hosts may differ a little.
     const TOLERANCE: f64 = 1e6;
     let newest = times.iter().flatten().map(|(first, _)| *first).fold(f64::NEG_INFINITY, f64::max);
-    let (mut events, mut ranks, mut old) = (Vec::new(), 0, Vec::new());
-    for ((file, text), time) in files.into_iter().zip(&texts).zip(times) {
-        if time.is_some_and(|(_, last)| last + TOLERANCE < newest) {
-            old.push(file);
-        } else {
-            ranks += 1;
-            events.extend(events_of(text));
-        }
-    }
+    let is_old = |time: &Option<(f64, f64)>| time.is_some_and(|(_, last)| last + TOLERANCE < newest);
+    let (old, new): (Vec<_>, Vec<_>) = files.into_iter().zip(times).partition(|(_, time)| is_old(time));
+    let [old, new] = [old, new].map(|files| files.into_iter().map(|(file, _)| file).collect::<Vec<_>>());
     // Written completely under a temporary name first, so that a full disk leaves no torn file.
     let path = folder.join("trace.json");
     let prepared = PreparedFile::create_over_links(&path)?;
-    prepared.fill(&Progress::default(), |file| writeln!(file, "[{}]", events.join(",\n")))?;
+    // An error of reading is not one of the file that is written.
+    let mut unread = None;
+    let written = prepared.fill(&Progress::default(), |to| {
+        let mut to = BufWriter::new(to);
+        let mut separator = "[";
+        for file in &new {
+            for event in events_in(file)? {
+                let (_, text) = event.inspect_err(|_| unread = Some(file))?;
+                write!(to, "{separator}{text}")?;
+                separator = ",\n";
+            }
+        }
+        // Without any event, it is an empty list.
+        to.write_all(if separator == "[" { b"[]\n" } else { b"]\n" })?;
+        to.flush()
+    });
+    match (written, unread) {
+        (Err(Error::Io { error, .. }), Some(file)) => return Err(reading(file, error)),
+        (written, _) => written?,
+    }
     prepared.commit()?;
-    Ok((path, ranks, old))
+    Ok((path, new.len(), old))
+}
+
+fn reading(file: &Path, error: io::Error) -> Error {
+    Error::io(format!("reading {}", file.display()), error)
 }
 
 /// When the first event began and the last one ended, if there were any.
-fn span_of(text: &str) -> Option<(f64, f64)> {
-    let number = |event: &str, key: &str| {
-        let rest = &event[event.find(key)? + key.len()..];
-        rest[..rest.find([',', '}'])?].parse::<f64>().ok()
-    };
-    let spans = events_of(text).filter_map(|event| {
-        let start = number(event, "\"ts\":")?;
-        Some((start, start + number(event, "\"dur\":").unwrap_or(0.)))
-    });
-    spans.reduce(|(first, last), (start, end)| (first.min(start), last.max(end)))
+fn span_of(file: &Path) -> Result<Option<(f64, f64)>> {
+    let mut span: Option<(f64, f64)> = None;
+    for event in events_in(file).map_err(|error| reading(file, error))? {
+        if let (Event { ts: Some(start), dur }, _) = event.map_err(|error| reading(file, error))? {
+            let (first, last) = span.unwrap_or((start, start));
+            span = Some((first.min(start), last.max(start + dur.unwrap_or(0.))));
+        }
+    }
+    Ok(span)
 }
 
-/// The events of a rank's file: one per line; a killed rank's last line may be torn.
-fn events_of(text: &str) -> impl Iterator<Item = &str> {
-    let lines = text.trim_end().trim_start_matches('[').trim_end_matches(']').lines();
-    lines.map(|line| line.trim_end_matches(',')).filter(|line| line.ends_with('}'))
+/// The times of an event, in microseconds.
+#[derive(Deserialize)]
+struct Event {
+    ts: Option<f64>,
+    dur: Option<f64>,
+}
+
+/// No event is longer, so that a file that is something else takes no memory.
+const LONGEST: u64 = 1 << 20;
+
+fn events_in(file: &Path) -> io::Result<impl Iterator<Item = io::Result<(Event, String)>>> {
+    Ok(events_of(BufReader::new(File::open(file)?)))
+}
+
+/// The events of a rank's file, with their texts: one per line. The line at which a killed rank was torn off, wherever that was,
+/// is none.
+fn events_of(mut file: impl BufRead) -> impl Iterator<Item = io::Result<(Event, String)>> {
+    let mut line = Vec::new();
+    std::iter::from_fn(move || {
+        loop {
+            line.clear();
+            match file.by_ref().take(LONGEST).read_until(b'\n', &mut line) {
+                Ok(0) => return None,
+                Ok(_) => {}
+                Err(error) => return Some(Err(error)),
+            }
+            if let Some(event) = event(&line) {
+                return Some(Ok(event));
+            }
+        }
+    })
+}
+
+/// The event in a line.
+fn event(line: &[u8]) -> Option<(Event, String)> {
+    let line = line.trim_ascii();
+    let line = line.strip_prefix(b"[").unwrap_or(line);
+    let line = line.strip_suffix(b",").or(line.strip_suffix(b"]")).unwrap_or(line);
+    // serde takes a list for a struct as well.
+    let text = std::str::from_utf8(line).ok().filter(|text| text.starts_with('{'))?;
+    Some((serde_json::from_str(text).ok()?, text.to_string()))
 }
 
 /// Checks that a trace that is torn anywhere keeps its whole events.
 #[cfg(any(test, fuzzing))]
 pub fn fuzz_events(data: &[u8]) {
-    let text = String::from_utf8_lossy(data);
-    let count = events_of(&text).count();
-    assert!(count <= text.lines().count());
-    let end = (0..=text.len() / 2).rfind(|end| text.is_char_boundary(*end)).unwrap_or(0);
-    let torn: Vec<&str> = events_of(&text[..end]).collect();
-    assert!(torn.len() <= count + 1, "{torn:?}");
+    let texts =
+        |data: &[u8]| -> Vec<String> { events_of(data).map(|event| event.expect("memory can be read").1).collect() };
+    let all = texts(data);
+    let torn = texts(&data[..data.len() / 2]);
+    // A line that was cut may have become whole.
+    let same = torn.iter().zip(&all).take_while(|(torn, all)| torn == all).count();
+    assert!(torn.len() <= same + 1, "{torn:?}");
 }
 
 fn is_trace(path: &Path) -> bool {
     path.file_name()
         .and_then(|name| name.to_str())
         .is_some_and(|name| name.starts_with("rank") && name.ends_with(".trace.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Four events, with braces, brackets and letters of several bytes in them.
+    const TRACE: &str = "[{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"rank 0\"}},\n\
+        {\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":1,\"args\":{\"name\":\"übung {1}, [2]\"}},\n\
+        {\"name\":\"vorwärts → ∂\",\"ph\":\"X\",\"ts\":1000.0,\"dur\":2.5,\"pid\":0,\"tid\":1},\n\
+        {\"name\":\"bereit\",\"ph\":\"i\",\"s\":\"t\",\"ts\":1001.5,\"pid\":0,\"tid\":1}]\n";
+
+    fn list(file: &Path) -> Vec<serde_json::Value> {
+        serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_trace_that_is_torn_at_any_byte_keeps_its_whole_events() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |rank: usize| folder.path().join(format!("rank{rank}.trace.json"));
+        std::fs::write(file(1), TRACE).unwrap();
+        let all: Vec<serde_json::Value> = serde_json::from_str(TRACE).unwrap();
+        // The ends of the events.
+        let ends: Vec<usize> = TRACE
+            .lines()
+            .scan(0, |end, line| {
+                *end += line.len() + 1;
+                Some(*end - 2)
+            })
+            .collect();
+        for end in 0..=TRACE.len() {
+            std::fs::write(file(0), &TRACE.as_bytes()[..end]).unwrap();
+            let (path, ranks, old) = merge_newest(folder.path()).unwrap();
+            assert_eq!((ranks, old), (2, vec![]));
+            let whole = ends.iter().filter(|one| **one <= end).count();
+            assert_eq!(list(&path), [&all[..whole], &all[..]].concat(), "torn at byte {end}");
+        }
+        // Alone, and without any event.
+        std::fs::remove_file(file(1)).unwrap();
+        std::fs::write(file(0), "[{").unwrap();
+        assert_eq!(list(&merge(folder.path()).unwrap().0), Vec::<serde_json::Value>::new());
+    }
+
+    #[test]
+    fn a_file_that_is_something_else_takes_no_memory_and_one_that_cannot_be_read_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("rank0.trace.json"), TRACE).unwrap();
+        // Zeros, without the end of a line.
+        let other = folder.path().join("rank1.trace.json");
+        File::create(&other).unwrap().set_len(1 << 24).unwrap();
+        let (path, ranks) = merge(folder.path()).unwrap();
+        assert_eq!((list(&path).len(), ranks), (4, 2));
+        std::fs::remove_file(&other).unwrap();
+        std::fs::create_dir(&other).unwrap();
+        let error = merge(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("reading") && error.contains("rank1.trace.json"), "{error}");
+    }
 }

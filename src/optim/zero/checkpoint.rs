@@ -1,14 +1,14 @@
 //! Optimizer state on disk: whole, in the format of this crate's other optimizers, or one shard per rank.
 use super::ZeroRedundancyOptimizer;
-use super::shards::{Parts, SAVING, file, read_shards};
+use super::shards::{SAVING, file, read_shards};
 use crate::backend::Label;
 use crate::optim::fused::state_dtype_of;
 use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
+use crate::optim::shards::{Expected, Shards, key, kind};
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
 use crate::state::{self, Dict, Loader, StateDict};
-use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
@@ -169,60 +169,17 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Prepares a new state from the results of [`shard_dict`](Self::shard_dict) on the ranks of a world, in their order.
     /// Ranks whose parts are not needed here may have an empty one.
     fn prepare_shards(&self, shards: &[Dict]) -> Result<Prepared> {
-        let mut parts = Parts::default();
-        let (mut first, mut is_told) = (None, false);
-        for shard in shards.iter().filter(|shard| !shard.is_empty()) {
-            let mut loader = Loader::new(shard, &kind::<R>())?;
-            let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
-            let mut steps = HashMap::new();
-            for (index, _) in self.grouped() {
-                steps.insert(index, loader.count(&key(&self.parameters[index].name, "step"))?);
-            }
-            let (of_first, _) = first.get_or_insert_with(|| (learning_rates.clone(), steps));
-            if *of_first != learning_rates && self.process_group.rank() == 0 && !std::mem::replace(&mut is_told, true) {
-                warn_aloud(format_args!(
-                    "ranks have saved different learning rates of a ZeroRedundancyOptimizer ({of_first:?} and \
-                     {learning_rates:?}): all ranks continue with those of the first. Set them from numbers that are the same \
-                     on all ranks"
-                ));
-            }
-            for key in shard.keys().filter(|key| key.starts_with("state.")) {
-                if let Some((whole, start)) = key.rsplit_once('@')
-                    && let Ok(start) = start.parse::<usize>()
-                {
-                    parts.add(whole, start, loader.tensor(key)?)?;
-                }
-            }
-            loader.finish()?;
-        }
-        let Some((learning_rates, steps)) = first else {
-            return Err(Error::invalid("shards", "there must be at least one that is not empty"));
-        };
-        self.check_parts(&parts, shards.iter().all(|shard| !shard.is_empty()))?;
-        self.prepare(steps, learning_rates, |index, name, start, elements| {
-            parts.take(&key(&self.parameters[index].name, name), start, elements)
-        })
-    }
-
-    /// Checks that every state is present (as a whole if `is_whole`) with the right dtype, and that there are no others.
-    fn check_parts(&self, parts: &Parts, is_whole: bool) -> Result<()> {
-        let mut known = std::collections::HashSet::new();
-        for (index, options) in self.grouped() {
+        let expected = self.grouped().map(|(index, options)| {
             let parameter = &self.parameters[index];
             let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
-            for name in options.states() {
-                let key = key(&parameter.name, name);
-                parts.check(&key, is_whole.then(|| parameter.flat.elem_count()), dtype)?;
-                known.insert(key);
-            }
-        }
-        match parts.0.keys().filter(|key| !known.contains(*key)).min() {
-            Some(key) => Err(Error::parameter(
-                key,
-                "the shards contain it, but no parameter here has that name: they belong to another model",
-            )),
-            None => Ok(()),
-        }
+            Ok(Expected { name: &parameter.name, shape: parameter.var.shape(), dtype, states: options.states() })
+        });
+        let expected = expected.collect::<Result<Vec<_>>>()?;
+        let shards = Shards::join::<R>(shards, self.process_group.rank(), self.options.len(), &expected)?;
+        let steps = shards.steps.iter().copied().enumerate().collect();
+        self.prepare(steps, shards.learning_rates.clone(), |index, name, start, elements| {
+            shards.take(&self.parameters[index].name, name, start, elements)
+        })
     }
 
     /// Prepares a new state from the results of `part(parameter, state, start, elements)`.
@@ -323,12 +280,4 @@ struct Prepared {
     learning_rates: Vec<f64>,
     /// The state of each piece, in the order of buckets.
     states: Vec<Vec<Tensor>>,
-}
-
-fn key(parameter: &str, part: &str) -> String {
-    format!("state.{parameter}.{part}")
-}
-
-fn kind<R: UpdateRule>() -> String {
-    format!("part of {}", R::NAME)
 }
