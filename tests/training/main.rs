@@ -18,6 +18,7 @@ mod tar_files;
 mod weights;
 
 mod accumulate;
+mod adapters;
 mod advice;
 mod amp;
 mod amp_grad_scaler;

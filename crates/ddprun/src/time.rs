@@ -1,9 +1,10 @@
 //! UTC times for messages and folder names.
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Returns year, month, day, hour, minute and second.
+/// Returns year, month, day, hour, minute and second. Times that come from elsewhere end with the year 9999.
 fn civil(time: SystemTime) -> [u64; 6] {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    const LAST: u64 = 253_402_300_799;
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs().min(LAST));
     let mut days = seconds / 86_400;
     let leap = |year: u64| (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400);
     let mut year = 1970;
@@ -47,5 +48,6 @@ mod tests {
         assert_eq!(readable(at(4_107_542_399)), "2100-02-28 23:59:59 UTC");
         assert_eq!(compact(at(4_107_542_400)), "21000301T000000");
         assert_eq!(compact(at(1_798_761_599)), "20261231T235959");
+        assert_eq!(readable(at(u64::MAX / 1000)), "9999-12-31 23:59:59 UTC");
     }
 }

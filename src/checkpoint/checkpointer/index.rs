@@ -328,6 +328,20 @@ mod tests {
         }
     }
 
+    #[test]
+    fn absurd_numbers_of_an_index_cost_nothing() {
+        for world_size in [u64::MAX, 1_000_000_000_000] {
+            let text = format!(
+                r#"{{"format": 1, "step": 18446744073709551615, "best": true, "world_size": {world_size}, "parts": [
+                {{"name": "zero", "sharded": true, "files": [{{"name": "zero-00000-of-{world_size:05}.safetensors",
+                "bytes": 18446744073709551615}}]}}]}}"#
+            );
+            assert!(
+                matches!(Index::parse(text.as_bytes()), Err(Fault::Damaged(why)) if why.contains("no save writes"))
+            );
+        }
+    }
+
     /// The format without hashes is still read, but not where there are some.
     #[test]
     fn an_index_of_the_first_format_is_read() {

@@ -7,7 +7,8 @@ pub(super) fn explain(records: &[RankRecord]) -> String {
     let (records, old) = without_old(records);
     let mut lines = Vec::new();
     let world_size = records.iter().map(|record| record.world_size).max().unwrap_or(0);
-    let absent: Vec<usize> = (0..world_size).filter(|rank| records.iter().all(|record| record.rank != *rank)).collect();
+    let present: BTreeSet<usize> = records.iter().map(|record| record.rank).collect();
+    let absent: Vec<usize> = (0..world_size).filter(|rank| !present.contains(rank)).collect();
     let mut groups: BTreeMap<&str, Group> = BTreeMap::new();
     for record in &records {
         for group in &record.groups {
@@ -196,7 +197,12 @@ fn last_common<'a>(group: Option<&Group<'a>>) -> Option<(u64, &'a CallRecord)> {
 
 /// Returns, for example, `rank 2` or `ranks 0, 1 and 3`.
 fn ranks(ranks: &[usize]) -> String {
-    let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    /// Further ones are only counted.
+    const MOST: usize = 64;
+    let mut names: Vec<String> = ranks.iter().take(MOST).map(usize::to_string).collect();
+    if ranks.len() > MOST {
+        names.push(format!("{} more", ranks.len() - MOST));
+    }
     match names.split_last() {
         Some((only, [])) => format!("rank {only}"),
         Some((last, others)) => format!("ranks {} and {last}", others.join(", ")),

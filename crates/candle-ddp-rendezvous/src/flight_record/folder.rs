@@ -2,8 +2,9 @@
 use super::explain::explain;
 use super::record::RankRecord;
 use super::{SUFFIX, VERSION};
-use crate::{Error, Result};
-use std::io;
+use crate::{Error, MOST_RANKS, Result};
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Explains the files `rank*.flight.json` in `folder`: why a run stopped, in plain sentences, one per line.
@@ -34,17 +35,33 @@ pub fn explain_folder(folder: &Path) -> Result<String> {
     }
     let mut records = Vec::new();
     for path in &paths {
-        let text = std::fs::read(path).map_err(reading(path))?;
+        let mut text = Vec::new();
+        File::open(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut text)).map_err(reading(path))?;
         records.push(parse(&text).map_err(reading(path))?);
     }
     records.sort_by_key(|record| record.rank);
     Ok(explain(&records))
 }
 
+/// A file takes no more bytes: a call takes some hundred, and programs remember some thousand calls.
+const LONGEST: u64 = 1 << 28;
+
+/// Reads a file, which may come from anywhere: what it says costs no more than its length, and a run of [`MOST_RANKS`].
 fn parse(text: &[u8]) -> io::Result<RankRecord> {
+    if text.len() as u64 > LONGEST {
+        return Err(io::Error::other(format!("it must have at most {LONGEST} bytes: no rank writes as many")));
+    }
     let record: RankRecord = serde_json::from_slice(text)?;
-    if record.version != VERSION {
-        let reason = format!("it has version {} of the format, but only version {VERSION} is known", record.version);
+    let RankRecord { version, rank, world_size, .. } = record;
+    if version != VERSION {
+        let reason = format!("it has version {version} of the format, but only version {VERSION} is known");
+        return Err(io::Error::other(reason));
+    }
+    if world_size > MOST_RANKS || rank >= world_size {
+        let reason = format!(
+            "it is of rank {rank} of {world_size}, but the world size must be at most {MOST_RANKS}, and the rank less than it: \
+             it is damaged, or no rank has written it"
+        );
         return Err(io::Error::other(reason));
     }
     Ok(record)
@@ -57,5 +74,39 @@ pub fn fuzz_records(data: &[u8]) {
     records.sort_by_key(|record| record.rank);
     if !records.is_empty() {
         assert!(!explain(&records).is_empty());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(rank: usize, world_size: usize) -> String {
+        format!(
+            r#"{{"version":{VERSION},"rank":{rank},"world_size":{world_size},"host":"a","pid":1,"reason":"","written_ns":0,
+                "groups":[{{"name":"world","ranks":[],"failure":null,"calls":[]}}]}}"#
+        )
+    }
+
+    #[test]
+    fn absurd_numbers_are_an_error_that_names_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("rank0.flight.json");
+        for (rank, world_size) in
+            [(0, usize::MAX), (0, 1_000_000_000_000), (0, MOST_RANKS + 1), (usize::MAX, 2), (2, 2), (0, 0)]
+        {
+            std::fs::write(&file, text(rank, world_size)).unwrap();
+            let error = explain_folder(folder.path()).unwrap_err().to_string();
+            assert!(error.contains("rank0.flight.json") && error.contains("must be at most 1048576"), "{error}");
+        }
+        // The largest run has a short explanation.
+        std::fs::write(&file, text(0, MOST_RANKS)).unwrap();
+        let told = explain_folder(folder.path()).unwrap();
+        assert!(told.contains("there is no file of ranks 1, 2, 3") && told.contains("and 1048511 more"), "{told}");
+        assert!(told.len() < 1000, "{} bytes", told.len());
+        // A file without an end.
+        File::create(&file).unwrap().set_len(LONGEST + 1).unwrap();
+        let error = explain_folder(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("rank0.flight.json") && error.contains("at most 268435456 bytes"), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! Reads the status of a run from its store.
 use super::document::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::json::decode;
-use candle_ddp_rendezvous::{Decision, Generations, RankStatus, Store, absent_ranks, rank_status_key};
+use candle_ddp_rendezvous::{Decision, Generations, MOST_RANKS, RankStatus, Store, absent_ranks, rank_status_key};
 use std::sync::Arc;
 
 /// A run at some time.
@@ -11,6 +11,8 @@ pub(super) struct Snapshot {
     pub(super) generation: Option<u64>,
     /// The ranks that take part, with their reports.
     pub(super) ranks: Vec<(usize, Option<RankStatus>)>,
+    /// How many more take part.
+    pub(super) unlisted: usize,
 }
 
 /// Reads from `store`, which messages call `name`.
@@ -23,6 +25,7 @@ pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous
         return Err(candle_ddp_rendezvous::Error::Store { operation, store: name, reason: reason.to_string() });
     }
     let run: RunStatus = decode(RUN_STATUS, &store.get(RUN_STATUS)?)?;
+    check(&run, &name)?;
     let log = Generations::new(Generations::agent_prefix(run.attempt), Arc::clone(&store));
     let (generation, ranks) = match log.announced()? {
         None => (None, ranks_of(&run)),
@@ -35,16 +38,39 @@ pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous
             (Some(generation), ranks)
         }
     };
+    let (ranks, unlisted) = (&ranks[..ranks.len().min(LISTED)], ranks.len().saturating_sub(LISTED));
     let key = |index: usize| rank_status_key(ranks[index]);
     let absent = absent_ranks(&*store, 0..ranks.len(), &key)?;
     let present: Vec<usize> = (0..ranks.len()).filter(|index| absent.binary_search(index).is_err()).collect();
     let keys: Vec<String> = present.iter().map(|index| key(*index)).collect();
     let values = store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
-    let mut ranks: Vec<(usize, Option<RankStatus>)> = ranks.into_iter().map(|rank| (rank, None)).collect();
+    let mut ranks: Vec<(usize, Option<RankStatus>)> = ranks.iter().map(|rank| (*rank, None)).collect();
     for ((index, key), value) in present.into_iter().zip(&keys).zip(values) {
         ranks[index].1 = Some(decode(key, &value)?);
     }
-    Ok(Snapshot { run, generation, ranks })
+    Ok(Snapshot { run, generation, ranks, unlisted })
+}
+
+/// The number of ranks whose reports are read. Anyone may write to a store without a secret: a status must not cost more than
+/// these.
+const LISTED: usize = 1 << 14;
+
+/// Refuses numbers that no launcher writes.
+fn check(run: &RunStatus, store: &str) -> candle_ddp_rendezvous::Result<()> {
+    let ranks = run.workers.checked_mul(run.nodes.len().max(1));
+    let is_node = |node_rank: usize| node_rank < run.nodes.len();
+    if ranks.is_some_and(|ranks| ranks <= MOST_RANKS) && run.nodes.iter().filter_map(|node| node.node_rank).all(is_node)
+    {
+        return Ok(());
+    }
+    let reason = format!(
+        "it has {} workers on each of {} nodes, but a run must have at most {MOST_RANKS} ranks, and its nodes must be numbered from \
+         0: no ddprun has written it",
+        run.workers,
+        run.nodes.len()
+    );
+    let operation = "reading the status of a run".to_string();
+    Err(candle_ddp_rendezvous::Error::Store { operation, store: store.to_string(), reason })
 }
 
 /// The ranks of the nodes that have taken part since the last start.
@@ -104,5 +130,27 @@ mod tests {
         log.decide(2, &Decision::Done).unwrap();
         let elastic = snapshot().unwrap();
         assert_eq!((elastic.generation, ranks(&elastic), &elastic.ranks[1].1), (Some(1), vec![0, 3], &Some(told)));
+    }
+
+    #[test]
+    fn absurd_numbers_are_an_error_or_cost_little() {
+        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
+        let status = |run: &RunStatus| {
+            store.set(RUN_STATUS, &encode(run)).unwrap();
+            read(Arc::clone(&store), "a:1".to_string())
+        };
+        for workers in [usize::MAX, usize::MAX / 3, 1_000_000_000_000, MOST_RANKS] {
+            let error = status(&RunStatus { workers, ..run() }).err().unwrap().to_string();
+            assert!(error.contains("a:1") && error.contains("at most 1048576 ranks"), "{error}");
+        }
+        let far = NodeStatus { host: "a".to_string(), node_rank: Some(usize::MAX), is_alive: true };
+        let error = status(&RunStatus { nodes: vec![far], ..run() }).err().unwrap().to_string();
+        assert!(error.contains("numbered from 0"), "{error}");
+        let one = vec![NodeStatus { host: "a".to_string(), node_rank: Some(0), is_alive: true }];
+        let last_failure = Some(crate::status::LastFailure { at: u64::MAX, text: "it failed".to_string() });
+        let many = status(&RunStatus { workers: 1_000_000, nodes: one, last_failure, ..run() }).unwrap();
+        assert_eq!((many.ranks.len(), many.unlisted), (LISTED, 1_000_000 - LISTED));
+        let text = crate::status::table::text(&many, std::time::SystemTime::now());
+        assert!(text.contains("and 983616 more ranks") && text.contains("it failed"), "{}", text.len());
     }
 }

@@ -30,6 +30,9 @@ pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
         let header = ["rank", "host", "pid", "generation", "steps", "steps/s", "last step"];
         text += &table(header, snapshot.ranks.iter().map(|(rank, told)| rank_row(snapshot, *rank, told.as_ref(), now)));
     }
+    if snapshot.unlisted > 0 {
+        text += &format!("and {} more ranks\n", snapshot.unlisted);
+    }
     match &run.last_failure {
         None => text + "\nno failure so far\n",
         Some(failure) => {
@@ -109,8 +112,12 @@ mod tests {
             nodes: vec![node("node0", Some(0), true), node("other", Some(1), false), node("spare", None, true)],
             last_failure: Some(LastFailure { at: milliseconds(now), text: "rank 1 was killed by SIGKILL".to_string() }),
         };
-        let mut snapshot =
-            Snapshot { run, generation: Some(2), ranks: vec![(0, Some(told)), (1, Some(fresh)), (2, None)] };
+        let mut snapshot = Snapshot {
+            run,
+            generation: Some(2),
+            ranks: vec![(0, Some(told)), (1, Some(fresh)), (2, None)],
+            unlisted: 0,
+        };
         let expected = "\
 run night: running, generation 2, 1 of 3 restarts used
 
