@@ -287,20 +287,22 @@ fn strangers_that_prove_nothing_hold_up_a_peer_only_for_a_while() {
     });
 }
 
-/// Forwards connections of `peers` ranks to `to`, each for control and for data, and returns the bytes that each client sent before the first
-/// reply and right after it.
-fn record(listener: &TcpListener, peers: usize, to: SocketAddr, kept: &Mutex<Vec<Vec<u8>>>) {
-    std::thread::scope(|scope| {
-        for _ in 0..2 * peers {
-            let (client, server) = (listener.accept().unwrap().0, TcpStream::connect(to).unwrap());
-            scope.spawn(move || {
+/// Forwards all connections to `to`, however many ranks call and however often, until the test program ends. Keeps the bytes that
+/// each client sent before the first reply and right after it.
+fn record(listener: TcpListener, to: SocketAddr) -> Arc<Mutex<Vec<Vec<u8>>>> {
+    let kept = Arc::<Mutex<Vec<Vec<u8>>>>::default();
+    let recorded = kept.clone();
+    std::thread::spawn(move || {
+        while let Ok((client, _)) = listener.accept() {
+            let (server, recorded) = (TcpStream::connect(to).unwrap(), recorded.clone());
+            std::thread::spawn(move || {
                 let copy = |mut from: &TcpStream, mut to: &TcpStream, keep: bool| {
                     let (mut bytes, mut sent) = ([0; 4096], Vec::new());
                     while let Ok(count @ 1..) = from.read(&mut bytes) {
                         if keep && sent.len() < GREETING + PROOF {
                             sent.extend_from_slice(&bytes[..count]);
                             if sent.len() >= GREETING + PROOF {
-                                kept.lock().unwrap().push(sent[..GREETING + PROOF].to_vec());
+                                recorded.lock().unwrap().push(sent[..GREETING + PROOF].to_vec());
                             }
                         }
                         if to.write_all(&bytes[..count]).is_err() {
@@ -316,13 +318,13 @@ fn record(listener: &TcpListener, peers: usize, to: SocketAddr, kept: &Mutex<Vec
             });
         }
     });
+    kept
 }
 
 #[test]
 fn a_replayed_handshake_is_refused() {
     let store = store();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let kept = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         // Rank 2 comes last, so that rank 0 listens until then.
         let rank_0 = start(scope, &store, 0, 3);
@@ -330,8 +332,7 @@ fn a_replayed_handshake_is_refused() {
         let (address, _, digits) = published(&store);
         let proxy = listener.local_addr().unwrap();
         store.set("addr/0", format!("{proxy} {digits}").as_bytes()).unwrap();
-        let (listener, kept) = (&listener, &kept);
-        scope.spawn(move || record(listener, 2, address, kept));
+        let kept = record(listener, address);
         let rank_1 = start(scope, &store, 1, 3);
         let started = Instant::now();
         while kept.lock().unwrap().is_empty() {
@@ -355,16 +356,14 @@ fn a_replayed_handshake_is_refused() {
 fn a_peer_that_was_closed_before_it_was_heard_calls_again_without_a_secret_too() {
     let store = store();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let kept = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         let rank_0 = scope.spawn(|| join(&store, 0, 2, None, TIMEOUT));
         let (address, _, digits) = published(&store);
         let proxy = listener.local_addr().unwrap();
         store.set("addr/0", format!("{proxy} {digits}").as_bytes()).unwrap();
-        let (listener, kept) = (&listener, &kept);
-        scope.spawn(move || {
+        std::thread::spawn(move || {
             (0..3).for_each(|_| drop(listener.accept().unwrap()));
-            record(listener, 1, address, kept);
+            record(listener, address);
         });
         let rank_1 = scope.spawn(|| join(&store, 1, 2, None, TIMEOUT));
         assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));

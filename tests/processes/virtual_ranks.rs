@@ -298,8 +298,12 @@ fn layers_of_another_test() {
                 assert!(dtype == DType::BF16, "{name}");
                 continue;
             };
-            let grads =
-                (&y * tensor(y.dims(), 77).to_dtype(dtype).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+            let grads = (&y * tensor(y.dims(), 77).to_dtype(y.dtype()).unwrap())
+                .unwrap()
+                .sum_all()
+                .unwrap()
+                .backward()
+                .unwrap();
             all.insert(format!("{name} {dtype:?}"), hash(&y));
             for (number, var) in vars.iter().enumerate() {
                 all.insert(format!("{name} {dtype:?}, gradient {number}"), hash(grads.get(var).unwrap()));

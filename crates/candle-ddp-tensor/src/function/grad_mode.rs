@@ -19,11 +19,9 @@ thread_local! {
 /// track: `DistributedDataParallel::with_no_grad_model` of candle-ddp makes a model of them that shares the memory of the first.
 ///
 /// ```
-/// # use candle_core::{DType, Device, Module, Tensor};
-/// # use candle_nn::{VarBuilder, VarMap};
+/// # use candle_core::{DType, Device, Var};
 /// # fn main() -> candle_core::Result<()> {
-/// # let varmap = VarMap::new();
-/// # let weight = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu).get((2, 3), "weight")?;
+/// # let weight = Var::zeros((2, 3), DType::F32, &Device::Cpu)?;
 /// use candle_ddp_tensor::function::{add, no_grad};
 /// let sum = no_grad(|| add(&weight, &weight))?;
 /// assert!(!sum.track_op());
