@@ -9,8 +9,8 @@
 //! one process. Each line of the output is a JSON object: `index_seconds`, the first opening, which makes the indices;
 //! `open_seconds`, every other one; `resume_seconds`, from a state in the middle of an epoch to the loader being there, and
 //! `first_batch_seconds`, from then to the first batch; and for a number of workers `samples_per_second`, with the samples of
-//! `BlockShuffle` in batches of 64. With `--cached`, the shards are read through a `RangeCache` in FOLDER/blocks, which the first round
-//! fills.
+//! `BlockShuffle` in batches of 64. With `--cached`, the shards are read through a `RangeCache` in FOLDER/blocks, which the first
+//! round fills.
 //!
 //! Without `--bench` (as under `cargo test`), it reads a few samples as a smoke test.
 use candle_ddp::data::{

@@ -1,7 +1,7 @@
 //! The names that most programs use: `use candle_ddp::prelude::*;`.
 //!
-//! It has candle's types that every model needs, this crate's door (process group, model, data, optimizer, checkpoints), [`no_grad`] for
-//! evaluation, and no layers: take those from [`nn`](crate::nn). `Optimizer` is this crate's trait.
+//! It has candle's types that every model needs, this crate's basic types (process group, model, data, optimizer, checkpoints),
+//! [`no_grad`] for evaluation, and no layers: take those from [`nn`](crate::nn). `Optimizer` is this crate's trait.
 //! `docs/migrating.md` lists the names.
 #[doc(no_inline)]
 pub use crate::checkpoint::{self, Parts, StateDict};

@@ -65,7 +65,7 @@ class Soak:
 
     @property
     def calm(self):
-        """What decides the result of the run."""
+        """Everything that decides the result of the run."""
         return self.shape, self.transport, self.world
 
 

@@ -16,9 +16,9 @@ pub fn bytes<R>(tensor: &Tensor, work: impl FnOnce(&[u8]) -> R) -> Result<R> {
     bytes.map(work).ok_or_else(|| unreachable_bytes(tensor, "bytes"))
 }
 
-/// Calls `work` with the bytes of `tensor` to change them. Gradients end here: no backward pass learns of the change. The storage, which views of the tensor share, stays locked
-/// meanwhile. An engine that waits for other ranks should not do so in `work`: they may be waiting for a call of this
-/// rank on another view.
+/// Calls `work` with the bytes of `tensor` to change them. Gradients end here: no backward pass learns of the change. The storage,
+/// which views of the tensor share, stays locked meanwhile. An engine that waits for other ranks should not do so in `work`: they
+/// may be waiting for a call of this rank on another view.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -130,7 +130,7 @@ pub(super) struct Call {
 impl Call {
     /// The size of an encoded call in bytes.
     pub(super) const BYTES: usize = Self::EXACT_BYTES + 8;
-    /// The size of what must be equal on all ranks. The shape and the place follow.
+    /// The size of the part that must be equal on all ranks. The shape and the place follow.
     const EXACT_BYTES: usize = 20;
     const NONE: u8 = u8::MAX;
 

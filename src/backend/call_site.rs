@@ -67,7 +67,7 @@ impl CallSite {
         OTHER.set(theirs);
     }
 
-    /// The place that was noted, for once.
+    /// The place that was noted, which is then forgotten.
     pub(super) fn take_met() -> Option<Self> {
         Some(OTHER.take()).filter(|place| *place != Self::NONE)
     }

@@ -104,7 +104,7 @@ pub enum Collective {
     Barrier,
 }
 
-/// What a collective does with a tensor.
+/// The use that a collective makes of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,

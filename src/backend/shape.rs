@@ -1,14 +1,14 @@
-//! The shape of a call's tensor, as far as ranks must agree in it. It travels with the call as a number.
+//! The shape of a call's tensor, as far as ranks must agree on it. It travels with the call as a number.
 use super::texts;
 use std::cell::Cell;
 
-/// The dimensions that say which element is which: those of size 1 do not.
+/// The dimensions that say which element is which: all but the dimensions of size 1.
 pub(super) fn significant(dims: &[usize]) -> impl Iterator<Item = usize> + '_ {
     dims.iter().copied().filter(|size| *size != 1)
 }
 
-/// A number for a shape, or 0 for one that says nothing: that of a one-dimensional tensor, which is a buffer for values of any
-/// shape, and of a tensor without elements. Dimensions of size 1 do not count.
+/// A number for a shape, or 0 for a shape that says nothing. A one-dimensional tensor, which is a buffer for values of any shape,
+/// and a tensor without elements have such a shape. Dimensions of size 1 do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ShapeCode(u32);
 

@@ -62,7 +62,7 @@ pub struct LoaderIter<T> {
     here: Position,
     /// Where the loader keeps it.
     position: Arc<Mutex<Position>>,
-    /// Until the first batch, what is said if the epoch was begun before. None on other ranks than rank 0.
+    /// Until the first batch: says once if the epoch was begun before. None on ranks other than rank 0.
     restart: Option<Arc<Once>>,
 }
 
@@ -113,7 +113,7 @@ impl<T> LoaderIter<T> {
         position: Arc<Mutex<Position>>,
         restart: Option<Arc<Once>>,
     ) -> Self {
-        // After a resume, the middle is where it should begin.
+        // After a resume, the iterator should begin in the middle.
         let restart = restart.filter(|_| start.consumed == 0 && !start.chosen);
         let here = Position { resume: false, ..start };
         Self { batches: Some(batches), failure: None, remaining, progress, here, position, restart }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 /// [`RangeCache`](super::RangeCache). `docs/data.md` has one over the crate `object_store`.
 ///
 /// Several threads call its functions at the same time. They must return after a time, with an error if the other side does not
-/// answer, since nobody else can end them. [`RangeCache`](super::RangeCache) tries again after errors, except after those of kinds
-/// [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied), [`InvalidInput`](ErrorKind::InvalidInput)
-/// and [`Unsupported`](ErrorKind::Unsupported).
+/// answer, since nobody else can end them. [`RangeCache`](super::RangeCache) tries again after errors, except after errors of the
+/// kinds [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
+/// [`InvalidInput`](ErrorKind::InvalidInput) and [`Unsupported`](ErrorKind::Unsupported).
 pub trait ReadRange: Send + Sync {
-    /// The name of `file` in the world, such as its URL: no file of another source may have the same one, and a file must have the
-    /// same one in every process and run. What is kept on a disk belongs to it. It must not be empty. It is asked for often, so it
-    /// should not ask the other side.
+    /// The name of `file` in the world, such as its URL: no file of another source may have the same name, and a file must have the
+    /// same name in every process and run. Caches on a disk find its data by this name. It must not be empty. This function is
+    /// called often, so it should not ask the other side.
     fn location(&self, file: &str) -> String;
 
     /// The version of `file` that is there now.
@@ -28,11 +28,11 @@ pub trait ReadRange: Send + Sync {
     /// The system's, or any other. A file that has changed, and is shorter now, is an error or gives fewer bytes.
     fn read_range(&self, file: &str, range: Range<u64>) -> io::Result<Vec<u8>>;
 
-    /// Like [`read_range`](Self::read_range), but from the file itself, whatever the source keeps of it: the bytes that it keeps
-    /// were not what they should be. A source that keeps nothing need not implement it.
+    /// Like [`read_range`](Self::read_range), but from the file itself, even if the source keeps bytes of it: the bytes that it
+    /// keeps were not what they should be. A source that keeps nothing need not implement it.
     ///
     /// # Errors
-    /// Those of [`read_range`](Self::read_range).
+    /// The errors of [`read_range`](Self::read_range).
     fn read_again(&self, file: &str, range: Range<u64>) -> io::Result<Vec<u8>> {
         self.read_range(file, range)
     }
@@ -43,7 +43,7 @@ pub trait ReadRange: Send + Sync {
 pub struct FileVersion {
     /// The length of the file, in bytes.
     pub len: u64,
-    /// What changes whenever the content does: the ETag, a generation, a hash or, if there is nothing better, the time of
+    /// A text that changes whenever the content does: the ETag, a generation, a hash or, if there is nothing better, the time of
     /// modification. It must not be empty: a source whose files never change gives a text such as `immutable`.
     pub tag: String,
 }
@@ -66,7 +66,7 @@ impl<R: ReadRange + ?Sized> ReadRange for Arc<R> {
     }
 }
 
-/// The location of a file, by which what is kept of it is found again.
+/// The location of a file, by which its kept blocks are found again.
 pub(super) fn location_of(source: &(impl ReadRange + ?Sized), file: &str) -> io::Result<String> {
     let location = source.location(file);
     match location.is_empty() {

@@ -210,7 +210,7 @@ fn check_one_number(loss: &Tensor, pass: &Pass) -> Result<()> {
     Err(Error::invalid(argument, format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
 }
 
-/// Checks that the loss is not one of an evaluation, which has no graph.
+/// Checks that the loss does not come from an evaluation, which has no graph.
 fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
     let ran_without_graph = |model: &Member| model.core.ran_without_graph.load(Ordering::Relaxed);
     if loss.track_op() || pass.count == Some(0.) || !pass.models.iter().any(ran_without_graph) {

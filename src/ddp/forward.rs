@@ -7,14 +7,16 @@ use candle_core::{Module, ModuleT, Tensor};
 use candle_nn::VarBuilder;
 
 impl<M> DistributedDataParallel<M> {
-    /// Runs `f` on the model, with every parameter up to date: for a model's own methods, such as `ddp.call(|net| net.generate(&x))`,
-    /// and for forward passes that take other arguments than one tensor. PyTorch's `model.module`.
+    /// Runs `f` on the model, with every parameter up to date: for a model's own methods, such as
+    /// `ddp.call(|net| net.generate(&x))`, and for forward passes that take other arguments than one tensor. PyTorch's
+    /// `model.module`.
     ///
     /// There is no `ddp.module()`, since a reference that is kept would become stale: the model computes with copies of the
     /// variables, and only this, [`forward`](Self::forward) and [`forward_t`](Self::forward_t) update them after an optimizer's
     /// step. [`call_mut`](Self::call_mut) gives `&mut M`, and [`into_module`](Self::into_module) the model itself.
     ///
-    /// Under [`no_grad`](crate::nn::no_grad) `f` gets the model of [`with_no_grad_model`](Self::with_no_grad_model), if there is one.
+    /// Under [`no_grad`](crate::nn::no_grad) `f` gets the model of [`with_no_grad_model`](Self::with_no_grad_model), if there is
+    /// one.
     ///
     /// Between a forward pass and its [`backward`](Self::backward), call this, [`forward`](Self::forward) and
     /// [`forward_t`](Self::forward_t) only while the variables do not change: after a change, for example by
@@ -24,7 +26,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`cast_forward_inputs`](Self::cast_forward_inputs).
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
@@ -37,11 +39,11 @@ impl<M> DistributedDataParallel<M> {
     /// Like [`call`](Self::call), for what changes the model: a forward pass that takes `&mut self`, a cache to be emptied, a mode.
     /// It is for state outside of variables; a tensor that replaces a parameter would be neither averaged nor saved.
     ///
-    /// A guard of [`no_sync`](Self::no_sync), [`sync_if`](Self::sync_if) or [`freeze`](Self::freeze) borrows the model, and this needs
-    /// it whole. If the two must meet, let the closure of [`new`](Self::new) return a `RefCell` of the model, and use `call`.
+    /// A guard of [`no_sync`](Self::no_sync), [`sync_if`](Self::sync_if) or [`freeze`](Self::freeze) borrows the model, and this
+    /// needs it whole. If the two must meet, let the closure of [`new`](Self::new) return a `RefCell` of the model, and use `call`.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     pub fn call_mut<T, E>(&mut self, f: impl FnOnce(&mut M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
@@ -52,26 +54,26 @@ impl<M> DistributedDataParallel<M> {
         core.phase("forward", || f(no_grad_module.unwrap_or(module))).map_err(|error| self.explain(error.into()))
     }
 
-    /// Ends DistributedDataParallel and returns the model with the parameters' last values: to merge adapters into its weights, or to
-    /// use it in another way. It no longer follows the variables.
+    /// Ends DistributedDataParallel and returns the model with the parameters' last values: to merge adapters into its weights, or
+    /// to use it in another way. It no longer follows the variables.
     ///
     /// Its parameters still are replicas, so `loss.backward()` through them is [`Error::BackwardOutside`]. To train on without DDP,
     /// build the model from the same `VarMap`.
     ///
     /// # Errors
-    /// Those of the last copies of the variables.
+    /// The errors of the last copies of the variables.
     pub fn into_module(self) -> Result<M> {
         self.core.begin_forward(false)?;
         Ok(self.module)
     }
 
     /// Builds the model a second time, from tensors that candle does not track. Under [`no_grad`](crate::nn::no_grad),
-    /// [`forward`](Self::forward), [`forward_t`](Self::forward_t) and [`call`](Self::call) then use this model, in which no operation
-    /// records a graph.
+    /// [`forward`](Self::forward), [`forward_t`](Self::forward_t) and [`call`](Self::call) then use this model, in which no
+    /// operation records a graph.
     ///
-    /// Under `no_grad` the layers of [`nn`](crate::nn) record nothing anyway. But candle's own operations, and with them candle_nn's
-    /// layers, record whenever one of their arguments is a parameter, and then keep the activations of the whole forward pass. A model
-    /// in which a parameter meets such an operation needs this:
+    /// Under `no_grad` the layers of [`nn`](crate::nn) record nothing anyway. But candle's own operations, and with them
+    /// candle_nn's layers, record whenever one of their arguments is a parameter, and then keep the activations of the whole
+    /// forward pass. A model in which a parameter meets such an operation needs this:
     ///
     /// ```
     /// # use candle_core::{DType, Tensor};
@@ -92,15 +94,15 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// Both models have the same memory: this one computes with the variables themselves, and always sees their last values. (Under
-    /// [`MixedPrecision`](crate::amp::MixedPrecision) it shares the converted copies.) Buffers and [ignored](crate::Role::Ignored) variables
-    /// are the same in both. Nothing is sent, so ranks need not call it together.
+    /// [`MixedPrecision`](crate::amp::MixedPrecision) it shares the converted copies.) Buffers and [ignored](crate::Role::Ignored)
+    /// variables are the same in both. Nothing is sent, so ranks need not call it together.
     ///
     /// **State outside of variables is not shared**: what the model keeps in a `RefCell`, or draws at random in its constructor and
     /// keeps in a plain tensor, exists twice. Such a model must not have this, or must request that state from the `VarBuilder`.
     ///
     /// # Errors
-    /// Those of `build`; [`Error::Parameter`] if it does not request all variables of the model; an error for a variable that the
-    /// model does not have.
+    /// The errors of `build`; [`Error::Parameter`] if it does not request all variables of the model; an error for a variable
+    /// that the model does not have.
     pub fn with_no_grad_model<E>(
         mut self,
         build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
@@ -128,7 +130,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`no_grad`](crate::nn::no_grad): then the result has no graph, and no activations are kept.
     ///
     /// # Errors
-    /// Those of the model.
+    /// The errors of the model.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor>
     where
         M: Module,
@@ -137,12 +139,12 @@ impl<M> DistributedDataParallel<M> {
         self.call(|module| module.forward(&xs)).map(|result| self.without_graph(result))
     }
 
-    /// The model's forward pass on `xs`, which mixed precision converts, in training or evaluation mode. As with PyTorch's `eval`, the
-    /// mode is about layers such as dropout and batch normalisation, and gradients flow in both: an evaluation without a backward
-    /// pass is `no_grad(|| ddp.forward_t(&xs, false))`.
+    /// The model's forward pass on `xs`, which mixed precision converts, in training or evaluation mode. As with PyTorch's `eval`,
+    /// the mode is about layers such as dropout and batch normalisation, and gradients flow in both: an evaluation without a
+    /// backward pass is `no_grad(|| ddp.forward_t(&xs, false))`.
     ///
     /// # Errors
-    /// Those of the model.
+    /// The errors of the model.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
     where
         M: ModuleT,
@@ -151,12 +153,12 @@ impl<M> DistributedDataParallel<M> {
         self.call(|module| module.forward_t(&xs, train)).map(|result| self.without_graph(result))
     }
 
-    /// The model's input for `xs`: under mixed precision a tensor of [`param_dtype`](crate::amp::MixedPrecision::param_dtype), unless it holds
-    /// integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use it with
-    /// [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
+    /// The model's input for `xs`: under mixed precision a tensor of [`param_dtype`](crate::amp::MixedPrecision::param_dtype),
+    /// unless it holds integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use
+    /// it with [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
     ///
     /// # Errors
-    /// Those of candle's conversion.
+    /// The errors of candle's conversion.
     pub fn cast_forward_inputs(&self, xs: &Tensor) -> Result<Tensor> {
         match self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
             Some(dtype) if xs.dtype().is_float() => Ok(xs.to_dtype(dtype)?),

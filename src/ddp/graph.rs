@@ -41,7 +41,7 @@ fn birth(tensor: &Tensor) -> u64 {
 pub(crate) struct Identity {
     /// Number of guards that keep the model's parameters out of graphs.
     frozen: AtomicUsize,
-    /// When the model was built: what is older belongs to the model itself, such as views of its parameters.
+    /// When the model was built: older tensors belong to the model itself, such as views of its parameters.
     built: AtomicU64,
     /// When the values of its parameters last changed.
     changed: AtomicU64,

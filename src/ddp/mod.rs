@@ -78,7 +78,7 @@ use std::sync::Arc;
 /// while the others are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
-    /// What computes instead of `module` under `no_grad`.
+    /// The model that computes instead of `module` under `no_grad`.
     no_grad_module: Option<M>,
     core: Box<DistributedModel>,
 }
@@ -270,11 +270,11 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Gives all ranks rank 0's buffers, such as the running statistics of batch norms. Synchronised backward passes do so by
-    /// themselves; call this where ranks may have gone different ways since the last one, as after a forward pass in
+    /// themselves; call this where ranks may have different buffers since the last one, as after a forward pass in
     /// training mode without a backward pass, so that they evaluate and save the same model. Every rank must call it.
     ///
     /// # Errors
-    /// Those of [`broadcast`](ProcessGroup::broadcast).
+    /// The errors of [`broadcast`](ProcessGroup::broadcast).
     pub fn broadcast_buffers(&self) -> Result<()> {
         let buffers = self.core.variables.buffers.iter().map(|buffer| &buffer.var);
         sync::broadcast(self.core.reducer.groups(), buffers, 0)?.finish()

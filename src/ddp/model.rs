@@ -134,14 +134,14 @@ impl DistributedModel {
         self.options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(self.options.dtype)
     }
 
-    /// Prepares a forward pass, with the model's own tensors or those of its model for `no_grad`.
+    /// Prepares a forward pass, with the model's own tensors or the tensors of its model for `no_grad`.
     pub(super) fn begin_forward(&self, of_no_grad_model: bool) -> Result<()> {
         self.ran_without_graph.store(!is_grad_enabled(), Ordering::Relaxed);
         self.phase("refresh", || self.refresh(of_no_grad_model))
     }
 
-    /// Updates the replicas, and converted frozen tensors, from the variables. The model for `no_grad` needs only those that have
-    /// another dtype than their variables.
+    /// Updates the replicas, and converted frozen tensors, from the variables. The model for `no_grad` needs only tensors whose
+    /// dtype differs from the dtype of their variables.
     fn refresh(&self, only_converted: bool) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
         // Without a graph, no backward pass follows.

@@ -20,22 +20,22 @@ pub(crate) fn delivered(loader: usize, epoch: u64) {
     LAST.set(Some(Origin { loader, epoch }));
 }
 
-/// The passes whose gradients add up to those of one step.
+/// The passes whose gradients add up to the gradients of one step.
 #[derive(Default)]
 pub(super) struct Window {
     passes: usize,
     first: Option<Origin>,
     /// Whether they had batches of two epochs of one loader.
     crosses: bool,
-    /// How many passes the window before had.
+    /// How many passes the previous window had.
     previous: Option<usize>,
     said: bool,
 }
 
 impl Window {
-    /// Counts a pass of a model, whose gradients may add up under `no_sync`. A loop that makes a step after every n batches of an epoch
-    /// leaves some at its end, and its next step has n and those: rank 0 says so. A loop that counts on over the epochs has n each
-    /// time.
+    /// Counts a pass of a model, whose gradients may add up under `no_sync`. A loop that makes a step after every n batches of an
+    /// epoch leaves some passes at its end, and its next step has these in addition to its own n: rank 0 says so. A loop that
+    /// counts across epochs has n each time.
     pub(super) fn pass(&mut self, is_last: bool, rank: usize) {
         if let Some([passes, previous]) = self.count(LAST.get(), is_last).filter(|_| rank == 0) {
             warn_aloud(format_args!(
@@ -46,8 +46,8 @@ impl Window {
         }
     }
 
-    /// Counts a pass. Returns how many passes the window and the one before had, once, if the last pass ends a window over the end of
-    /// an epoch, and it is larger.
+    /// Counts a pass. Returns how many passes the window and the one before had, once, if the last pass ends a window over the end
+    /// of an epoch, and it is larger.
     fn count(&mut self, origin: Option<Origin>, is_last: bool) -> Option<[usize; 2]> {
         self.passes += 1;
         self.first = self.first.or(origin);

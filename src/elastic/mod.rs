@@ -175,7 +175,7 @@ fn finished_without() -> Error {
 /// off, ranks that know it have left or failed.
 fn failure_of(pg: &ProcessGroup) -> Option<Error> {
     const PATIENCE: Duration = Duration::from_millis(500);
-    /// A rank that has left such a group because the run's group has failed ends that as soon as its program returns.
+    /// A rank that has left such a group because the run's group has failed ends the run's group as soon as its program returns.
     const PATIENCE_FOR_OTHERS: Duration = Duration::from_secs(30);
     let since = Instant::now();
     loop {

@@ -15,7 +15,7 @@ pub(super) fn on_ranks(rank: Option<usize>) -> String {
     rank.map_or("on any rank".to_string(), |rank| format!("on rank {rank}"))
 }
 
-/// What a rank does in a step for which it has no samples.
+/// Advice for a rank that has no samples in a step.
 pub(super) fn without_samples(rank: Option<usize>) -> &'static str {
     match rank {
         Some(_) => {

@@ -10,9 +10,9 @@ use std::collections::HashMap;
 /// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
 ///
 /// By default, the first [`update`](Self::update) copies the weights, as in PyTorch; each further one moves the average by
-/// `1 - decay` of the distance towards them. [`FirstUpdate::Averages`] begins with the weights from the construction instead. Averages of 16-bit weights are kept in f32, since their own dtype would round such small
-/// changes away (PyTorch keeps that dtype). Variables of integer type are left alone. Buffers are averaged if they are
-/// given.
+/// `1 - decay` of the distance towards them. [`FirstUpdate::Averages`] begins with the weights from the construction instead.
+/// Averages of 16-bit weights are kept in f32, since their own dtype would round such small changes away (PyTorch keeps that
+/// dtype). Variables of integer type are left alone. Buffers are averaged if they are given.
 ///
 /// Under DDP all ranks have the same weights and so the same average, without communication.
 pub struct Ema {
@@ -28,7 +28,7 @@ pub struct Ema {
 pub struct EmaOptions {
     /// The share of the average that stays in each update, from 0 to 1. Default: 0.999.
     pub decay: f64,
-    /// What the first update does. Default: it copies the weights, as PyTorch's.
+    /// The effect of the first update. Default: it copies the weights, as in PyTorch.
     pub first_update: FirstUpdate,
 }
 
@@ -38,10 +38,10 @@ impl Default for EmaOptions {
     }
 }
 
-/// What the first [`Ema::update`] does.
+/// The effect of the first [`Ema::update`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FirstUpdate {
-    /// It copies the weights, as that of PyTorch's `AveragedModel`.
+    /// It copies the weights, as in PyTorch's `AveragedModel`.
     #[default]
     Copies,
     /// It moves the average, which has begun with the weights from the construction of the [`Ema`]: the average of most
@@ -81,7 +81,7 @@ impl Ema {
     /// Like [`new`](Self::new), with all options.
     ///
     /// # Errors
-    /// Those of `new`.
+    /// The errors of `new`.
     pub fn with_options(parameters: Vec<(String, Var)>, options: EmaOptions) -> Result<Self> {
         let decay = options.decay;
         if !(0. ..=1.).contains(&decay) {

@@ -96,8 +96,8 @@ pub trait Optimizer: StateDict {
     /// Loads what a state has of this optimizer's parameters, by name, and reports the rest: for a state that was saved
     /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
     /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
-    /// may be others. [`load_state_dict`](StateDict::load_state_dict) takes only a state of the same parameters. Gradients end here,
-    /// as there.
+    /// may be others. [`load_state_dict`](StateDict::load_state_dict) takes only a state of the same parameters. Gradients end
+    /// here, as there.
     ///
     /// # Errors
     /// Returns those of `load_state_dict` for a state of another kind of optimizer, or of a parameter of another shape.

@@ -80,9 +80,9 @@ pub trait UpdateRule: Clone + Debug {
     /// Returns the new value of a parameter, and replaces the tensors in `states` by their new values.
     ///
     /// `parameter`, `gradient`, each state and the result have the same shape, dtype and device, and no graph. Gradients end here:
-    /// the optimizer makes the result the new value of the parameter. The shape is the parameter's own, or one-dimensional for a piece of it under
-    /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). The dtype is f64 for parameters of f64, and f32 for
-    /// those of f32, f16 and bf16: the optimizer converts 16-bit parameters and gradients, and rounds the result. A
+    /// the optimizer makes the result the new value of the parameter. The shape is the parameter's own, or one-dimensional for a
+    /// piece of it under [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). The dtype is f64 for parameters of f64, and
+    /// f32 for parameters of f32, f16 and bf16: the optimizer converts 16-bit parameters and gradients, and rounds the result. A
     /// state is zero at first. `step` counts the updates of this parameter from 1.
     ///
     /// Your rule may call that of another for some parameters, such as AdamW for those that are no matrices. The rules

@@ -34,7 +34,7 @@ impl<S: Schedule + ?Sized> Schedule for Box<S> {
     }
 }
 
-/// What changes the learning rates of an optimizer from step to step: an [`LrScheduler`] of any [`Schedule`], or a
+/// Changes the learning rates of an optimizer from step to step: an [`LrScheduler`] of any [`Schedule`], or a
 /// [`ReduceLrOnPlateau`](super::ReduceLrOnPlateau). A program that chooses one at run time stores a `Box<dyn Scheduler>`:
 ///
 /// ```
@@ -56,7 +56,7 @@ pub trait Scheduler: StateDict {
     /// [`ReduceLrOnPlateau`](super::ReduceLrOnPlateau) watches; schedules ignore it.
     ///
     /// # Errors
-    /// Those of the scheduler's own `step`.
+    /// The errors of the scheduler's own `step`.
     fn step_by(&mut self, optimizer: &mut dyn Optimizer, metric: f64) -> Result<()>;
 }
 

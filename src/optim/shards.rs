@@ -21,15 +21,15 @@ pub(super) fn kind<R: UpdateRule>() -> String {
 pub(super) struct Expected<'a> {
     pub(super) name: &'a str,
     pub(super) shape: &'a Shape,
-    /// That of its states.
+    /// The dtype of its states.
     pub(super) dtype: DType,
     pub(super) states: &'static [&'static str],
 }
 
-/// What the shards hold.
+/// The contents of the shards.
 pub(super) struct Shards {
     pub(super) learning_rates: Vec<f64>,
-    /// Of each parameter, in the order in which they were asked for.
+    /// The step of each parameter, in the order in which they were asked for.
     pub(super) steps: Vec<u64>,
     parts: Parts,
 }

@@ -1,4 +1,4 @@
-//! What the groups of a job have in common: the errors of their calls, why they have ended, and how that is reported to the
+//! The state that the groups of a job share: the errors of their calls, why they have ended, and how that is reported to the
 //! launcher.
 use crate::backend::Communicator;
 use crate::error::Failure;
@@ -121,8 +121,8 @@ impl Job {
         self.has_echo.load(Ordering::Relaxed)
     }
 
-    /// Records why the group of all ranks ends, with ranks numbered as in it, unless that is known: because one of its
-    /// calls has returned this failure, or because a process has ended, in whichever group a call has noticed it.
+    /// Records why the group of all ranks ends, with ranks numbered as in that group, unless the reason is known already. Either
+    /// one of its calls has returned this failure, or a process has ended, and a call in any group has noticed it.
     pub(super) fn end(&self, failure: Failure) {
         // The first reason stays.
         let _ = self.ended.set(failure);

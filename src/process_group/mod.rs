@@ -58,10 +58,10 @@ use std::time::Duration;
 ///
 /// Every rank of the group must make the same calls in the same order (`send` and `recv` pair up between two ranks).
 /// Tensors must be contiguous, live on [`device`](Self::device), and have the same dtype and shape on every rank; dimensions of
-/// size 1 do not count, and a one-dimensional tensor fits every shape with as many elements. They are changed in place, and so is every other tensor that shares their storage. No gradient flows through a
-/// collective, so a tensor through which gradients flow, such as a loss or the output of a model, is refused, wherever a
-/// collective would read or change it: pass `z.detach()` to be read, `loss.detach().copy()?` to be changed. Variables are
-/// taken as their values, as by `Var::set`.
+/// size 1 do not count, and a one-dimensional tensor fits every shape with as many elements. They are changed in place, and so is
+/// every other tensor that shares their storage. No gradient flows through a collective, so a tensor through which gradients flow,
+/// such as a loss or the output of a model, is refused, wherever a collective would read or change it: pass `z.detach()` to be
+/// read, `loss.detach().copy()?` to be changed. A variable stands for its values, as with `Var::set`.
 ///
 /// Where a tensor holds a part for each rank, the parts are equally many rows: dimension 0 divides by the number of ranks.
 /// Part and rows have the same shape, apart from dimensions of size 1, or one of the two tensors is one-dimensional, and
@@ -297,8 +297,8 @@ impl ProcessGroup {
         self.0.communicator.failure().or_else(|| self.0.place.failure_of_parts())
     }
 
-    /// Why the group of all ranks has failed, or must end: a part of it has failed, or a process has ended, as a call has found
-    /// in whichever group of the job.
+    /// Why the group of all ranks has failed, or must end: a part of it has failed, or a process has ended, as a call in any group
+    /// of the job has found.
     pub(crate) fn end_of_job(&self) -> Option<Error> {
         self.failure().or_else(|| Some(self.0.place.ended()?.into()))
     }

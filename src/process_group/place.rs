@@ -9,7 +9,7 @@ use std::time::Instant;
 /// Which of the groups of a job a group is, and how its ranks are numbered in the group of all ranks.
 pub(super) struct Place {
     pub(super) job: Arc<Job>,
-    /// Its number among the groups of the job, and that of the group of which it is a part.
+    /// Its number among the groups of the job, and the number of the group of which it is a part.
     number: u64,
     part_of: u64,
     /// This rank's number in the group.
@@ -38,7 +38,7 @@ impl Place {
         Self { job, number, part_of: self.part_of, rank: self.rank, global_ranks }
     }
 
-    /// Whether it is the group of all ranks, or a part of that.
+    /// Whether it is the group of all ranks, or a part of that group.
     pub(super) fn is_of_all(&self) -> bool {
         self.part_of == 0
     }

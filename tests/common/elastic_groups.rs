@@ -33,7 +33,7 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |number| number.parse().unwrap())
 }
 
-/// A network whose statistics may be those of all ranks, and in whose backward pass a rank may die.
+/// A network whose statistics may span all ranks, and in whose backward pass a rank may die.
 struct Net {
     input: Linear,
     norm: Option<nn::BatchNorm>,
@@ -145,7 +145,7 @@ fn subgroups(pg: &ProcessGroup) -> Result<Vec<ProcessGroup>> {
     Ok(made.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
-/// What this rank's numbers become among all: it depends on every group in which it communicates.
+/// Exchanges this rank's numbers with the others. The result depends on every group in which it communicates.
 fn exchange(pg: &ProcessGroup, groups: &[ProcessGroup], own: usize, commit: u64, x: &Tensor) -> Result<Tensor> {
     let mut sum = x.copy()?;
     for group in groups {
@@ -182,7 +182,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb, Some(pg), own))?;
     let groups = subgroups(pg)?;
     event("made", own, state.commits())?;
-    // What belongs to the group, or is made in it.
+    // Objects that belong to the group, or are made in it.
     let options = LoaderOptions { batch_size: BATCH, ..Default::default() };
     let mut loader = DataLoader::new(Samples(tensor(&[SAMPLES, 4], 1)), pg, options)?;
     let options = GradScalerOptions { init_scale: 4., growth_interval: 5, ..Default::default() };

@@ -53,7 +53,7 @@ impl Server {
     }
 }
 
-/// What changes with the content.
+/// A tag that changes with the content.
 fn etag(file: &[u8]) -> String {
     let mut hasher = DefaultHasher::new();
     file.hash(&mut hasher);

@@ -12,8 +12,8 @@ type Call = fn(&ProcessGroup, &Tensor, &Tensor) -> Result<()>;
 
 const SUM: ReduceOp = ReduceOp::Sum;
 
-/// A call with a tensor of a graph, its second argument; the name of the collective, that of the argument, and whether it is
-/// changed. The third argument has `world_size` × its elements.
+/// A call with a tensor of a graph, its second argument; the name of the collective, the name of the argument, and whether the
+/// argument is changed. The third argument has `world_size` × its elements.
 const CALLS: &[(Call, &str, &str, bool)] = &[
     (|pg, z, _| pg.all_reduce(z, SUM), "all_reduce", "tensor", true),
     (|pg, z, _| pg.all_reduce_async(z, SUM).map(drop), "all_reduce", "tensor", true),
@@ -86,7 +86,7 @@ fn refuses(pg: &ProcessGroup) {
     }
 }
 
-/// What is asked to be sent is sent: the values of a tensor without its graph, or of a variable.
+/// Values that a program means to send are sent: the values of a tensor without its graph, or of a variable.
 fn takes_values(pg: &ProcessGroup) -> Result<()> {
     let var = Var::from_tensor(&tensor(&[2, 2], pg.rank() as u64))?;
     let all = Tensor::zeros((2 * pg.world_size(), 2), DType::F32, &Device::Cpu)?;

@@ -294,8 +294,8 @@ fn a_reset_ends_the_group_at_once() {
 /// The first bytes of a call are its header; then comes the payload.
 const HEADER: usize = 40;
 
-/// What must be the same on all ranks. Then come the shape, which says nothing for a one-dimensional tensor, and the call's place in
-/// the program, which may differ.
+/// The part that must be the same on all ranks. Then come the shape, which says nothing for a one-dimensional tensor, and the
+/// call's place in the program, which may differ.
 const SAME: usize = 32;
 
 #[test]

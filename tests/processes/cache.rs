@@ -47,7 +47,7 @@ fn reader_of_another_test() {
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let mut random = Generator::new(u64::from(std::process::id()));
     loop {
-        // What others have put there is an error, and so is an index that cannot be known for one any more.
+        // Other programs' files are an error, and so is an index that can no longer be recognised as one.
         if let Ok(shards) = open(&folder) {
             read(&shards, &mut random);
         }
@@ -64,7 +64,7 @@ fn read(shards: &TarShards, random: &mut Generator) {
     assert_eq!(shards.len(), SHARDS * SAMPLES);
     for _ in 0..500 {
         let index = random.below(shards.len() as u64) as usize;
-        // The source is well, so that every sample can be read.
+        // The source is intact, so that every sample can be read.
         let sample = shards.get(index, random).unwrap();
         let text = format!("content of {index:05}");
         assert_eq!((sample.files().count(), sample.get("cls")), (2, Some(&b"3"[..])));
@@ -123,7 +123,7 @@ fn readers_get_the_sources_samples_whatever_happens_to_the_cache() {
             readers[place] = reader(folder.path());
         }
         if number % 50 == 0 {
-            // What no reader may touch keeps them out.
+            // Files that no reader may touch keep the readers out.
             of("indices").read_dir().unwrap().for_each(|file| drop(fs::remove_file(file.unwrap().path())));
         }
     }

@@ -18,7 +18,7 @@ fn launched(shape: &str, restarts: &str, events: &str, all_lost: &str, transport
     Run::with(RANK, 3, &["--max-restarts", restarts], events, variables)
 }
 
-/// Kills ranks, and compares the result with that of a calm run: in shared memory, and over TCP.
+/// Kills ranks, in shared memory and over TCP, and compares the result with the result of a calm run.
 fn survives(shape: &str, kills: &[String]) {
     for transport in ["auto", "tcp"] {
         let calm = launched(shape, "0", "", "", transport);

@@ -18,7 +18,7 @@ const FOLDER: &str = "CANDLE_DDP_TEST_STOP_FOLDER";
 const MIN: &str = "CANDLE_DDP_TEST_STOP_MIN";
 /// The number of runs with a death at a random time.
 const RUNS: &str = "CANDLE_DDP_TEST_STOP_RUNS";
-/// Far more than a run takes to stop, and so what a rank waits for that is left without a decision.
+/// Far longer than a run takes to stop. Only a rank that is left without a decision waits so long.
 const SHUTDOWN: Duration = Duration::from_secs(90);
 
 /// The entry point of ranks.
@@ -89,7 +89,7 @@ impl Parts for Training {
     }
 }
 
-/// What is saved.
+/// The parts that are saved.
 struct Saved<'a>(&'a mut Training, Slow);
 
 impl Parts for Saved<'_> {
@@ -171,7 +171,8 @@ impl Run {
         Pid::from_raw(self.read(&format!("up{rank}"))?.parse().ok()?)
     }
 
-    /// Sends the signal to the launcher of a node, kills these ranks while others are in their last save, and lets that go on.
+    /// Sends the signal to the launcher of a node, kills these ranks while others are in their last save, and lets the save
+    /// continue.
     fn stop_and_kill_in_the_save(&self, node: usize, gone: &[usize]) {
         note(self.folder.path(), "hold", "");
         self.stop(node);

@@ -1,4 +1,4 @@
-//! What docs/migrating.md says of LoRA and of layers that each rank has for itself.
+//! The advice of docs/migrating.md on LoRA and on layers that each rank has for itself.
 use crate::common::{floats, ranks, tensor};
 use candle_core::{Module, Tensor, Var};
 use candle_ddp::nn::linear;
@@ -68,7 +68,7 @@ fn only_an_adapter_is_trained_and_can_be_merged() {
     assert_eq!(trained[0], trained[1]);
 }
 
-/// An expert of each rank's own, behind a layer that all share.
+/// Each rank has its own expert, behind a layer that all share.
 #[test]
 fn an_ignored_layer_has_the_gradient_of_its_own_rank_and_is_trained_with_it() {
     let found = ranks(2, |pg| {

@@ -102,7 +102,7 @@ fn scaled_gradients_are_clipped_and_used_only_after_unscale() {
         refused(clip_grad_value(&mut grads, &vars, 1.0), "clip_grad_value");
         refused(Optimizer::step(&mut optimizer, &grads), "step");
         assert_eq!(vars.iter().flat_map(|var| floats(var)).collect::<Vec<_>>(), before);
-        // The same for gradients that are added up, and for those of candle's own backward pass.
+        // The same for gradients that are added up, and for gradients of candle's own backward pass.
         let mut sum = GradStore::default();
         ddp.backward_into(&scaler.scale(&loss(&ddp)?)?, &mut sum)?;
         refused(optimizer.clip_grad_norm(&mut sum, 1.0), "clip_grad_norm");

@@ -138,16 +138,16 @@ fn a_file_that_changes_is_an_error_and_then_another_file() {
     open(indices.path()).unwrap();
     for changed in [tar(50..70), tar(50..90)] {
         source.change(&changed.len().to_string(), changed.clone());
-        // What is kept is that of the old version, and nothing of the new one is read in its place.
+        // The kept blocks belong to the old version, and nothing of the new version is read in their place.
         assert_eq!(cached.read_range("0.tar", 0..100).unwrap(), tar(0..20)[..100]);
         fs::remove_dir_all(cache.path()).unwrap();
         fs::create_dir(cache.path()).unwrap();
         let error = cached.read_range("0.tar", 0..100).unwrap_err().to_string();
         assert!(error.contains("0.tar has changed: it had 41984 bytes (1)"), "{error}");
-        // The index is that of the old one as well.
+        // The index belongs to the old version as well.
         let error = keys(&open(indices.path()).unwrap()).unwrap_err().to_string();
         assert!(error.contains("changed since its index was made") && error.contains("remove "), "{error}");
-        // And to those that come later, it is another file.
+        // For caches that are opened later, it is another file.
         let count = changed.len() / 2048;
         assert_eq!(keys(&open(tempdir().unwrap().path()).unwrap()).unwrap(), expected(50..50 + count));
         let again = RangeCache::new(source.clone(), cache.path(), options()).unwrap();

@@ -111,7 +111,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// What each of two ranks, which have these folders, loads.
+/// The values that each of two ranks with these folders loads.
 fn load(folders: [&Path; 2]) -> Vec<std::result::Result<(Option<u64>, Values), Error>> {
     let loaded = ranks(2, |pg| {
         let mut checkpointer = Checkpointer::new(&pg, folders[pg.rank()], options())?;
@@ -163,7 +163,7 @@ fn a_file_that_is_not_the_one_that_was_saved_is_never_loaded() {
     assert_eq!(of_step(load([&saved, &saved]), "undamaged"), 2);
     let mut random = Generator::new(3);
     let (names, mut fallen_back) = (files(&saved, 2), 0);
-    // `own` and `loader` are among those of the same length in another checkpoint.
+    // Some files, such as `own` and `loader`, have the same length in another checkpoint.
     for (turn, file) in names.iter().cycle().take(4 * names.len()).enumerate() {
         let kinds = [
             Damage::Bit(random.below(1 << 40)),
@@ -174,7 +174,7 @@ fn a_file_that_is_not_the_one_that_was_saved_is_never_loaded() {
         let kind = &kinds[turn / names.len()];
         copy(&saved, &first);
         copy(&saved, &second);
-        // On rank 0's disk, on rank 1's, or on that of both.
+        // On rank 0's disk, on rank 1's disk, or on both disks.
         for place in
             [&first, &second].into_iter().enumerate().filter(|(rank, _)| turn % 3 != *rank).map(|(_, place)| place)
         {

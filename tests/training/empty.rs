@@ -50,7 +50,7 @@ impl Failures {
     }
 }
 
-/// What differs from the expectation, if anything.
+/// The difference from the expectation, if there is one.
 fn check(
     shapes: &[&[usize]],
     dtype: DType,

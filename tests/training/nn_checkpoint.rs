@@ -155,7 +155,7 @@ fn batch_norms_update_their_statistics_once() {
     }
 }
 
-/// Those of a model without checkpoints.
+/// The statistics of a model without checkpoints.
 fn plain_statistics(is_synchronised: bool) -> Vec<f32> {
     let run = ranks(2, |pg| {
         let build = |vb: VarBuilder| -> Result<BatchNorm> {
@@ -171,8 +171,8 @@ fn plain_statistics(is_synchronised: bool) -> Vec<f32> {
     run.unwrap().remove(0)
 }
 
-/// The running statistics, on every rank, of candle's batch norm that was trained in a checkpoint, whose backward pass changes them a
-/// second time.
+/// The running statistics, on every rank, of candle's batch norm that was trained in a checkpoint, whose backward pass changes them
+/// a second time.
 fn statistics(world_size: usize, virtual_ranks: Option<usize>) -> Vec<Vec<f32>> {
     type Normed = (Linear, candle_nn::BatchNorm);
     let run = ranks(world_size, |pg| {

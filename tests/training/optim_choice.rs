@@ -157,7 +157,7 @@ fn schedules_and_schedulers_can_be_stored() {
         }
     }
     assert_eq!(rates, [0.4, 0.4, 0.2, 0.05]);
-    // The state of a boxed schedule is that of the schedule.
+    // A boxed schedule has the state of the schedule itself.
     let mut loaded = LrScheduler::new(&mut sgd(), step).unwrap();
     loaded.load_state_dict(&schedulers[0].state_dict().unwrap()).unwrap();
     assert_eq!(loaded.learning_rates(), [0.2]);

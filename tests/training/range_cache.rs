@@ -211,7 +211,7 @@ fn a_cache_keeps_no_more_than_its_limit() {
     // A little more than five blocks, for their heads.
     let options = RangeCacheOptions { max_bytes: 5 * BLOCK + 1000, ..options() };
     let cache = RangeCache::new(source.clone(), folder.path(), options).unwrap();
-    // Files of others that come later: the end of their names does not make them blocks, nor does the whole name.
+    // Other programs' files that appear later. Neither the end of their names nor the whole name makes them blocks.
     let others = ["notes", "mine.block", "0123456789abcdef.ddp-block"].map(|name| folder.path().join(name));
     others.iter().for_each(|path| fs::write(path, "are not the cache's").unwrap());
     for block in 0..100 {

@@ -1,4 +1,5 @@
-//! Graphs that reach into an earlier step: an error that names the remedy, and no error for graphs whose parameters have not changed.
+//! Graphs that reach into an earlier step: an error that names the remedy, and no error for graphs whose parameters have not
+//! changed.
 use crate::common::{fill, floats, ranks, tensor};
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
@@ -83,7 +84,7 @@ fn a_state_that_is_not_detached_is_an_error() {
     });
 }
 
-/// The earlier tensor had no backward pass of its own.
+/// No backward pass has seen the earlier tensor.
 #[test]
 fn a_tensor_that_no_backward_pass_has_seen_is_noticed() {
     each(1, |ddp, optimizer| {

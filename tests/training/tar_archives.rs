@@ -127,7 +127,7 @@ fn what_records_say_counts() {
     assert_eq!(read(&[file(5)]).unwrap(), hello("b"));
     assert_eq!(read(&[records(b"10 size=5\n"), file(0)]).unwrap(), hello("b"));
     assert_eq!(read(&[records(b"14 path=c.txt\n19 comment=\xff\n\0\n\n x\n"), file(5)]).unwrap(), hello("c"));
-    // The last one counts, an empty one deletes, and a long name of GNU's counts more.
+    // The last one counts, an empty one deletes, and GNU's long name takes precedence.
     assert_eq!(read(&[records(b"14 path=c.txt\n14 path=d.txt\n"), file(5)]).unwrap(), hello("d"));
     assert_eq!(read(&[records(b"14 path=c.txt\n8 path=\n8 size=\n"), file(5)]).unwrap(), hello("b"));
     assert_eq!(read(&[records(b"14 path=c.txt\n"), extended(b'L', b"e.txt\0"), file(5)]).unwrap(), hello("e"));
@@ -216,7 +216,8 @@ fn nothing_but_zeros_follows_the_end() {
     refused(made.open(&[&whole[..], &[0; 99_999], &[1]].concat()), "garbage", &["more than zeros", "byte 109215"]);
 }
 
-/// Flipped bits in headers are errors. Those in contents and in PAX records, which have no checksum, may not show, and do no harm.
+/// Flipped bits in headers are errors. Flipped bits in contents and in PAX records, which have no checksum, may not show, and do no
+/// harm.
 #[test]
 fn a_damaged_archive_is_an_error_or_whole() {
     let made = Made::new();

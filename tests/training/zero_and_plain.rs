@@ -28,7 +28,7 @@ struct Run {
 type Values = BTreeMap<String, Vec<u64>>;
 
 impl Run {
-    /// The biases are a group of their own.
+    /// The biases form a separate group.
     fn new<R: UpdateRule + 'static>(pg: &ProcessGroup, zero: bool, options: &R) -> Result<Self> {
         let varmap = VarMap::new();
         // Buckets of a few parameters each.
@@ -94,7 +94,7 @@ fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: 
         let Run { varmap, optimizer, .. } = &mut run;
         assert_eq!(checkpointer.load_latest((("model", varmap), ("optimizer", optimizer)))?, Some(3));
         let values = run.values()?;
-        // It can train on.
+        // It can continue to train.
         run.train(1)?;
         Ok(values)
     });

@@ -5,7 +5,7 @@ use crate::logger::{self, LOG};
 use candle_core::{Device, Tensor};
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
 
-/// What each rank does.
+/// The work of each rank.
 type Work = fn(&ProcessGroup) -> Result<()>;
 
 /// The warnings about places while two ranks run `work`.

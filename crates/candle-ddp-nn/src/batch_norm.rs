@@ -56,8 +56,8 @@ pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: 
 
 impl BatchNorm {
     /// A layer with these parameters and running statistics, each of shape (`num_features`). Statistics that are
-    /// variables are shared; other tensors are copied. Gradients end here at the statistics, which a forward pass changes; those of
-    /// `weight` and `bias` do not.
+    /// variables are shared; other tensors are copied. Gradients end here at the statistics, which a forward pass changes, but not
+    /// at `weight` and `bias`.
     ///
     /// # Errors
     /// Returns an error for a tensor of another shape or a negative `eps`.

@@ -12,7 +12,7 @@ use candle_ddp_tensor::seed::Replay;
 /// checkpoint. Under candle-ddp's `DistributedDataParallel` a parameter may be used in several checkpoints and
 /// outside them; its gradient is averaged once, when it is complete. [`Dropout`](super::Dropout) and
 /// [`dropout`](super::dropout) use the same masks in both runs, and [`BatchNorm`](super::BatchNorm) updates its running
-/// statistics in the first alone (in PyTorch, in both). Any other state that `function` changes, it changes twice, also the
+/// statistics in the first run alone (in PyTorch, in both). Any other state that `function` changes is changed twice, including the
 /// statistics of candle's own `BatchNorm`.
 ///
 /// `function` gets its inputs without their graph. Gradients flow to `inputs` and to parameters, but to no other

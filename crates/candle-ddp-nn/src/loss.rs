@@ -1,4 +1,4 @@
-//! Losses with the names and signatures of [`candle_nn::loss`]. Those of inputs in f16 and bf16 are calculated and returned in
+//! Losses with the names and signatures of [`candle_nn::loss`]. For inputs in f16 and bf16, losses are calculated and returned in
 //! f32, as under PyTorch's autocast; gradients have the dtype of the inputs.
 pub use crate::cross_entropy::cross_entropy;
 
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
     use candle_core::{Device, Var};
 
-    /// The mean of 1000 squares of 1.01 is 1.0201, which bf16 has as 1.0234.
+    /// The mean of 1000 squares of 1.01 is 1.0201, which bf16 rounds to 1.0234.
     #[test]
     fn losses_of_16_bits_are_in_f32_and_their_gradients_in_16_bits() {
         for dtype in [DType::F16, DType::BF16] {

@@ -83,8 +83,8 @@ pub(super) fn process_variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// The largest number of ranks: what costs memory or time for each of them stays bounded, whatever the environment, a
-/// program or the store says.
+/// The largest number of ranks. It bounds the memory and the time that ranks cost, whatever the environment, a program or the store
+/// says.
 pub const MOST_RANKS: usize = 1 << 20;
 
 impl Launcher {

@@ -16,8 +16,9 @@ pub fn boot_id() -> String {
     text.trim().to_string()
 }
 
-/// What identifies the machine, unlike its name, which clones have in common and each of its containers has for itself: the
-/// running kernel's [`boot_id`], or the name if there is none. `label`, or else the variable `CANDLE_DDP_CPU_HOST`, replaces it.
+/// The identity of the machine: the running kernel's [`boot_id`], or the name if there is none. Names do not identify machines:
+/// clones have the same name, and each container of a machine has another one. `label`, or else the variable
+/// `CANDLE_DDP_CPU_HOST`, replaces the identity.
 pub fn host_identity(label: Option<&str>) -> u128 {
     let label = label.map(str::to_string).or_else(|| std::env::var(LABEL).ok());
     let boot = || u128::from_str_radix(&boot_id().replace('-', ""), 16).ok();

@@ -46,13 +46,13 @@ pub(super) struct Join<'a> {
     pub(super) addresses: Option<(IpAddr, IpAddr)>,
     pub(super) deadline: Instant,
     pub(super) timeout: Duration,
-    /// Who says which rank this is, and of how many, if this is the first meeting of a run.
+    /// The origin of this rank's number and the world size, if this is the first meeting of a run.
     pub(super) origin: Option<&'a Origin>,
 }
 
 /// How long ranks may be missing before the user is told.
 const NOTICE: Duration = Duration::from_secs(10);
-/// How many ranks have been about to tell the user: the first one does.
+/// The number of ranks that were about to tell the user. Only the first one does.
 const NOTICED: &str = "noticed";
 
 impl Join<'_> {

@@ -17,11 +17,11 @@ pub(super) struct Plan {
     pub(super) run_id: Option<String>,
     /// Whether the store belongs to a launcher that knows no secret.
     pub(super) is_plain: bool,
-    /// Who says which rank this is, and of how many.
+    /// The origin of this rank's number and the world size.
     pub(super) origin: Origin,
 }
 
-/// Who says which rank this process is, and of how many: what a user must know when the others do not come.
+/// The origin of this process's rank and the world size: a user must know it when the other ranks do not come.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Origin {
     rank: Option<(&'static str, usize)>,
@@ -62,7 +62,7 @@ const HOW_TO_START: &str = "start the program with a launcher (ddprun --nproc-pe
      tcp://host:port in the options";
 
 impl Environment {
-    /// The origin of a rank and a world size of which these come from here.
+    /// The origin of a rank and a world size. The flags say which of the two come from this environment.
     fn origin(&self, has_rank: bool, has_world_size: bool) -> Origin {
         let [rank, world_size, ..] = self.launcher.variables();
         Origin {

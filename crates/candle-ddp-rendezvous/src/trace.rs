@@ -49,7 +49,7 @@ pub fn merge_newest(folder: &Path) -> Result<(PathBuf, usize, Vec<PathBuf>)> {
     // Written completely under a temporary name first, so that a full disk leaves no torn file.
     let path = folder.join("trace.json");
     let prepared = PreparedFile::create_over_links(&path)?;
-    // An error of reading is not one of the file that is written.
+    // A read error is not an error of the file that is written.
     let mut unread = None;
     let written = prepared.fill(&Progress::default(), |to| {
         let mut to = BufWriter::new(to);
@@ -96,15 +96,15 @@ struct Event {
     dur: Option<f64>,
 }
 
-/// No event is longer, so that a file that is something else takes no memory.
+/// The most bytes of an event: reading a file that is not a trace takes no more memory.
 const LONGEST: u64 = 1 << 20;
 
 fn events_in(file: &Path) -> io::Result<impl Iterator<Item = io::Result<(Event, String)>>> {
     Ok(events_of(BufReader::new(File::open(file)?)))
 }
 
-/// The events of a rank's file, with their texts: one per line. The line at which a killed rank was torn off, wherever that was,
-/// is none.
+/// The events of a rank's file, with their texts: one per line. The line in which a killed rank's file was torn off, at whatever
+/// byte, is not an event.
 fn events_of(mut file: impl BufRead) -> impl Iterator<Item = io::Result<(Event, String)>> {
     let mut line = Vec::new();
     std::iter::from_fn(move || {

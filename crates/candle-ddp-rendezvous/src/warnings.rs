@@ -1,7 +1,7 @@
 //! Warnings that nobody may miss, and rate-limited warnings about events that outsiders can cause, for example by
 //! connecting to a port: they must not flood the log.
 //!
-//! What a warning is about decides how it is made:
+//! The subject of a warning decides how it is made:
 //!
 //! - [`warn_aloud`]: something changes the result of the run, has been lost, or needs the user's action.
 //! - `log::warn!`: something is slower, is retried or has been worked around, or follows an error that a call returns.

@@ -243,7 +243,7 @@ mod tests {
                 assert_eq!(held, last);
             }
         }
-        // A change that the replica's dtype cannot hold is none.
+        // A change that the replica's dtype cannot hold does not count.
         let replica = Tensor::ones(1, DType::BF16, &Device::Cpu).unwrap();
         let source = Tensor::new(&[1f32 + 1e-6], &Device::Cpu).unwrap();
         assert_eq!(update_all([(&replica, &source)].into_iter()).unwrap(), Some(false));

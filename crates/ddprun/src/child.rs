@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// Lets all signals reach this process, and those that it starts. Some schedulers and supervisors start their jobs with
 /// signals blocked; a blocked SIGCHLD would never tell of the end of a worker. Call it before other threads start, since each
-/// thread has its own mask and inherits that of the one that starts it.
+/// thread has its own mask, which it inherits from the thread that starts it.
 pub(super) fn unblock_signals() -> io::Result<()> {
     let mut none = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` initialises the set that it gets a valid pointer to. `pthread_sigmask` reads it, and takes a null

@@ -79,7 +79,7 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
 }
 
 /// The addresses on which the store listens. If the host's name does not resolve on this machine, the workers here cannot find
-/// the store either. On several machines it may need a moment: that of a Kubernetes service, for example.
+/// the store either. On several machines the name may take a moment to resolve, such as the name of a Kubernetes service.
 fn listening(config: &Config, port: u16, is_static: bool) -> Result<Listening> {
     let patience = if config.rendezvous.is_some() { NAME } else { Duration::ZERO };
     let (started, mut is_told) = (Instant::now(), false);

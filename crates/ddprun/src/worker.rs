@@ -119,7 +119,7 @@ impl Starter<'_> {
         );
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
-        // That of an outer launcher is not for this worker.
+        // The error file of an outer launcher is not for this worker.
         command.env_remove(FILE_VARIABLE);
         command.envs(environment::variables(
             config,

@@ -15,7 +15,7 @@ use url::{Position, Url};
 #[derive(Debug)]
 pub struct Bucket {
     store: Box<dyn ObjectStore>,
-    /// What tells it from all other folders.
+    /// Tells this folder from all others.
     url: String,
     folder: Path,
     runtime: Runtime,

@@ -6,7 +6,7 @@ use crate::warnings::warn_aloud;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What this rank has seen of other ranks' places.
+/// The places of other ranks that this rank has seen.
 #[derive(Default)]
 pub(super) struct CallSites {
     met: Mutex<Vec<Met>>,
@@ -27,8 +27,8 @@ struct Met {
 const MOST_MET: usize = 64;
 
 impl CallSites {
-    /// Looks at a call that is over, in which another rank was at the place `theirs`, if not at this rank's. `has_called` tells
-    /// whether this rank has lately called from a place.
+    /// Looks at a call that is over. `theirs` is another rank's place in it, if that differs from this rank's place. `has_called`
+    /// tells whether this rank has lately called from a place.
     ///
     /// Ranks may make a call from different places, as in `if rank == 0 { … } else { … }`. But if a rank makes it from both
     /// places, the other rank may be in another loop. It may also have no batch left, and send zeros from another line. So this
@@ -43,7 +43,7 @@ impl CallSites {
         if (theirs.is_none() && !self.any.load(Ordering::Relaxed)) || self.said.load(Ordering::Relaxed) {
             return;
         }
-        // Of these, every rank has a part, and the ranks' parts are one result.
+        // In these, every rank has a part, and the ranks' parts are one result.
         let is_common = matches!(
             call.operation,
             Operation::AllReduce | Operation::AllGather | Operation::ReduceScatter | Operation::AllToAll

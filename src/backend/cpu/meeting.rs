@@ -31,7 +31,7 @@ struct Card {
     info: PeerInfo,
 }
 
-/// Why a meeting fails to which all ranks have come.
+/// Why a meeting fails although all ranks have come to it.
 const ALL_THERE: &str = "all ranks have come, but one of them has not told the others in time how to reach each other: it has \
                          stopped, or lost its connection to the store. Look for the first error in the output of all ranks";
 /// How many ranks have published their cards.

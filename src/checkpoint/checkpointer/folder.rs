@@ -66,7 +66,7 @@ fn named(root: &Path) -> Result<Vec<(Name, PathBuf)>> {
     Ok(found)
 }
 
-/// What has an index but is not a checkpoint that can be loaded.
+/// A folder that has an index but is not a checkpoint that can be loaded.
 #[derive(Clone, Debug)]
 pub(super) struct Faulty {
     pub(super) name: Name,
@@ -79,7 +79,7 @@ pub(super) struct Faulty {
 pub(super) struct Listing {
     /// The complete checkpoints.
     pub(super) whole: Vec<Checkpoint>,
-    /// Those that are damaged, as far as their indexes show, or of an unknown format.
+    /// The checkpoints that are damaged, as far as their indexes show, or have an unknown format.
     pub(super) faulty: Vec<Faulty>,
 }
 

@@ -1,5 +1,5 @@
-//! The index of a checkpoint: a JSON file that is written last and completes it. It lists every file with its hash, and has a hash
-//! of its own.
+//! The index of a checkpoint: a JSON file that is written last and completes it. It lists every file with its hash, and holds a
+//! hash of itself.
 use crate::error::Context;
 use crate::hash::content_64;
 use crate::state::FileHash;
@@ -36,7 +36,7 @@ pub(super) struct Index {
     /// The number of ranks that saved it.
     pub(super) world_size: usize,
     pub(super) parts: Vec<Part>,
-    /// The hash of this index without it.
+    /// The hash of this index without this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     hash: Option<FileHash>,
 }
@@ -60,8 +60,8 @@ pub(super) struct Written {
 }
 
 impl Index {
-    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded; `hashes` has those of
-    /// all ranks' files, by name.
+    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded; `hashes` has the hashes
+    /// of all ranks' files, by name.
     pub(super) fn new(
         folder: &Path,
         step: u64,
@@ -342,7 +342,7 @@ mod tests {
         }
     }
 
-    /// The format without hashes is still read, but not where there are some.
+    /// The format without hashes is still read, but not if the index has hashes.
     #[test]
     fn an_index_of_the_first_format_is_read() {
         let text = r#"{"format": 1, "step": 7, "best": false, "world_size": 1, "parts": [

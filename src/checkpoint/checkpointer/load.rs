@@ -161,7 +161,7 @@ impl Checkpointer {
                 return Err(unreadable(path, reason));
             }
             let Some(newest) = newest else {
-                // To start from scratch is never what a run with checkpoints is meant to do.
+                // A run with checkpoints is never meant to start from scratch.
                 let unreadable_ones = listing.faulty.iter().filter(|faulty| wanted.may_be(faulty.name));
                 let lost = lost.iter().map(|found| (found.name, &found.path));
                 let last = unreadable_ones.map(|faulty| (faulty.name, &faulty.path)).chain(lost).max();

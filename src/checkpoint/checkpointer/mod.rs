@@ -214,7 +214,7 @@ impl CheckpointerOptions {
     }
 }
 
-/// Waits until a running save has ended. If no call has returned its error, it is said as a warning.
+/// Waits until a running save has ended. If no call has returned the error of that save, a warning says it.
 impl Drop for Checkpointer {
     fn drop(&mut self) {
         if let Err(error) = self.end_previous() {

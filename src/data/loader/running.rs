@@ -34,11 +34,11 @@ where
     }
 
     /// The batches of the current epoch. The first iterator after a [`resume`](Self::resume) continues where the resumed run
-    /// stopped. The loader enters the next epoch when the iterator has returned `None`; or when it has delivered the last batch,
-    /// and is dropped or another one begins, so that a loop over `take(n)` may read all batches.
+    /// stopped. The loader enters the next epoch when the iterator has returned `None`. It also does so when the iterator has
+    /// delivered the last batch and is dropped, or another iterator begins, so that a loop over `take(n)` may read all batches.
     ///
-    /// An iterator that is dropped before that leaves the loader in its epoch, whose beginning the next one reads again, as in
-    /// PyTorch. Rank 0 warns of it, once: loops that end their epochs early choose them by [`epoch`](Self::epoch).
+    /// An iterator that is dropped before that leaves the loader in its epoch. The next iterator reads that epoch from its
+    /// beginning, as in PyTorch. Rank 0 warns of it, once: loops that end their epochs early choose them by [`epoch`](Self::epoch).
     ///
     /// Use one iterator at a time: the position is that of the one that has delivered last.
     pub fn iter(&self) -> LoaderIter<T> {

@@ -1,5 +1,5 @@
-//! Blocks on the disk. The file of a block says whose it is and has a hash for each part of its bytes: whatever else is found
-//! under its name is not a block. A reader knows all lengths beforehand, and takes none from the file.
+//! Blocks on the disk. The file of a block says which block it is, and has a hash for each part of its bytes: whatever else is
+//! found under its name is not a block. A reader knows all lengths beforehand, and takes none from the file.
 use crate::data::FileVersion;
 use crate::hash::content_64;
 use crate::state::file::replace_unsynced;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 const MARK: &str = "candle-ddp block 1 ";
 /// The end of the name of every block.
 pub(super) const SUFFIX: &str = ".ddp-block";
-/// The bytes that have a hash of their own: the fewest that are read at a time.
+/// The number of bytes that share a hash: the fewest that are read at a time.
 const CHUNK: usize = 8 << 10;
 
 /// A block of a version of a file, which may or may not be kept.

@@ -16,12 +16,12 @@ const PART: u64 = 64;
 pub(super) struct Folder {
     path: PathBuf,
     max_bytes: u64,
-    /// What this cache has written since it listed the folder.
+    /// The bytes that this cache has written since it listed the folder.
     written: Mutex<u64>,
 }
 
 impl Folder {
-    /// Creates the folder if it does not exist. An error if there are files of others in it.
+    /// Creates the folder if it does not exist. It is an error if there are other programs' files in it.
     pub(super) fn open(path: PathBuf, max_bytes: u64) -> Result<Self> {
         let context = |error| Error::io(format!("opening the folder of a cache, {}", path.display()), error);
         std::fs::create_dir_all(&path).map_err(context)?;

@@ -20,8 +20,8 @@ use std::time::Duration;
 /// How much a [`RangeCache`] keeps, and how often it tries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RangeCacheOptions {
-    /// The most bytes that it keeps. When there are more, those that were read first are removed. Default: 16 GiB. Since caches
-    /// that share a folder do not look at it after every block, each of them may exceed the limit by a 64th.
+    /// The most bytes that it keeps. When there are more, the blocks that were read first are removed. Default: 16 GiB. Since
+    /// caches that share a folder do not look at it after every block, each of them may exceed the limit by a 64th.
     pub max_bytes: u64,
     /// How many bytes are read at a time. Caches that share a folder should have the same number, since they do not find each
     /// other's blocks otherwise. Default: 4 MiB.
@@ -38,16 +38,17 @@ impl Default for RangeCacheOptions {
     }
 }
 
-/// Reads files that lie elsewhere in blocks, and keeps these in a folder. Several caches, such as those of the ranks on one host,
-/// may share the folder; it then has what they read together, up to the limit of each. Reads that fail are tried again.
+/// Reads files that lie elsewhere in blocks, and keeps the blocks in a folder. Several caches, such as the caches of the ranks on
+/// one host, may share the folder; it then has the blocks that they read together, up to the limit of each. Reads that fail are
+/// tried again.
 ///
-/// What is kept stays when the program ends. It belongs to one version of one file, by its [`location`](ReadRange::location), its
-/// length and its [`tag`](FileVersion::tag): files of other sources, or that have changed, are read from their source. A cache asks for a file's version before
-/// it first reads it, and after every block that it has read from the source; a file that has changed since is an error, so that no
-/// run sees both versions.
+/// The blocks stay when the program ends. A block belongs to one version of one file, by its [`location`](ReadRange::location), its
+/// length and its [`tag`](FileVersion::tag): files of other sources and files that have changed are read from their source. A cache
+/// asks for a file's version before it first reads it, and after every block that it has read from the source; a file that has
+/// changed since is an error, so that no run sees both versions.
 ///
-/// Blocks have hashes, which every read compares: a block that is damaged, cut off, or another one's is read again from
-/// the source. The hashes find accidents. They do not protect against those who may write to the folder.
+/// Blocks have hashes, which every read compares: a block that is damaged, cut off or exchanged for another is read again from the
+/// source. The hashes find accidents. They do not protect against people who may write to the folder.
 pub struct RangeCache<R> {
     source: R,
     folder: Folder,
@@ -71,8 +72,8 @@ struct SourceFile {
 }
 
 impl<R: ReadRange> RangeCache<R> {
-    /// A cache of what `source` reads, in `folder`, which is created if it does not exist. Nothing else may be in the folder, except
-    /// the indices of [`TarShards`](super::TarShards).
+    /// A cache of what `source` reads, in `folder`, which is created if it does not exist. Nothing else may be in the folder,
+    /// except the indices of [`TarShards`](super::TarShards).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `block_bytes` is 0 or above `max_bytes`, or there are other files in the folder; [`Error::Io`]
@@ -106,7 +107,7 @@ impl<R: ReadRange> RangeCache<R> {
         Ok(files.entry(name.to_string()).or_insert_with(file).clone())
     }
 
-    /// Reads a range, of the source itself if `again` says so.
+    /// Reads a range, from the source itself if `again` is true.
     fn read(&self, name: &str, range: Range<u64>, again: bool) -> io::Result<Vec<u8>> {
         let (file, size) = (self.file(name)?, self.options.block_bytes);
         let (mut bytes, mut at, end) = (Vec::new(), range.start, range.end.min(file.version.len));
@@ -152,7 +153,7 @@ impl<R: ReadRange> RangeCache<R> {
         Block::new(self.folder.path(), &file.location, &file.version, self.options.block_bytes, number)
     }
 
-    /// Adds a part of a block to `bytes`, if it is kept, and right.
+    /// Adds a part of a block to `bytes`, if it is kept and intact.
     fn read_kept(&self, file: &SourceFile, number: u64, part: Range<usize>, bytes: &mut Vec<u8>) -> bool {
         let known = lock(&self.hashes).get(&(file.number, number)).cloned();
         let kept = known.map_or_else(|| self.open(file, number), Ok);
@@ -207,7 +208,7 @@ impl<R: ReadRange> RangeCache<R> {
                 false => Err(io::Error::other(format!("the source gave {} bytes", bytes.len()))),
             }
         })?;
-        // The bytes are those of the version that was there before and after.
+        // The bytes belong to the version if it was there before and after.
         let now = self.retried(&format!("the version of {name}"), || version_of(&self.source, name))?;
         match now == *version {
             true => Ok(bytes),

@@ -41,7 +41,7 @@ pub(super) struct Entry {
     pub(super) is_file: bool,
 }
 
-/// What comes next.
+/// The next thing in a tar file.
 pub(super) enum Next {
     Entry(Entry),
     /// A block of zeros, with which a tar file ends.
@@ -50,7 +50,7 @@ pub(super) enum Next {
     End,
 }
 
-/// What is wrong, and at which byte.
+/// A fault, and the byte at which it is.
 #[derive(Debug)]
 pub(super) enum Fault {
     /// The bytes cannot be read.
@@ -64,7 +64,7 @@ impl Fault {
         Self::Content(at, reason.to_string())
     }
 
-    /// With another clause.
+    /// The same fault, with another clause.
     pub(super) fn and(self, clause: &str) -> Self {
         match self {
             Self::Content(at, reason) => Self::Content(at, format!("{reason}, {clause}")),
@@ -186,7 +186,7 @@ impl<R: ReadAt> Entries<R> {
     }
 }
 
-/// What extended headers say of the next member.
+/// The facts about the next member that extended headers give.
 #[derive(Default)]
 struct Extended {
     path: Option<Vec<u8>>,
@@ -214,7 +214,7 @@ impl Extended {
             let (key, value) = record?;
             check_sparse(key)?;
             match key {
-                // A long name of GNU's counts more.
+                // GNU's long name takes precedence.
                 b"path" if !self.has_long_name => self.path = Some(value.to_vec()).filter(|path| !path.is_empty()),
                 b"size" => self.size = pax_size(value)?,
                 _ => {}
@@ -224,7 +224,7 @@ impl Extended {
     }
 }
 
-/// Of a global header, which is about all members after it, comments and times may be ignored, but not the rest.
+/// A global header is about all members after it. Its comments and times may be ignored, but not the rest.
 fn check_global(records: &[u8]) -> Result<(), String> {
     for record in (Records { rest: records }) {
         let (key, _) = record?;

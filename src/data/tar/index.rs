@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 /// How every index begins. The version is its last digit.
 const MAGIC: &[u8; 8] = b"ddp-tar2";
-/// What all versions have in common.
+/// The beginning that all versions have in common.
 const MARK: &[u8] = b"ddp-tar";
-/// The words before the samples: the magic, a hash of whose index it is, the shard's stamp, and the number of samples.
+/// The words before the samples: the magic, a hash that identifies the shard, the shard's stamp, and the number of samples.
 const HEADER: usize = 5;
 
 /// Where each sample of a shard begins, and how long it is, in bytes.
@@ -68,12 +68,12 @@ fn of_shard(shard: &Shard, folder: Option<&Path>) -> Result<Index> {
     Ok(index)
 }
 
-/// A hash of what tells the shard from all others that may have an index of this name.
+/// A hash that tells the shard from all others that may have an index of this name.
 fn owner_of(shard: &Shard, in_folder: bool) -> Result<u64> {
     if let Some(location) = shard.location()? {
         return Ok(content_64(location.as_bytes()));
     }
-    // An index beside its shard stays with it when their folder moves.
+    // An index next to its shard stays with it when their folder moves.
     let path = match in_folder {
         true => &std::fs::canonicalize(shard.path()).map_err(|error| shard.error(error.to_string()))?,
         false => Path::new(shard.path().file_name().unwrap_or_default()),
@@ -121,7 +121,7 @@ fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
         return bad("is that of another shard");
     }
     let indexed = Indexed { stamp, file: file.to_path_buf() };
-    // Those elsewhere are compared when they are first read: to ask for the version of all of them takes time.
+    // Shards elsewhere are compared when they are first read: to ask for the version of all of them takes time.
     if !shard.is_remote() {
         shard.compare(&indexed, shard.stamp()?)?;
     }
@@ -175,7 +175,7 @@ fn read(path: &Path) -> Result<Vec<u64>, Unread> {
     Ok(words)
 }
 
-/// Whose index it is, of which stamp, and the places of the samples, if the words are as they were written.
+/// The hash that identifies the shard, its stamp, and the places of the samples, if the words are as they were written.
 fn parse(words: &[u64]) -> Option<(u64, Stamp, Vec<[u64; 2]>)> {
     let (hash, content) = words.split_last()?;
     if hash_of(content) != *hash {
@@ -214,7 +214,7 @@ fn save(index: &Index, owner: u64) -> Result<()> {
     })
 }
 
-/// Reads all headers. What is wrong elsewhere may be wrong in a cache only, so it is read once more.
+/// Reads all headers. If they are wrong in a shard elsewhere, only a cache may be at fault, so they are read once more.
 fn made(shard: &Shard, file: PathBuf) -> Result<Index> {
     let stamp = shard.stamp()?;
     let scanned = |again| {

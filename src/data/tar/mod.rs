@@ -34,12 +34,12 @@ pub struct TarOptions {
 /// sequential. Memory: 16 bytes for each sample; ranks on one host share what the system has cached of the shards.
 ///
 /// **Indices.** The first opening reads the headers of all shards, on rayon's threads, and writes an index for each shard. Ranks
-/// that open at once share the work; an index appears as a whole or not at all. An index says whose it is, and which size and time of
-/// modification its shard had, or which version elsewhere: a shard that has changed since is an error. An index that is damaged, or
-/// another shard's, is made again; a file that is none is an error, and stays.
+/// that open at once share the work; an index appears as a whole or not at all. An index identifies its shard, and holds the size
+/// and the time of modification that the shard had, or its version elsewhere: a shard that has changed since is an error. An index
+/// that is damaged or belongs to another shard is made again. A file that is not an index is an error, and stays.
 ///
-/// **Whole samples.** An archive that is truncated, has blocks of zeros in place of headers, or more than zeros after its end, such as
-/// another archive, is an error, since samples could lack files otherwise. So are sparse files.
+/// **Whole samples.** An archive that is truncated, has blocks of zeros in place of headers, or more than zeros after its end, such
+/// as another archive, is an error, since samples could lack files otherwise. So are sparse files.
 ///
 /// **Names.** As in WebDataset, folders and links, and files without a dot in their name or with one at its beginning, are left out.
 ///
@@ -126,9 +126,10 @@ impl TarShards {
     /// To make the indices, all headers are read once, which for small samples means all bytes: [`RangeCache`](super::RangeCache)
     /// keeps what was read. Copy the indices to other hosts to read the headers once only.
     ///
-    /// An index belongs to a [location](ReadRange::location) and a version, so that sources may share the folder. The version is compared when a shard is first
-    /// read; without a [`RangeCache`](super::RangeCache), which compares it after every block, a shard must not change after that.
-    /// A sample whose headers are not what the index says is [read again](ReadRange::read_again) past the caches of the source.
+    /// An index belongs to a [location](ReadRange::location) and a version, so that sources may share the folder. The version is
+    /// compared when a shard is first read; without a [`RangeCache`](super::RangeCache), which compares it after every block, a
+    /// shard must not change after that. A sample whose headers are not what the index says is [read again](ReadRange::read_again)
+    /// past the caches of the source.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
@@ -205,7 +206,7 @@ impl Dataset for TarShards {
             Err(fault) => fault,
         };
         let disagree = format!("but the index {} says otherwise", indexed.file.display());
-        // What a source keeps may be wrong, or the source itself.
+        // The bytes that a source keeps may be wrong, or the source itself.
         let Some(again) = shard.read_again(offset, len) else {
             return Err(shard.fault(offset, fault.and(&format!("{disagree}: the shard has changed"))));
         };

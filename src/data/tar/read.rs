@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// By which a change of a shard shows.
+/// A shard that has changed has another stamp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stamp {
     pub(super) size: u64,
@@ -26,7 +26,7 @@ impl Stamp {
         Ok(Self { size: metadata.len(), version: modified.cast_unsigned() })
     }
 
-    /// Why a shard that has the stamp `now` is not the one that has this one.
+    /// Why a shard with the stamp `now` is not the shard with this stamp.
     fn changed(self, now: Self) -> Option<String> {
         let reason = if self.size != now.size {
             format!("it had {} bytes and has {} now", self.size, now.size)
@@ -39,7 +39,7 @@ impl Stamp {
     }
 }
 
-/// What an index says of its shard.
+/// The shard that an index describes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Indexed {
     /// When the index was made.

@@ -31,7 +31,8 @@ pub(super) fn scan(reader: &mut dyn ReadAt, len: u64) -> Result<Vec<[u64; 2]>, F
     Ok(samples.places)
 }
 
-/// After its end a tar file has zeros, if anything. Otherwise it ended too early, at zeros that overwrite headers, or is several.
+/// After its end a tar file has zeros, if anything. Otherwise it ended too early, at zeros that overwrite headers, or it is several
+/// archives.
 fn check_end(reader: &mut dyn ReadAt, end: u64, len: u64) -> Result<(), Fault> {
     let mut piece = vec![0; 64 << 10];
     let mut at = end;

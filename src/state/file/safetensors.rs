@@ -18,18 +18,18 @@ pub(crate) type Readable = std::result::Result<Tensor, String>;
 /// The contents of a file, or what is wrong with it.
 pub(crate) type Parsed = std::result::Result<Contents, Flaw>;
 
-/// What a file contains.
+/// The contents of a file.
 pub(crate) struct Contents {
     pub(crate) tensors: HashMap<String, Readable>,
     /// The hash of the tensors, which the file has and which is right. Files of other programs have none.
     pub(crate) hash: Option<FileHash>,
 }
 
-/// What is wrong with a file, as the end of a sentence that begins with `it is`.
+/// The fault of a file, as the end of a sentence that begins with `it is`.
 pub(crate) enum Flaw {
     /// It does not have this format.
     Format(String),
-    /// Its tensors are not those that were saved.
+    /// Its tensors are not the tensors that were saved.
     Damage,
 }
 

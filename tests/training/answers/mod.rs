@@ -1,5 +1,5 @@
-//! What every public function does with the gradient of a tensor that it takes: it carries it, refuses the tensor, or says in its
-//! documentation that gradients end there. The functions are those of `docs/public-api*.txt`; variables and `GradStore`s, where
+//! Checks every public function that takes a tensor: it carries the tensor's gradient, refuses the tensor, or says in its
+//! documentation that gradients end there. The functions come from `docs/public-api*.txt`; variables and `GradStore`s, where
 //! a graph begins and ends, are no such tensors.
 mod listing;
 mod rows;
@@ -64,7 +64,7 @@ fn every_answer_is_true() {
         match answer {
             Answer::Carries(call) => {
                 let result = call(&tracked).unwrap_or_else(|error| panic!("{what}: {error}"));
-                // Not all sums of results depend on the argument: those of softmax do not.
+                // Not all sums of results depend on the argument: sums of softmax's results do not.
                 let grads = (result.sqr().unwrap() + &result).unwrap().sum_all().unwrap().backward().unwrap();
                 let gradient = grads.get(&tracked.0).unwrap_or_else(|| panic!("{what}: the gradient is gone"));
                 let largest = gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();

@@ -28,7 +28,7 @@ fn norm(weight: Tensor, bias: Tensor) -> candle_core::Result<BatchNorm> {
     BatchNorm::new(2, mean, var, weight, bias, 1e-5)
 }
 
-/// A tensor whose gradient is not zero if that of `call`'s argument is not: only `ddp.backward` runs through a replica.
+/// A tensor whose gradient is not zero if the gradient of `call`'s argument is not: only `ddp.backward` runs through a replica.
 fn linear_ddp(
     call: fn(&DistributedDataParallel<candle_nn::Linear>, &Tensor) -> Result<Tensor>,
     t: &Tracked,

@@ -127,7 +127,7 @@ fn caches_record_nothing() {
     }
 }
 
-/// What cannot be trained can be evaluated.
+/// Inputs that cannot be trained can be evaluated.
 #[test]
 fn inputs_without_gradients_may_be_parameters() {
     let x = Var::from_tensor(&tensor(&[2, 2, 3, 3], 1)).unwrap();

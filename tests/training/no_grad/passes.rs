@@ -1,4 +1,4 @@
-//! What backward passes make of evaluations.
+//! Backward passes, and evaluations between them.
 use super::{Build, bits, candles, images, ours, wrap};
 use crate::common::{ranks, tensor, var};
 use candle_core::backprop::GradStore;
@@ -100,7 +100,7 @@ fn a_loss_of_an_evaluation_is_an_error_that_names_the_cause() {
         assert!(matches!(&results[1], Error::InvalidArgument { argument: "loss", .. }), "{:?}", results[1]);
         results.iter().for_each(|error| assert!(error.to_string().contains("no_grad"), "{error}"));
     }
-    // One rank may go on, and one without samples may have evaluated before.
+    // A single rank may continue, and a rank without samples may have evaluated before.
     ranks(1, |pg| {
         let (_, ddp) = wrap(&pg, ours, false, DdpOptions { unused: Unused::Allow, ..Default::default() })?;
         let evaluated = no_grad(|| ddp.forward_t(&images(1), false))?;

@@ -4,8 +4,8 @@ use candle_core::Tensor;
 /// Options of [`cross_entropy_with`](crate::cross_entropy_with). The default is PyTorch's.
 #[derive(Clone, Debug)]
 pub struct CrossEntropyOptions {
-    /// A weight for each class, of shape (C). `None`, the default: all classes have the same weight. One that requires a
-    /// gradient is refused.
+    /// A weight for each class, of shape (C). `None`, the default: all classes have the same weight. Weights that require a
+    /// gradient are refused.
     pub weight: Option<Tensor>,
     /// Targets with this value are ignored; −100 by default.
     pub ignore_index: i64,

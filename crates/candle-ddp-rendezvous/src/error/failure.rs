@@ -110,7 +110,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// The same failure with other numbers of ranks, as another group has them; `None` if that does not have them all.
+    /// The same failure with the ranks' numbers in another group; `None` if that group does not have all these ranks.
     #[doc(hidden)]
     pub fn renumbered(&self, number: impl Fn(usize) -> Option<usize>) -> Option<Self> {
         let mut failure = self.clone();

@@ -43,10 +43,10 @@ pub fn explain_folder(folder: &Path) -> Result<String> {
     Ok(explain(&records))
 }
 
-/// A file takes no more bytes: a call takes some hundred, and programs remember some thousand calls.
+/// The most bytes of a file. A call takes some hundred bytes, and programs remember some thousand calls.
 const LONGEST: u64 = 1 << 28;
 
-/// Reads a file, which may come from anywhere: what it says costs no more than its length, and a run of [`MOST_RANKS`].
+/// Reads a file, which may come from anywhere: whatever it says, it costs no more than its length and a run of [`MOST_RANKS`].
 fn parse(text: &[u8]) -> io::Result<RankRecord> {
     if text.len() as u64 > LONGEST {
         return Err(io::Error::other(format!("it must have at most {LONGEST} bytes: no rank writes as many")));

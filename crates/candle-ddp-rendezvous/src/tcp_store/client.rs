@@ -71,7 +71,7 @@ impl TcpStore {
         Self::connect_for(host, port, options, "")
     }
 
-    /// Like [`TcpStore::connect_with`], for a process that knows why it looks for a store: messages end with that.
+    /// Like [`TcpStore::connect_with`], for a process that knows why it looks for a store: messages end with `why`.
     pub(crate) fn connect_for(host: &str, port: u16, options: TcpStoreOptions, why: &str) -> Result<Self> {
         let TcpStoreOptions { timeout, secret } = options;
         let operation = || "connect".to_string();

@@ -244,8 +244,8 @@ const NETWORK: Duration = Duration::from_secs(10);
 /// After this time without a connection, a warning says so.
 const NOTICE: Duration = Duration::from_secs(10);
 
-/// Connects to `host`, retrying until `deadline`, because the server and its name may appear later. Warnings about that end with
-/// `why` this process does so.
+/// Connects to `host`, retrying until `deadline`, because the server and its name may appear later. Warnings about the retries end
+/// with `why`, the reason why this process connects.
 pub(super) fn connect(
     host: &str,
     port: u16,

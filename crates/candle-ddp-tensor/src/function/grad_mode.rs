@@ -6,17 +6,18 @@ thread_local! {
     static ENABLED: Cell<bool> = const { Cell::new(true) };
 }
 
-/// Runs `f` without recording graphs on this thread: `torch.no_grad`. The layers and functions of this family of crates keep nothing
-/// for a backward pass, and their results depend on nothing, as if all tensors were detached. So a forward pass in evaluation holds
-/// only the activations that it is computing with, instead of all.
+/// Runs `f` without recording graphs on this thread: `torch.no_grad`. The layers and functions of this family of crates keep
+/// nothing for a backward pass, and their results depend on nothing, as if all tensors were detached. So a forward pass in
+/// evaluation holds only the activations that it is computing with, instead of all.
 ///
 /// The state ends with `f`, also if it panics. It may be nested, and [`enable_grad`] inside it records again. It belongs to this
 /// thread; candle-ddp's `DataParallel` passes it on to its own threads.
 ///
 /// **candle's own operations do not know it**: they record whenever an argument is a variable or depends on one. A model of
-/// candle-ddp-nn's layers is free of graphs even so, as long as no operation of candle gets a parameter directly. For models in which
-/// one does, such as `x.broadcast_add(&self.position_embedding)` or a layer of candle-nn itself, use tensors that candle does not
-/// track: `DistributedDataParallel::with_no_grad_model` of candle-ddp makes a model of them that shares the memory of the first.
+/// candle-ddp-nn's layers is free of graphs even so, as long as no operation of candle gets a parameter directly. For models in
+/// which one does, such as `x.broadcast_add(&self.position_embedding)` or a layer of candle-nn itself, use tensors that candle does
+/// not track: `DistributedDataParallel::with_no_grad_model` of candle-ddp makes a model of them that shares the memory of the
+/// first.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Var};
@@ -37,8 +38,8 @@ pub fn enable_grad<T>(f: impl FnOnce() -> T) -> T {
     set_grad_enabled(true, f)
 }
 
-/// Runs `f` under [`enable_grad`] or [`no_grad`]: `torch.set_grad_enabled`. A thread that works for another one passes that one's
-/// [`is_grad_enabled`].
+/// Runs `f` under [`enable_grad`] or [`no_grad`]: `torch.set_grad_enabled`. A thread that works for another thread passes the
+/// [`is_grad_enabled`] of that thread.
 pub fn set_grad_enabled<T>(enabled: bool, f: impl FnOnce() -> T) -> T {
     let _restored = Restore(ENABLED.replace(enabled));
     f()

@@ -69,7 +69,7 @@ impl Replay {
     }
 }
 
-/// Whether a function is computed again on this thread: its layers leave their state alone, which the first time has changed.
+/// Whether a function is computed again on this thread: its layers leave their state alone, since the first time has changed it.
 pub fn is_replaying() -> bool {
     STATE.with_borrow(|state| state.play.is_some())
 }

@@ -5,11 +5,11 @@ use crate::judge::{self, End, Verdict};
 use crate::members::Members;
 use candle_ddp_rendezvous::Member;
 
-/// What ranks do that are too few to continue.
+/// The end of ranks that are too few to continue.
 enum TooFew {
     /// They get an error.
     Fail,
-    /// They save and exit, together with those of the node that leaves.
+    /// They save and exit, together with the ranks of the node that leaves.
     Stop,
 }
 
@@ -61,7 +61,7 @@ impl Run {
         let least = if self.is_static { 0 } else { self.terms.min_nodes };
         let are_enough = members.len() > least;
         members.retain(|member| *member != slot);
-        // Ranks that a signal ends save together, so those of the others do not get an error.
+        // Ranks that a signal ends save together, so the ranks of the other nodes do not get an error.
         let too_few = if signal.is_some() { TooFew::Stop } else { TooFew::Fail };
         let least = (!are_enough).then_some(least);
         let Some(reason) = self.give_up_ranks(slot, reason, least, too_few) else { return false };
@@ -70,19 +70,19 @@ impl Run {
         true
     }
 
-    /// While a signal ends the run: the ranks of the other nodes continue without those of a node that is gone, or has ended
+    /// While a signal ends the run: the ranks of the other nodes continue without the ranks of a node that is gone, or has ended
     /// without them.
     pub(super) fn continue_without(&mut self, slot: Slot, reason: &str) {
         let (node_rank, workers) = (self.members.iter().position(|member| *member == slot), self.terms.workers);
         let Some(processes) = &mut self.processes else { return };
-        // Those whose ends this node has reported are gone already.
+        // Ranks whose ends this node has reported are gone already.
         let has_some = processes.update().unwrap_or(false) && processes.any(|rank| Some(rank / workers) == node_rank);
         if has_some && let Some(reason) = self.give_up_ranks(slot, reason, None, TooFew::Fail) {
             log::warn!("{reason}");
         }
     }
 
-    /// Lets the other ranks continue without those of a node, and returns why, unless they are too few, or their nodes are
+    /// Lets the other ranks continue without the ranks of a node, and returns why, unless they are too few, or their nodes are
     /// fewer than `least_nodes`.
     fn give_up_ranks(
         &mut self,

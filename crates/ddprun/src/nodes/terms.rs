@@ -37,7 +37,7 @@ impl Terms {
     }
 }
 
-/// An option that a node was given otherwise than the node that hosts the store.
+/// An option whose value on a node differs from the value on the node that hosts the store.
 pub(super) struct Difference {
     option: &'static str,
     ours: String,

@@ -1,5 +1,5 @@
-//! What `ddprun` may be started with by schedulers, supervisors and containers: signals that are blocked or ignored, no folder for
-//! files, and system calls that are forbidden.
+//! Surroundings in which schedulers, supervisors and containers may start `ddprun`: signals that are blocked or ignored, no folder
+//! for files, and system calls that are forbidden.
 use crate::skip::skip;
 use crate::{Ran, Running, Sandbox};
 use rustix::process::Signal;

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 /// No option sets them: to measure again, change them here, and run
 /// `ddprun --standalone --nproc-per-node 2 --example allreduce -- --sizes 8,1K` with each build in turn, and with 4 ranks.
 ///
-/// Beside 8 busy loops, which never wait, a yield takes their turns (25 ms for 8 bytes), and sleeping at once 0.01 to 0.2 ms: see
-/// [`Yields`].
+/// Next to 8 busy loops, which never wait, 8 bytes took 25 ms with yields, since a yield lasts for the turns of all loops, and 0.01
+/// to 0.2 ms when ranks slept at once: see [`Yields`].
 const SPIN: Duration = Duration::from_micros(1);
 const YIELD: Duration = Duration::from_micros(50);
 /// With very many ranks for each processor, yields last this long for each of them: until all had their turn. A rank that sleeps
@@ -40,7 +40,7 @@ struct Yields {
 static YIELDS: Yields = Yields::new();
 
 impl Yields {
-    /// A yield to another rank is shorter, and one to another program's turn longer.
+    /// A yield to another rank is shorter; a yield for another program's turn is longer.
     const TOO_LONG: Duration = Duration::from_millis(1);
     /// How many waits do not yield after one that was too long: twice as many each time that the next is no better.
     const FEWEST: u32 = 64;
