@@ -74,7 +74,9 @@ impl ReadRange for Bucket {
             Some(tag) => tag,
             // The time 0 stands for an answer that has none.
             None if found.last_modified.timestamp() > 0 => found.last_modified.to_string(),
-            None => return Err(Error::new(ErrorKind::Unsupported, format!("{file} has neither ETag nor Last-Modified"))),
+            None => {
+                return Err(Error::new(ErrorKind::Unsupported, format!("{file} has neither ETag nor Last-Modified")));
+            }
         };
         Ok(FileVersion { len: found.size, tag })
     }
