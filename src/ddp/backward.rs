@@ -152,6 +152,9 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         .and_then(|()| check_reached(pass))
         .and_then(|()| check_fresh(pass));
     checked.inspect_err(|error| pass.abort(&error.to_string()))?;
+    // Gradients that are not finite come first, since their error names a parameter.
+    let finite = check_finite(loss, pass);
+    pass.is_withheld = finite.is_err();
     pass.announce()?;
     pass.run(|pass| {
         pass.begin()?;
@@ -163,7 +166,7 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         for model in &pass.models {
             model.core.reducer.launch_remaining()?;
         }
-        check_finite(loss, pass)?;
+        finite?;
         let buffers = broadcast_buffers(pass)?;
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
@@ -221,7 +224,7 @@ fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
     Err(Error::invalid("loss", reason))
 }
 
-/// With `nan_check`, checks the loss once all gradients were finite, such as the zeros of a cross entropy that ignores all targets.
+/// With `nan_check`, checks the loss, whose gradients may be finite: a cross entropy that ignores all targets has zeros.
 fn check_finite(loss: &Tensor, pass: &Pass) -> Result<()> {
     let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check) else { return Ok(()) };
     let value = loss.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;

@@ -25,6 +25,8 @@ pub(super) struct Pass<'a> {
     pub(super) count: Option<f64>,
     /// Under virtual ranks, the number of the micro-batch.
     pub(super) micro_batch: Option<usize>,
+    /// Whether this rank sends nothing, since its loss is not finite.
+    pub(super) is_withheld: bool,
     /// The ranks that have inputs. None outside of a join, where all have.
     active: Option<Active>,
     /// The reducers in which this pass has begun.
@@ -78,7 +80,8 @@ impl<'a> Pass<'a> {
 
     fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, count: Option<f64>, active: Option<Active>) -> Self {
         let (micro_batch, begun, has_succeeded) = (None, Vec::new(), false);
-        Self { models, graph, count, micro_batch, active, begun, has_succeeded, _sums: function::Pass::begin() }
+        let (is_withheld, _sums) = (false, function::Pass::begin());
+        Self { models, graph, count, micro_batch, is_withheld, active, begun, has_succeeded, _sums }
     }
 
     /// The models that send gradients.
@@ -125,6 +128,7 @@ impl<'a> Pass<'a> {
             let of_all = || Active::all(core.group().world_size());
             reducer.begin(Part {
                 synchronises,
+                is_withheld: self.is_withheld,
                 adds_up,
                 leaf: self.micro_batch.and_then(|number| reducer.leaf(number)),
                 count: self.count,

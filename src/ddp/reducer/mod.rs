@@ -36,6 +36,8 @@ pub(crate) struct Reducer {
 /// A reducer's part of the running backward pass.
 pub(crate) struct Part {
     pub(crate) synchronises: bool,
+    /// Whether the buckets are only checked, since the pass will fail.
+    pub(crate) is_withheld: bool,
     pub(crate) adds_up: bool,
     /// Under virtual ranks, the place of this pass's micro-batch in the tree.
     pub(crate) leaf: Option<Leaf>,
@@ -263,6 +265,10 @@ impl Reducer {
         }
         if state.nan_check {
             state.check_finite(number, self.groups.main().rank())?;
+        }
+        if part.is_withheld {
+            part.next += 1;
+            return Ok(());
         }
         let message = self.message(part, state);
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);

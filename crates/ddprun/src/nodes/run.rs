@@ -67,6 +67,8 @@ pub(super) struct Run {
     pub(super) nodes: BTreeMap<Slot, Node>,
     /// Nodes that were refused, and may not have read why.
     refused: BTreeSet<Slot>,
+    /// Whether the node that hosts the store has joined; others may come first.
+    has_host: bool,
     /// The hosts of all nodes that have joined.
     pub(super) hosts: BTreeMap<Slot, String>,
     /// The members of the last round, by their ranks; some may be gone.
@@ -94,6 +96,7 @@ impl Run {
             store,
             nodes: BTreeMap::new(),
             refused: BTreeSet::new(),
+            has_host: false,
             hosts: BTreeMap::new(),
             members: Vec::new(),
             state: State::Meeting { since: None, enough_since: None },
@@ -118,7 +121,7 @@ impl Run {
 
     /// Whether no agent needs the coordinator any more.
     pub(super) fn is_over(&self) -> bool {
-        self.has_ended() && self.nodes.is_empty() && self.refused.is_empty()
+        self.has_ended() && self.has_host && self.nodes.is_empty() && self.refused.is_empty()
     }
 
     fn has_ended(&self) -> bool {
@@ -161,6 +164,7 @@ impl Run {
     }
 
     fn on_join(&mut self, slot: Slot, node: Node) {
+        self.has_host |= node.hosts;
         let twice = |rank: usize| {
             let other = self.nodes.values().find(|other| other.node_rank == Some(rank))?;
             let host = &other.host;

@@ -430,7 +430,12 @@ fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
     let mut fixture = Fixture::new(2, 2, 0, true);
     assert!(join(&mut fixture, 1, 2, "a").is_some());
     fixture.failure();
+    // Even if that node is gone by then.
+    fixture.tell(1, Message::Gone);
+    assert!(!fixture.run.is_over());
     assert_eq!(join(&mut fixture, 0, 1, "a").unwrap(), format!("the run has ended: {reason}"));
+    fixture.tell(0, Message::Gone);
+    assert!(fixture.run.is_over());
 
     // A node of another run is here by mistake, a range needs no particular node, and a run in progress needs none.
     for (least, run_id) in [(2, "b"), (1, "a")] {
