@@ -1,6 +1,6 @@
 //! The models of the benches, built as in any candle program.
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Activation, Conv2dConfig, ParamsAdamW, Sequential, VarBuilder, conv2d, linear, seq};
+use candle_nn::{Activation, Conv2dConfig, Init, ParamsAdamW, Sequential, VarBuilder, conv2d, linear, seq};
 
 /// A model and the shape of its input.
 pub(crate) struct Model {
@@ -50,7 +50,8 @@ fn mlp(vb: VarBuilder) -> Result<Sequential> {
 }
 
 fn many_small(vb: VarBuilder) -> Result<Sequential> {
-    let parameters = (0..20_000).map(|index| vb.get(8, &format!("p{index}"))).collect::<Result<Vec<_>>>()?;
+    let parameter = |index| vb.get_with_hints(8, &format!("p{index}"), Init::Const(1.));
+    let parameters = (0..20_000).map(parameter).collect::<Result<Vec<_>>>()?;
     Ok(seq().add_fn(move |x| Tensor::cat(&parameters, 0)?.broadcast_mul(x)))
 }
 
