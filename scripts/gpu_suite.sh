@@ -18,8 +18,8 @@
 #     faults     ranks that die, leave or disagree, and training that continues without them
 #     steps      what DistributedDataParallel adds to a step, in a world of one; a timeline
 #     bandwidth  optimizers, clipping, loss scaling and layers: their share of the memory's bandwidth, and the host's time for an operation
-#     models     steps of ResNet-50, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
-#     profile    the kernels and the calls of a step
+#     models     steps of ResNet-50, ViT-S, BERT-base, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
+#     profile    the kernels and the calls of a step, also of PyTorch's
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
 #     multi      the same, steps of models and a timeline with a rank on each GPU, where there are several
 #     switches   steps with one setting changed: kept memory, cuDNN, its attention and its workspace, lazy loading, queues, PTX
@@ -29,7 +29,8 @@
 #
 # GPUS is the number of GPUs, for `multi`; by default what nvidia-smi lists.
 # With QUICK=1 all parts measure so little that the emulated GPU can do it (scripts/emulated_gpu.sh).
-# Where Python finds PyTorch with CUDA, `bandwidth` and `models` measure it too; otherwise the summary says that they do not.
+# Where Python finds PyTorch with CUDA, `bandwidth`, `models` and `profile` measure it too, in the modes that its users choose; otherwise the
+# summary says that they do not. torch.compile compiles while `tests` runs, if that comes before.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d'; exit 2; }
@@ -221,7 +222,8 @@ each() {
 }
 
 all_ended() {
-  while [ -n "$(jobs -rp)" ]; do wait -n || true; done
+  local pid
+  for pid in $(jobs -rp); do [ "$pid" = "${compiling:-}" ] || wait "$pid" || true; done
 }
 
 # Tests in which ranks die, leave or disagree.
@@ -271,56 +273,101 @@ bandwidth() {
   fi
 }
 
-models() {
-  local count=20 seconds=58 quick=() has_pytorch=0 modes=local,ddp arguments dtype model batch of format peer peers
-  # tf32 is f32 that is rounded to TF32 in products and convolutions, as PyTorch does by default in convolutions.
-  local runs=("f32 resnet50 128" "tf32 resnet50 128" "bf16 resnet50 128" "f32 gpt 32" "tf32 gpt 32" "bf16 gpt 32"
-    "f32 gpt2 8" "tf32 gpt2 8" "bf16 gpt2 8")
+# PyTorch's modes for a model and a dtype: as it is, then as its users speed it up.
+peers() {
+  local model=$1 dtype=$2 words=compile
+  case $model in
+    gpt2 | bert) echo "$model $dtype"; model=$model-padded ;;
+    resnet50) echo "$model $dtype"; words=channels_last-compile dtype=$dtype-channels_last ;;
+  esac
+  echo "$model $dtype"
+  echo "$model ${2}-$words"
+  # Takes minutes.
+  [ "$size" != full ] || echo "$model ${2}-${words/compile/autotune}"
+}
+
+# Steps of PyTorch: SECONDS, NAME, MODEL, DTYPE, STEPS, MODES, BATCH.
+peer() {
+  step "$2" "$1" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((29000 + RANDOM % 900)) CANDLE_DDP_DEVICE=cuda \
+    python3 "$here/step_pytorch.py" "$3" "$5" "$6" "$4" "$7" --no-phases || true
+}
+
+# The dtype, the model and the batch size of each measurement of `models`. tf32 is f32 that is rounded to TF32 in products and convolutions, as
+# PyTorch does by default in convolutions.
+model_runs() {
   case $size in
-    quick) count=5 seconds=30 runs=("bf16 resnet50 128" "tf32 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32")
-      quick=(--modes local,ddp) modes=ddp ;;
-    # GPT-2 is too large for the emulated GPU.
-    tiny) count=1 runs=("f32 resnet50 2" "tf32 resnet50 2" "bf16 resnet50 2" "f32 gpt 1" "bf16 gpt 1")
-      quick=(--modes ddp --image-size 32) ;;
+    full) printf '%s\n' {f32,tf32,bf16}' resnet50 128' {f32,tf32,bf16}' gpt 32' {f32,tf32,bf16}' gpt2 8' {tf32,bf16}' vit 128' \
+      {tf32,bf16}' bert 16' ;;
+    quick) printf '%s\n' {bf16,tf32}' resnet50 128' {bf16,f32}' gpt2 8' 'bf16 vit 128' 'bf16 bert 16' 'bf16 gpt 32' ;;
+    # GPT-2 and BERT are too large for the emulated GPU.
+    tiny) printf '%s\n' {f32,tf32,bf16}' resnet50 2' {f32,bf16}' gpt 1' 'f32 vit 1' ;;
+  esac
+}
+
+# Fills torch.compile's cache in the background.
+compile_peers() {
+  local model format dtype batch
+  pytorch models || return 0
+  while read -r dtype model batch; do
+    while read -r model format; do
+      [[ $format == *-compile ]] || continue
+      while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n || true; done
+      peer 300 "compile-$model-$format" "$model" "$format" 1 ddp "$batch" &
+    done < <(peers "$model" "$dtype")
+  done < <(model_runs)
+  all_ended
+}
+
+models() {
+  local count=20 seconds=58 quick=() has_pytorch=0 modes=local,ddp arguments dtype model batch format
+  case $size in
+    quick) count=7 seconds=40 modes=ddp ;;
+    tiny) count=1 quick=(--modes ddp --image-size 32) ;;
   esac
   if pytorch models; then has_pytorch=1; fi
-  for of in "${runs[@]}"; do
-    read -r dtype model batch <<<"$of"
+  [ -z "${compiling:-}" ] || wait "$compiling" || true
+  while read -r dtype model batch; do
     arguments=(--dtype "$dtype")
     [ "$dtype" != tf32 ] || arguments=(--dtype f32 --tf32)
-    step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 \
-      "$bin/step" --model "$model" --steps "$count" "${arguments[@]}" --batch-size "$batch" "${quick[@]}" || true
+    step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" \
+      "${arguments[@]}" --batch-size "$batch" --no-phases "${quick[@]}" || true
     [ "$has_pytorch" = 1 ] || continue
-    # In all modes that its users choose.
-    peers=("$model $dtype")
-    case $model in
-      resnet50) peers+=("$model $dtype-channels_last") ;;
-      gpt2) peers+=("gpt2-padded $dtype") ;;
-    esac
-    for peer in "${peers[@]}"; do
-      read -r model format <<<"$peer"
-      step "models-$model-$format-pytorch" "$seconds" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 \
-        MASTER_PORT=29555 CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" "$modes" "$format" "$batch" || true
-    done
-  done
+    while read -r model format; do
+      case $format in *-autotune) seconds=600 ;; *-compile) seconds=200 ;; *) seconds=58 ;; esac
+      peer "$seconds" "models-$model-$format-pytorch" "$model" "$format" "$count" "$modes" "$batch"
+    done < <(peers "$model" "$dtype")
+  done < <(model_runs)
 }
 
 # Which kernels run in a step, for how long, and what the host calls.
 profile() {
-  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32") of dtype model batch count=6 name
+  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32") of dtype model batch count=6 format has_pytorch=0
   case $size in
-    quick) runs=("bf16 resnet50 128" "bf16 gpt2 8") ;;
+    quick) runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8") ;;
     tiny) return ;;
   esac
+  if pytorch profile; then has_pytorch=1; fi
+  [ -z "${compiling:-}" ] || wait "$compiling" || true
   for of in "${runs[@]}"; do
     read -r dtype model batch <<<"$of"
-    name=profile-$model-$dtype
-    # shellcheck disable=SC2016  # the inner shell expands it
-    GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here \
-      step "$name" 60 bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
-      "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" --modes ddp --dtype "$dtype" \
-      --batch-size "$batch" || true
+    traced "profile-$model-$dtype" "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" --modes ddp \
+      --dtype "$dtype" --batch-size "$batch" --no-phases
+    [ "$has_pytorch" = 1 ] || continue
+    while read -r model format; do
+      [[ $format == *-compile ]] || continue
+      traced "profile-$model-$format-pytorch" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29955 \
+        CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" ddp "$format" "$batch" --no-phases
+    done < <(peers "$model" "$dtype")
   done
+}
+
+# Runs a program with a trace of the GPU, and prints its kernels.
+traced() {
+  local name=$1
+  shift
+  # shellcheck disable=SC2016  # the inner shell expands it
+  GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here step "$name" 120 \
+    bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - "$@" || true
 }
 
 allreduce() {
@@ -391,15 +438,16 @@ switches() {
 
 sanitizer() {
   local program tool tools=(memcheck racecheck initcheck synccheck) seconds=240
-  local tests=(activations embedding softmax_matches cross_entropy_matches layer_norm linear_matches any_address)
+  # Each kernel of this crate, so not cuDNN's.
+  local tests=(match_pytorch matches_pytorch any_address)
   program=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
   if [ -z "$program" ]; then
     printf '\n## sanitizer: compute-sanitizer was not found\n' >>"$results/summary.md"
     return
   fi
-  [ "$size" != quick ] || tools=(memcheck) tests=(activations embedding_matches) seconds=60
+  [ "$size" != quick ] || tools=(memcheck racecheck) tests=(match_pytorch matches_pytorch) seconds=100
   for tool in "${tools[@]}"; do
-    step "sanitizer-$tool" "$seconds" "$program" --tool "$tool" --error-exitcode 9 "$bin/gpu_layers" --test-threads=1 \
+    step "sanitizer-$tool" "$seconds" env CANDLE_DDP_CUDNN=0 "$program" --tool "$tool" --error-exitcode 9 "$bin/gpu_layers" --test-threads=1 \
       "${tests[@]}" || true
   done
 }
@@ -498,6 +546,10 @@ print("- PyTorch", torch.__version__, "with cuDNN", torch.backends.cudnn.version
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$results/cuda-cache}
   # Without a home, every process would compile the kernels.
   [ -w "${XDG_CACHE_HOME:-${HOME:-/nowhere}}" ] || export CANDLE_DDP_KERNEL_CACHE=${CANDLE_DDP_KERNEL_CACHE:-$results/kernel-cache}
+  export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$results/inductor}
+  case " ${parts[*]} " in
+    *" tests "*" models "*) part=models; compile_peers & compiling=$! ;;
+  esac
   for word in "${parts[@]}"; do part "$word"; done
 }
 

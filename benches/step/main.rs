@@ -26,7 +26,7 @@ struct Options {
     /// The model.
     #[arg(long, value_enum, default_value = "mlp")]
     model: Model,
-    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18 and resnet50, 8 for the others]
+    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18, resnet50 and vit, 8 for the others]
     #[arg(long)]
     batch_size: Option<usize>,
     /// The number of measured steps of each mode.
@@ -44,9 +44,12 @@ struct Options {
     /// On a GPU, round f32 to TF32 in products and convolutions.
     #[arg(long)]
     tf32: bool,
-    /// The height and width of resnet50's images.
+    /// The height and width of the images of resnet50 and vit.
     #[arg(long, default_value_t = 224)]
     image_size: usize,
+    /// Wait for the GPU once per step, as a program would, and not after forward and backward too.
+    #[arg(long)]
+    no_phases: bool,
     /// The bucket size in MiB. [default: as in DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
@@ -89,7 +92,8 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         return Err(Error::InvalidArgument { argument: "modes", reason: "must be ddp, with --amp".to_string() });
     }
     let ddp = DdpOptions { bucket_cap_mb, mixed_precision, ..default };
-    let new = |mode: &Mode| Trainer::new(*mode, options.model, options.dtype, pg, ddp.clone());
+    let build = |vb: VarBuilder| options.model.build(options.image_size, vb);
+    let new = |mode: &Mode| Trainer::new(*mode, &build, options.dtype, pg, ddp.clone());
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
@@ -97,7 +101,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             // Each mode comes first, and after each other mode, equally often.
             let index = (turn + step as usize) % trainers.len();
             pg.barrier()?;
-            let elapsed = slowest(pg, trainers[index].step(&batch)?)?;
+            let elapsed = slowest(pg, trainers[index].step(&batch, !options.no_phases)?)?;
             if step >= WARMUP {
                 times[index].push(elapsed);
             }
@@ -153,18 +157,23 @@ enum Net {
 }
 
 impl Trainer {
-    fn new(mode: Mode, model: Model, dtype: DType, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
+    fn new(
+        mode: Mode,
+        build: &impl Fn(VarBuilder) -> candle_core::Result<FuncT<'static>>,
+        dtype: DType,
+        pg: &ProcessGroup,
+        options: DdpOptions,
+    ) -> Result<Self> {
         let (varmap, device) = (VarMap::new(), pg.device());
-        let plain = || model.build(VarBuilder::from_varmap(&varmap, dtype, device));
+        let plain = || build(VarBuilder::from_varmap(&varmap, dtype, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
             Mode::Ddp => {
-                let build = |vb| model.build(vb);
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
             Mode::Virtual => {
                 let options = DdpOptions { dtype, virtual_ranks: Some(pg.world_size()), ..options };
-                Net::Virtual(DistributedDataParallel::with_options(pg, &varmap, |vb| model.build(vb), options)?)
+                Net::Virtual(DistributedDataParallel::with_options(pg, &varmap, build, options)?)
             }
             Mode::After => {
                 let net = plain()?;
@@ -185,17 +194,22 @@ impl Trainer {
         Ok(Self { net, optimizer, gradient_bytes })
     }
 
-    fn step(&mut self, batch: &Batch) -> Result<Times> {
+    fn step(&mut self, batch: &Batch, phases: bool) -> Result<Times> {
         let input = &batch.input;
         // On a GPU, calls only enqueue work.
-        let now = || input.device().synchronize().map(|()| Instant::now());
-        let start = now()?;
+        let now = |wait: bool| {
+            if wait {
+                input.device().synchronize()?;
+            }
+            candle_core::Result::Ok(Instant::now())
+        };
+        let start = now(true)?;
         let output = match &self.net {
             Net::Local(net) => net.forward_t(input, true)?,
             Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.forward_t(input, true)?,
         };
         let loss = batch.loss(&output)?;
-        let forward = now()?;
+        let forward = now(phases)?;
         let gradients = match &self.net {
             Net::Local(_) => loss.backward()?,
             Net::Ddp(ddp) => ddp.backward(&loss)?,
@@ -204,10 +218,10 @@ impl Trainer {
                 ddp.backward_micro_batch(&loss, number)?.unwrap_or_default()
             }
         };
-        let backward = now()?;
+        let backward = now(phases)?;
         self.optimizer.step(&gradients)?;
         let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
-        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now()?)])
+        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now(true)?)])
     }
 }
 

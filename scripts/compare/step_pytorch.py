@@ -1,10 +1,12 @@
 """Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
 the bench `step`, with the same models, the same measurement and the same JSON output.
 
-    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]]
+    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]] [--no-phases]
 
 With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, tf32, bf16, or autocast: bf16 with parameters
-in f32. With "-channels_last" after it, images and convolutions have this layout.
+in f32. Words may follow it, with "-" between them: "channels_last", the layout of images and convolutions; "compile", the model
+goes through torch.compile; "autotune", the same in its mode max-autotune-no-cudagraphs; "benchmark", cuDNN measures its algorithms.
+With --no-phases, a step waits for the GPU once. The loss of tokens is a part of the compiled model.
 """
 
 import json
@@ -136,6 +138,74 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
 
 
+class EncoderBlock(nn.Module):
+    """Attention and a network of two layers, with norms before them or after."""
+
+    def __init__(self, width, heads, eps, norm_first):
+        super().__init__()
+        self.heads, self.norm_first = heads, norm_first
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def attention(self, x):
+        samples, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(samples, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        return self.projection(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(samples, tokens, width))
+
+    def network(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+    def forward(self, x):
+        if self.norm_first:
+            x = x + self.attention(self.norm1(x))
+            return x + self.network(self.norm2(x))
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.network(x))
+
+
+class Vit(nn.Module):
+    """Of the size of ViT-S/16, with a mean over the tokens."""
+
+    def __init__(self, width=384):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.positions = nn.Parameter(0.02 * torch.randn(14 * 14, width))
+        self.blocks = nn.Sequential(*(EncoderBlock(width, 6, 1e-6, True) for _ in range(12)))
+        self.norm, self.head = nn.LayerNorm(width, 1e-6), nn.Linear(width, 1000)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Bert(nn.Module):
+    """Of the size of BERT-base, with a row of logits for each token."""
+
+    def __init__(self, vocabulary, width=768):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(0.02 * torch.randn(512, width))
+        self.norm = nn.LayerNorm(width, 1e-12)
+        self.blocks = nn.Sequential(*(EncoderBlock(width, 12, 1e-12, False) for _ in range(12)))
+        self.transform, self.transform_norm = nn.Linear(width, width), nn.LayerNorm(width, 1e-12)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x):
+        x = self.blocks(self.norm(self.tokens(x) + self.positions))
+        return self.head(self.transform_norm(F.gelu(self.transform(x))))
+
+
+class WithLoss(nn.Module):
+    """A model and its loss, which torch.compile then sees together."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, targets):
+        return loss_of(self.model(x), targets)
+
+
 # The function that builds a model, its batch size, and the function that makes its input.
 MODELS = {
     "mlp": (mlp, 256, lambda batch: torch.randn(batch, 1024)),
@@ -146,13 +216,16 @@ MODELS = {
     "gpt2": (lambda: Gpt(50257, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
     # As its users pad the vocabulary, for faster products.
     "gpt2-padded": (lambda: Gpt(50304, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
+    "vit": (Vit, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
+    "bert": (lambda: Bert(30522), 8, lambda batch: torch.randint(30522, (batch, 512))),
+    "bert-padded": (lambda: Bert(30528), 8, lambda batch: torch.randint(30522, (batch, 512))),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def now():
-    """Returns the time once the GPU, if there is one, has completed all launches."""
-    if DEVICE == "cuda":
+def now(wait=True):
+    """Returns the time, after the GPU, if there is one, has completed all launches."""
+    if wait and DEVICE == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -164,16 +237,15 @@ def loss_of(output, targets):
     return F.cross_entropy(output.flatten(0, 1).float(), targets)
 
 
-def step(model, optimizer, x, targets, autocast):
+def step(model, optimizer, x, targets, autocast, phases):
     """Returns the milliseconds of forward, backward and optimizer."""
     start = now()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        output = model(x)
-    loss = loss_of(output, targets)
-    forward = now()
+        loss = model(x, targets)
+    forward = now(phases)
     optimizer.zero_grad()
     loss.backward()
-    backward = now()
+    backward = now(phases)
     optimizer.step()
     end = now()
     return [1e3 * (forward - start), 1e3 * (backward - forward), 1e3 * (end - backward)]
@@ -192,22 +264,28 @@ def main():
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    name, steps = sys.argv[1], int(sys.argv[2])
+    phases = "--no-phases" not in sys.argv
+    arguments = [argument for argument in sys.argv if argument != "--no-phases"]
+    name, steps = arguments[1], int(arguments[2])
     build, batch_size, data = MODELS[name]
-    modes = sys.argv[3].split(",") if len(sys.argv) > 3 else ["local", "ddp"]
-    dtype = sys.argv[4] if len(sys.argv) > 4 else "f32"
-    dtype, channels_last = dtype.removesuffix("-channels_last"), dtype.endswith("-channels_last")
+    modes = arguments[3].split(",") if len(arguments) > 3 else ["local", "ddp"]
+    dtype, *words = arguments[4].split("-") if len(arguments) > 4 else ["f32"]
+    compile_mode = {"compile": "default", "autotune": "max-autotune-no-cudagraphs"}
+    compile_mode = next((compile_mode[word] for word in words if word in compile_mode), None)
+    channels_last, torch.backends.cudnn.benchmark = "channels_last" in words, "benchmark" in words
     memory_format = torch.channels_last if channels_last else torch.preserve_format
     autocast, tf32, dtype = dtype == "autocast", dtype == "tf32", dtype if dtype in DTYPES else "f32"
     # By default, candle-ddp does not round f32 to TF32, and PyTorch does in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    batch_size = int(sys.argv[5]) if len(sys.argv) > 5 else batch_size
+    batch_size = int(arguments[5]) if len(arguments) > 5 else batch_size
     x = data(batch_size).to(DEVICE)
     x = x.to(DTYPES[dtype], memory_format=memory_format) if x.is_floating_point() else x
     targets = None if x.is_floating_point() else x.roll(-1, 1).flatten()
     trainers = []
     for mode in modes:
-        model = build().to(DEVICE, DTYPES[dtype], memory_format=memory_format)
+        model = WithLoss(build()).to(DEVICE, DTYPES[dtype], memory_format=memory_format)
+        if compile_mode:
+            model.compile(mode=compile_mode)
         model = DistributedDataParallel(model) if mode == "ddp" else model
         trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)))
     times = [[] for _ in modes]
@@ -215,7 +293,7 @@ def main():
         for turn in range(len(modes)):
             index = (turn + number) % len(modes)
             dist.barrier()
-            elapsed = slowest(step(*trainers[index], x, targets, autocast))
+            elapsed = slowest(step(*trainers[index], x, targets, autocast, phases))
             if number >= WARMUP:
                 times[index].append(elapsed)
     if dist.get_rank() == 0:
@@ -228,6 +306,8 @@ def main():
                 "amp": "bf16" if autocast else None,
                 "tf32": tf32,
                 "channels_last": channels_last,
+                "compile": compile_mode,
+                "benchmark": torch.backends.cudnn.benchmark,
                 "world_size": dist.get_world_size(),
                 "batch_size": x.shape[0],
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),

@@ -2,6 +2,7 @@
 #[path = "../../../examples/char_gpt/block.rs"]
 mod block;
 mod deeplab;
+mod encoder;
 mod gpt;
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
@@ -24,6 +25,10 @@ pub(crate) enum Model {
     Gpt,
     /// The same with the sizes of GPT-2 small: twelve layers of width 768, for 1024 of 50,257 tokens.
     Gpt2,
+    /// A vision transformer of the size of ViT-S/16.
+    Vit,
+    /// An encoder of the size of BERT-base, for 512 of 30,522 tokens.
+    Bert,
 }
 
 impl Model {
@@ -35,37 +40,41 @@ impl Model {
             Self::Deeplab => "deeplab",
             Self::Gpt => "gpt",
             Self::Gpt2 => "gpt2",
+            Self::Vit => "vit",
+            Self::Bert => "bert",
         }
     }
 
     pub(crate) fn batch_size(self) -> usize {
         match self {
             Self::Mlp => 256,
-            Self::Resnet18 | Self::Resnet50 => 32,
-            Self::Deeplab | Self::Gpt | Self::Gpt2 => 8,
+            Self::Resnet18 | Self::Resnet50 | Self::Vit => 32,
+            Self::Deeplab | Self::Gpt | Self::Gpt2 | Self::Bert => 8,
         }
     }
 
     pub(crate) fn batch(self, size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Batch> {
         let noise = |sample: &[usize]| Tensor::randn(0f32, 1., [&[size], sample].concat(), device)?.to_dtype(dtype);
-        let tokens =
-            |of: &gpt::Sizes| Tensor::rand(0f32, of.vocabulary as f32, (size, of.tokens), device)?.to_dtype(DType::U32);
+        let tokens = |vocabulary: usize, tokens: usize| {
+            Tensor::rand(0f32, vocabulary as f32, (size, tokens), device)?.to_dtype(DType::U32)
+        };
         let input = match self {
             Self::Mlp => noise(&[1024]),
             Self::Resnet18 => noise(&[3, 32, 32]),
-            Self::Resnet50 => noise(&[3, image_size, image_size]),
+            Self::Resnet50 | Self::Vit => noise(&[3, image_size, image_size]),
             Self::Deeplab => noise(&[3, 64, 64]),
-            Self::Gpt => tokens(&gpt::SMALL),
-            Self::Gpt2 => tokens(&gpt::GPT2),
+            Self::Gpt => tokens(gpt::SMALL.vocabulary, gpt::SMALL.tokens),
+            Self::Gpt2 => tokens(gpt::GPT2.vocabulary, gpt::GPT2.tokens),
+            Self::Bert => tokens(encoder::VOCABULARY, encoder::TOKENS),
         }?;
         let targets = match self {
-            Self::Gpt | Self::Gpt2 => Some(input.roll(-1, 1)?.flatten_all()?),
+            Self::Gpt | Self::Gpt2 | Self::Bert => Some(input.roll(-1, 1)?.flatten_all()?),
             _ => None,
         };
         Ok(Batch { input, targets })
     }
 
-    pub(crate) fn build(self, vb: VarBuilder) -> Result<FuncT<'static>> {
+    pub(crate) fn build(self, image_size: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
         match self {
             Self::Mlp => mlp(vb),
             Self::Resnet18 => resnet18(vb),
@@ -73,18 +82,20 @@ impl Model {
             Self::Deeplab => deeplab::deeplab(vb),
             Self::Gpt => gpt::gpt(&gpt::SMALL, vb),
             Self::Gpt2 => gpt::gpt(&gpt::GPT2, vb),
+            Self::Vit => encoder::vit(image_size, vb),
+            Self::Bert => encoder::bert(vb),
         }
     }
 }
 
-/// The input of a step, and for a GPT the token that follows each of its tokens.
+/// The input of a step, and for models of tokens the token that follows each of them.
 pub(crate) struct Batch {
     pub(crate) input: Tensor,
     targets: Option<Tensor>,
 }
 
 impl Batch {
-    /// The cross entropy of a GPT's logits. The other models have a cheap loss: the mean square of their output.
+    /// The cross entropy of the logits of tokens. The other models have a cheap loss: the mean square of their output.
     pub(crate) fn loss(&self, output: &Tensor) -> Result<Tensor> {
         match &self.targets {
             Some(targets) => cross_entropy(output, targets),
