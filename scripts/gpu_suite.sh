@@ -278,7 +278,7 @@ peers() {
   local model=$1 dtype=$2 words=compile
   case $model in
     gpt2 | bert) echo "$model $dtype"; model=$model-padded ;;
-    resnet50) echo "$model $dtype"; words=channels_last-compile dtype=$dtype-channels_last ;;
+    resnet50) echo "$model $dtype"; echo "$model $dtype-channels_last-benchmark"; words=channels_last-compile dtype=$dtype-channels_last ;;
   esac
   echo "$model $dtype"
   echo "$model ${2}-$words"
@@ -286,10 +286,10 @@ peers() {
   [ "$size" != full ] || echo "$model ${2}-${words/compile/autotune}"
 }
 
-# Steps of PyTorch: SECONDS, NAME, MODEL, DTYPE, STEPS, MODES, BATCH.
+# Steps of PyTorch: SECONDS, NAME, MODEL, DTYPE, STEPS, MODES, BATCH, OPTIONS.
 peer() {
   step "$2" "$1" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((29000 + RANDOM % 900)) CANDLE_DDP_DEVICE=cuda \
-    python3 "$here/step_pytorch.py" "$3" "$5" "$6" "$4" "$7" --no-phases || true
+    python3 "$here/step_pytorch.py" "$3" "$5" "$6" "$4" "$7" --no-phases "${@:8}" || true
 }
 
 # The dtype, the model and the batch size of each measurement of `models`. tf32 is f32 that is rounded to TF32 in products and convolutions, as
@@ -341,33 +341,28 @@ models() {
 
 # Which kernels run in a step, for how long, and what the host calls.
 profile() {
-  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8" "bf16 gpt 32") of dtype model batch count=6 format has_pytorch=0
+  local runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 vit 128" "f32 gpt2 8" "bf16 gpt 32")
+  local of dtype model batch count=6 name format has_pytorch=0
   case $size in
-    quick) runs=("bf16 resnet50 128" "bf16 gpt2 8" "f32 gpt2 8") ;;
+    quick) runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 vit 128") ;;
     tiny) return ;;
   esac
   if pytorch profile; then has_pytorch=1; fi
   [ -z "${compiling:-}" ] || wait "$compiling" || true
   for of in "${runs[@]}"; do
     read -r dtype model batch <<<"$of"
-    traced "profile-$model-$dtype" "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" --modes ddp \
-      --dtype "$dtype" --batch-size "$batch" --no-phases
+    name=profile-$model-$dtype
+    # shellcheck disable=SC2016  # the inner shell expands it
+    GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here step "$name" 60 \
+      bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
+      "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" --modes ddp --dtype "$dtype" \
+      --batch-size "$batch" --no-phases || true
     [ "$has_pytorch" = 1 ] || continue
     while read -r model format; do
       [[ $format == *-compile ]] || continue
-      traced "profile-$model-$format-pytorch" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29955 \
-        CANDLE_DDP_DEVICE=cuda python3 "$here/step_pytorch.py" "$model" "$count" ddp "$format" "$batch" --no-phases
+      peer 120 "profile-$model-$format-pytorch" "$model" "$format" "$count" ddp "$batch" --profile
     done < <(peers "$model" "$dtype")
   done
-}
-
-# Runs a program with a trace of the GPU, and prints its kernels.
-traced() {
-  local name=$1
-  shift
-  # shellcheck disable=SC2016  # the inner shell expands it
-  GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here step "$name" 120 \
-    bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - "$@" || true
 }
 
 allreduce() {

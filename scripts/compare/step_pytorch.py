@@ -1,14 +1,16 @@
 """Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
 the bench `step`, with the same models, the same measurement and the same JSON output.
 
-    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]] [--no-phases]
+    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]] [--no-phases] [--profile]
 
 With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, tf32, bf16, or autocast: bf16 with parameters
 in f32. Words may follow it, with "-" between them: "channels_last", the layout of images and convolutions; "compile", the model
 goes through torch.compile; "autotune", the same in its mode max-autotune-no-cudagraphs; "benchmark", cuDNN measures its algorithms.
-With --no-phases, a step waits for the GPU once. The loss of tokens is a part of the compiled model.
+With --no-phases, a step waits for the GPU once. The loss is a part of the compiled model. With --profile, the kernels of the measured
+steps are printed too; their times are then a little longer.
 """
 
+import collections
 import json
 import os
 import resource
@@ -23,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gpt
+import gpu_trace
 
 WARMUP = 2
 LEARNING_RATE = 1e-5
@@ -259,13 +262,30 @@ def slowest(times):
     return max((times.tolist() for times in all_times), key=sum)
 
 
+def print_kernels(profiler, steps):
+    """Prints the kernels, copies and memsets of a step, as gpu_trace.py does for candle-ddp."""
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy, until = 0, 0
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        busy += max(0, event.time_range.end - max(event.time_range.start, until))
+        until = max(until, event.time_range.end)
+    totals = collections.defaultdict(lambda: [0, 0])
+    for event in kernels:
+        of = totals[gpu_trace.short(event.name)]
+        of[0], of[1] = of[0] + 1, of[1] + event.time_range.end - event.time_range.start
+    print(f"the GPU is busy for {busy / steps / 1e3:.2f} ms of a step, {len(kernels) / steps:.0f} kernels and copies\n")
+    print("| kernel | count | ms |\n|---|---|---|")
+    for name, (count, time) in sorted(totals.items(), key=lambda of: -of[1][1])[:40]:
+        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e3:.3f} |")
+
+
 def main():
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    phases = "--no-phases" not in sys.argv
-    arguments = [argument for argument in sys.argv if argument != "--no-phases"]
+    phases, is_profiled = "--no-phases" not in sys.argv, "--profile" in sys.argv
+    arguments = [argument for argument in sys.argv if not argument.startswith("--")]
     name, steps = arguments[1], int(arguments[2])
     build, batch_size, data = MODELS[name]
     modes = arguments[3].split(",") if len(arguments) > 3 else ["local", "ddp"]
@@ -289,13 +309,20 @@ def main():
         model = DistributedDataParallel(model) if mode == "ddp" else model
         trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)))
     times = [[] for _ in modes]
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if is_profiled else None
     for number in range(WARMUP + steps):
+        if profiler and number == WARMUP:
+            profiler.start()
         for turn in range(len(modes)):
             index = (turn + number) % len(modes)
             dist.barrier()
             elapsed = slowest(step(*trainers[index], x, targets, autocast, phases))
             if number >= WARMUP:
                 times[index].append(elapsed)
+    if profiler:
+        now()
+        profiler.stop()
+        print_kernels(profiler, steps * len(modes))
     if dist.get_rank() == 0:
         for mode, (model, _), measured in zip(modes, trainers, times):
             forward, backward, optimizer = (statistics.median(part) for part in zip(*measured))
