@@ -82,20 +82,24 @@ for line in sys.stdin:
   echo "$archive: $(du -h "$archive" | cut -f1)"
 }
 
-# Finds the folders of the libraries that the programs need: those of Python packages first, which belong together.
+# Finds the folders of the libraries that the programs need: those of Python packages first, which belong together and are PyTorch's,
+# then those that the system finds by itself.
 library_path() {
   local name found folders
   folders=$(python3 -c '
 import glob, site, sys
 for folder in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
     print(*glob.glob(folder + "/nvidia/*/lib"), *glob.glob(folder + "/torch/lib"), sep="\n")' 2>/dev/null | sort -u)
-  for name in $(ldd "$bin/gpu" "$here/gpu_trace.so" 2>/dev/null | awk '/not found/ { print $1 }' | sort -u) libcuda.so.1; do
-    found=$(ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF; exit }')
+  for name in $(ldd "$bin/gpu" "$here/gpu_trace.so" 2>/dev/null |
+    awk '/not found/ || $1 ~ /^lib(nccl|cudnn|cublas|cublasLt|curand|nvrtc|cudart|cupti)\./ { print $1 }' | sort -u) libcuda.so.1; do
+    # shellcheck disable=SC2086  # a list of folders
+    found=$([ -z "$folders" ] || find $folders -name "$name" 2>/dev/null | head -n 1)
+    [ -n "$found" ] && dirname "$found"
+    [ -n "$found" ] || found=$(ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF; exit }')
     if [ -z "$found" ]; then
       # A driver library in a folder `compat` is for other drivers.
-      # shellcheck disable=SC2086  # a list of folders
-      found=$({ find $folders /usr/local /opt /usr/lib -name "$name" -not -path '*/stubs/*' -not -path '*/compat/*' \
-        2>/dev/null || true; } | head -n 1)
+      found=$({ find /usr/local /opt /usr/lib -name "$name" -not -path '*/stubs/*' -not -path '*/compat/*' 2>/dev/null || true; } |
+        head -n 1)
       [ -n "$found" ] && dirname "$found"
     fi
     echo "$name: ${found:-not found}" >&2
@@ -533,6 +537,8 @@ run() {
   export LD_LIBRARY_PATH=$folders${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   {
     ldd "$bin/gpu" | sed -n -E 's/^\s*(lib(nccl|cudnn|cublas|nvrtc)\.so\S*) => (\S+).*/- \1: \3/p'
+    timeout -k 5 60 python3 -c 'import ctypes
+print("- cuDNN", ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())' 2>/dev/null || true
     timeout -k 5 60 python3 -c 'import torch
 print("- PyTorch", torch.__version__, "with cuDNN", torch.backends.cudnn.version(), "and NCCL", torch.cuda.nccl.version())' 2>/dev/null || true
   } >>"$results/summary.md"
@@ -543,7 +549,7 @@ print("- PyTorch", torch.__version__, "with cuDNN", torch.backends.cudnn.version
   [ -w "${XDG_CACHE_HOME:-${HOME:-/nowhere}}" ] || export CANDLE_DDP_KERNEL_CACHE=${CANDLE_DDP_KERNEL_CACHE:-$results/kernel-cache}
   export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$results/inductor}
   case " ${parts[*]} " in
-    *" tests "*" models "*) part=models; compile_peers & compiling=$! ;;
+    *" tests "*"models "*) part=models; compile_peers & compiling=$! ;;
   esac
   for word in "${parts[@]}"; do part "$word"; done
 }

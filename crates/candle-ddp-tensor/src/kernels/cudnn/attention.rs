@@ -10,6 +10,7 @@ use cudarc::cudnn::sys::{
     cudnnBackendAttributeName_t as Name, cudnnBackendDescriptorType_t as Kind, cudnnDataType_t as Type, cudnnHandle_t,
     cudnnPointwiseMode_t as Pointwise, cudnnReduceTensorOp_t as Reduction,
 };
+use std::sync::Once;
 
 type Outcome<T> = std::result::Result<T, Failure>;
 
@@ -32,6 +33,22 @@ const OLDEST: usize = 91_002;
 /// Up to this version, gradients are right only for whole blocks of keys: 9.15.0.
 const WHOLE_BLOCKS: usize = 91_500;
 const BLOCK: usize = 128;
+
+/// Warns once that a newer version would serve the backward pass of attention over so many keys.
+pub(super) fn warn_of_old(version: usize, keys: usize) {
+    static SAID: Once = Once::new();
+    if (OLDEST..=WHOLE_BLOCKS).contains(&version) && !keys.is_multiple_of(BLOCK) {
+        SAID.call_once(|| {
+            log::warn!(
+                "attention's backward pass over {keys} keys runs without cuDNN, several times as long: cuDNN {}.{}.{} is right for \
+                 multiples of {BLOCK} keys only. Install 9.15.1 or later, or pad the keys",
+                version / 10_000,
+                version / 100 % 100,
+                version % 100
+            );
+        });
+    }
+}
 
 /// Whether this version of cuDNN computes attention on this GPU, of a major compute capability. Newer GPUs have another kind of
 /// kernel, whose gradients are the same in every run only with settings that cuDNN calls knobs.

@@ -114,7 +114,12 @@ impl Handle {
         })?;
         let plan = match attention::is_served(self.version, capability, is_backward, shape) {
             true => attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, is_backward, shape))?,
-            false => None,
+            false => {
+                if is_backward {
+                    attention::warn_of_old(self.version, shape.keys);
+                }
+                None
+            }
         };
         let (pass, whose) = (
             if is_backward { "backward" } else { "forward" },
