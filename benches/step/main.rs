@@ -11,11 +11,11 @@ use candle_core::{DType, Tensor};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::optim::AdamW;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
-use candle_nn::{FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::median::median;
 use common::memory::peak_rss_bytes;
-use net::{Batch, Model};
+use net::{Batch, LossNet, Model};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -151,15 +151,15 @@ struct Trainer {
 }
 
 enum Net {
-    Local(FuncT<'static>),
-    Ddp(DistributedDataParallel<FuncT<'static>>),
-    Virtual(DistributedDataParallel<FuncT<'static>>),
+    Local(LossNet),
+    Ddp(DistributedDataParallel<LossNet>),
+    Virtual(DistributedDataParallel<LossNet>),
 }
 
 impl Trainer {
     fn new(
         mode: Mode,
-        build: &impl Fn(VarBuilder) -> candle_core::Result<FuncT<'static>>,
+        build: &impl Fn(VarBuilder) -> candle_core::Result<LossNet>,
         dtype: DType,
         pg: &ProcessGroup,
         options: DdpOptions,
@@ -195,7 +195,7 @@ impl Trainer {
     }
 
     fn step(&mut self, batch: &Batch, phases: bool) -> Result<Times> {
-        let input = &batch.input;
+        let Batch { input, targets } = batch;
         // On a GPU, calls only enqueue work.
         let now = |wait: bool| {
             if wait {
@@ -204,11 +204,13 @@ impl Trainer {
             candle_core::Result::Ok(Instant::now())
         };
         let start = now(true)?;
-        let output = match &self.net {
-            Net::Local(net) => net.forward_t(input, true)?,
-            Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.forward_t(input, true)?,
+        let loss = match &self.net {
+            Net::Local(net) => net(input, targets)?,
+            Net::Ddp(ddp) | Net::Virtual(ddp) => {
+                let input = ddp.cast_forward_inputs(input)?;
+                ddp.call(|net| net(&input, targets))?
+            }
         };
-        let loss = batch.loss(&output)?;
         let forward = now(phases)?;
         let gradients = match &self.net {
             Net::Local(_) => loss.backward()?,

@@ -148,8 +148,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let micro_batch = options.training.micro_batch(index, count);
             // The gradients of all but the last batch of a step are only added up.
             let _guard = ddp.sync_if(micro_batch.is_last);
-            let logits = ddp.forward(&x)?.to_dtype(DType::F32)?.flatten_to(1)?;
-            let loss = (nn::cross_entropy(&logits, &y)? / micro_batch.count as f64)?;
+            let loss = (ddp.call(|gpt| gpt.loss(&x, &y))? / micro_batch.count as f64)?;
             let mut grads = ddp.backward(&training.scaler.scale(&loss)?)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
             seen += y.elem_count();
@@ -203,8 +202,7 @@ fn validate(ddp: &DistributedDataParallel<Gpt>, loader: &DataLoader<Range<usize>
     let (mut sum, mut count) = (0., 0.);
     for batch in loader {
         let (x, y) = batch?;
-        let logits = nn::no_grad(|| ddp.forward(&x))?.to_dtype(DType::F32)?;
-        let loss = nn::cross_entropy(&logits.flatten_to(1)?, &y)?;
+        let loss = nn::no_grad(|| ddp.call(|gpt| gpt.loss(&x, &y)))?;
         sum += f64::from(loss.to_scalar::<f32>()?) * y.elem_count() as f64;
         count += y.elem_count() as f64;
     }

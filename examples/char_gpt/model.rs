@@ -2,7 +2,7 @@
 use super::block::Block;
 use super::plain::Config;
 use candle_core::{Module, Result, Tensor};
-use candle_ddp::nn::{Embedding, LayerNorm, Linear, add, layer_norm};
+use candle_ddp::nn::{Embedding, LayerNorm, Linear, add, layer_norm, linear_cross_entropy};
 use candle_nn::{Init, VarBuilder};
 
 pub(crate) struct Gpt {
@@ -27,13 +27,23 @@ impl Gpt {
             head: Linear::new(tokens, None),
         })
     }
+
+    /// What the head gets.
+    fn features(&self, x: &Tensor) -> Result<Tensor> {
+        let x = add(&self.tokens.forward(x)?, &self.positions.narrow(0, 0, x.dim(1)?)?)?;
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+        self.norm.forward(&x)
+    }
+
+    /// The cross entropy of characters u32[B, T] and those that follow each of them, without logits that take memory.
+    pub(crate) fn loss(&self, x: &Tensor, next: &Tensor) -> Result<Tensor> {
+        linear_cross_entropy(&self.features(x)?, self.head.weight(), None, next)
+    }
 }
 
 impl Module for Gpt {
     /// From characters u32[B, T] to logits [B, T, vocabulary].
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = add(&self.tokens.forward(x)?, &self.positions.narrow(0, 0, x.dim(1)?)?)?;
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-        self.head.forward(&self.norm.forward(&x)?)
+        self.head.forward(&self.features(x)?)
     }
 }

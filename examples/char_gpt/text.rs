@@ -39,16 +39,15 @@ impl Text {
         (self.tokens.len() - self.context - 1) / self.stride + 1
     }
 
-    /// Returns the characters u32[B, context] of the given windows, and those that follow each of them,
-    /// u32[B × context].
+    /// Returns the characters u32[B, context] of the given windows, and those that follow each of them.
     pub(crate) fn batch(&self, windows: &[usize]) -> Result<(Tensor, Tensor)> {
         let tokens = |window: &usize, shift| {
             let first = window * self.stride + shift;
             &self.tokens[first..first + self.context]
         };
         let cut = |shift| windows.iter().flat_map(|window| tokens(window, shift)).copied().collect::<Vec<u32>>();
-        let x = Tensor::from_vec(cut(0), (windows.len(), self.context), &Device::Cpu)?;
-        Ok((x, Tensor::new(cut(1), &Device::Cpu)?))
+        let tensor = |values| Tensor::from_vec(values, (windows.len(), self.context), &Device::Cpu);
+        Ok((tensor(cut(0))?, tensor(cut(1))?))
     }
 }
 

@@ -71,6 +71,11 @@ on_gpu! {
     attention_matches_pytorch
     softmax_matches_pytorch
     cross_entropy_matches_pytorch
+    heads_match_linear_and_cross_entropy
+    large_heads_match_linear_and_cross_entropy
+    heads_may_be_frozen
+    small_gradients_survive_in_f16
+    heads_without_samples
     layer_norm_matches_pytorch
     rms_norm_matches_pytorch
     embedding_adds_in_f32

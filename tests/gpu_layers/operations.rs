@@ -10,13 +10,13 @@ use crate::on_gpu;
 use block::Block;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
-    AttentionOptions, add, cross_entropy, embedding, layer_norm, linear_no_bias, scaled_dot_product_attention,
-    scaled_dot_product_attention_qkvpacked,
+    AttentionOptions, add, cross_entropy, embedding, layer_norm, linear_cross_entropy, linear_no_bias,
+    scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked,
 };
 use candle_ddp::optim::{AdamW, FusedOptimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::vision::models::{ResNetOptions, resnet50};
 use candle_ddp::{Backend, DistributedDataParallel, InitOptions, init_process_group};
-use candle_nn::{FuncT, Init, Optimizer, VarBuilder, VarMap, func_t};
+use candle_nn::{Init, Optimizer, VarBuilder, VarMap};
 use std::cmp::Reverse;
 use std::ffi::{CStr, c_char, c_void};
 
@@ -43,17 +43,20 @@ fn take_counts() -> Option<Vec<(String, usize)>> {
     Some(text.lines().map(|line| count(line).unwrap()).collect())
 }
 
+/// A model with its loss, of inputs and targets.
+type LossNet = Box<dyn Fn(&Tensor, &Tensor) -> Result<Tensor>>;
+
 /// A model, and a batch for it.
 struct Model {
-    build: fn(VarBuilder) -> Result<FuncT<'static>>,
+    build: fn(VarBuilder) -> Result<LossNet>,
     input: Tensor,
     targets: Tensor,
 }
 
 fn resnet(device: &Device) -> Model {
-    let build = |vb: VarBuilder| {
+    let build = |vb: VarBuilder| -> Result<LossNet> {
         let net = resnet50(ResNetOptions { width: 4, num_classes: Some(5), ..Default::default() }, vb)?;
-        Ok(func_t(move |x, train| net.forward_t(x, train)))
+        Ok(Box::new(move |x, targets| cross_entropy(&net.forward_t(x, true)?, targets)))
     };
     let input = tensor(&[2, 3, 40, 40], 1).to_device(device).unwrap();
     Model { build, input, targets: Tensor::new(&[1i64, 3], device).unwrap() }
@@ -64,22 +67,22 @@ const TOKENS: usize = 80;
 
 /// The GPT of the bench `step`, with its number of layers, and a batch of so many tokens that a bias's gradient needs two launches.
 fn gpt<const WIDTH: usize>(device: &Device) -> Model {
-    let build = |vb: VarBuilder| {
+    let build = |vb: VarBuilder| -> Result<LossNet> {
         let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
         let positions = vb.get_with_hints((TOKENS, WIDTH), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
         let block = |layer| Block::new(WIDTH, 2, vb.pp(format!("blocks.{layer}")));
         let blocks = (0..6).map(block).collect::<Result<Vec<_>>>()?;
         let norm = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?;
         let head = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?;
-        Ok(func_t(move |x, _| {
+        Ok(Box::new(move |x, next| {
             let x = add(&tokens.forward(x)?, &positions)?;
             let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-            head.forward(&norm.forward(&x)?)?.flatten_to(1)
+            linear_cross_entropy(&norm.forward(&x)?, head.weight(), None, next)
         }))
     };
     let numbers: Vec<i64> = (0..2 * TOKENS as i64).map(|i| i * i % VOCABULARY as i64).collect();
-    let targets = Tensor::new(numbers, device).unwrap();
-    Model { build, input: targets.reshape((2, TOKENS)).unwrap(), targets }
+    let targets = Tensor::from_vec(numbers, (2, TOKENS), device).unwrap();
+    Model { build, input: targets.clone(), targets }
 }
 
 /// What a step asks for.
@@ -110,7 +113,7 @@ fn with_ddp(name: &str, model: &Model) -> Option<Asked> {
     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), model.build).unwrap();
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
     asked(&format!("{name} with DDP"), || {
-        let loss = cross_entropy(&ddp.forward_t(&model.input, true)?, &model.targets)?;
+        let loss = ddp.call(|net| net(&model.input, &model.targets))?;
         optimizer.step(&ddp.backward(&loss)?)
     })
 }
@@ -124,7 +127,7 @@ fn without_ddp(name: &str, model: &Model, dtype: DType) -> Option<Asked> {
         variables.into_iter().filter(|(name, _)| !name.contains("running_")).map(|(_, var)| var).collect();
     let mut optimizer = AdamW::new(parameters, ParamsAdamW::default()).unwrap();
     asked(&format!("{name} without DDP"), || {
-        let loss = cross_entropy(&net.forward_t(&model.input, true)?, &model.targets)?;
+        let loss = net(&model.input, &model.targets)?;
         optimizer.step(&loss.backward()?)
     })
 }

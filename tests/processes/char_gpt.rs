@@ -3,6 +3,7 @@ use crate::common::example;
 use crate::common::{assert_close, floats};
 use candle_core::{DType, Device, Module, Tensor, safetensors};
 use candle_nn::VarBuilder;
+use candle_nn::loss::cross_entropy;
 use hash::Hash;
 use serde_json::Value;
 use std::path::Path;
@@ -74,9 +75,11 @@ fn a_model_of_four_ranks_is_the_same_in_plain_candle() {
     let vb = || VarBuilder::from_tensors(weights.clone(), DType::F32, &Device::Cpu);
     let x: Vec<u32> = (0..64).map(|index| index % vocabulary as u32).collect();
     let x = Tensor::from_vec(x, (2, 32), &Device::Cpu).unwrap();
-    let ours = model::Gpt::new(config, vb()).unwrap().forward(&x).unwrap();
+    let ours = model::Gpt::new(config, vb()).unwrap();
     let plain = plain::Gpt::new(config, vb()).unwrap().forward(&x).unwrap();
-    assert_close(&floats(&ours), &floats(&plain), 1e-5, "logits");
+    assert_close(&floats(&ours.forward(&x).unwrap()), &floats(&plain), 1e-5, "logits");
+    let loss = cross_entropy(&plain.flatten_to(1).unwrap(), &x.flatten_all().unwrap()).unwrap();
+    assert_close(&floats(&ours.loss(&x, &x).unwrap()), &floats(&loss), 1e-5, "the loss");
 }
 
 #[test]

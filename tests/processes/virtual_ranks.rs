@@ -270,6 +270,11 @@ fn layers() -> Vec<Layer> {
         ("cross_entropy", shapes(&[rows]), |x| {
             nn::cross_entropy(&x[0], &Tensor::from_vec((0..100u32).collect::<Vec<_>>(), 100, &Device::Cpu)?)
         }),
+        ("linear_cross_entropy", shapes(&[rows, &[500, 300], &[500]]), |x| {
+            let targets = Tensor::from_vec((0..100u32).collect::<Vec<_>>(), 100, &Device::Cpu)?;
+            let options = nn::LinearCrossEntropyOptions { batch_chunk_size: Some(40), ..Default::default() };
+            nn::linear_cross_entropy_with(&x[0], &x[1], Some(&x[2]), &targets, options)
+        }),
         ("mse", shapes(&[rows, rows]), |x| nn::loss::mse(&x[0], &x[1])),
         ("matmul and sums", shapes(&[&[4, 96, 200], &[4, 200, 120]]), |x| x[0].matmul(&x[1])?.sum(1)?.mean(0)),
     ]

@@ -2,7 +2,10 @@
 use crate::common::tensor;
 use crate::layers;
 use candle_core::{D, Device, Result, Tensor};
-use candle_ddp::nn::{CrossEntropyOptions, cross_entropy, cross_entropy_with, softmax, softmax_last_dim};
+use candle_ddp::nn::{
+    CrossEntropyOptions, LinearCrossEntropyOptions, cross_entropy, cross_entropy_with, linear_cross_entropy,
+    linear_cross_entropy_with, softmax, softmax_last_dim,
+};
 
 #[test]
 fn softmax_matches_pytorch() {
@@ -57,4 +60,50 @@ fn bad_targets_are_refused() {
     let with = |options| cross_entropy_with(&logits, &targets(&[0, 1]), options);
     refused(with(CrossEntropyOptions { label_smoothing: 1.5, ..Default::default() }), "1.5");
     refused(with(CrossEntropyOptions { weight: Some(tensor(&[2], 1)), ..Default::default() }), "one weight per class");
+}
+
+#[test]
+fn heads_match_linear_and_cross_entropy() {
+    layers::heads_match_linear_and_cross_entropy(&Device::Cpu);
+}
+
+#[test]
+fn large_heads_match_linear_and_cross_entropy() {
+    layers::large_heads_match_linear_and_cross_entropy(&Device::Cpu);
+}
+
+#[test]
+fn heads_may_be_frozen() {
+    layers::heads_may_be_frozen(&Device::Cpu);
+}
+
+#[test]
+fn small_gradients_survive_in_f16() {
+    layers::small_gradients_survive_in_f16(&Device::Cpu);
+}
+
+#[test]
+fn heads_without_samples() {
+    layers::heads_without_samples(&Device::Cpu);
+}
+
+#[test]
+fn heads_that_do_not_fit_are_refused() {
+    let refused = |result: Result<Tensor>, text: &str| {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    let (x, weight) = (tensor(&[2, 3], 1), tensor(&[4, 3], 2));
+    let targets = |targets: &[i64]| Tensor::new(targets, &Device::Cpu).unwrap();
+    let classes = targets(&[3, 0]);
+    refused(linear_cross_entropy(&x, &tensor(&[4, 2], 2), None, &classes), "the input of linear_cross_entropy");
+    refused(linear_cross_entropy(&x, &weight, Some(&tensor(&[3], 1)), &classes), "the bias of linear_cross_entropy");
+    refused(linear_cross_entropy(&x, &weight, None, &targets(&[0, 1, 2])), "f32[2, 3], f32[4, 3] and i64[3]");
+    refused(linear_cross_entropy(&x, &weight, None, &targets(&[0, 4])), "a class from 0 to 3 or ignore_index");
+    refused(linear_cross_entropy(&x, &weight, None, &tensor(&[2], 1)), "u32, i64 or u8");
+    let with = |options| linear_cross_entropy_with(&x, &weight, None, &classes, options);
+    refused(with(LinearCrossEntropyOptions { batch_chunk_size: Some(0), ..Default::default() }), "batch_chunk_size");
+    let cross_entropy = CrossEntropyOptions { label_smoothing: 1.5, ..Default::default() };
+    refused(with(LinearCrossEntropyOptions { cross_entropy, ..Default::default() }), "1.5");
+    assert!(linear_cross_entropy(&classes, &classes.reshape((1, 2)).unwrap(), None, &targets(&[])).is_err());
 }

@@ -1,8 +1,9 @@
-//! Encoders of the size of ViT-S/16, with norms before and a mean over the tokens, and of BERT-base, with norms after and a row of
+//! Encoders of the size of ViT-S/16, with norms before and a mean over the tokens, and of BERT-base, with norms after and
 //! logits for each token.
+use super::LossNet;
 use candle_core::{Module, Result, Tensor};
 use candle_ddp::nn::{
-    AttentionOptions, LayerNorm, Linear, add, conv2d, embedding, gelu_erf, layer_norm, linear,
+    AttentionOptions, LayerNorm, Linear, add, conv2d, embedding, gelu_erf, layer_norm, linear, linear_cross_entropy,
     scaled_dot_product_attention_qkvpacked,
 };
 use candle_nn::{Conv2dConfig, FuncT, Init, VarBuilder, func_t};
@@ -31,7 +32,7 @@ pub(super) fn vit(image_size: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
     }))
 }
 
-pub(super) fn bert(vb: VarBuilder) -> Result<FuncT<'static>> {
+pub(super) fn bert(vb: VarBuilder) -> Result<LossNet> {
     let tokens = embedding(VOCABULARY, BERT_WIDTH, vb.pp("tokens"))?;
     let positions = positions(TOKENS, BERT_WIDTH, &vb)?;
     let norm = layer_norm(BERT_WIDTH, 1e-12, vb.pp("norm"))?;
@@ -39,11 +40,11 @@ pub(super) fn bert(vb: VarBuilder) -> Result<FuncT<'static>> {
     let transform = linear(BERT_WIDTH, BERT_WIDTH, vb.pp("transform"))?;
     let transform_norm = layer_norm(BERT_WIDTH, 1e-12, vb.pp("transform_norm"))?;
     let head = linear(BERT_WIDTH, VOCABULARY, vb.pp("head"))?;
-    Ok(func_t(move |x, _| {
+    Ok(Box::new(move |x, next| {
         let x = norm.forward(&add(&tokens.forward(x)?, &positions)?)?;
         let x = blocks.iter().try_fold(x, |x, block| block.post_norm(&x))?;
         let x = transform_norm.forward(&gelu_erf(&transform.forward(&x)?)?)?;
-        head.forward(&x.flatten_to(1)?)
+        linear_cross_entropy(&x, head.weight(), head.bias(), next)
     }))
 }
 

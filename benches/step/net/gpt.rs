@@ -1,9 +1,9 @@
-//! A GPT with blocks of the example `char_gpt`, learned positions, and a separate head. Its output has a row of
-//! logits for each token.
+//! A GPT with blocks of the example `char_gpt`, learned positions, and a separate head.
+use super::LossNet;
 use super::block::Block;
 use candle_core::{Module, Result};
-use candle_ddp::nn::{add, embedding, layer_norm, linear_no_bias};
-use candle_nn::{FuncT, Init, VarBuilder, func_t};
+use candle_ddp::nn::{add, embedding, layer_norm, linear_cross_entropy, linear_no_bias};
+use candle_nn::{Init, VarBuilder};
 
 pub(super) struct Sizes {
     pub(super) vocabulary: usize,
@@ -17,7 +17,7 @@ pub(super) const SMALL: Sizes = Sizes { vocabulary: 256, tokens: 256, width: 384
 /// Those of GPT-2 small.
 pub(super) const GPT2: Sizes = Sizes { vocabulary: 50_257, tokens: 1024, width: 768, heads: 12, layers: 12 };
 
-pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<FuncT<'static>> {
+pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<LossNet> {
     let Sizes { vocabulary, tokens, width, heads, layers } = *sizes;
     let positions = vb.get_with_hints((tokens, width), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
     let tokens = embedding(vocabulary, width, vb.pp("tokens"))?;
@@ -25,10 +25,9 @@ pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<FuncT<'static>> {
     let blocks = (0..layers).map(block).collect::<Result<Vec<_>>>()?;
     let norm = layer_norm(width, 1e-5, vb.pp("norm"))?;
     let head = linear_no_bias(width, vocabulary, vb.pp("head"))?;
-    Ok(func_t(move |x, _| {
+    Ok(Box::new(move |x, next| {
         let x = add(&tokens.forward(x)?, &positions)?;
         let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-        // Flattened here, since candle's reshape adds its gradient to zeros, which the many logits would make slow.
-        head.forward(&norm.forward(&x)?.flatten_to(1)?)
+        linear_cross_entropy(&norm.forward(&x)?, head.weight(), None, next)
     }))
 }

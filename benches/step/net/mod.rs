@@ -6,7 +6,7 @@ mod encoder;
 mod gpt;
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{cross_entropy, linear, relu};
+use candle_ddp::nn::{linear, relu};
 use candle_ddp::vision::models::{self, ResNet, ResNetOptions, ResNetStem};
 use candle_nn::{FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
@@ -68,40 +68,38 @@ impl Model {
             Self::Bert => tokens(encoder::VOCABULARY, encoder::TOKENS),
         }?;
         let targets = match self {
-            Self::Gpt | Self::Gpt2 | Self::Bert => Some(input.roll(-1, 1)?.flatten_all()?),
-            _ => None,
+            Self::Gpt | Self::Gpt2 | Self::Bert => input.roll(-1, 1)?,
+            _ => Tensor::zeros(0, DType::U32, &Device::Cpu)?,
         };
         Ok(Batch { input, targets })
     }
 
-    pub(crate) fn build(self, image_size: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
+    pub(crate) fn build(self, image_size: usize, vb: VarBuilder) -> Result<LossNet> {
         match self {
-            Self::Mlp => mlp(vb),
-            Self::Resnet18 => resnet18(vb),
-            Self::Resnet50 => resnet50(vb),
-            Self::Deeplab => deeplab::deeplab(vb),
+            Self::Mlp => mlp(vb).map(with_loss),
+            Self::Resnet18 => resnet18(vb).map(with_loss),
+            Self::Resnet50 => resnet50(vb).map(with_loss),
+            Self::Deeplab => deeplab::deeplab(vb).map(with_loss),
             Self::Gpt => gpt::gpt(&gpt::SMALL, vb),
             Self::Gpt2 => gpt::gpt(&gpt::GPT2, vb),
-            Self::Vit => encoder::vit(image_size, vb),
+            Self::Vit => encoder::vit(image_size, vb).map(with_loss),
             Self::Bert => encoder::bert(vb),
         }
     }
 }
 
+/// A model with its loss, of the tensors of a [`Batch`].
+pub(crate) type LossNet = Box<dyn Fn(&Tensor, &Tensor) -> Result<Tensor>>;
+
 /// The input of a step, and for models of tokens the token that follows each of them.
 pub(crate) struct Batch {
     pub(crate) input: Tensor,
-    targets: Option<Tensor>,
+    pub(crate) targets: Tensor,
 }
 
-impl Batch {
-    /// The cross entropy of the logits of tokens. The other models have a cheap loss: the mean square of their output.
-    pub(crate) fn loss(&self, output: &Tensor) -> Result<Tensor> {
-        match &self.targets {
-            Some(targets) => cross_entropy(output, targets),
-            None => output.to_dtype(DType::F32)?.sqr()?.mean_all(),
-        }
-    }
+/// A cheap loss: the mean square of the output.
+fn with_loss(net: FuncT<'static>) -> LossNet {
+    Box::new(move |input, _| net.forward_t(input, true)?.to_dtype(DType::F32)?.sqr()?.mean_all())
 }
 
 fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {

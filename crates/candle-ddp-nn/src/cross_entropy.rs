@@ -15,7 +15,8 @@ use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
-use std::sync::OnceLock;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
 const TARGETS: &str = "the targets of cross_entropy";
 
@@ -41,12 +42,22 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// [`Error::UnsupportedDType`]. On a GPU, where a check would force
 /// a synchronisation, targets out of range make the loss NaN instead.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntropyOptions) -> Result<Tensor> {
-    let (shape, smoothing) = (logits.dims(), options.label_smoothing);
+    let shape = logits.dims();
     if shape.len() < 2 || targets.dims() != [&shape[..1], &shape[2..]].concat() || shape[1] == 0 {
         let (logits, targets) = (describe(logits.dtype(), logits.shape()), describe(targets.dtype(), targets.shape()));
         let reason = format!("they must be (N, C, …) and (N, …) with C at least 1, not {logits} and {targets}");
         return Err(Error::invalid("logits and targets of cross_entropy", reason).into());
     }
+    check(targets, shape[1], &options)?;
+    if logits.device().is_cuda() {
+        return cuda::cross_entropy(logits, targets, &options);
+    }
+    op1(&logits.contiguous()?, CrossEntropy::new(targets, shape[1], &options)?)
+}
+
+/// Refuses targets of other dtypes, and options that do not fit so many classes.
+pub(crate) fn check(targets: &Tensor, classes: usize, options: &CrossEntropyOptions) -> Result<()> {
+    let smoothing = options.label_smoothing;
     if !matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64) {
         let reason = format!("their dtype must be u32, i64 or u8, not {}", targets.dtype().as_str());
         return Err(Error::invalid(TARGETS, reason).into());
@@ -55,9 +66,9 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntro
         return Err(Error::invalid("label_smoothing", format!("it must be from 0 to 1, not {smoothing}")).into());
     }
     if let Some(weight) = &options.weight
-        && weight.dims() != [shape[1]]
+        && weight.dims() != [classes]
     {
-        let (classes, weight) = (shape[1], describe(weight.dtype(), weight.shape()));
+        let weight = describe(weight.dtype(), weight.shape());
         let reason = format!("they must have the shape ({classes}), one weight per class, not {weight}");
         return Err(Error::invalid("the weights of cross_entropy", reason).into());
     }
@@ -65,18 +76,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntro
         let reason = "they were computed from variables, and their gradient would end here: pass weight.detach()";
         return Err(Error::invalid("the weights of cross_entropy", reason).into());
     }
-    if logits.device().is_cuda() {
-        return cuda::cross_entropy(logits, targets, &options);
-    }
-    let targets = classes(targets, shape[1], options.ignore_index)?;
-    let weights = match &options.weight {
-        Some(weight) => weight.to_dtype(DType::F64)?.to_vec1()?,
-        None => vec![1.0; shape[1]],
-    };
-    let total: f64 = targets.iter().filter_map(|target| weights.get(*target as usize)).sum();
-    let scale = if options.reduction == Reduction::Mean { 1.0 / total } else { 1.0 };
-    let op = CrossEntropy { targets, weights, smoothing, scale, normalisers: OnceLock::new() };
-    op1(&logits.contiguous()?, op)
+    Ok(())
 }
 
 /// Stands for the target of a sample that is ignored.
@@ -158,17 +158,35 @@ fn gradient_tile<T: Element>(dx: &mut [T], x: &[T], inner: usize, weights: &[T::
     })
 }
 
-struct CrossEntropy {
+pub(crate) struct CrossEntropy {
     targets: Vec<u32>,
-    weights: Vec<f64>,
+    weights: Arc<[f64]>,
     smoothing: f64,
     /// The factor of sums over samples.
-    scale: f64,
+    pub(crate) scale: f64,
     /// log Σ e^x of each sample.
     normalisers: OnceLock<Vec<f64>>,
 }
 
 impl CrossEntropy {
+    /// The loss of `targets`, after [`check`].
+    pub(crate) fn new(targets: &Tensor, count: usize, options: &CrossEntropyOptions) -> Result<Self> {
+        let targets = classes(targets, count, options.ignore_index)?;
+        let weights: Arc<[f64]> = match &options.weight {
+            Some(weight) => weight.to_dtype(DType::F64)?.to_vec1()?.into(),
+            None => vec![1.0; count].into(),
+        };
+        let total: f64 = targets.iter().filter_map(|target| weights.get(*target as usize)).sum();
+        let scale = if options.reduction == Reduction::Mean { 1.0 / total } else { 1.0 };
+        Ok(Self { targets, weights, smoothing: options.label_smoothing, scale, normalisers: OnceLock::new() })
+    }
+
+    /// The loss of some of its samples, with another factor.
+    pub(crate) fn part(&self, samples: Range<usize>, scale: f64) -> Self {
+        let (targets, weights) = (self.targets[samples].to_vec(), Arc::clone(&self.weights));
+        Self { targets, weights, smoothing: self.smoothing, scale, normalisers: OnceLock::new() }
+    }
+
     /// The weights of the target's and of every class's negative log-probability.
     fn shares(&self, target: u32) -> (f64, f64) {
         match self.weights.get(target as usize) {
@@ -177,7 +195,8 @@ impl CrossEntropy {
         }
     }
 
-    fn forward<T: Element>(&self, x: &[T], shape: &Shape) -> T::Real {
+    /// The sum of the samples' losses, without the factor.
+    pub(crate) fn sum<T: Element>(&self, x: &[T], shape: &Shape) -> f64 {
         let (classes, inner, block) = extents(shape, 1);
         let total_weight: f64 = self.weights.iter().sum();
         let mut normalisers = vec![0.0; self.targets.len()];
@@ -217,10 +236,10 @@ impl CrossEntropy {
         // Block by block, so that the result does not depend on the number of threads.
         let total: f64 = losses.collect::<Vec<f64>>().iter().sum();
         let _ = self.normalisers.set(normalisers);
-        T::Real::from_f64(total * self.scale)
+        total
     }
 
-    fn backward<T: Element>(&self, x: &[T], shape: &Shape, gradient: f64) -> Result<Vec<T>> {
+    pub(crate) fn backward<T: Element>(&self, x: &[T], shape: &Shape, gradient: f64) -> Result<Vec<T>> {
         let Some(normalisers) = self.normalisers.get() else {
             candle_core::bail!("cross_entropy's forward pass did not run")
         };
@@ -270,7 +289,9 @@ impl CustomOp1 for CrossEntropy {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let loss = dispatch!(x.dtype(), self.name(), T => {
-            Ok(<T as Element>::Real::to_cpu_storage_owned(vec![self.forward(slice::<T>(x, layout)?, layout.shape())]))
+            type Wide = <T as Element>::Real;
+            let loss = self.sum(slice::<T>(x, layout)?, layout.shape()) * self.scale;
+            Ok(Wide::to_cpu_storage_owned(vec![Wide::from_f64(loss)]))
         })?;
         Ok((loss, Shape::from(())))
     }

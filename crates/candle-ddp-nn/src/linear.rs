@@ -1,7 +1,9 @@
 //! Linear layers.
 mod cuda;
-mod product;
+pub(crate) mod product;
 mod uneven;
+
+pub(crate) use uneven::is_uneven;
 
 use super::gemm::{Strides, product, threads};
 use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
@@ -77,26 +79,7 @@ impl Module for Linear {
     /// floating-point.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Self { weight, bias } = self;
-        let (out, features) = weight.dims2()?;
-        let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
-        if x.rank() == 0 || x.dim(D::Minus1)? != features || !alike(x) {
-            let reason = format!(
-                "it is {}, and the weight is {}: it must be (…, {features}) of the same dtype and on the same device",
-                describe_placed(x),
-                describe_placed(weight)
-            );
-            return Err(Error::invalid("the input of Linear", reason).into());
-        }
-        if let Some(bias) = bias
-            && (bias.dims() != [out] || !alike(bias))
-        {
-            let reason = format!(
-                "it is {}, and the weight is {}: it must be ({out}) of the same dtype and on the same device",
-                describe_placed(bias),
-                describe_placed(weight)
-            );
-            return Err(Error::invalid("the bias of Linear", reason).into());
-        }
+        check(["the input of Linear", "the bias of Linear"], x, weight, bias.as_ref())?;
         let (x, weight) = (x.contiguous()?, weight.contiguous()?);
         let product = Product { x: x.detach(), weight: weight.detach() };
         let result = product.forward(bias.as_ref())?;
@@ -105,6 +88,31 @@ impl Module for Linear {
             None => apply(&[&x, &weight], result, product),
         }
     }
+}
+
+/// Refuses arguments that do not fit each other; `names` are those of the input and of the bias.
+pub(crate) fn check(names: [&'static str; 2], x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    let (out, features) = weight.dims2()?;
+    let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
+    if x.rank() == 0 || x.dim(D::Minus1)? != features || !alike(x) {
+        let reason = format!(
+            "it is {}, and the weight is {}: it must be (…, {features}) of the same dtype and on the same device",
+            describe_placed(x),
+            describe_placed(weight)
+        );
+        return Err(Error::invalid(names[0], reason).into());
+    }
+    if let Some(bias) = bias
+        && (bias.dims() != [out] || !alike(bias))
+    {
+        let reason = format!(
+            "it is {}, and the weight is {}: it must be ({out}) of the same dtype and on the same device",
+            describe_placed(bias),
+            describe_placed(weight)
+        );
+        return Err(Error::invalid(names[1], reason).into());
+    }
+    Ok(())
 }
 
 /// The product, with the tensors that its gradients need.

@@ -2,7 +2,7 @@
 use crate::borrow::{tensor, with_slice};
 use crate::kernels::{self, Address, COLUMNS, Grid, Kernel, Launch, Output, Temporary, address, supported};
 use crate::{Element, accumulator, dispatch, vectorise};
-use candle_core::{CudaDevice, Device, Result, Shape, Tensor};
+use candle_core::{CudaDevice, DType, Device, Result, Shape, Tensor};
 
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 512;
@@ -13,11 +13,16 @@ const ROWS: usize = 64;
 pub fn column_sums(rows: &Tensor, shape: &Shape) -> Result<Tensor> {
     let columns = shape.elem_count();
     if let Device::Cuda(device) = rows.device() {
-        return on_cuda(device, rows, columns, shape);
+        return on_cuda(device, rows, columns, shape, rows.dtype());
     }
     dispatch!(rows.dtype(), "the sums of columns", T => {
         with_slice::<T, _>(rows, |rows| Ok(tensor::<T>(on_cpu(rows, columns), shape)))
     })
+}
+
+/// The same on a GPU, in the dtype of the arithmetic.
+pub fn wide_column_sums(device: &CudaDevice, rows: &Tensor, columns: usize) -> Result<Tensor> {
+    on_cuda(device, rows, columns, &Shape::from(columns), accumulator(rows.dtype()))
 }
 
 fn on_cpu<T: Element>(rows: &[T], columns: usize) -> Vec<T::Real> {
@@ -33,10 +38,11 @@ fn on_cpu<T: Element>(rows: &[T], columns: usize) -> Vec<T::Real> {
 }
 
 /// Many rows are summed in parts, whose sums are summed in turn.
-fn on_cuda(device: &CudaDevice, from: &Tensor, columns: usize, shape: &Shape) -> Result<Tensor> {
+fn on_cuda(device: &CudaDevice, from: &Tensor, columns: usize, shape: &Shape, result: DType) -> Result<Tensor> {
     let dtype = from.dtype();
     supported(dtype, "the sums of columns")?;
-    let sums = Output::new(device, dtype, shape.clone())?;
+    let sums = Output::new(device, result, shape.clone())?;
+    let to_sums = usize::from(result != dtype);
     let rows = from.elem_count() / columns.max(1);
     let vector = |from: Address, to: Address| Address::vector(&[from, to], columns, dtype);
     let tiles = |vector: usize| (columns / vector).div_ceil(COLUMNS);
@@ -48,11 +54,11 @@ fn on_cuda(device: &CudaDevice, from: &Tensor, columns: usize, shape: &Shape) ->
     };
     let (parts, part) = parts(rows, tiles(vector(address(from)?, sums.address()?)));
     if parts == 1 {
-        sum([rows, 1, rows, 0, 0], address(from)?, sums.address()?)?;
+        sum([rows, 1, rows, 0, to_sums], address(from)?, sums.address()?)?;
     } else {
         let rest = Temporary::new(device, accumulator(dtype), parts * columns)?;
         sum([rows, parts, part, 0, 1], address(from)?, rest.address()?)?;
-        sum([parts, 1, parts, 1, 0], rest.address()?, sums.address()?)?;
+        sum([parts, 1, parts, 1, to_sums], rest.address()?, sums.address()?)?;
     }
     Ok(sums.into_tensor())
 }

@@ -1,9 +1,11 @@
 //! Layers against PyTorch's, on any device, for the tests of the CPU and of GPUs.
 mod functions;
 mod golden;
+mod heads;
 mod norms;
 
 pub(crate) use functions::*;
+pub(crate) use heads::*;
 pub(crate) use norms::{layer_norm_matches_pytorch, rms_norm_matches_pytorch};
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};

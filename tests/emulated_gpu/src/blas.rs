@@ -4,7 +4,7 @@ use crate::memory::check;
 use crate::stream::push;
 use half::{bf16, f16};
 use std::ffi::{c_int, c_longlong, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// A `cublasStatus_t`.
 type Status = c_int;
@@ -18,8 +18,14 @@ const NOT_SUPPORTED: Status = 15;
 const COMPUTE_16F: [c_int; 2] = [64, 65];
 const COMPUTE_64F: [c_int; 2] = [70, 71];
 
-/// A `cublasHandle_t`: holds the handle of its stream.
-struct Handle(AtomicUsize);
+/// A `cublasHandle_t`.
+#[derive(Default)]
+struct Handle {
+    /// The handle of its stream.
+    stream: AtomicUsize,
+    /// Whether scalars are read on the GPU, when a product is computed, or at once on the host.
+    has_device_scalars: AtomicBool,
+}
 
 /// # Safety
 /// The requirements are those of the cuBLAS function of the same name.
@@ -29,7 +35,7 @@ pub unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> Status {
         return 1; // NOT_INITIALIZED
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = Box::into_raw(Box::new(Handle(AtomicUsize::new(0)))).cast() };
+    unsafe { *handle = Box::into_raw(Box::new(Handle::default())).cast() };
     SUCCESS
 }
 
@@ -47,7 +53,16 @@ pub unsafe extern "C" fn cublasDestroy_v2(handle: *mut c_void) -> Status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> Status {
     // SAFETY: the handle came from `cublasCreate_v2`.
-    unsafe { &*handle.cast::<Handle>() }.0.store(stream as usize, Ordering::Relaxed);
+    unsafe { &*handle.cast::<Handle>() }.stream.store(stream as usize, Ordering::Relaxed);
+    SUCCESS
+}
+
+/// # Safety
+/// The requirements are those of the cuBLAS function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasSetPointerMode_v2(handle: *mut c_void, mode: c_int) -> Status {
+    // SAFETY: the handle came from `cublasCreate_v2`.
+    unsafe { &*handle.cast::<Handle>() }.has_device_scalars.store(mode == 1, Ordering::Relaxed);
     SUCCESS
 }
 
@@ -176,6 +191,28 @@ macro_rules! number {
 number!(f32);
 number!(f64);
 
+/// What a product is multiplied by, or its old value.
+#[derive(Clone, Copy)]
+enum Scalar {
+    Host(f64),
+    /// Its address on the GPU.
+    Device(u64, DType),
+}
+
+impl Scalar {
+    /// Reads the number, on the stream.
+    fn get(self) -> f64 {
+        match self {
+            Self::Host(value) => value,
+            Self::Device(address, dtype) => {
+                check(address, dtype.bytes(), "a scalar of a product");
+                // SAFETY: the memory is allocated.
+                unsafe { dtype.read(address, 0) }
+            }
+        }
+    }
+}
+
 const PART: usize = 1024;
 /// The largest batch.
 const MOST: usize = 65_535;
@@ -185,8 +222,8 @@ struct Product {
     n: usize,
     k: usize,
     batch: usize,
-    alpha: f64,
-    beta: f64,
+    alpha: Scalar,
+    beta: Scalar,
     a: Matrices,
     b: Matrices,
     c: Matrices,
@@ -218,6 +255,7 @@ impl Product {
     /// See [`Self::calculate`].
     #[inline(always)]
     unsafe fn calculate_as<T: Number>(&self) {
+        let [alpha, beta] = [self.alpha, self.beta].map(Scalar::get);
         for number in 0..self.batch {
             // SAFETY: guaranteed by the caller.
             let (a, b) = unsafe { (self.a.load::<T>(number), self.b.load::<T>(number)) };
@@ -235,12 +273,8 @@ impl Product {
                 for (row, sum) in sums.iter().enumerate() {
                     // SAFETY: guaranteed by the caller. C is not read if beta is zero.
                     unsafe {
-                        let old = if self.beta == 0. {
-                            0.
-                        } else {
-                            self.beta * self.c.dtype.read(self.c.address, start + row)
-                        };
-                        self.c.dtype.write(self.c.address, start + row, self.alpha * sum.to() + old);
+                        let old = if beta == 0. { 0. } else { beta * self.c.dtype.read(self.c.address, start + row) };
+                        self.c.dtype.write(self.c.address, start + row, alpha * sum.to() + old);
                     }
                 }
             }
@@ -259,7 +293,7 @@ impl Product {
             return INVALID_VALUE;
         }
         // SAFETY: the handle came from `cublasCreate_v2`.
-        let stream = unsafe { &*handle.cast::<Handle>() }.0.load(Ordering::Relaxed);
+        let stream = unsafe { &*handle.cast::<Handle>() }.stream.load(Ordering::Relaxed);
         count("product", 1);
         let pushed = push(stream as *mut c_void, move || {
             self.a.check(self.batch, "matrix A of a product");
@@ -314,8 +348,13 @@ pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
     } else {
         DType::F32
     };
-    // SAFETY: pointers to scalars refer to the host unless cuBLAS is configured otherwise.
-    let (alpha, beta) = unsafe { (scalar.read(alpha as u64, 0), scalar.read(beta as u64, 0)) };
+    // SAFETY: the handle came from `cublasCreate_v2`.
+    let has_device_scalars = unsafe { &*handle.cast::<Handle>() }.has_device_scalars.load(Ordering::Relaxed);
+    let [alpha, beta] = [alpha, beta].map(|address| match has_device_scalars {
+        true => Scalar::Device(address as u64, scalar),
+        // SAFETY: the pointers refer to the host.
+        false => Scalar::Host(unsafe { scalar.read(address as u64, 0) }),
+    });
     let [m, n, k, batch] = [m, n, k, batch].map(|size| size as usize);
     let operand = |address: *const c_void, dtype, rows, columns, leading: c_int, stride: c_longlong, transposed| {
         let (rows, columns) = if transposed { (columns, rows) } else { (rows, columns) };

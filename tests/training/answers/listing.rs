@@ -5,7 +5,8 @@ const LISTINGS: [&str; 4] =
     ["docs/public-api.txt", "docs/public-api-nn.txt", "docs/public-api-tensor.txt", "docs/public-api-vision.txt"];
 
 /// Types that are tensors, or have some.
-const TYPES: [&str; 5] = ["Tensor", "P2pOp", "Collective", "AttentionOptions", "CrossEntropyOptions"];
+const TYPES: [&str; 6] =
+    ["Tensor", "P2pOp", "Collective", "AttentionOptions", "CrossEntropyOptions", "LinearCrossEntropyOptions"];
 
 /// The paths of the functions, each with an argument.
 pub(super) fn arguments() -> BTreeSet<(String, String)> {

@@ -407,6 +407,10 @@ fn functions(rows: &mut Vec<Row>) {
     fn ops_sdpa(q: Tensor, k: Tensor, v: Tensor) -> candle_core::Result<Tensor> {
         nn::ops::sdpa(&q, &k, &v, None, false, 0.5, 1.)
     }
+    fn chunked_head(x: &Tensor, weight: &Tensor, bias: &Tensor, targets: &Tensor) -> candle_core::Result<Tensor> {
+        let options = LinearCrossEntropyOptions { batch_chunk_size: Some(2), ..Default::default() };
+        linear_cross_entropy_with(x, weight, Some(bias), targets, options)
+    }
     const QKV: &[usize] = &[1, 2, 3, 4];
     fn classes() -> Tensor {
         Tensor::new(&[0u32, 2, 1], &Device::Cpu).unwrap()
@@ -440,6 +444,13 @@ fn functions(rows: &mut Vec<Row>) {
             |t| cross_entropy(&t.of(&[3, 4]), &classes())?;
         ["candle_ddp_nn::cross_entropy_with"] "logits" =>
             |t| cross_entropy_with(&t.of(&[3, 4]), &classes(), CrossEntropyOptions { label_smoothing: 0.1, ..Default::default() })?;
+        ["candle_ddp_nn::linear_cross_entropy"] "x" => |t| linear_cross_entropy(&t.of(&[3, 2]), &c(&[4, 2]), None, &classes())?;
+        ["candle_ddp_nn::linear_cross_entropy"] "weight" => |t| linear_cross_entropy(&c(&[3, 2]), &t.of(&[4, 2]), None, &classes())?;
+        ["candle_ddp_nn::linear_cross_entropy"] "bias" =>
+            |t| linear_cross_entropy(&c(&[3, 2]), &c(&[4, 2]), Some(&t.of(&[4])), &classes())?;
+        ["candle_ddp_nn::linear_cross_entropy_with"] "x" => |t| chunked_head(&t.of(&[3, 2]), &c(&[4, 2]), &c(&[4]), &classes())?;
+        ["candle_ddp_nn::linear_cross_entropy_with"] "weight" => |t| chunked_head(&c(&[3, 2]), &t.of(&[4, 2]), &c(&[4]), &classes())?;
+        ["candle_ddp_nn::linear_cross_entropy_with"] "bias" => |t| chunked_head(&c(&[3, 2]), &c(&[4, 2]), &t.of(&[4]), &classes())?;
         ["candle_ddp_nn::loss::binary_cross_entropy_with_logit"] "logits" =>
             |t| nn::loss::binary_cross_entropy_with_logit(&t.of(&[4]), &c(&[4]))?;
         ["candle_ddp_nn::loss::binary_cross_entropy_with_logit"] "targets" =>
@@ -496,6 +507,15 @@ fn functions(rows: &mut Vec<Row>) {
             |t| cross_entropy(&c(&[3, 4]), &t.of(&[3]))?;
         ["candle_ddp_nn::cross_entropy_with"] "targets" "the targets of cross_entropy" =>
             |t| cross_entropy_with(&c(&[3, 4]), &t.of(&[3]), CrossEntropyOptions::default())?;
+        ["candle_ddp_nn::linear_cross_entropy"] "targets" "the targets of cross_entropy" =>
+            |t| linear_cross_entropy(&c(&[3, 2]), &c(&[4, 2]), None, &t.of(&[3]))?;
+        ["candle_ddp_nn::linear_cross_entropy_with"] "targets" "the targets of cross_entropy" =>
+            |t| chunked_head(&c(&[3, 2]), &c(&[4, 2]), &c(&[4]), &t.of(&[3]))?;
+        ["candle_ddp_nn::linear_cross_entropy_with"] "options" "the weights of cross_entropy" => |t| {
+            let cross_entropy = CrossEntropyOptions { weight: Some(t.of(&[4])), ..Default::default() };
+            let options = LinearCrossEntropyOptions { cross_entropy, ..Default::default() };
+            linear_cross_entropy_with(&c(&[3, 2]), &c(&[4, 2]), None, &classes(), options)?
+        };
         ["candle_ddp_nn::cross_entropy_with"] "options" "the weights of cross_entropy" =>
             |t| cross_entropy_with(&c(&[3, 4]), &classes(), CrossEntropyOptions { weight: Some(t.of(&[4])), ..Default::default() })?;
     }

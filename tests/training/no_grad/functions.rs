@@ -95,6 +95,9 @@ fn none_makes_a_graph() {
     });
     let classes = Tensor::new(&[0u32, 5, 1, 2], &Device::Cpu).unwrap();
     check("cross_entropy", &[rows], |x| nn::cross_entropy(&x[0], &classes));
+    check("linear_cross_entropy", &[rows, &[7, 6], &[7]], |x| {
+        nn::linear_cross_entropy(&x[0], &x[1], Some(&x[2]), &classes)
+    });
     check("mse", &[rows, rows], |x| loss::mse(&x[0], &x[1]));
     check("nll", &[rows], |x| loss::nll(&x[0], &classes));
     check("huber", &[rows, rows], |x| loss::huber(&x[0], &x[1], 0.5));

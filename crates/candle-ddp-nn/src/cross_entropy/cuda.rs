@@ -36,6 +36,7 @@ pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEn
             usize::from(of_rows > 1),
             kernels::lanes(classes, of_rows),
             vector(inner)?,
+            classes,
         ],
         smoothing: options.label_smoothing,
         norms: Output::new(device, DType::F64, samples)?,
@@ -68,7 +69,7 @@ struct CrossEntropy {
     x: Tensor,
     targets: Tensor,
     weights: Option<Tensor>,
-    numbers: [usize; 8],
+    numbers: [usize; 9],
     smoothing: f64,
     /// log Σ e^x of each sample.
     norms: Output,

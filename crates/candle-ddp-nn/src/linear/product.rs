@@ -3,19 +3,19 @@ use candle_core::{CudaDevice, DType, Result};
 use candle_ddp_tensor::kernels::{self, Address, Factor, Product, Target};
 
 /// Rows, inputs and outputs.
-pub(super) type Extents = (usize, usize, usize);
+pub(crate) type Extents = (usize, usize, usize);
 
 /// A contiguous matrix.
-pub(super) fn factor(address: Address, transposed: bool) -> Factor {
+pub(crate) fn factor(address: Address, transposed: bool) -> Factor {
     Factor { address, transposed, stride: None, row: None }
 }
 
 /// A contiguous matrix, which is overwritten.
-pub(super) fn target(address: Address, dtype: DType) -> Target {
+pub(crate) fn target(address: Address, dtype: DType) -> Target {
     Target { address, dtype, stride: None, row: None, accumulate: false }
 }
 
-pub(super) fn product(
+pub(crate) fn product(
     device: &CudaDevice,
     [m, n, k]: [usize; 3],
     dtype: DType,

@@ -8,6 +8,13 @@ use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Temporary}
 /// Products with fewer rows, features or outputs take less time than the copy saves.
 const LARGE: [usize; 3] = [64, 256, 1024];
 
+/// Whether the rows of a product's output begin at such addresses, and it is large enough for a copy to help.
+pub(crate) fn is_uneven(dtype: DType, (rows, features, out): Extents) -> bool {
+    let vector = Address::vector(&[], 0, dtype);
+    let is_large = [rows, features, out].iter().zip(LARGE).all(|(extent, large)| *extent >= large);
+    is_large && features.is_multiple_of(vector) && !out.is_multiple_of(vector)
+}
+
 /// An output of `rows` × `out` elements, of which `even` columns are multiplied in a copy.
 pub(super) struct Uneven<'a> {
     device: &'a CudaDevice,
@@ -19,11 +26,9 @@ pub(super) struct Uneven<'a> {
 impl<'a> Uneven<'a> {
     /// None if a copy would not help.
     pub(super) fn new(device: &'a CudaDevice, dtype: DType, extents: Extents) -> Option<Self> {
-        let (rows, features, out) = extents;
-        let vector = Address::vector(&[], 0, dtype);
-        let is_large = [rows, features, out].iter().zip(LARGE).all(|(extent, large)| *extent >= large);
-        let helps = dtype.size_in_bytes() == 2 && features.is_multiple_of(vector) && !out.is_multiple_of(vector);
-        (helps && is_large).then_some(Self { device, dtype, extents, even: out - out % vector })
+        let (out, vector) = (extents.2, Address::vector(&[], 0, dtype));
+        let helps = dtype.size_in_bytes() == 2 && is_uneven(dtype, extents);
+        helps.then_some(Self { device, dtype, extents, even: out - out % vector })
     }
 
     /// y = x · Wᵀ

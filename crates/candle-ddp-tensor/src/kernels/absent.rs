@@ -148,6 +148,10 @@ pub fn product(_: &CudaDevice, _: Product) -> Result<()> {
     Err(absent())
 }
 
+pub fn scaled_product(_: &CudaDevice, _: Product, _: Address) -> Result<()> {
+    Err(absent())
+}
+
 pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3]) -> Result<bool> {
     Err(absent())
 }

@@ -71,7 +71,7 @@ pub use operands::{Assignment, Extent, NormOperands, Operands, Rule, Scalars, sc
 #[cfg(feature = "cuda")]
 pub use pool::keep_memory;
 #[cfg(feature = "cuda")]
-pub use product::product;
+pub use product::{product, scaled_product};
 pub use source::Kernel;
 #[cfg(feature = "cuda")]
 pub use temporary::Temporary;

@@ -10,8 +10,9 @@ struct Span {
     unsigned lane, lanes;
 };
 
-__device__ inline Span span(unsigned long long rows, unsigned long long count, unsigned lanes) {
-    const unsigned long long row = (unsigned long long)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes;
+__device__ inline Span span(unsigned long long rows, unsigned long long count, unsigned lanes,
+                            unsigned long long block = blockIdx.x) {
+    const unsigned long long row = block * (THREADS / lanes) + threadIdx.x / lanes;
     if (row >= rows) count = 0;
     Span of = {row, count, count, count, threadIdx.x % lanes, lanes};
     return of;
@@ -39,8 +40,9 @@ template <typename T> struct Row {
     const T *from;
     Vectors<T> held;
 
-    __device__ Row(const T *tensor, const Span &of, unsigned long long count)
-        : from(tensor + of.row * count), held(from, of, of.head + of.lane * Few<T>::most) {}
+    // `stride`: the elements from the beginning of one row to that of the next.
+    __device__ Row(const T *tensor, const Span &of, unsigned long long stride)
+        : from(tensor + of.row * stride), held(from, of, of.head + of.lane * Few<T>::most) {}
 
     __device__ Few<T> operator[](unsigned long long i) const {
         Few<T> few;

@@ -11,17 +11,22 @@ template <typename Real> struct Sum {
     Real largest, sum;
 };
 
-// This thread's place in a row of `x`, which may begin anywhere. Vectors are loaded if all tensors `are_aligned`: rows then begin alike
-// in all of them.
+// Places `of` in a row of `x`, which may begin anywhere: `stride` elements behind the one before. Vectors are loaded if all tensors
+// `are_aligned`: rows then begin alike in all of them.
 template <typename T>
-__device__ inline Span span_of(const Rows &r, const T *x, unsigned long long are_aligned, unsigned lanes) {
-    Span of = span(r.outer, r.count, lanes);
+__device__ inline Span aligned(Span of, const T *x, unsigned long long stride, unsigned long long are_aligned) {
     if (are_aligned) {
-        const unsigned long long most = Few<T>::most, start = (unsigned long long)(x + of.row * r.count) / sizeof(T) % most;
+        const unsigned long long most = Few<T>::most, start = (unsigned long long)(x + of.row * stride) / sizeof(T) % most;
         of.head = min(of.count, (most - start) % most);
         of.tail = of.head + (of.count - of.head) / most * most;
     }
     return of;
+}
+
+// This thread's place in its row of `x`, whose rows are adjacent.
+template <typename T>
+__device__ inline Span span_of(const Rows &r, const T *x, unsigned long long are_aligned, unsigned lanes) {
+    return aligned(span(r.outer, r.count, lanes), x, r.count, are_aligned);
 }
 
 // Reads the row once: each thread adjusts its sum when it finds a larger element. A NaN is not the largest; it makes the sum NaN.
@@ -176,6 +181,7 @@ struct Losses {
     unsigned long long are_aligned; // whether logits, and their gradient, begin at a multiple of 16
     unsigned long long lanes;       // the threads of a row
     unsigned long long vector;      // the columns of a thread
+    unsigned long long stride;      // elements from the beginning of one row to that of the next
 };
 #define LOSSES (*reinterpret_cast<const Losses *>(by.numbers + 3))
 
@@ -199,29 +205,76 @@ __device__ inline void put_loss(const Arguments &by, unsigned long long sample, 
     double loss = weight;
     if (weight == weight && target != LOSSES.ignore)
         loss = weight * (1 - by.reals[0]) * (norm - Element<T>::load(x[target * distance])) + by.reals[0] / r.count * smooth;
-    TENSOR(double, 3)[sample] = norm;
+    if (by.tensors[3]) TENSOR(double, 3)[sample] = norm;
     TENSOR(double, 4)[2 * sample] = loss;
     TENSOR(double, 4)[2 * sample + 1] = weight;
 }
 
-// tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64), pairs (f64) for each sample:
-// its loss, and the weight of its target. A few warps per sample.
+// The gradients of a sample's logits: e^(x − norm) × by_p − each × weight, and less by `own` for the target.
+template <typename Real> struct Slopes {
+    bool is_ignored;
+    long long target;
+    Real norm, by_p, each, own;
+};
+
+// `factor` is that of the sum of losses; `all` is the sum of the classes' weights.
+template <typename Real>
+__device__ inline Slopes<Real> slopes(const Arguments &by, unsigned long long sample, double norm, double factor, double all) {
+    const Rows &r = ROWS;
+    const long long target = TENSOR(const long long, 1)[sample];
+    const double weight = share(TENSOR(const Real, 2), r.count, target, LOSSES.ignore);
+    const double own = factor * weight * (1 - by.reals[0]), each = factor * by.reals[0] / r.count;
+    Slopes<Real> of = {target == LOSSES.ignore, target, (Real)norm, (Real)(own + each * all), (Real)each, (Real)own};
+    return of;
+}
+
+template <typename T, typename Real>
+__device__ inline Real loss_slope(const Slopes<Real> &of, const Real *weights, unsigned long long row, Real x) {
+    if (of.is_ignored) return 0;
+    const Real by_weight = (weights ? of.each * weights[row] : of.each) + ((long long)row == of.target ? of.own : 0);
+    return exponential<T>(x - of.norm) * of.by_p - by_weight;
+}
+
+// A mean's factor is divided between the logits' gradients and those of what they were computed from: in f16, gradients of the logits
+// that are divided by the number of samples would vanish. Infinite factors must meet the zeros of samples that are ignored first.
+__device__ inline double factor_of_logits(double scale) { return isinf(scale) ? scale : 1; }
+__device__ inline double factor_of_rest(double scale) { return isinf(scale) ? 1 : scale; }
+
+// tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64) or null, pairs (f64) for each sample:
+// its loss, and the weight of its target; and the factor of sums over samples and the sum of all weights (f64), or null. With these, the
+// gradients of the logits are written over them. What is between rows stays as it is. A few warps per sample, and at most as many samples at a
+// time as there are blocks for, so that the rows that are read again are still in the GPU's cache.
 template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
-    const Span row = span_of(r, TENSOR(const T, 0), LOSSES.are_aligned, LOSSES.lanes);
-    const Row<T> x(TENSOR(const T, 0), row, r.count);
+    T *logits = TENSOR(T, 0);
     const Real *weights = TENSOR(const Real, 2);
-    const Sum<Real> of = sum_row(row, x);
-    const double norm = (double)of.largest + log((double)of.sum);
-    double smooth = 0;
-    if (by.reals[0] > 0) {
-        for_each_of_row(row, [&](auto size, unsigned long long i, const Few<T> &few) {
-            FOR_EACH_OF(T, size.is_vector, k) smooth += (weights ? weights[i + k] : 1) * (norm - few.at[k]);
+    const double *scale = TENSOR(const double, 5);
+    const unsigned lanes = LOSSES.lanes;
+    const unsigned long long stride = LOSSES.stride;
+    for (unsigned long long block = blockIdx.x; block * (THREADS / lanes) < r.outer; block += gridDim.x) {
+        const Span row = aligned<T>(span(r.outer, r.count, lanes, block), logits, stride, LOSSES.are_aligned);
+        const Row<T> x(logits, row, stride);
+        const Sum<Real> of = sum_row(row, x);
+        const double norm = (double)of.largest + log((double)of.sum);
+        double smooth = 0;
+        if (by.reals[0] > 0) {
+            for_each_of_row(row, [&](auto size, unsigned long long i, const Few<T> &few) {
+                FOR_EACH_OF(T, size.is_vector, k) smooth += (weights ? weights[i + k] : 1) * (norm - few.at[k]);
+            }, x);
+            smooth = reduce_row<2, Add>(row, smooth);
+        }
+        if (row.lane == 0 && row.count > 0) put_loss(by, row.row, x.from, 1, norm, smooth);
+        // Before the target's logit is overwritten, and the memory of reductions is used for the next rows.
+        __syncthreads();
+        if (!scale || row.count == 0) continue;
+        const Slopes<Real> each = slopes<Real>(by, row.row, norm, factor_of_logits(scale[0]), scale[1]);
+        T *dx = logits + row.row * stride;
+        for_each_of_row(row, [&](auto size, unsigned long long i, Few<T> few) {
+            FOR_EACH_OF(T, size.is_vector, k) few.at[k] = loss_slope<T>(each, weights, i + k, few.at[k]);
+            few.store(dx + i, size.is_vector);
         }, x);
-        smooth = reduce_row<2, Add>(row, smooth);
     }
-    if (row.lane == 0 && row.count > 0) put_loss(by, row.row, x.from, 1, norm, smooth);
 }
 LAYER(losses_of_rows)
 
@@ -251,13 +304,10 @@ template <typename T> __device__ inline void losses_of_columns(const Arguments &
 }
 LAYER(losses_of_columns)
 
-// Of the dtype of the loss, f32 or f64. tensors: the pairs, the loss, weights or null, and (f64) the factor of sums over samples and the sum of all
-// weights. One block.
-template <typename T> __device__ inline void loss_total(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
+// Writes the factor of sums over samples, whose targets have the weight `of_targets`, and the sum of the classes' weights. Returns the factor.
+template <typename Real> __device__ inline double put_scale(const Arguments &by, const Real *weights, double of_targets) {
     __shared__ double pair[2];
     const Rows &r = ROWS;
-    const Real *weights = TENSOR(const Real, 2);
     double all = r.count, unused = 0;
     if (weights) {
         all = 0;
@@ -266,39 +316,67 @@ template <typename T> __device__ inline void loss_total(const Arguments &by) {
         __syncthreads();
         all = pair[0];
     }
-    reduce_chunks<Add, Add>(TENSOR(const double, 0), 0, r.outer * r.inner, pair);
-    if (threadIdx.x != 0) return;
-    const double scale = LOSSES.is_mean ? 1 / pair[1] : 1;
-    *TENSOR(T, 1) = Element<T>::store(pair[0] * scale);
-    TENSOR(double, 3)[0] = scale;
-    TENSOR(double, 3)[1] = all;
+    const double scale = LOSSES.is_mean ? 1 / of_targets : 1;
+    if (threadIdx.x == 0) {
+        TENSOR(double, 3)[0] = scale;
+        TENSOR(double, 3)[1] = all;
+    }
+    return scale;
+}
+
+// Of the dtype of the loss, f32 or f64. tensors: the pairs, the loss, weights or null, and (f64) the factor of sums over samples and the
+// sum of all weights. One block.
+template <typename T> __device__ inline void loss_total(const Arguments &by) {
+    __shared__ double pair[2];
+    reduce_chunks<Add, Add>(TENSOR(const double, 0), 0, ROWS.outer * ROWS.inner, pair);
+    __syncthreads();
+    const double scale = put_scale(by, TENSOR(const typename Element<T>::Real, 2), pair[1]);
+    if (threadIdx.x == 0) *TENSOR(T, 1) = Element<T>::store(pair[0] * scale);
 }
 LAYER(loss_total)
 
-// The gradients of a sample's logits: e^(x − norm) × by_p − each × weight, and less by `own` for the target.
-template <typename Real> struct Slopes {
-    bool is_ignored;
-    long long target;
-    Real norm, by_p, each, own;
-};
-
-template <typename T> __device__ inline Slopes<typename Element<T>::Real> slopes(const Arguments &by, unsigned long long sample) {
+// The factor and the sum that `loss_total` finds, before there are losses. tensors as there, but the targets (i64) instead of the pairs.
+template <typename T> __device__ inline void loss_scale(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    const Rows &r = ROWS;
-    const long long target = TENSOR(const long long, 1)[sample];
-    const double factor = *TENSOR(const Real, 4) * TENSOR(const double, 5)[0];
-    const double weight = share(TENSOR(const Real, 2), r.count, target, LOSSES.ignore);
-    const double own = factor * weight * (1 - by.reals[0]), each = factor * by.reals[0] / r.count;
-    Slopes<Real> of = {target == LOSSES.ignore, target, (Real)TENSOR(const double, 3)[sample],
-                       (Real)(own + each * TENSOR(const double, 5)[1]), (Real)each, (Real)own};
-    return of;
+    __shared__ double pair[2];
+    const Real *weights = TENSOR(const Real, 2);
+    double sum = 0, unused = 0;
+    for (unsigned long long i = threadIdx.x; i < ROWS.outer; i += THREADS)
+        sum += share(weights, ROWS.count, TENSOR(const long long, 0)[i], LOSSES.ignore);
+    reduce_block<Add, Add>(sum, unused, pair);
+    __syncthreads();
+    put_scale(by, weights, pair[0]);
 }
+LAYER(loss_scale)
 
-template <typename T, typename Real>
-__device__ inline Real loss_slope(const Slopes<Real> &of, const Real *weights, unsigned long long row, Real x) {
-    if (of.is_ignored) return 0;
-    const Real by_weight = (weights ? of.each * weights[row] : of.each) + ((long long)row == of.target ? of.own : 0);
-    return exponential<T>(x - of.norm) * of.by_p - by_weight;
+// tensors: the gradient of the loss, the factor of sums over samples (f64), and the scalars of products of the logits' gradients:
+// what these are multiplied by, and a zero. One block. Of the dtype of the loss.
+template <typename T> __device__ inline void loss_factor(const Arguments &by) {
+    if (threadIdx.x > 0) return;
+    const double gradient = Element<T>::load(*TENSOR(const T, 0));
+    TENSOR(T, 2)[0] = Element<T>::store(gradient * factor_of_rest(*TENSOR(const double, 1)));
+    TENSOR(T, 2)[1] = Element<T>::store(0);
+}
+LAYER(loss_factor)
+
+// tensors: sums of the dtype of the arithmetic, what `loss_factor` wrote, and the gradient; numbers: its elements, and those of a thread: a
+// whole vector, or one.
+template <typename T> __device__ inline void scale_sums(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const unsigned long long vector = by.numbers[1], i = thread_in_grid() * vector;
+    if (i >= by.numbers[0]) return;
+    const Real factor = *TENSOR(const Real, 1);
+    Few<T> few;
+    few.load(TENSOR(const Real, 0) + i, vector > 1);
+    FOR_EACH_OF(T, vector > 1, k) few.at[k] *= factor;
+    few.store(TENSOR(T, 2) + i, vector > 1);
+}
+LAYER(scale_sums)
+
+template <typename T> __device__ inline Slopes<typename Element<T>::Real> known_slopes(const Arguments &by, unsigned long long sample) {
+    typedef typename Element<T>::Real Real;
+    const double *scale = TENSOR(const double, 5);
+    return slopes<Real>(by, sample, TENSOR(const double, 3)[sample], *TENSOR(const Real, 4) * scale[0], scale[1]);
 }
 
 // tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. A few
@@ -309,7 +387,7 @@ template <typename T> __device__ inline void loss_rows_backward(const Arguments 
     const Span row = span_of(r, TENSOR(const T, 0), LOSSES.are_aligned, LOSSES.lanes);
     if (row.count == 0) return;
     const Row<T> x(TENSOR(const T, 0), row, r.count);
-    const Slopes<Real> of = slopes<T>(by, row.row);
+    const Slopes<Real> of = known_slopes<T>(by, row.row);
     const Real *weights = TENSOR(const Real, 2);
     T *dx = TENSOR(T, 6) + row.row * r.count;
     for_each_of_row(row, [&](auto size, unsigned long long i, Few<T> few) {
@@ -330,7 +408,7 @@ template <typename T> __device__ inline void loss_columns_backward(const Argumen
     const Real *weights = TENSOR(const Real, 2);
     const bool is_vector = of.is_vector;
     Slopes<Real> each[Few<T>::most];
-    FOR_EACH_OF(T, is_vector, k) each[k] = slopes<T>(by, of.column + k);
+    FOR_EACH_OF(T, is_vector, k) each[k] = known_slopes<T>(by, of.column + k);
     Few<T> few;
     for (unsigned long long row = 0; row < r.count; row++) {
         few.load(x + row * of.step, is_vector);

@@ -103,7 +103,8 @@ kernels! {
         AddReluGradient "add_relu_gradient", InputGradient "input_gradient";
     Softmax: SoftmaxRows "softmax_rows", SoftmaxColumns "softmax_columns", SoftmaxRowsBackward "softmax_rows_backward",
         SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
-        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossRowsBackward "loss_rows_backward",
+        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossScale "loss_scale",
+        LossFactor "loss_factor", ScaleSums "scale_sums", LossRowsBackward "loss_rows_backward",
         LossColumnsBackward "loss_columns_backward";
     Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope";
     Lookup: Lookup "lookup", LookupCount "lookup_count", LookupScan "lookup_scan", LookupMove "lookup_move",

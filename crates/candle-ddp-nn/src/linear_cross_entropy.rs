@@ -1,0 +1,113 @@
+//! A linear layer and the cross entropy of its output, as one operation: the head of a language model.
+mod cpu;
+mod cuda;
+
+use crate::cross_entropy::{CrossEntropyOptions, check};
+use crate::linear;
+use candle_core::{Result, Tensor};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::error::describe;
+use candle_ddp_tensor::function::is_tracked;
+
+/// Options of [`linear_cross_entropy_with`].
+#[derive(Clone, Debug, Default)]
+pub struct LinearCrossEntropyOptions {
+    /// The options of the loss.
+    pub cross_entropy: CrossEntropyOptions,
+    /// The number of rows of `x` whose logits exist at the same time, at least 1. `None`, the default: all rows. The last chunk may
+    /// be smaller. Chunks save memory: (rows − `batch_chunk_size`) × classes elements. They cost little time if they have some
+    /// thousand rows, but in f16 and bf16 the gradients of `x` and `weight` are kept in f32 until the backward pass.
+    pub batch_chunk_size: Option<usize>,
+}
+
+/// The cross entropy between x · weightᵀ + bias and `targets`. [`linear_cross_entropy_with`] with the default options.
+///
+/// # Errors
+/// Those of [`linear_cross_entropy_with`].
+pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, targets: &Tensor) -> Result<Tensor> {
+    linear_cross_entropy_with(x, weight, bias, targets, LinearCrossEntropyOptions::default())
+}
+
+/// The cross entropy between the logits x · weightᵀ + bias and `targets`, as a scalar of dtype f32 (f64 for f64):
+/// `torch.nn.functional.linear_cross_entropy`. The same as [`Linear`](crate::Linear) and
+/// [`cross_entropy_with`](crate::cross_entropy_with), in less time and memory: nobody else sees the logits, so that their gradients
+/// take their place, and on a GPU the rows of a vocabulary such as 50,257 begin at addresses that suit matrix products. (For that, a
+/// call copies such a `weight`.)
+///
+/// `x` has the shape (…, features), `weight` (classes, features) and `bias` (classes), all of the same dtype, f32, f64, f16 or bf16.
+/// `targets` has the shape of `x` without its last dimension, and the dtypes and values of
+/// [`cross_entropy_with`](crate::cross_entropy_with). Logits are rounded to the dtype; the loss is calculated in f32 (f64 for f64).
+///
+/// The forward pass calculates the gradients of the logits as well, and those of its arguments if it takes chunks or runs on a CPU;
+/// under [`no_grad`](crate::no_grad) it does not.
+///
+/// ```
+/// # use candle_core::{DType, Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::linear_cross_entropy;
+/// let (hidden, head) = (Tensor::ones((2, 5, 8), DType::F32, &Device::Cpu)?, Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?);
+/// let next_tokens = Tensor::zeros((2, 5), DType::U32, &Device::Cpu)?;
+/// let loss = linear_cross_entropy(&hidden, &head, None, &next_tokens)?;
+/// assert_eq!(loss.to_scalar::<f32>()?, 100f32.ln());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::InvalidArgument`], carried by candle's error, for shapes, dtypes or devices that do not fit, a `batch_chunk_size` of 0, and
+/// the targets and options that [`cross_entropy_with`](crate::cross_entropy_with) refuses; [`Error::UnsupportedDType`]. As there, targets
+/// out of range make the loss NaN on a GPU.
+pub fn linear_cross_entropy_with(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    options: LinearCrossEntropyOptions,
+) -> Result<Tensor> {
+    linear::check(["the input of linear_cross_entropy", "the bias of linear_cross_entropy"], x, weight, bias)?;
+    let (classes, _) = weight.dims2()?;
+    if targets.dims() != &x.dims()[..x.rank() - 1] || classes == 0 {
+        let [x, weight, targets] = [x, weight, targets].map(|tensor| describe(tensor.dtype(), tensor.shape()));
+        let reason = format!(
+            "they must be (…, features), (classes, features) and (…), with at least one class, not {x}, {weight} and {targets}"
+        );
+        return Err(Error::invalid("the input, weight and targets of linear_cross_entropy", reason).into());
+    }
+    check(targets, classes, &options.cross_entropy)?;
+    if options.batch_chunk_size == Some(0) {
+        return Err(Error::invalid("batch_chunk_size", "it must be at least 1, or None for all rows").into());
+    }
+    let rows = targets.elem_count();
+    let chunk = options.batch_chunk_size.unwrap_or(rows).clamp(1, rows.max(1));
+    let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.map(Tensor::contiguous).transpose()?);
+    let head = Head { x: &x, weight: &weight, bias: bias.as_ref(), chunk };
+    match x.device().is_cuda() {
+        true => cuda::linear_cross_entropy(&head, targets, &options.cross_entropy),
+        false => cpu::linear_cross_entropy(&head, targets, &options.cross_entropy),
+    }
+}
+
+/// The contiguous arguments of a linear layer, and the number of rows that are multiplied at a time.
+struct Head<'a> {
+    x: &'a Tensor,
+    weight: &'a Tensor,
+    bias: Option<&'a Tensor>,
+    chunk: usize,
+}
+
+impl<'a> Head<'a> {
+    /// Rows, features and classes.
+    fn extents(&self) -> Result<(usize, usize, usize)> {
+        let (classes, features) = self.weight.dims2()?;
+        Ok((self.x.dims()[..self.x.rank() - 1].iter().product(), features, classes))
+    }
+
+    fn arguments(&self) -> Vec<&'a Tensor> {
+        [self.x, self.weight].into_iter().chain(self.bias).collect()
+    }
+
+    /// Whether a backward pass may ask for the gradients of the arguments.
+    fn needed(&self) -> [bool; 3] {
+        [is_tracked(self.x), is_tracked(self.weight), self.bias.is_some_and(is_tracked)]
+    }
+}
