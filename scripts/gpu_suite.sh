@@ -236,6 +236,7 @@ FAULTS='death|late_rank|stopped|messages_with_a_rank|mismatched|elastic|communic
 tests() {
   each gpu_layers 60 < <(names gpu_layers .)
   CANDLE_DDP_CUDNN=0 VARIANT=without-cudnn each gpu_layers 60 < <(names gpu_layers 'conv|images|resnet|address')
+  CANDLE_DDP_CUBLASLT=0 VARIANT=without-cublaslt each gpu_layers 60 < <(names gpu_layers 'linear|biases')
   CANDLE_DDP_CUDNN_ATTENTION=0 VARIANT=without-cudnn-attention each gpu_layers 60 < <(names gpu_layers 'attention')
   each gpu 60 < <(names gpu -v "$FAULTS")
   each gpu_data_parallel 60 < <(names gpu_data_parallel .)
@@ -425,6 +426,7 @@ switches() {
     step "switch-$name-default" 45 "$bin/ddprun" --nproc-per-node 1 "$bin/step" "$@" "${tiny[@]}" || true
     step "switch-$name" 45 env "$setting" "$bin/ddprun" --nproc-per-node 1 "$bin/step" "$@" "${tiny[@]}" || true
   }
+  ab cublaslt CANDLE_DDP_CUBLASLT=0 "${gpt[@]}"
   ab attention CANDLE_DDP_CUDNN_ATTENTION=0 "${gpt[@]}"
   ab memory CANDLE_DDP_KEEP_GPU_MEMORY=0 "${gpt[@]}"
   [ "$size" != quick ] || return 0
@@ -438,7 +440,7 @@ switches() {
 sanitizer() {
   local program tool tools=(memcheck racecheck initcheck synccheck) seconds=240
   # Each kernel of this crate, so not cuDNN's.
-  local tests=(match_pytorch matches_pytorch any_address)
+  local tests=(match_pytorch matches_pytorch heads_may any_address)
   program=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
   if [ -z "$program" ]; then
     printf '\n## sanitizer: compute-sanitizer was not found\n' >>"$results/summary.md"

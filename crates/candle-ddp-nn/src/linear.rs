@@ -1,5 +1,5 @@
 //! Linear layers.
-mod cuda;
+pub(crate) mod cuda;
 pub(crate) mod product;
 mod uneven;
 
@@ -19,8 +19,8 @@ use candle_nn::{Init, VarBuilder};
 /// (`weight` of shape (out, in), `bias` of shape (out)). Made by [`linear`] and [`linear_no_bias`].
 ///
 /// Takes tensors of one or more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16
-/// and bf16 are multiplied and added in f32. The bias is added inside the matrix product; on CUDA, a kernel writes it
-/// to the output first.
+/// and bf16 are multiplied and added in f32. The bias is added inside the matrix product; on CUDA by cuBLASLt, or, where it
+/// does not offer that, a kernel writes it to the output first.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,
@@ -160,15 +160,14 @@ impl Function for Product {
 
     fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let (rows, features, out) = self.extents()?;
-        let mut gradients = vec![None; needed.len()];
-        if needed.get(2) == Some(&true) {
-            gradients[2] = Some(column_sums(dy, &Shape::from(out))?);
-        }
+        let needs_bias = needed.get(2) == Some(&true);
         if dy.device().is_cuda() {
-            let extents = (rows, features, out);
-            let of = cuda::gradients(extents, [&self.x, &self.weight, dy], [needed[0], needed[1]])?;
-            gradients[..2].clone_from_slice(&of);
-            return Ok(gradients);
+            let (extents, needed) = ((rows, features, out), [needed[0], needed[1], needs_bias]);
+            return Ok(cuda::gradients(extents, [&self.x, &self.weight, dy], needed)?.into());
+        }
+        let mut gradients = vec![None; needed.len()];
+        if needs_bias {
+            gradients[2] = Some(column_sums(dy, &Shape::from(out))?);
         }
         dispatch!(dy.dtype(), "Linear", T => with_slice::<T, _>(dy, |dy| {
             if needed[0] {

@@ -7,8 +7,8 @@ use std::ffi::{c_int, c_longlong, c_void};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// A `cublasStatus_t`.
-type Status = c_int;
-const SUCCESS: Status = 0;
+pub(crate) type Status = c_int;
+pub(crate) const SUCCESS: Status = 0;
 const INVALID_VALUE: Status = 7;
 const EXECUTION_FAILED: Status = 13;
 const NOT_SUPPORTED: Status = 15;
@@ -76,7 +76,7 @@ pub(crate) enum DType {
 }
 
 impl DType {
-    fn new(number: c_int) -> Option<Self> {
+    pub(crate) fn new(number: c_int) -> Option<Self> {
         [(0, Self::F32), (1, Self::F64), (2, Self::F16), (14, Self::BF16)]
             .into_iter()
             .find_map(|(known, dtype)| (known == number).then_some(dtype))
@@ -123,16 +123,16 @@ impl DType {
 
 /// A batch of matrices in column-major order.
 #[derive(Clone, Copy)]
-struct Matrices {
-    address: u64,
-    dtype: DType,
+pub(crate) struct Matrices {
+    pub(crate) address: u64,
+    pub(crate) dtype: DType,
     /// The number of rows in memory.
-    rows: usize,
-    columns: usize,
-    leading: usize,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) leading: usize,
     /// The number of elements from one matrix to the next.
-    stride: usize,
-    transposed: bool,
+    pub(crate) stride: usize,
+    pub(crate) transposed: bool,
 }
 
 impl Matrices {
@@ -193,7 +193,7 @@ number!(f64);
 
 /// What a product is multiplied by, or its old value.
 #[derive(Clone, Copy)]
-enum Scalar {
+pub(crate) enum Scalar {
     Host(f64),
     /// Its address on the GPU.
     Device(u64, DType),
@@ -217,16 +217,26 @@ const PART: usize = 1024;
 /// The largest batch.
 const MOST: usize = 65_535;
 
-struct Product {
-    m: usize,
-    n: usize,
-    k: usize,
-    batch: usize,
-    alpha: Scalar,
-    beta: Scalar,
-    a: Matrices,
-    b: Matrices,
-    c: Matrices,
+/// What cuBLASLt does beside a product, with numbers of C's type at an address.
+#[derive(Clone, Copy)]
+pub(crate) enum Epilogue {
+    /// Adds a number to each row of C.
+    Bias(u64),
+    /// Writes the sums of the columns of B.
+    RowSums(u64),
+}
+
+pub(crate) struct Product {
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) batch: usize,
+    pub(crate) alpha: Scalar,
+    pub(crate) beta: Scalar,
+    pub(crate) a: Matrices,
+    pub(crate) b: Matrices,
+    pub(crate) c: Matrices,
+    pub(crate) epilogue: Option<Epilogue>,
 }
 
 impl Product {
@@ -256,12 +266,18 @@ impl Product {
     #[inline(always)]
     unsafe fn calculate_as<T: Number>(&self) {
         let [alpha, beta] = [self.alpha, self.beta].map(Scalar::get);
+        let of_c = self.c.dtype;
         for number in 0..self.batch {
             // SAFETY: guaranteed by the caller.
             let (a, b) = unsafe { (self.a.load::<T>(number), self.b.load::<T>(number)) };
             let mut sums = vec![T::default(); self.m];
             for column in 0..self.n {
                 sums.fill(T::default());
+                if let Some(Epilogue::RowSums(to)) = self.epilogue {
+                    let values = &b[column * self.k..(column + 1) * self.k];
+                    // SAFETY: guaranteed by the caller.
+                    unsafe { of_c.write(to, column, values.iter().map(|value| value.to()).sum()) };
+                }
                 // As many sums as fit into the first-level cache.
                 for (part, sums) in sums.chunks_mut(PART).enumerate() {
                     for inner in 0..self.k {
@@ -273,15 +289,20 @@ impl Product {
                 for (row, sum) in sums.iter().enumerate() {
                     // SAFETY: guaranteed by the caller. C is not read if beta is zero.
                     unsafe {
-                        let old = if beta == 0. { 0. } else { beta * self.c.dtype.read(self.c.address, start + row) };
-                        self.c.dtype.write(self.c.address, start + row, alpha * sum.to() + old);
+                        let old = if beta == 0. { 0. } else { beta * of_c.read(self.c.address, start + row) };
+                        let bias = match self.epilogue {
+                            Some(Epilogue::Bias(bias)) => of_c.read(bias, row),
+                            _ => 0.,
+                        };
+                        of_c.write(self.c.address, start + row, alpha * sum.to() + old + bias);
                     }
                 }
             }
         }
     }
 
-    fn put_on(self, handle: *mut c_void) -> Status {
+    /// Enqueues the product, and something before it.
+    pub(crate) fn put_on(self, stream: *mut c_void, before: impl FnOnce() + Send + 'static) -> Status {
         // As on GPUs of major version 7.
         if self.batch > MOST {
             return EXECUTION_FAILED;
@@ -292,13 +313,17 @@ impl Product {
         if [&self.a, &self.b, &self.c].iter().any(|matrices| matrices.leading < matrices.rows.max(1)) {
             return INVALID_VALUE;
         }
-        // SAFETY: the handle came from `cublasCreate_v2`.
-        let stream = unsafe { &*handle.cast::<Handle>() }.stream.load(Ordering::Relaxed);
         count("product", 1);
-        let pushed = push(stream as *mut c_void, move || {
+        let pushed = push(stream, move || {
+            before();
             self.a.check(self.batch, "matrix A of a product");
             self.b.check(self.batch, "matrix B of a product");
             self.c.check(self.batch, "matrix C of a product");
+            match self.epilogue {
+                Some(Epilogue::Bias(bias)) => check(bias, self.m * self.c.dtype.bytes(), "the bias of a product"),
+                Some(Epilogue::RowSums(to)) => check(to, self.n * self.c.dtype.bytes(), "the sums of a product"),
+                None => {}
+            }
             // SAFETY: the matrices are allocated; the program guarantees to cuBLAS that nothing else uses C.
             unsafe { if self.c.dtype == DType::F64 { self.calculate::<f64>() } else { self.calculate::<f32>() } }
         });
@@ -364,7 +389,9 @@ pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
     let a = operand(a, a_type, m, k, a_leading, a_stride, a_operation != 0);
     let b = operand(b, b_type, k, n, b_leading, b_stride, b_operation != 0);
     let c = operand(c, c_type, m, n, c_leading, c_stride, false);
-    Product { m, n, k, batch, alpha, beta, a, b, c }.put_on(handle)
+    // SAFETY: the handle came from `cublasCreate_v2`.
+    let stream = unsafe { &*handle.cast::<Handle>() }.stream.load(Ordering::Relaxed);
+    Product { m, n, k, batch, alpha, beta, a, b, c, epilogue: None }.put_on(stream as *mut c_void, || {})
 }
 
 /// # Safety

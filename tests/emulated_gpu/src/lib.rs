@@ -2,6 +2,7 @@
 //!
 //! The library is preloaded, so that its functions take precedence over those of the real libraries.
 mod blas;
+mod blas_lt;
 mod count;
 mod cudnn;
 mod driver;

@@ -1,6 +1,6 @@
 //! Products of contiguous matrices on CUDA.
 use candle_core::{CudaDevice, DType, Result};
-use candle_ddp_tensor::kernels::{self, Address, Factor, Product, Target};
+use candle_ddp_tensor::kernels::{self, Address, Epilogue, Factor, Product, Target};
 
 /// Rows, inputs and outputs.
 pub(crate) type Extents = (usize, usize, usize);
@@ -26,4 +26,15 @@ pub(crate) fn product(
         return Ok(()); // nothing to add, which cuBLAS is not asked for
     }
     Ok(kernels::product(device, Product { batch: 1, m, n, k, dtype, a, b, c })?)
+}
+
+/// A product that overwrites `c`, with more; false, and nothing is done, if cuBLASLt does not offer it.
+pub(super) fn with_epilogue(
+    device: &CudaDevice,
+    [m, n, k]: [usize; 3],
+    [a, b]: [Factor; 2],
+    c: Target,
+    epilogue: Epilogue,
+) -> Result<bool> {
+    Ok(kernels::product_with(device, Product { batch: 1, m, n, k, dtype: c.dtype, a, b, c }, epilogue)?)
 }

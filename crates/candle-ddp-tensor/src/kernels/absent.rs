@@ -1,5 +1,5 @@
 //! The kernels' interface in builds without CUDA, where no tensor is on a GPU.
-use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve, Launch, Product};
+use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve, Epilogue, Launch, Product};
 use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
@@ -145,6 +145,10 @@ pub fn launch(_: &CudaDevice, _: Launch) -> Result<()> {
 }
 
 pub fn product(_: &CudaDevice, _: Product) -> Result<()> {
+    Err(absent())
+}
+
+pub fn product_with(_: &CudaDevice, _: Product, _: Epilogue) -> Result<bool> {
     Err(absent())
 }
 

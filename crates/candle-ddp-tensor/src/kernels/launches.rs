@@ -243,3 +243,13 @@ pub struct Product<'a> {
     pub b: Factor<'a>,
     pub c: Target<'a>,
 }
+
+/// What happens beside a product c = a · b, in the dtype of c.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub enum Epilogue<'a> {
+    /// These n numbers are added to every row of c.
+    Bias(Address<'a>),
+    /// The sums of the m rows of a are written here.
+    RowSums(Address<'a>),
+}

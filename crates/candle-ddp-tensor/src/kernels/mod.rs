@@ -21,6 +21,8 @@ mod convolve;
 #[cfg(feature = "cudnn")]
 mod cudnn;
 #[cfg(feature = "cuda")]
+mod epilogue;
+#[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "host")]
 pub mod host;
@@ -58,10 +60,12 @@ pub use attend::{attend, may_attend};
 #[cfg(feature = "cuda")]
 pub use convolve::convolve;
 #[cfg(feature = "cuda")]
+pub use epilogue::product_with;
+#[cfg(feature = "cuda")]
 pub use gpu::preload;
 pub use launches::{
-    Address, AttendShape, AttendTensors, COLUMNS, ConvShape, Convolve, Factor, Grid, Launch, Product, THREADS, Target,
-    blocks_of_rows, dtype_number, lanes, supported,
+    Address, AttendShape, AttendTensors, COLUMNS, ConvShape, Convolve, Epilogue, Factor, Grid, Launch, Product,
+    THREADS, Target, blocks_of_rows, dtype_number, lanes, supported,
 };
 #[cfg(feature = "cuda")]
 pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};

@@ -1,4 +1,5 @@
 //! The linear layer: the logits, and the gradients of its arguments.
+use crate::linear::cuda::forward;
 use crate::linear::is_uneven;
 use crate::linear::product::{factor, product, target};
 use crate::linear_cross_entropy::Head;
@@ -20,6 +21,7 @@ pub(super) type Sums = [Option<Tensor>; 3];
 /// A linear layer, whose weight and bias may end with rows of zeros. The logits between rows then are zeros, and so are their gradients.
 pub(super) struct Layer {
     pub(super) device: CudaDevice,
+    /// (rows, features)
     x: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
@@ -38,7 +40,8 @@ impl Layer {
         let of = |tensor: &Tensor| if is_padded { padded(tensor, stride) } else { Ok(tensor.detach()) };
         let (weight, bias) = (of(head.weight)?, head.bias.map(of).transpose()?);
         let device = head.x.device().as_cuda_device()?.clone();
-        Ok(Self { device, x: head.x.detach(), weight, bias, rows, features, classes, stride })
+        let x = head.x.detach().reshape((rows, features))?;
+        Ok(Self { device, x, weight, bias, rows, features, classes, stride })
     }
 
     pub(super) fn dtype(&self) -> DType {
@@ -51,21 +54,9 @@ impl Layer {
 
     /// x · Wᵀ + b, for some rows.
     pub(super) fn logits(&self, samples: Range<usize>) -> Result<Output> {
-        let Self { ref device, features, stride, .. } = *self;
-        let (dtype, count) = (self.dtype(), samples.len());
-        let new = if features == 0 { Output::zeros } else { Output::new };
-        let logits = new(device, dtype, Shape::from((count, stride)))?;
-        if let Some(bias) = &self.bias {
-            let tensors = [logits.address()?, address(bias)?];
-            let vector = Address::vector(&tensors, stride, dtype);
-            let (grid, numbers) = (Grid::Threads(count * (stride / vector)), &[count, stride, vector]);
-            let launch = Launch { kernel: Kernel::RepeatRow, dtype, grid, tensors: &tensors, numbers, reals: &[] };
-            kernels::launch(device, launch)?;
-        }
-        let factors = [factor(self.rows_of_x(&samples)?, false), factor(address(&self.weight)?, true)];
-        let c = Target { accumulate: self.bias.is_some(), ..target(logits.address()?, dtype) };
-        product(device, [count, stride, features], dtype, factors, c)?;
-        Ok(logits)
+        let Self { features, stride, .. } = *self;
+        let (x, count) = (self.x.narrow(0, samples.start, samples.len())?, samples.len());
+        forward((count, features, stride), &x, &self.weight, self.bias.as_ref(), Shape::from((count, stride)))
     }
 
     /// Adds the gradients that some rows contribute.
