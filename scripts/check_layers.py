@@ -10,6 +10,7 @@ a use of the file that defines the name.
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 # Lowest first. A module may use those before it; modules on the same line may not use each other.
@@ -36,12 +37,40 @@ LAYERS = [
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# Where a comment or a literal begins, which may contain text that looks like code. A lifetime is none.
+BEGINNING = re.compile(r"""//|/\*|\b(?:b|c)?r(\#*)"|\b(?:b|c)?"|"|'(?:\\u\{[^}]*\}|\\x..|\\.|[^'\\\n])'""")
+
+
+def without_literals(text):
+    """Returns the code, in which strings are empty, and comments and characters are spaces."""
+    code, at = [], 0
+    while found := BEGINNING.search(text, at):
+        code.append(text[at : found.start()])
+        word, at = found[0], found.end()
+        if word == "//":
+            at = re.compile(r"[^\n]*").match(text, at).end()
+        elif word == "/*":
+            depth = 1
+            while depth:
+                inner = re.compile(r"/\*|\*/").search(text, at)
+                depth, at = depth + (1 if inner[0] == "/*" else -1), inner.end()
+            code.append(" ")
+        elif found[1] is not None:
+            at = text.index('"' + found[1], at) + 1 + len(found[1])
+            code.append('""')
+        elif word.endswith('"'):
+            at = re.compile(r'(?:\\.|[^"\\])*"', re.S).match(text, at).end()
+            code.append('""')
+        else:
+            code.append(" ")
+    return "".join(code) + text[at:]
+
+
 def strip(text):
     """Returns the code without comments, strings and test modules."""
-    text = re.sub(r"//[^\n]*", "", text)
-    text = re.sub(r"pub\(in [^)]*\)", "pub", text)
-    text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
-    return re.split(r"#\[cfg\(test\)\]\s*mod tests \{", text)[0]
+    code = without_literals(text)
+    code = re.sub(r"pub\(in [^)]*\)", "pub", code)
+    return re.split(r"#\[cfg\(test\)\]\s*mod tests \{", code)[0]
 
 
 def flatten(tree, prefix=()):
@@ -84,8 +113,36 @@ def absolute(path, module):
     return base + path
 
 
+# Text with quotes that do not come in pairs, for a reader who does not take it as what it is.
+PITFALLS = ['const A: &str = "a \\\n b";', 'const A: &str = r#"a " b"#;', "const A: char = '\"';", '/* " /* */ */', '// "', 'const A: &str = "tcp://a";']
+
+
+def self_test():
+    """Returns a problem for each pitfall that hides an arrow upward and a circle."""
+    return [problem for pitfall in PITFALLS for problem in finds_planted(pitfall)]
+
+
+def finds_planted(pitfall):
+    around = lambda code: f"{pitfall}\n{code}\n{pitfall}\n"
+    sources = {
+        "lib.rs": "mod high;\nmod low;\n// use crate::low::Nothing;\n",
+        "low.rs": around("use crate::high::Thing;"),
+        "high/mod.rs": "mod left;\nmod right;\npub struct Thing;\n",
+        "high/left.rs": around("use super::right::Right;\npub struct Left;"),
+        "high/right.rs": around("pub struct Right(super::left::Left);"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in sources.items():
+            file = Path(folder) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        found = check(Path(folder), [["low"], ["high"]])
+    expected = ["a cycle of files: high::left, high::right", "low uses high, which must be in a lower layer"]
+    return [] if found == expected else [f"the self-test with {pitfall} found {found} instead of {expected}"]
+
+
 def main():
-    problems = check(ROOT / "src", LAYERS)
+    problems = self_test() + check(ROOT / "src", LAYERS)
     for root in sorted(ROOT.glob("crates/*/src")):
         problems += [f"{root.parent.name}: {problem}" for problem in check(root, [])]
     print("\n".join(problems), end="\n" if problems else "")

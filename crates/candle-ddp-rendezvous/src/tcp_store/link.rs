@@ -1,13 +1,12 @@
 //! A connection of a client. Each step is bounded by a deadline.
+use super::address::{no_way_to, resolve};
 use super::protocol::{CHALLENGE, CLIENT, MAGIC, MAX_MESSAGE, OFFER, PROVEN, Request, SECRET_NEEDED, SERVER, bounded};
 use crate::Secret;
 use crate::random::random_bytes;
 use crate::secret::PROOF;
-use crate::thread;
 use crate::warnings::warn_aloud;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 /// An error on a connection.
@@ -205,28 +204,6 @@ impl Link {
     }
 }
 
-/// Resolves `host` in a separate thread, because a name server that is down takes long.
-pub(super) fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, String> {
-    // Brackets belong to IPv6 addresses with a port, but are accepted without one.
-    let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
-    if let Ok(address) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, port)]);
-    }
-    let (sender, receiver) = mpsc::channel();
-    let name = host.to_string();
-    let lookup = move || {
-        // The receiver is gone after the deadline.
-        let _ = sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>));
-    };
-    thread::spawn("candle-ddp-resolver", lookup).map_err(|error| error.to_string())?;
-    match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-        Ok(Ok(addresses)) if addresses.is_empty() => Err(format!("the name {host:?} has no address")),
-        Ok(Ok(addresses)) => Ok(addresses),
-        Ok(Err(error)) => Err(format!("cannot resolve the name {host:?}: {error}")),
-        Err(_) => Err(format!("cannot resolve the name {host:?}: the name server does not answer")),
-    }
-}
-
 /// Why connecting failed.
 pub(super) enum ConnectError {
     /// The deadline passed; with the last error.
@@ -288,7 +265,7 @@ pub(super) fn connect(
                         Err(LinkError::Protocol(reason)) => return Err(ConnectError::Protocol(reason)),
                         Err(LinkError::Closed(error)) if error.kind() == ErrorKind::NetworkUnreachable => {
                             let why = || format!("{address}: {error}. This host has no route to that address");
-                            if address.ip().is_loopback() { super::listen::unreachable(address) } else { why() }
+                            if address.ip().is_loopback() { no_way_to(address) } else { why() }
                         }
                         Err(error) => {
                             reachable = true;

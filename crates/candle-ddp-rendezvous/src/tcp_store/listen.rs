@@ -1,12 +1,11 @@
 //! Choosing the addresses on which a store listens: those at which ranks reach it, and as few others as possible,
 //! because anyone who reaches the store can read and write it.
-use super::link::resolve;
+use super::address::{LOOPBACK, is_own, no_loopback, resolve};
 use crate::deadline::deadline_after;
-use crate::error::is_shortage;
 use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 /// The time-out for resolving the store's own host name.
@@ -88,51 +87,12 @@ impl Listening {
     }
 }
 
-const LOOPBACK: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
-
-/// The address at which the processes of a host reach each other: IPv4's, unless the host has only IPv6.
-pub fn loopback() -> IpAddr {
-    let [v4, v6] = LOOPBACK;
-    let is_own = |ip| is_own(&SocketAddr::new(ip, 0));
-    if !is_own(v4) && is_own(v6) { v6 } else { v4 }
-}
-
-/// Why a loopback address cannot be used. `v4` and `v6` say whether this host has those of IPv4 and IPv6.
-fn no_loopback(v4: bool, v6: bool) -> &'static str {
-    match (v4, v6) {
-        (false, true) => "this host has IPv6 only: use ::1",
-        (true, false) => "this host has IPv4 only: use 127.0.0.1",
-        (true, true) => "this host has no such loopback address: use 127.0.0.1 or ::1",
-        (false, false) => "this host's loopback interface is down (`ip link set lo up`)",
-    }
-}
-
-/// Why no connection can be made to the loopback address `address`.
-pub(super) fn unreachable(address: SocketAddr) -> String {
-    let [v4, v6] = LOOPBACK.map(|ip| is_own(&SocketAddr::new(ip, 0)));
-    format!("{address} cannot be reached: {}", no_loopback(v4, v6))
-}
-
 /// Returns whether the name means the loopback interface on every host.
 fn is_localhost(host: &str) -> bool {
     let host = host.trim_end_matches('.').to_ascii_lowercase();
     let first = host.split('.').next().unwrap_or_default();
     let names = ["localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"];
     names.contains(&first) || host.ends_with(".localhost")
-}
-
-/// Returns whether an interface of this host has the address. A loopback interface must be up too: this host may bind to
-/// 127.0.0.1 while it is down, but connect to nothing there.
-fn is_own(address: &SocketAddr) -> bool {
-    const ANY: u16 = 9;
-    let (ip, mut address) = (address.ip(), *address);
-    address.set_port(0);
-    // Connecting a datagram socket looks up a route to the address, and sends nothing.
-    match UdpSocket::bind(address) {
-        Ok(socket) => !ip.is_loopback() || socket.connect((ip, ANY)).is_ok(),
-        // The error of listening there will say which resource has run out.
-        Err(error) => is_shortage(&error),
-    }
 }
 
 /// Listens on all of `addresses`, which have the same port. If that is 0, chooses one that is free on all of them.

@@ -3,7 +3,8 @@
 //! On the server, `protocol` parses bytes into requests, `member` decides who may make them, `state` executes them, and
 //! `output` holds replies; both share bytes through `shared`. `service` moves bytes between these and the sockets,
 //! `listen` chooses addresses, and `server` runs it all. On the client, `link` is one connection, and `client` is the
-//! store on top of it.
+//! store on top of it. Both find addresses by `address`.
+mod address;
 mod client;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
@@ -22,10 +23,11 @@ mod state;
 mod tests;
 mod will;
 
+pub use address::loopback;
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
 pub use fuzz::store_protocol as fuzz_store_protocol;
-pub use listen::{Listening, loopback};
+pub use listen::Listening;
 pub use options::{TcpStoreOptions, TcpStoreServerOptions};
 pub use server::TcpStoreServer;
 pub use will::RUN_ID;

@@ -1,4 +1,5 @@
-use super::listen::{all_interfaces, listen, loopback};
+use super::address::loopback;
+use super::listen::{all_interfaces, listen};
 use super::member::Gate;
 use super::options::TcpStoreServerOptions;
 use super::service::{Keys, Service};
