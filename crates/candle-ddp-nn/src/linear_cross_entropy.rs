@@ -1,13 +1,14 @@
 //! A linear layer and the cross entropy of its output, as one operation: the head of a language model.
 mod cpu;
 mod cuda;
+mod head;
 
 use crate::cross_entropy::{CrossEntropyOptions, check};
 use crate::linear;
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::error::describe;
-use candle_ddp_tensor::function::is_tracked;
+use head::Head;
 
 /// Options of [`linear_cross_entropy_with`].
 #[derive(Clone, Debug, Default)]
@@ -84,30 +85,5 @@ pub fn linear_cross_entropy_with(
     match x.device().is_cuda() {
         true => cuda::linear_cross_entropy(&head, targets, &options.cross_entropy),
         false => cpu::linear_cross_entropy(&head, targets, &options.cross_entropy),
-    }
-}
-
-/// The contiguous arguments of a linear layer, and the number of rows that are multiplied at a time.
-struct Head<'a> {
-    x: &'a Tensor,
-    weight: &'a Tensor,
-    bias: Option<&'a Tensor>,
-    chunk: usize,
-}
-
-impl<'a> Head<'a> {
-    /// Rows, features and classes.
-    fn extents(&self) -> Result<(usize, usize, usize)> {
-        let (classes, features) = self.weight.dims2()?;
-        Ok((self.x.dims()[..self.x.rank() - 1].iter().product(), features, classes))
-    }
-
-    fn arguments(&self) -> Vec<&'a Tensor> {
-        [self.x, self.weight].into_iter().chain(self.bias).collect()
-    }
-
-    /// Whether a backward pass may ask for the gradients of the arguments.
-    fn needed(&self) -> [bool; 3] {
-        [is_tracked(self.x), is_tracked(self.weight), self.bias.is_some_and(is_tracked)]
     }
 }

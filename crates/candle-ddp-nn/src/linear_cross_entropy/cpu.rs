@@ -1,5 +1,5 @@
 //! The head of a language model on a CPU: products, and the loops of the cross entropy.
-use super::Head;
+use super::head::Head;
 use crate::cross_entropy::{CrossEntropy, CrossEntropyOptions};
 use crate::gemm::{Strides, gemm, product, threads};
 use candle_core::{DType, Result, Shape, Storage, Tensor, WithDType};

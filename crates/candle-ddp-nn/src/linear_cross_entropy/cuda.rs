@@ -2,7 +2,7 @@
 mod layer;
 mod losses;
 
-use super::Head;
+use super::head::Head;
 use crate::cross_entropy::CrossEntropyOptions;
 use candle_core::{DType, Result, Shape, Tensor};
 use candle_ddp_tensor::function::{Function, apply};

@@ -2,7 +2,7 @@
 use crate::linear::cuda::forward;
 use crate::linear::is_uneven;
 use crate::linear::product::{factor, product, target};
-use crate::linear_cross_entropy::Head;
+use crate::linear_cross_entropy::head::Head;
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::column_sums::wide_column_sums;
