@@ -334,8 +334,10 @@ models() {
   while read -r dtype model batch; do
     arguments=(--dtype "$dtype")
     [ "$dtype" != tf32 ] || arguments=(--dtype f32 --tf32)
-    step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" \
-      "${arguments[@]}" --batch-size "$batch" --no-phases "${quick[@]}" || true
+    arguments+=(--model "$model" --steps "$count" --batch-size "$batch" --no-phases "${quick[@]}")
+    step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 "$bin/step" "${arguments[@]}" || true
+    [ "$model" != resnet50 ] || step "models-$model-$dtype-channels_last" "$seconds" \
+      "$bin/ddprun" --nproc-per-node 1 "$bin/step" "${arguments[@]}" --channels-last || true
     [ "$has_pytorch" = 1 ] || continue
     while read -r model format; do
       case $format in *-autotune) seconds=600 ;; *-compile) seconds=200 ;; *) seconds=58 ;; esac
@@ -347,7 +349,7 @@ models() {
 # Which kernels run in a step, for how long, and what the host calls.
 profile() {
   local runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 vit 128" "f32 gpt2 8" "bf16 gpt 32")
-  local of dtype model batch count=6 name format has_pytorch=0
+  local of dtype model batch count=6 name format has_pytorch=0 arguments
   case $size in
     quick) runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 vit 128") ;;
     tiny) return ;;
@@ -356,12 +358,17 @@ profile() {
   [ -z "${compiling:-}" ] || wait "$compiling" || true
   for of in "${runs[@]}"; do
     read -r dtype model batch <<<"$of"
-    name=profile-$model-$dtype
-    # shellcheck disable=SC2016  # the inner shell expands it
-    GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here step "$name" 60 \
-      bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
-      "$bin/ddprun" --nproc-per-node 1 "$bin/step" --model "$model" --steps "$count" --modes ddp --dtype "$dtype" \
-      --batch-size "$batch" --no-phases || true
+    for format in "$dtype" "$dtype-channels_last"; do
+      name=profile-$model-$format arguments=(--dtype "$dtype" --model "$model" --batch-size "$batch")
+      case $model-$format in
+        resnet50-*-channels_last) arguments+=(--channels-last) ;;
+        *-channels_last) continue ;;
+      esac
+      # shellcheck disable=SC2016  # the inner shell expands it
+      GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here step "$name" 60 \
+        bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
+        "$bin/ddprun" --nproc-per-node 1 "$bin/step" --steps "$count" --modes ddp "${arguments[@]}" --no-phases || true
+    done
     [ "$has_pytorch" = 1 ] || continue
     while read -r model format; do
       [[ $format == *-compile ]] || continue

@@ -9,6 +9,7 @@ mod net;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::amp::MixedPrecision;
+use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::AdamW;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
@@ -50,6 +51,9 @@ struct Options {
     /// Wait for the GPU once per step, as a program would, and not after forward and backward too.
     #[arg(long)]
     no_phases: bool,
+    /// Store the images in channels_last.
+    #[arg(long)]
+    channels_last: bool,
     /// The bucket size in MiB. [default: as in DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
@@ -84,7 +88,10 @@ fn main() -> ExitCode {
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     candle_core::cuda::set_gemm_reduced_precision_f32(options.tf32);
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
-    let batch = options.model.batch(batch_size, options.image_size, options.dtype, pg.device())?;
+    let mut batch = options.model.batch(batch_size, options.image_size, options.dtype, pg.device())?;
+    if options.channels_last {
+        batch.input = to_memory_format(&batch.input, MemoryFormat::ChannelsLast)?;
+    }
     let default = DdpOptions::default();
     let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
     let mixed_precision = options.amp.map(|dtype| MixedPrecision { param_dtype: Some(dtype), ..Default::default() });
@@ -118,6 +125,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "dtype": options.dtype.as_str(),
             "amp": options.amp.map(|dtype| dtype.as_str()),
             "tf32": options.tf32,
+            "channels_last": options.channels_last,
             "world_size": pg.world_size(),
             "batch_size": batch_size,
             "gradient_bytes": trainer.gradient_bytes,

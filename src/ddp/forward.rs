@@ -1,6 +1,7 @@
 //! How programs compute with a wrapped model.
 use super::DistributedDataParallel;
 use super::no_grad;
+use crate::tensor::MemoryFormat;
 use crate::tensor::function::{argument, is_grad_enabled};
 use crate::{Error, Result};
 use candle_core::{Module, ModuleT, Tensor};
@@ -154,14 +155,14 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// The model's input for `xs`: under mixed precision a tensor of [`param_dtype`](crate::amp::MixedPrecision::param_dtype),
-    /// unless it holds integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use
+    /// in the same [memory format](crate::nn::MemoryFormat), unless it holds integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use
     /// it with [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
     ///
     /// # Errors
     /// The errors of candle's conversion.
     pub fn cast_forward_inputs(&self, xs: &Tensor) -> Result<Tensor> {
         match self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
-            Some(dtype) if xs.dtype().is_float() => Ok(xs.to_dtype(dtype)?),
+            Some(dtype) if xs.dtype().is_float() => Ok(MemoryFormat::of(xs).to_dtype(xs, dtype)?),
             _ => Ok(xs.clone()),
         }
     }

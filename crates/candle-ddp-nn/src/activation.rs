@@ -6,9 +6,9 @@ use candle_core::{
 #[cfg(test)]
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::function::{argument, op1};
+use candle_ddp_tensor::function::{argument, op1_in};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
-use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
+use candle_ddp_tensor::{Element, MemoryFormat, Real, dispatch, vectorise};
 #[doc(no_inline)]
 pub use candle_nn::activation::*;
 use rayon::prelude::*;
@@ -152,7 +152,7 @@ impl Operation {
         if x.elem_count() == 0 {
             return argument(x).affine(1.0, 0.0);
         }
-        op1(&x.contiguous()?, self)
+        op1_in(MemoryFormat::of(x), x, self)
     }
 
     fn forward<T: Element>(self, x: &[T]) -> Vec<T> {

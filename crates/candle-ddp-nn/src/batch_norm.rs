@@ -4,9 +4,9 @@ use super::channels::{self, After};
 pub use super::normalise::BatchNormGroup;
 use super::normalise::{Batch, Normalise, Statistics, combine};
 use candle_core::{DType, ModuleT, Result, Tensor, Var};
-use candle_ddp_tensor::Error;
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::seed::is_replaying;
+use candle_ddp_tensor::{Error, MemoryFormat};
 pub use candle_nn::BatchNormConfig;
 use candle_nn::{Init, VarBuilder};
 use std::sync::Arc;
@@ -17,7 +17,8 @@ use std::sync::Arc;
 /// Takes tensors of two or more dimensions, the second of which is the channels: (N, C), (N, C, L), (N, C, H, W), (N,
 /// C, D, H, W). Means and variances are calculated in f32 for f16 and bf16 too (in f64 for f64 inputs). Parameters
 /// and running statistics may have another floating-point dtype than the input, as in mixed precision. The passes are
-/// fused loops on the CPU and kernels on CUDA.
+/// fused loops on the CPU and kernels on CUDA, where the result has the input's
+/// [memory format](crate::MemoryFormat).
 ///
 /// [`BatchNorm::forward_relu_t`] and [`BatchNorm::forward_add_relu_t`] also apply the usual next operation in the
 /// same pass over memory.
@@ -173,12 +174,16 @@ impl BatchNorm {
             );
             return Err(Error::invalid("the tensor added to batch normalisation's output", reason).into());
         }
-        let x = &x.contiguous()?;
-        let on = if x.device().is_cuda() { Self::statistics_on_gpu } else { Self::statistics_by_candle };
-        let Statistics { mean, inverse_deviation, scale, shift, batch } = on(self, x, train)?;
+        let is_cuda = x.device().is_cuda();
+        let format = if is_cuda { MemoryFormat::of(x) } else { MemoryFormat::Contiguous };
+        let images = channels::batch_of(format, x)?;
+        let on = if is_cuda { Self::statistics_on_gpu } else { Self::statistics_by_candle };
+        let Statistics { mean, inverse_deviation, scale, shift, batch } = on(self, &images, train)?;
         let parameters = self.weight_and_bias.as_ref();
         let normalised = |after| Normalise {
-            x: x.detach(),
+            format,
+            shape: x.shape().clone(),
+            x: images,
             mean,
             inverse_deviation,
             scale,
@@ -193,9 +198,8 @@ impl BatchNorm {
             Fused::Nothing => normalised(After::Nothing).apply(&arguments),
             Fused::Relu => normalised(After::Relu).apply(&arguments),
             Fused::AddRelu(z) => {
-                let z = z.contiguous()?;
-                arguments.push(&z);
-                normalised(After::AddRelu(z.detach())).apply(&arguments)
+                arguments.push(z);
+                normalised(After::AddRelu(channels::batch_of(format, z)?)).apply(&arguments)
             }
         }
     }

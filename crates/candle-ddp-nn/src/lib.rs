@@ -20,6 +20,7 @@ pub mod linear;
 mod linear_cross_entropy;
 pub mod loss;
 mod max_pool;
+mod memory_format;
 mod normalise;
 pub mod ops;
 mod pool;
@@ -38,6 +39,7 @@ pub use activation::{Activation, gelu, gelu_erf, relu, silu};
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
 pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};
+pub use candle_ddp_tensor::MemoryFormat;
 pub use candle_ddp_tensor::function::{add, enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use checkpoint::checkpoint;
 pub use conv::{
@@ -52,5 +54,6 @@ pub use layer_norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_nor
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_with};
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
+pub use memory_format::to_memory_format;
 pub use rope::{rope, rope_i, rope_thd};
 pub use softmax::{log_softmax, softmax, softmax_last_dim};

@@ -1,13 +1,15 @@
 //! Pooling by the maximum.
 use super::pool::{Windows, windows};
-use super::resample::{plane, with_planes};
+use super::resample::{format_of, plane, with_planes};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, ToUsize2, WithDType,
+};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::function::op1_in;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
-use candle_ddp_tensor::{Element, dispatch, vectorise};
+use candle_ddp_tensor::{Element, MemoryFormat, dispatch, vectorise};
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
@@ -49,18 +51,22 @@ pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) 
         );
         return Err(Error::invalid(INPUT, reason).into());
     }
+    // The kernels for channels last number the elements of a window with eight bits.
+    let format = if kernel.0 * kernel.1 <= 256 { format_of(x) } else { MemoryFormat::Contiguous };
     let op = MaxPool {
+        format,
         rows: windows(height, kernel.0, stride.0, padding.0, ceil_mode)?,
         columns: windows(width, kernel.1, stride.1, padding.1, ceil_mode)?,
         indices: OnceLock::new(),
     };
-    op1(&x.contiguous()?, op)
+    op1_in(format, x, op)
 }
 
 struct MaxPool {
+    format: MemoryFormat,
     rows: Windows,
     columns: Windows,
-    /// Where in its plane each maximum was found.
+    /// Where each maximum was found: in its plane, or with channels last in its window.
     indices: OnceLock<Indices>,
 }
 
@@ -75,7 +81,7 @@ impl MaxPool {
     /// changes.
     #[cfg(test)]
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
-        let shape = with_planes(x.shape(), self.rows.count, self.columns.count);
+        let shape = with_planes(self.format, x.shape(), self.rows.count, self.columns.count);
         if x.elem_count() == 0 {
             return Tensor::zeros(shape, x.dtype(), x.device());
         }
@@ -134,29 +140,53 @@ impl MaxPool {
         );
     }
 
-    /// The numbers that the kernels need.
-    fn numbers(&self, elements: usize) -> Vec<usize> {
-        let Self { rows, columns, .. } = self;
+    /// The numbers that the kernels need, for an x that is stored in the shape `x`, and threads of `vector` elements.
+    fn numbers(&self, x: &Shape, vector: usize) -> Vec<usize> {
+        let Self { format, rows, columns, .. } = self;
         let pair = |of: fn(&Windows) -> usize| [of(rows), of(columns)];
-        let planes = elements / (rows.size * columns.size);
+        let (planes, channels) = match (format, x.dims()) {
+            (MemoryFormat::ChannelsLast, &[n, .., channels]) => (n, channels),
+            _ => (x.elem_count() / (rows.size * columns.size), 1),
+        };
         let extents =
             [pair(|w| w.size), pair(|w| w.count), pair(|w| w.kernel), pair(|w| w.stride), pair(|w| w.padding)];
-        [&[planes][..], extents.as_flattened()].concat()
+        [&[planes][..], extents.as_flattened(), &[vector, channels]].concat()
     }
 
-    fn backward_on_cuda(&self, x: &Tensor, dy: &Tensor, indices: &Output) -> Result<Tensor> {
-        let device = x.device().as_cuda_device()?;
-        let dx = Output::new(device, x.dtype(), x.shape())?;
-        let vector = Address::vector(&[dx.address()?], self.columns.size, x.dtype());
+    fn forward_on_cuda(&self, x: Address, shape: &Shape, device: &CudaDevice, dtype: DType) -> Result<Output> {
+        let y_shape = with_planes(self.format, shape, self.rows.count, self.columns.count);
+        let is_last = self.format == MemoryFormat::ChannelsLast;
+        let y = Output::new(device, dtype, &y_shape)?;
+        let indices = Output::new(device, if is_last { DType::U8 } else { DType::U32 }, &y_shape)?;
+        let (kernel, vector) = match (is_last, shape.dims().last()) {
+            (true, Some(channels)) => (Kernel::MaxPoolPixels, Address::vector(&[x, y.address()?], *channels, dtype)),
+            _ => (Kernel::MaxPool, 1),
+        };
         let launch = Launch {
-            kernel: Kernel::MaxPoolBackward,
-            dtype: x.dtype(),
-            grid: Grid::Threads(x.elem_count() / vector),
-            tensors: &[kernels::address(dy)?, dx.address()?, indices.address()?],
-            numbers: &[&self.numbers(x.elem_count())[..], &[vector]].concat(),
+            kernel,
+            dtype,
+            grid: Grid::Threads(y_shape.elem_count() / vector),
+            tensors: &[x, y.address()?, indices.address()?],
+            numbers: &self.numbers(shape, vector),
             reals: &[],
         };
         kernels::launch(device, launch)?;
+        let _ = self.indices.set(Indices::OnCuda(indices));
+        Ok(y)
+    }
+
+    fn backward_on_cuda(&self, x: &Tensor, dy: &Tensor, indices: &Output) -> Result<Tensor> {
+        let (device, dtype) = (x.device().as_cuda_device()?, x.dtype());
+        let dx = Output::new(device, dtype, x.shape())?;
+        let tensors = &[kernels::address(dy)?, dx.address()?, indices.address()?];
+        let (kernel, vector) = match (self.format, x.dims().last()) {
+            (MemoryFormat::ChannelsLast, Some(channels)) => {
+                (Kernel::MaxPoolPixelsBackward, Address::vector(&tensors[..2], *channels, dtype))
+            }
+            _ => (Kernel::MaxPoolBackward, Address::vector(&tensors[1..2], self.columns.size, dtype)),
+        };
+        let (grid, numbers) = (Grid::Threads(x.elem_count() / vector), &self.numbers(x.shape(), vector));
+        kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?;
         Ok(dx.into_tensor())
     }
 
@@ -238,7 +268,7 @@ impl CustomOp1 for MaxPool {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let shape = with_planes(layout.shape(), self.rows.count, self.columns.count);
+        let shape = with_planes(self.format, layout.shape(), self.rows.count, self.columns.count);
         let mut indices = vec![0; shape.elem_count()];
         let y = dispatch!(x.dtype(), self.name(), T => {
             let mut y = vec![T::from_f64(0.0); shape.elem_count()];
@@ -250,20 +280,8 @@ impl CustomOp1 for MaxPool {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let (device, dtype) = (x.device(), x.dtype());
-        kernels::supported(dtype, self.name())?;
-        let shape = with_planes(layout.shape(), self.rows.count, self.columns.count);
-        let (y, indices) = (Output::new(device, dtype, &shape)?, Output::new(device, DType::U32, &shape)?);
-        let launch = Launch {
-            kernel: Kernel::MaxPool,
-            dtype,
-            grid: Grid::Threads(shape.elem_count()),
-            tensors: &[kernels::storage_address(x, layout)?, y.address()?, indices.address()?],
-            numbers: &self.numbers(layout.shape().elem_count()),
-            reals: &[],
-        };
-        kernels::launch(device, launch)?;
-        let _ = self.indices.set(Indices::OnCuda(indices));
+        kernels::supported(x.dtype(), self.name())?;
+        let y = self.forward_on_cuda(kernels::storage_address(x, layout)?, layout.shape(), x.device(), x.dtype())?;
         Ok(y.into_parts())
     }
 
@@ -294,7 +312,12 @@ mod tests {
         for (kernel, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 1), (4, 4, 2), (5, 3, 2), (1, 1, 0)] {
             let op = || {
                 let windows = |size| windows(size, kernel, stride, padding, true).unwrap();
-                MaxPool { rows: windows(9), columns: windows(8), indices: OnceLock::new() }
+                MaxPool {
+                    format: MemoryFormat::Contiguous,
+                    rows: windows(9),
+                    columns: windows(8),
+                    indices: OnceLock::new(),
+                }
             };
             for dtype in [DType::F32, DType::BF16] {
                 let value = |i: i32| if i % 53 == 7 { f64::NAN } else { f64::from((i * 7919) % 11) };

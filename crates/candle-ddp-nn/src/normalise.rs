@@ -2,7 +2,8 @@
 use super::channels::cuda::{self, Through};
 use super::channels::{self, After, Gate};
 use candle_core::{DType, Result, Shape, Storage, Tensor};
-use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::MemoryFormat;
+use candle_ddp_tensor::function::{Function, apply_in};
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -68,6 +69,10 @@ pub(super) fn combine(group: &dyn BatchNormGroup, local: &Tensor, count: &Tensor
 /// (x − mean) × scale + shift, and the operation that follows. The arguments are x, weight and bias, if there are any, and z, if
 /// there is one.
 pub(super) struct Normalise {
+    /// Those of x, and of the result.
+    pub(super) format: MemoryFormat,
+    pub(super) shape: Shape,
+    /// [`channels::batch_of`] it.
     pub(super) x: Tensor,
     pub(super) mean: Tensor,
     pub(super) inverse_deviation: Tensor,
@@ -84,8 +89,8 @@ pub(super) struct Normalise {
 
 impl Normalise {
     pub(super) fn apply(self, arguments: &[&Tensor]) -> Result<Tensor> {
-        let result = self.forward()?;
-        apply(arguments, result, self)
+        let (storage, _) = self.forward()?;
+        apply_in(self.format, arguments, (storage, self.format.stored_shape(&self.shape)), self)
     }
 
     fn forward(&self) -> Result<(Storage, Shape)> {
@@ -99,15 +104,16 @@ impl Function for Normalise {
     }
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let Self { x, mean, scale, shift, after, .. } = self;
+        let Self { format, shape, x, mean, scale, shift, after, .. } = self;
+        let dy = &channels::batch_of(*format, dy)?;
         let gate = matches!(after, After::Relu).then_some(Gate { scale, shift });
         let on = if x.device().is_cuda() { Self::slopes_on_gpu } else { Self::slopes_by_candle };
         let (dy, [a, b], of_parameters) = on(self, dy, gate)?;
         let dx = channels::input_gradient(x, &dy, [mean, scale, &a, &b], gate)?;
-        let mut gradients = vec![Some(dx)];
+        let mut gradients = vec![Some(channels::tensor_of(*format, &dx, shape)?)];
         gradients.extend(of_parameters.into_iter().map(Some));
         if let After::AddRelu(_) = after {
-            gradients.push(Some(dy));
+            gradients.push(Some(channels::tensor_of(*format, &dy, shape)?));
         }
         Ok(gradients)
     }
@@ -117,7 +123,7 @@ impl Normalise {
     /// The gradient of the normalisation and what is added to it, except for the `gate`; the numbers a and b of
     /// [`channels::input_gradient`], and the gradients of weight and bias, if there are any.
     fn slopes_by_candle(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters } = self;
+        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters, .. } = self;
         let dy = match after {
             After::AddRelu(z) => channels::add_relu_gradient(x, z, dy, [mean, scale, shift])?,
             _ => dy.clone(),
@@ -146,7 +152,7 @@ impl Normalise {
     }
 
     fn slopes_on_gpu(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters } = self;
+        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters, .. } = self;
         let through = batch.as_ref().map_or(Through::Constants, |batch| Through::Batch { centred: batch.centred });
         let channels = [mean, inverse_deviation];
         let of = |gated| cuda::gradient_totals(x, dy, channels, gated, *parameters, through);

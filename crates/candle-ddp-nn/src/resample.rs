@@ -8,9 +8,9 @@ use candle_ddp_tensor::Error;
 #[cfg(test)]
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::function::op1_in;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
-use candle_ddp_tensor::{Element, dispatch, vectorise};
+use candle_ddp_tensor::{Element, MemoryFormat, dispatch, vectorise};
 use rayon::prelude::*;
 
 /// The approximate number of elements that a thread takes at a time.
@@ -97,22 +97,31 @@ pub(super) fn plane(x: &Tensor, argument: &'static str) -> Result<(usize, usize)
     }
 }
 
-/// The shape of `x` with planes of another size.
-pub(super) fn with_planes(shape: &Shape, height: usize, width: usize) -> Shape {
-    let rank = shape.rank();
+/// The shape of what is stored of `x` with planes of another size.
+pub(super) fn with_planes(format: MemoryFormat, shape: &Shape, height: usize, width: usize) -> Shape {
     let mut dims = shape.dims().to_vec();
-    (dims[rank - 2], dims[rank - 1]) = (height, width);
+    let row = match format {
+        MemoryFormat::Contiguous => dims.len() - 2,
+        MemoryFormat::ChannelsLast => 1,
+    };
+    (dims[row], dims[row + 1]) = (height, width);
     Shape::from(dims)
+}
+
+/// The memory format in which planes are mapped.
+pub(super) fn format_of(x: &Tensor) -> MemoryFormat {
+    if x.device().is_cuda() { MemoryFormat::of(x) } else { MemoryFormat::Contiguous }
 }
 
 /// Maps the planes of `x`, which [`plane`] has checked.
 pub(super) fn resample(x: &Tensor, name: &'static str, rows: Axis, columns: Axis) -> Result<Tensor> {
-    let op = Resample { name, rows, columns };
-    op1(&x.contiguous()?, op)
+    let format = format_of(x);
+    op1_in(format, x, Resample { name, format, rows, columns })
 }
 
 struct Resample {
     name: &'static str,
+    format: MemoryFormat,
     rows: Axis,
     columns: Axis,
 }
@@ -122,7 +131,7 @@ impl Resample {
     #[cfg(test)]
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let acc = accumulator(x.dtype());
-        let shape = with_planes(x.shape(), self.rows.output(), self.columns.output());
+        let shape = with_planes(self.format, x.shape(), self.rows.output(), self.columns.output());
         let planes = x.elem_count() / (self.rows.input * self.columns.input);
         if planes == 0 {
             return Tensor::zeros(shape, x.dtype(), x.device());
@@ -144,26 +153,28 @@ impl Resample {
         shape: &Shape,
         is_transposed: bool,
     ) -> Result<Output> {
-        let Self { name, rows, columns } = self;
+        let Self { name, format, rows, columns } = self;
         kernels::supported(dtype, name)?;
         let (mut from, mut to) = ([rows.input, columns.input], [rows.output(), columns.output()]);
         if is_transposed {
             (from, to) = (to, from);
         }
-        let planes = shape.elem_count() / (from[0] * from[1]);
-        let y = Output::new(device, dtype, with_planes(shape, to[0], to[1]))?;
+        let y = Output::new(device, dtype, with_planes(*format, shape, to[0], to[1]))?;
         let target = Device::Cuda(device.clone());
         let tables = [rows.table(is_transposed, &target)?, columns.table(is_transposed, &target)?];
-        let vector = Address::vector(&[y.address()?], to[1], dtype);
-        let launch = Launch {
-            kernel: Kernel::Resample,
-            dtype,
-            grid: Grid::Threads(planes * to[0] * (to[1] / vector)),
-            tensors: &[x, y.address()?, kernels::address(&tables[0])?, kernels::address(&tables[1])?],
-            numbers: &[planes, from[0], from[1], to[0], to[1], vector],
-            reals: &[],
+        let tensors = &[x, y.address()?, kernels::address(&tables[0])?, kernels::address(&tables[1])?];
+        let (kernel, planes, channels, vector) = match (format, shape.dims()) {
+            (MemoryFormat::ChannelsLast, &[n, .., channels]) => {
+                (Kernel::ResamplePixels, n, channels, Address::vector(&tensors[..2], channels, dtype))
+            }
+            _ => {
+                let planes = shape.elem_count() / (from[0] * from[1]);
+                (Kernel::Resample, planes, 1, Address::vector(&tensors[1..2], to[1], dtype))
+            }
         };
-        kernels::launch(device, launch)?;
+        let grid = Grid::Threads(planes * to[0] * to[1] * channels / vector);
+        let numbers = &[planes, from[0], from[1], to[0], to[1], vector, channels];
+        kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?;
         Ok(y)
     }
 
@@ -267,7 +278,7 @@ impl CustomOp1 for Resample {
         let y = dispatch!(x.dtype(), self.name, T => {
             Ok(T::to_cpu_storage_owned(self.forward(slice::<T>(x, layout)?, planes)))
         })?;
-        Ok((y, with_planes(layout.shape(), self.rows.output(), self.columns.output())))
+        Ok((y, with_planes(self.format, layout.shape(), self.rows.output(), self.columns.output())))
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
@@ -299,7 +310,12 @@ mod tests {
     fn loops_agree_with_composites() {
         let op = || {
             let rows = Axis::new(5, 4, |i| (i, vec![0.25, 0.75]));
-            Resample { name: "test", rows, columns: Axis::new(7, 3, |i| (2 * i, vec![1.0, -0.5, 0.125])) }
+            Resample {
+                name: "test",
+                format: MemoryFormat::Contiguous,
+                rows,
+                columns: Axis::new(7, 3, |i| (2 * i, vec![1.0, -0.5, 0.125])),
+            }
         };
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
             let values: Vec<f64> = (0..2 * 3 * 5 * 7).map(|i| (f64::from(i) * 1.7).sin()).collect();

@@ -15,6 +15,7 @@ pub mod function;
 #[doc(hidden)]
 pub mod kernels;
 mod math;
+mod memory_format;
 mod number;
 #[doc(hidden)]
 pub mod pack;
@@ -25,6 +26,7 @@ mod sum;
 
 pub use element::{Element, Real};
 pub use error::{Error, Result};
+pub use memory_format::MemoryFormat;
 
 #[doc(hidden)]
 pub use element::{DTYPES, accumulator};

@@ -2,6 +2,7 @@
 use crate::borrow::with_slice;
 use crate::element::DTYPES;
 use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use crate::memory_format::MemoryFormat;
 use crate::{Element, dispatch, vectorise};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, Device, Result, Shape, Storage, Tensor, WithDType};
@@ -10,13 +11,17 @@ use rayon::prelude::*;
 /// The number of elements that a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 14;
 
-/// The sum of two tensors that candle does not track: of gradients, for example.
+/// The sum of two tensors that candle does not track: of gradients, for example. It is in channels last if one of them is.
 pub(crate) fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if a.shape() != b.shape() || !is_fast(a, b) {
         return a.add(b);
     }
-    let (storage, shape) = values(&a.contiguous()?, &b.contiguous()?)?;
-    Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
+    let format = match MemoryFormat::of(a) {
+        MemoryFormat::Contiguous => MemoryFormat::of(b),
+        format => format,
+    };
+    let (storage, shape) = values(&format.stored(a)?, &format.stored(b)?)?;
+    format.view(&Tensor::from_storage(storage, shape, BackpropOp::none(), false))
 }
 
 /// Whether [`values`] takes the two.

@@ -1,6 +1,7 @@
 //! Compares layers with PyTorch's results in `tests/golden/layers.safetensors`, in all dtypes, contiguous or not.
 use crate::common::{assert_close, floats};
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use std::collections::{BTreeMap, HashMap};
 
 /// The parameters of a case, by name.
@@ -93,12 +94,28 @@ pub(crate) fn check(device: &Device, function: &str, apply: impl Fn(&Parameters,
 
 type Apply<'a> = &'a dyn Fn(&[Tensor]) -> Tensor;
 
+/// How the inputs are stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Order {
+    Contiguous,
+    Transposed,
+    /// Those of four dimensions.
+    ChannelsLast,
+}
+
 /// The result and the gradients for dy = cos(0.9 j + 0.1), rounded to the dtype `rounded`.
-fn run(inputs: &[Tensor], dtype: DType, rounded: DType, is_transposed: bool, apply: Apply) -> Vec<Tensor> {
-    let turn = |t: &Tensor| if is_transposed { t.transpose(0, t.rank() - 1).unwrap() } else { t.clone() };
+fn run(inputs: &[Tensor], dtype: DType, rounded: DType, order: Order, apply: Apply) -> Vec<Tensor> {
+    let turn = |t: &Tensor| match order {
+        Order::Transposed => t.transpose(0, t.rank() - 1).unwrap(),
+        _ => t.clone(),
+    };
     let var = |t: &Tensor| Var::from_tensor(&turn(&t.to_dtype(dtype).unwrap()).contiguous().unwrap()).unwrap();
     let vars: Vec<Var> = inputs.iter().map(var).collect();
-    let y = apply(&vars.iter().map(|var| turn(var)).collect::<Vec<_>>());
+    let input = |var: &Var| match (order, var.rank()) {
+        (Order::ChannelsLast, 4) => to_memory_format(var, MemoryFormat::ChannelsLast).unwrap(),
+        _ => turn(var),
+    };
+    let y = apply(&vars.iter().map(input).collect::<Vec<_>>());
     let dy: Vec<f64> = (0..y.elem_count()).map(|j| (0.9 * j as f64 + 0.1).cos()).collect();
     let dy = Tensor::from_vec(dy, y.shape(), y.device()).unwrap().to_dtype(rounded).unwrap();
     let dy = dy.to_dtype(dtype).unwrap();
@@ -110,9 +127,19 @@ fn run(inputs: &[Tensor], dtype: DType, rounded: DType, is_transposed: bool, app
 }
 
 fn check_golden(case: &str, inputs: &[Tensor], golden: &[Vec<f32>], apply: Apply) {
-    for (dtype, is_transposed) in [(DType::F32, false), (DType::F32, true), (DType::F64, false)] {
-        for (index, (ours, golden)) in run(inputs, dtype, dtype, is_transposed, apply).iter().zip(golden).enumerate() {
-            assert_close(&floats(ours), golden, 1e-5, &format!("result {index} of {case} in {dtype:?}"));
+    let has_images = inputs.iter().any(|input| input.rank() == 4);
+    for (dtype, order) in [
+        (DType::F32, Order::Contiguous),
+        (DType::F32, Order::Transposed),
+        (DType::F64, Order::Contiguous),
+        (DType::F32, Order::ChannelsLast),
+        (DType::F64, Order::ChannelsLast),
+    ] {
+        if order == Order::ChannelsLast && !has_images {
+            continue;
+        }
+        for (index, (ours, golden)) in run(inputs, dtype, dtype, order, apply).iter().zip(golden).enumerate() {
+            assert_close(&floats(ours), golden, 1e-5, &format!("result {index} of {case} in {dtype:?}, {order:?}"));
         }
     }
 }
@@ -122,7 +149,7 @@ fn check_golden(case: &str, inputs: &[Tensor], golden: &[Vec<f32>], apply: Apply
 fn check_half(case: &str, inputs: &[Tensor], apply: Apply) {
     for (dtype, tolerance) in [(DType::F16, 2e-3), (DType::BF16, 1.6e-2)] {
         let rounded: Vec<Tensor> = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect();
-        let [ours, exact] = [dtype, DType::F64].map(|this| run(&rounded, this, dtype, false, apply));
+        let [ours, exact] = [dtype, DType::F64].map(|this| run(&rounded, this, dtype, Order::Contiguous, apply));
         let [ours, exact] = [ours, exact].map(|results| results.iter().flat_map(floats).collect::<Vec<_>>());
         assert_close(&ours, &exact, tolerance, &format!("results of {case} in {dtype:?}"));
     }
@@ -131,7 +158,7 @@ fn check_half(case: &str, inputs: &[Tensor], apply: Apply) {
 /// The gradients in f64 must match central differences.
 fn check_differences(case: &str, inputs: &[Tensor], apply: Apply) {
     const STEP: f64 = 1e-6;
-    let gradients = &run(inputs, DType::F64, DType::F64, false, apply)[1..];
+    let gradients = &run(inputs, DType::F64, DType::F64, Order::Contiguous, apply)[1..];
     let loss = |inputs: &[Tensor]| -> f64 {
         let y = apply(inputs).flatten_all().unwrap().to_vec1::<f64>().unwrap();
         y.iter().enumerate().map(|(j, y)| y * (0.9 * j as f64 + 0.1).cos()).sum()

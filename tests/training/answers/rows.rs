@@ -422,6 +422,8 @@ fn functions(rows: &mut Vec<Row>) {
         ["candle_ddp_nn::activation::relu"] "x" => |t| nn::activation::relu(&t.of(&[40]))?;
         ["candle_ddp_nn::activation::silu"] "x" => |t| nn::activation::silu(&t.of(&[4]))?;
         ["candle_ddp_nn::ops::selu"] "x" => |t| nn::ops::selu(&t.of(&[4]), 1.6, 1.05)?;
+        ["candle_ddp_nn::to_memory_format"] "x" =>
+            |t| nn::to_memory_format(&t.of(&[1, 2, 4, 4]), MemoryFormat::ChannelsLast)?;
         ["candle_ddp_nn::ops::swiglu"] "x" => |t| nn::ops::swiglu(&t.of(&[3, 4]))?;
         ["candle_ddp_nn::adaptive_avg_pool2d"] "x" => |t| adaptive_avg_pool2d(&t.of(&[1, 2, 4, 4]), 2)?;
         ["candle_ddp_nn::avg_pool2d"] "x" => |t| avg_pool2d(&t.of(&[1, 2, 4, 4]), 2, Default::default())?;
@@ -521,6 +523,8 @@ fn functions(rows: &mut Vec<Row>) {
     }
     ends! { rows:
         "crates/candle-ddp-tensor/src/function/token.rs": ["candle_ddp_tensor::function::Function::backward" "gradient"];
+        "crates/candle-ddp-tensor/src/memory_format.rs":
+            ["candle_ddp_nn::MemoryFormat::of" "x", "candle_ddp_tensor::MemoryFormat::of" "x"];
     }
     for (name, argument) in ["rope", "rope_i", "rope_thd"].iter().flat_map(|name| [(name, "cos"), (name, "sin")]) {
         let paths = vec![format!("candle_ddp_nn::{name}"), format!("candle_ddp_nn::rotary_emb::{name}")];

@@ -7,6 +7,13 @@ use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Te
 
 /// Enough blocks for every GPU.
 const BLOCKS: usize = 1024;
+/// The same for single pixels: whole waves of two or three blocks on each of an H100's 132 multiprocessors.
+const PIXEL_BLOCKS: usize = 792;
+/// The minimum (if there are enough) and maximum number of samples of single pixels that a thread sums, and those that it maps.
+const SAMPLES: [usize; 2] = [8, 128];
+const MAPPED_SAMPLES: usize = 8;
+/// The most threads side by side, for neighbouring vectors of a single pixel: 512 bytes.
+const WIDTH: usize = 32;
 /// The minimum (if there are enough) and maximum number of elements of a channel that a block sums: a thread sums in
 /// f32, and keeps four vectors in flight.
 const ELEMENTS: [usize; 2] = [1 << 13, 1 << 15];
@@ -42,9 +49,26 @@ impl<'a> Batch<'a> {
         samples * channels * spatial == 0
     }
 
+    /// Whether the batch is single pixels, with kernels of their own (pixels.cu).
+    fn is_pixels(&self) -> bool {
+        self.extents.spatial == 1
+    }
+
+    /// For single pixels: the threads of a block side by side, and the blocks, if each takes `vector` channels.
+    fn width(&self, vector: usize) -> [usize; 2] {
+        let vectors = self.extents.channels / vector;
+        let width = vectors.next_power_of_two().min(WIDTH);
+        [width, vectors.div_ceil(width)]
+    }
+
     /// The number of blocks that share a channel.
     fn parts(&self) -> usize {
         let Extents { samples, channels, spatial } = self.extents;
+        if self.is_pixels() {
+            let [width, blocks] = self.width(Address::vector(&[], channels, self.dtype));
+            let [least, most] = SAMPLES.map(|lines| samples.div_ceil(lines * (THREADS / width)));
+            return PIXEL_BLOCKS.div_ceil(blocks.max(1)).min(least).max(most).max(1);
+        }
         let [least, most] = ELEMENTS.map(|elements| (samples * spatial).div_ceil(elements));
         BLOCKS.div_ceil(channels.max(1)).min(least).max(most).max(1)
     }
@@ -76,6 +100,9 @@ impl<'a> Batch<'a> {
     /// batches for which 32 bits do not suffice.
     fn vector(&self, tensors: &[Address]) -> usize {
         let Extents { samples, channels, spatial } = self.extents;
+        if self.is_pixels() {
+            return Address::vector(tensors, channels, self.dtype);
+        }
         let elements = samples * channels * spatial;
         match Address::vector(tensors, elements, self.dtype) {
             vector if vector <= spatial && elements < 1 << 31 => vector,
@@ -90,6 +117,13 @@ impl<'a> Batch<'a> {
         let blocks = channels * self.parts();
         let pairs = Temporary::new(self.device, DType::F64, 2 * blocks)?;
         let vector = self.vector(batches);
+        let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
+        if self.is_pixels() {
+            let [width, blocks] = self.width(vector);
+            let steps = Steps { length: samples.div_ceil(self.parts()), vector, vectors: width, step: [0; 2] };
+            self.launch(of_pixels(kernel), Grid::Blocks(blocks * self.parts()), &tensors, (steps, more, &[]))?;
+            return Ok(pairs);
+        }
         // Vectors may begin anywhere in a plane, unless planes are whole vectors.
         let vectors = match spatial.is_multiple_of(vector) {
             true => spatial / vector,
@@ -97,7 +131,6 @@ impl<'a> Batch<'a> {
         };
         let length = (samples * vectors).div_ceil(self.parts());
         let steps = Steps { length, vector, vectors, step: [THREADS / vectors, THREADS % vectors] };
-        let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
         self.launch(kernel, Grid::Blocks(blocks), &tensors, (steps, more, &[]))?;
         Ok(pairs)
     }
@@ -119,12 +152,33 @@ impl<'a> Batch<'a> {
         let y = Output::new(self.device, self.dtype, x.shape())?;
         let own = [address(x)?, y.address()?];
         let vector = self.vector(&[&own, batches].concat());
-        let Extents { channels, spatial, .. } = self.extents;
+        let Extents { samples, channels, spatial } = self.extents;
+        if self.is_pixels() {
+            let [width, blocks] = self.width(vector);
+            let length = MAPPED_SAMPLES * (THREADS / width);
+            let steps = Steps { length, vector, vectors: width, step: [0; 2] };
+            let grid = Grid::Blocks(blocks * samples.div_ceil(length));
+            self.launch(of_pixels(kernel), grid, &[&own, tensors].concat(), (steps, more, &[]))?;
+            return Ok(y);
+        }
         let (planes, columns) = (THREADS * vector / spatial.max(1), THREADS * vector % spatial.max(1));
         let steps = Steps { vector, step: [planes % channels.max(1), columns], ..Steps::default() };
         let grid = Grid::Threads(x.elem_count().div_ceil(MAPPED * vector));
         self.launch(kernel, grid, &[&own, tensors].concat(), (steps, more, &[]))?;
         Ok(y)
+    }
+}
+
+/// The kernel of pixels.cu for one of channels.cu.
+fn of_pixels(kernel: Kernel) -> Kernel {
+    match kernel {
+        Kernel::Moments => Kernel::PixelMoments,
+        Kernel::ChannelSums => Kernel::PixelSums,
+        Kernel::GradientSums => Kernel::PixelGradientSums,
+        Kernel::AddReluGradient => Kernel::PixelAddReluGradient,
+        Kernel::Normalise => Kernel::PixelNormalise,
+        Kernel::InputGradient => Kernel::PixelInputGradient,
+        other => other,
     }
 }
 

@@ -14,7 +14,7 @@ use super::row_norm::fold;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::{Element, Real, dispatch};
+use candle_ddp_tensor::{Element, MemoryFormat, Real, dispatch};
 use extents::Extents;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -25,6 +25,20 @@ const BLOCK: usize = 16;
 const LANES: usize = 16;
 /// The minimum number of neighbouring numbers in a channel for computing their mean and spread in one pass.
 const MIN_RUN: usize = 32;
+
+/// A batch as the functions here take it, contiguous: in channels last, every pixel is a sample (N × H × W, C).
+pub(super) fn batch_of(format: MemoryFormat, x: &Tensor) -> Result<Tensor> {
+    let stored = format.stored(&x.detach())?;
+    match format {
+        MemoryFormat::Contiguous => Ok(stored),
+        MemoryFormat::ChannelsLast => stored.reshape(((), x.dim(1)?)),
+    }
+}
+
+/// The tensor of shape `shape` of which `batch` is [`batch_of`].
+pub(super) fn tensor_of(format: MemoryFormat, batch: &Tensor, shape: &Shape) -> Result<Tensor> {
+    format.view(&batch.reshape(format.stored_shape(shape))?)
+}
 
 /// Each channel's mean (zero unless `centred`) and mean squared distance from it, as a tensor of shape (2, channels).
 /// Without samples, both are zero.

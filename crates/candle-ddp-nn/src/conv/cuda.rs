@@ -3,23 +3,23 @@
 //! and back.
 use super::geometry::{Geometry, positions};
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
-use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{
     self, Address, ConvShape, Convolve, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none,
 };
+use candle_ddp_tensor::{MemoryFormat, accumulator};
 
 /// The maximum memory for the columns and outputs of the images in one product, unless a single image needs more.
 const WORKSPACE: usize = 64 << 20;
 
-/// y of shape `shape`, from x and weights, both contiguous.
+/// y of shape `shape`, from x and weights, all stored in the memory format `format`, which [`format()`] returned.
 pub(super) fn forward(
-    geometry: &Geometry,
+    (geometry, format): (&Geometry, MemoryFormat),
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     shape: Shape,
 ) -> Result<Output> {
-    let this = Convolution::new(geometry, x)?;
+    let this = Convolution::new((geometry, format), x)?;
     let y = Output::new(this.device, this.dtype, shape)?;
     let (x, weight) = (&aligned(x)?, &aligned(weight)?);
     let (x, weight, bias) = (address(x)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
@@ -49,16 +49,16 @@ pub(super) fn forward(
     Ok(y)
 }
 
-/// The gradient of x, of shape `shape`, from that of y, both contiguous. For transposed convolutions, whose forward pass
+/// The gradient of x, of shape `shape`, from that of y; formats are as in [`forward`]. For transposed convolutions, whose forward pass
 /// this is, a bias is added.
 pub(super) fn backward_data(
-    geometry: &Geometry,
+    (geometry, format): (&Geometry, MemoryFormat),
     dy: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     shape: Shape,
 ) -> Result<Output> {
-    let this = Convolution::new(geometry, dy)?;
+    let this = Convolution::new((geometry, format), dy)?;
     let dx = Output::new(this.device, this.dtype, shape)?;
     let (dy, weight) = (&aligned(dy)?, &aligned(weight)?);
     let (dy, weight, bias) = (address(dy)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
@@ -81,9 +81,14 @@ pub(super) fn backward_data(
     Ok(dx)
 }
 
-/// The gradient of the weights, of shape `shape`, from x and the gradient of y, both contiguous.
-pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shape: &Shape) -> Result<Tensor> {
-    let this = Convolution::new(geometry, x)?;
+/// The gradient of the weights, of shape `shape`, from x and the gradient of y; formats are as in [`forward`].
+pub(super) fn backward_filter(
+    (geometry, format): (&Geometry, MemoryFormat),
+    x: &Tensor,
+    dy: &Tensor,
+    shape: &Shape,
+) -> Result<Tensor> {
+    let this = Convolution::new((geometry, format), x)?;
     let (x, dy) = (&aligned(x)?, &aligned(dy)?);
     let (x, dy) = (address(x)?, address(dy)?);
     let dw = Output::new(this.device, this.dtype, shape)?;
@@ -119,16 +124,34 @@ fn aligned(tensor: &Tensor) -> Result<Tensor> {
 /// The first image and the number of images.
 type Images = (usize, usize);
 
+/// The format, if cuDNN has this convolution of tensors like `like` in it; otherwise contiguous.
+pub(super) fn format(
+    (geometry, format): (&Geometry, MemoryFormat),
+    like: &Tensor,
+    kind: Convolve,
+) -> Result<MemoryFormat> {
+    if format == MemoryFormat::Contiguous {
+        return Ok(format);
+    }
+    let this = Convolution::new((geometry, format), like)?;
+    let is_served = match this.shape() {
+        Some(shape) => kernels::can_convolve(this.device, (kind, this.dtype), &shape)?,
+        None => false,
+    };
+    Ok(if is_served { format } else { MemoryFormat::Contiguous })
+}
+
 struct Convolution<'a> {
     geometry: &'a Geometry,
+    format: MemoryFormat,
     device: &'a CudaDevice,
     dtype: DType,
 }
 
 impl<'a> Convolution<'a> {
-    fn new(geometry: &'a Geometry, like: &'a Tensor) -> Result<Self> {
+    fn new((geometry, format): (&'a Geometry, MemoryFormat), like: &'a Tensor) -> Result<Self> {
         kernels::supported(like.dtype(), "a convolution")?;
-        Ok(Self { geometry, device: like.device().as_cuda_device()?, dtype: like.dtype() })
+        Ok(Self { geometry, format, device: like.device().as_cuda_device()?, dtype: like.dtype() })
     }
 
     /// Whether each output channel sees a single input channel.
@@ -136,27 +159,49 @@ impl<'a> Convolution<'a> {
         self.geometry.group_inputs() == 1 && self.geometry.groups > 1
     }
 
-    fn by_cudnn(&self, convolve: Convolve, tensors: [Address; 3]) -> Result<bool> {
+    /// The shape for cuDNN. If a transposed convolution's output padding leaves rows that no kernel sees, cuDNN expects more outputs:
+    /// then there is none.
+    fn shape(&self) -> Option<ConvShape> {
         let Geometry { n, ci, co, groups, input, output, kernel, stride, padding, dilation } = *self.geometry;
-        // If a transposed convolution's output padding leaves rows that no kernel sees, cuDNN expects more outputs.
         let is_whole = (0..2).all(|axis| {
             let found = positions(input[axis], kernel[axis], stride[axis], padding[axis], dilation[axis]);
             found == Some(output[axis])
         });
-        let shape = ConvShape { n, ci, co, groups, input, output, kernel, stride, padding, dilation };
-        Ok(is_whole && kernels::convolve(self.device, (convolve, self.dtype), &shape, tensors)?)
+        let format = self.format;
+        is_whole.then_some(ConvShape { n, ci, co, groups, input, output, kernel, stride, padding, dilation, format })
     }
 
-    fn add_bias(&self, is_there: bool, [channels, pixels]: [usize; 2], tensors: [Address; 2]) -> Result<()> {
+    fn by_cudnn(&self, convolve: Convolve, tensors: [Address; 3]) -> Result<bool> {
+        let is_done = match self.shape() {
+            Some(shape) => kernels::convolve(self.device, (convolve, self.dtype), &shape, tensors)?,
+            None => false,
+        };
+        if !is_done && self.format != MemoryFormat::Contiguous {
+            candle_core::bail!("cuDNN no longer has a convolution in channels_last that it had: {:?}", self.geometry);
+        }
+        Ok(is_done)
+    }
+
+    fn add_bias(&self, is_there: bool, [channels, pixels]: [usize; 2], [y, bias]: [Address; 2]) -> Result<()> {
         if !is_there {
             return Ok(());
         }
-        let vector = Address::vector(&tensors[..1], pixels, self.dtype);
-        let grid = Grid::Threads(self.geometry.n * channels * (pixels / vector));
-        let numbers = &[self.geometry.n, channels, pixels, vector];
-        let launch =
-            Launch { kernel: Kernel::AddBias, dtype: self.dtype, grid, tensors: &tensors, numbers, reals: &[] };
-        Ok(kernels::launch(self.device, launch)?)
+        let (n, dtype) = (self.geometry.n, self.dtype);
+        let launch = |kernel, threads, tensors: &[Address], numbers: &[usize]| {
+            let launch = Launch { kernel, dtype, grid: Grid::Threads(threads), tensors, numbers, reals: &[] };
+            kernels::launch(self.device, launch)
+        };
+        Ok(match self.format {
+            MemoryFormat::Contiguous => {
+                let vector = Address::vector(&[y], pixels, dtype);
+                let numbers = &[n, channels, pixels, vector];
+                launch(Kernel::AddBias, n * channels * (pixels / vector), &[y, bias], numbers)
+            }
+            MemoryFormat::ChannelsLast => {
+                let (elements, vector) = (n * pixels * channels, Address::vector(&[y, bias], channels, dtype));
+                launch(Kernel::Add, elements / vector, &[y, bias, y], &[elements, vector, channels])
+            }
+        }?)
     }
 
     /// Launches a kernel whose threads have `vector` elements each.

@@ -3,13 +3,15 @@ use super::geometry::{Geometry, positions};
 use super::{cpu, cuda};
 use crate::channels;
 use crate::gemm::wide;
+use crate::to_memory_format;
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
-use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice};
 use candle_ddp_tensor::copy;
 use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
-use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::function::{Function, apply_in};
+use candle_ddp_tensor::kernels::{self, Convolve};
+use candle_ddp_tensor::{Error, MemoryFormat};
 
 /// The settings that a layer was made with; the same along all axes.
 #[derive(Clone, Copy, Debug)]
@@ -63,14 +65,28 @@ pub(super) fn convolution(
     bias: Option<&Tensor>,
     settings: Settings,
 ) -> Result<Tensor> {
-    let geometry = geometry(name, x, weight, bias, settings)?;
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let function =
-        Convolution { name, geometry, transposed: settings.transposed, x: x.detach(), weight: weight.detach() };
+    let (geometry, transposed) = (geometry(name, x, weight, bias, settings)?, settings.transposed);
+    // Only cuDNN takes channels last.
+    let wanted = match x.device().is_cuda() && kernels::has_cudnn() && !geometry.is_empty() {
+        true => MemoryFormat::of(x),
+        false => MemoryFormat::Contiguous,
+    };
+    let format = cuda::format((&geometry, wanted), x, kinds(transposed)[0])?;
+    let (stored_x, stored_weight) = (format.stored(&x.detach())?, format.stored(&weight.detach())?);
+    let function = Convolution { name, geometry, format, transposed, x: stored_x, weight: stored_weight };
     let result = function.forward(bias)?;
-    match bias {
-        Some(bias) => apply(&[&x, &weight, bias], result, function),
-        None => apply(&[&x, &weight], result, function),
+    let result = match bias {
+        Some(bias) => apply_in(format, &[x, weight, bias], result, function),
+        None => apply_in(format, &[x, weight], result, function),
+    }?;
+    if format == wanted { Ok(result) } else { to_memory_format(&result, wanted) }
+}
+
+/// What the forward pass is, and the gradient of x.
+fn kinds(transposed: bool) -> [Convolve; 2] {
+    match transposed {
+        false => [Convolve::Forward, Convolve::BackwardData],
+        true => [Convolve::BackwardData, Convolve::Forward],
     }
 }
 
@@ -154,6 +170,8 @@ fn geometry(
 struct Convolution {
     name: &'static str,
     geometry: Geometry,
+    /// In which x and the weights are stored, and the result.
+    format: MemoryFormat,
     transposed: bool,
     x: Tensor,
     weight: Tensor,
@@ -161,19 +179,19 @@ struct Convolution {
 
 impl Convolution {
     fn forward(&self, bias: Option<&Tensor>) -> Result<(Storage, Shape)> {
-        let Self { geometry, x, weight, .. } = self;
+        let Self { geometry, format, x, weight, .. } = self;
         let (channels, size) =
             if self.transposed { (geometry.ci, geometry.input) } else { (geometry.co, geometry.output) };
         let mut shape = vec![geometry.n, channels];
         shape.extend(if x.rank() == 4 { &size[..] } else { &size[1..] });
-        let shape = Shape::from(shape);
+        let shape = format.stored_shape(&Shape::from(shape));
         if geometry.is_empty() {
             return self.bias_alone(bias, &shape);
         }
         if x.device().is_cuda() {
             let y = match self.transposed {
-                false => cuda::forward(geometry, x, weight, bias, shape)?,
-                true => cuda::backward_data(geometry, x, weight, bias, shape)?,
+                false => cuda::forward((geometry, *format), x, weight, bias, shape)?,
+                true => cuda::backward_data((geometry, *format), x, weight, bias, shape)?,
             };
             return Ok(y.into_result());
         }
@@ -213,18 +231,27 @@ impl Convolution {
 
     fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { geometry, x, weight, transposed, .. } = self;
+        // cuDNN may lack some of the convolutions in channels last.
+        let stored = |kind, tensor: &Tensor| {
+            let format = cuda::format((geometry, self.format), x, kind)?;
+            Ok::<_, candle_core::Error>((format, format.stored(&self.format.view(tensor)?)?, format.stored(dy)?))
+        };
         let mut gradients = vec![None; needed.len()];
         if needed[0] {
-            let shape = x.shape().clone();
+            let (format, weight, dy) = stored(kinds(*transposed)[1], weight)?;
+            let shape = format.stored_shape(self.format.view(x)?.shape());
             let dx = match transposed {
-                true => cuda::forward(geometry, dy, weight, None, shape)?,
-                false => cuda::backward_data(geometry, dy, weight, None, shape)?,
+                true => cuda::forward((geometry, format), &dy, &weight, None, shape)?,
+                false => cuda::backward_data((geometry, format), &dy, &weight, None, shape)?,
             };
-            gradients[0] = Some(dx.into_tensor());
+            gradients[0] = Some(format.view(&dx.into_tensor())?);
         }
         if needed[1] {
-            let (x, dy) = if *transposed { (dy, x) } else { (x, dy) };
-            gradients[1] = Some(cuda::backward_filter(geometry, x, dy, weight.shape())?);
+            let (format, x, dy) = stored(Convolve::BackwardFilter, x)?;
+            let shape = format.stored_shape(self.format.view(weight)?.shape());
+            let (x, dy) = if *transposed { (&dy, &x) } else { (&x, &dy) };
+            let dw = cuda::backward_filter((geometry, format), x, dy, &shape)?;
+            gradients[1] = Some(MemoryFormat::Contiguous.stored(&format.view(&dw)?)?);
         }
         Ok(gradients)
     }
@@ -266,7 +293,7 @@ impl Function for Convolution {
             false => self.backward_on_cpu(dy, needed),
         }?;
         if needed.get(2) == Some(&true) {
-            gradients[2] = Some(channels::totals(dy)?);
+            gradients[2] = Some(channels::totals(&channels::batch_of(self.format, dy)?)?);
         }
         Ok(gradients)
     }

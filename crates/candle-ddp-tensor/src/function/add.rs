@@ -1,15 +1,17 @@
 //! A differentiable sum.
 use super::grad_mode::argument;
-use super::operation::apply;
+use super::operation::apply_in;
 use super::token::Function;
 use crate::column_sums::column_sums;
+use crate::memory_format::MemoryFormat;
 use crate::sum::{is_fast, values};
 use candle_core::{Result, Shape, Tensor};
 
 /// `a` + `b`, of the same dtype. `b` has the shape of `a`, or its last dimensions: then it is added for each index of the others, like
 /// the positions of a transformer to all sequences of a batch.
 ///
-/// Tensors of f32, f64, f16 and bf16 on CPUs and CUDA are added in one pass. Backward, the gradient passes to both unchanged, but to a
+/// Tensors of f32, f64, f16 and bf16 on CPUs and CUDA are added in one pass; the sum has the [memory format](MemoryFormat) of `a`
+/// unless `b` is repeated. Backward, the gradient passes to both unchanged, but to a
 /// repeated `b` its sum, in one pass, with f16 and bf16 in f32. Others are added by candle.
 ///
 /// # Errors
@@ -19,9 +21,10 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let (a, b) = (argument(a), argument(b));
         return if a.shape() != b.shape() && a.dims().ends_with(b.dims()) { a.broadcast_add(&b) } else { a.add(&b) };
     }
-    let (a, b) = (a.contiguous()?, b.contiguous()?);
     let repeated = (a.shape() != b.shape()).then(|| b.shape().clone());
-    apply(&[&a, &b], values(&a, &b)?, Add { repeated })
+    let format = if repeated.is_some() { MemoryFormat::Contiguous } else { MemoryFormat::of(a) };
+    let sums = values(&format.stored(&a.detach())?, &format.stored(&b.detach())?)?;
+    apply_in(format, &[a, b], sums, Add { repeated })
 }
 
 struct Add {

@@ -1,6 +1,7 @@
 //! Copies of variables whose gradients go to hooks.
 use super::pass::{GradientSum, or_end};
 use super::token::{Edge, attach, cpu_token, cuda_token};
+use crate::memory_format::MemoryFormat;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
 use parking_lot::Mutex;
 use std::cell::Cell;
@@ -19,7 +20,7 @@ pub fn leaf(
     let token = var.apply_op1(Leaf { sum: Arc::clone(&sum), hook, _listed: Arc::clone(&listed) })?;
     LEAVES.lock().insert(token.id(), (Arc::downgrade(&sum), var.id()));
     let _ = listed.set(Listed(token.id()));
-    Ok((attach(result, token.clone(), sum)?, token))
+    Ok((attach(MemoryFormat::Contiguous, result, token.clone(), sum)?, token))
 }
 
 /// The operation from a variable to the token of its copy.

@@ -11,7 +11,8 @@
 //!
 //! A token is a tensor without elements that represents a result in candle's graph, so that candle visits a function
 //! after everything that uses its result. A result's gradient is collected in a `GradientSum`, by the functions that
-//! use the result, and by `Attach`, to which candle passes what its own operations contribute. Sums belong to one backward
+//! use the result, and by `Attach`, to which candle passes what its own operations contribute. A result in channels_last is candle's
+//! view of what `Attach` makes, and has the same token. Sums belong to one backward
 //! pass (`pass.rs`): a pass that fails leaves none to the next. An argument that was not
 //! made by a function of this module is lifted: its gradient leaves the sum for candle's graph, once for all functions that
 //! use it.
@@ -30,6 +31,8 @@ pub use grad_mode::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 #[doc(hidden)]
 pub use leaf::{Leaves, leaf};
 pub use operation::{apply, op1, op2, op3};
+#[doc(hidden)]
+pub use operation::{apply_in, op1_in};
 #[doc(hidden)]
 pub use pass::Pass;
 #[doc(hidden)]

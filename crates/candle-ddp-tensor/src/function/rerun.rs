@@ -3,7 +3,7 @@ use super::grad_mode::enable_grad;
 use super::leaf::{Leaves, Rerun};
 use super::operation::Op;
 use super::token::{Edge, apply_edges};
-use crate::copy;
+use crate::memory_format::MemoryFormat;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, Var};
 
@@ -22,11 +22,16 @@ pub fn rerun(
     edges.extend(copies);
     let inputs: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
     let backward = move |gradient: &Tensor, needed: &[bool]| {
-        let fresh = |(input, needed): (&Tensor, &bool)| match needed {
-            true => Var::from_tensor(input).map(|var| var.as_tensor().clone()),
-            false => Ok(input.clone()),
+        // A variable is contiguous, so that it is made of what is stored, and the input is a view of it.
+        let fresh = |(input, needed): (&Tensor, &bool)| match (MemoryFormat::of(input), needed) {
+            (format, true) => {
+                let var = Var::from_tensor(&format.stored(input)?)?;
+                Ok((format.view(&var)?, Some((format, var))))
+            }
+            (_, false) => Ok((input.clone(), None)),
         };
-        let inputs = inputs.iter().zip(needed).map(fresh).collect::<Result<Vec<_>>>()?;
+        let fresh = inputs.iter().zip(needed).map(fresh).collect::<Result<Vec<_>>>()?;
+        let (inputs, vars): (Vec<_>, Vec<_>) = fresh.into_iter().unzip();
         let gradient = gradient.clone();
         // As in the forward pass, even if the backward pass runs under `no_grad`.
         let end = enable_grad(|| again(&inputs))?.apply_op1(Start(gradient))?;
@@ -35,9 +40,16 @@ pub fn rerun(
             end.backward()?
         };
         // Gradients of copies are already in their sums.
-        Ok(inputs.iter().chain(&variables).map(|tensor| grads.remove(tensor)).collect())
+        let mut of_inputs = Vec::with_capacity(vars.len() + variables.len());
+        for var in &vars {
+            let gradient = var.as_ref().and_then(|(format, var)| Some((format, grads.remove(var)?)));
+            of_inputs.push(gradient.map(|(format, gradient)| format.view(&gradient)).transpose()?);
+        }
+        of_inputs.extend(variables.iter().map(|variable| grads.remove(variable)));
+        Ok(of_inputs)
     };
-    apply_edges(edges, copy::snapshot_tensor(result, result.dtype())?, Op { name, backward })
+    let format = MemoryFormat::of(result);
+    apply_edges(edges, format, format.snapshot(result)?, Op { name, backward })
 }
 
 /// A token of the result, from which a backward pass starts with a given gradient. It has an element, since candle begins with

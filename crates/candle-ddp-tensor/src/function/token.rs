@@ -2,6 +2,7 @@
 use super::grad_mode::is_tracked;
 use super::pass::{GradientSum, or_end};
 use crate::kernels;
+use crate::memory_format::MemoryFormat;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -16,27 +17,32 @@ pub trait Function: Send + Sync + 'static {
     /// The function's name, for messages.
     fn name(&self) -> &'static str;
 
-    /// Returns the gradients of the arguments, in order, from the result's gradient, which is contiguous. Those that
-    /// are not `needed` are ignored. Gradients end here: candle does not differentiate a backward pass.
+    /// Returns the gradients of the arguments, in order, from the result's gradient, which is contiguous (or in the memory format
+    /// that the result was made in). Those that are not `needed` are ignored. Gradients end here: candle does not differentiate a backward pass.
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
 }
 
 /// Creates the tensor of `result`, whose gradient flows through `function` along `edges`.
-pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: impl Function) -> Result<Tensor> {
+pub(super) fn apply_edges(
+    edges: Vec<Edge>,
+    format: MemoryFormat,
+    result: (Storage, Shape),
+    function: impl Function,
+) -> Result<Tensor> {
     let tokens: Vec<Tensor> = edges.iter().filter_map(|edge| edge.token.clone()).collect();
     if tokens.is_empty() {
-        return Ok(Tensor::from_storage(result.0, result.1, BackpropOp::none(), false));
+        return format.view(&Tensor::from_storage(result.0, result.1, BackpropOp::none(), false));
     }
     let sum = Arc::new(GradientSum::default());
     let needed = edges.iter().map(|edge| edge.token.is_some()).collect();
-    let backward = Backward { function, sum: Arc::clone(&sum), edges, needed };
+    let backward = Backward { function, format, sum: Arc::clone(&sum), edges, needed };
     let token = match join(tokens)?.as_slice() {
         [a] => a.apply_op1(backward)?,
         [a, b] => a.apply_op2(b, backward)?,
         [a, b, c] => a.apply_op3(b, c, backward)?,
         _ => candle_core::bail!("a function has one to three tokens after joining"),
     };
-    attach(result, token, sum)
+    attach(format, result, token, sum)
 }
 
 /// A tensor with a token, while it lives: a result of this module, or another argument of its functions.
@@ -102,17 +108,24 @@ impl Edge {
     }
 }
 
-/// Turns `result` into the tensor that `token` represents.
-pub(super) fn attach(result: (Storage, Shape), token: Tensor, sum: Arc<GradientSum>) -> Result<Tensor> {
+/// Turns `result` into the tensor that `token` represents. In other formats than the contiguous one it is a view of candle's, by
+/// which the functions of this module find the token.
+pub(super) fn attach(
+    format: MemoryFormat,
+    result: (Storage, Shape),
+    token: Tensor,
+    sum: Arc<GradientSum>,
+) -> Result<Tensor> {
     let node = Arc::new(Mutex::new(None));
-    let attach = Attach { result: Mutex::new(Some(result)), sum: Arc::clone(&sum), _node: Arc::clone(&node) };
-    let result = token.apply_op1(attach)?;
+    let attach = Attach { format, result: Mutex::new(Some(result)), sum: Arc::clone(&sum), _node: Arc::clone(&node) };
+    let result = format.view(&token.apply_op1(attach)?)?;
     *node.lock() = Some(Node::list(result.id(), token, sum));
     Ok(result)
 }
 
 /// The operation from a token to the result that it represents.
 struct Attach {
+    format: MemoryFormat,
     /// Taken by the forward pass, which runs once.
     result: Mutex<Option<(Storage, Shape)>>,
     sum: Arc<GradientSum>,
@@ -141,7 +154,8 @@ impl CustomOp1 for Attach {
 
     /// Called if candle's own operations used the result too.
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.sum.add(gradient.clone())?;
+        // candle's gradient is that of what is stored.
+        self.sum.add(self.format.view(gradient)?)?;
         Ok(Some(token.clone()))
     }
 }
@@ -220,6 +234,8 @@ impl CustomOp3 for Join {
 /// The operation from the tokens of a function's arguments to the one of its result.
 struct Backward<F> {
     function: F,
+    /// The result's.
+    format: MemoryFormat,
     /// The result's gradient.
     sum: Arc<GradientSum>,
     /// To the arguments.
@@ -231,7 +247,8 @@ impl<F: Function> Backward<F> {
     /// Passes the result's gradient on to the arguments.
     fn run(&self) -> Result<()> {
         let Some(gradient) = self.sum.take() else { return Ok(()) };
-        let gradients = gradient.contiguous().and_then(|gradient| self.function.backward(&gradient, &self.needed));
+        let gradients =
+            self.format.arrange(&gradient).and_then(|gradient| self.function.backward(&gradient, &self.needed));
         for ((edge, needed), gradient) in self.edges.iter().zip(&self.needed).zip(or_end(gradients)?) {
             if let (true, Some(gradient)) = (needed, gradient) {
                 edge.sum.add(gradient.detach())?;

@@ -156,6 +156,14 @@ pub fn scaled_product(_: &CudaDevice, _: Product, _: Address) -> Result<()> {
     Err(absent())
 }
 
+pub fn has_cudnn() -> bool {
+    false
+}
+
+pub fn can_convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape) -> Result<bool> {
+    Err(absent())
+}
+
 pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3]) -> Result<bool> {
     Err(absent())
 }

@@ -5,15 +5,6 @@
 // Vectors begin at multiples of their size in the batch, so a vector may hold elements of two channels, but not of more. All of the
 // batch is vectors. A thread keeps several in flight, and finds its next one without a division.
 
-struct Batch {
-    unsigned long long samples, channels, spatial, parts, length;
-    unsigned long long vector;  // elements that a thread takes at once: those of a `Few`, or 1
-    unsigned long long vectors; // of which a plane may have elements
-    // From a thread's vector to its next one. For sums: planes of the channel, and vectors; for maps: channels, and elements.
-    unsigned long long step_planes, step_columns;
-};
-#define BATCH (*reinterpret_cast<const Batch *>(by.numbers))
-
 // What a thread takes at once, and indices of elements: batches of 2^31 elements or more are taken one by one.
 struct Singles {
     typedef unsigned long long Index;
@@ -109,12 +100,6 @@ __device__ inline void for_each_vector(Place<T, By> place, const T *const (&from
 // Loops over those elements of a vector that are the channel's.
 #define FOR_EACH_OF_CHANNEL(T, By, bits, k) \
     FOR_EACH_OF(T, By::is_vector, k) if (!By::spans || (bits) >> k & 1)
-
-// The first element of a channel. Distances from one of the numbers themselves can be added up and squared even where these are
-// large and close to each other.
-template <typename T> __device__ inline double first_of(const Batch &b, const T *x, unsigned long long channel) {
-    return Element<T>::load(x[channel * b.spatial]);
-}
 
 // tensors: x, and pairs (f64) for each channel and part: the sums of the distances from the channel's first element, and of their
 // squares. Without `centred`, numbers[9], those from zero.
@@ -228,9 +213,6 @@ template <typename T> __device__ inline void statistics(const Arguments &by) {
     mix<Real>(by.tensors[5], dtypes >> 12, channel, variance * (count / (count - 1)), momentum);
 }
 LAYER(statistics)
-
-// What a ReLU leaves of a gradient.
-template <typename Real> __device__ inline Real gated(Real value, Real gradient) { return value > 0 ? gradient : 0; }
 
 // tensors: x, and pairs (f64) for each channel and part: the part's sum, and 0.
 template <typename T, typename By> __device__ inline void channel_sums_of(const Arguments &by) {

@@ -16,7 +16,25 @@ pub(super) fn is_enabled() -> bool {
     *ENABLED
 }
 
-/// Enqueues a convolution of contiguous tensors x, w and y after all work that candle has enqueued on `device`. Returns
+/// Whether cuDNN is there, and not switched off.
+pub fn has_cudnn() -> bool {
+    #[cfg(feature = "cudnn")]
+    return is_enabled();
+    #[cfg(not(feature = "cudnn"))]
+    false
+}
+
+/// Whether [`convolve`] would enqueue this convolution.
+#[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
+pub fn can_convolve(device: &CudaDevice, kind: (Convolve, DType), shape: &ConvShape) -> Result<bool> {
+    #[cfg(feature = "cudnn")]
+    if is_enabled() {
+        return super::cudnn::can_convolve(device, kind, shape);
+    }
+    Ok(false)
+}
+
+/// Enqueues a convolution of contiguous tensors x, w and y, or ones in the shape's memory format, after all work that candle has enqueued on `device`. Returns
 /// false, and does nothing, in builds without cuDNN, where it is switched off, and for what cuDNN does not offer.
 #[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn convolve(

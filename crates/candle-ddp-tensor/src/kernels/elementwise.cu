@@ -93,6 +93,25 @@ template <typename T> __device__ inline void add(const Arguments &by) {
 }
 LAYER(add)
 
+// tensors: matrices, and their transposes. numbers: matrices, their rows and columns, and the elements of a thread: neighbours in
+// the result, a whole vector or one.
+template <typename T> __device__ inline void transpose(const Arguments &by) {
+    const unsigned long long rows = by.numbers[1], columns = by.numbers[2], vector = by.numbers[3];
+    unsigned long long rest = thread_in_grid();
+    T *to = TENSOR(T, 1) + rest * vector;
+    const unsigned long long row = take(rest, rows / vector) * vector, column = take(rest, columns);
+    if (rest >= by.numbers[0]) return;
+    const T *from = TENSOR(const T, 0) + (rest * rows + row) * columns + column;
+    if (vector == 1) {
+        *to = *from;
+        return;
+    }
+    Neighbours<T, Few<T>::most> neighbours;
+    for (int k = 0; k < Few<T>::most; k++) neighbours.at[k] = from[k * columns];
+    put(reinterpret_cast<Neighbours<T, Few<T>::most> *>(to), neighbours);
+}
+LAYER(transpose)
+
 // Four numbers of Philox 4x32-10.
 __device__ inline void philox(unsigned key[2], unsigned counter[4]) {
     for (int round = 0; round < 10; round++) {

@@ -1,6 +1,6 @@
 //! The arguments with which the kernels of layers are launched.
 use super::source::{DTYPES, Kernel};
-use crate::{Error, Result};
+use crate::{Error, MemoryFormat, Result};
 use candle_core::DType;
 use std::marker::PhantomData;
 
@@ -153,6 +153,8 @@ pub struct ConvShape {
     pub stride: [usize; 2],
     pub padding: [usize; 2],
     pub dilation: [usize; 2],
+    /// That of images and weights.
+    pub format: MemoryFormat,
 }
 
 /// The three convolutions of training: of x (n, ci, input), w (co, ci / groups, kernel) and y (n, co, output), each

@@ -58,7 +58,7 @@ pub use absent::*;
 #[cfg(feature = "cuda")]
 pub use attend::{attend, may_attend};
 #[cfg(feature = "cuda")]
-pub use convolve::convolve;
+pub use convolve::{can_convolve, convolve, has_cudnn};
 #[cfg(feature = "cuda")]
 pub use epilogue::product_with;
 #[cfg(feature = "cuda")]

@@ -4,7 +4,8 @@
 struct Windows {
     unsigned long long planes;
     unsigned long long input[2], output[2], kernel[2], stride[2], padding[2];
-    unsigned long long vector; // inputs that a thread of the backward pass takes at once
+    unsigned long long vector; // inputs that a thread of the backward pass takes at once; in channels_last, channels
+    unsigned long long channels; // in channels_last, where images are `planes` of pixels
 };
 #define WINDOWS (*reinterpret_cast<const Windows *>(by.numbers))
 
@@ -93,6 +94,108 @@ template <typename T> __device__ inline void max_pool_backward(const Arguments &
 }
 LAYER(max_pool_backward)
 
+// In channels_last, a thread has a vector of a pixel's channels.
+
+// Along an axis: input `tap` of window `index`; one of the padding is no input, and so at least as large as the input's size.
+__device__ inline unsigned seen(const Windows &w, int axis, unsigned index, unsigned tap) {
+    return index * (unsigned)w.stride[axis] + tap - (unsigned)w.padding[axis];
+}
+
+// Along an axis: the first tap of window `index` that is not padding.
+__device__ inline unsigned first_tap(const Windows &w, int axis, unsigned index) {
+    const unsigned start = index * (unsigned)w.stride[axis], padding = w.padding[axis];
+    return start < padding ? padding - start : 0;
+}
+
+// `size`: of the windows, or 0 if it is not known. The loads of a row of a window are in flight together.
+template <typename T, unsigned size, bool is_vector> __device__ inline void max_pool_pixels_of(const Arguments &by) {
+    const Windows &w = WINDOWS;
+    const unsigned count = is_vector ? Few<T>::most : 1, rows = size ? size : w.kernel[0], columns = size ? size : w.kernel[1];
+    unsigned long long rest = thread_in_grid();
+    const unsigned long long first = rest * count, channel = take(rest, w.channels / count) * count;
+    const unsigned column = take(rest, w.output[1]), row = take(rest, w.output[0]);
+    if (rest >= w.planes) return;
+    const T *x = TENSOR(const T, 0) + rest * w.input[0] * w.input[1] * w.channels + channel;
+    const unsigned start = first_tap(w, 0, row) * columns + first_tap(w, 1, column);
+    Few<T> largest;
+    Neighbours<unsigned char, Few<T>::most> taps;
+    FOR_EACH_OF(T, is_vector, k) {
+        largest.at[k] = __uint_as_float(0xff800000u); // −∞
+        taps.at[k] = start;
+    }
+    for (unsigned i = 0; i < rows; i++) {
+        const unsigned line = seen(w, 0, row, i);
+        if (line >= w.input[0]) continue;
+        constexpr unsigned at_once = size ? size : 1;
+        for (unsigned from = 0; from < columns; from += at_once) {
+            Few<T> few[at_once];
+            bool exists[at_once];
+#pragma unroll
+            for (unsigned n = 0; n < at_once; n++) {
+                const unsigned at = seen(w, 1, column, from + n);
+                exists[n] = at < w.input[1];
+                few[n].load(x + ((unsigned long long)line * w.input[1] + (exists[n] ? at : 0)) * w.channels, is_vector);
+            }
+#pragma unroll
+            for (unsigned n = 0; n < at_once; n++) {
+                if (!exists[n]) continue;
+                FOR_EACH_OF(T, is_vector, k) {
+                    const typename Element<T>::Real value = few[n].at[k];
+                    if (value > largest.at[k] || value != value) {
+                        largest.at[k] = value;
+                        taps.at[k] = i * columns + from + n;
+                    }
+                }
+            }
+        }
+    }
+    largest.store(TENSOR(T, 1) + first, is_vector);
+    unsigned char *to = TENSOR(unsigned char, 2) + first;
+    if (is_vector) *reinterpret_cast<Neighbours<unsigned char, Few<T>::most> *>(to) = taps;
+    else *to = taps.at[0];
+}
+
+// tensors: x, y, and which tap of its window each maximum is (u8). The first of equal maxima counts, and the last NaN.
+template <typename T> __device__ inline void max_pool_pixels(const Arguments &by) {
+    const bool is_usual = WINDOWS.kernel[0] == 3 && WINDOWS.kernel[1] == 3;
+    if (WINDOWS.vector == 1) max_pool_pixels_of<T, 0, false>(by);
+    else if (is_usual) max_pool_pixels_of<T, 3, true>(by);
+    else max_pool_pixels_of<T, 0, true>(by);
+}
+LAYER(max_pool_pixels)
+
+// tensors: dy, dx, the taps of the maxima.
+template <typename T> __device__ inline void max_pool_pixels_backward(const Arguments &by) {
+    const Windows &w = WINDOWS;
+    const unsigned count = w.vector, columns = w.kernel[1];
+    const bool is_vector = count > 1;
+    unsigned long long rest = thread_in_grid();
+    const unsigned long long first = rest * count, channel = take(rest, w.channels / count) * count;
+    const unsigned column = take(rest, w.input[1]), row = take(rest, w.input[0]);
+    if (rest >= w.planes) return;
+    unsigned top, bottom, left, right;
+    windows_of(w, 0, row, row, top, bottom);
+    windows_of(w, 1, column, column, left, right);
+    Few<T> sums = {};
+    for (unsigned i = top; i < bottom; i++) {
+        const unsigned tap_row = row + (unsigned)w.padding[0] - i * (unsigned)w.stride[0];
+#pragma unroll 2
+        for (unsigned j = left; j < right; j++) {
+            const unsigned tap = tap_row * columns + column + (unsigned)w.padding[1] - j * (unsigned)w.stride[1];
+            const unsigned long long window = ((rest * w.output[0] + i) * w.output[1] + j) * w.channels + channel;
+            const unsigned char *taps = TENSOR(const unsigned char, 2) + window;
+            Few<T> dy;
+            dy.load(TENSOR(const T, 0) + window, is_vector);
+            Neighbours<unsigned char, Few<T>::most> found;
+            if (is_vector) found = *reinterpret_cast<const Neighbours<unsigned char, Few<T>::most> *>(taps);
+            else found.at[0] = *taps;
+            FOR_EACH_OF(T, is_vector, k) if (found.at[k] == tap) sums.at[k] += dy.at[k];
+        }
+    }
+    sums.store(TENSOR(T, 1) + first, is_vector);
+}
+LAYER(max_pool_pixels_backward)
+
 // Each output is a weighted sum of inputs, row by row and column by column. tensors: the input planes, the output planes,
 // and two tables (f64), for rows and for columns. A table has for each output the number of the first of its terms, then
 // the number of all terms, and then the terms: pairs of an input and its weight. numbers: planes, rows and columns of the
@@ -126,3 +229,34 @@ template <typename T> __device__ inline void resample(const Arguments &by) {
     totals.store(TENSOR(T, 1) + first, is_vector);
 }
 LAYER(resample)
+
+// As `resample`, in channels_last. numbers[0]: images; numbers[5]: the channels of a thread; numbers[6]: channels.
+template <typename T> __device__ inline void resample_pixels(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const unsigned long long height = by.numbers[3], width = by.numbers[4], count = by.numbers[5], channels = by.numbers[6];
+    const bool is_vector = count > 1;
+    unsigned long long rest = thread_in_grid();
+    const unsigned long long first = rest * count, channel = take(rest, channels / count) * count;
+    const unsigned long long column = take(rest, width), row = take(rest, height);
+    if (rest >= by.numbers[0]) return;
+    const T *x = TENSOR(const T, 0) + rest * by.numbers[1] * by.numbers[2] * channels + channel;
+    const double *rows = TENSOR(const double, 2), *columns = TENSOR(const double, 3);
+    const double *row_terms = rows + height + 1, *column_terms = columns + width + 1;
+    Few<T> totals = {};
+    const unsigned last_row = rows[row + 1], first_column = columns[column], last_column = columns[column + 1];
+    for (unsigned i = rows[row]; i < last_row; i++) {
+        const T *line = x + (unsigned long long)row_terms[2 * i] * by.numbers[2] * channels;
+        const Real row_weight = row_terms[2 * i + 1];
+        Few<T> sum = {};
+#pragma unroll 4
+        for (unsigned j = first_column; j < last_column; j++) {
+            const Real weight = column_terms[2 * j + 1];
+            Few<T> few;
+            few.load(line + (unsigned long long)column_terms[2 * j] * channels, is_vector);
+            FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k] * weight;
+        }
+        FOR_EACH_OF(T, is_vector, k) totals.at[k] += sum.at[k] * row_weight;
+    }
+    totals.store(TENSOR(T, 1) + first, is_vector);
+}
+LAYER(resample_pixels)

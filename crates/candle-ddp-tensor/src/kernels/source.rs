@@ -77,7 +77,8 @@ sources! {
     Norm: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "norm.cu",
     Conv: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
     Pool: ["element.cu", "few.cu", "part.cu", "layer.cu"] "pool.cu",
-    Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
+    Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "batch.cu"] "channels.cu",
+    Pixels: ["element.cu", "few.cu", "part.cu", "layer.cu", "batch.cu"] "pixels.cu",
     Softmax: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "softmax.cu",
     Elementwise: ["element.cu", "few.cu", "part.cu", "layer.cu"] "elementwise.cu",
     Lookup: ["element.cu", "few.cu", "part.cu", "layer.cu"] "lookup.cu",
@@ -97,16 +98,22 @@ kernels! {
     Conv: Im2col "im2col", Col2im "col2im", ImagesToColumns "images_to_columns", ColumnsToImages "columns_to_images",
         AddBias "add_bias", DepthwiseForward "depthwise_forward", DepthwiseBackwardData "depthwise_backward_data",
         DepthwiseBackwardFilter "depthwise_backward_filter";
-    Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample";
+    Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample",
+        MaxPoolPixels "max_pool_pixels", MaxPoolPixelsBackward "max_pool_pixels_backward",
+        ResamplePixels "resample_pixels";
     Channels: Moments "moments", Statistics "statistics", ChannelSums "channel_sums",
         GradientSums "gradient_sums", SumsTotals "sums_totals", GradientTotals "gradient_totals", Normalise "normalise",
         AddReluGradient "add_relu_gradient", InputGradient "input_gradient";
+    Pixels: PixelMoments "pixel_moments", PixelSums "pixel_sums", PixelGradientSums "pixel_gradient_sums",
+        PixelNormalise "pixel_normalise", PixelAddReluGradient "pixel_add_relu_gradient",
+        PixelInputGradient "pixel_input_gradient";
     Softmax: SoftmaxRows "softmax_rows", SoftmaxColumns "softmax_columns", SoftmaxRowsBackward "softmax_rows_backward",
         SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
         LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossScale "loss_scale",
         LossFactor "loss_factor", ScaleSums "scale_sums", LossRowsBackward "loss_rows_backward",
         LossColumnsBackward "loss_columns_backward";
-    Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope";
+    Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope",
+        Transpose "transpose";
     Lookup: Lookup "lookup", LookupCount "lookup_count", LookupScan "lookup_scan", LookupMove "lookup_move",
         LookupSums "lookup_sums", LookupTotals "lookup_totals";
     Linear: RepeatRow "repeat_row", SumColumns "sum_columns", MoveColumns "move_columns";

@@ -24,7 +24,7 @@ pub(super) unsafe fn calculate(kind: Kind, problem: &Problem, operands: &Operand
         values(Kind::Forward, operands.y, y),
     );
     let Convolution { padding, stride, dilation, groups, .. } = *convolution;
-    let ([n, ci, height, width], [co, group_inputs, kernel_y, kernel_x]) = (x.sizes, w.sizes);
+    let ([n, _, height, width], [co, group_inputs, kernel_y, kernel_x]) = (x.sizes, w.sizes);
     let [_, _, out_height, out_width] = y.sizes;
     for (image, output, input) in triples(n, co, group_inputs) {
         let channel = output / (co / groups) * group_inputs + input;
@@ -38,9 +38,9 @@ pub(super) unsafe fn calculate(kind: Kind, problem: &Problem, operands: &Operand
                 if in_x >= width {
                     continue;
                 }
-                let at_x = ((image * ci + channel) * height + in_y) * width + in_x;
-                let at_w = ((output * group_inputs + input) * kernel_y + tap_y) * kernel_x + tap_x;
-                let at_y = ((image * co + output) * out_height + out_y) * out_width + out_x;
+                let at_x = x.place([image, channel, in_y, in_x]);
+                let at_w = w.place([output, input, tap_y, tap_x]);
+                let at_y = y.place([image, output, out_y, out_x]);
                 match kind {
                     Kind::Forward => sums[at_y] += xs[at_x] * ws[at_w],
                     Kind::BackwardData => sums[at_x] += ys[at_y] * ws[at_w],

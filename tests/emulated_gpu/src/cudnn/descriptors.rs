@@ -4,18 +4,31 @@ use crate::blas::DType;
 use std::ffi::{c_int, c_void};
 
 const NCHW: c_int = 0;
+const NHWC: c_int = 1;
 const CROSS_CORRELATION: c_int = 1;
 
 /// A `cudnnTensorDescriptor_t` or `cudnnFilterDescriptor_t`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Tensor {
     pub(super) dtype: Option<DType>,
+    /// Images, channels, height and width.
     pub(super) sizes: [usize; 4],
+    /// Whether the channels of a pixel are neighbours.
+    pub(super) is_nhwc: bool,
 }
 
 impl Tensor {
     pub(super) fn bytes(&self) -> usize {
         self.sizes.iter().product::<usize>() * self.dtype.map_or(0, DType::bytes)
+    }
+
+    /// The place of an element in memory.
+    pub(super) fn place(&self, [image, channel, y, x]: [usize; 4]) -> usize {
+        let [_, channels, height, width] = self.sizes;
+        match self.is_nhwc {
+            false => ((image * channels + channel) * height + y) * width + x,
+            true => ((image * height + y) * width + x) * channels + channel,
+        }
     }
 }
 
@@ -80,11 +93,11 @@ descriptor!(
 /// `descriptor` must be one of a tensor or a filter.
 unsafe fn describe(descriptor: *mut c_void, format: c_int, number: c_int, values: [c_int; 4]) -> Status {
     let (Some(dtype), Some(sizes)) = (dtype(number), sizes(values, 1)) else { return BAD_PARAM };
-    if format != NCHW {
+    if ![NCHW, NHWC].contains(&format) {
         return NOT_SUPPORTED;
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *descriptor.cast::<Tensor>() = Tensor { dtype: Some(dtype), sizes } };
+    unsafe { *descriptor.cast::<Tensor>() = Tensor { dtype: Some(dtype), sizes, is_nhwc: format == NHWC } };
     SUCCESS
 }
 

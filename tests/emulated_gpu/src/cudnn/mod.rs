@@ -1,4 +1,4 @@
-//! The convolutions of cuDNN, over images in the format NCHW, and the graphs of attention.
+//! The convolutions of cuDNN, over images in the formats NCHW and NHWC, and the graphs of attention.
 mod calculate;
 mod descriptors;
 mod graph;
@@ -103,6 +103,8 @@ impl Problem {
         x.dtype.is_some()
             && x.dtype == w.dtype
             && x.dtype == y.dtype
+            && x.is_nhwc == w.is_nhwc
+            && x.is_nhwc == y.is_nhwc
             && x.sizes[0] == y.sizes[0]
             && x.sizes[1] == w.sizes[1] * groups
             && y.sizes[1] == w.sizes[0]
@@ -147,6 +149,13 @@ unsafe fn candidates(
 ) -> Status {
     if !problem.fits() {
         return BAD_PARAM;
+    }
+    // As cuDNN may, this refuses some convolutions in one format: of odd channels all in f64, and the weights' gradient in f16.
+    let is_odd = problem.x.is_nhwc && problem.x.sizes[1] % 2 == 1;
+    match problem.x.dtype {
+        Some(DType::F64) if is_odd => return NOT_SUPPORTED,
+        Some(DType::F16) if is_odd && kind == Kind::BackwardFilter => return NOT_SUPPORTED,
+        _ => {}
     }
     let math = problem.convolution.math;
     let candidate = |algorithm, status, memory, determinism, math| Performance {

@@ -1,6 +1,6 @@
 //! cuDNN's descriptions of tensors and convolutions.
 use crate::kernels::launches::ConvShape;
-use crate::{Error, Result};
+use crate::{Error, MemoryFormat, Result};
 use candle_core::DType;
 use cudarc::cudnn::result::{self, CudnnError};
 use cudarc::cudnn::sys::{
@@ -12,7 +12,7 @@ pub(super) fn failure(operation: impl Into<String>, error: CudnnError) -> Error 
     Error::Kernel { file: "cuDNN", operation: operation.into(), reason: error.to_string() }
 }
 
-/// The descriptors of a convolution's x, y and weights, which are contiguous, and of the convolution itself.
+/// The descriptors of a convolution's x, y and weights, all in one memory format, and of the convolution itself.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     pub(super) x: cudnnTensorDescriptor_t,
@@ -24,7 +24,7 @@ pub(super) struct Descriptors {
 impl Descriptors {
     /// Returns `None` for extents that cuDNN's numbers cannot hold, and for a dtype that it does not have.
     pub(super) fn new(dtype: DType, math: cudnnMathType_t, shape: &ConvShape) -> Result<Option<Self>> {
-        let ConvShape { n, ci, co, groups, input, output, kernel, stride, padding, dilation } = *shape;
+        let ConvShape { n, ci, co, groups, input, output, kernel, stride, padding, dilation, format } = *shape;
         let (dtype, arithmetic) = match dtype {
             DType::F32 => (cudnnDataType_t::CUDNN_DATA_FLOAT, cudnnDataType_t::CUDNN_DATA_FLOAT),
             DType::F64 => (cudnnDataType_t::CUDNN_DATA_DOUBLE, cudnnDataType_t::CUDNN_DATA_DOUBLE),
@@ -55,7 +55,10 @@ impl Descriptors {
         else {
             return Ok(None);
         };
-        let format = cudnnTensorFormat_t::CUDNN_TENSOR_NCHW;
+        let format = match format {
+            MemoryFormat::Contiguous => cudnnTensorFormat_t::CUDNN_TENSOR_NCHW,
+            MemoryFormat::ChannelsLast => cudnnTensorFormat_t::CUDNN_TENSOR_NHWC,
+        };
         let mode = cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION;
         let this = Self::create().map_err(|error| failure("creating descriptors", error))?;
         // SAFETY: the descriptors were just created.

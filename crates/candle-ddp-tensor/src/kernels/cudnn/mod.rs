@@ -156,6 +156,24 @@ fn with_handle<T>(device: &CudaDevice, f: impl FnOnce(&mut Handle) -> Result<T>)
     })
 }
 
+/// cuDNN's own default for f32 is TF32.
+fn math(dtype: DType) -> cudnnMathType_t {
+    match dtype {
+        DType::F16 | DType::BF16 => cudnnMathType_t::CUDNN_TENSOR_OP_MATH,
+        DType::F32 if !gemm_reduced_precision_f32() => cudnnMathType_t::CUDNN_FMA_MATH,
+        _ => cudnnMathType_t::CUDNN_DEFAULT_MATH,
+    }
+}
+
+/// See the function of the same name in the parent module.
+pub(super) fn can_convolve(
+    device: &CudaDevice,
+    (convolve, dtype): (Convolve, DType),
+    shape: &ConvShape,
+) -> Result<bool> {
+    with_handle(device, |handle| Ok(handle.plan((convolve, dtype, math(dtype), *shape))?.is_some()))
+}
+
 /// See the function of the same name in the parent module.
 pub(super) fn convolve(
     device: &CudaDevice,
@@ -163,14 +181,8 @@ pub(super) fn convolve(
     shape: &ConvShape,
     [x, w, y]: [Address; 3],
 ) -> Result<bool> {
-    // cuDNN's own default for f32 is TF32.
-    let math = match dtype {
-        DType::F16 | DType::BF16 => cudnnMathType_t::CUDNN_TENSOR_OP_MATH,
-        DType::F32 if !gemm_reduced_precision_f32() => cudnnMathType_t::CUDNN_FMA_MATH,
-        _ => cudnnMathType_t::CUDNN_DEFAULT_MATH,
-    };
     with_handle(device, |handle| {
-        let Some(plan) = handle.plan((convolve, dtype, math, *shape))? else { return Ok(false) };
+        let Some(plan) = handle.plan((convolve, dtype, math(dtype), *shape))? else { return Ok(false) };
         let workspace = Temporary::new(device, DType::U8, plan.workspace)?;
         let workspace = (workspace.address()?, plan.workspace);
         run(handle.raw, &plan.descriptors, plan.algorithm, workspace, [x, w, y], dtype == DType::F64)?;
