@@ -37,7 +37,7 @@ impl Block {
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = add(x, &self.attention(&self.norm1.forward(x)?)?)?;
-        add(&x, &self.fc2.forward(&gelu(&self.fc1.forward(&self.norm2.forward(&x)?)?)?)?)
+        let (x, normed) = self.norm2.add_norm(x, &self.attention(&self.norm1.forward(x)?)?)?;
+        add(&x, &self.fc2.forward(&gelu(&self.fc1.forward(&normed)?)?)?)
     }
 }

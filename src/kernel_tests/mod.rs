@@ -289,6 +289,21 @@ fn gradients_in<E: WithDType>(host: &Host, exact: f64) {
     program::change(host, Kernel::Clamp, E::DTYPE, &entries(&mut memory, 0.5)).unwrap();
     compare(&memory, &|x| x.clamp(-0.5, 0.5));
 
+    // Clipping scales by a factor that a kernel decides on, as if the host had.
+    for (by_largest, most) in [(false, 3.), (true, 0.25), (false, 1e9), (true, 1e9)] {
+        let [mut clipped, mut scaled] = [(); 2].map(|()| Memory::<E>::new(numbers(5)));
+        let mut list = entries(&mut clipped, most);
+        list.iter_mut().for_each(|entry| entry.scalars[1] = f64::from(by_largest));
+        let extent = program::read_extent(host, program::clip(host, E::DTYPE, &list).unwrap().as_ref()).unwrap();
+        same(extent, "clip");
+        let factor = most / (if by_largest { extent.largest } else { extent.squares.sqrt() } + 1e-6);
+        assert_eq!(factor < 1., most < 1e9);
+        program::change(host, Kernel::Rescale, E::DTYPE, &entries(&mut scaled, factor.min(1.))).unwrap();
+        for (number, size) in SIZES.into_iter().enumerate() {
+            assert_eq!(clipped.get(number, size), scaled.get(number, size), "{by_largest}, {most}");
+        }
+    }
+
     // A single infinite or NaN element is found wherever it is, and clamped correctly.
     for (number, index) in [(0, 0), (1, 254), (4, 256), (7, CHUNK), (8, CHUNK + 1), (8, 3 * CHUNK + 76)] {
         for (bad, clamped) in [(f64::NAN, f64::NAN), (f64::INFINITY, 0.5), (f64::NEG_INFINITY, -0.5)] {

@@ -51,6 +51,11 @@ pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, o
     check_max_norm(max_norm)?;
     scaled::check_unscaled(grads, "clip_grad_norm")?;
     check_any_gradient(grads, vars)?;
+    if !options.error_if_nonfinite
+        && let Some(norm) = clip_on_gpu(grads, vars, max_norm, options.norm_type)?
+    {
+        return Ok(norm);
+    }
     let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
         let reason = format!(
@@ -64,6 +69,19 @@ pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, o
         change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))?;
     }
     Ok(norm)
+}
+
+/// On one GPU, a kernel decides whether to scale, so that the GPU does not wait for the host. Returns `None` elsewhere.
+fn clip_on_gpu(grads: &GradStore, vars: &[Var], max_norm: f64, norm_type: NormType) -> Result<Option<f64>> {
+    let gradients = vars.iter().filter_map(|var| grads.get(var)).filter(|gradient| gradient.elem_count() > 0);
+    let fits = |gradient: &Tensor| kernels::take(gradient.device(), gradient.dtype()) && gradient.is_contiguous();
+    let gradients: Option<Vec<Tensor>> = gradients.map(|gradient| fits(gradient).then(|| gradient.detach())).collect();
+    let Some(gradients) = gradients.filter(|gradients| !gradients.is_empty()) else { return Ok(None) };
+    let extent = kernels::clip(&gradients.iter().collect::<Vec<_>>(), max_norm, norm_type == NormType::Inf)?;
+    Ok(extent.map(|extent| match norm_type {
+        NormType::L2 => extent.squares.sqrt(),
+        NormType::Inf => extent.largest,
+    }))
 }
 
 pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {

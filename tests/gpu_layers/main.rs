@@ -80,6 +80,7 @@ on_gpu! {
     heads_without_samples
     layer_norm_matches_pytorch
     rms_norm_matches_pytorch
+    add_norm_is_add_and_norm
     embedding_adds_in_f32
     embeddings_of_any_size
     rope_takes_the_place_of_candles

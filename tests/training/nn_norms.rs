@@ -16,6 +16,11 @@ fn rms_norm_matches_pytorch() {
 }
 
 #[test]
+fn add_norm_is_add_and_norm() {
+    layers::add_norm_is_add_and_norm(&Device::Cpu);
+}
+
+#[test]
 fn they_are_drop_ins_for_candles_layers() {
     let x = tensor(&[3, 5, 8], 1);
     let varmap = VarMap::new();

@@ -17,6 +17,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The number of elements that a thread takes at a time; a multiple of four, the numbers in a block of the generator.
 const BLOCK_ELEMENTS: usize = 1 << 12;
 
+/// The numbers in a block of the generator. A thread of the kernel takes the elements of 16 bytes, but at least as many as these.
+const DROPPED: usize = 4;
+
 /// Makes each element zero with the probability `p`, and divides the others by 1 − p: `torch.nn.functional.dropout` in
 /// training, and `candle_nn::ops::dropout`, with random numbers from a generator.
 ///
@@ -133,7 +136,7 @@ impl Mask {
         let launch = Launch {
             kernel: Kernel::Dropout,
             dtype,
-            grid: Grid::Threads(elements.div_ceil(4)),
+            grid: Grid::Threads(elements.div_ceil(DROPPED.max(16 / dtype.size_in_bytes()))),
             tensors: &tensors,
             numbers: &[elements, seed as usize, sequence as usize, offset as usize, threshold, is_vector],
             reals: &[self.scale],

@@ -1,5 +1,5 @@
 //! Fast layer and RMS normalisation with gradients.
-use super::row_norm::row_norm;
+use super::row_norm::{add_norm, row_norm};
 use candle_core::{Module, Result, Tensor};
 pub use candle_nn::LayerNormConfig;
 use candle_nn::{Init, VarBuilder};
@@ -54,6 +54,18 @@ impl LayerNorm {
     pub fn remove_mean(&self) -> bool {
         self.remove_mean
     }
+
+    /// The "Add & Norm" of a Transformer: `x` + `residual`, a tensor of the shape and dtype of `x`, and the norm of this sum.
+    ///
+    /// The results and gradients are those of [`add`](crate::add) and `forward`. On CUDA, the sum and its norm take one pass over memory
+    /// instead of two, unless rows do not consist of whole 16 bytes, or do not fit into registers (8192 elements of f16 and bf16,
+    /// 4096 of f32, 2048 of f64).
+    ///
+    /// # Errors
+    /// As [`add`](crate::add) and `forward`.
+    pub fn add_norm(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        add_norm([x, residual], &self.weight, self.bias.as_ref(), self.eps, self.remove_mean)
+    }
 }
 
 impl Module for LayerNorm {
@@ -104,6 +116,14 @@ impl RmsNorm {
     /// The constant that is added to mean squares.
     pub fn eps(&self) -> f64 {
         self.0.eps()
+    }
+
+    /// As [`LayerNorm::add_norm`].
+    ///
+    /// # Errors
+    /// As [`LayerNorm::add_norm`].
+    pub fn add_norm(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.0.add_norm(x, residual)
     }
 
     /// The same as `forward`, which is always differentiable here. candle has this name for its differentiable

@@ -1,16 +1,12 @@
 //! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows
 //! forward and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are
 //! computed in f32.
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
-use candle_ddp_tensor::Error;
-use candle_ddp_tensor::accumulator;
-use candle_ddp_tensor::borrow::{slice, with_slice};
-use candle_ddp_tensor::function::{op2, op3};
-use candle_ddp_tensor::kernels::{self, NormOperands, NormStatistics};
-use candle_ddp_tensor::{Element, Real, dispatch};
+use candle_core::{D, Result, Shape, Storage, Tensor, WithDType};
+use candle_ddp_tensor::borrow::with_slice;
+use candle_ddp_tensor::function::{Earlier, Function, add, added, apply};
+use candle_ddp_tensor::kernels::{self, AddedNorm, NormOperands, NormStatistics};
+use candle_ddp_tensor::{Element, Error, Real, accumulator, dispatch};
 use rayon::prelude::*;
-use std::sync::OnceLock;
 
 /// Independent partial sums, so that the compiler can use vector instructions.
 const LANES: usize = 16;
@@ -21,24 +17,37 @@ const BLOCK_ROWS: usize = 16;
 
 /// (x − mean) / √(variance + eps) × weight + bias over the last dimension; without `centred` the mean counts as zero.
 pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
-    let size = weight.dims1()?;
-    let is = candle_ddp_tensor::error::describe(x.dtype(), x.shape());
-    if x.rank() == 0 || x.dim(D::Minus1)? != size || size == 0 {
-        let reason = format!("its last dimension must be {size}, the size of the weight, and not 0, but it is {is}");
-        return Err(Error::invalid("the input of a norm", reason).into());
-    }
-    // Kernels take parameters of x's dtype as they are, and the loops of the CPU those of the arithmetic's.
-    let fits = |t: &Tensor| x.device().is_cuda() && t.dtype() == x.dtype();
-    let of = if fits(weight) && bias.is_none_or(fits) { x.dtype() } else { accumulator(x.dtype()) };
-    let parameter = |t: &Tensor| t.to_dtype(of)?.contiguous();
-    let weight = parameter(weight)?;
-    let bias = bias.map(parameter).transpose()?;
-    let norm = RowNorm { eps, centred, statistics: OnceLock::new() };
+    let norm = Norm::new(x, weight, bias, eps, centred)?;
     let x = x.contiguous()?;
-    match bias {
-        Some(bias) => op3(&x, &weight, &bias, norm),
-        None => op2(&x, &weight, norm),
+    if x.device().is_cuda() {
+        let (y, statistics) = kernels::norm_forward(norm.of(&x))?;
+        return norm.apply(&x, y, Statistics::OnGpu(statistics));
     }
+    let (y, statistics) = norm.forward(&x)?;
+    norm.apply(&x, (y, x.shape().clone()), Statistics::OnCpu(statistics))
+}
+
+/// x + residual, and its norm.
+pub(super) fn add_norm(
+    [x, residual]: [&Tensor; 2],
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+    centred: bool,
+) -> Result<(Tensor, Tensor)> {
+    let is_alike = x.shape() == residual.shape() && x.dtype() == residual.dtype();
+    if is_alike && x.device().same_device(residual.device()) && kernels::take(x.device(), x.dtype()) {
+        let norm = Norm::new(x, weight, bias, eps, centred)?;
+        let (x, residual) = (x.contiguous()?, residual.contiguous()?);
+        if let Some(AddedNorm { sum, normed, statistics }) = kernels::add_norm_forward(norm.of(&x), &residual)? {
+            let sum = added(&x, &residual, sum)?;
+            let normed = norm.apply(&sum, normed, Statistics::OnGpu(statistics))?;
+            return Ok((sum, normed));
+        }
+    }
+    let sum = add(x, residual)?;
+    let normed = row_norm(&sum, weight, bias, eps, centred)?;
+    Ok((sum, normed))
 }
 
 /// The same, by candle's operations.
@@ -52,78 +61,89 @@ fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centr
     y.to_dtype(x.dtype())
 }
 
-/// The operation; its arguments are x and, both of the dtype `accumulator` or on GPUs of that of x, weight and (as CustomOp3) bias.
-struct RowNorm {
+/// A norm without its input. The parameters have the dtype `accumulator`, or on GPUs that of the input.
+struct Norm {
+    weight: Tensor,
+    bias: Option<Tensor>,
     eps: f64,
     centred: bool,
-    /// Statistics that the forward pass keeps for the backward pass.
-    statistics: OnceLock<Statistics>,
 }
 
-/// Mean and 1 / deviation of each row.
+/// Mean and 1 / deviation of each row, which the forward pass keeps for the backward pass.
 enum Statistics {
     OnCpu(Vec<[f64; 2]>),
     OnGpu(NormStatistics),
 }
 
-/// The results of `backward`: the gradients of x, weight and bias.
+/// The gradients of x, weight and bias.
 type Gradients = (Tensor, Tensor, Tensor);
 
-impl RowNorm {
-    fn forward(
-        &self,
-        x: (&CpuStorage, &Layout),
-        weight: (&CpuStorage, &Layout),
-        bias: Option<(&CpuStorage, &Layout)>,
-    ) -> Result<(CpuStorage, Shape)> {
-        let size = weight.1.dims()[0];
-        let storage = dispatch!(x.0.dtype(), "a norm", T => {
-            type Acc = <T as Element>::Real;
-            let (source, weight) = (slice::<T>(x.0, x.1)?, slice::<Acc>(weight.0, weight.1)?);
-            let bias = bias.map(|(storage, layout)| slice::<Acc>(storage, layout)).transpose()?;
-            let mut y = vec![T::from_f64(0.0); source.len()];
-            let mut statistics = vec![[0.0; 2]; source.len() / size];
-            let rows = block_rows(size);
-            let blocks = y.par_chunks_mut(rows * size).zip(source.par_chunks(rows * size));
-            blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
-                let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
-                candle_ddp_tensor::vectorise!(|| {
-                    for ((y, x), statistics) in rows.zip(statistics) {
-                        let (mean, scale) = row_statistics(x, self.eps, self.centred);
-                        normalise_row(y, x, weight, bias, mean, scale);
-                        *statistics = [mean.to_f64(), scale.to_f64()];
-                    }
-                });
-            });
-            let _ = self.statistics.set(Statistics::OnCpu(statistics));
-            Ok(T::to_cpu_storage_owned(y))
-        })?;
-        Ok((storage, x.1.shape().clone()))
-    }
-
-    fn forward_on_gpu(&self, operands: NormOperands) -> Result<(CudaStorage, Shape)> {
-        let shape = operands.x.1.shape().clone();
-        let (y, statistics) = kernels::norm_forward(operands, self.eps, self.centred)?;
-        let _ = self.statistics.set(Statistics::OnGpu(statistics));
-        Ok((y, shape))
-    }
-
-    fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<Gradients> {
+impl Norm {
+    fn new(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Self> {
         let size = weight.dims1()?;
-        let dy = dy.contiguous()?;
-        let statistics = match self.statistics.get() {
-            Some(Statistics::OnCpu(statistics)) => statistics,
-            Some(Statistics::OnGpu(statistics)) => {
-                return Ok(kernels::norm_backward(x, weight, &dy, statistics, self.centred)?);
-            }
-            None => candle_core::bail!("the norm's forward pass did not run"),
-        };
+        let is = candle_ddp_tensor::error::describe(x.dtype(), x.shape());
+        if x.rank() == 0 || x.dim(D::Minus1)? != size || size == 0 {
+            let reason =
+                format!("its last dimension must be {size}, the size of the weight, and not 0, but it is {is}");
+            return Err(Error::invalid("the input of a norm", reason).into());
+        }
+        // Kernels take parameters of x's dtype as they are, and the loops of the CPU those of the arithmetic's.
+        let fits = |t: &Tensor| x.device().is_cuda() && t.dtype() == x.dtype();
+        let of = if fits(weight) && bias.is_none_or(fits) { x.dtype() } else { accumulator(x.dtype()) };
+        let parameter = |t: &Tensor| t.to_dtype(of)?.contiguous();
+        Ok(Self { weight: parameter(weight)?, bias: bias.map(parameter).transpose()?, eps, centred })
+    }
+
+    fn of<'a>(&'a self, x: &'a Tensor) -> NormOperands<'a> {
+        let Self { weight, bias, eps, centred } = self;
+        NormOperands { x, weight, bias: bias.as_ref(), eps: *eps, centred: *centred }
+    }
+
+    /// The tensor of `y`, the norm of `x`.
+    fn apply(self, x: &Tensor, y: (Storage, Shape), statistics: Statistics) -> Result<Tensor> {
+        let detached = Self { weight: self.weight.detach(), bias: self.bias.as_ref().map(Tensor::detach), ..self };
+        let function = RowNorm { x: x.detach(), norm: detached, statistics };
+        match &self.bias {
+            Some(bias) => apply(&[x, &self.weight, bias], y, function),
+            None => apply(&[x, &self.weight], y, function),
+        }
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<(Storage, Vec<[f64; 2]>)> {
+        let size = self.weight.dims1()?;
         dispatch!(x.dtype(), "a norm", T => {
             type Acc = <T as Element>::Real;
-            let weight = weight.to_vec1::<Acc>()?;
+            let weight = self.weight.to_vec1::<Acc>()?;
+            let bias = self.bias.as_ref().map(Tensor::to_vec1::<Acc>).transpose()?;
+            let mut y = vec![T::from_f64(0.0); x.elem_count()];
+            let mut statistics = vec![[0.0; 2]; x.elem_count() / size];
+            let rows = block_rows(size);
+            with_slice::<T, _>(x, |x| {
+                let blocks = y.par_chunks_mut(rows * size).zip(x.par_chunks(rows * size));
+                blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
+                    let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
+                    candle_ddp_tensor::vectorise!(|| {
+                        for ((y, x), statistics) in rows.zip(statistics) {
+                            let (mean, scale) = row_statistics(x, self.eps, self.centred);
+                            normalise_row(y, x, &weight, bias.as_deref(), mean, scale);
+                            *statistics = [mean.to_f64(), scale.to_f64()];
+                        }
+                    });
+                });
+                Ok(())
+            })?;
+            Ok((Storage::Cpu(T::to_cpu_storage_owned(y)), statistics))
+        })
+    }
+
+    fn backward(&self, x: &Tensor, dy: &Tensor, statistics: &[[f64; 2]]) -> Result<Gradients> {
+        let size = self.weight.dims1()?;
+        dispatch!(x.dtype(), "a norm", T => {
+            type Acc = <T as Element>::Real;
+            let weight = self.weight.to_vec1::<Acc>()?;
             let mut dx = vec![T::from_f64(0.0); x.elem_count()];
             let rows = block_rows(size);
-            let sums: Vec<(Vec<Acc>, Vec<Acc>)> = with_slice::<T, _>(x, |x| with_slice::<T, _>(&dy, |dy| {
+            let sums: Vec<(Vec<Acc>, Vec<Acc>)> = with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
                 let blocks = dx.par_chunks_mut(rows * size).zip(x.par_chunks(rows * size)).zip(dy.par_chunks(rows * size));
                 let sums = blocks.zip(statistics.par_chunks(rows)).map(|(((dx, x), dy), statistics)| {
                     let zeros = vec![Acc::from_f64(0.0); size];
@@ -274,64 +294,38 @@ fn input_gradient_row<T: Element>(
     }
 }
 
-impl CustomOp2 for RowNorm {
+/// The function of x, weight and, if there is one, bias.
+struct RowNorm {
+    x: Tensor,
+    norm: Norm,
+    statistics: Statistics,
+}
+
+impl Function for RowNorm {
     fn name(&self) -> &'static str {
         "row-norm"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, w: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward((x, xl), (w, wl), None)
+    fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        self.gradients(dy, None)
     }
 
-    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout, w: &CudaStorage, wl: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.forward_on_gpu(NormOperands { x: (x, xl), weight: (w, wl), bias: None })
-    }
-
-    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dx, d_weight, _) = self.backward(x, w, dy)?;
-        Ok((Some(dx), Some(d_weight)))
+    /// In a residual connection, the sum of both gradients of x costs no pass over memory of its own.
+    fn backward_onto(&self, dy: &Tensor, _: &[bool], earlier: Earlier) -> Result<Vec<Option<Tensor>>> {
+        let is_on_gpu = matches!(self.statistics, Statistics::OnGpu(_));
+        let earlier = if is_on_gpu { earlier.take(0) } else { None };
+        self.gradients(dy, earlier.map(|earlier| earlier.contiguous()).transpose()?.as_ref())
     }
 }
 
-impl CustomOp3 for RowNorm {
-    fn name(&self) -> &'static str {
-        "row-norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        w: &CpuStorage,
-        wl: &Layout,
-        b: &CpuStorage,
-        bl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.forward((x, xl), (w, wl), Some((b, bl)))
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        xl: &Layout,
-        w: &CudaStorage,
-        wl: &Layout,
-        b: &CudaStorage,
-        bl: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.forward_on_gpu(NormOperands { x: (x, xl), weight: (w, wl), bias: Some((b, bl)) })
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (dx, d_weight, d_bias) = self.backward(x, w, dy)?;
-        Ok((Some(dx), Some(d_weight), Some(d_bias)))
+impl RowNorm {
+    fn gradients(&self, dy: &Tensor, earlier: Option<&Tensor>) -> Result<Vec<Option<Tensor>>> {
+        let Self { x, norm, statistics } = self;
+        let (dx, d_weight, d_bias) = match statistics {
+            Statistics::OnCpu(statistics) => norm.backward(x, dy, statistics)?,
+            Statistics::OnGpu(statistics) => kernels::norm_backward(norm.of(x), dy, statistics, earlier)?,
+        };
+        Ok([dx, d_weight, d_bias].into_iter().take(2 + usize::from(norm.bias.is_some())).map(Some).collect())
     }
 }
 

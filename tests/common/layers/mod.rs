@@ -6,7 +6,7 @@ mod norms;
 
 pub(crate) use functions::*;
 pub(crate) use heads::*;
-pub(crate) use norms::{layer_norm_matches_pytorch, rms_norm_matches_pytorch};
+pub(crate) use norms::{add_norm_is_add_and_norm, layer_norm_matches_pytorch, rms_norm_matches_pytorch};
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{

@@ -350,6 +350,10 @@ fn layers(rows: &mut Vec<Row>) {
             |t| pair(RotatingKvCache::new(0, 8).append(&t.of(&[2, 3]), &c(&[2, 3]))?)?;
         ["candle_ddp_nn::kv_cache::RotatingKvCache::append"] "v" =>
             |t| pair(RotatingKvCache::new(0, 8).append(&c(&[2, 3]), &t.of(&[2, 3]))?)?;
+        ["candle_ddp_nn::layer_norm::LayerNorm::add_norm"] "x" =>
+            |t| pair(LayerNorm::new(c(&[5]), c(&[5]), 1e-5).add_norm(&t.of(&[4, 5]), &c(&[4, 5]))?)?;
+        ["candle_ddp_nn::layer_norm::LayerNorm::add_norm"] "residual" =>
+            |t| pair(LayerNorm::new(c(&[5]), c(&[5]), 1e-5).add_norm(&c(&[4, 5]), &t.of(&[4, 5]))?)?;
         ["candle_ddp_nn::layer_norm::LayerNorm::forward"] "xs" =>
             |t| LayerNorm::new(c(&[5]), c(&[5]), 1e-5).forward(&t.of(&[4, 5]))?;
         ["candle_ddp_nn::layer_norm::LayerNorm::new"] "weight" =>
@@ -360,6 +364,10 @@ fn layers(rows: &mut Vec<Row>) {
             |t| LayerNorm::new_no_bias(t.of(&[5]), 1e-5).forward(&c(&[4, 5]))?;
         ["candle_ddp_nn::layer_norm::LayerNorm::rms_norm"] "weight" =>
             |t| LayerNorm::rms_norm(t.of(&[5]), 1e-5).forward(&c(&[4, 5]))?;
+        ["candle_ddp_nn::layer_norm::RmsNorm::add_norm"] "x" =>
+            |t| pair(RmsNorm::new(c(&[5]), 1e-5).add_norm(&t.of(&[4, 5]), &c(&[4, 5]))?)?;
+        ["candle_ddp_nn::layer_norm::RmsNorm::add_norm"] "residual" =>
+            |t| pair(RmsNorm::new(c(&[5]), 1e-5).add_norm(&c(&[4, 5]), &t.of(&[4, 5]))?)?;
         ["candle_ddp_nn::layer_norm::RmsNorm::forward"] "xs" => |t| RmsNorm::new(c(&[5]), 1e-5).forward(&t.of(&[4, 5]))?;
         ["candle_ddp_nn::layer_norm::RmsNorm::forward_diff"] "xs" =>
             |t| RmsNorm::new(c(&[5]), 1e-5).forward_diff(&t.of(&[4, 5]))?;

@@ -1,11 +1,11 @@
 //! A differentiable sum.
 use super::grad_mode::argument;
-use super::operation::apply_in;
+use super::operation::{apply, apply_in};
 use super::token::Function;
 use crate::column_sums::column_sums;
 use crate::memory_format::MemoryFormat;
 use crate::sum::{is_fast, values};
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{Result, Shape, Storage, Tensor};
 
 /// `a` + `b`, of the same dtype. `b` has the shape of `a`, or its last dimensions: then it is added for each index of the others, like
 /// the positions of a transformer to all sequences of a batch.
@@ -25,6 +25,12 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let format = if repeated.is_some() { MemoryFormat::Contiguous } else { MemoryFormat::of(a) };
     let sums = values(&format.stored(&a.detach())?, &format.stored(&b.detach())?)?;
     apply_in(format, &[a, b], sums, Add { repeated })
+}
+
+/// The sum of two tensors of one shape, which has been computed already.
+#[doc(hidden)]
+pub fn added(a: &Tensor, b: &Tensor, sum: (Storage, Shape)) -> Result<Tensor> {
+    apply(&[a, b], sum, Add { repeated: None })
 }
 
 struct Add {

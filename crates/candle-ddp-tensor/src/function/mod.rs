@@ -26,6 +26,8 @@ mod token;
 
 pub use add::add;
 #[doc(hidden)]
+pub use add::added;
+#[doc(hidden)]
 pub use grad_mode::{argument, is_tracked};
 pub use grad_mode::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 #[doc(hidden)]
@@ -37,4 +39,6 @@ pub use operation::{apply_in, op1_in};
 pub use pass::Pass;
 #[doc(hidden)]
 pub use rerun::rerun;
+#[doc(hidden)]
+pub use token::Earlier;
 pub use token::Function;

@@ -20,6 +20,25 @@ pub trait Function: Send + Sync + 'static {
     /// Returns the gradients of the arguments, in order, from the result's gradient, which is contiguous (or in the memory format
     /// that the result was made in). Those that are not `needed` are ignored. Gradients end here: candle does not differentiate a backward pass.
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
+
+    /// The same, where other functions may have contributed to the gradients of the arguments before. A function that adds to such a
+    /// sum in the same pass over memory takes it and returns the new sum.
+    #[doc(hidden)]
+    fn backward_onto(&self, gradient: &Tensor, needed: &[bool], _: Earlier) -> Result<Vec<Option<Tensor>>> {
+        self.backward(gradient, needed)
+    }
+}
+
+/// What other functions have contributed to the gradients of a function's arguments in this backward pass.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Earlier<'a>(&'a [Edge]);
+
+impl Earlier<'_> {
+    /// Takes the sum for an argument, if there is one.
+    pub fn take(&self, argument: usize) -> Option<Tensor> {
+        self.0.get(argument)?.sum.take()
+    }
 }
 
 /// Creates the tensor of `result`, whose gradient flows through `function` along `edges`.
@@ -247,8 +266,8 @@ impl<F: Function> Backward<F> {
     /// Passes the result's gradient on to the arguments.
     fn run(&self) -> Result<()> {
         let Some(gradient) = self.sum.take() else { return Ok(()) };
-        let gradients =
-            self.format.arrange(&gradient).and_then(|gradient| self.function.backward(&gradient, &self.needed));
+        let backward = |gradient: Tensor| self.function.backward_onto(&gradient, &self.needed, Earlier(&self.edges));
+        let gradients = self.format.arrange(&gradient).and_then(backward);
         for ((edge, needed), gradient) in self.edges.iter().zip(&self.needed).zip(or_end(gradients)?) {
             if let (true, Some(gradient)) = (needed, gradient) {
                 edge.sum.add(gradient.detach())?;

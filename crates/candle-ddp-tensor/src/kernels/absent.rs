@@ -1,6 +1,6 @@
 //! The kernels' interface in builds without CUDA, where no tensor is on a GPU.
 use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve, Epilogue, Launch, Product};
-use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
+use super::operands::{AddedNorm, Assignment, Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
 
@@ -57,6 +57,10 @@ pub fn rescale_measured(_: &[&Tensor], _: f64) -> Result<Extent> {
     Err(absent())
 }
 
+pub fn clip(_: &[&Tensor], _: f64, _: bool) -> Result<Option<Extent>> {
+    Err(absent())
+}
+
 pub fn clamp(_: &[&Tensor], _: f64) -> Result<()> {
     Err(absent())
 }
@@ -64,16 +68,19 @@ pub fn clamp(_: &[&Tensor], _: f64) -> Result<()> {
 #[derive(Debug)]
 pub enum NormStatistics {}
 
-pub fn norm_forward(_: NormOperands, _: f64, _: bool) -> Result<(CudaStorage, NormStatistics)> {
+pub fn norm_forward(_: NormOperands) -> Result<((Storage, Shape), NormStatistics)> {
+    Err(absent())
+}
+
+pub fn add_norm_forward(_: NormOperands, _: &Tensor) -> Result<Option<AddedNorm<NormStatistics>>> {
     Err(absent())
 }
 
 pub fn norm_backward(
-    _: &Tensor,
-    _: &Tensor,
+    _: NormOperands,
     _: &Tensor,
     statistics: &NormStatistics,
-    _: bool,
+    _: Option<&Tensor>,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     match *statistics {}
 }

@@ -57,36 +57,93 @@ __device__ inline BF16 to_bf16(float value) {
     return result;
 }
 
-// The type in which arithmetic is done.
+// Two neighbours in a word, the first in its lower half. GPUs convert both at once.
+
+template <typename T> __device__ inline void to_f32(unsigned pair, float &first, float &second);
+
+template <> __device__ inline void to_f32<F16>(unsigned pair, float &first, float &second) {
+#ifdef __CUDA_ARCH__
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(first), "=f"(second)
+        : "r"(pair));
+#else
+    first = to_f32(F16{(unsigned short)pair});
+    second = to_f32(F16{(unsigned short)(pair >> 16)});
+#endif
+}
+
+template <> __device__ inline void to_f32<BF16>(unsigned pair, float &first, float &second) {
+    first = __uint_as_float(pair << 16);
+    second = __uint_as_float(pair & 0xffff0000u);
+}
+
+template <typename T> __device__ inline unsigned to_pair(float first, float second);
+
+template <> __device__ inline unsigned to_pair<F16>(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return to_f16(first).bits | (unsigned)to_f16(second).bits << 16;
+#endif
+}
+
+template <> __device__ inline unsigned to_pair<BF16>(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return to_bf16(first).bits | (unsigned)to_bf16(second).bits << 16;
+#endif
+}
+
+// The type in which arithmetic is done, and the one that vectors in memory consist of: a word has two elements of 16 bits.
 template <typename T> struct Element;
 
 template <> struct Element<float> {
     typedef float Real;
+    typedef float Memory;
     static __device__ float load(float value) { return value; }
     static __device__ float store(float value) { return value; }
 };
 
 template <> struct Element<double> {
     typedef double Real;
+    typedef double Memory;
     static __device__ double load(double value) { return value; }
     static __device__ double store(double value) { return value; }
 };
 
 template <> struct Element<F16> {
     typedef float Real;
+    typedef unsigned Memory;
     static __device__ float load(F16 value) { return to_f32(value); }
     static __device__ F16 store(float value) { return to_f16(value); }
 };
 
 template <> struct Element<BF16> {
     typedef float Real;
+    typedef unsigned Memory;
     static __device__ float load(BF16 value) { return to_f32(value); }
     static __device__ BF16 store(float value) { return to_bf16(value); }
 };
 
+// 2^x by the GPU's approximation. A subnormal result becomes zero: without that, it takes three more instructions.
+__device__ inline float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#else
+    return exp2(x);
+#endif
+}
+
 // e^x. For elements of 16 bits by the GPU's approximation, whose error of a few units in the last place of f32 is far below theirs.
 template <typename T> __device__ inline typename Element<T>::Real exponential(typename Element<T>::Real x) {
-    if constexpr (sizeof(T) == 2) return __expf(x);
+    if constexpr (sizeof(T) == 2) return power_of_two(x * 1.44269504f);
     else return exp(x);
 }
 

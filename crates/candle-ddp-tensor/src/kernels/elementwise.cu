@@ -128,37 +128,40 @@ __device__ inline void philox(unsigned key[2], unsigned counter[4]) {
 }
 
 // tensors: x, y; numbers: elements; seed, sequence and offset of a `Draw` (seed/generator.rs); the number below which
-// elements become zero; whether addresses allow to load four elements at once; reals: the factor of the others. One thread per four
-// elements.
+// elements become zero; whether addresses allow to load 16 bytes at once; reals: the factor of the others. A thread takes 16 bytes, but at
+// least the elements of one block of numbers; DROPPED in dropout.rs is the same.
 template <typename T> __device__ inline void dropout(const Arguments &by) {
     typedef typename Element<T>::Real Real;
-    typedef Neighbours<T, 4> Four;
-    const unsigned long long block = thread_in_grid(), position = by.numbers[3] + block;
-    if (4 * block >= by.numbers[0]) return;
-    const unsigned long long left = by.numbers[0] - 4 * block;
-    const T *x = TENSOR(const T, 0) + 4 * block;
-    T *y = TENSOR(T, 1) + 4 * block;
-    const bool is_vector = by.numbers[5] && left >= 4;
-    Four four = {};
+    const unsigned most = Few<T>::most, count = most < 4 ? 4 : most, blocks = count / 4;
+    const unsigned long long thread = thread_in_grid(), position = by.numbers[3] + blocks * thread;
+    if (count * thread >= by.numbers[0]) return;
+    const unsigned long long left = by.numbers[0] - count * thread;
+    const T *x = TENSOR(const T, 0) + count * thread;
+    T *y = TENSOR(T, 1) + count * thread;
+    const bool is_vector = by.numbers[5] && left >= count;
+    Few<T> few[count / most] = {};
     if (is_vector) {
-        four = *reinterpret_cast<const Four *>(x);
+        _Pragma("unroll") for (unsigned v = 0; v < count / most; v++) few[v].load(x + v * most, true);
     } else {
-        for (int i = 0; i < 4 && i < left; i++) four.at[i] = x[i];
+        _Pragma("unroll") for (unsigned i = 0; i < count; i++)
+            if (i < left) few[i / most].at[i % most] = Element<T>::load(x[i]);
     }
-    unsigned key[2] = {(unsigned)by.numbers[1], (unsigned)(by.numbers[1] >> 32)};
-    unsigned counter[4] = {(unsigned)position, (unsigned)(position >> 32), (unsigned)by.numbers[2],
-                           (unsigned)(by.numbers[2] >> 32)};
-    philox(key, counter);
     const Real scale = by.reals[0];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const bool is_dropped = counter[i] < (unsigned)by.numbers[4];
-        four.at[i] = Element<T>::store(is_dropped ? 0 : Element<T>::load(four.at[i]) * scale);
+    _Pragma("unroll") for (unsigned block = 0; block < blocks; block++) {
+        unsigned key[2] = {(unsigned)by.numbers[1], (unsigned)(by.numbers[1] >> 32)};
+        unsigned counter[4] = {(unsigned)(position + block), (unsigned)((position + block) >> 32), (unsigned)by.numbers[2],
+                               (unsigned)(by.numbers[2] >> 32)};
+        philox(key, counter);
+        _Pragma("unroll") for (unsigned i = 0; i < 4; i++) {
+            Real &value = few[(4 * block + i) / most].at[(4 * block + i) % most];
+            value = counter[i] < (unsigned)by.numbers[4] ? 0 : value * scale;
+        }
     }
     if (is_vector) {
-        *reinterpret_cast<Four *>(y) = four;
+        _Pragma("unroll") for (unsigned v = 0; v < count / most; v++) few[v].store(y + v * most, true);
     } else {
-        for (int i = 0; i < 4 && i < left; i++) y[i] = four.at[i];
+        _Pragma("unroll") for (unsigned i = 0; i < count; i++)
+            if (i < left) y[i] = Element<T>::store(few[i / most].at[i % most]);
     }
 }
 LAYER(dropout)

@@ -6,6 +6,10 @@ template <typename T, int count> struct alignas(count * sizeof(T) < 16 ? count *
 // As much as a thread loads or stores at once.
 typedef Neighbours<unsigned, 4> Words;
 
+// Elements of dtype `T` as they are in memory.
+template <typename T, int count>
+using InMemory = Neighbours<typename Element<T>::Memory, count * sizeof(T) / sizeof(typename Element<T>::Memory)>;
+
 // Addresses that kernels read from memory could be those of shared memory, for all that the compiler knows.
 #ifdef __CUDA_ARCH__
 #define IS_GLOBAL(address) __builtin_assume(__isGlobal(address))
@@ -15,7 +19,8 @@ typedef Neighbours<unsigned, 4> Words;
 
 // Stores a vector in global memory. The compiler divides stores of 16 bytes into those of elements where these come from several
 // branches.
-template <typename Vector> __device__ inline void put(Vector *to, const Vector &vector) {
+template <typename Vector> __device__ inline void put(void *place, const Vector &vector) {
+    Vector *to = static_cast<Vector *>(place);
 #ifdef __CUDA_ARCH__
     if constexpr (sizeof(Vector) >= sizeof(Words)) {
         const Words *words = reinterpret_cast<const Words *>(&vector);
@@ -46,8 +51,31 @@ template <typename T> struct Few {
             at[0] = Element<From>::load(*from);
             return;
         }
-        const Neighbours<From, most> vector = *reinterpret_cast<const Neighbours<From, most> *>(from);
-        for (int k = 0; k < most; k++) at[k] = Element<From>::load(vector.at[k]);
+        const InMemory<From, most> vector = *reinterpret_cast<const InMemory<From, most> *>(from);
+        widen<From>(vector);
+    }
+
+    template <typename From> __device__ void widen(const InMemory<From, most> &vector) {
+        if constexpr (sizeof(From) == 2) {
+            for (int k = 0; k < most; k += 2) {
+                float first, second;
+                to_f32<From>(vector.at[k / 2], first, second);
+                at[k] = first;
+                at[k + 1] = second;
+            }
+        } else {
+            for (int k = 0; k < most; k++) at[k] = Element<From>::load(vector.at[k]);
+        }
+    }
+
+    template <typename To> __device__ InMemory<To, most> narrow() const {
+        InMemory<To, most> vector;
+        if constexpr (sizeof(To) == 2) {
+            for (int k = 0; k < most; k += 2) vector.at[k / 2] = to_pair<To>(at[k], at[k + 1]);
+        } else {
+            for (int k = 0; k < most; k++) vector.at[k] = Element<To>::store(at[k]);
+        }
+        return vector;
     }
 
     template <typename To> __device__ void store(To *to, bool is_vector) const {
@@ -56,9 +84,7 @@ template <typename T> struct Few {
             *to = Element<To>::store(at[0]);
             return;
         }
-        Neighbours<To, most> vector;
-        for (int k = 0; k < most; k++) vector.at[k] = Element<To>::store(at[k]);
-        put(reinterpret_cast<Neighbours<To, most> *>(to), vector);
+        put(to, narrow<To>());
     }
 };
 

@@ -8,6 +8,7 @@
 #define __global__ __attribute__((visibility("default")))
 #define __device__
 #define __shared__ static
+#define __launch_bounds__(...)
 
 struct Index {
     unsigned x;

@@ -30,6 +30,7 @@ const SOURCE: &str = concat!(
     include_str!("layer.cu"),
     include_str!("rows.cu"),
     include_str!("norm.cu"),
+    include_str!("norm_rows.cu"),
     include_str!("host.cpp"),
 );
 

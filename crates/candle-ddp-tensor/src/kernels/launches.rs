@@ -10,7 +10,8 @@ pub const THREADS: u32 = 256;
 /// The threads of a warp.
 const WARP: usize = 32;
 /// The largest number of vectors of a row that a thread keeps in registers: `HELD` of rows.cu.
-const LOADS: usize = 4;
+#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code))]
+pub(super) const LOADS: usize = 4;
 
 /// The number of columns, or of vectors of them, that a block sums, as in rows.cu.
 #[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]

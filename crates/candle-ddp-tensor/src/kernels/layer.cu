@@ -9,10 +9,15 @@ struct Arguments {
 // Defines kernels like KERNELS in part.cu.
 #define LAYER_KERNEL(NAME, TYPE, SUFFIX) \
     extern "C" __global__ void NAME##_##SUFFIX(const Arguments by) { NAME<TYPE>(by); }
+// With so few registers that two blocks run on a multiprocessor at once.
+#define LAYER_KERNEL_TWICE(NAME, TYPE, SUFFIX) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME##_##SUFFIX(const Arguments by) { NAME<TYPE>(by); }
 #ifdef ONLY
 #define LAYER(NAME) DEFINED(LAYER_KERNEL, NAME, ONLY, SUFFIX)
+#define LAYER_TWICE(NAME) DEFINED(LAYER_KERNEL_TWICE, NAME, ONLY, SUFFIX)
 #else
 #define LAYER(NAME) FOR_EACH_TYPE(LAYER_KERNEL, NAME)
+#define LAYER_TWICE(NAME) FOR_EACH_TYPE(LAYER_KERNEL_TWICE, NAME)
 #endif
 
 // Tensor `index` of the arguments, with elements of type `TYPE`.

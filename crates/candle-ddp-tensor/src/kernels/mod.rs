@@ -71,7 +71,7 @@ pub use launches::{
 pub use layer::{Output, address, address_or_none, launch, storage_address, written_address};
 #[cfg(feature = "cuda")]
 pub use norm_tensors::*;
-pub use operands::{Assignment, Extent, NormOperands, Operands, Rule, Scalars, scalars};
+pub use operands::{AddedNorm, Assignment, Extent, NormOperands, Operands, Rule, Scalars, scalars};
 #[cfg(feature = "cuda")]
 pub use pool::keep_memory;
 #[cfg(feature = "cuda")]

@@ -1,4 +1,5 @@
-// Normalisation of rows, for LayerNorm and RMSNorm. The statistics are the mean and 1 / deviation of each row, in f64.
+// Normalisation of rows, for LayerNorm and RMSNorm. The statistics are the mean and 1 / deviation of each row, in f64. norm_rows.cu has
+// faster kernels for rows that fit into registers.
 
 struct Norm {
     unsigned long long rows, size; // of x
@@ -7,7 +8,7 @@ struct Norm {
     unsigned long long vector;     // elements of a row that a thread loads at once: a whole vector, or one
     unsigned long long lanes;      // threads that share a row
     unsigned long long part;       // rows that a block of norm_columns sums
-    unsigned long long parts;      // how many of these there are
+    unsigned long long parts;      // its blocks for all rows, or those of the kernels whose threads keep rows
 };
 #define NORM (*reinterpret_cast<const Norm *>(by.numbers))
 
@@ -144,26 +145,29 @@ template <typename T> __device__ inline void norm_columns(const Arguments &by) {
 }
 LAYER(norm_columns)
 
-// tensors: the sums of norm_columns, the gradients of weight and bias. One block per COLUMNS columns.
+// The columns of a block of norm_totals, as many as 32 bytes have of f32; TOTALS in norm.rs is the same.
+#define TOTALS 8u
+
+// tensors: the sums of norm_columns or norm_gradients, the gradients of weight and bias. One block per TOTALS columns.
 template <typename T> __device__ inline void norm_totals(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     __shared__ double weights[THREADS], biases[THREADS];
-    const unsigned long long size = NORM.size, column = blockIdx.x * COLUMNS + threadIdx.x % COLUMNS;
+    const unsigned long long size = NORM.size, column = blockIdx.x * TOTALS + threadIdx.x % TOTALS;
     const Real *sums = TENSOR(const Real, 0) + column;
     double weight = 0, bias = 0;
     if (column < size) {
-        _Pragma("unroll 4") for (unsigned long long part = threadIdx.x / COLUMNS; part < NORM.parts; part += LINES) {
+        _Pragma("unroll 4") for (unsigned long long part = threadIdx.x / TOTALS; part < NORM.parts; part += THREADS / TOTALS) {
             weight += sums[part * size];
             bias += sums[(NORM.parts + part) * size];
         }
     }
     weights[threadIdx.x] = weight;
     biases[threadIdx.x] = bias;
-    add_lines([&](unsigned to, unsigned from) {
+    add_lines<TOTALS>([&](unsigned to, unsigned from) {
         weights[to] += weights[from];
         biases[to] += biases[from];
     });
-    if (threadIdx.x >= COLUMNS || column >= size) return;
+    if (threadIdx.x >= TOTALS || column >= size) return;
     const Real of_weight = weights[threadIdx.x], of_bias = biases[threadIdx.x];
     if (NORM.is_narrow) {
         TENSOR(T, 1)[column] = Element<T>::store(of_weight);

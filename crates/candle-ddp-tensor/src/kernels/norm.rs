@@ -1,5 +1,5 @@
-//! Launching the kernels that normalise rows: the programs for `norm.cu`.
-use super::launches::{Address, Arguments, COLUMNS, blocks_of_rows, lanes};
+//! Launching the kernels that normalise rows: the programs for `norm.cu` and `norm_rows.cu`.
+use super::launches::{Address, Arguments, COLUMNS, LOADS, THREADS, blocks_of_rows, lanes};
 use super::program::Machine;
 use super::source::Kernel;
 use crate::{Error, Result};
@@ -22,6 +22,12 @@ pub struct Rows {
 const BLOCKS: usize = 512;
 /// The minimum number of rows that a block sums, if there are enough.
 const ROWS: usize = 32;
+/// The number of columns that a block of `norm_totals` sums, as in norm.cu.
+const TOTALS: usize = 8;
+/// How many rows a thread takes one after the other: forward at most so many, and backward at least 4 and, in the dtype of the
+/// arithmetic, at most so many.
+const FORWARD: usize = 8;
+const BACKWARD: usize = 256;
 
 impl Rows {
     /// How many elements of a row a thread loads at once.
@@ -30,8 +36,8 @@ impl Rows {
         Address::vector(&addresses, self.size, self.dtype)
     }
 
-    fn arguments(&self, tensors: &[u64]) -> Result<Arguments> {
-        let (vector, (parts, part)) = (self.vector(tensors), self.parts());
+    /// The arguments of a kernel whose threads load `vector` elements at once, and which has so many parts of so many rows.
+    fn arguments(&self, tensors: &[u64], vector: usize, (parts, part): (usize, usize)) -> Result<Arguments> {
         let flags = [self.centred, self.is_narrow].map(usize::from);
         let numbers = [self.rows, self.size, flags[0], flags[1], vector, lanes(self.size, vector), part, parts];
         Arguments::new(tensors.iter().copied(), &numbers, &[self.eps])
@@ -45,8 +51,23 @@ impl Rows {
     }
 
     /// The number of blocks for all rows.
-    fn blocks_of_rows(&self, tensors: &[u64]) -> usize {
-        blocks_of_rows(self.rows, lanes(self.size, self.vector(tensors)))
+    fn blocks_of_rows(&self, vector: usize) -> usize {
+        blocks_of_rows(self.rows, lanes(self.size, vector))
+    }
+
+    /// Whether the threads of a block can keep a row in registers.
+    fn fits(&self, vector: usize) -> bool {
+        vector > 1 && self.size <= THREADS as usize * LOADS * vector
+    }
+
+    /// The number of blocks whose threads keep rows, in the forward pass or the backward pass.
+    fn kept(&self, is_backward: bool) -> usize {
+        let most = Address::vector(&[], 0, self.dtype);
+        let lanes = lanes(self.size, most);
+        let (blocks, lines) = (blocks_of_rows(self.rows, lanes), THREADS as usize / lanes);
+        // The sums of a block's rows take as much memory as a few of these.
+        let least = if is_backward { (ROWS / lines).min(16) } else { 1 };
+        blocks.div_ceil(blocks.div_ceil(BLOCKS).clamp(least, if is_backward { BACKWARD } else { FORWARD }))
     }
 
     /// The number of blocks that share the columns of some rows, if a thread has `vector` of them.
@@ -64,31 +85,46 @@ impl Rows {
 
     /// The number of sums that [`backward`] keeps for a moment, in the dtype of the arithmetic.
     pub fn sums(&self) -> usize {
-        2 * self.parts().0 * self.size
+        2 * self.parts().0.max(self.kept(true)) * self.size
     }
 }
 
 /// Addresses of contiguous tensors; `bias` is 0 if there is none.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Forward {
     pub x: u64,
     pub weight: u64,
     pub bias: u64,
     pub y: u64,
+    /// What is added to x before, and the sum.
+    pub residual: Option<[u64; 2]>,
 }
 
-/// Writes y and returns each row's statistics, which [`backward`] needs. There must be at least one row.
-pub fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Result<M::Numbers> {
-    let Forward { x, weight, bias, y } = addresses;
+/// Writes y and returns each row's statistics, which [`backward`] needs. Does nothing, and returns `None`, if there is a residual, and
+/// no kernel that could add it on the way. There must be at least one row.
+pub fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Result<Option<M::Numbers>> {
+    let Forward { x, weight, bias, y, residual } = addresses;
+    let others = residual.unwrap_or_default();
+    let vector = rows.vector(&[x, y, weight, bias, others[0], others[1]]);
+    let kept = rows.kept(false);
+    let (kernel, blocks) = match (residual, rows.fits(vector)) {
+        (None, true) => (Kernel::NormRows, kept),
+        (Some(_), true) => (Kernel::AddNormRows, kept),
+        (None, false) => (Kernel::NormForward, rows.blocks_of_rows(vector)),
+        (Some(_), false) => return Ok(None),
+    };
     let statistics = machine.numbers(2 * rows.rows)?;
-    let tensors = [x, y, weight, bias, machine.address(&statistics)];
-    let blocks = rows.blocks(rows.blocks_of_rows(&tensors))?;
-    machine.launch_by_value((Kernel::NormForward, rows.dtype), blocks, &rows.arguments(&tensors)?)?;
-    Ok(statistics)
+    let tensors = [x, y, weight, bias, machine.address(&statistics), others[0], others[1]];
+    machine.launch_by_value(
+        (kernel, rows.dtype),
+        rows.blocks(blocks)?,
+        &rows.arguments(&tensors, vector, (kept, 0))?,
+    )?;
+    Ok(Some(statistics))
 }
 
 /// Addresses of contiguous tensors.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Backward {
     pub x: u64,
     pub weight: u64,
@@ -98,18 +134,30 @@ pub struct Backward {
     pub d_bias: u64,
     /// Memory for what [`Rows::sums`] counts.
     pub sums: u64,
+    /// A gradient to which dx is added, or 0.
+    pub earlier: u64,
 }
 
-/// Writes dx and the gradients of weight and bias. There must be at least one row.
-pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, addresses: Backward) -> Result<()> {
-    let Backward { x, weight, dy, dx, d_weight, d_bias, sums } = addresses;
+/// Writes dx and the gradients of weight and bias. There must be at least one row. Returns whether dx was added to the earlier gradient,
+/// if there is one.
+pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, addresses: Backward) -> Result<bool> {
+    let Backward { x, weight, dy, dx, d_weight, d_bias, sums, earlier } = addresses;
     let statistics = machine.address(statistics);
-    let launch = |kernel, blocks, tensors: &[u64]| {
-        machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors)?)
+    let launch = |kernel, blocks, tensors: &[u64], vector, parts| {
+        machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors, vector, parts)?)
     };
-    let tensors = [x, dx, weight, dy, statistics];
-    launch(Kernel::NormBackward, rows.blocks_of_rows(&tensors), &tensors)?;
-    let tensors = [x, dy, statistics, sums];
-    launch(Kernel::NormColumns, rows.parts().0 * rows.tiles(rows.vector(&tensors)), &tensors)?;
-    launch(Kernel::NormTotals, rows.tiles(1), &[sums, d_weight, d_bias])
+    let vector = rows.vector(&[x, dx, weight, dy, earlier]);
+    let fits = rows.fits(vector);
+    let parts = if fits { (rows.kept(true), 0) } else { rows.parts() };
+    if fits {
+        let kernel = if earlier == 0 { Kernel::NormGradients } else { Kernel::AddNormGradients };
+        launch(kernel, parts.0, &[x, dx, weight, dy, statistics, sums, earlier], vector, parts)?;
+    } else {
+        let vector = rows.vector(&[x, dx, weight, dy]);
+        launch(Kernel::NormBackward, rows.blocks_of_rows(vector), &[x, dx, weight, dy, statistics], vector, parts)?;
+        let vector = rows.vector(&[x, dy, sums]);
+        launch(Kernel::NormColumns, parts.0 * rows.tiles(vector), &[x, dy, statistics, sums], vector, parts)?;
+    }
+    launch(Kernel::NormTotals, rows.size.div_ceil(TOTALS), &[sums, d_weight, d_bias], 1, parts)?;
+    Ok(fits && earlier != 0)
 }

@@ -1,5 +1,5 @@
 //! The operands of kernels.
-use candle_core::{CudaStorage, Layout, Tensor};
+use candle_core::{Shape, Storage, Tensor};
 
 /// The numbers that an optimizer's kernel needs for one parameter. The kernel's `.cu` file defines their meaning.
 pub type Scalars = [f64; 12];
@@ -51,14 +51,25 @@ impl<'a> Assignment<'a> {
     }
 }
 
-/// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and its weight and bias, which have the
-/// dtype of the arithmetic.
-#[derive(Debug)]
+/// A norm of rows. The tensors are contiguous; weight and bias have the dtype of the arithmetic or, on a GPU, of the input.
+#[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct NormOperands<'a> {
-    pub x: (&'a CudaStorage, &'a Layout),
-    pub weight: (&'a CudaStorage, &'a Layout),
-    pub bias: Option<(&'a CudaStorage, &'a Layout)>,
+    pub x: &'a Tensor,
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+    pub eps: f64,
+    /// Whether the mean is subtracted.
+    pub centred: bool,
+}
+
+/// A sum, its norm, and what the norm's backward pass needs.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub struct AddedNorm<S> {
+    pub sum: (Storage, Shape),
+    pub normed: (Storage, Shape),
+    pub statistics: S,
 }
 
 /// The magnitude of the elements of some tensors.

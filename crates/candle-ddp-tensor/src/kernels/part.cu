@@ -56,6 +56,35 @@ template <typename T, typename Body> __device__ inline void for_each_few(const P
     for (unsigned long long i = rest + threadIdx.x; i < to; i += THREADS) body(One(), i);
 }
 
+// Calls `body` for this thread's elements of this block's chunk of one tensor, which starts at `values`, with those of some: a `Few<T>`
+// that `Several` or `One` describes, and the index of the first. A thread's vectors are all loaded before the first of them is used.
+template <typename T, typename Body> __device__ inline void for_each_loaded(const Part &part, const T *values, Body body) {
+    const unsigned most = Few<T>::most, vectors = CHUNK / (THREADS * most);
+    const unsigned long long from = (blockIdx.x - part.first_chunk) * CHUNK, to = min(part.count, from + CHUNK);
+    unsigned long long rest = from;
+    if ((unsigned long long)values % 16 == 0) {
+        rest += (to - from) / most * most;
+        const unsigned long long first = from + threadIdx.x * most;
+        InMemory<T, Few<T>::most> loaded[vectors];
+        IS_GLOBAL(values);
+        _Pragma("unroll") for (unsigned n = 0; n < vectors; n++) {
+            const unsigned long long i = first + n * THREADS * most;
+            if (i < rest) loaded[n] = *reinterpret_cast<const InMemory<T, Few<T>::most> *>(values + i);
+        }
+        _Pragma("unroll") for (unsigned n = 0; n < vectors; n++) {
+            const unsigned long long i = first + n * THREADS * most;
+            Few<T> few;
+            few.template widen<T>(loaded[n]);
+            if (i < rest) body(Several(), i, few);
+        }
+    }
+    for (unsigned long long i = rest + threadIdx.x; i < to; i += THREADS) {
+        Few<T> few;
+        few.load(values + i, false);
+        body(One(), i, few);
+    }
+}
+
 // Defines the kernels `NAME_f32`, `NAME_f64`, `NAME_f16` and `NAME_bf16` from the template `NAME`, or only the one of the type
 // ONLY with the suffix SUFFIX. All kernels take the same arguments: the table, the number of parts in it, their numbers, and memory
 // for sums or null.

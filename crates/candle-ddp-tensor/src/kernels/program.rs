@@ -106,6 +106,19 @@ pub fn rescale_measured<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]
     measured(machine, Kernel::Rescale, dtype, entries)
 }
 
+/// Measures all entries together, and scales their parameters, which are their gradients, if the norm is greater than the first scalar:
+/// the root of the sum of squares, or the largest absolute value if the second scalar is not 0. [`read_extent`] returns the magnitude
+/// before.
+pub fn clip<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
+    let mut sums = measure(machine, dtype, entries)?;
+    if sums.is_some() {
+        let table = &Table::new(entries)?;
+        let words = &machine.upload(&table.words)?;
+        machine.launch((Kernel::Clip, dtype), table.chunks, (words, table), sums.as_mut())?;
+    }
+    Ok(sums)
+}
+
 fn measured<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
     let table = &Table::new(entries)?;
     if table.chunks == 0 {

@@ -45,7 +45,7 @@ template <typename First, typename Second>
 __device__ inline void reduce_chunks(const double *pairs, unsigned long long from, unsigned long long to,
                                      double *result) {
     double first = 0, second = 0;
-    for (unsigned long long chunk = from + threadIdx.x; chunk < to; chunk += THREADS) {
+    _Pragma("unroll 8") for (unsigned long long chunk = from + threadIdx.x; chunk < to; chunk += THREADS) {
         first = First::of(first, pairs[2 * chunk]);
         second = Second::of(second, pairs[2 * chunk + 1]);
     }

@@ -20,17 +20,17 @@ __device__ inline Span span(unsigned long long rows, unsigned long long count, u
 
 // This thread's next vectors of a row from index `i` on.
 template <typename T> struct Vectors {
-    Neighbours<T, Few<T>::most> vectors[HELD];
+    InMemory<T, Few<T>::most> vectors[HELD];
 
     __device__ Vectors(const T *row, const Span &of, unsigned long long i) {
         IS_GLOBAL(row);
         _Pragma("unroll") for (int n = 0; n < HELD; n++, i += of.lanes * Few<T>::most)
-            if (i < of.tail) vectors[n] = *reinterpret_cast<const Neighbours<T, Few<T>::most> *>(row + i);
+            if (i < of.tail) vectors[n] = *reinterpret_cast<const InMemory<T, Few<T>::most> *>(row + i);
     }
 
     __device__ Few<T> operator[](int n) const {
         Few<T> few;
-        for (int k = 0; k < Few<T>::most; k++) few.at[k] = Element<T>::load(vectors[n].at[k]);
+        few.template widen<T>(vectors[n]);
         return few;
     }
 };
@@ -56,6 +56,17 @@ __device__ inline void for_each_vector(const Span &of, unsigned long long i, Bod
                                        const Vectors<Others> &...others) {
     _Pragma("unroll") for (int n = 0; n < HELD; n++, i += of.lanes * Few<T>::most)
         if (i < of.tail) body(Several(), i, row[n], others[n]...);
+}
+
+// Calls `several` for this thread's sets of at most HELD vectors of a row, and `one` for its other elements.
+template <typename SeveralBody, typename OneBody, typename T>
+__device__ inline void for_each_set(const Span &of, SeveralBody several, OneBody one, const Row<T> &row) {
+    const unsigned step = HELD * of.lanes * Few<T>::most;
+    unsigned long long i = of.head + of.lane * Few<T>::most;
+    if (i < of.tail) several(i, row.held);
+    for (i += step; i < of.tail; i += step) several(i, Vectors<T>(row.from, of, i));
+    for (i = of.lane; i < of.head; i += of.lanes) one(row[i].at[0]);
+    for (i = of.tail + of.lane; i < of.count; i += of.lanes) one(row[i].at[0]);
 }
 
 // Calls `body` for this thread's elements of rows with one span: `Several` or `One`, the index of the first, and a `Few` of each row.
@@ -88,9 +99,9 @@ template <int CALL, typename Op, typename Real> __device__ inline Real reduce_ro
 #define COLUMNS 32u
 #define LINES (THREADS / COLUMNS)
 
-// Calls `add(to, from)` for threads with one column, until the first COLUMNS threads have the sums of all.
-template <typename AddTo> __device__ inline void add_lines(AddTo add) {
-    for (unsigned half = THREADS / 2; half >= COLUMNS; half /= 2) {
+// Calls `add(to, from)` for threads with one column, until the first `columns` threads have the sums of all.
+template <unsigned columns = COLUMNS, typename AddTo> __device__ inline void add_lines(AddTo add) {
+    for (unsigned half = THREADS / 2; half >= columns; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) add(threadIdx.x, threadIdx.x + half);
     }

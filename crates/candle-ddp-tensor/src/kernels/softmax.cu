@@ -34,13 +34,24 @@ template <typename T> __device__ inline Sum<typename Element<T>::Real> sum_row(c
     typedef typename Element<T>::Real Real;
     const Real least = __uint_as_float(0xff800000u);
     Real largest = least, part = 0;
-    for_each_of_row(of, [&](auto size, unsigned long long, const Few<T> &few) {
-        Real next = largest;
-        FOR_EACH_OF(T, size.is_vector, k) next = fmax(next, few.at[k]);
+    // Returns the shift of all further elements, once `next` is the largest.
+    const auto rise = [&](Real next) {
         part *= largest == next ? 1 : exponential<T>(largest - next);
         largest = next;
-        const Real shift = largest == least ? 0 : largest;
-        FOR_EACH_OF(T, size.is_vector, k) part += exponential<T>(few.at[k] - shift);
+        return largest == least ? 0 : largest;
+    };
+    for_each_set(of, [&](unsigned long long i, const Vectors<T> &set) {
+        Real next = largest;
+        for_each_vector(of, i, [&](auto, auto, const Few<T> &few) {
+            FOR_EACH_OF(T, true, k) next = fmax(next, few.at[k]);
+        }, set);
+        const Real shift = rise(next);
+        for_each_vector(of, i, [&](auto, auto, const Few<T> &few) {
+            FOR_EACH_OF(T, true, k) part += exponential<T>(few.at[k] - shift);
+        }, set);
+    }, [&](Real value) {
+        const Real shift = rise(fmax(largest, value));
+        part += exponential<T>(value - shift);
     }, x);
     const Real all = reduce_row<0, Larger>(of, largest);
     Sum<Real> result = {all, reduce_row<1, Add>(of, part * exponential<T>(largest - all))};

@@ -74,7 +74,7 @@ sources! {
     Lamb: ["element.cu", "few.cu", "part.cu", "moments.cu", "reduce.cu"] "lamb.cu",
     Copy: ["element.cu", "few.cu", "part.cu"] "copy.cu",
     Gradient: ["element.cu", "few.cu", "part.cu", "reduce.cu"] "gradient.cu",
-    Norm: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "norm.cu",
+    Norm: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu", "norm.cu"] "norm_rows.cu",
     Conv: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
     Pool: ["element.cu", "few.cu", "part.cu", "layer.cu"] "pool.cu",
     Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "batch.cu"] "channels.cu",
@@ -92,9 +92,10 @@ kernels! {
     Lamb: LambMoments "lamb_moments", LambSums "lamb_sums", LambUpdate "lamb_update";
     Copy: CopyFromF32 "copy_from_f32", CopyFromF64 "copy_from_f64", CopyFromF16 "copy_from_f16",
         CopyFromBf16 "copy_from_bf16";
-    Gradient: Measure "measure", Total "total", Rescale "rescale", Clamp "clamp";
+    Gradient: Measure "measure", Total "total", Rescale "rescale", Clip "clip", Clamp "clamp";
     Norm: NormForward "norm_forward", NormBackward "norm_backward", NormColumns "norm_columns",
-        NormTotals "norm_totals";
+        NormTotals "norm_totals", NormRows "norm_rows", AddNormRows "add_norm_rows", NormGradients "norm_gradients",
+        AddNormGradients "add_norm_gradients";
     Conv: Im2col "im2col", Col2im "col2im", ImagesToColumns "images_to_columns", ColumnsToImages "columns_to_images",
         AddBias "add_bias", DepthwiseForward "depthwise_forward", DepthwiseBackwardData "depthwise_backward_data",
         DepthwiseBackwardFilter "depthwise_backward_filter";

@@ -146,6 +146,20 @@ pub fn measure(tensors: &[&Tensor]) -> Result<Extent> {
     measured(tensors, entry, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
 }
 
+/// Multiplies contiguous tensors in place by `max_norm` / (norm + 10⁻⁶), if that is less than 1 or NaN, and returns their magnitude
+/// before. Waits only for the latter. Does nothing, and returns `None`, for tensors on several GPUs or of several dtypes.
+pub fn clip(tensors: &[&Tensor], max_norm: f64, by_largest: bool) -> Result<Option<Extent>> {
+    let entry = |tensor: &Tensor| {
+        let entry = changed(tensor, 0.)?;
+        let scalars = super::scalars([max_norm, f64::from(by_largest)]);
+        Ok(Entry { gradient: entry.parameter, scalars, ..entry })
+    };
+    let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
+    let [batch] = batches.as_slice() else { return Ok(None) };
+    let numbers = program::clip(&batch.gpu(), batch.dtype, &batch.entries)?;
+    program::read_extent(&batch.gpu(), numbers.as_ref()).map(Some)
+}
+
 /// Multiplies contiguous tensors in place.
 pub fn rescale(tensors: &[&Tensor], factor: f64) -> Result<()> {
     change(tensors, Kernel::Rescale, factor)
