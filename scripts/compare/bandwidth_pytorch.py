@@ -84,39 +84,43 @@ def main():
         }
         for name, layer in layers.items():
 
-            def both():
-                y = layer()
-                torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-
+            gradient = torch.ones_like(layer())
+            inputs = (x, weight, bias)[: 3 if layer is layers["LayerNorm"] else 2]
             row(f"{name}, forward", dtype, 2 * width, layer)
-            row(f"{name}, forward and backward", dtype, 6 * width, both)
+            row(f"{name}, forward and backward", dtype, 5 * width, lambda: torch.autograd.grad(layer(), inputs, gradient))
+        residual = torch.randn_like(x).requires_grad_()
+        add_norm = lambda: layer_norm(x + residual, (WIDTH,), weight, bias, 1e-5)
+        gradient = torch.ones_like(x)
+        row("Add & Norm, forward", dtype, 4 * width, add_norm)
+        both = lambda: torch.autograd.grad(add_norm(), (x, residual, weight, bias), gradient)
+        row("Add & Norm, forward and backward", dtype, 7 * width, both)
+        del residual
 
-        def passes(name, bytes, of, layer):
-            def both():
-                y = layer(of)
-                torch.autograd.grad(y, of, torch.ones_like(y))
-
-            row(f"{name}, forward", dtype, bytes[0], lambda: layer(of))
+        def passes(name, bytes, inputs, layer):
+            gradient = torch.ones_like(layer(inputs[0]))
+            row(f"{name}, forward", dtype, bytes[0], lambda: layer(inputs[0]))
+            both = lambda: torch.autograd.grad(layer(inputs[0]), inputs, gradient)
             row(f"{name}, forward and backward", dtype, bytes[1], both)
 
-        passes("GELU", (2 * width, 6 * width), x, lambda x: F.gelu(x, approximate="tanh"))
-        passes("softmax", (2 * width, 6 * width), x, lambda x: F.softmax(x, -1))
-        passes("dropout", (2 * width, 5 * width), x, lambda x: F.dropout(x, 0.1))
+        passes("GELU", (2 * width, 5 * width), [x], lambda x: F.gelu(x, approximate="tanh"))
+        passes("softmax", (2 * width, 5 * width), [x], lambda x: F.softmax(x, -1))
+        passes("dropout", (2 * width, 4 * width), [x], lambda x: F.dropout(x, 0.1))
         del x
-        count, total = max(elements // CLASSES, 1), elements
+        # 8192 tokens beside 64 million elements.
+        count, total = max(int(128 * options.millions), 1), elements
         elements = count * CLASSES
         logits = torch.randn(count, CLASSES, device=device).to(dtype).requires_grad_()
         targets = torch.arange(count, device=device)
-        passes("cross entropy", (width, 3 * width), logits, lambda x: F.cross_entropy(x, targets))
+        passes("cross entropy", (width, 3 * width), [logits], lambda x: F.cross_entropy(x, targets))
         del logits
         count = max(total // math.prod(IMAGE), 1)
         elements = count * math.prod(IMAGE)
         images = torch.randn(count, *IMAGE, device=device).to(dtype).requires_grad_()
         norm = torch.nn.BatchNorm2d(IMAGE[0], device=device, dtype=dtype)
-        passes("BatchNorm", (3 * width, 9 * width), images, norm)
-        passes("max pooling", (5 * width // 4, 11 * width // 4), images, lambda x: F.max_pool2d(x, 3, 2, 1))
+        passes("BatchNorm", (3 * width, 8 * width), [images, *norm.parameters()], norm)
+        passes("max pooling", (5 * width // 4, 10 * width // 4), [images], lambda x: F.max_pool2d(x, 3, 2, 1))
         conv = torch.nn.Conv2d(IMAGE[0], IMAGE[0], 3, padding=1, bias=False, device=device, dtype=dtype)
-        passes("convolution 3 × 3", (2 * width, 8 * width), images, conv)
+        passes("convolution 3 × 3", (2 * width, 7 * width), [images, conv.weight], conv)
         del images, conv
         heads, size = HEADS
         for tokens in (1024, 4096):
@@ -125,25 +129,18 @@ def main():
             q, k, v = (torch.randn(samples, heads, tokens, size, device=device).to(dtype).requires_grad_() for _ in range(3))
             elements = q.numel()
             attention = lambda q: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-            def backward():
-                y = attention(q)
-                torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
-
-            name = f"causal attention over {tokens} tokens"
-            row(f"{name}, forward", dtype, 4 * width, lambda: attention(q))
-            row(f"{name}, forward and backward", dtype, 13 * width, backward)
+            passes(f"causal attention over {tokens} tokens", (4 * width, 12 * width), [q, k, v], attention)
             if tokens < 4096:
                 cos, sin = (torch.randn(tokens, size, device=device).to(dtype) for _ in range(2))
                 # As users write it.
                 rotate = lambda x: x * cos + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * sin
-                passes("rope", (2 * width, 5 * width), q, rotate)
+                passes("rope", (2 * width, 4 * width), [q], rotate)
             del q, k, v
         count = max(total // (heads * size), 1)
         elements = count * heads * size
         embedding = torch.nn.Embedding(CLASSES, heads * size, device=device, dtype=dtype)
         indices = torch.randint(CLASSES, (count,), device=device)
-        passes("embedding", (2 * width, 4 * width), embedding.weight, lambda weight: F.embedding(indices, weight))
+        passes("embedding", (2 * width, 3 * width), [embedding.weight], lambda weight: F.embedding(indices, weight))
         elements = total
 
 
