@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod arrange;
 #[doc(hidden)]
 pub mod borrow;
 pub mod collate;
