@@ -70,7 +70,7 @@ for line in sys.stdin:
   done
   cp scripts/gpu_suite.sh "$pack/gpu_suite/"
   cp scripts/compare/{step_pytorch,bandwidth_pytorch,gpt,gpu_trace}.py "$pack/gpu_suite/"
-  cc -O2 -shared -fPIC -I "$CUDA_HOME/include" -o "$pack/gpu_suite/gpu_trace.so" scripts/compare/gpu_trace.c \
+  cc -O2 -shared -fPIC -I "$CUDA_HOME/include" -o "$pack/gpu_suite/libgpu_trace.so" scripts/compare/gpu_trace.c \
     -L "$CUDA_HOME/lib64" -l:libcupti.so.13
   git rev-parse --short HEAD >"$pack/gpu_suite/commit"
   echo "$features, compute capability $CUDA_COMPUTE_CAP" >"$pack/gpu_suite/features"
@@ -90,7 +90,7 @@ library_path() {
 import glob, site, sys
 for folder in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
     print(*glob.glob(folder + "/nvidia/*/lib"), *glob.glob(folder + "/torch/lib"), sep="\n")' 2>/dev/null | sort -u)
-  for name in $(ldd "$bin/gpu" "$here/gpu_trace.so" 2>/dev/null |
+  for name in $(ldd "$bin/gpu" "$here/libgpu_trace.so" 2>/dev/null |
     awk '/not found/ || $1 ~ /^lib(nccl|cudnn|cublas|cublasLt|curand|nvrtc|cudart|cupti)\./ { print $1 }' | sort -u) libcuda.so.1; do
     # shellcheck disable=SC2086  # a list of folders
     found=$([ -z "$folders" ] || find $folders -name "$name" 2>/dev/null | head -n 1)
@@ -234,7 +234,7 @@ all_ended() {
 FAULTS='death|late_rank|stopped|messages_with_a_rank|mismatched|elastic|communicators_end|ends_with_its_group'
 
 tests() {
-  each gpu_layers 60 < <(names gpu_layers .)
+  CANDLE_DDP_CUBLASLT=1 each gpu_layers 60 < <(names gpu_layers .)
   CANDLE_DDP_CUDNN=0 VARIANT=without-cudnn each gpu_layers 60 < <(names gpu_layers 'conv|images|resnet|address')
   CANDLE_DDP_CUBLASLT=0 VARIANT=without-cublaslt each gpu_layers 60 < <(names gpu_layers 'linear|biases')
   CANDLE_DDP_CUDNN_ATTENTION=0 VARIANT=without-cudnn-attention each gpu_layers 60 < <(names gpu_layers 'attention')
@@ -365,7 +365,7 @@ profile() {
         *-channels_last) continue ;;
       esac
       # shellcheck disable=SC2016  # the inner shell expands it
-      GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/gpu_trace.so HERE=$here step "$name" 60 \
+      GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/libgpu_trace.so HERE=$here step "$name" 60 \
         bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
         "$bin/ddprun" --nproc-per-node 1 "$bin/step" --steps "$count" --modes ddp "${arguments[@]}" --no-phases || true
     done

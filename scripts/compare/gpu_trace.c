@@ -1,8 +1,8 @@
 // Records what a process has a GPU do: each kernel, copy and memset with its time and stream, and the number and time of the
 // driver's calls. CUDA loads it into any program:
 //
-//     cc -O2 -shared -fPIC -I CUDA/include -o gpu_trace.so scripts/compare/gpu_trace.c -L CUDA/lib64 -l:libcupti.so.13
-//     GPU_TRACE=trace.tsv CUDA_INJECTION64_PATH=./gpu_trace.so PROGRAM
+//     cc -O2 -shared -fPIC -I CUDA/include -o libgpu_trace.so scripts/compare/gpu_trace.c -L CUDA/lib64 -l:libcupti.so.13
+//     GPU_TRACE=trace.tsv CUDA_INJECTION64_PATH=./libgpu_trace.so PROGRAM
 //
 // Written by rank 0 alone, when it exits: a line for each kernel (K), copy (C) and memset (S) with start and end in ns, stream,
 // threads or bytes, and name; and for each call (A) with start and end, thread and name.

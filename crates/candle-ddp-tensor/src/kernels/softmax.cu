@@ -253,8 +253,7 @@ __device__ inline double factor_of_rest(double scale) { return isinf(scale) ? 1 
 
 // tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64) or null, pairs (f64) for each sample:
 // its loss, and the weight of its target; and the factor of sums over samples and the sum of all weights (f64), or null. With these, the
-// gradients of the logits are written over them. What is between rows stays as it is. A few warps per sample, and at most as many samples at a
-// time as there are blocks for, so that the rows that are read again are still in the GPU's cache.
+// gradients of the logits are written over them. What is between rows stays as it is. A few warps per sample.
 template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;

@@ -4,16 +4,8 @@ use crate::cross_entropy::{CrossEntropyOptions, Reduction};
 use crate::embedding::wide_indices;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::accumulator;
-use candle_ddp_tensor::kernels::{
-    self, Address, Grid, Kernel, Launch, Output, THREADS, Temporary, address, address_or_none,
-};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, address_or_none};
 use std::ops::Range;
-
-/// The bytes of logits that blocks replace by their gradients at a time: what the cache of a large GPU keeps from the first reading of a
-/// row to the second.
-const CACHED: usize = 32 << 20;
-/// But at least so many blocks, which keep every GPU busy.
-const BLOCKS: usize = 264;
 
 pub(super) struct Losses<'a> {
     layer: &'a Layer,
@@ -50,13 +42,11 @@ impl<'a> Losses<'a> {
 
     /// Calculates the losses of some samples from their logits, which their gradients replace if these are wanted.
     pub(super) fn launch(&self, logits: &Output, samples: Range<usize>, with_gradients: bool) -> Result<()> {
-        let Layer { ref device, classes, stride, .. } = *self.layer;
+        let Layer { ref device, classes, .. } = *self.layer;
         let (dtype, logits) = (self.layer.dtype(), logits.address()?);
         let vector = Address::vector(&[logits], 0, dtype);
         let lanes = kernels::lanes(classes, vector);
-        let all = kernels::blocks_of_rows(samples.len(), lanes);
-        let of_block = THREADS as usize / lanes * stride * dtype.size_in_bytes();
-        let blocks = if with_gradients { all.min((CACHED / of_block).max(BLOCKS)) } else { all };
+        let blocks = kernels::blocks_of_rows(samples.len(), lanes);
         let tensors = [
             logits,
             address(&self.targets)?.skip(samples.start, DType::I64),
