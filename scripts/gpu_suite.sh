@@ -93,7 +93,7 @@ for folder in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
   for name in $(ldd "$bin/gpu" "$here/libgpu_trace.so" 2>/dev/null |
     awk '/not found/ || $1 ~ /^lib(nccl|cudnn|cublas|cublasLt|curand|nvrtc|cudart|cupti)\./ { print $1 }' | sort -u) libcuda.so.1; do
     # shellcheck disable=SC2086  # a list of folders
-    found=$([ -z "$folders" ] || find $folders -name "$name" 2>/dev/null | head -n 1)
+    found=$({ [ -z "$folders" ] || find $folders -name "$name" 2>/dev/null || true; } | head -n 1)
     [ -n "$found" ] && dirname "$found"
     [ -n "$found" ] || found=$(ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF; exit }')
     if [ -z "$found" ]; then
