@@ -130,7 +130,7 @@ fn norms(table: &Table, size: usize, dtype: DType) -> Result<()> {
         // The gradient and x are read, and the gradient of x is written.
         table.both(name, dtype, [2 * bytes, 5 * bytes], || layer.forward(&x))?;
     }
-    // The gradient of the sum is that of its norm alone.
+    // Only the norm passes a gradient to the sum.
     table.both("Add & Norm", dtype, [4 * bytes, 7 * bytes], || Ok(layer.add_norm(&x, &residual)?.1))
 }
 
@@ -147,7 +147,7 @@ fn layers(table: &Table, dtype: DType) -> Result<()> {
     let dropout = nn::Dropout::new(0.1);
     table.both("dropout", dtype, [2 * bytes, 4 * bytes], || dropout.forward(&rows, true))?;
     drop(rows);
-    // 8192 tokens beside 64 million elements.
+    // 8192 tokens, which have far more logits than 64 million.
     let count = ((128.0 * table.options.millions) as usize).max(1);
     let (logits, targets) = (x(count, CLASSES)?, Tensor::arange(0, count as u32, table.device)?);
     let table = Table { elements: count * CLASSES, copy: table.copy.clone(), ..*table };

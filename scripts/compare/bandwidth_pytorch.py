@@ -106,7 +106,7 @@ def main():
         passes("softmax", (2 * width, 5 * width), [x], lambda x: F.softmax(x, -1))
         passes("dropout", (2 * width, 4 * width), [x], lambda x: F.dropout(x, 0.1))
         del x
-        # 8192 tokens beside 64 million elements.
+        # 8192 tokens, which have far more logits than 64 million.
         count, total = max(int(128 * options.millions), 1), elements
         elements = count * CLASSES
         logits = torch.randn(count, CLASSES, device=device).to(dtype).requires_grad_()

@@ -26,6 +26,22 @@ def short(name):
     return re.sub(r"\(.*", "", name)[:90].replace("|", "/")
 
 
+def print_kernels(kernels, steps, span):
+    """Prints the means of so many steps, which took `span` ns, from the beginnings, ends and names of what the GPU did."""
+    totals = collections.defaultdict(lambda: [0, 0])
+    busy, until, span = 0, 0, span / steps / 1e6
+    for start, end, name in sorted(kernels):
+        of = totals[short(name)]
+        of[0] += 1
+        of[1] += end - start
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    print(f"step {span:.2f} ms, the GPU is busy for {busy / steps / 1e6:.2f} ms, {len(kernels) / steps:.0f} kernels and copies\n")
+    print("| kernel | count | ms | share |\n|---|---|---|---|")
+    for name, (count, time) in sorted(totals.items(), key=lambda of: -of[1][1])[:40]:
+        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e6:.3f} | {100 * time / steps / 1e6 / span:.1f} % |")
+
+
 def main():
     work, calls = [], []
     with open(sys.argv[1]) as file:
@@ -47,19 +63,7 @@ def main():
     first, last = work[ends[0]][1], work[ends[-1]][1]
     chosen = work[ends[0] + 1 : ends[-1] + 1]
     names = demangled(sorted({of[5] for of in chosen}))
-    kernels = collections.defaultdict(lambda: [0, 0])
-    busy, until = 0, 0
-    for start, end, _, _, _, name in chosen:
-        of = kernels[short(names[name])]
-        of[0] += 1
-        of[1] += end - start
-        busy += max(0, end - max(start, until))
-        until = max(until, end)
-    span = (last - first) / steps / 1e6
-    print(f"step {span:.2f} ms, the GPU is busy for {busy / steps / 1e6:.2f} ms, {len(chosen) / steps:.0f} kernels and copies\n")
-    print("| kernel | count | ms | share |\n|---|---|---|---|")
-    for name, (count, time) in sorted(kernels.items(), key=lambda of: -of[1][1])[:40]:
-        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e6:.3f} | {100 * time / steps / 1e6 / span:.1f} % |")
+    print_kernels([(start, end, names[name]) for start, end, _, _, _, name in chosen], steps, last - first)
     host = collections.defaultdict(lambda: [0, 0])
     for start, end, _, _, _, name in calls:
         if first <= start < last:

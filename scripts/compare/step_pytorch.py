@@ -10,7 +10,6 @@ With --no-phases, a step waits for the GPU once. The loss is a part of the compi
 steps are printed too; their times are then a little longer.
 """
 
-import collections
 import json
 import os
 import resource
@@ -263,20 +262,11 @@ def slowest(times):
 
 
 def print_kernels(profiler, steps):
-    """Prints the kernels, copies and memsets of a step, as gpu_trace.py does for candle-ddp."""
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    busy, until = 0, 0
-    for event in sorted(kernels, key=lambda event: event.time_range.start):
-        busy += max(0, event.time_range.end - max(event.time_range.start, until))
-        until = max(until, event.time_range.end)
-    totals = collections.defaultdict(lambda: [0, 0])
-    for event in kernels:
-        of = totals[gpu_trace.short(event.name)]
-        of[0], of[1] = of[0] + 1, of[1] + event.time_range.end - event.time_range.start
-    print(f"the GPU is busy for {busy / steps / 1e3:.2f} ms of a step, {len(kernels) / steps:.0f} kernels and copies\n")
-    print("| kernel | count | ms |\n|---|---|---|")
-    for name, (count, time) in sorted(totals.items(), key=lambda of: -of[1][1])[:40]:
-        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e3:.3f} |")
+    """Prints the kernels, copies and memsets of a step, whose times are in us."""
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [(1e3 * event.time_range.start, 1e3 * event.time_range.end, event.name) for event in events]
+    span = max((end for _, end, _ in kernels), default=0) - min((start for start, _, _ in kernels), default=0)
+    gpu_trace.print_kernels(kernels, steps, span)
 
 
 def main():

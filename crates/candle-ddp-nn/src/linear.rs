@@ -19,8 +19,8 @@ use candle_nn::{Init, VarBuilder};
 /// (`weight` of shape (out, in), `bias` of shape (out)). Made by [`linear`] and [`linear_no_bias`].
 ///
 /// Takes tensors of one or more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16
-/// and bf16 are multiplied and added in f32. The bias is added inside the matrix product; on CUDA by cuBLASLt, or, where it
-/// does not offer that, a kernel writes it to the output first.
+/// and bf16 are multiplied and added in f32. The bias is added inside the matrix product; on CUDA, cuBLASLt
+/// adds it in large products, and in others a kernel writes it to the output first.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,

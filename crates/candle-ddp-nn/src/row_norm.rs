@@ -61,7 +61,7 @@ fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centr
     y.to_dtype(x.dtype())
 }
 
-/// A norm without its input. The parameters have the dtype `accumulator`, or on GPUs that of the input.
+/// A norm without its input. The parameters have the dtype `accumulator`; on GPUs they may have the dtype of the input.
 struct Norm {
     weight: Tensor,
     bias: Option<Tensor>,

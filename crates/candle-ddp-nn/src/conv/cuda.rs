@@ -49,7 +49,7 @@ pub(super) fn forward(
     Ok(y)
 }
 
-/// The gradient of x, of shape `shape`, from that of y; formats are as in [`forward`]. For transposed convolutions, whose forward pass
+/// The gradient of x, of shape `shape`, from the gradient of y; formats are as in [`forward`]. For transposed convolutions, whose forward pass
 /// this is, a bias is added.
 pub(super) fn backward_data(
     (geometry, format): (&Geometry, MemoryFormat),

@@ -82,7 +82,7 @@ pub(super) fn convolution(
     if format == wanted { Ok(result) } else { to_memory_format(&result, wanted) }
 }
 
-/// What the forward pass is, and the gradient of x.
+/// The kinds of the forward pass and of the gradient of x.
 fn kinds(transposed: bool) -> [Convolve; 2] {
     match transposed {
         false => [Convolve::Forward, Convolve::BackwardData],

@@ -20,15 +20,10 @@ pub(crate) fn forward(
     let (device, dtype) = (x.device().as_cuda_device()?, x.dtype());
     let y = if features == 0 { Output::zeros(device, dtype, shape) } else { Output::new(device, dtype, shape) }?;
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let factors = [factor(address(x)?, false), factor(address(weight)?, true)];
+    let (x, weight, extents) = (address(x)?, address(weight)?, [rows, out, features]);
+    let (factors, c) = ([factor(x, false), factor(weight, true)], target(y.address()?, dtype));
     if let Some(bias) = &bias
-        && with_epilogue(
-            device,
-            [rows, out, features],
-            factors,
-            target(y.address()?, dtype),
-            Epilogue::Bias(address(bias)?),
-        )?
+        && with_epilogue(device, extents, factors, c, Epilogue::Bias(address(bias)?))?
     {
         return Ok(y);
     }
@@ -39,13 +34,9 @@ pub(crate) fn forward(
         let launch = Launch { kernel: Kernel::RepeatRow, dtype, grid, tensors: &tensors, numbers, reals: &[] };
         kernels::launch(device, launch)?;
     }
-    let (x, weight) = (address(x)?, address(weight)?);
     match Uneven::new(device, dtype, (rows, features, out)).filter(|_| bias.is_none()) {
         Some(uneven) => uneven.forward(x, weight, y.address()?)?,
-        None => {
-            let c = Target { accumulate: bias.is_some(), ..target(y.address()?, dtype) };
-            product(device, [rows, out, features], dtype, [factor(x, false), factor(weight, true)], c)?;
-        }
+        None => product(device, extents, dtype, factors, Target { accumulate: bias.is_some(), ..c })?,
     }
     Ok(y)
 }

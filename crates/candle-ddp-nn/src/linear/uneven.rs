@@ -8,7 +8,7 @@ use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Temporary}
 /// Products with fewer rows, features or outputs take less time than the copy saves.
 const LARGE: [usize; 3] = [64, 256, 1024];
 
-/// Whether the rows of a product's output begin at such addresses, and it is large enough for a copy to help.
+/// Whether the rows of a product's output begin at addresses that suit only slow kernels, and the product is large enough for a copy to help.
 pub(crate) fn is_uneven(dtype: DType, (rows, features, out): Extents) -> bool {
     let vector = Address::vector(&[], 0, dtype);
     let is_large = [rows, features, out].iter().zip(LARGE).all(|(extent, large)| *extent >= large);

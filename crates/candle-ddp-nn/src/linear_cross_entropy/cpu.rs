@@ -71,7 +71,7 @@ fn run<T: Element>(
     Ok((loss * losses.scale, Gradients { sums, shapes, factor }))
 }
 
-/// The gradients of the arguments, if that of the loss is 1, without a factor.
+/// The gradients of the arguments for a loss with the gradient 1, without the factor.
 struct Gradients<T: Element> {
     sums: [Option<Vec<T::Real>>; 3],
     shapes: Vec<Shape>,

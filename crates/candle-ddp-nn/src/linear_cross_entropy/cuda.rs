@@ -38,7 +38,7 @@ pub(super) fn linear_cross_entropy(head: &Head, targets: &Tensor, options: &Cros
     apply(&head.arguments(), loss.into_result(), Gradients { kept, scale, shapes })
 }
 
-/// What the backward pass computes with: gradients for a sum of losses whose gradient is 1.
+/// The backward pass scales or multiplies these gradients, which belong to a sum of losses with the gradient 1.
 enum Kept {
     /// Of the logits of all rows, and the layer that has made these.
     Logits(Layer, Tensor),

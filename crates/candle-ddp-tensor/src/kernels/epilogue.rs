@@ -1,12 +1,12 @@
 //! Products of matrices by cuBLASLt, which adds the bias of a linear layer to the result while it is at hand, or sums the bias's gradient
 //! while it reads the result's. The algorithm for each shape is chosen once, by its heuristics, and kept.
-use super::address::stream_of;
-use super::launches::{Address, Epilogue, Factor, Product};
+use super::handles::{Handles, with_handle};
+use super::launches::{Address, Epilogue, Product};
+use super::product::{leading, operation};
 use super::temporary::Temporary;
 use crate::{Error, Result};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{CudaDevice, DType};
-use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::result;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
@@ -14,9 +14,7 @@ use cudarc::cublaslt::sys::{
     cublasStatus_t, cudaDataType,
 };
 use cudarc::driver::CudaStream;
-use std::cell::RefCell;
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::rc::Rc;
@@ -77,17 +75,12 @@ pub fn product_with(device: &CudaDevice, product: Product, epilogue: Epilogue) -
         epilogue: epilogue.kind(),
         alignments: [a.address.0, b.address.0, c.address.0, numbers].map(aligned),
     };
-    with_handle(device, |handle| {
+    with_handle("cuBLASLt", &HANDLES, Handle::new, device, |handle| {
         let Some(plan) = handle.plan(key, numbers)? else { return Ok(false) };
         let workspace = Temporary::new(device, DType::U8, plan.workspace)?;
         plan.run(handle, [a.address, b.address, c.address], numbers, workspace.address()?)?;
         Ok(true)
     })
-}
-
-/// The distance from one row of a factor in memory to the next.
-fn leading(factor: Factor, rows: usize, columns: usize) -> usize {
-    factor.row.unwrap_or(if factor.transposed { rows } else { columns })
 }
 
 /// What an algorithm depends on.
@@ -104,6 +97,7 @@ struct Key {
 }
 
 impl Key {
+    /// cudarc's bindings of cuBLASLt have a type of their own for this.
     fn data_type(&self) -> cudaDataType {
         match self.dtype {
             DType::F16 => cudaDataType::CUDA_R_16F,
@@ -157,10 +151,6 @@ impl Plan {
             matrices: [null_mut(); 3],
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
-        };
-        let operation = |is_transposed| match is_transposed {
-            true => cublasOperation_t::CUBLAS_OP_T,
-            false => cublasOperation_t::CUBLAS_OP_N,
         };
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, operation(key.transposed[1]))?;
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, operation(key.transposed[0]))?;
@@ -293,18 +283,5 @@ impl Handle {
 }
 
 thread_local! {
-    /// The handles of this thread, by their streams, whose addresses stay taken as long as these are here.
-    static HANDLES: RefCell<HashMap<(usize, usize), Handle>> = RefCell::default();
-}
-
-/// Calls `f` with this thread's handle for the device's stream, whose context is bound.
-fn with_handle<T>(device: &CudaDevice, f: impl FnOnce(&mut Handle) -> Result<T>) -> Result<T> {
-    let stream = device.cuda_stream();
-    stream.context().bind_to_thread().map_err(|error| failure("binding the context", &error))?;
-    HANDLES.with_borrow_mut(|handles| {
-        f(match handles.entry(stream_of(device)) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(Handle::new(stream)?),
-        })
-    })
+    static HANDLES: Handles<Handle> = Handles::default();
 }

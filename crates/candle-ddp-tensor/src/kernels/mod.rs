@@ -24,6 +24,8 @@ mod cudnn;
 mod epilogue;
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod handles;
 #[cfg(feature = "host")]
 pub mod host;
 mod launches;

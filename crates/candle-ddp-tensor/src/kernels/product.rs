@@ -84,12 +84,7 @@ fn enqueue(device: &CudaDevice, blas: &CudaBlas, product: Product, [alpha, beta]
     };
     let (factors, result) = (data_type(dtype), data_type(c.dtype));
     // cuBLAS is column-major, so it computes cᵀ = bᵀ · aᵀ.
-    let operation = |factor: Factor| match factor.transposed {
-        true => cublasOperation_t::CUBLAS_OP_T,
-        false => cublasOperation_t::CUBLAS_OP_N,
-    };
-    let a_leading = a.row.unwrap_or(if a.transposed { m } else { k });
-    let b_leading = b.row.unwrap_or(if b.transposed { k } else { n });
+    let (a_leading, b_leading) = (leading(a, m, k), leading(b, k, n));
     let [a_stride, b_stride, c_stride] =
         [(a.stride, m * k), (b.stride, k * n), (c.stride, m * n)].map(|(stride, dense)| stride.unwrap_or(dense) as i64);
     let failed = |error: &dyn Display| failure(&product, error);
@@ -101,8 +96,8 @@ fn enqueue(device: &CudaDevice, blas: &CudaBlas, product: Product, [alpha, beta]
         unsafe {
             gemm_strided_batched_ex(
                 *blas.handle(),
-                operation(b),
-                operation(a),
+                operation(b.transposed),
+                operation(a.transposed),
                 int(n)?,
                 int(m)?,
                 int(k)?,
@@ -128,6 +123,18 @@ fn enqueue(device: &CudaDevice, blas: &CudaBlas, product: Product, [alpha, beta]
         .map_err(|error| failed(&error))?;
     }
     Ok(())
+}
+
+/// The distance from one row in memory of a factor of `rows` × `columns` to the next.
+pub(super) fn leading(factor: Factor, rows: usize, columns: usize) -> usize {
+    factor.row.unwrap_or(if factor.transposed { rows } else { columns })
+}
+
+pub(super) fn operation(is_transposed: bool) -> cublasOperation_t {
+    match is_transposed {
+        true => cublasOperation_t::CUBLAS_OP_T,
+        false => cublasOperation_t::CUBLAS_OP_N,
+    }
 }
 
 fn data_type(dtype: DType) -> cudaDataType {

@@ -28,7 +28,7 @@ pub(super) struct Layer {
     pub(super) rows: usize,
     features: usize,
     pub(super) classes: usize,
-    /// The elements from the beginning of one row of logits to that of the next: classes and padding.
+    /// The number of elements in a row of logits, with its padding.
     pub(super) stride: usize,
 }
 

@@ -34,14 +34,15 @@ const OLDEST: usize = 91_002;
 const WHOLE_BLOCKS: usize = 91_500;
 const BLOCK: usize = 128;
 
-/// Warns once that a newer version would serve the backward pass of attention over so many keys.
-pub(super) fn warn_of_old(version: usize, keys: usize) {
+/// Warns once if a newer version would serve the backward pass that this version does not.
+pub(super) fn warn_of_old(version: usize, capability: i32, is_backward: bool, shape: &AttendShape) {
     static SAID: Once = Once::new();
-    if (OLDEST..=WHOLE_BLOCKS).contains(&version) && !keys.is_multiple_of(BLOCK) {
+    if is_backward && version >= OLDEST && is_served(WHOLE_BLOCKS + 1, capability, is_backward, shape) {
         SAID.call_once(|| {
             log::warn!(
-                "attention's backward pass over {keys} keys runs without cuDNN, several times as long: cuDNN {}.{}.{} is right for \
+                "attention's backward pass over {} keys runs without cuDNN, several times as long: cuDNN {}.{}.{} is right for \
                  multiples of {BLOCK} keys only. Install 9.15.1 or later, or pad the keys",
+                shape.keys,
                 version / 10_000,
                 version / 100 % 100,
                 version % 100

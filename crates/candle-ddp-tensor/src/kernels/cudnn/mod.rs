@@ -6,7 +6,7 @@ mod descriptor;
 mod graph;
 mod workspace;
 
-use super::address::stream_of;
+use super::handles::{self, Handles};
 use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve};
 use super::temporary::Temporary;
 use crate::{Error, Result};
@@ -18,7 +18,6 @@ use cudarc::cudnn::sys::{cudnnHandle_t, cudnnMathType_t};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUdevice_attribute;
 use descriptor::{Descriptors, failure};
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -115,9 +114,7 @@ impl Handle {
         let plan = match attention::is_served(self.version, capability, is_backward, shape) {
             true => attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, is_backward, shape))?,
             false => {
-                if is_backward {
-                    attention::warn_of_old(self.version, shape.keys);
-                }
+                attention::warn_of_old(self.version, capability, is_backward, shape);
                 None
             }
         };
@@ -136,24 +133,11 @@ impl Handle {
 }
 
 thread_local! {
-    /// The handles of this thread, by their streams, whose addresses stay taken as long as these are here.
-    static HANDLES: RefCell<HashMap<(usize, usize), Handle>> = RefCell::default();
+    static HANDLES: Handles<Handle> = Handles::default();
 }
 
-/// Calls `f` with this thread's handle for the device's stream, whose context is bound.
 fn with_handle<T>(device: &CudaDevice, f: impl FnOnce(&mut Handle) -> Result<T>) -> Result<T> {
-    let stream = device.cuda_stream();
-    stream.context().bind_to_thread().map_err(|error| Error::Kernel {
-        file: "cuDNN",
-        operation: "binding the context".into(),
-        reason: error.to_string(),
-    })?;
-    HANDLES.with_borrow_mut(|handles| {
-        f(match handles.entry(stream_of(device)) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Handle::new(stream)?),
-        })
-    })
+    handles::with_handle("cuDNN", &HANDLES, Handle::new, device, f)
 }
 
 /// cuDNN's own default for f32 is TF32.
