@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/bf16.safetensors: outputs and gradients of torch.nn.functional in bf16.
+"""Writes crates/candle-ddp-nn/tests/golden/bf16.safetensors: outputs and gradients of torch.nn.functional in bf16.
 
     pip install torch safetensors
     python3 scripts/golden_bf16.py
 
-tests/golden/README.md describes the file.
+The README.md next to it describes the file.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "bf16.safetensors"
+OUTPUT = pathlib.Path(__file__).parent.parent / "crates" / "candle-ddp-nn" / "tests" / "golden" / "bf16.safetensors"
 
 tensors = {}
 

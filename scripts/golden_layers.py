@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/layers.safetensors: outputs and gradients of torch.nn.functional.
+"""Writes crates/candle-ddp-nn/tests/golden/layers.safetensors: outputs and gradients of torch.nn.functional.
 
     pip install torch safetensors
     python3 scripts/golden_layers.py
 
-tests/golden/README.md describes the file.
+The README.md next to it describes the file.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "layers.safetensors"
+OUTPUT = pathlib.Path(__file__).parent.parent / "crates" / "candle-ddp-nn" / "tests" / "golden" / "layers.safetensors"
 
 tensors = {}
 

@@ -10,6 +10,8 @@ mod port;
 mod process;
 mod skip;
 #[allow(unused_imports)] // as above
+pub(crate) use candle_ddp_testing::{assert_close, fill, floats, tensor, values, var};
+#[allow(unused_imports)]
 pub(crate) use port::free_port;
 #[allow(unused_imports)]
 pub(crate) use process::{ddprun, example, test_arguments, test_process};
@@ -19,37 +21,6 @@ pub(crate) use skip::{skip, skip_unless};
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300) }, work)
-}
-
-/// Returns reproducible values in -1..1, different for every seed.
-pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x1234_5678_9abc_def1);
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    next();
-    (0..count).map(|_| next()).collect()
-}
-
-pub(crate) fn tensor(shape: &[usize], seed: u64) -> Tensor {
-    Tensor::from_vec(values(shape.iter().product(), seed), shape, &Device::Cpu).unwrap()
-}
-
-/// Fills the variables of `varmap` with values that depend on `seed` and on each variable's name.
-pub(crate) fn fill(varmap: &VarMap, seed: u64) {
-    for (name, var) in varmap.data().lock().unwrap().iter() {
-        let seed = name.bytes().fold(seed, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)));
-        let value = (tensor(var.dims(), seed) * 0.3).unwrap().to_dtype(var.dtype()).unwrap();
-        let value = value.to_device(var.device()).unwrap();
-        var.set(&value).unwrap();
-    }
-}
-
-pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// Returns the peak memory of `work` in addition to the memory that this process already uses.
@@ -64,20 +35,6 @@ pub(crate) fn peak_memory<T>(work: impl FnOnce() -> T) -> u64 {
     let peak = kilobytes("VmHWM").saturating_sub(before) * 1024;
     drop(result);
     peak
-}
-
-pub(crate) fn var(varmap: &VarMap, name: &str) -> Var {
-    varmap.data().lock().unwrap()[name].clone()
-}
-
-/// Asserts that two lists of values are equal within a tolerance relative to the largest value.
-#[track_caller]
-pub(crate) fn assert_close(actual: &[f32], expected: &[f32], tolerance: f32, what: &str) {
-    assert_eq!(actual.len(), expected.len(), "{what}");
-    let largest = expected.iter().fold(1e-6f32, |largest, value| largest.max(value.abs()));
-    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
-        assert!((a - e).abs() <= tolerance * largest, "{what}: element {index} is {a}, expected {e}");
-    }
 }
 
 /// Adds the number of previous forward passes to its input, and counts this one.

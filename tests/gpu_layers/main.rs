@@ -12,8 +12,6 @@ mod channels_last;
 mod channels_last_models;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../common/layers/mod.rs"]
-mod layers;
 mod operations;
 mod sizes;
 
@@ -22,6 +20,7 @@ use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, Embedding, Linear, MaxPool2dOptions, add, avg_pool2d,
     cross_entropy, max_pool2d, relu, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, softmax,
 };
+use candle_ddp_testing::layers;
 use candle_nn::Conv2dConfig;
 use common::{assert_close, floats, skip_unless, tensor};
 

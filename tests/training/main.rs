@@ -5,8 +5,6 @@ mod cache_files;
 mod common;
 #[path = "../common/http_server.rs"]
 mod http_server;
-#[path = "../common/layers/mod.rs"]
-mod layers;
 #[path = "../golden/model.rs"]
 mod model;
 #[path = "../common/programs.rs"]
@@ -25,7 +23,6 @@ mod amp_grad_scaler;
 mod amp_scaled;
 mod answers;
 mod autocast;
-mod candle_gradients;
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_file;
@@ -53,14 +50,8 @@ mod loader_epochs;
 mod loader_state;
 mod messages;
 mod nan_check;
-mod nn_bf16;
 mod nn_checkpoint;
-mod nn_conv;
 mod nn_dropout;
-mod nn_layers;
-mod nn_loss;
-mod nn_norms;
-mod nn_pool;
 mod nn_sync_batch_norm;
 mod no_grad;
 mod optim_average;

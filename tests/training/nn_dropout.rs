@@ -1,27 +1,13 @@
-//! Dropout with reproducible masks.
-use crate::layers;
+//! Dropout's masks and the state of generators. The other tests of dropout are in candle-ddp-nn.
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::StateDict;
-use candle_ddp::nn::{Dropout, dropout};
+use candle_ddp::nn::dropout;
 use candle_ddp::seed::Generator;
-use std::sync::{Arc, Mutex};
-
-fn ones(count: usize) -> Tensor {
-    Tensor::ones(count, DType::F32, &Device::Cpu).unwrap()
-}
-
-fn values(t: &Tensor) -> Vec<f32> {
-    t.to_vec1().unwrap()
-}
-
-#[test]
-fn gradients_use_the_mask_of_the_forward_pass() {
-    layers::gradients_have_the_mask_of_the_forward_pass(&Device::Cpu);
-}
 
 #[test]
 fn masks_depend_on_seed_rank_and_state_only() {
-    let mask = |generator: &mut Generator| values(&dropout(&ones(100), 0.5, generator).unwrap());
+    let ones = Tensor::ones(100, DType::F32, &Device::Cpu).unwrap();
+    let mask = |generator: &mut Generator| dropout(&ones, 0.5, generator).unwrap().to_vec1::<f32>().unwrap();
     let (mut a, mut b) = (Generator::for_rank(3, 0), Generator::for_rank(3, 1));
     let first = mask(&mut a);
     assert!(first != mask(&mut b) && first == mask(&mut Generator::for_rank(3, 0)));
@@ -31,24 +17,4 @@ fn masks_depend_on_seed_rank_and_state_only() {
     let mut restored = Generator::for_rank(3, 0);
     restored.load_state_dict(&state).unwrap();
     assert_eq!(mask(&mut restored), second);
-}
-
-#[test]
-fn masks_come_from_the_generator() {
-    layers::masks_are_the_generators_numbers(&Device::Cpu);
-}
-
-#[test]
-fn it_is_a_drop_in_for_candles() {
-    let generator = Arc::new(Mutex::new(Generator::new(1)));
-    let layer = Dropout::with_generator(0.5, Arc::clone(&generator));
-    assert_eq!(values(&layer.forward(&ones(4), false).unwrap()), [1.0; 4]);
-    assert_eq!(generator.lock().unwrap().offset(), 0);
-    layer.forward(&ones(10), true).unwrap();
-    assert_eq!(generator.lock().unwrap().offset(), 3);
-    for p in [1.0, -0.1, f32::NAN] {
-        let error = dropout(&ones(4), p, &mut Generator::new(1)).unwrap_err().to_string();
-        assert!(error.contains("at least 0 and less than 1"), "{error}");
-    }
-    assert_eq!(values(&dropout(&ones(4), 0.0, &mut Generator::new(1)).unwrap()), [1.0; 4]);
 }

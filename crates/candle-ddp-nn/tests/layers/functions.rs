@@ -1,10 +1,9 @@
 //! Activations, embeddings, rotary embeddings and attention, compared with PyTorch and candle.
-use crate::common::{assert_close, floats, tensor};
-use crate::layers;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_ddp::nn::{
+use candle_ddp_nn::{
     AttentionOptions, embedding, gelu, gelu_erf, relu, rope, scaled_dot_product_attention, silu, softmax,
 };
+use candle_ddp_testing::{assert_close, floats, layers, tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 fn refused(result: Result<Tensor>, text: &str) {

@@ -1,6 +1,6 @@
 //! Layers and functions in bf16, compared with PyTorch's in bf16.
 use candle_core::{DType, Device, Module, Tensor, Var, safetensors};
-use candle_ddp::nn::{
+use candle_ddp_nn::{
     AttentionOptions, AvgPool2dOptions, Conv2d, Conv2dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding,
     InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, avg_pool2d, cross_entropy, gelu, gelu_erf,
     interpolate, log_softmax, max_pool2d, relu, scaled_dot_product_attention, silu, softmax,

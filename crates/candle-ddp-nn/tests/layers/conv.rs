@@ -1,7 +1,7 @@
 //! Linear layers, convolutions and batch normalisation, compared with PyTorch.
-use crate::layers;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_ddp::nn::{Linear, conv_transpose2d, conv2d, conv2d_no_bias};
+use candle_ddp_nn::{Linear, conv_transpose2d, conv2d, conv2d_no_bias};
+use candle_ddp_testing::layers;
 use candle_nn::{Conv2dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 
 #[test]

@@ -1,15 +1,16 @@
-//! Layers against PyTorch's, on any device, for the tests of the CPU and of GPUs.
+//! Layers against PyTorch's, on any device, for the tests of the CPU and of GPUs, whose names these functions have.
+#![allow(missing_docs)] // the names say it
 mod functions;
 mod golden;
 mod heads;
 mod norms;
 
-pub(crate) use functions::*;
-pub(crate) use heads::*;
-pub(crate) use norms::{add_norm_is_add_and_norm, layer_norm_matches_pytorch, rms_norm_matches_pytorch};
+pub use functions::*;
+pub use heads::*;
+pub use norms::{add_norm_is_add_and_norm, layer_norm_matches_pytorch, rms_norm_matches_pytorch};
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
-use candle_ddp::nn::{
+use candle_ddp_nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d,
     CrossEntropyOptions, Embedding, InterpolateMode, Linear, MaxPool2dOptions, Reduction, adaptive_avg_pool2d,
     avg_pool2d, cross_entropy_with, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
@@ -18,11 +19,11 @@ use candle_ddp::nn::{
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 use golden::{Parameters, check};
 
-pub(crate) fn linear_matches_pytorch(device: &Device) {
+pub fn linear_matches_pytorch(device: &Device) {
     check(device, "linear", |_, x| Linear::new(x[1].clone(), x.get(2).cloned()).forward(&x[0]));
 }
 
-pub(crate) fn convolutions_match_pytorch(device: &Device) {
+pub fn convolutions_match_pytorch(device: &Device) {
     let number = |case: &Parameters, name| case.numbers(name)[0];
     check(device, "conv2d", |case, x| {
         let [stride, padding, dilation, groups] =
@@ -50,7 +51,7 @@ pub(crate) fn convolutions_match_pytorch(device: &Device) {
     });
 }
 
-pub(crate) fn batch_norm_matches_pytorch(device: &Device) {
+pub fn batch_norm_matches_pytorch(device: &Device) {
     let layer = |x: &[Tensor]| {
         let features = x[1].elem_count();
         let statistic = |value: f64| (Tensor::ones(features, DType::F64, device)? * value)?.to_dtype(x[0].dtype());
@@ -61,14 +62,14 @@ pub(crate) fn batch_norm_matches_pytorch(device: &Device) {
     check(device, "batch_norm_add_relu", |case, x| layer(x)?.forward_add_relu_t(&x[0], &x[3], case.flag("train")));
 }
 
-pub(crate) fn max_pool2d_matches_pytorch(device: &Device) {
+pub fn max_pool2d_matches_pytorch(device: &Device) {
     check(device, "max_pool2d", |case: &Parameters, x| {
         let (stride, padding) = (Some(case.pair("stride")), case.pair("padding"));
         max_pool2d(&x[0], case.pair("kernel"), MaxPool2dOptions { stride, padding, ceil_mode: case.flag("ceil") })
     });
 }
 
-pub(crate) fn avg_pool2d_matches_pytorch(device: &Device) {
+pub fn avg_pool2d_matches_pytorch(device: &Device) {
     check(device, "avg_pool2d", |case, x| {
         let (stride, padding) = (Some(case.pair("stride")), case.pair("padding"));
         let (ceil_mode, count_include_pad) = (case.flag("ceil"), case.flag("count"));
@@ -76,18 +77,18 @@ pub(crate) fn avg_pool2d_matches_pytorch(device: &Device) {
     });
 }
 
-pub(crate) fn adaptive_avg_pool2d_matches_pytorch(device: &Device) {
+pub fn adaptive_avg_pool2d_matches_pytorch(device: &Device) {
     check(device, "adaptive_avg_pool2d", |case, x| adaptive_avg_pool2d(&x[0], case.pair("size")));
 }
 
-pub(crate) fn interpolate_matches_pytorch(device: &Device) {
+pub fn interpolate_matches_pytorch(device: &Device) {
     check(device, "nearest", |case, x| interpolate(&x[0], case.pair("size"), InterpolateMode::Nearest));
     check(device, "bilinear", |case, x| {
         interpolate(&x[0], case.pair("size"), InterpolateMode::Bilinear { align_corners: case.flag("align") })
     });
 }
 
-pub(crate) fn nan_is_the_maximum(device: &Device) {
+pub fn nan_is_the_maximum(device: &Device) {
     let x = Var::new(&[[[[1f32, f32::NAN, 5.0], [f32::NAN, 2.0, 3.0]]]], device).unwrap();
     let y = max_pool2d(&x, 2, MaxPool2dOptions { stride: Some((1, 1)), ..Default::default() }).unwrap();
     let grads = y.sum_all().unwrap().backward().unwrap();
@@ -97,14 +98,14 @@ pub(crate) fn nan_is_the_maximum(device: &Device) {
     assert_eq!(dx, [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]);
 }
 
-pub(crate) fn activations_match_pytorch(device: &Device) {
+pub fn activations_match_pytorch(device: &Device) {
     check(device, "relu", |_, x| relu(&x[0]));
     check(device, "gelu", |_, x| gelu(&x[0]));
     check(device, "gelu_erf", |_, x| gelu_erf(&x[0]));
     check(device, "silu", |_, x| silu(&x[0]));
 }
 
-pub(crate) fn embedding_matches_pytorch(device: &Device) {
+pub fn embedding_matches_pytorch(device: &Device) {
     check(device, "embedding", |_, x| {
         let indices: Vec<i64> = (0..12).map(|i| i * i % 7).collect();
         let indices = Tensor::from_vec(indices, (3, 4), device)?;
@@ -112,7 +113,7 @@ pub(crate) fn embedding_matches_pytorch(device: &Device) {
     });
 }
 
-pub(crate) fn attention_matches_pytorch(device: &Device) {
+pub fn attention_matches_pytorch(device: &Device) {
     check(device, "attention", |case, qkv| {
         let (queries, keys) = (qkv[0].dim(2)?, qkv[1].dim(2)?);
         let pairs = (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j)));
@@ -134,12 +135,12 @@ pub(crate) fn attention_matches_pytorch(device: &Device) {
     });
 }
 
-pub(crate) fn softmax_matches_pytorch(device: &Device) {
+pub fn softmax_matches_pytorch(device: &Device) {
     check(device, "softmax", |case, x| softmax(&x[0], case.numbers("dim")[0]));
     check(device, "log_softmax", |case, x| log_softmax(&x[0], case.numbers("dim")[0]));
 }
 
-pub(crate) fn cross_entropy_matches_pytorch(device: &Device) {
+pub fn cross_entropy_matches_pytorch(device: &Device) {
     check(device, "cross_entropy", |case, x| {
         let (shape, dtype) = (x[0].dims(), x[0].dtype());
         let classes = shape[1] as i64;

@@ -1,12 +1,12 @@
 //! Functions against closed forms, and against candle's.
-use crate::common::{assert_close, floats, tensor};
+use crate::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::nn::{Embedding, cross_entropy, dropout, rope, rope_i, rope_thd};
-use candle_ddp::seed::Generator;
+use candle_ddp_nn::{Embedding, cross_entropy, dropout, rope, rope_i, rope_thd};
+use candle_ddp_tensor::seed::Generator;
 use candle_nn::rotary_emb;
 
 /// A bf16 table whose rows are used so often that sums in bf16 would stop growing.
-pub(crate) fn embedding_adds_in_f32(device: &Device) {
+pub fn embedding_adds_in_f32(device: &Device) {
     let table = Var::from_tensor(&Tensor::zeros((3, 2), DType::BF16, device).unwrap()).unwrap();
     let indices = Tensor::ones(1000, DType::U32, device).unwrap();
     let y = Embedding::new(table.as_tensor().clone(), 2).forward(&indices).unwrap();
@@ -15,7 +15,7 @@ pub(crate) fn embedding_adds_in_f32(device: &Device) {
 }
 
 /// GPUs load several elements at once where a row's length allows, and add in tiles of 64 lookups.
-pub(crate) fn embeddings_of_any_size(device: &Device) {
+pub fn embeddings_of_any_size(device: &Device) {
     const ROWS: usize = 5;
     for (size, dtype) in [(8, DType::F32), (8, DType::BF16), (16, DType::F16), (5, DType::F32), (4, DType::F64)] {
         let numbers = |count: usize, by: usize| (0..count).map(|i| (i * by % 7) as f32).collect::<Vec<_>>();
@@ -40,7 +40,7 @@ pub(crate) fn embeddings_of_any_size(device: &Device) {
     }
 }
 
-pub(crate) fn rope_takes_the_place_of_candles(device: &Device) {
+pub fn rope_takes_the_place_of_candles(device: &Device) {
     // GPUs load four pairs at once, where rows allow.
     for half in [8, 3] {
         let tensor = |shape: &[usize], seed| tensor(shape, seed).to_device(device).unwrap();
@@ -62,7 +62,7 @@ pub(crate) fn rope_takes_the_place_of_candles(device: &Device) {
     }
 }
 
-pub(crate) fn large_logits_stay_finite(device: &Device) {
+pub fn large_logits_stay_finite(device: &Device) {
     let logits = Var::new(&[[1e4f32, -1e4, 0.0]], device).unwrap();
     let loss = cross_entropy(&logits, &Tensor::new(&[1i64], device).unwrap()).unwrap();
     assert_eq!(loss.to_scalar::<f32>().unwrap(), 2e4);
@@ -70,7 +70,7 @@ pub(crate) fn large_logits_stay_finite(device: &Device) {
     assert_eq!(grads.get(&logits).unwrap().to_vec2::<f32>().unwrap(), [[1.0, -1.0, 0.0]]);
 }
 
-pub(crate) fn without_samples_the_mean_is_nan(device: &Device) {
+pub fn without_samples_the_mean_is_nan(device: &Device) {
     let logits = Var::from_tensor(&tensor(&[2, 3], 1).to_device(device).unwrap()).unwrap();
     let loss = cross_entropy(&logits, &Tensor::new(&[-100i64, -100], device).unwrap()).unwrap();
     assert!(loss.to_scalar::<f32>().unwrap().is_nan());
@@ -81,7 +81,7 @@ pub(crate) fn without_samples_the_mean_is_nan(device: &Device) {
     assert!(empty.to_scalar::<f32>().unwrap().is_nan());
 }
 
-pub(crate) fn gradients_have_the_mask_of_the_forward_pass(device: &Device) {
+pub fn gradients_have_the_mask_of_the_forward_pass(device: &Device) {
     let mut generator = Generator::new(1);
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let x = Var::from_tensor(&Tensor::ones(10_000, dtype, device).unwrap()).unwrap();
@@ -97,7 +97,7 @@ pub(crate) fn gradients_have_the_mask_of_the_forward_pass(device: &Device) {
 
 /// Element i is dropped if number i of the generator is less than p × 2³², on every device and with any number of
 /// threads.
-pub(crate) fn masks_are_the_generators_numbers(device: &Device) {
+pub fn masks_are_the_generators_numbers(device: &Device) {
     let mut numbers = vec![0; 10_001];
     Generator::new(5).draw(numbers.len()).fill(0, &mut numbers);
     let ones = Tensor::ones(numbers.len() + 1, DType::F32, device).unwrap();

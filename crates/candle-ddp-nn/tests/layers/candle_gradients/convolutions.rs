@@ -1,7 +1,7 @@
 //! Convolutions with stride, padding, dilation and groups.
 use super::{Case, Error, Wrong, case};
-use crate::common::{assert_close, floats, tensor};
 use candle_core::Tensor;
+use candle_ddp_testing::{assert_close, floats, tensor};
 
 fn conv1d() -> Vec<Case> {
     const KERNEL: &str = "the gradient is a conv1d with a transposed kernel";

@@ -1,8 +1,8 @@
 //! The functions of `candle_ddp::nn` that replace candle's.
 use super::{Case, case};
 use candle_core::{Device, Module, Result, Tensor};
-use candle_ddp::nn::{
-    self, AttentionOptions, AvgPool2dOptions, Conv1d, Conv2d, ConvTranspose1d, InterpolateMode, LayerNorm,
+use candle_ddp_nn::{
+    self as nn, AttentionOptions, AvgPool2dOptions, Conv1d, Conv2d, ConvTranspose1d, InterpolateMode, LayerNorm,
     MaxPool2dOptions, RmsNorm,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig};

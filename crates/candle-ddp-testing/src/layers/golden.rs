@@ -1,7 +1,7 @@
-//! Compares layers with PyTorch's results in `tests/golden/layers.safetensors`, in all dtypes, contiguous or not.
-use crate::common::{assert_close, floats};
+//! Compares layers with PyTorch's results in `layers.safetensors` of candle-ddp-nn's tests, in all dtypes, contiguous or not.
+use crate::{assert_close, floats};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_ddp::nn::{MemoryFormat, to_memory_format};
+use candle_ddp_nn::{MemoryFormat, to_memory_format};
 use std::collections::{BTreeMap, HashMap};
 
 /// The parameters of a case, by name.
@@ -56,7 +56,7 @@ impl Parameters {
 /// Checks `function` on `device` in all its cases: `apply` gets a case's parameters and inputs.
 pub(crate) fn check(device: &Device, function: &str, apply: impl Fn(&Parameters, &[Tensor]) -> Result<Tensor>) {
     // Within the program, which may run where the repository is not.
-    let golden = include_bytes!("../../golden/layers.safetensors");
+    let golden = include_bytes!("../../../candle-ddp-nn/tests/golden/layers.safetensors");
     let mut cases: BTreeMap<String, HashMap<String, Tensor>> = BTreeMap::new();
     for (name, tensor) in candle_core::safetensors::load_buffer(golden, &Device::Cpu).unwrap() {
         let (case, result) = name.rsplit_once('|').unwrap();

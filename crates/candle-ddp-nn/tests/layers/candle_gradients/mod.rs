@@ -174,7 +174,7 @@ fn expand(name: &str) -> Vec<String> {
 
 #[test]
 fn the_documentation_names_every_operation_that_is_not_trained_right() {
-    let text = include_str!("../../../docs/migrating.md");
+    let text = include_str!("../../../../../docs/migrating.md");
     let section = text.split("## What candle does not train").nth(1).unwrap();
     let rows: Vec<Vec<&str>> =
         section.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('|').collect()).collect();

@@ -1,9 +1,9 @@
 //! Pooling and interpolation, compared with PyTorch.
-use crate::layers;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_ddp::nn::{
+use candle_ddp_nn::{
     AvgPool2dOptions, InterpolateMode, MaxPool2dOptions, adaptive_avg_pool2d, avg_pool2d, interpolate, max_pool2d,
 };
+use candle_ddp_testing::layers;
 
 #[test]
 fn max_pool2d_matches_pytorch() {

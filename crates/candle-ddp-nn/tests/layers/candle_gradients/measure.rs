@@ -1,8 +1,8 @@
 //! Compares candle's backward pass with central differences.
 use super::{Case, Error, Gradient, Missing, Refused, Right, Values, Wrong};
-use crate::common::values;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ddp_testing::values;
 
 /// Memory layout of the inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,11 +1,10 @@
 //! Softmax and cross entropy, compared with PyTorch.
-use crate::common::tensor;
-use crate::layers;
 use candle_core::{D, Device, Result, Tensor};
-use candle_ddp::nn::{
+use candle_ddp_nn::{
     CrossEntropyOptions, LinearCrossEntropyOptions, cross_entropy, cross_entropy_with, linear_cross_entropy,
     linear_cross_entropy_with, softmax, softmax_last_dim,
 };
+use candle_ddp_testing::{layers, tensor};
 
 #[test]
 fn softmax_matches_pytorch() {

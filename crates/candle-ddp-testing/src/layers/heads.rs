@@ -1,7 +1,7 @@
 //! `linear_cross_entropy` against a linear layer and `cross_entropy`.
-use crate::common::{assert_close, floats, tensor};
+use crate::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::nn::{
+use candle_ddp_nn::{
     CrossEntropyOptions, Linear, LinearCrossEntropyOptions, Reduction, cross_entropy_with, linear_cross_entropy,
     linear_cross_entropy_with, no_grad,
 };
@@ -67,7 +67,7 @@ impl Head {
 
 const DTYPES: [(DType, f32); 4] = [(DType::F64, 1e-6), (DType::F32, 2e-5), (DType::F16, 4e-3), (DType::BF16, 3e-2)];
 
-pub(crate) fn heads_match_linear_and_cross_entropy(device: &Device) {
+pub fn heads_match_linear_and_cross_entropy(device: &Device) {
     for (dtype, tolerance) in DTYPES {
         for (shape, classes) in [(&[2, 7, 8][..], 16), (&[13, 5], 37), (&[1, 3], 1)] {
             let head = Head::new(shape, classes, dtype, device);
@@ -115,7 +115,7 @@ fn compare(found: &[Vec<f32>], expected: &[Vec<f32>], tolerance: f32, what: &str
 }
 
 /// On a GPU, logits whose rows begin at no multiples of 16 bytes are padded if there are many.
-pub(crate) fn large_heads_match_linear_and_cross_entropy(device: &Device) {
+pub fn large_heads_match_linear_and_cross_entropy(device: &Device) {
     for (dtype, tolerance) in DTYPES {
         for (classes, chunk, has_bias) in [(1027, None, true), (1025, Some(66), false), (1031, Some(64), true)] {
             let head = Head::new(&[2, 65, 256], classes, dtype, device);
@@ -130,7 +130,7 @@ pub(crate) fn large_heads_match_linear_and_cross_entropy(device: &Device) {
 }
 
 /// Whatever is frozen gets no gradient, and changes nothing for the others.
-pub(crate) fn heads_may_be_frozen(device: &Device) {
+pub fn heads_may_be_frozen(device: &Device) {
     for chunk in [None, Some(3)] {
         let head = Head::new(&[7, 5], 11, DType::F32, device);
         let all = [&head.x, &head.weight, &head.bias];
@@ -160,7 +160,7 @@ pub(crate) fn heads_may_be_frozen(device: &Device) {
 }
 
 /// Probabilities that f16 could not hold after a division by the number of samples, under a scaled loss: those of the classes from 300 on.
-pub(crate) fn small_gradients_survive_in_f16(device: &Device) {
+pub fn small_gradients_survive_in_f16(device: &Device) {
     for chunk in [None, Some(500)] {
         let mut head = Head::new(&[1500, 8], 600, DType::F16, device);
         let bias: Vec<f32> = (0..600).map(|class| if class < 300 { 0.0 } else { -8.0 }).collect();
@@ -178,7 +178,7 @@ pub(crate) fn small_gradients_survive_in_f16(device: &Device) {
     }
 }
 
-pub(crate) fn heads_without_samples(device: &Device) {
+pub fn heads_without_samples(device: &Device) {
     for (dtype, chunk) in
         [DType::F32, DType::BF16].into_iter().flat_map(|dtype| [None, Some(2)].map(|chunk| (dtype, chunk)))
     {

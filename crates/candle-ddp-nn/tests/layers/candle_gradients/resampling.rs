@@ -1,7 +1,7 @@
 //! Pooling and interpolation.
 use super::{Case, Error, Wrong, case};
-use crate::common::{assert_close, floats, tensor};
 use candle_core::{Result, Tensor, Var};
+use candle_ddp_testing::{assert_close, floats, tensor};
 
 pub(super) fn cases() -> Vec<Case> {
     const STRIDE: &str = "not implemented where the stride is not the window";

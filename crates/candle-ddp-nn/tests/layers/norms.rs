@@ -1,8 +1,7 @@
 //! LayerNorm and RMSNorm, compared with PyTorch and used as drop-ins for candle's.
-use crate::common::{assert_close, fill, floats, tensor, var};
-use crate::layers;
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::nn::{RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
+use candle_ddp_nn::{RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
+use candle_ddp_testing::{assert_close, fill, floats, layers, tensor, var};
 use candle_nn::{VarBuilder, VarMap};
 
 #[test]

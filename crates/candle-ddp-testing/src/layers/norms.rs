@@ -1,11 +1,11 @@
 //! LayerNorm and RMSNorm against PyTorch's.
-use crate::common::{assert_close, floats, tensor};
+use crate::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var, safetensors};
-use candle_ddp::nn::{LayerNorm, RmsNorm, add, no_grad, relu};
+use candle_ddp_nn::{LayerNorm, RmsNorm, add, no_grad, relu};
 use std::collections::HashMap;
 
 fn golden(group: &str, device: &Device) -> HashMap<String, Tensor> {
-    let all = safetensors::load_buffer(include_bytes!("../../golden/nn.safetensors"), device).unwrap();
+    let all = safetensors::load_buffer(include_bytes!("../../../../tests/golden/nn.safetensors"), device).unwrap();
     let strip = |name: &str| Some(name.strip_prefix(group)?.strip_prefix('.')?.to_string());
     all.into_iter().filter_map(|(name, value)| Some((strip(&name)?, value))).collect()
 }
@@ -32,17 +32,17 @@ fn check(device: &Device, group: &str, make: impl Fn(&Tensor, Option<&Tensor>) -
     }
 }
 
-pub(crate) fn layer_norm_matches_pytorch(device: &Device) {
+pub fn layer_norm_matches_pytorch(device: &Device) {
     check(device, "layer_norm", |weight, bias| Box::new(LayerNorm::new(weight.clone(), bias.unwrap().clone(), 1e-5)));
 }
 
-pub(crate) fn rms_norm_matches_pytorch(device: &Device) {
+pub fn rms_norm_matches_pytorch(device: &Device) {
     check(device, "rms_norm", |weight, _| Box::new(RmsNorm::new(weight.clone(), 1e-5)));
 }
 
 /// A norm at the end of a residual connection, whose sum is used again: results and gradients are the same bits as those of two
 /// layers, with rows of vectors, odd ones, and ones that do not fit into registers, and with residuals that are views.
-pub(crate) fn add_norm_is_add_and_norm(device: &Device) {
+pub fn add_norm_is_add_and_norm(device: &Device) {
     let dtypes = [DType::F32, DType::F64, DType::F16, DType::BF16];
     let shapes: [&[usize]; 4] = [&[3, 5, 16], &[70, 264], &[4, 7], &[2, 8200]];
     for (dtype, shape) in dtypes.into_iter().flat_map(|dtype| shapes.map(|shape| (dtype, shape))) {

@@ -1,0 +1,10 @@
+//! Layers and functions against PyTorch's and candle's, and the gradients of candle's operations.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod bf16;
+mod candle_gradients;
+mod conv;
+mod dropout;
+mod functions;
+mod loss;
+mod norms;
+mod pool;
