@@ -77,7 +77,6 @@ mod virtual_ranks_passes;
 mod virtual_run;
 mod vision_errors;
 mod vision_models;
-mod vision_values;
 mod weighted;
 mod without_samples;
 mod zero;

@@ -1,8 +1,8 @@
 //! Images and transforms against Pillow and torchvision: `tests/golden/vision`, by `scripts/golden_vision.py`.
 use candle_core::safetensors::load;
 use candle_core::{Device, Tensor};
-use candle_ddp::seed::Generator;
-use candle_ddp::vision::{
+use candle_ddp_tensor::seed::Generator;
+use candle_ddp_vision::{
     Ade20k, CenterCrop, ColorJitter, IGNORE_INDEX, Image, ImageFolder, Mask, Normalize, RandomCrop,
     RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, ResizeSize, Split, Transform,
 };
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 pub(crate) fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/vision")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/vision")
 }
 
 fn expected() -> HashMap<String, Tensor> {

@@ -1,0 +1,4 @@
+//! Images, transforms and datasets against Pillow and torchvision, and what is refused.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod errors;
+mod values;
