@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHM = "src/backend/cpu/shm"
+SHM = "crates/candle-ddp-engine/src/shm"
 
 # Name: (file, original text, replacement).
 BREAKS = {
@@ -115,7 +115,7 @@ def main():
         file, old, new = BREAKS[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            for part in ["src/backend/cpu", "tests/model"]:
+            for part in ["crates/candle-ddp-engine/src", "tests/model"]:
                 # Without the modification times of the originals, which cargo would mistake for the last build's.
                 ignore = shutil.ignore_patterns("target")
                 shutil.copytree(ROOT / part, folder / part, ignore=ignore, copy_function=shutil.copyfile)

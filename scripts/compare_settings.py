@@ -4,7 +4,7 @@
     python3 scripts/compare_settings.py --set CANDLE_DDP_CPU_SEGMENT_BYTES=131072 --set CANDLE_DDP_CPU_SEGMENT_BYTES=524288
 
 The first command compares the hierarchical engine with TCP between all ranks, on two hosts, which are network namespaces
-joined by a veth pair; this needs root. The second command is how the sizes in src/backend/cpu/algorithm/mod.rs are tuned.
+joined by a veth pair; this needs root. The second command is how the sizes in crates/candle-ddp-engine/src/algorithm/mod.rs are tuned.
 The table is written to standard output.
 """
 

@@ -22,6 +22,7 @@ LISTINGS = {
     "candle_ddp": ROOT / "docs" / "public-api.txt",
     "candle_ddp_nn": ROOT / "docs" / "public-api-nn.txt",
     "candle_ddp_tensor": ROOT / "docs" / "public-api-tensor.txt",
+    "candle_ddp_engine": ROOT / "docs" / "public-api-engine.txt",
     "candle_ddp_rendezvous": ROOT / "docs" / "public-api-rendezvous.txt",
     "candle_ddp_vision": ROOT / "docs" / "public-api-vision.txt",
 }

@@ -100,12 +100,12 @@ mod virtual_ranks;
 pub mod vision;
 
 // The modules of the crates that this one is made of.
-use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, thread, warnings};
+use candle_ddp_rendezvous::{deadline, host, panic, random, thread, warnings};
 use candle_ddp_tensor::{self as tensor, kernels};
 
 pub use backend::batch::P2pOp;
-pub use backend::collective::ReduceOp;
 pub use backend::work::Work;
+pub use candle_ddp_engine::ReduceOp;
 pub use ddp::{
     DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, Role, Unused, backward,
     backward_into, backward_micro_batch, backward_micro_batch_weighted, backward_weighted, comm_hook, join,

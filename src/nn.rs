@@ -1,6 +1,6 @@
 //! Layers and functions with correct gradients that are fast on CPUs: everything in [`candle_ddp_nn`], a drop-in for candle-nn,
 //! and [`sync_batch_norm`].
-use crate::backend::Label;
+use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp};
 use candle_core::{Result, Tensor};
@@ -94,12 +94,12 @@ impl BatchNormGroup for ProcessGroup {
     fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
         let all = Tensor::zeros((self.world_size(), mine.elem_count()), mine.dtype(), mine.device())?;
         let group = statistics_group(self)?;
-        Label::BATCH_NORM.during(|| group.all_gather(&all, mine))?;
+        label::BATCH_NORM.during(|| group.all_gather(&all, mine))?;
         Ok(all)
     }
 
     fn all_reduce(&self, sums: &Tensor) -> Result<()> {
         let group = statistics_group(self)?;
-        Ok(Label::BATCH_NORM_BACKWARD.during(|| group.all_reduce(sums, ReduceOp::Sum))?)
+        Ok(label::BATCH_NORM_BACKWARD.during(|| group.all_reduce(sums, ReduceOp::Sum))?)
     }
 }

@@ -4,15 +4,15 @@
 //! [`ProcessGroup::store`](crate::ProcessGroup::store) is the store of a group. A program makes a store of its own for
 //! [`ProcessGroup::with_communicator`](crate::ProcessGroup::with_communicator). How ranks find each other, in the environments that
 //! launchers set, is in the crate [candle-ddp-rendezvous](https://docs.rs/candle-ddp-rendezvous).
-#[cfg(feature = "nccl")]
-pub(crate) use candle_ddp_rendezvous::host_identity;
 pub(crate) use candle_ddp_rendezvous::{
     AGENT_VARIABLE, BEGUN, Cancellation, Decision, Generations, InitWatcher, Meeting, Member, Reason, Rendezvous,
-    RendezvousOptions, RunStore, StoreReports, absent_ranks, count_step, decode_report, decode_reports, discard,
-    encode_report, loopback, meet, secret,
+    RendezvousOptions, RunStore, StoreReports, absent_ranks, count_step, decode_report, decode_reports, encode_report,
+    meet,
 };
 #[doc(inline)]
 pub use candle_ddp_rendezvous::{
     Error, FileStore, HashStore, LastWill, PrefixStore, Result, Secret, Store, TcpStore, TcpStoreOptions,
     TcpStoreServer, TcpStoreServerOptions,
 };
+#[cfg(feature = "nccl")]
+pub(crate) use candle_ddp_rendezvous::{discard, host_identity};

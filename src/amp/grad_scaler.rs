@@ -1,6 +1,6 @@
 //! Scales losses, and skips steps that overflow.
 use super::unscale::unscale;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::ddp::scaled;
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
@@ -304,7 +304,7 @@ fn share_verdict(group: &ProcessGroup, here: [bool; 2]) -> Result<[bool; 2]> {
         return Ok(here);
     }
     let flags = Tensor::new(&here.map(|flag| f32::from(u8::from(flag))), group.device())?;
-    Label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
+    label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
     let flags = flags.to_vec1::<f32>()?;
     Ok([0, 1].map(|index| flags[index] > 0.0))
 }

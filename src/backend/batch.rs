@@ -1,9 +1,9 @@
 //! Several messages in one call.
-use super::call::{Call, Channel};
+use super::Collective;
 use super::check::{CheckDevice, check, extent, intersect, on_device};
-use super::{Collective, Label};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
+use candle_ddp_engine::{Call, Channel, Label};
 
 /// The name of the method that users call.
 const NAME: &str = "batch_isend_irecv";

@@ -1,11 +1,8 @@
 //! Checks that every engine makes on the calling thread before anything is sent.
-use super::call::{Call, Channel, Element, Operation};
-use super::call_site::CallSite;
-use super::label::Label;
-use super::shape::{ShapeCode, significant};
-use super::{Collective, ReduceOp};
+use super::Collective;
 use crate::{Error, Result};
-use candle_core::{Device, Storage, Tensor};
+use candle_core::{DType, Device, Storage, Tensor};
+use candle_ddp_engine::{Call, CallSite, Channel, Element, Label, Operation, ReduceOp, ShapeCode, significant};
 use std::ops::Range;
 
 /// Checks whether an engine can reach a tensor. If not, the error says where the tensor is and what to do; it follows
@@ -175,7 +172,7 @@ impl Checker<'_> {
                 tensor.stride()
             )));
         }
-        Element::of(tensor.dtype()).ok_or_else(|| Error::UnsupportedDType {
+        element(tensor.dtype()).ok_or_else(|| Error::UnsupportedDType {
             operation: self.name.to_string(),
             dtype: tensor.dtype(),
             supported: Element::SUPPORTED,
@@ -307,6 +304,20 @@ impl Checker<'_> {
     fn refuse(&self, reason: String) -> Error {
         Error::InvalidTensor { rank: self.rank, operation: self.name.to_string(), reason }
     }
+}
+
+/// The engines' name of `dtype`, if they move and reduce it.
+pub(super) fn element(dtype: DType) -> Option<Element> {
+    Some(match dtype {
+        DType::F32 => Element::F32,
+        DType::F64 => Element::F64,
+        DType::F16 => Element::F16,
+        DType::BF16 => Element::BF16,
+        DType::I64 => Element::I64,
+        DType::U32 => Element::U32,
+        DType::U8 => Element::U8,
+        _ => return None,
+    })
 }
 
 /// The bytes of its storage that a contiguous tensor covers.

@@ -1,20 +1,5 @@
 use candle_core::Tensor;
-use std::fmt;
-
-/// How the values of all ranks are reduced to one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ReduceOp {
-    /// The sum. Integers wrap.
-    Sum,
-    /// The sum divided by the number of ranks; floating point only.
-    Avg,
-    /// The smallest value; NaN if any value is NaN (NCCL may treat NaN differently).
-    Min,
-    /// The largest value; NaN if any value is NaN (NCCL may treat NaN differently).
-    Max,
-    /// The product. Integers wrap.
-    Prod,
-}
+use candle_ddp_engine::{Operation, ReduceOp};
 
 /// One call of a collective, with its tensors: contiguous, of the same dtype and shape on every rank (a one-dimensional
 /// tensor fits every shape with as many elements), and
@@ -136,32 +121,32 @@ impl Collective {
         }
     }
 
+    /// The tensor that the call changes, on this rank or on another one, and the one that it only reads.
+    pub(crate) fn operands(&self) -> [Option<&Tensor>; 2] {
+        [Access::Write, Access::Read].map(|wanted| {
+            let mut tensors = self.tensors().into_iter().flatten();
+            tensors.find(|(_, _, access)| *access == wanted).map(|(_, tensor, _)| tensor)
+        })
+    }
+
     /// The name of the method that users call.
     pub fn name(&self) -> &'static str {
-        match self {
-            Self::AllReduce { .. } => "all_reduce",
-            Self::Broadcast { .. } => "broadcast",
-            Self::Reduce { .. } => "reduce",
-            Self::AllGather { .. } => "all_gather",
-            Self::ReduceScatter { .. } => "reduce_scatter",
-            Self::AllToAll { .. } => "all_to_all",
-            Self::Gather { .. } => "gather",
-            Self::Scatter { .. } => "scatter",
-            Self::Send { .. } => "send",
-            Self::Recv { .. } => "recv",
-            Self::Barrier => "barrier",
-        }
+        self.operation().name()
     }
-}
 
-impl fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Sum => "sum",
-            Self::Avg => "avg",
-            Self::Min => "min",
-            Self::Max => "max",
-            Self::Prod => "prod",
-        })
+    fn operation(&self) -> Operation {
+        match self {
+            Self::AllReduce { .. } => Operation::AllReduce,
+            Self::Broadcast { .. } => Operation::Broadcast,
+            Self::Reduce { .. } => Operation::Reduce,
+            Self::AllGather { .. } => Operation::AllGather,
+            Self::ReduceScatter { .. } => Operation::ReduceScatter,
+            Self::AllToAll { .. } => Operation::AllToAll,
+            Self::Gather { .. } => Operation::Gather,
+            Self::Scatter { .. } => Operation::Scatter,
+            Self::Send { .. } => Operation::Send,
+            Self::Recv { .. } => Operation::Recv,
+            Self::Barrier => Operation::Barrier,
+        }
     }
 }

@@ -1,31 +1,16 @@
-//! The purpose of a collective, as messages show it: `all_gather(i64[1]) for save_distributed`.
-use super::texts;
-use std::cell::Cell;
-
-/// The purpose of a call. It is sent with the call as a number, from which every rank derives the text: all ranks know
-/// the fixed texts, and register the same other texts.
-///
-/// Ranks whose calls look alike but have different labels are doing different things.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Label(u32);
-
-thread_local! {
-    /// The label of the calls that this thread makes.
-    static CURRENT: Cell<Label> = const { Cell::new(Label::NONE) };
-}
+//! The purposes of this crate's own collectives, as messages show them: `all_gather(i64[1]) for save_distributed`.
+pub(crate) use candle_ddp_engine::Label;
+use std::sync::Once;
 
 macro_rules! labels {
     ($($name:ident = $text:literal;)*) => {
-        impl Label {
-            $(pub(crate) const $name: Self = Self::of($text);)*
-        }
+        $(pub(crate) const $name: Label = Label::of($text);)*
 
-        const FIXED: &[&str] = &[$($text),*];
+        const TEXTS: &[&str] = &[$($text),*];
     };
 }
 
 labels! {
-    BATCH = "batch_isend_irecv";
     BROADCAST_OBJECT = "broadcast_object";
     ALL_GATHER_OBJECT = "all_gather_object";
     ALL_GATHER_VARIED = "all_gather_varied";
@@ -63,59 +48,10 @@ labels! {
     CHECKPOINTER_LOAD = "Checkpointer::load_latest";
 }
 
-impl Label {
-    pub(crate) const NONE: Self = Self(0);
-
-    /// The text's hash; never the number that means no label.
-    const fn of(text: &str) -> Self {
-        Self(texts::code(text))
-    }
-
-    /// A label with a text of this run. Every rank must register the same text before any rank makes a call with it.
-    pub(crate) fn register(text: String) -> Self {
-        let label = Self::of(&text);
-        texts::learn(label.0, || text);
-        label
-    }
-
-    /// Gives this label to the calls that `work` makes on this thread, unless they have one already: the outermost
-    /// label says the most.
-    pub(crate) fn during<T>(self, work: impl FnOnce() -> T) -> T {
-        /// Restores the previous label, even if `work` panics.
-        struct Scope(Label);
-        impl Drop for Scope {
-            fn drop(&mut self) {
-                CURRENT.set(self.0);
-            }
-        }
-        let scope = Scope(CURRENT.get());
-        if scope.0 == Self::NONE {
-            CURRENT.set(self);
-        }
-        work()
-    }
-
-    pub(super) fn current() -> Self {
-        CURRENT.get()
-    }
-
-    /// The text, if this rank knows it.
-    pub(super) fn text(self) -> Option<String> {
-        if let Some(text) = FIXED.iter().find(|text| Self::of(text) == self) {
-            return Some(text.to_string());
-        }
-        if self == Self::NONE { None } else { texts::known(self.0) }
-    }
-
-    /// The number that is sent.
-    pub(super) fn code(self) -> u32 {
-        self.0
-    }
-
-    /// The label for a received number.
-    pub(super) fn from_code(code: u32) -> Self {
-        Self(code)
-    }
+/// Makes the texts of all labels known to this process, which may hear of them from other ranks before it uses them.
+pub(crate) fn register() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| TEXTS.iter().for_each(|text| _ = Label::register(*text)));
 }
 
 #[cfg(test)]
@@ -124,24 +60,10 @@ mod tests {
 
     #[test]
     fn every_label_has_a_text_of_its_own() {
-        for (index, text) in FIXED.iter().enumerate() {
+        register();
+        for (index, text) in TEXTS.iter().enumerate() {
             assert_eq!(Label::of(text).text().as_deref(), Some(*text));
-            assert!(FIXED[..index].iter().all(|other| Label::of(other) != Label::of(text)), "{text}");
+            assert!(TEXTS[..index].iter().all(|other| Label::of(other) != Label::of(text)), "{text}");
         }
-        assert_eq!((Label::NONE.text(), Label::from_code(12345).text()), (None, None));
-        let label = Label::register("the gradients of w".to_string());
-        assert_eq!(Label::from_code(label.code()).text().as_deref(), Some("the gradients of w"));
-    }
-
-    #[test]
-    fn the_outermost_label_counts_and_ends_with_its_work() {
-        assert_eq!(Label::current(), Label::NONE);
-        Label::SAVE.during(|| {
-            assert_eq!(Label::current(), Label::SAVE);
-            assert_eq!(Label::ALL_GATHER_OBJECT.during(Label::current), Label::SAVE);
-            assert!(std::panic::catch_unwind(|| Label::LOAD.during(|| panic!("on purpose"))).is_err());
-            assert_eq!(Label::current(), Label::SAVE);
-        });
-        assert_eq!(Label::current(), Label::NONE);
     }
 }

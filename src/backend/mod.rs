@@ -4,33 +4,26 @@
 mod awake;
 pub(crate) mod batch;
 mod bytes;
-mod call;
 mod check;
 pub(crate) mod collective;
-mod construction;
 pub mod cpu;
-mod failure;
-mod label;
+pub(crate) mod label;
 // Without the feature, the same names return errors. This is the only difference between the two builds.
-mod call_site;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(not(feature = "nccl"))]
 #[path = "nccl/absent.rs"]
 pub mod nccl;
-mod shape;
 pub(crate) mod single;
-mod texts;
 pub(crate) mod work;
 
 pub(crate) use batch::P2pOp;
 pub use bytes::{bytes, bytes_mut};
-pub(crate) use call_site::CallSite;
+pub(crate) use candle_ddp_engine::ReduceOp;
+pub(crate) use candle_ddp_engine::{CallSite, Construction, Label};
 pub(crate) use check::on_device;
+pub(crate) use collective::Access;
 pub use collective::Collective;
-pub(crate) use collective::{Access, ReduceOp};
-pub(crate) use construction::Construction;
-pub(crate) use label::Label;
 pub use work::Completion;
 pub(crate) use work::Work;
 
@@ -41,7 +34,7 @@ use std::sync::Arc;
 
 /// Whether the engines support tensors of `dtype`.
 pub(crate) fn takes(dtype: candle_core::DType) -> bool {
-    call::Element::of(dtype).is_some()
+    check::element(dtype).is_some()
 }
 
 /// The result of [`Communicator::split`].

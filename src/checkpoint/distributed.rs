@@ -2,7 +2,7 @@
 use super::load::Prepared;
 use super::{LoadOptions, LoadReport, tensors};
 use crate::Result;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
 use candle_nn::VarMap;
@@ -22,7 +22,7 @@ use std::path::Path;
 /// the new, complete file takes its name.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     let job = (group.rank() == 0).then(|| WriteJob::new(path.as_ref(), &tensors(varmap))).transpose();
-    Label::SAVE.during(|| group.write_together(job)).map(drop)
+    label::SAVE.during(|| group.write_together(job)).map(drop)
 }
 
 /// Every rank reads a checkpoint into its variables, as [`load_with`](super::load_with) does. On several hosts, each
@@ -38,7 +38,7 @@ pub fn load_distributed(
     options: LoadOptions,
 ) -> Result<LoadReport> {
     let prepared = Prepared::new(varmap, path.as_ref(), &options);
-    let prepared = Label::LOAD.during(|| group.agree(prepared))?;
+    let prepared = label::LOAD.during(|| group.agree(prepared))?;
     let report = prepared.apply();
-    Label::LOAD.during(|| group.agree(report))
+    label::LOAD.during(|| group.agree(report))
 }

@@ -5,7 +5,7 @@ use super::batch::Batch;
 use super::deal::Deal;
 use super::iter::Position;
 use super::{Collate, Dataset, DistributedSampler, LoaderOptions, Order, SamplerOptions, default_collate};
-use crate::backend::Label;
+use crate::backend::label;
 #[cfg(feature = "cuda")]
 use crate::kernels::Uploader;
 use crate::process_group::ProcessGroup;
@@ -180,7 +180,7 @@ where
     /// The loader, if all ranks have made one of the same description.
     fn compared(loader: Result<Self>, group: &ProcessGroup, describe: impl Fn(&Self) -> String) -> Result<Self> {
         let described = loader.as_ref().map(describe);
-        match Label::LOADER_NEW.during(|| group.compare(described, "it could not make its DataLoader"))? {
+        match label::LOADER_NEW.during(|| group.compare(described, "it could not make its DataLoader"))? {
             None => loader.inspect(|loader| loader.warn_of_no_batch()),
             Some((rank, difference)) => Err(Error::Mismatch { what: "data loader", rank, difference }),
         }

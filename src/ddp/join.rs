@@ -1,7 +1,7 @@
 //! Training with different numbers of batches: ranks without further batches take part in the others' collectives.
 use super::model::DistributedModel;
 use super::{backward, sync, verify};
-use crate::backend::Label;
+use crate::backend::label;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::warnings::warn_aloud;
@@ -54,7 +54,7 @@ impl<T> Joined<T> {
             return Ok(());
         }
         let own = self.group.agree(state.state_dict())?;
-        let shared = Label::JOIN_SYNC.during(|| self.group.broadcast_tensors(&own, self.last))?;
+        let shared = label::JOIN_SYNC.during(|| self.group.broadcast_tensors(&own, self.last))?;
         let loaded = if self.group.rank() == self.last { Ok(()) } else { state.load_state_dict(&shared) };
         self.group.agree(loaded)
     }
@@ -148,7 +148,7 @@ fn take_part<C>(
             }
             Operation::Unscale => {
                 let flags = Tensor::new(&[0f32; 2], group.device())?;
-                Label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
+                label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
             }
             Operation::Step | Operation::ClipGradNorm => {
                 let reason = "a ZeroRedundancyOptimizer steps inside this join, which does not include it: use the \

@@ -10,7 +10,7 @@ use super::virtual_ranks::{self, Snapshots};
 use super::window::Window;
 use super::{sync, verify};
 use crate::backend;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::kernels;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
@@ -228,7 +228,7 @@ fn agreed_number(group: &ProcessGroup) -> Result<u64> {
         return Ok(number);
     }
     let of_rank_0 = Tensor::new(&[number as i64], group.device())?;
-    Label::DDP_NEW.during(|| group.broadcast(&of_rank_0, 0))?;
+    label::DDP_NEW.during(|| group.broadcast(&of_rank_0, 0))?;
     Ok(of_rank_0.to_vec1::<i64>()?[0] as u64)
 }
 

@@ -3,7 +3,7 @@ use super::graph::Graph;
 use super::model::DistributedModel;
 use super::reducer::permutation;
 use super::verify;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -44,7 +44,7 @@ pub(super) fn agree<'a>(models: &[Member<'a>], graph: Option<&Graph>, root: usiz
             };
             order.sort_by_key(end);
             let of_root = Tensor::new(order, group.device())?;
-            Label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
+            label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
             let order =
                 permutation(&of_root.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
                     rank: root,

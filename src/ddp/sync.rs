@@ -1,6 +1,6 @@
 //! Broadcasts one rank's values, nearly always rank 0's: parameters at construction, buffers in every step.
 use super::groups::Groups;
-use crate::backend::{Label, Work};
+use crate::backend::{Work, label};
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
 use crate::{Error, Result};
@@ -40,7 +40,7 @@ pub(super) fn broadcast<'a>(
             let parts = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
             copy::copy_all(parts.iter().zip(vars.iter().map(|var| var.as_tensor())))?;
         }
-        let work = Label::DDP_BUFFERS.during(|| group.broadcast_async(&flat, root))?;
+        let work = label::DDP_BUFFERS.during(|| group.broadcast_async(&flat, root))?;
         chunks.push(Chunk { vars, flat, work });
     }
     Ok(Broadcast { chunks, is_source })

@@ -1,6 +1,6 @@
 //! Which parameters any rank used, and what else ranks tell each other, for strategies whose buckets carry no flags.
 use super::bucket::Message;
-use crate::backend::{Label, Work};
+use crate::backend::{Work, label};
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
@@ -32,7 +32,7 @@ impl Usage {
         let (dtype, op) = if counts.is_empty() { (DType::U8, ReduceOp::Max) } else { (DType::F64, ReduceOp::Sum) };
         let length = values.len();
         let sent = Tensor::from_vec(values, length, &Device::Cpu)?.to_dtype(dtype)?.to_device(group.device())?;
-        let work = Label::DDP_USED.during(|| group.all_reduce_async(&sent, op))?;
+        let work = label::DDP_USED.during(|| group.all_reduce_async(&sent, op))?;
         Ok(Self { sent, parameters: used.len(), work })
     }
 

@@ -1,7 +1,7 @@
 //! Checks that all ranks hold the same model and the same communication hook.
 use super::options::DdpOptions;
 use super::parameter::Variables;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
@@ -15,7 +15,7 @@ pub(super) fn same_model(
     model: std::result::Result<&Variables, &Error>,
 ) -> Result<()> {
     let report = model.map(|variables| describe_model(options, variables));
-    match Label::DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
+    match label::DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "model", rank, difference }),
     }
@@ -24,7 +24,7 @@ pub(super) fn same_model(
 /// Checks that all ranks register the same communication hook; `described` is this rank's, or the reason why it
 /// cannot have one.
 pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Result<String, &Error>) -> Result<()> {
-    match Label::DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
+    match label::DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "communication hook", rank, difference }),
     }
@@ -34,7 +34,7 @@ pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Resul
 pub(super) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
     let line = |(place, number): (usize, &u64)| format!("model {place}: number {number} of those that were built");
     let described = numbers.iter().enumerate().map(line).collect::<Vec<_>>().join("\n");
-    match Label::DDP_ORDER.during(|| group.compare(Ok(described), "it could not begin its backward pass"))? {
+    match label::DDP_ORDER.during(|| group.compare(Ok(described), "it could not begin its backward pass"))? {
         None => Ok(()),
         Some((_, difference)) => {
             let reason = format!("all ranks must give the same models in the same order: {difference}");
@@ -45,7 +45,7 @@ pub(super) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
 
 /// Checks that all ranks begin the same join, which each has `described`.
 pub(super) fn same_join(group: &ProcessGroup, described: String) -> Result<()> {
-    match Label::JOIN_NEW.during(|| group.compare(Ok(described), "it could not begin"))? {
+    match label::JOIN_NEW.during(|| group.compare(Ok(described), "it could not begin"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "join", rank, difference }),
     }

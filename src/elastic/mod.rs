@@ -53,7 +53,7 @@ mod tests;
 pub use options::ElasticOptions;
 pub use state::State;
 
-use crate::backend::Label;
+use crate::backend::label;
 use crate::error::Failure;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
@@ -128,7 +128,7 @@ where
             }
             is_new = false;
             // Until all ranks have the commit, it may be lost with a single one.
-            Label::ELASTIC.during(|| pg.barrier())?;
+            label::ELASTIC.during(|| pg.barrier())?;
             if !membership.continues() {
                 // Nobody continues without this rank.
                 state.shards.unlink();

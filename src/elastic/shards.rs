@@ -1,7 +1,7 @@
 //! A rank's share of the states that are spread over the ranks: its own shard, and the one that it mirrors.
 use super::placement::{self, Transfer, owner};
 use super::shard::{Layout, Shard};
-use crate::backend::{Label, P2pOp, Work};
+use crate::backend::{P2pOp, Work, label};
 use crate::process_group::{ProcessGroup, report_length};
 use crate::state::{Dict, StateDict};
 use crate::{Error, Result};
@@ -80,7 +80,7 @@ impl Shards {
         let mut shards = BTreeMap::new();
         if world_size > 1 {
             let spare = spare.remove(&link.from);
-            shards.insert(link.from, Label::ELASTIC_MIRROR.during(|| link.exchange(&own, spare))?);
+            shards.insert(link.from, label::ELASTIC_MIRROR.during(|| link.exchange(&own, spare))?);
         }
         shards.insert(rank, own);
         self.held.push(Held { commit, world_size, shards });
@@ -100,7 +100,7 @@ impl Shards {
             for (shard, dict) in all.iter_mut().enumerate() {
                 let root = owner(shard, group.world_size());
                 let own = if root == group.rank() { own(shard)? } else { Dict::new() };
-                *dict = Label::ELASTIC.during(|| group.broadcast_tensors(&own, root))?;
+                *dict = label::ELASTIC.during(|| group.broadcast_tensors(&own, root))?;
             }
         }
         if all.iter().all(Dict::is_empty) {

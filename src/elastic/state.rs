@@ -1,6 +1,6 @@
 //! The state of a training run, and its last commit.
 use super::shards::Shards;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::process_group::{ProcessGroup, WeakProcessGroup};
 use crate::state::{Dict, Parts, StateDict, fingerprint};
 use crate::tensor::copy::copy_all;
@@ -154,9 +154,9 @@ impl<S: Parts> State<S> {
     /// Finds parts that ranks have computed separately, before a rank dies and the others get one rank's.
     fn compare(&mut self, group: &ProcessGroup) -> Result<()> {
         let fingerprints = self.fingerprints();
-        let fingerprints = Label::ELASTIC.during(|| group.agree(fingerprints))?;
+        let fingerprints = label::ELASTIC.during(|| group.agree(fingerprints))?;
         let states: Vec<_> = fingerprints.iter().map(|(name, fingerprint)| (name.as_str(), fingerprint)).collect();
-        Label::ELASTIC.during(|| group.compare_states(&states))
+        label::ELASTIC.during(|| group.compare_states(&states))
     }
 
     /// The hashes of the last commit's tensors, by part.

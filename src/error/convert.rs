@@ -8,6 +8,9 @@ impl From<rendezvous::Error> for Error {
             rendezvous::Error::Io { context, error } => Self::Io { context, error },
             rendezvous::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
             rendezvous::Error::RankOutOfRange { rank, world_size } => Self::RankOutOfRange { rank, world_size },
+            rendezvous::Error::Connect { rank, peers, timeout, reason } => {
+                Self::Connect { rank, peers, timeout, reason }
+            }
             rendezvous::Error::Group(failure) => Self::Group(failure),
             rendezvous::Error::Cancelled(error) => match error.downcast() {
                 Ok(error) => *error,

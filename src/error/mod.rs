@@ -1,11 +1,6 @@
 //! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
 mod context;
 mod convert;
-/// The ranks to which there is no connection; the others of the group if it is unknown which.
-fn others(peers: &[usize]) -> String {
-    if peers.is_empty() { "the others of its group".to_string() } else { format!("rank(s) {}", ranks(peers)) }
-}
-
 #[cfg(test)]
 mod tests;
 mod text;
@@ -13,12 +8,12 @@ mod text;
 pub(crate) use crate::tensor::error::describe;
 #[doc(inline)]
 pub use candle_ddp_rendezvous::Failure;
-pub(crate) use candle_ddp_rendezvous::error::{GRADIENTS, RankError, SHORTAGE_HINT, is_shortage, ranks, some};
+pub(crate) use candle_ddp_rendezvous::error::{GRADIENTS, RankError, ranks, some};
 pub use context::Context;
 
 use crate::rendezvous;
 use candle_core::DType;
-use candle_ddp_rendezvous::error::Printable;
+use candle_ddp_rendezvous::error::{Printable, others};
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,5 +1,5 @@
 //! Post-local SGD: ranks train independently, and their weights are averaged periodically.
-use crate::backend::{Label, ReduceOp};
+use crate::backend::{ReduceOp, label};
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
@@ -80,7 +80,7 @@ impl PeriodicModelAverager {
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
         }
-        match Label::AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
+        match label::AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
             Some((rank, difference)) => Err(Error::Mismatch { what: "list of parameters", rank, difference }),
             None => {
                 self.agreed = Some(described);
@@ -100,7 +100,7 @@ fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
         // Divided first, like gradients, so that the sum cannot overflow. The product never shares a variable's
         // storage.
         let flat = (Tensor::cat(&parts, 0)? * scale)?.detach();
-        let work = Label::AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
+        let work = label::AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
         messages.push((vars, flat, work));
     }
     for (vars, flat, work) in messages {

@@ -1,7 +1,7 @@
 //! The interface of all optimizers.
 use super::rule::not_negative;
 use crate::amp::GradScaler;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{WriteJob, read_safetensors};
 use crate::state::{KIND, StateDict};
@@ -129,7 +129,7 @@ pub trait Optimizer: StateDict {
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let write = || WriteJob::new(path, &self.state_dict()?);
         let job = (group.rank() == 0).then(write).transpose();
-        Label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
+        label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
     }
 
     /// Loads a file of [`save_distributed`](Self::save_distributed) or [`StateDict::save`] on every rank.
@@ -138,9 +138,9 @@ pub trait Optimizer: StateDict {
     /// Returns an error on every rank if one of them cannot read its file or the state does not fit: that rank gets its
     /// own error, the others get [`Error::RankFailed`].
     fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
-        let dict = Label::OPTIMIZER_LOAD.during(|| group.agree(read_safetensors(path)))?;
+        let dict = label::OPTIMIZER_LOAD.during(|| group.agree(read_safetensors(path)))?;
         let loaded = self.load_state_dict(&dict);
-        Label::OPTIMIZER_LOAD.during(|| group.agree(loaded))
+        label::OPTIMIZER_LOAD.during(|| group.agree(loaded))
     }
 }
 

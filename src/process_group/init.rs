@@ -170,7 +170,7 @@ impl Joining {
             address: found.address,
             secret: found.secret,
         };
-        let cancelled = || Ok(watcher.check()?);
+        let cancelled = || watcher.check();
         let recorder = FlightRecorder::new(self.flight_recorder.clone(), rank, world_size)?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());

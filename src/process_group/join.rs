@@ -1,6 +1,6 @@
 //! How ranks with inputs announce their next collectives to ranks that have run out.
 use super::ProcessGroup;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -162,7 +162,7 @@ impl ProcessGroup {
         let device = self.device();
         let all = Tensor::zeros(self.world_size(), DType::I64, device)?;
         let own = Tensor::new(&[own.map_or(Operation::NOTHING, Operation::encode)], device)?;
-        Label::JOIN.during(|| self.all_gather_async(&all, &own)?.synchronize())?;
+        label::JOIN.during(|| self.all_gather_async(&all, &own)?.synchronize())?;
         let codes = all.to_vec1::<i64>()?;
         let (active, exhausted): (Vec<usize>, Vec<usize>) =
             (0..codes.len()).partition(|rank| codes[*rank] != Operation::NOTHING);

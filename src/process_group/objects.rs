@@ -1,6 +1,6 @@
 //! Sends numbers and values of the program between ranks, such as metrics, options and decisions.
 use super::{LONGEST_REPORT, ProcessGroup, report_length};
-use crate::backend::{CallSite, Label, ReduceOp};
+use crate::backend::{CallSite, ReduceOp, label};
 use crate::cbor;
 use crate::rendezvous::{decode_report, encode_report};
 use crate::{Error, Result};
@@ -38,7 +38,7 @@ impl ProcessGroup {
         let tensor = Tensor::from_slice(&values, N, self.device())?;
         // `synchronize` is needed: after `all_reduce`, a GPU may still read the contents left by a failed call.
         CallSite::during(Location::caller(), || {
-            Label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())
+            label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())
         })?;
         let mut reduced = values;
         reduced.copy_from_slice(&tensor.to_vec1::<f64>()?);
@@ -76,7 +76,7 @@ impl ProcessGroup {
         let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref().map_err(|error| error as _)));
         let report = report.as_deref();
         let report = CallSite::during(Location::caller(), || {
-            Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))
+            label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))
         })?;
         if let Some(own) = own {
             own?;
@@ -110,7 +110,7 @@ impl ProcessGroup {
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_bytes(object);
         let reports = CallSite::during(Location::caller(), || {
-            Label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()))
+            label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()))
         });
         own?;
         let reports = reports?.map_err(|(rank, reason)| self.rank_failed(rank, reason))?;

@@ -66,9 +66,9 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             address: None,
             secret: Some(secret.clone()),
         };
-        let cancelled = || Ok(cancellation.check()?);
-        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size)
-            .inspect_err(|error| cancel(rank, error))?;
+        let cancelled = || cancellation.check();
+        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size).map_err(Error::from);
+        let recorder = recorder.inspect_err(|error| cancel(rank, error))?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let construction = Construction { deadline, cancelled: Some(&cancelled), recording: recording.as_ref() };
         let job = Job::without_launcher(world_size);

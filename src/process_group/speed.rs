@@ -1,6 +1,6 @@
 //! How fast the ranks of a group are, for shares of a step's work.
 use super::ProcessGroup;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -33,7 +33,7 @@ impl ProcessGroup {
     pub fn share_by_speed(&self, speed: f64) -> Result<()> {
         let own = Tensor::new(&[speed], self.device())?;
         let all = Tensor::zeros(self.world_size(), own.dtype(), self.device())?;
-        Label::SPEED.during(|| self.all_gather(&all, &own))?;
+        label::SPEED.during(|| self.all_gather(&all, &own))?;
         let speeds = all.to_vec1::<f64>()?;
         if let Some(rank) = speeds.iter().position(|speed| !speed.is_finite() || *speed <= 0.) {
             let reason = format!("it must be a finite number above 0, but is {} on rank {rank}", speeds[rank]);

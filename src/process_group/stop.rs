@@ -1,6 +1,6 @@
 //! Requests to stop the training, on which all ranks agree.
 use super::ProcessGroup;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::panic::lock;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
@@ -102,7 +102,7 @@ impl ProcessGroup {
     /// Returns the errors of [`all_reduce`](Self::all_reduce).
     pub fn agree_on_stop(&self) -> Result<bool> {
         let asked = Tensor::new(&[u8::from(self.is_stop_asked())], self.device())?;
-        Label::STOP.during(|| self.all_reduce_async(&asked, ReduceOp::Max)?.synchronize())?;
+        label::STOP.during(|| self.all_reduce_async(&asked, ReduceOp::Max)?.synchronize())?;
         self.carry_stop(asked);
         self.stop_requested()
     }

@@ -133,7 +133,7 @@ impl ProcessGroup {
     fn connect_cpu(&self, prefix: &str, place: Place) -> Result<Self> {
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
         let settings = Settings { backend: Backend::Cpu, device: Device::Cpu, ..self.0.settings.clone() };
-        let failed = || self.failed();
+        let failed = || Ok(self.failed()?);
         let recording = self.recording_of(prefix, &self.all_ranks());
         let construction =
             Construction { cancelled: Some(&failed), recording: recording.as_ref(), ..Default::default() };
@@ -157,7 +157,7 @@ impl ProcessGroup {
             (Split::Member(communicator), _) => Ok(Some(communicator)),
             (Split::NotMember, _) | (Split::Unsupported, None) => Ok(None),
             (Split::Unsupported, Some(rank)) => {
-                let failed = || self.failed();
+                let failed = || Ok(self.failed()?);
                 let construction = Construction { cancelled: Some(&failed), recording, ..Default::default() };
                 let store = Arc::clone(store);
                 engine::communicator(construction, store, rank, world_size, &self.0.settings).map(Some)

@@ -1,6 +1,6 @@
 //! Gathers tensors whose shapes differ.
 use super::{ProcessGroup, graph};
-use crate::backend::{self, Access, CallSite, Label};
+use crate::backend::{self, Access, CallSite, label};
 use crate::cbor;
 use crate::error::describe;
 use crate::{Error, Result};
@@ -61,7 +61,7 @@ impl ProcessGroup {
             };
             shapes.iter().enumerate().map(part).collect()
         };
-        CallSite::during(Location::caller(), || Label::ALL_GATHER_VARIED.during(gather))
+        CallSite::during(Location::caller(), || label::ALL_GATHER_VARIED.during(gather))
     }
 
     fn facts(&self, tensor: &Tensor, dim: impl Dim) -> Result<Facts> {

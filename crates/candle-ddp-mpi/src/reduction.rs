@@ -3,7 +3,7 @@
 use crate::library::{Library, MpiError};
 use candle_core::DType;
 use candle_ddp::ReduceOp;
-use candle_ddp_tensor::{Arithmetic, Number, vectorise};
+use candle_ddp_simd::{Arithmetic, Number, vectorise};
 use half::{bf16, f16};
 use mpi::ffi::{
     MPI_Datatype, MPI_Op, MPI_Op_create, RSMPI_DOUBLE, RSMPI_FLOAT, RSMPI_INT64_T, RSMPI_MAX, RSMPI_MIN, RSMPI_PROD,

@@ -1,7 +1,8 @@
 //! Floating-point elements of CPU tensors, so that loops are written once for all dtypes.
-use super::{float16, math};
+use super::math;
 use candle_core::cpu::erf::erfc_f64;
 use candle_core::{CpuStorage, DType, WithDType};
+use candle_ddp_simd::float16;
 use half::{bf16, f16};
 use std::ops::Neg;
 

@@ -1,8 +1,8 @@
 //! Checks on the calling thread before anything is sent.
 use crate::Result;
-use crate::backend::call::{Call, Channel};
 use crate::backend::{Collective, P2pOp, batch, check};
 use candle_core::Tensor;
+use candle_ddp_engine::{Call, Channel};
 
 /// Checks the tensors and arguments of `collective` on one rank of a group.
 pub(super) fn check(rank: usize, world_size: usize, collective: &Collective) -> Result<(Call, Channel)> {

@@ -1,25 +1,13 @@
-use super::algorithm::Tuning;
 use super::check::{check, check_batch};
-use super::connect::Connections;
-use super::connector::Connector;
-use super::control::Control;
-use super::data_path::DataPath;
-use super::door::Door;
-use super::group::Group;
-use super::handshake::HandshakeConfig;
-use super::host_monitor;
-use super::monitor;
-use super::options::{CpuOptions, or_environment};
-use super::work_queue::WorkQueue;
-use crate::backend::call::{Call, Channel, Operation};
-use crate::backend::{Collective, Communicator, Construction, P2pOp, Work};
-use crate::deadline::deadline_after;
+use super::in_flight::{Caller, InFlight};
+use super::memory::with_operands;
+use crate::backend::{Collective, Communicator, Completion, Construction, P2pOp, Work, label};
 use crate::error::Failure;
-use crate::rendezvous::{Secret, Store, loopback};
-use crate::{Error, Result, thread};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
+use crate::rendezvous::Store;
+use crate::{Error, Result};
+use candle_ddp_engine::{self as engine, Call, Channel, CpuOptions, Engine, Operands, Tensors};
+use std::sync::Arc;
+use std::time::Instant;
 
 /// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; between hosts, data travels over
 /// TCP.
@@ -45,12 +33,7 @@ use std::thread::JoinHandle;
 /// Dropping it waits for the calls that were started and then tells the peers that this rank leaves, or, while
 /// panicking, that it failed.
 pub struct CpuCommunicator {
-    group: Arc<Group>,
-    collectives: WorkQueue,
-    /// By peer. The queues for this rank itself are never used.
-    sends: Vec<WorkQueue>,
-    recvs: Vec<WorkQueue>,
-    monitors: Vec<JoinHandle<()>>,
+    engine: Engine,
 }
 
 impl std::fmt::Debug for CpuCommunicator {
@@ -78,205 +61,109 @@ impl CpuCommunicator {
         world_size: usize,
         options: CpuOptions,
     ) -> Result<Self> {
-        if rank >= world_size {
-            return Err(Error::RankOutOfRange { rank, world_size });
-        }
-        if u32::try_from(world_size).is_err() {
-            return Err(Error::invalid("world_size", format!("{world_size} ranks cannot be numbered")));
-        }
-        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, secret, .. } = options;
-        let construction_timeout = options.construction_timeout.unwrap_or(timeout);
-        let transport = transport.resolve()?;
-        let secret = match secret {
-            Some(secret) => Some(secret),
-            None => Secret::from_env()?,
-        };
-        let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
-        let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
-        let tune = |by_default: Tuning| by_default.or(segment_bytes, small_bytes);
-        let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
-        let latest = deadline_after(construction_timeout);
-        let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
-        let connector = Connector {
-            store: &*store,
-            rank,
-            config: HandshakeConfig {
-                world_size,
-                secret: secret.is_some(),
-                segment: term(segment_bytes),
-                small: term(small_bytes),
-            },
-            secret,
-            address: address.unwrap_or_else(loopback),
-            timeout: construction_timeout,
-            deadline,
-            lost_after,
-            construction,
-        };
-        let DataPath { connections, hosts, shm, layout } = match world_size {
-            1 => DataPath::none(),
-            _ => connector.join(transport, tune(Tuning::SHARED).segment, options.host.as_deref())?,
-        };
-        let tuning = match layout {
-            None => tune(Tuning::TCP),
-            Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),
-            Some(layout) => tune(Tuning::of_hosts(hosts.count())).within(layout),
-        };
-        let Connections { control, door } = connections;
-        let links = Control::new(world_size).map_err(|error| Error::io("creating a pipe", error))?;
-        for (peer, socket) in control.into_iter().enumerate() {
-            socket.map(|socket| links.add(peer, socket, true));
-        }
-        let group = Group::new(rank, world_size, timeout, hosts, shm, links);
-        let group = Arc::new(match construction.recording {
-            Some(recording) => group.recorded(Arc::clone(&recording.recorder)),
-            None => group,
-        });
-        if let Some(recording) = construction.recording {
-            let group: Weak<Group> = Arc::downgrade(&group);
-            recording.register(group);
-        }
-        let queue_of = |channel| WorkQueue::new(group.clone(), channel, tuning);
-        let mut communicator = Self {
-            collectives: queue_of(Channel::Collectives),
-            sends: (0..world_size).map(|peer| queue_of(Channel::SendTo(peer))).collect(),
-            recvs: (0..world_size).map(|peer| queue_of(Channel::RecvFrom(peer))).collect(),
-            monitors: Vec::new(),
-            group,
-        };
-        communicator.start_monitors(door)?;
-        // From here on, a failure ends the group, and all ranks are told.
-        match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
-            Ok(()) => {
-                if world_size > 1 {
-                    connector.forget();
-                }
-                Ok(communicator)
-            }
-            // The peer may have given up before it could tell the group.
-            Err(error @ Error::Group(Failure::PeerGone { .. })) => Err(construction.cause(error)),
-            Err(error) => Err(error),
-        }
+        label::register();
+        Ok(Self { engine: Engine::new(construction, store, rank, world_size, options)? })
     }
 
-    /// Starts the threads that listen to the other ranks: one to those of other hosts, one to those of this host.
-    fn start_monitors(&mut self, door: Option<Door>) -> Result<()> {
-        let rank = self.group.rank;
-        if let Some(door) = door {
-            self.start_monitor(format!("ddp-{rank}-monitor"), |group| {
-                monitor::run(group, door).map_err(|e| e.to_string())
-            })?;
-        }
-        if self.group.shm.is_some() {
-            self.start_monitor(format!("ddp-{rank}-host"), host_monitor::run)?;
-        }
-        Ok(())
+    fn check(&self, collective: &Collective) -> Result<(Call, Channel)> {
+        check(self.rank(), self.world_size(), collective)
     }
 
-    fn start_monitor(
-        &mut self,
-        name: String,
-        run: impl FnOnce(&Group) -> Result<(), String> + Send + 'static,
-    ) -> Result<()> {
-        let group = self.group.clone();
-        let body = move || {
-            let reason = match catch_unwind(AssertUnwindSafe(|| run(&group))) {
-                Ok(Ok(())) => return,
-                Ok(Err(error)) => format!("its monitor cannot listen: {error}"),
-                Err(_) => "its monitor panicked".into(),
-            };
-            group.fail(Failure::PeerFailed { peer: group.rank, reason });
-        };
-        self.monitors.push(thread::spawn(name, body)?);
-        Ok(())
+    fn caller(&self, call: Call, channel: Channel) -> Caller {
+        Caller { queue: self.engine.queue(channel), rank: self.rank(), call }
     }
 
-    fn queue_of(&self, channel: Channel) -> &WorkQueue {
-        match channel {
-            Channel::Collectives => &self.collectives,
-            Channel::SendTo(peer) => &self.sends[peer],
-            Channel::RecvFrom(peer) => &self.recvs[peer],
-        }
+    /// Records that a call that will be [put into its queue](Self::push) is in flight, unless it conflicts with another one.
+    fn enter(&self, call: Call, channel: Channel, collective: Collective) -> Result<Queued> {
+        self.engine.prepare(channel)?;
+        let in_flight = self.caller(call, channel).enter(&collective)?;
+        Ok(Queued { in_flight, collective })
     }
 
-    fn queues(&self) -> impl Iterator<Item = &WorkQueue> {
-        std::iter::once(&self.collectives).chain(&self.sends).chain(&self.recvs)
+    fn push(&self, call: Call, channel: Channel, queued: Queued) -> Result<Work> {
+        Ok(Work::new(self.engine.start(call, channel, Box::new(queued))?))
+    }
+}
+
+/// The tensors of a queued call. They are in flight until they are dropped.
+struct Queued {
+    #[expect(dead_code, reason = "what counts is when it is dropped: before the tensors")]
+    in_flight: InFlight,
+    collective: Collective,
+}
+
+impl Tensors for Queued {
+    fn with(&self, work: &mut dyn FnMut(Operands)) {
+        with_operands(&self.collective, work);
+    }
+}
+
+impl Completion for engine::Work {
+    fn wait(&self) -> Result<()> {
+        Ok(self.wait()?)
+    }
+
+    fn is_completed(&self) -> bool {
+        self.is_completed()
+    }
+
+    fn span(&self) -> Option<(Instant, Instant)> {
+        self.span()
     }
 }
 
 impl Communicator for CpuCommunicator {
     fn rank(&self) -> usize {
-        self.group.rank
+        self.engine.rank()
     }
 
     fn world_size(&self) -> usize {
-        self.group.world_size
+        self.engine.world_size()
     }
 
     fn start(&self, collective: Collective) -> Result<Work> {
-        if self.group.world_size == 1 {
+        if self.world_size() == 1 {
             self.run(collective)?;
             return Ok(Work::done());
         }
-        let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
-        self.queue_of(channel).start(call, collective)
+        let (call, channel) = self.check(&collective)?;
+        self.push(call, channel, self.enter(call, channel, collective)?)
     }
 
     fn run(&self, collective: Collective) -> Result<()> {
-        let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
-        self.queue_of(channel).run(call, collective)
+        let (call, channel) = self.check(&collective)?;
+        self.caller(call, channel).compare(&collective)?;
+        match with_operands(&collective, |operands| self.engine.run(call, channel, operands)) {
+            Some(result) => Ok(result?),
+            None => self.push(call, channel, self.enter(call, channel, collective)?)?.wait(),
+        }
     }
 
     fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
-        let calls = check_batch(self.group.rank, self.group.world_size, &batch)?;
-        let entered = calls.into_iter().zip(batch).map(|((call, channel), message)| {
-            let (queue, collective) = (self.queue_of(channel), message.into());
-            Ok((queue, call, queue.enter(call, &collective)?, collective))
-        });
+        let calls = check_batch(self.rank(), self.world_size(), &batch)?;
+        let entered = calls
+            .into_iter()
+            .zip(batch)
+            .map(|((call, channel), message)| Ok((call, channel, self.enter(call, channel, message.into())?)));
         // All are accepted before the first is sent.
         let entered = entered.collect::<Result<Vec<_>>>()?.into_iter();
-        let works = entered.map(|(queue, call, in_flight, collective)| queue.push(call, collective, in_flight));
+        let works = entered.map(|(call, channel, queued)| self.push(call, channel, queued));
         Ok(Work::all(works.collect::<Result<_>>()?))
     }
 
     fn failure(&self) -> Option<Error> {
-        self.group.failure().map(Error::from)
+        self.engine.failure().map(Error::from)
     }
 
     fn gone(&self) -> Vec<usize> {
-        self.group.gone()
+        self.engine.gone()
     }
 
     fn abort(&self, reason: &str) {
-        self.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+        self.engine.abort(reason);
     }
 
     fn fail(&self, failure: Failure) {
-        self.group.fail(failure);
+        self.engine.fail(failure);
     }
 }
-
-impl Drop for CpuCommunicator {
-    fn drop(&mut self) {
-        let group = &self.group;
-        if std::thread::panicking() {
-            self.abort("its thread panicked");
-        }
-        // Each call has its own deadline; together they get at most one time-out.
-        let deadline = deadline_after(group.timeout);
-        if !self.queues().all(|queue| queue.drain(deadline)) {
-            self.abort("it left while its calls were not over");
-        }
-        self.queues().for_each(WorkQueue::close);
-        group.leave();
-        group.end_monitors();
-        for monitor in self.monitors.drain(..) {
-            if monitor.join().is_err() {
-                log::error!("rank {}: a monitor thread panicked", group.rank);
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests;

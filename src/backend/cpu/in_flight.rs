@@ -4,13 +4,13 @@
 //! change bytes that a call in another queue uses, or use bytes that such a call changes. Calls that `run` executes on
 //! the calling thread are compared with those in flight but not recorded: that would slow down small messages and find
 //! little.
-use crate::backend::Collective;
-use crate::backend::call::Call;
 use crate::backend::check::{extent, intersect};
+use crate::backend::{Access, Collective};
 use crate::error::describe;
 use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::Tensor;
+use candle_ddp_engine::Call;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -109,22 +109,13 @@ impl Caller {
     /// The tensors of the call on this rank, and whether it changes them.
     fn tensors(self, collective: &Collective) -> Vec<(&Tensor, bool)> {
         let is_root = self.call.root == Some(self.rank);
-        match collective {
-            Collective::AllReduce { tensor, .. } | Collective::Recv { tensor, .. } => vec![(tensor, true)],
-            Collective::Broadcast { tensor, .. } => vec![(tensor, !is_root)],
-            Collective::Reduce { tensor, .. } => vec![(tensor, is_root)],
-            Collective::Send { tensor, .. } => vec![(tensor, false)],
-            Collective::AllGather { output, input }
-            | Collective::ReduceScatter { output, input, .. }
-            | Collective::AllToAll { output, input } => vec![(output, true), (input, false)],
-            Collective::Gather { output, input, .. } => {
-                output.iter().map(|output| (output, true)).chain([(input, false)]).collect()
-            }
-            Collective::Scatter { output, input, .. } => {
-                std::iter::once((output, true)).chain(input.iter().map(|input| (input, false))).collect()
-            }
-            Collective::Barrier => Vec::new(),
-        }
+        let is_changed_here = match collective {
+            Collective::Broadcast { .. } => !is_root,
+            Collective::Reduce { .. } => is_root,
+            _ => true,
+        };
+        let tensors = collective.tensors().into_iter().flatten();
+        tensors.map(|(_, tensor, access)| (tensor, access == Access::Write && is_changed_here)).collect()
     }
 }
 

@@ -1,12 +1,12 @@
 //! The state of a group, shared by all threads of one rank: which calls are in flight, and why it failed.
 use super::health_store::ShutdownNotice;
 use crate::Error;
-use crate::backend::call::{Call, Channel};
-use crate::backend::failure::{CallHistory, ExpiredCall, ProgressReport};
 use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
-use crate::flight_recorder::{CallRecord, Recorded, Recording};
 use crate::panic::{lock, wait, wait_timeout};
+use candle_ddp_engine::failure::{CallHistory, ExpiredCall, ProgressReport};
+use candle_ddp_engine::flight_recorder::{CallRecord, Recorded, Recording};
+use candle_ddp_engine::{Call, Channel};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};

@@ -1,9 +1,9 @@
 //! The ranks' messages to each other through the store, independently of NCCL: heartbeats, the group's failure and, if
 //! a call does not complete, each rank's progress.
-use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::error::Failure;
 use crate::host::host_name;
 use crate::rendezvous::{LastWill, Result, Store};
+use candle_ddp_engine::failure::{CallCounts, ProgressReport};
 use candle_ddp_rendezvous::json::{decide, encode};
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 use serde::de::DeserializeOwned;
@@ -272,8 +272,8 @@ fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::call::{Call, Operation};
     use crate::rendezvous::HashStore;
+    use candle_ddp_engine::{Call, Operation};
     use std::time::Duration;
 
     fn ranks<const N: usize>() -> [HealthStore; N] {

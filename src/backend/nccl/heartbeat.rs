@@ -3,10 +3,10 @@
 use super::group::{Group, News, SuspectedFailure};
 use super::health_store::{HealthStore, Heartbeat, ProgressQuery, ShutdownRecord};
 use crate::backend::awake::AwakeClock;
-use crate::backend::call::{Call, Channel};
-use crate::backend::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
 use crate::error::Failure;
 use crate::rendezvous::Result;
+use candle_ddp_engine::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
+use candle_ddp_engine::{Call, Channel};
 use std::time::{Duration, Instant};
 
 /// How long other ranks have to report their progress.

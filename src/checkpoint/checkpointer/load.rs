@@ -3,7 +3,7 @@ use super::Checkpointer;
 use super::folder::{Checkpoint, Faulty, Listing, Name};
 use super::index::{Fault, Index, Part, Written};
 use super::snapshot::Buffers;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::checkpoint::error::unreadable;
 use crate::state::file::{read_hashed_safetensors, read_safetensors};
 use crate::state::{Dict, Parts, StateDict};
@@ -69,7 +69,7 @@ impl Checkpointer {
     /// [`Error::InvalidArgument`] without [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before
     /// this run has saved anything; the group's errors.
     pub fn load_latest(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Latest))
+        label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Latest))
     }
 
     /// [`load_latest`](Self::load_latest) for the newest checkpoint that [`save_best`](Self::save_best) has saved.
@@ -77,7 +77,7 @@ impl Checkpointer {
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
     pub fn load_best(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Best))
+        label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Best))
     }
 
     /// [`load_latest`](Self::load_latest) for the checkpoint of step `step`. Returns false if there is none. Before
@@ -86,7 +86,7 @@ impl Checkpointer {
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
     pub fn load_step(&mut self, step: u64, mut parts: impl Parts) -> Result<bool> {
-        let found = Label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Step(step)))?;
+        let found = label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Step(step)))?;
         Ok(found.is_some())
     }
 
@@ -97,7 +97,7 @@ impl Checkpointer {
     /// On every rank: [`Error::Io`] if the folder cannot be read; the error of a save that was running, unless its
     /// [handle](super::SaveHandle) has returned it on every rank; the group's errors.
     pub fn steps(&mut self) -> Result<Vec<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| {
+        label::CHECKPOINTER_LOAD.during(|| {
             let ended = self.end_previous();
             self.group.agree(ended)?;
             self.search(|listing, damaged| {

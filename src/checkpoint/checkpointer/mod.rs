@@ -10,7 +10,7 @@ pub use handle::SaveHandle;
 #[cfg(any(test, fuzzing))]
 pub(crate) use index::fuzz_index;
 
-use crate::backend::Label;
+use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -140,12 +140,12 @@ impl Checkpointer {
         let root = folder.as_ref().to_path_buf();
         let checked = options.check().map(|()| format!("{options:?}"));
         let compared =
-            Label::CHECKPOINTER_NEW.during(|| group.compare(checked.as_ref().cloned(), "it made no Checkpointer"));
+            label::CHECKPOINTER_NEW.during(|| group.compare(checked.as_ref().cloned(), "it made no Checkpointer"));
         checked?;
         if let Some((_, difference)) = compared? {
             return Err(Error::invalid("options", format!("all ranks must give the same options: {difference}")));
         }
-        Label::CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
+        label::CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
         let background = group.background_group()?;
         Ok(Self {
             group: group.clone(),
@@ -165,7 +165,7 @@ impl Checkpointer {
     /// On every rank, the save's error, unless its [handle](SaveHandle) has returned it on every rank.
     pub fn finish(&mut self) -> Result<()> {
         let ended = self.end_previous();
-        Label::CHECKPOINTER_SAVE.during(|| self.group.agree(ended))
+        label::CHECKPOINTER_SAVE.during(|| self.group.agree(ended))
     }
 
     /// Joins the thread of the previous save. Returns the save's error, if no call has returned it yet.

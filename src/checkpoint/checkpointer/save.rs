@@ -4,7 +4,7 @@ use super::folder::{self, Checkpoint, Listing, Started};
 use super::handle::{Save, SaveHandle};
 use super::index::{self, Index};
 use super::snapshot::{Kind, PartSnapshot};
-use crate::backend::Label;
+use crate::backend::label;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
@@ -60,7 +60,7 @@ impl Checkpointer {
         // An engine may end failed calls as if they were complete. Their results must not be saved.
         let snapshot = snapshot.and_then(|snapshot| self.group.failure().map_or(Ok(snapshot), Err));
         let described = snapshot.as_ref().map(|parts| describe(step, best, parts));
-        let compared = Label::CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
+        let compared = label::CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
         let snapshot = snapshot?;
         if let Some((_, difference)) = compared? {
             return Err(Error::invalid(
@@ -73,7 +73,7 @@ impl Checkpointer {
         }
         let states = snapshot.iter().filter(|part| part.kind == Kind::Same);
         let states = states.map(|part| (part.name.as_str(), &part.fingerprint)).collect::<Vec<_>>();
-        Label::CHECKPOINTER_SAVE.during(|| self.group.compare_states(&states))?;
+        label::CHECKPOINTER_SAVE.during(|| self.group.compare_states(&states))?;
         self.newest = Some(step);
         let job = Job {
             group: self.background.clone(),
@@ -88,7 +88,7 @@ impl Checkpointer {
         let body = {
             let (save, group) = (save.clone(), self.background.clone());
             move || {
-                let ended = catch_unwind(AssertUnwindSafe(|| Label::CHECKPOINTER_WRITE.during(|| job.run())));
+                let ended = catch_unwind(AssertUnwindSafe(|| label::CHECKPOINTER_WRITE.during(|| job.run())));
                 let ended = ended.unwrap_or_else(|panic| {
                     Err(Error::io("writing a checkpoint", std::io::Error::other(panic_message(&*panic))))
                 });

@@ -5,7 +5,7 @@ mod strategy;
 
 pub(crate) use state::Gradient;
 
-use crate::backend::Label;
+use crate::backend::label;
 use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
 use crate::ddp::count;
 use crate::ddp::graph::Identity;
@@ -401,7 +401,7 @@ impl Reducer {
         order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.groups.main().device())?;
-        Label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, part.active.root()))?;
+        label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, part.active.root()))?;
         let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
             rank: part.active.root(),
             reason: format!(

@@ -1,7 +1,7 @@
 //! Optimizer state on disk: whole, in the format of this crate's other optimizers, or one shard per rank.
 use super::ZeroRedundancyOptimizer;
 use super::shards::{SAVING, file, read_shards};
-use crate::backend::Label;
+use crate::backend::label;
 use crate::optim::fused::state_dtype_of;
 use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
@@ -24,7 +24,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Returns an error of the process group.
     pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
-        Label::ZERO_STATE.during(|| self.consolidate(Some(to)))
+        label::ZERO_STATE.during(|| self.consolidate(Some(to)))
     }
 
     /// Returns the whole state on rank `to`, or on all ranks.
@@ -97,7 +97,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns [`Error::Io`] on rank 0 and [`Error::RankFailed`] on the others if writing fails, or an error of the
     /// process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        Label::ZERO_SAVE.during(|| {
+        label::ZERO_SAVE.during(|| {
             let dict = self.consolidate_state_dict(0)?;
             let job = dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose();
             self.process_group.write_together(job).map(drop)
@@ -111,7 +111,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns an error on every rank if one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepare_whole(&dict));
-        let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
+        let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
@@ -128,14 +128,14 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
-        Label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
+        label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
         let path = file(folder.as_ref(), rank, world_size);
         let dict = self.shard_dict().map(|mut dict| {
             dict.insert(SAVING.to_string(), saving);
             dict
         });
         let job = dict.and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
-        Label::ZERO_SAVE.during(|| self.process_group.write_together(job)).map(drop)
+        label::ZERO_SAVE.during(|| self.process_group.write_together(job)).map(drop)
     }
 
     fn shard_dict(&self) -> Result<Dict> {
@@ -161,7 +161,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// different saves or worlds, [`Error::Io`] if one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepare_shards(&shards));
-        let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
+        let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
@@ -252,7 +252,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Returns an error of the process group.
     fn state_dict(&self) -> Result<Dict> {
-        Ok(Label::ZERO_STATE.during(|| self.consolidate(None))?.unwrap_or_default())
+        Ok(label::ZERO_STATE.during(|| self.consolidate(None))?.unwrap_or_default())
     }
 
     /// Loads a whole state. Every rank must pass the same.

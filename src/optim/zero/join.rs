@@ -1,6 +1,6 @@
 //! Steps while some ranks are out of inputs: these still own shards and must update them.
 use super::ZeroRedundancyOptimizer;
-use crate::backend::Label;
+use crate::backend::label;
 use crate::ddp::{DistributedDataParallel, JoinOptions, Joined};
 use crate::optim::clip::NormType;
 use crate::optim::rule::UpdateRule;
@@ -60,19 +60,19 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             Operation::Step => {
                 let result = self
                     .take_over(active)
-                    .and_then(|()| Label::ZERO_STEP.during(|| self.update(&GradStore::default())));
+                    .and_then(|()| label::ZERO_STEP.during(|| self.update(&GradStore::default())));
                 self.end_on_error(&result);
                 result?;
             }
             Operation::ClipGradNorm => {
                 let pending = self.reducer.pending()?;
-                Label::ZERO_NORM.during(|| self.norm(&pending))?;
+                label::ZERO_NORM.during(|| self.norm(&pending))?;
             }
             Operation::Unscale => {
                 let pending = self.reducer.pending()?;
                 let finite = self.norm_here(&pending, NormType::Inf)?.is_finite();
                 let flags = Tensor::new(&[if finite { 0f32 } else { 1. }, 0.], self.process_group.device())?;
-                Label::UNSCALE.during(|| self.process_group.all_reduce(&flags, ReduceOp::Max))?;
+                label::UNSCALE.during(|| self.process_group.all_reduce(&flags, ReduceOp::Max))?;
             }
         }
         Ok(true)
@@ -102,7 +102,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let mut own = vec![self.reducer.pending()?.scale];
         own.extend(self.options.iter().map(R::learning_rate));
         let settings = Tensor::new(own, self.process_group.device())?;
-        Label::ZERO_STEP.during(|| self.process_group.broadcast_async(&settings, root)?.synchronize())?;
+        label::ZERO_STEP.during(|| self.process_group.broadcast_async(&settings, root)?.synchronize())?;
         Ok(settings.to_vec1()?)
     }
 }

@@ -11,7 +11,7 @@ use super::parameters::ParameterGroup;
 use super::rule::{UpdateRule, limit, max_grad_norm};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
-use crate::backend::{Label, Work};
+use crate::backend::{Work, label};
 use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging, scaled};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
@@ -104,7 +104,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             Ok(trained)
         });
         let described = built.as_ref().map(|_| described);
-        let verdict = Label::ZERO_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
+        let verdict = label::ZERO_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
         let parameters = built?;
         if let Some((_, difference)) = verdict? {
             let reason = format!("ranks gave different options: {difference}");
@@ -317,7 +317,7 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// of the parameters, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         let checked = scaled::check_unscaled(grads, "step").and_then(|()| self.lead_step());
-        let result = checked.and_then(|()| Label::ZERO_STEP.during(|| self.update(grads)));
+        let result = checked.and_then(|()| label::ZERO_STEP.during(|| self.update(grads)));
         self.end_on_error(&result);
         result
     }
@@ -348,7 +348,7 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
         self.check_synchronised(grads)?;
         let pending = self.reducer.pending()?;
         self.process_group.announce(Operation::ClipGradNorm)?;
-        let norm = Label::ZERO_NORM.during(|| self.norm(&pending))?;
+        let norm = label::ZERO_NORM.during(|| self.norm(&pending))?;
         self.reducer.scale_pending(clip::coefficient(norm, max_norm))?;
         Ok(norm)
     }

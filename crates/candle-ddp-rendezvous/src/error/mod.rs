@@ -7,6 +7,8 @@ mod text;
 pub use failure::Failure;
 pub use rank_error::{FILE_VARIABLE, OF_PROGRAM, RankError};
 pub use shortage::{SHORTAGE_HINT, is_shortage};
+#[doc(hidden)]
+pub use text::others;
 pub use text::{GRADIENTS, Printable, ranks, some};
 
 use std::fmt;
@@ -117,6 +119,19 @@ pub enum Error {
         reason: String,
     },
 
+    /// A group whose ranks could not all be connected to each other.
+    #[error("rank {rank} has no connection to {} (time-out {timeout:?}): {}", others(peers), Printable(reason))]
+    Connect {
+        /// This rank.
+        rank: usize,
+        /// The ranks that it could not connect to; empty if it is unknown which.
+        peers: Vec<usize>,
+        /// The time-out of the group's construction.
+        timeout: Duration,
+        /// Why.
+        reason: String,
+    },
+
     /// The caller cancelled the wait with this error. See [`Store::wait_cancellable`](crate::Store::wait_cancellable).
     #[error(transparent)]
     Cancelled(Box<dyn std::error::Error + Send + Sync>),
@@ -151,7 +166,7 @@ impl Error {
     pub fn culprit(&self) -> Option<usize> {
         match self {
             Self::Group(failure) => failure.culprit(),
-            Self::RanksMissing { ranks, .. } => ranks.first().copied(),
+            Self::RanksMissing { ranks, .. } | Self::Connect { peers: ranks, .. } => ranks.first().copied(),
             _ => None,
         }
     }
@@ -169,6 +184,7 @@ impl Error {
             Self::RanksMissing { .. } => "RanksMissing",
             Self::Store { .. } => "Store",
             Self::Secret { .. } => "Secret",
+            Self::Connect { .. } => "Connect",
             Self::Cancelled(_) => "Cancelled",
             Self::Group(failure) => failure.name(),
         }

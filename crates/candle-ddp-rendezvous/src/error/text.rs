@@ -109,3 +109,8 @@ impl fmt::Display for Uneven<'_> {
         }
     }
 }
+
+/// The ranks to which there is no connection; the others of the group if it is unknown which.
+pub fn others(peers: &[usize]) -> String {
+    if peers.is_empty() { "the others of its group".to_string() } else { format!("rank(s) {}", ranks(peers)) }
+}

@@ -2,13 +2,12 @@
 //! NCCL itself is not tested here.
 use super::*;
 use crate::Error;
-use crate::backend::Label;
-use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::nccl::group::Fence;
 use crate::backend::nccl::health_store::HealthStore;
 use crate::backend::nccl::heartbeat::{HeartbeatMonitor, without_asking};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::rendezvous::{HashStore, Store};
+use candle_ddp_engine::{Call, Channel, Label, Operation};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};

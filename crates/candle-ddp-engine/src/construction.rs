@@ -1,0 +1,39 @@
+use crate::flight_recorder::Recording;
+use crate::{Error, Result};
+use std::time::{Duration, Instant};
+
+/// The conditions that can end the construction of a group early, and how its calls are recorded.
+#[derive(Clone, Copy, Default)]
+pub struct Construction<'a> {
+    /// The deadline of the construction; `None` means the group's time-out, counted from the start.
+    pub deadline: Option<Instant>,
+    /// Called again and again while waiting for other ranks; an error ends the wait.
+    pub cancelled: Option<&'a dyn Fn() -> Result<()>>,
+    /// For the flight recorder, if there is one.
+    pub recording: Option<&'a Recording>,
+}
+
+impl Construction<'_> {
+    pub(crate) fn check(&self) -> Result<()> {
+        self.cancelled.map_or(Ok(()), |cancelled| cancelled())
+    }
+
+    /// The root cause of `error`. A peer that gave up may have caused it, and its reason may take a moment to arrive.
+    pub(crate) fn cause(&self, error: Error) -> Error {
+        const PATIENCE: Duration = Duration::from_millis(1500);
+        let until = Instant::now() + PATIENCE;
+        while self.cancelled.is_some() && Instant::now() < until {
+            if let Err(cause) = self.check() {
+                return cause;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        error
+    }
+}
+
+impl std::fmt::Debug for Construction<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Construction").field("deadline", &self.deadline).finish_non_exhaustive()
+    }
+}

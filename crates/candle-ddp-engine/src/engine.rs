@@ -1,0 +1,284 @@
+use crate::algorithm::Tuning;
+use crate::call::{Call, Channel, Operation};
+use crate::construction::Construction;
+use crate::data_path::DataPath;
+use crate::deadline::deadline_after;
+use crate::error::Failure;
+use crate::group::Group;
+use crate::host_monitor;
+use crate::operands::{Operands, Tensors};
+use crate::options::{CpuOptions, or_environment};
+use crate::rendezvous::{Secret, Store, loopback};
+use crate::tcp::connect::Connections;
+use crate::tcp::connector::Connector;
+use crate::tcp::control::Control;
+use crate::tcp::door::Door;
+use crate::tcp::handshake::HandshakeConfig;
+use crate::tcp::monitor;
+use crate::work_queue::Work;
+use crate::work_queue::WorkQueue;
+use crate::{Error, Result, thread};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+
+/// One rank of a group. Ranks on one host share memory; between hosts, data travels over TCP.
+///
+/// Collectives run in the order in which they are started: with [`run`](Self::run) on the calling thread if no other call is
+/// queued, otherwise on an engine thread. Messages between two ranks have their own order for each pair and direction, and
+/// do not wait for collectives.
+///
+/// The memory of a call is locked only while bytes move. Calls of different channels work at the same time, so their
+/// operands must not overlap where one of them is changed: callers check that.
+///
+/// Reductions take the ranks of each host in order, and then the hosts in the order of their lowest ranks. f16 and bf16
+/// are accumulated in f32, and rounded for each host and at the end. So results are bit-identical on all ranks, and in
+/// every run with the same ranks on the same hosts.
+///
+/// The first failure ends the group for all its ranks: a rank that leaves early or makes a different call, a call that
+/// needs more data from a rank whose process has ended, or a call that exceeds the time-out. Every rank gets the same
+/// cause, as a [`Failure`] that names the culprit. Data that a rank sent before its process ended still arrives.
+///
+/// Dropping it waits for the calls that were started and then tells the peers that this rank leaves, or, while
+/// panicking, that it failed.
+pub struct Engine {
+    group: Arc<Group>,
+    collectives: WorkQueue,
+    /// By peer. The queues for this rank itself are never used.
+    sends: Vec<WorkQueue>,
+    recvs: Vec<WorkQueue>,
+    monitors: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are connected, unless
+    /// `construction` ends it early.
+    ///
+    /// `store` must be shared by all ranks and used by this group only. It is not needed afterwards.
+    ///
+    /// # Errors
+    /// Returns an error for a rank that does not exist, for invalid options, or if the ranks cannot all be connected.
+    pub fn new(
+        construction: Construction,
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        options: CpuOptions,
+    ) -> Result<Self> {
+        if rank >= world_size {
+            return Err(Error::RankOutOfRange { rank, world_size });
+        }
+        if u32::try_from(world_size).is_err() {
+            return Err(Error::invalid("world_size", format!("{world_size} ranks cannot be numbered")));
+        }
+        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, secret, .. } = options;
+        let construction_timeout = options.construction_timeout.unwrap_or(timeout);
+        let transport = transport.resolve()?;
+        let secret = match secret {
+            Some(secret) => Some(secret),
+            None => Secret::from_env()?,
+        };
+        let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
+        let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
+        let tune = |by_default: Tuning| by_default.or(segment_bytes, small_bytes);
+        let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
+        let latest = deadline_after(construction_timeout);
+        let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
+        let connector = Connector {
+            store: &*store,
+            rank,
+            config: HandshakeConfig {
+                world_size,
+                secret: secret.is_some(),
+                segment: term(segment_bytes),
+                small: term(small_bytes),
+            },
+            secret,
+            address: address.unwrap_or_else(loopback),
+            timeout: construction_timeout,
+            deadline,
+            lost_after,
+            construction,
+        };
+        let DataPath { connections, hosts, shm, layout } = match world_size {
+            1 => DataPath::none(),
+            _ => connector.join(transport, tune(Tuning::SHARED).segment, options.host.as_deref())?,
+        };
+        let tuning = match layout {
+            None => tune(Tuning::TCP),
+            Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),
+            Some(layout) => tune(Tuning::of_hosts(hosts.count())).within(layout),
+        };
+        let Connections { control, door } = connections;
+        let links = Control::new(world_size).map_err(|error| Error::io("creating a pipe", error))?;
+        for (peer, socket) in control.into_iter().enumerate() {
+            socket.map(|socket| links.add(peer, socket, true));
+        }
+        let group = Group::new(rank, world_size, timeout, hosts, shm, links);
+        let group = Arc::new(match construction.recording {
+            Some(recording) => group.recorded(Arc::clone(&recording.recorder)),
+            None => group,
+        });
+        if let Some(recording) = construction.recording {
+            let group: Weak<Group> = Arc::downgrade(&group);
+            recording.register(group);
+        }
+        let queue_of = |channel| WorkQueue::new(group.clone(), channel, tuning);
+        let mut engine = Self {
+            collectives: queue_of(Channel::Collectives),
+            sends: (0..world_size).map(|peer| queue_of(Channel::SendTo(peer))).collect(),
+            recvs: (0..world_size).map(|peer| queue_of(Channel::RecvFrom(peer))).collect(),
+            monitors: Vec::new(),
+            group,
+        };
+        engine.start_monitors(door)?;
+        // From here on, a failure ends the group, and all ranks are told.
+        match engine.collectives.run_first(Call::bare(Operation::Connect), deadline) {
+            Ok(()) => {
+                if world_size > 1 {
+                    connector.forget();
+                }
+                Ok(engine)
+            }
+            // The peer may have given up before it could tell the group.
+            Err(failure @ Failure::PeerGone { .. }) => Err(construction.cause(failure.into())),
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
+    /// Starts the threads that listen to the other ranks: one to those of other hosts, one to those of this host.
+    fn start_monitors(&mut self, door: Option<Door>) -> Result<()> {
+        let rank = self.group.rank;
+        if let Some(door) = door {
+            self.start_monitor(format!("ddp-{rank}-monitor"), |group| {
+                monitor::run(group, door).map_err(|e| e.to_string())
+            })?;
+        }
+        if self.group.shm.is_some() {
+            self.start_monitor(format!("ddp-{rank}-host"), host_monitor::run)?;
+        }
+        Ok(())
+    }
+
+    fn start_monitor(
+        &mut self,
+        name: String,
+        run: impl FnOnce(&Group) -> Result<(), String> + Send + 'static,
+    ) -> Result<()> {
+        let group = self.group.clone();
+        let body = move || {
+            let reason = match catch_unwind(AssertUnwindSafe(|| run(&group))) {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => format!("its monitor cannot listen: {error}"),
+                Err(_) => "its monitor panicked".into(),
+            };
+            group.fail(Failure::PeerFailed { peer: group.rank, reason });
+        };
+        self.monitors.push(thread::spawn(name, body)?);
+        Ok(())
+    }
+
+    fn queue_of(&self, channel: Channel) -> &WorkQueue {
+        match channel {
+            Channel::Collectives => &self.collectives,
+            Channel::SendTo(peer) => &self.sends[peer],
+            Channel::RecvFrom(peer) => &self.recvs[peer],
+        }
+    }
+
+    fn queues(&self) -> impl Iterator<Item = &WorkQueue> {
+        std::iter::once(&self.collectives).chain(&self.sends).chain(&self.recvs)
+    }
+
+    /// This process's rank in the group.
+    pub fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    /// The number of ranks in the group.
+    pub fn world_size(&self) -> usize {
+        self.group.world_size
+    }
+
+    /// A number that identifies the queue of `channel` in this process. The calls of one queue run one after another.
+    pub fn queue(&self, channel: Channel) -> usize {
+        std::ptr::from_ref(self.queue_of(channel)).addr()
+    }
+
+    /// Gets ready for [`start`](Self::start), which then fails only if the group has failed.
+    ///
+    /// # Errors
+    /// Returns an error if the system starts no thread.
+    pub fn prepare(&self, channel: Channel) -> Result<()> {
+        self.queue_of(channel).ensure_thread()
+    }
+
+    /// Puts a call into the queue of `channel`. The tensors are dropped before the call counts as complete.
+    ///
+    /// # Errors
+    /// Returns the failure of the group, if it has failed, or the error of [`prepare`](Self::prepare).
+    pub fn start(&self, call: Call, channel: Channel, tensors: Box<dyn Tensors>) -> Result<Work> {
+        self.queue_of(channel).start(call, tensors)
+    }
+
+    /// Runs a call on the calling thread. Returns `None`, without doing anything, if other calls come before it: it must
+    /// then be [started](Self::start).
+    pub fn run(&self, call: Call, channel: Channel, operands: Operands) -> Option<Result<(), Failure>> {
+        self.queue_of(channel).run(call, operands)
+    }
+
+    /// Why the group has failed, or why calls of all its ranks can no longer succeed, as far as this rank knows without
+    /// asking the others.
+    pub fn failure(&self) -> Option<Failure> {
+        self.group.failure()
+    }
+
+    /// The peers that are known to have ended, or to have left the group after it had failed.
+    pub fn gone(&self) -> Vec<usize> {
+        self.group.gone()
+    }
+
+    /// Ends the group on every rank with `failure`.
+    pub fn fail(&self, failure: Failure) {
+        self.group.fail(failure);
+    }
+
+    /// Ends the group on every rank: this one failed, with `reason`.
+    pub fn abort(&self, reason: &str) {
+        self.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let group = &self.group;
+        if std::thread::panicking() {
+            self.abort("its thread panicked");
+        }
+        // Each call has its own deadline; together they get at most one time-out.
+        let deadline = deadline_after(group.timeout);
+        if !self.queues().all(|queue| queue.drain(deadline)) {
+            self.abort("it left while its calls were not over");
+        }
+        self.queues().for_each(WorkQueue::close);
+        group.leave();
+        group.end_monitors();
+        for monitor in self.monitors.drain(..) {
+            if monitor.join().is_err() {
+                log::error!("rank {}: a monitor thread panicked", group.rank);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+//! Which connections there are between hosts. Ranks are threads; their labels stand for hosts.
+use super::*;
+use crate::failure::RankState;
+use crate::memory::buffer::Buffer;
+use crate::rendezvous::HashStore;
+use crate::{CpuTransport, Element, ReduceOp, Slice};
+use std::sync::Barrier;
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Runs `body` on all ranks; `hosts` has the host of each.
+fn on_hosts(hosts: &[usize], body: impl Fn(Engine, &Barrier) + Sync) {
+    let (world_size, barrier) = (hosts.len(), Barrier::new(hosts.len()));
+    let store = Arc::new(HashStore::new(PATIENCE));
+    std::thread::scope(|scope| {
+        for (rank, host) in hosts.iter().enumerate() {
+            let (store, body, barrier) = (store.clone(), &body, &barrier);
+            scope.spawn(move || {
+                let host = Some(host.to_string());
+                let (timeout, transport) = (PATIENCE, CpuTransport::Auto);
+                let options = CpuOptions { host, timeout, transport, ..CpuOptions::default() };
+                body(Engine::new(Construction::default(), store, rank, world_size, options).unwrap(), barrier);
+            });
+        }
+    });
+}
+
+/// Runs `body` on four ranks, two on each host.
+fn on_two_hosts(body: impl Fn(Engine, &Barrier) + Sync) {
+    on_hosts(&[0, 0, 1, 1], body);
+}
+
+/// The peers to which there are connections for collectives, for messages, and for control.
+fn connected(engine: &Engine) -> [Vec<usize>; 3] {
+    let Group { data, direct, control, .. } = &*engine.group;
+    let [data, direct] = [data, direct].map(|transport| (0..4).filter(|peer| transport.has(*peer)).collect());
+    [data, direct, (0..4).filter(|peer| control.link(*peer).is_some()).collect()]
+}
+
+/// Runs a call on `bytes` bytes, and returns what has become of the output.
+fn run(engine: &Engine, call: Call, channel: Channel, bytes: &[u8]) -> Result<Vec<u8>> {
+    let [output, input] = [(); 2].map(|()| Buffer::new(bytes));
+    let operands = [&output, &input].map(|buffer| Some(Slice::new(buffer, 0..bytes.len())));
+    let operands = Operands { output: operands[0], input: operands[1] };
+    engine.run(call, channel, operands).unwrap()?;
+    Ok(output.bytes())
+}
+
+/// A call on `count` bytes.
+fn call(operation: Operation, count: usize) -> Call {
+    Call { element: Some(Element::U8), count: count as u64, ..Call::bare(operation) }
+}
+
+const MANY: usize = 400_000;
+
+fn all_reduce(engine: &Engine) {
+    let call = Call { reduction: Some(ReduceOp::Sum), ..call(Operation::AllReduce, MANY) };
+    let sum = run(engine, call, Channel::Collectives, &[3; MANY]).unwrap();
+    assert!(sum.iter().all(|byte| usize::from(*byte) == 3 * engine.world_size()));
+}
+
+fn send(engine: &Engine, peer: usize, bytes: &[u8]) {
+    run(engine, call(Operation::Send, bytes.len()), Channel::SendTo(peer), bytes).unwrap();
+}
+
+fn receive(engine: &Engine, peer: usize, count: usize) -> Result<Vec<u8>> {
+    run(engine, call(Operation::Recv, count), Channel::RecvFrom(peer), &vec![0; count])
+}
+
+#[test]
+fn ranks_have_connections_to_those_with_which_they_exchange_data() {
+    on_two_hosts(|engine, barrier| {
+        let rank = engine.rank();
+        let partner = (rank + 2) % 4;
+        let leaders = if rank % 2 == 0 { vec![partner] } else { vec![] };
+        assert_eq!(connected(&engine), [leaders.clone(), vec![], leaders]);
+        barrier.wait();
+        all_reduce(&engine);
+        assert_eq!(connected(&engine), [vec![partner], vec![], vec![partner]]);
+        barrier.wait();
+        match rank {
+            0 => send(&engine, 3, &[5; MANY]),
+            3 => assert_eq!(receive(&engine, 0, MANY).unwrap(), [5; MANY]),
+            _ => {}
+        }
+        let messages = match rank {
+            0 => vec![3],
+            3 => vec![0],
+            _ => vec![],
+        };
+        let others = if rank < 2 { vec![2, 3] } else { vec![0, 1] };
+        let known = if messages.is_empty() { vec![partner] } else { others.clone() };
+        assert_eq!(connected(&engine), [vec![partner], messages.clone(), known]);
+        barrier.wait();
+        let own = [rank as u8; 4];
+        let exchanged = run(&engine, call(Operation::AllToAll, 4), Channel::Collectives, &own).unwrap();
+        assert_eq!(exchanged, [0, 1, 2, 3]);
+        assert_eq!(connected(&engine), [others.clone(), messages, others]);
+    });
+}
+
+/// A small message is sent before its receiver waits for it, whichever of the two makes the connection.
+#[test]
+fn a_first_message_does_not_wait_for_its_receiver() {
+    for (from, to) in [(0, 3), (3, 0)] {
+        on_two_hosts(|engine, barrier| {
+            if engine.rank() == from {
+                send(&engine, to, &[7]);
+            }
+            barrier.wait();
+            if engine.rank() == to {
+                assert_eq!(receive(&engine, from, 1).unwrap(), [7]);
+            }
+        });
+    }
+}
+
+/// Rank 1 calls its proxy on the other host, rank 3, which passes on the question and the answer.
+#[test]
+fn all_ranks_answer_one_that_has_no_connection_to_them() {
+    on_two_hosts(|engine, barrier| {
+        let states = if engine.rank() == 1 { engine.group.query() } else { vec![] };
+        barrier.wait();
+        assert!(states.iter().all(|state| matches!(state, RankState::Running(_))), "{states:?}");
+    });
+}
+
+/// The ranks of `left` leave one after the other. Returns the error of rank `learner`, which waits for a message of the last one.
+fn left_alone(hosts: &[usize], left: &[usize], learner: usize) -> Error {
+    let found = std::sync::Mutex::new(None);
+    on_hosts(hosts, |engine, barrier| {
+        let mut engine = Some(engine);
+        for rank in left {
+            engine = engine.filter(|engine| engine.rank() != *rank);
+            barrier.wait();
+        }
+        if let Some(engine) = engine.as_ref().filter(|engine| engine.rank() == learner) {
+            let error = receive(engine, left[left.len() - 1], MANY).unwrap_err();
+            *found.lock().unwrap() = Some(error);
+        }
+        barrier.wait();
+    });
+    found.into_inner().unwrap().unwrap()
+}
+
+/// Leaders tell each other about the ranks of their hosts, and note what they hear for those.
+#[test]
+fn ranks_learn_who_has_left_without_a_connection_to_them() {
+    for (left, learner) in [(1, 2), (1, 3), (0, 3), (3, 1), (2, 1)] {
+        let error = left_alone(&[0, 0, 1, 1], &[left], learner);
+        assert!(matches!(error, Error::Group(Failure::PeerLeft { peer, .. }) if peer == left), "{error:?}");
+    }
+}
+
+#[test]
+fn ranks_learn_who_has_left_after_the_leader_of_its_host() {
+    let hosts = [0, 0, 1, 1, 1];
+    // Rank 4 says so, which rank 1 then calls.
+    let error = left_alone(&hosts, &[2, 3], 1);
+    assert!(matches!(error, Error::Group(Failure::PeerLeft { peer: 3, .. })), "{error:?}");
+    // Nobody is left to say so.
+    let error = left_alone(&hosts, &[2, 3, 4], 1);
+    assert!(matches!(error, Error::Group(Failure::PeerGone { peer: 4, .. })), "{error:?}");
+}

@@ -1,0 +1,110 @@
+//! The ranks' reports to each other about their calls.
+use crate::call::{Call, Channel};
+use crate::texts;
+use candle_ddp_rendezvous::wire::{Reader, Writer};
+use std::collections::BTreeSet;
+
+/// The progress of one rank's collectives.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProgressReport {
+    /// The last collective that was started; it may still be queued. 0 before the first.
+    pub started: u64,
+    /// The last collective that began to run. 0 before the first.
+    pub begun: u64,
+    /// The last collectives up to `started`, as far back as they are remembered.
+    pub calls: Vec<Call>,
+    /// Whether a call is held up because the program keeps the storage of its tensor locked.
+    pub waits_for_lock: bool,
+}
+
+impl ProgressReport {
+    /// The call at `sequence`, if it is remembered.
+    pub fn call_at(&self, sequence: u64) -> Option<Call> {
+        let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
+        self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
+    }
+
+    pub fn encode(&self, writer: &mut Writer) {
+        writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock)).u32(self.calls.len() as u32);
+        self.calls.iter().for_each(|call| call.encode(writer));
+        // For the texts of errors: the shapes and places that their calls have as numbers.
+        let codes: BTreeSet<u32> = self.calls.iter().flat_map(|call| [call.shape.code(), call.place.code()]).collect();
+        let texts: Vec<_> = codes.into_iter().filter_map(|code| Some((code, texts::known(code)?))).collect();
+        writer.u32(texts.len() as u32);
+        for (code, text) in &texts {
+            writer.u32(*code).text(text);
+        }
+    }
+
+    /// Decodes a report, and learns the texts that come with it.
+    pub fn decode(reader: &mut Reader) -> Option<Self> {
+        let (started, begun, waits_for_lock) = (reader.u64()?, reader.u64()?, reader.u8()? != 0);
+        let count = reader.u32()?;
+        let calls = (0..count).map(|_| Call::decode(reader)).collect::<Option<_>>()?;
+        for _ in 0..reader.u32()? {
+            let (code, text) = (reader.u32()?, reader.text()?);
+            texts::learn(code, || text);
+        }
+        Some(Self { started, begun, calls, waits_for_lock })
+    }
+}
+
+/// The number of calls of a rank that concern one peer. Calls are numbered from 1, so these are also the sequence
+/// numbers of the last ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallCounts {
+    pub collectives: u64,
+    /// Messages to that peer.
+    pub sent: u64,
+    /// Messages from that peer.
+    pub received: u64,
+}
+
+impl CallCounts {
+    /// The number of calls that pair up with the peer's own calls on `channel`.
+    pub fn matching(self, channel: Channel) -> u64 {
+        match channel {
+            Channel::Collectives => self.collectives,
+            Channel::SendTo(_) => self.received,
+            Channel::RecvFrom(_) => self.sent,
+        }
+    }
+
+    pub fn encode(self, writer: &mut Writer) {
+        writer.u64(self.collectives).u64(self.sent).u64(self.received);
+    }
+
+    pub fn decode(reader: &mut Reader) -> Option<Self> {
+        Some(Self { collectives: reader.u64()?, sent: reader.u64()?, received: reader.u64()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::Operation;
+    use crate::label::Label;
+    use crate::shape::ShapeCode;
+
+    #[test]
+    fn reports_can_be_encoded_and_decoded() {
+        let calls = vec![
+            Call::bare(Operation::Barrier),
+            Call {
+                count: 8,
+                label: Label::register("save_distributed"),
+                shape: ShapeCode::of(&[2, 4]),
+                ..Call::bare(Operation::AllReduce)
+            },
+        ];
+        let report = ProgressReport { started: 12, begun: 11, calls, waits_for_lock: true };
+        let counts = [10, 11, 12, 13].map(|sequence| report.call_at(sequence).map(|call| call.count));
+        assert_eq!(counts, [None, Some(0), Some(8), None]);
+        let mut writer = Writer::default();
+        report.encode(&mut writer);
+        assert_eq!(ProgressReport::decode(&mut Reader(&writer.0)), Some(report));
+        for cut in 0..writer.0.len() {
+            assert_eq!(ProgressReport::decode(&mut Reader(&writer.0[..cut])), None, "cut at {cut}");
+        }
+    }
+}

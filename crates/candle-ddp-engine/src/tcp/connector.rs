@@ -1,0 +1,46 @@
+//! One rank while it joins its group: what all steps of that need.
+use crate::Error;
+use crate::construction::Construction;
+use crate::rendezvous::{Secret, Store};
+use crate::tcp::handshake::{By, Handshake, HandshakeConfig, Kind};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+/// One rank that is connecting to its group.
+pub(crate) struct Connector<'a> {
+    pub(crate) store: &'a dyn Store,
+    pub(crate) rank: usize,
+    pub(crate) config: HandshakeConfig,
+    pub(crate) secret: Option<Secret>,
+    pub(crate) address: IpAddr,
+    pub(crate) timeout: Duration,
+    pub(crate) deadline: Instant,
+    /// How long a host may be unreachable.
+    pub(crate) lost_after: Duration,
+    /// Says whether missing ranks will never come.
+    pub(crate) construction: Construction<'a>,
+}
+
+/// What to do about missing ranks.
+pub(crate) const ABSENT: &str = "Have they created this group too (new_group with the same ranks), or ended? Look for the \
+                                 first error in their output";
+
+impl Connector<'_> {
+    pub(crate) fn handshake(&self, nonce: u64, kind: Kind) -> Handshake {
+        Handshake { nonce, rank: self.rank, kind, control: By::Higher, config: self.config }
+    }
+
+    pub(crate) fn left(&self) -> Duration {
+        // Sockets do not accept a time-out of zero.
+        self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+    }
+
+    /// How long to wait for a peer before checking for cancellation.
+    pub(crate) fn slice(&self) -> Duration {
+        self.left().min(Duration::from_millis(500))
+    }
+
+    pub(crate) fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
+        Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
+    }
+}

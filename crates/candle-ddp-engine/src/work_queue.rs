@@ -1,0 +1,283 @@
+//! A work queue runs the calls of one channel, one after the other, in the order in which they were started.
+use crate::Result;
+use crate::algorithm::{Flat, Hierarchical, Scratch, Shm, Tuning, dispatch};
+use crate::call::{Call, Channel, Header};
+use crate::deadline::deadline_from;
+use crate::error::Failure;
+use crate::group::Group;
+use crate::operands::{Operands, Tensors};
+use crate::panic::{lock, wait, wait_timeout};
+use crate::session::Session;
+use crate::shm::session::ShmSession;
+use crate::tcp::session::TcpSession;
+use crate::thread::spawn;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// A queue of calls. It gets a thread with the first call that is not waited for at once.
+pub(crate) struct WorkQueue {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    group: Arc<Group>,
+    channel: Channel,
+    tuning: Tuning,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    /// Locked by the thread that has set `busy`.
+    scratch: Mutex<Scratch>,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    /// The sequence number of the last call that was started.
+    sequence: u64,
+    /// A thread, the queue's own or a caller's, is running a call.
+    busy: bool,
+    /// No more calls will come.
+    closing: bool,
+}
+
+struct Job {
+    header: Header,
+    tensors: Box<dyn Tensors>,
+    outcome: Arc<Outcome>,
+}
+
+impl WorkQueue {
+    pub(crate) fn new(group: Arc<Group>, channel: Channel, tuning: Tuning) -> Self {
+        let shared = Shared {
+            group,
+            channel,
+            tuning,
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            scratch: Mutex::default(),
+        };
+        Self { shared: Arc::new(shared), thread: Mutex::default() }
+    }
+
+    /// Puts the call into the queue.
+    pub(crate) fn start(&self, call: Call, tensors: Box<dyn Tensors>) -> Result<Work> {
+        self.ensure_thread()?;
+        let mut queue = lock(&self.shared.queue);
+        let header = self.shared.number(&mut queue, call, None)?;
+        let outcome = Arc::new(Outcome::default());
+        queue.jobs.push_back(Job { header, tensors, outcome: outcome.clone() });
+        drop(queue);
+        self.shared.changed.notify_all();
+        Ok(Work(outcome))
+    }
+
+    /// Runs the call on the calling thread, unless other calls come before it: then it returns `None`.
+    pub(crate) fn run(&self, call: Call, operands: Operands) -> Option<Result<(), Failure>> {
+        let mut queue = lock(&self.shared.queue);
+        if queue.busy || !queue.jobs.is_empty() {
+            return None;
+        }
+        let begun = Instant::now();
+        let header = match self.shared.number(&mut queue, call, Some(begun)) {
+            Ok(header) => header,
+            Err(failure) => return Some(Err(failure)),
+        };
+        let turn = self.shared.take_turn(queue);
+        Some(turn.execute(header, operands, begun, deadline_from(begun, self.shared.group.timeout), None))
+    }
+
+    /// Runs the call with sequence number 0, which ends the construction, on the calling thread.
+    pub(crate) fn run_first(&self, call: Call, deadline: Instant) -> Result<(), Failure> {
+        let (header, begun) = (Header { sequence: 0, call }, Instant::now());
+        self.shared.group.start(self.shared.channel, header, Some(begun))?;
+        let turn = self.shared.take_turn(lock(&self.shared.queue));
+        turn.execute(header, Operands::default(), begun, deadline, None)
+    }
+
+    /// Starts the queue's thread, unless it has one.
+    pub(crate) fn ensure_thread(&self) -> Result<()> {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let shared = self.shared.clone();
+            let name = match shared.channel {
+                Channel::Collectives => format!("ddp-{}-engine", shared.group.rank),
+                Channel::SendTo(peer) => format!("ddp-{}-to-{peer}", shared.group.rank),
+                Channel::RecvFrom(peer) => format!("ddp-{}-from-{peer}", shared.group.rank),
+            };
+            *thread = Some(spawn(name, move || shared.work())?);
+        }
+        Ok(())
+    }
+
+    /// Waits until all calls are complete, at most until `deadline`. Returns whether they are.
+    pub(crate) fn drain(&self, deadline: Instant) -> bool {
+        let mut queue = lock(&self.shared.queue);
+        while queue.busy || !queue.jobs.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            queue = wait_timeout(&self.shared.changed, queue, left);
+        }
+        true
+    }
+
+    /// Ends the thread after the calls in the queue.
+    pub(crate) fn close(&self) {
+        lock(&self.shared.queue).closing = true;
+        self.shared.changed.notify_all();
+        let thread = lock(&self.thread).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
+        }
+    }
+}
+
+impl Shared {
+    /// Gives the call the next number, unless the group has failed.
+    fn number(&self, queue: &mut Queue, call: Call, at: Option<Instant>) -> Result<Header, Failure> {
+        let header = Header { sequence: queue.sequence + 1, call };
+        self.group.start(self.channel, header, at)?;
+        queue.sequence += 1;
+        Ok(header)
+    }
+
+    fn take_turn<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> Turn<'a> {
+        queue.busy = true;
+        Turn(self)
+    }
+
+    /// The body of the queue's thread.
+    fn work(&self) {
+        loop {
+            let mut queue = lock(&self.queue);
+            let job = loop {
+                if !queue.busy
+                    && let Some(job) = queue.jobs.pop_front()
+                {
+                    break job;
+                }
+                if queue.closing && !queue.busy {
+                    return;
+                }
+                queue = wait(&self.changed, queue);
+            };
+            let turn = self.take_turn(queue);
+            let begun = Instant::now();
+            let Job { header, tensors, outcome } = job;
+            let deadline = deadline_from(begun, self.group.timeout);
+            let mut ended = begun;
+            let mut result = None;
+            tensors.with(&mut |operands| {
+                result = Some(turn.execute(header, operands, begun, deadline, Some(&mut ended)));
+            });
+            let result = result.unwrap_or_else(|| {
+                let reason = format!("{}: its tensors could not be reached", header.call);
+                Err(self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason }))
+            });
+            let span = (begun, ended);
+            drop(turn);
+            // The caller is told only after the engine has released its tensors.
+            drop(tensors);
+            *lock(&outcome.result) = Some((result, span));
+            outcome.over.notify_all();
+        }
+    }
+}
+
+/// The right to run a call, until it is dropped.
+struct Turn<'a>(&'a Shared);
+
+impl Turn<'_> {
+    /// Runs the call, which has begun at `begun`. If the caller wants to know when the call ended, the time goes into
+    /// `ended`.
+    fn execute(
+        &self,
+        header: Header,
+        operands: Operands,
+        begun: Instant,
+        deadline: Instant,
+        ended: Option<&mut Instant>,
+    ) -> Result<(), Failure> {
+        let Shared { group, channel, tuning, scratch, .. } = self.0;
+        group.begin(*channel, header.sequence, begun)?;
+        // A panic would be a bug in this engine. The calls queued behind it must not wait forever.
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            let session = Session { group, channel: *channel, header, deadline };
+            let shm = group.shm.as_ref().map(|shm| ShmSession { session, shm });
+            let tuning = *tuning;
+            match shm {
+                Some(shm) if group.hosts.count() == 1 => dispatch(session, operands, &mut Shm { session: shm, tuning }),
+                _ if group.hosts.are_single() => {
+                    let (session_over_tcp, scratch) = (TcpSession::new(session), &mut lock(scratch));
+                    dispatch(session, operands, &mut Flat { session: session_over_tcp, scratch, tuning })
+                }
+                shm => dispatch(session, operands, &mut Hierarchical::new(session, shm, &mut lock(scratch), tuning)),
+            }
+        }));
+        let at = ended.map(|ended| {
+            *ended = Instant::now();
+            *ended
+        });
+        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))), at);
+        group.look_at_call_sites(&header);
+        result.unwrap_or_else(|_| {
+            let reason = format!("{}: its engine panicked", header.call);
+            Err(group.fail(Failure::PeerFailed { peer: group.rank, reason }))
+        })
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.queue).busy = false;
+        self.0.changed.notify_all();
+    }
+}
+
+/// How a queued call ended, and when it ran; empty until then.
+#[derive(Default)]
+struct Outcome {
+    result: Mutex<Option<(Result<(), Failure>, Span)>>,
+    over: Condvar,
+}
+
+/// When execution started and finished.
+type Span = (Instant, Instant);
+
+/// A queued call.
+#[derive(Clone)]
+pub struct Work(Arc<Outcome>);
+
+impl Work {
+    /// Waits until the call is complete and its tensors are released.
+    pub fn wait(&self) -> Result<(), Failure> {
+        let mut result = lock(&self.0.result);
+        loop {
+            if let Some((result, _)) = &*result {
+                return result.clone();
+            }
+            result = wait(&self.0.over, result);
+        }
+    }
+
+    /// Whether the call is complete (even if it failed), without waiting.
+    pub fn is_completed(&self) -> bool {
+        lock(&self.0.result).is_some()
+    }
+
+    /// When execution started and finished; `None` before the call is complete.
+    pub fn span(&self) -> Option<(Instant, Instant)> {
+        lock(&self.0.result).as_ref().map(|(_, span)| *span)
+    }
+}
+
+impl std::fmt::Debug for Work {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
+    }
+}
