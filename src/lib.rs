@@ -70,6 +70,8 @@ pub mod amp;
 pub mod backend;
 mod cbor;
 pub mod checkpoint;
+#[cfg(doctest)]
+mod compile_fail;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod data;
