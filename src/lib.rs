@@ -86,8 +86,6 @@ pub mod fuzzing;
 #[cfg(all(test, not(fuzzing)))]
 mod fuzzing;
 mod hash;
-#[cfg(test)]
-mod kernel_tests;
 pub mod nn;
 pub mod optim;
 pub mod prelude;

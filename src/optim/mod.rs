@@ -57,8 +57,6 @@ pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
 pub use ema::{Ema, EmaOptions, FirstUpdate};
 pub use fused::FusedOptimizer;
-#[cfg(test)]
-pub(crate) use kernel::Moment;
 pub use lamb::ParamsLamb;
 pub use optimizer::{KnownState, Optimizer};
 pub use parameters::{ParameterGroup, Parameters};

@@ -10,22 +10,22 @@ pub const THREADS: u32 = 256;
 /// The threads of a warp.
 const WARP: usize = 32;
 /// The largest number of vectors of a row that a thread keeps in registers: `HELD` of rows.cu.
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(super) const LOADS: usize = 4;
 
 /// The number of columns, or of vectors of them, that a block sums, as in rows.cu.
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
 pub const COLUMNS: usize = 32;
 
 /// How many threads share a row of `size` elements, if each loads `vector` at once: as few warps as keep the whole row in registers, at
 /// most a block.
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
 pub fn lanes(size: usize, vector: usize) -> usize {
     size.div_ceil(vector * LOADS).next_power_of_two().clamp(WARP, THREADS as usize)
 }
 
 /// The number of blocks for so many rows.
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
 pub fn blocks_of_rows(rows: usize, lanes: usize) -> usize {
     rows.div_ceil(THREADS as usize / lanes)
 }
@@ -104,14 +104,14 @@ pub struct Launch<'a> {
 /// `layer.cu`'s `Arguments`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
 pub struct Arguments {
     tensors: [u64; 8],
     numbers: [u64; 20],
     reals: [f64; 4],
 }
 
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
 impl Arguments {
     pub fn new(tensors: impl ExactSizeIterator<Item = u64>, numbers: &[usize], reals: &[f64]) -> Result<Self> {
         Ok(Self {
@@ -127,7 +127,7 @@ impl Arguments {
 unsafe impl cudarc::driver::DeviceRepr for Arguments {}
 
 /// Fills the beginning of an array.
-#[cfg_attr(not(any(feature = "cuda", feature = "host")), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 fn padded<T: Copy + Default, const N: usize>(values: impl ExactSizeIterator<Item = T>) -> Result<[T; N]> {
     if values.len() > N {
         return Err(Error::invalid(

@@ -26,12 +26,10 @@ mod epilogue;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod handles;
-#[cfg(feature = "host")]
-pub mod host;
 mod launches;
 #[cfg(feature = "cuda")]
 mod layer;
-#[cfg(any(feature = "cuda", feature = "host"))]
+#[cfg(feature = "cuda")]
 pub mod norm;
 #[cfg(feature = "cuda")]
 mod norm_tensors;
@@ -40,11 +38,11 @@ mod operands;
 mod pool;
 #[cfg(feature = "cuda")]
 mod product;
-#[cfg(any(feature = "cuda", feature = "host"))]
+#[cfg(feature = "cuda")]
 pub mod program;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // needed only by NVRTC
 mod source;
-#[cfg(any(feature = "cuda", feature = "host"))]
+#[cfg(feature = "cuda")]
 pub mod table;
 #[cfg(feature = "cuda")]
 mod temporary;
