@@ -8,6 +8,7 @@ mod damaged;
 mod diverged;
 mod engine;
 mod epochs;
+mod evaluation_graph;
 #[path = "../common/logger.rs"]
 mod logger;
 mod lost_gradients;
