@@ -6,7 +6,6 @@ use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::group::Group;
 use crate::host_monitor;
-use crate::operands::{Operands, Tensors};
 use crate::options::{CpuOptions, or_environment};
 use crate::rendezvous::{Secret, Store, loopback};
 use crate::tcp::connect::Connections;
@@ -15,7 +14,6 @@ use crate::tcp::control::Control;
 use crate::tcp::door::Door;
 use crate::tcp::handshake::HandshakeConfig;
 use crate::tcp::monitor;
-use crate::work_queue::Work;
 use crate::work_queue::WorkQueue;
 use crate::{Error, Result, thread};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,7 +22,7 @@ use std::thread::JoinHandle;
 
 /// One rank of a group. Ranks on one host share memory; between hosts, data travels over TCP.
 ///
-/// Collectives run in the order in which they are started: with [`run`](Self::run) on the calling thread if no other call is
+/// Collectives run in the order in which they are started: with [`run`](WorkQueue::run) on the calling thread if no other call is
 /// queued, otherwise on an engine thread. Messages between two ranks have their own order for each pair and direction, and
 /// do not wait for collectives.
 ///
@@ -187,14 +185,6 @@ impl Engine {
         Ok(())
     }
 
-    fn queue_of(&self, channel: Channel) -> &WorkQueue {
-        match channel {
-            Channel::Collectives => &self.collectives,
-            Channel::SendTo(peer) => &self.sends[peer],
-            Channel::RecvFrom(peer) => &self.recvs[peer],
-        }
-    }
-
     fn queues(&self) -> impl Iterator<Item = &WorkQueue> {
         std::iter::once(&self.collectives).chain(&self.sends).chain(&self.recvs)
     }
@@ -209,31 +199,27 @@ impl Engine {
         self.group.world_size
     }
 
-    /// A number that identifies the queue of `channel` in this process. The calls of one queue run one after another.
-    pub fn queue(&self, channel: Channel) -> usize {
-        std::ptr::from_ref(self.queue_of(channel)).addr()
-    }
-
-    /// Gets ready for [`start`](Self::start), which then fails only if the group has failed.
+    /// The queue of the calls of `channel`.
     ///
     /// # Errors
-    /// Returns an error if the system starts no thread.
-    pub fn prepare(&self, channel: Channel) -> Result<()> {
-        self.queue_of(channel).ensure_thread()
-    }
-
-    /// Puts a call into the queue of `channel`. The tensors are dropped before the call counts as complete.
-    ///
-    /// # Errors
-    /// Returns the failure of the group, if it has failed, or the error of [`prepare`](Self::prepare).
-    pub fn start(&self, call: Call, channel: Channel, tensors: Box<dyn Tensors>) -> Result<Work> {
-        self.queue_of(channel).start(call, tensors)
-    }
-
-    /// Runs a call on the calling thread. Returns `None`, without doing anything, if other calls come before it: it must
-    /// then be [started](Self::start).
-    pub fn run(&self, call: Call, channel: Channel, operands: Operands) -> Option<Result<(), Failure>> {
-        self.queue_of(channel).run(call, operands)
+    /// Returns [`Error::RankOutOfRange`] for a peer that does not exist, and [`Error::InvalidArgument`] for this rank itself.
+    pub fn queue(&self, channel: Channel) -> Result<&WorkQueue> {
+        if let Channel::SendTo(peer) | Channel::RecvFrom(peer) = channel {
+            if peer >= self.world_size() {
+                return Err(Error::RankOutOfRange { rank: peer, world_size: self.world_size() });
+            }
+            if peer == self.rank() {
+                return Err(Error::invalid(
+                    "channel",
+                    format!("rank {peer} is this rank itself, which needs no message"),
+                ));
+            }
+        }
+        Ok(match channel {
+            Channel::Collectives => &self.collectives,
+            Channel::SendTo(peer) => &self.sends[peer],
+            Channel::RecvFrom(peer) => &self.recvs[peer],
+        })
     }
 
     /// Why the group has failed, or why calls of all its ranks can no longer succeed, as far as this rank knows without

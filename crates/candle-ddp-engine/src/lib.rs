@@ -57,7 +57,7 @@ pub use reduce_op::ReduceOp;
 pub use shape::ShapeCode;
 #[doc(hidden)]
 pub use shape::significant;
-pub use work_queue::Work;
+pub use work_queue::{Work, WorkQueue};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,4 +1,5 @@
 //! What a call works on: the memory of its tensors.
+use crate::call::{Call, Element, Operation};
 use crate::memory::{Locking, Memory, Region};
 use std::ops::Range;
 
@@ -27,13 +28,42 @@ impl std::fmt::Debug for Slice<'_> {
     }
 }
 
-/// The bytes of a call. Their lengths must be those that [`Call`](crate::Call) describes: callers check them.
+/// The bytes of a call. A call whose operands are not those that its [`Call`] describes fails, and ends the group.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Operands<'a> {
     /// What the call changes; for a call on one tensor that is not a [send](crate::Operation::Send), its tensor.
     pub output: Option<Slice<'a>>,
     /// What the call only reads.
     pub input: Option<Slice<'a>>,
+}
+
+impl Operands<'_> {
+    /// Checks that the operands have the lengths that `call` says, on rank `rank` of `world_size`.
+    pub(crate) fn check(&self, call: &Call, rank: usize, world_size: usize) -> Result<(), String> {
+        let lengths = [self.output, self.input].map(|slice| slice.map(|slice| slice.end.saturating_sub(slice.start)));
+        let one = (call.count as usize).saturating_mul(call.element.map_or(0, Element::size));
+        let (all, is_root) = (one.saturating_mul(world_size), call.root == Some(rank));
+        let expected = match call.operation {
+            Operation::AllReduce | Operation::Broadcast | Operation::Reduce | Operation::Recv => [Some(one), None],
+            Operation::Send => [None, Some(one)],
+            Operation::AllGather => [Some(all), Some(one)],
+            Operation::ReduceScatter => [Some(one), Some(all)],
+            Operation::AllToAll => [Some(one), Some(one)],
+            Operation::Gather => [is_root.then_some(all), Some(one)],
+            Operation::Scatter => [Some(one), is_root.then_some(all)],
+            Operation::Barrier | Operation::Connect => [None, None],
+        };
+        let lacks_own = call.operation == Operation::AllToAll && lengths == [Some(one - one / world_size), Some(one)];
+        let is_missing =
+            |(length, expected): (&Option<usize>, &Option<usize>)| expected.is_some() && length != expected;
+        if call.root.is_some_and(|root| root >= world_size) {
+            return Err(format!("its root is not one of {world_size} ranks"));
+        }
+        if !lacks_own && lengths.iter().zip(&expected).any(is_missing) {
+            return Err(format!("its output and input must have {expected:?} bytes, not {lengths:?}"));
+        }
+        Ok(())
+    }
 }
 
 /// The tensors of a call that is queued. Dropping it releases them.

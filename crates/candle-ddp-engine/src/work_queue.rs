@@ -17,8 +17,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A queue of calls. It gets a thread with the first call that is not waited for at once.
-pub(crate) struct WorkQueue {
+/// A queue of calls, which run one after another. It gets a thread with the first call that is not waited for at once.
+pub struct WorkQueue {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -50,6 +50,12 @@ struct Job {
     outcome: Arc<Outcome>,
 }
 
+impl std::fmt::Debug for WorkQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WorkQueue").field("channel", &self.shared.channel).finish_non_exhaustive()
+    }
+}
+
 impl WorkQueue {
     pub(crate) fn new(group: Arc<Group>, channel: Channel, tuning: Tuning) -> Self {
         let shared = Shared {
@@ -63,9 +69,17 @@ impl WorkQueue {
         Self { shared: Arc::new(shared), thread: Mutex::default() }
     }
 
-    /// Puts the call into the queue.
-    pub(crate) fn start(&self, call: Call, tensors: Box<dyn Tensors>) -> Result<Work> {
-        self.ensure_thread()?;
+    /// A number that identifies the queue in this process.
+    pub fn id(&self) -> usize {
+        Arc::as_ptr(&self.shared).addr()
+    }
+
+    /// Puts a call into the queue. The tensors are dropped before the call counts as complete.
+    ///
+    /// # Errors
+    /// Returns the failure of the group, if it has failed, or the error of [`prepare`](Self::prepare).
+    pub fn start(&self, call: Call, tensors: Box<dyn Tensors>) -> Result<Work> {
+        self.prepare()?;
         let mut queue = lock(&self.shared.queue);
         let header = self.shared.number(&mut queue, call, None)?;
         let outcome = Arc::new(Outcome::default());
@@ -75,8 +89,9 @@ impl WorkQueue {
         Ok(Work(outcome))
     }
 
-    /// Runs the call on the calling thread, unless other calls come before it: then it returns `None`.
-    pub(crate) fn run(&self, call: Call, operands: Operands) -> Option<Result<(), Failure>> {
+    /// Runs a call on the calling thread. Returns `None`, without doing anything, if other calls come before it: it must then
+    /// be [started](Self::start).
+    pub fn run(&self, call: Call, operands: Operands) -> Option<Result<(), Failure>> {
         let mut queue = lock(&self.shared.queue);
         if queue.busy || !queue.jobs.is_empty() {
             return None;
@@ -98,8 +113,11 @@ impl WorkQueue {
         turn.execute(header, Operands::default(), begun, deadline, None)
     }
 
-    /// Starts the queue's thread, unless it has one.
-    pub(crate) fn ensure_thread(&self) -> Result<()> {
+    /// Gets ready for [`start`](Self::start), which then fails only if the group has failed.
+    ///
+    /// # Errors
+    /// Returns an error if the system starts no thread.
+    pub fn prepare(&self) -> Result<()> {
         let mut thread = lock(&self.thread);
         if thread.is_none() {
             let shared = self.shared.clone();

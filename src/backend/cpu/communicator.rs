@@ -69,19 +69,16 @@ impl CpuCommunicator {
         check(self.rank(), self.world_size(), collective)
     }
 
-    fn caller(&self, call: Call, channel: Channel) -> Caller {
-        Caller { queue: self.engine.queue(channel), rank: self.rank(), call }
-    }
-
     /// Records that a call that will be [put into its queue](Self::push) is in flight, unless it conflicts with another one.
     fn enter(&self, call: Call, channel: Channel, collective: Collective) -> Result<Queued> {
-        self.engine.prepare(channel)?;
-        let in_flight = self.caller(call, channel).enter(&collective)?;
+        let queue = self.engine.queue(channel)?;
+        queue.prepare()?;
+        let in_flight = Caller { queue: queue.id(), rank: self.rank(), call }.enter(&collective)?;
         Ok(Queued { in_flight, collective })
     }
 
     fn push(&self, call: Call, channel: Channel, queued: Queued) -> Result<Work> {
-        Ok(Work::new(self.engine.start(call, channel, Box::new(queued))?))
+        Ok(Work::new(self.engine.queue(channel)?.start(call, Box::new(queued))?))
     }
 }
 
@@ -132,8 +129,9 @@ impl Communicator for CpuCommunicator {
 
     fn run(&self, collective: Collective) -> Result<()> {
         let (call, channel) = self.check(&collective)?;
-        self.caller(call, channel).compare(&collective)?;
-        match with_operands(&collective, |operands| self.engine.run(call, channel, operands)) {
+        let queue = self.engine.queue(channel)?;
+        Caller { queue: queue.id(), rank: self.rank(), call }.compare(&collective)?;
+        match with_operands(&collective, |operands| queue.run(call, operands)) {
             Some(result) => Ok(result?),
             None => self.push(call, channel, self.enter(call, channel, collective)?)?.wait(),
         }

@@ -41,6 +41,9 @@ pub(crate) fn dispatch(session: Session, operands: Operands, by: &mut dyn ByteCo
         return by.barrier();
     };
     let (ranks, locking) = (session.world_size(), session.locking());
+    if let Err(reason) = operands.check(&session.header.call, session.rank(), ranks) {
+        return Err(session.failure(TransportError::System(format!("{}: {reason}", session.header.call))));
+    }
     let [output, input] = [operands.output, operands.input].map(|slice| slice.map(|slice| slice.region(locking)));
     let reduction = reduction.map(|op| Reduction { element, op, ranks });
     match (operation, output, input, reduction, root, session.channel) {

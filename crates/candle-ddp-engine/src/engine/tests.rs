@@ -3,7 +3,7 @@ use super::*;
 use crate::failure::RankState;
 use crate::memory::buffer::Buffer;
 use crate::rendezvous::HashStore;
-use crate::{CpuTransport, Element, ReduceOp, Slice};
+use crate::{CpuTransport, Element, Operands, ReduceOp, Slice};
 use std::sync::Barrier;
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ fn run(engine: &Engine, call: Call, channel: Channel, bytes: &[u8]) -> Result<Ve
     let [output, input] = [(); 2].map(|()| Buffer::new(bytes));
     let operands = [&output, &input].map(|buffer| Some(Slice::new(buffer, 0..bytes.len())));
     let operands = Operands { output: operands[0], input: operands[1] };
-    engine.run(call, channel, operands).unwrap()?;
+    engine.queue(channel)?.run(call, operands).unwrap()?;
     Ok(output.bytes())
 }
 
@@ -162,4 +162,42 @@ fn ranks_learn_who_has_left_after_the_leader_of_its_host() {
     // Nobody is left to say so.
     let error = left_alone(&hosts, &[2, 3, 4], 1);
     assert!(matches!(error, Error::Group(Failure::PeerGone { peer: 4, .. })), "{error:?}");
+}
+
+/// Nothing is taken for granted of those who call the engine directly.
+#[test]
+fn operands_that_do_not_fit_their_call_end_the_group_and_strangers_are_refused() {
+    on_hosts(&[0, 0], |engine, barrier| {
+        for peer in [engine.rank(), 2] {
+            assert!(engine.queue(Channel::SendTo(peer)).is_err() && engine.queue(Channel::RecvFrom(peer)).is_err());
+        }
+        barrier.wait();
+        // One byte less than the call says.
+        let call = Call { reduction: Some(ReduceOp::Sum), ..call(Operation::AllReduce, 5) };
+        let error = run(&engine, call, Channel::Collectives, &[1; 4]).unwrap_err();
+        assert!(error.to_string().contains("must have [Some(5), None] bytes, not [Some(4), Some(4)]"), "{error}");
+    });
+    let memory = Buffer::new([0; 8]);
+    let bytes = |length| Some(Slice::new(&memory, 0..length));
+    let check = |operation, root, output: Option<usize>, input: Option<usize>| {
+        let call = Call { root, ..call(operation, 4) };
+        Operands { output: output.and_then(bytes), input: input.and_then(bytes) }.check(&call, 0, 2).is_ok()
+    };
+    let cases = [
+        (Operation::AllGather, None, [Some(8), Some(4)]),
+        (Operation::ReduceScatter, None, [Some(4), Some(8)]),
+        (Operation::AllToAll, None, [Some(4), Some(4)]),
+        (Operation::Gather, Some(0), [Some(8), Some(4)]),
+        (Operation::Scatter, Some(0), [Some(4), Some(8)]),
+    ];
+    for (operation, root, [output, input]) in cases {
+        assert!(check(operation, root, output, input));
+        for [output, input] in [[None, input], [output, None], [Some(3), input], [output, Some(3)]] {
+            assert!(!check(operation, root, output, input), "{operation:?}");
+        }
+    }
+    assert!(check(Operation::AllToAll, None, Some(2), Some(4)) && check(Operation::Gather, Some(1), None, Some(4)));
+    assert!(
+        !check(Operation::Broadcast, Some(2), Some(4), None) && check(Operation::Broadcast, Some(1), Some(4), None)
+    );
 }
