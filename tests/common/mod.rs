@@ -2,7 +2,7 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
-use candle_ddp::{ProcessGroup, Result, SpawnOptions, spawn_with};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
@@ -21,6 +21,22 @@ pub(crate) use skip::{skip, skip_unless};
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300) }, work)
+}
+
+/// Returns the model that `build` makes, and its variables: [`fill`] has set them.
+pub(crate) fn filled<M, E>(
+    pg: &ProcessGroup,
+    build: impl FnOnce(VarBuilder<'static>) -> Result<M, E>,
+    options: DdpOptions,
+    seed: u64,
+) -> Result<(DistributedDataParallel<M>, VarMap)>
+where
+    Error: From<E>,
+{
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
+    fill(&varmap, seed);
+    Ok((ddp, varmap))
 }
 
 /// Returns the peak memory of `work` in addition to the memory that this process already uses.

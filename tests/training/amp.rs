@@ -1,6 +1,6 @@
 //! DistributedDataParallel in mixed precision: which dtype is used where, and f32 masters that keep updates too small
 //! for the replicas.
-use crate::common::{assert_close, fill, floats, ranks, tensor, var};
+use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
@@ -26,10 +26,7 @@ fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| net(vb), options)?;
-    fill(&varmap, 7);
-    Ok((ddp, varmap))
+    filled(pg, |vb| net(vb), options, 7)
 }
 
 fn loss(output: &Tensor) -> Result<Tensor> {
@@ -198,10 +195,8 @@ fn a_normalised_model_trains_as_in_f32() {
     let (x, y) = (tensor(&[10, 4], 1), tensor(&[10, 2], 2));
     let train = |options: &DdpOptions, buffers: DType| {
         let losses = ranks(2, |pg| {
-            let varmap = VarMap::new();
             let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
-            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options.clone())?;
-            fill(&varmap, 7);
+            let (ddp, varmap) = filled(&pg, build, options.clone(), 7)?;
             var(&varmap, "norm.running_var").set(&Tensor::ones(8, buffers, pg.device())?)?;
             assert!(ddp.named_buffers().iter().all(|(_, var)| var.dtype() == buffers));
             let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;

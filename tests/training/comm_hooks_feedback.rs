@@ -1,5 +1,5 @@
 //! Hooks that drop parts of a gradient and add them later: PowerSGD and top-k.
-use crate::common::{assert_close, fill, floats, ranks, tensor};
+use crate::common::{assert_close, fill, filled, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward, wrap};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
 use candle_ddp::amp::MixedPrecision;
@@ -369,10 +369,8 @@ fn other_dtypes_work() {
 fn regression<H: CommHook>(hook: impl Fn() -> H + Sync, steps: usize) -> (f32, f32) {
     let target = tensor(&[16, 24], 77);
     let losses = ranks(2, |pg| {
-        let varmap = VarMap::new();
         let build = |vb| candle_nn::linear_no_bias(24, 16, vb);
-        let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
-        crate::common::fill(&varmap, 5);
+        let (ddp, _) = filled(&pg, build, DdpOptions::default(), 5)?;
         ddp.register_comm_hook(hook())?;
         let mut optimizer = SGD::new(ddp.parameters(), 1.0)?;
         let x = tensor(&[64, 24], 500 + pg.rank() as u64);

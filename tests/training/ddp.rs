@@ -1,5 +1,5 @@
 //! DistributedDataParallel with ranks as threads: one test for each guarantee.
-use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
+use crate::common::{assert_close, fill, filled, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::optim::{Optimizer as _, ParamsSgd, ZeroRedundancyOptimizer};
@@ -38,10 +38,7 @@ const NET_NAMES: [&str; 6] =
     ["first.weight", "first.bias", "second.weight", "second.bias", "third.weight", "third.bias"];
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
-    fill(&varmap, 7);
-    Ok((ddp, varmap))
+    filled(pg, |vb| Net::new(vb), options, 7)
 }
 
 /// One bucket for each parameter, so that `buckets` shows the order of the gradients.
@@ -168,9 +165,7 @@ fn buckets_are_rebuilt_once_in_gradient_order() {
     };
     let single = |names: [&str; 6]| names.map(|name| vec![name.to_string()]);
     ranks(2, |pg| {
-        let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
-        fill(&varmap, 7);
+        let (ddp, varmap) = filled(&pg, build, tiny(), 7)?;
         let reverse = ["second.bias", "second.weight", "first.bias", "first.weight", "third.bias", "third.weight"];
         assert_eq!(ddp.buckets(), single(reverse));
         let step = || ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?);
@@ -211,9 +206,7 @@ impl Left {
 #[test]
 fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
     let out = ranks(2, |pg| {
-        let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| Left::new(vb), tiny())?;
-        fill(&varmap, 3);
+        let (ddp, varmap) = filled(&pg, |vb| Left::new(vb), tiny(), 3)?;
         let run = || ddp.backward(&loss(&ddp.call(|net| net.forward(&batch(pg.rank())))?)?);
         let grads = run()?;
         let result = ["a", "b"].map(|name| gradient(&grads, &var(&varmap, name)));
@@ -246,9 +239,7 @@ fn shared_weights_fire_once_with_the_sum_of_their_uses() {
     let forward = |net: &Tied, x: &Tensor| x.matmul(&net.0)?.tanh()?.matmul(&net.1);
     let build = |vb: VarBuilder| Ok::<_, candle_core::Error>(Tied(vb.get((4, 4), "w")?, vb.get((4, 4), "w")?));
     let out = ranks(2, |pg| {
-        let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
-        fill(&varmap, 3);
+        let (ddp, varmap) = filled(&pg, build, tiny(), 3)?;
         assert_eq!(ddp.parameters().len(), 1);
         assert!(ddp.call(|net| Ok::<_, Error>(net.0.id() == net.1.id()))?);
         let grads = ddp.backward(&loss(&ddp.call(|net| forward(net, &batch(pg.rank())))?)?)?;

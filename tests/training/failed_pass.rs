@@ -1,5 +1,5 @@
 //! A backward pass that fails leaves nothing to the next, with this crate's layers and with candle's.
-use crate::common::{fill, floats, ranks, tensor};
+use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{CpuStorage, CustomOp1, Layout, Module, Shape, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, nn};
@@ -56,10 +56,7 @@ impl CustomOp1 for Failing {
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParallel<Net>> {
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
-    fill(&varmap, 3);
-    Ok(ddp)
+    Ok(filled(pg, |vb| Net::new(vb), options, 3)?.0)
 }
 
 fn loss(ddp: &DistributedDataParallel<Net>, fails: bool) -> Result<Tensor> {

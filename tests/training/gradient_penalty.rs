@@ -1,5 +1,5 @@
 //! A gradient penalty: what candle cannot train, and the finite difference that can.
-use crate::common::{fill, floats, ranks, tensor};
+use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp::nn::{Linear, linear};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Result};
@@ -27,12 +27,9 @@ fn penalty(norm: &Tensor) -> Result<Tensor> {
 }
 
 fn critic(pg: &candle_ddp::ProcessGroup) -> Result<Critic> {
-    let varmap = VarMap::new();
     let build = |vb: VarBuilder| Ok::<_, candle_core::Error>((linear(2, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?));
     let options = DdpOptions { dtype: DType::F64, unused: candle_ddp::Unused::Allow, ..Default::default() };
-    let critic = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
-    fill(&varmap, 1);
-    Ok(critic)
+    Ok(filled(pg, build, options, 1)?.0)
 }
 
 fn input() -> Result<Var> {

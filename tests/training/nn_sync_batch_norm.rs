@@ -1,5 +1,5 @@
 //! SyncBatchNorm, compared with candle's and PyTorch's batch normalisation of the whole batch.
-use crate::common::{assert_close, fill, floats, ranks, tensor, var};
+use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
@@ -307,13 +307,11 @@ fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
 }
 
 fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Result<Vec<Vec<f32>>> {
-    let varmap = VarMap::new();
     let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
     let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<BatchNorm>> {
         Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
     };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
-    fill(&varmap, 7);
+    let (ddp, varmap) = filled(pg, build, options, 7)?;
     let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
     // The mean of these over the ranks is the mean over the whole batch: ranks with more rows weigh more.
     let weight = pg.world_size() as f64 / y.elem_count() as f64;

@@ -1,5 +1,5 @@
 //! Programs that choose their optimizer at run time.
-use crate::common::{assert_close, fill, floats, ranks, tensor};
+use crate::common::{assert_close, filled, floats, ranks, tensor};
 use candle_core::Module;
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
@@ -8,18 +8,15 @@ use candle_ddp::optim::{
     ParamsStepLr, ParamsWarmupCosine, ReduceLrOnPlateau, Schedule, Scheduler, Sgd, StepLr, ZeroRedundancyOptimizer,
 };
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{Linear, VarBuilder, linear};
 use std::path::Path;
 
 type Ddp = DistributedDataParallel<[Linear; 2]>;
 
 fn wrap(pg: &ProcessGroup) -> Result<Ddp> {
-    let varmap = VarMap::new();
     let net = |vb: VarBuilder| Ok::<_, Error>([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
     let options = DdpOptions { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, net, options)?;
-    fill(&varmap, 1);
-    Ok(ddp)
+    Ok(filled(pg, net, options, 1)?.0)
 }
 
 fn choose(kind: &str, ddp: &Ddp) -> Result<Box<dyn Optimizer>> {

@@ -1,6 +1,6 @@
 //! Graphs that reach into an earlier step: an error that names the remedy, and no error for graphs whose parameters have not
 //! changed.
-use crate::common::{fill, floats, ranks, tensor};
+use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
@@ -30,13 +30,10 @@ impl Cell for Ours {
 type Ddp = DistributedDataParallel<Box<dyn Cell>>;
 
 fn cell(pg: &ProcessGroup, ours: bool, options: DdpOptions) -> Result<Ddp> {
-    let varmap = VarMap::new();
     let build = |vb: VarBuilder| -> CandleResult<Box<dyn Cell>> {
         Ok(if ours { Box::new(Ours(nn::linear(3, 3, vb)?)) } else { Box::new(Candles(linear(3, 3, vb)?)) })
     };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
-    fill(&varmap, 1);
-    Ok(ddp)
+    Ok(filled(pg, build, options, 1)?.0)
 }
 
 fn start() -> Tensor {

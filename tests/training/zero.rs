@@ -1,5 +1,5 @@
 //! ZeRO-1 with ranks as threads, compared with the same optimizer on one rank.
-use crate::common::{assert_close, fill, floats, ranks, tensor};
+use crate::common::{assert_close, filled, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
@@ -43,10 +43,7 @@ fn small() -> DdpOptions {
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
-    fill(&varmap, 7);
-    Ok(ddp)
+    Ok(filled(pg, |vb| Net::new(vb), options, 7)?.0)
 }
 
 /// This rank's part of the twelve samples of a step.
