@@ -123,10 +123,14 @@ impl Collective {
 
     /// The tensor that the call changes, on this rank or on another one, and the one that it only reads.
     pub(crate) fn operands(&self) -> [Option<&Tensor>; 2] {
-        [Access::Write, Access::Read].map(|wanted| {
-            let mut tensors = self.tensors().into_iter().flatten();
-            tensors.find(|(_, _, access)| *access == wanted).map(|(_, tensor, _)| tensor)
-        })
+        let [mut output, mut input] = [None; 2];
+        for (_, tensor, access) in self.tensors().into_iter().flatten() {
+            match access {
+                Access::Write => output = Some(tensor),
+                Access::Read => input = Some(tensor),
+            }
+        }
+        [output, input]
     }
 
     /// The name of the method that users call.
