@@ -162,13 +162,14 @@ impl Checker<'_> {
     }
 
     fn tensor(&self, tensor: &Tensor) -> Result<Element> {
-        let described = crate::error::describe(tensor.dtype(), tensor.shape());
+        let described = || crate::error::describe(tensor.dtype(), tensor.shape());
         if let Err(reason) = (self.check_device)(tensor) {
-            return Err(self.refuse(format!("{described} {reason}")));
+            return Err(self.refuse(format!("{} {reason}", described())));
         }
         if !tensor.is_contiguous() {
             return Err(self.refuse(format!(
-                "{described} with strides {:?} is not contiguous: pass a contiguous() copy",
+                "{} with strides {:?} is not contiguous: pass a contiguous() copy",
+                described(),
                 tensor.stride()
             )));
         }

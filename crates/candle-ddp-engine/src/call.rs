@@ -45,6 +45,7 @@ impl Element {
     }
 
     /// The size of one element in bytes.
+    #[inline]
     pub fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 => 8,
@@ -55,6 +56,7 @@ impl Element {
     }
 
     /// Whether this is a floating-point type.
+    #[inline]
     pub fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F64 | Self::F16 | Self::BF16)
     }
@@ -158,6 +160,7 @@ impl Call {
     const NONE: u8 = u8::MAX;
 
     /// A call that moves no data.
+    #[inline]
     pub fn bare(operation: Operation) -> Self {
         let (label, shape, place) = (Label::NONE, ShapeCode::NONE, CallSite::NONE);
         Self { operation, element: None, reduction: None, root: None, count: 0, label, shape, place }
@@ -276,7 +279,7 @@ impl Header {
     const MAGIC: u32 = u32::from_le_bytes(*b"cddp");
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut writer = Writer::default();
+        let mut writer = Writer(Vec::with_capacity(Self::BYTES));
         writer.u32(Self::MAGIC).u64(self.sequence);
         self.call.encode(&mut writer);
         let mut bytes = [0; Self::BYTES];

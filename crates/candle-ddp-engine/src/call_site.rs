@@ -60,6 +60,7 @@ impl CallSite {
     }
 
     /// The place of the calls that this thread makes now.
+    #[inline]
     pub fn current() -> Self {
         CURRENT.get()
     }

@@ -190,11 +190,13 @@ impl Engine {
     }
 
     /// This process's rank in the group.
+    #[inline]
     pub fn rank(&self) -> usize {
         self.group.rank
     }
 
     /// The number of ranks in the group.
+    #[inline]
     pub fn world_size(&self) -> usize {
         self.group.world_size
     }
@@ -203,6 +205,7 @@ impl Engine {
     ///
     /// # Errors
     /// Returns [`Error::RankOutOfRange`] for a peer that does not exist, and [`Error::InvalidArgument`] for this rank itself.
+    #[inline]
     pub fn queue(&self, channel: Channel) -> Result<&WorkQueue> {
         if let Channel::SendTo(peer) | Channel::RecvFrom(peer) = channel {
             if peer >= self.world_size() {

@@ -55,6 +55,7 @@ impl Label {
     }
 
     /// The label of the calls that this thread makes now.
+    #[inline]
     pub fn current() -> Self {
         CURRENT.get()
     }

@@ -13,6 +13,7 @@ pub struct Slice<'a> {
 
 impl<'a> Slice<'a> {
     /// The bytes `range` of `memory`.
+    #[inline]
     pub fn new(memory: &'a dyn Memory, range: Range<usize>) -> Self {
         Self { memory, start: range.start, end: range.end }
     }

@@ -22,6 +22,7 @@ impl ShapeCode {
     pub const NONE: Self = Self(0);
 
     /// The number for a shape.
+    #[inline]
     pub fn of(dims: &[usize]) -> Self {
         if significant(dims).nth(1).is_none() || dims.contains(&0) {
             return Self::NONE;

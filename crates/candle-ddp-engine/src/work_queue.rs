@@ -70,6 +70,7 @@ impl WorkQueue {
     }
 
     /// A number that identifies the queue in this process.
+    #[inline]
     pub fn id(&self) -> usize {
         Arc::as_ptr(&self.shared).addr()
     }
