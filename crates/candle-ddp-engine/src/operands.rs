@@ -1,6 +1,7 @@
 //! What a call works on: the memory of its tensors.
 use crate::call::{Call, Element, Operation};
 use crate::memory::{Locking, Memory, Region};
+use crate::reduce_op::ReduceOp;
 use std::ops::Range;
 
 /// Some bytes of a [`Memory`].
@@ -39,7 +40,7 @@ pub struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    /// Checks that the operands have the lengths that `call` says, on rank `rank` of `world_size`.
+    /// Checks that `call` makes sense on rank `rank` of `world_size`, and that the operands have the lengths that it says.
     pub(crate) fn check(&self, call: &Call, rank: usize, world_size: usize) -> Result<(), String> {
         let lengths = [self.output, self.input].map(|slice| slice.map(|slice| slice.end.saturating_sub(slice.start)));
         let one = (call.count as usize).saturating_mul(call.element.map_or(0, Element::size));
@@ -59,6 +60,12 @@ impl Operands<'_> {
             |(length, expected): (&Option<usize>, &Option<usize>)| expected.is_some() && length != expected;
         if call.root.is_some_and(|root| root >= world_size) {
             return Err(format!("its root is not one of {world_size} ranks"));
+        }
+        if call.operation == Operation::AllToAll && !call.count.is_multiple_of(world_size as u64) {
+            return Err(format!("its {} elements cannot be split into {world_size} equal parts", call.count));
+        }
+        if call.reduction == Some(ReduceOp::Avg) && !call.element.is_some_and(Element::is_float) {
+            return Err("only floating-point numbers are averaged".to_string());
         }
         if !lacks_own && lengths.iter().zip(&expected).any(is_missing) {
             return Err(format!("its output and input must have {expected:?} bytes, not {lengths:?}"));

@@ -196,6 +196,11 @@ fn operands_that_do_not_fit_their_call_end_the_group_and_strangers_are_refused()
             assert!(!check(operation, root, output, input), "{operation:?}");
         }
     }
+    let three = Operands { output: bytes(3), input: bytes(3) };
+    let parts = call(Operation::AllToAll, 3);
+    assert!(three.check(&parts, 0, 2).is_err() && three.check(&parts, 0, 3).is_ok());
+    let average = Call { reduction: Some(ReduceOp::Avg), ..call(Operation::AllReduce, 3) };
+    assert!(three.check(&average, 0, 2).is_err());
     assert!(check(Operation::AllToAll, None, Some(2), Some(4)) && check(Operation::Gather, Some(1), None, Some(4)));
     assert!(
         !check(Operation::Broadcast, Some(2), Some(4), None) && check(Operation::Broadcast, Some(1), Some(4), None)
