@@ -6,7 +6,7 @@
 //!
 //! ```no_run
 //! use candle_ddp::nn::{Activation, Sequential, cross_entropy, linear, seq};
-//! use candle_ddp::prelude::*;
+//! use candle_ddp::{prelude::*, seed::Generator};
 //!
 //! fn net(vb: VarBuilder) -> Result<Sequential> {
 //!     let (hidden, output) = (linear(784, 128, vb.pp("hidden"))?, linear(128, 10, vb.pp("output"))?);
@@ -15,10 +15,11 @@
 //!
 //! fn main() -> Result<()> {
 //!     candle_ddp::run(|pg| {
-//!         // Your data: here noise, labelled by the sign of its mean. Each rank gets its part of the rows.
-//!         let images = Tensor::randn(0f32, 1.0, (6000, 784), pg.device())?;
+//!         // Your data, the same on all ranks: here noise from one seed, labelled by the sign of its mean.
+//!         let images = Generator::new(0).randn(0.0, 1.0, (6000, 784), DType::F32, pg.device())?;
 //!         let labels = images.mean(1)?.gt(0.0)?.to_dtype(DType::U32)?;
 //!         let data = TensorDataset::new((images, labels))?;
+//!         // The loader gives each rank its part of the rows.
 //!         let loader = DataLoader::new(data, pg, LoaderOptions { batch_size: 64, ..Default::default() })?;
 //!
 //!         // All ranks start with rank 0's parameters.
