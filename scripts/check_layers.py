@@ -5,7 +5,7 @@
 
 In the library, each top-level module may use only the modules before it in `LAYERS` (lowest first). In every crate, files must
 not use each other in a cycle. Paths in comments and doc comments do not count, nor do a module's own tests. A re-export counts as
-a use of the file that defines the name.
+a use of the file that defines the name. The picture and the table in docs/architecture.md must have the same layers.
 """
 
 import re
@@ -141,8 +141,22 @@ def finds_planted(pitfall):
     return [] if found == expected else [f"the self-test with {pitfall} found {found} instead of {expected}"]
 
 
+def undocumented_layers(page):
+    """Returns a problem if the picture or the table on the page has other layers than `LAYERS`."""
+    boxes = [re.findall(r"\w+", line) for line in re.findall(r"^│  (.*?) *│  │$", page, re.M)]
+    known = {module for line in LAYERS for module in line}
+    picture = [[word for word in words if word in known] for words in reversed(boxes)]
+    _, section = page.split("\n## Layers\n")
+    rows = re.findall(r"^\| (`[^|]*) \|", section.split("\n## ")[0], re.M)
+    table = [re.findall(r"`(\w+)`", row) for row in rows]
+    # The functions of the fuzz targets are in no build that the picture shows.
+    pairs = [("picture", picture, [line for line in LAYERS if line != ["fuzzing"]]), ("table", table, LAYERS)]
+    return [f"docs/architecture.md: the {name} has {found}, not {wanted}" for name, found, wanted in pairs
+            if list(map(sorted, found)) != list(map(sorted, wanted))]
+
+
 def main():
-    problems = self_test() + check(ROOT / "src", LAYERS)
+    problems = self_test() + check(ROOT / "src", LAYERS) + undocumented_layers((ROOT / "docs" / "architecture.md").read_text())
     for root in sorted(ROOT.glob("crates/*/src")):
         problems += [f"{root.parent.name}: {problem}" for problem in check(root, [])]
     print("\n".join(problems), end="\n" if problems else "")
