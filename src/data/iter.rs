@@ -90,8 +90,8 @@ impl Progress {
 
     /// This rank has delivered another batch. Returns whether it was the last one of a step.
     ///
-    /// Then all ranks have consumed as many batches, and together the next part of the order: of it, those that have one place
-    /// more than others tell how long it is.
+    /// Then all ranks have consumed as many batches, and together the next part of the order: its length follows from the ranks
+    /// that have one place more.
     fn advance(&mut self, order: &EpochOrder) -> bool {
         self.delivered = (self.delivered + 1) % self.per_step;
         if self.delivered > 0 {
