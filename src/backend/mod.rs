@@ -1,7 +1,4 @@
 //! The engines that move tensors between ranks, behind one trait.
-// Only the NCCL engine uses it, but its tests need neither CUDA nor NCCL.
-#[cfg(any(test, feature = "nccl"))]
-mod awake;
 pub(crate) mod batch;
 mod bytes;
 mod check;

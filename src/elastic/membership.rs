@@ -9,9 +9,12 @@ use crate::rendezvous::{
 };
 use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
+use candle_ddp_rendezvous::liveness::{await_heard, leave_will};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+/// The number of processes that have read the last entry of the log.
+const HEARD: &str = "heard";
 /// The reason for aborting a group that has not failed.
 const OTHER_GENERATION: &str = "another generation has begun";
 
@@ -102,7 +105,8 @@ impl Membership {
             log.announce(min_world_size)?;
         }
         let own = Member { rank, incarnation };
-        let will = if arbiter == Arbiter::Survivors { leave_will(&log, rank) } else { None };
+        let will =
+            (arbiter == Arbiter::Survivors).then(|| leave_will(log.store(), rank, &will_key(rank), b"gone")).flatten();
         Ok(Self {
             options,
             joining,
@@ -382,13 +386,12 @@ impl Membership {
     /// since the store ends with it.
     pub(super) fn hear_last(&self) -> Result<()> {
         const PATIENCE: Duration = Duration::from_secs(2);
-        let until = Instant::now() + PATIENCE;
-        let mut heard = self.log.store().add("heard", 1)?;
-        while self.run.hosts() && Instant::now() < until && (heard as usize) < self.members.len() {
-            std::thread::sleep(Duration::from_millis(5));
-            heard = self.log.store().add("heard", 0)?;
+        let store = self.log.store();
+        store.add(HEARD, 1)?;
+        if !self.run.hosts() {
+            return Ok(());
         }
-        Ok(())
+        Ok(await_heard(Instant::now() + PATIENCE, || Ok(store.add(HEARD, 0)? as usize >= self.members.len()))?)
     }
 
     /// Ends the run because of this process.
@@ -436,15 +439,6 @@ impl Membership {
 /// Set when the process with this rank is gone.
 fn will_key(rank: usize) -> String {
     format!("gone/{rank}")
-}
-
-/// Asks the store to tell the others when this process is gone. If the store cannot, they learn of it from their
-/// connections.
-fn leave_will(log: &Generations, rank: usize) -> Option<LastWill> {
-    log.store().last_will(&will_key(rank), b"gone").unwrap_or_else(|error| {
-        log::debug!("rank {rank}: leaving a last will with the store: {error}");
-        None
-    })
 }
 
 /// Adds to an error of the store the failure after which the store was needed.

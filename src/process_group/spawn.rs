@@ -1,6 +1,7 @@
 use super::job::Job;
 use super::{Backend, ProcessGroup, Settings};
 use crate::backend::Construction;
+use crate::error::Failure;
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::panic::panic_message;
 use crate::rendezvous::{Cancellation, HashStore, Reason, Secret, Store};
@@ -54,8 +55,9 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
     let secret = Secret::random()?;
     let deadline = Instant::now().checked_add(timeout);
     let cancellation = Cancellation::default();
-    let cancel =
-        |peer: usize, error: &Error| cancellation.cancel(Reason::PeerFailed { peer, reason: error.to_string() });
+    let cancel = |peer: usize, error: &Error| {
+        cancellation.cancel(Reason::Failed(Failure::PeerFailed { peer, reason: error.to_string() }))
+    };
     let run = |rank: usize| -> Result<T> {
         let settings = Settings {
             backend: Backend::Cpu,

@@ -22,6 +22,8 @@ mod group;
 mod host_monitor;
 mod hosts;
 mod label;
+#[doc(hidden)]
+pub mod liveness;
 mod memory;
 mod news;
 mod operands;

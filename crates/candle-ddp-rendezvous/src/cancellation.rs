@@ -11,12 +11,7 @@ pub struct Cancellation(Mutex<Option<Reason>>);
 #[derive(Clone, Debug)]
 pub enum Reason {
     /// A rank failed.
-    PeerFailed {
-        /// The rank.
-        peer: usize,
-        /// Its error.
-        reason: String,
-    },
+    Failed(Failure),
     /// The store no longer answers.
     StoreLost {
         /// The operation that failed.
@@ -48,7 +43,7 @@ impl Cancellation {
 impl Reason {
     fn into_error(self) -> Error {
         match self {
-            Self::PeerFailed { peer, reason } => Failure::PeerFailed { peer, reason }.into(),
+            Self::Failed(failure) => failure.into(),
             Self::StoreLost { operation, store, reason } => Error::Store { operation, store, reason },
             Self::Superseded { key } => Error::Store {
                 operation: "meeting the other ranks".to_string(),

@@ -7,12 +7,12 @@
 use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
+use super::liveness::{self, Ring, await_heard, goodbye, heartbeat, leave_will};
 use super::{LastWill, PrefixStore, Store};
 use crate::error::Failure;
 use crate::host::host_name;
 use crate::json::{decide, encode, read};
 use crate::{Error, Result, thread};
-use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,23 +20,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The first [`Abort`].
+/// The first failure.
 const ABORT: &str = "init/abort";
 /// The number of ranks that know of the failure.
 const HEARD: &str = "init/heard";
-const FIRST: &[u8] = b"0";
-/// The final heartbeat of a rank that no longer needs monitoring.
-const DONE: &[u8] = b"done";
 
 fn heartbeat_key(rank: usize) -> String {
-    format!("init/heartbeat/{rank}")
-}
-
-/// The rank that failed, and why.
-#[derive(Serialize, Deserialize)]
-struct Abort {
-    peer: usize,
-    reason: String,
+    format!("init/{}", liveness::heartbeat_key(rank))
 }
 
 /// The intervals of the thread.
@@ -47,7 +37,6 @@ struct Pace {
     /// The number of ticks between heartbeats.
     ticks_per_heartbeat: u32,
     /// The number of this rank's heartbeats without one of the next rank after which that rank is considered dead.
-    /// Counting heartbeats instead of time avoids false alarms when the store or this process is suspended.
     lost_after: u32,
 }
 
@@ -104,16 +93,15 @@ impl InitWatcher {
         let Some(store) = self.store.in_init().filter(|_| world_size > 1) else { return Ok(()) };
         let superseded = superseded.map(|key| (Arc::clone(&store), key));
         let keys = PrefixStore::new(self.prefix.as_str(), store);
-        keys.set(&heartbeat_key(self.rank), FIRST)?;
-        self.leave_will(&keys);
+        keys.set(&heartbeat_key(self.rank), &heartbeat(0))?;
+        self.write_will(&keys);
         let ((stop, stopped), (end, ended)) = (channel(), channel());
         let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
             let _end = end;
             let cancellation = &store.cancellation;
-            let (heartbeats, next) = (0, Next::Absent);
-            Poller { keys, superseded, cancellation, heard: &heard, rank, world_size, pace, heartbeats, next }
-                .run(&stopped);
+            let ring = Ring::new(rank, world_size);
+            Poller { keys, superseded, cancellation, heard: &heard, rank, pace, heartbeats: 0, ring }.run(&stopped);
         };
         let handle = thread::spawn(format!("ddp-{rank}-init"), body)?;
         self.thread = Some(Thread { stop, ended, handle });
@@ -121,16 +109,14 @@ impl InitWatcher {
     }
 
     /// Asks the store to report this rank's failure to the others if its process ends without reporting it.
-    fn leave_will(&mut self, keys: &PrefixStore) {
+    fn write_will(&mut self, keys: &PrefixStore) {
         let reason = format!(
             "its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
              error in its output",
             host_name()
         );
-        match keys.last_will(ABORT, &encode(&Abort { peer: self.rank, reason })) {
-            Ok(will) => self.will = will,
-            Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
-        }
+        let failure = Failure::PeerFailed { peer: self.rank, reason };
+        self.will = leave_will(keys, self.rank, ABORT, &encode(&failure));
     }
 
     /// Returns the deadline of initialisation.
@@ -185,13 +171,12 @@ impl InitWatcher {
         let report = || -> Result<()> {
             let end = self.store.deadline.min(Instant::now()) + REPORTING;
             let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
-            decide(&keys, ABORT, &Abort { peer, reason })?;
+            decide(&keys, ABORT, &Failure::PeerFailed { peer, reason })?;
             count(&keys, &self.heard)?;
-            // The store ends with this process, so give the other ranks time to read the reason.
-            while self.hosts && Instant::now() < end && keys.add(HEARD, 0)? < keys.add(&in_join(ARRIVED), 0)? {
-                std::thread::sleep(Duration::from_millis(20));
+            if !self.hosts {
+                return Ok(());
             }
-            Ok(())
+            await_heard(end, || Ok(keys.add(HEARD, 0)? >= keys.add(&in_join(ARRIVED), 0)?))
         };
         if let Err(error) = report() {
             log::debug!("rank {}: cannot report the failure to the other ranks: {error}", self.rank);
@@ -231,20 +216,10 @@ struct Poller<'a> {
     cancellation: &'a Cancellation,
     heard: &'a AtomicBool,
     rank: usize,
-    world_size: usize,
     pace: Pace,
     /// The number of heartbeats of this rank.
     heartbeats: u64,
-    next: Next,
-}
-
-/// What is known about the next rank.
-enum Next {
-    /// It has not sent a heartbeat yet.
-    Absent,
-    /// Its last heartbeat, and the number of checks since that changed.
-    Alive(Vec<u8>, u32),
-    Done,
+    ring: Ring,
 }
 
 impl Poller<'_> {
@@ -283,18 +258,18 @@ impl Poller<'_> {
             return Ok(false);
         }
         self.heartbeats += 1;
-        self.keys.set(&heartbeat_key(self.rank), self.heartbeats.to_string().as_bytes())?;
+        self.keys.set(&heartbeat_key(self.rank), &heartbeat(self.heartbeats))?;
         self.watch()
     }
 
     fn finish(&self) -> Result<()> {
-        self.keys.set(&heartbeat_key(self.rank), DONE)
+        self.keys.set(&heartbeat_key(self.rank), &goodbye(b""))
     }
 
     /// Returns whether a rank has failed.
     fn check_abort(&self) -> Result<bool> {
-        let Some(abort) = read(&self.keys, ABORT)? else { return Ok(false) };
-        self.cancel(abort)?;
+        let Some(failure) = read(&self.keys, ABORT)? else { return Ok(false) };
+        self.cancel(failure)?;
         Ok(true)
     }
 
@@ -307,34 +282,21 @@ impl Poller<'_> {
         Ok(is_superseded)
     }
 
-    fn cancel(&self, Abort { peer, reason }: Abort) -> Result<()> {
-        self.cancellation.cancel(Reason::PeerFailed { peer, reason });
+    fn cancel(&self, failure: Failure) -> Result<()> {
+        self.cancellation.cancel(Reason::Failed(failure));
         count(&self.keys, self.heard)
     }
 
-    /// Checks the next rank's heartbeat. Returns whether that rank is lost, which is then reported to all ranks.
+    /// Checks the heartbeat of the rank that this one watches. Returns whether that rank is lost, which is then reported to all
+    /// ranks.
     fn watch(&mut self) -> Result<bool> {
-        let next = &mut self.next;
-        let peer = (self.rank + 1) % self.world_size;
+        let Some(peer) = self.ring.watched() else { return Ok(false) };
         let key = heartbeat_key(peer);
-        let missed = match next {
-            Next::Done => return Ok(false),
-            Next::Absent if !self.keys.check(&[&key])? => return Ok(false),
-            Next::Absent => {
-                *next = Next::Alive(self.keys.get(&key)?, 0);
-                return Ok(false);
-            }
-            Next::Alive(last, missed) => {
-                let heartbeat = self.keys.get(&key)?;
-                *missed = if heartbeat == *last { *missed + 1 } else { 0 };
-                *last = heartbeat;
-                *missed
-            }
-        };
-        if matches!(next, Next::Alive(last, _) if last == DONE) {
-            *next = Next::Done;
+        if !self.ring.has_begun() && !self.keys.check(&[&key])? {
+            return Ok(false);
         }
-        if missed < self.pace.lost_after || matches!(next, Next::Done) {
+        let missed = self.ring.saw(&self.keys.get(&key)?);
+        if missed < self.pace.lost_after {
             return Ok(false);
         }
         let seconds = (self.pace.tick * self.pace.ticks_per_heartbeat * missed).as_secs_f64();
@@ -344,7 +306,7 @@ impl Poller<'_> {
             self.rank,
             self.host_of(peer)
         );
-        self.cancel(decide(&self.keys, ABORT, &Abort { peer, reason })?)?;
+        self.cancel(decide(&self.keys, ABORT, &Failure::PeerFailed { peer, reason })?)?;
         Ok(true)
     }
 

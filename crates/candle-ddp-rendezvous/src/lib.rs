@@ -33,6 +33,8 @@ mod join;
 #[doc(hidden)]
 pub mod json;
 mod last_will;
+#[doc(hidden)]
+pub mod liveness;
 mod meeting;
 mod mpi;
 mod options;

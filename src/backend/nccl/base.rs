@@ -1,14 +1,10 @@
 //! What a rank does before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
 use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
 use super::comm_streams::{CommStreams, abort_timeout};
-use super::group::{Group, SuspectedFailure};
-use super::health_store::HealthStore;
-use super::heartbeat::HeartbeatMonitor;
 use super::identity::{self, Identity, Version};
 use super::status::{NcclFailure, version};
 use super::stream::Streams;
 use super::threads::{join, spawn};
-use super::watchdog;
 use super::{NcclOptions, cuda_failure};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
@@ -16,6 +12,7 @@ use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Device;
+use candle_ddp_engine::liveness::{self, Group, HealthStore, HeartbeatMonitor, SuspectedFailure};
 use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -132,15 +129,15 @@ impl Base {
             if let Err(error) = streams.bind() {
                 group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
             }
-            watchdog::poll(&group, &*comm_streams);
+            liveness::poll(&group, &*comm_streams);
         })
     }
 
     pub(super) fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
         let (group, comm_streams) = (self.group.clone(), comm_streams.clone());
         spawn(&self.group, "watchdog", move || {
-            let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
-            watchdog::run(&group, &*comm_streams, &unasked);
+            let unasked = |suspected: &SuspectedFailure| liveness::without_asking(&group, suspected);
+            liveness::watch(&group, &*comm_streams, &unasked);
         })
     }
 

@@ -1,8 +1,8 @@
 //! An owned NCCL communicator: creating it, waiting for it, splitting it, and ending it.
-use super::group::{Group, SuspectedFailure};
 use super::status::{CallResult, NcclFailure, Status, int, status};
 use crate::Error;
 use crate::error::Failure;
+use candle_ddp_engine::liveness::{Group, SuspectedFailure};
 use cudarc::nccl::{result, sys};
 use std::ffi::{c_char, c_int};
 use std::time::Duration;

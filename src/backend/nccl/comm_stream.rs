@@ -1,6 +1,5 @@
 //! A communicator and the stream for its calls, on which collectives are started.
 use super::comm::{CancellationCheck, Comm, WaitError};
-use super::group::{Fence, Group};
 use super::prepared::Prepared;
 use super::status::Status;
 use super::stream::{Done, Event, Streams};
@@ -8,6 +7,7 @@ use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
 use crate::panic::{lock, wait};
+use candle_ddp_engine::liveness::{Fence, Group};
 use std::sync::{Arc, Condvar, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 

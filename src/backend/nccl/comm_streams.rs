@@ -6,13 +6,12 @@
 //! process that hangs in the driver even then ends itself, if its environment says so: it could not even exit.
 use super::comm::WaitError;
 use super::comm_stream::{CommStream, gone};
-use super::group::Group;
-use super::watchdog::Watched;
 use super::work::NcclWork;
 use crate::error::Failure;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_engine::liveness::{Group, Watched};
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, Weak};

@@ -3,15 +3,12 @@ use super::calls::Buffer;
 use super::comm::{Comm, Limit, WaitError};
 use super::comm_stream::{CommStream, Job};
 use super::comm_streams::CommStreams;
-use super::group::{Fence, Group};
-use super::health_store::HealthStore;
 use super::identity;
 use super::launcher::Launcher;
 use super::p2p::{P2p, Pair};
 use super::prepared::{self, Member, Prepared};
 use super::stream::{Clock, Done, Streams};
 use super::threads::{join_until, spawn};
-use super::watchdog::Watched;
 use super::work::{NcclWork, Shared};
 use super::{NcclOptions, batch, cuda_failure, device};
 use crate::backend::batch::check_batch;
@@ -24,6 +21,7 @@ use crate::panic::lock;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
+use candle_ddp_engine::liveness::{Fence, Group, HealthStore, Watched};
 use candle_ddp_engine::{Call, Channel};
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
@@ -36,6 +34,8 @@ use std::time::{Duration, Instant};
 
 /// How long the end of a group waits for the other ranks of this host, since NCCL lets them leave together.
 const LEAVING: Duration = Duration::from_secs(10);
+/// Calls on the stream of the collectives. Streams have room for about a thousand entries, of which a call takes four.
+const MOST_IN_FLIGHT: usize = 192;
 /// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should
 /// end at once, but may hang in NCCL or in the store.
 const ENDING: Duration = Duration::from_secs(30);
@@ -192,7 +192,7 @@ impl NcclCommunicator {
     /// Puts calls that NCCL runs as one kernel behind the collectives: `work` is that of all.
     fn launch(&self, calls: &[(Call, Channel)], prepared: Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
         // Before the lock is taken, for which an abort would wait: both streams may be full.
-        self.group.await_room()?;
+        self.group.await_room(MOST_IN_FLIGHT)?;
         let marked = self.comm_stream.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
         let started = {
             let _turn = lock(&self.turn);

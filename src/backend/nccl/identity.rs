@@ -1,12 +1,12 @@
 //! The ranks' identities, exchanged before they connect: if NCCL would only refuse or hang, an error from here names
 //! the ranks.
 use super::comm::{UniqueId, WaitError};
-use super::group::Group;
 use super::status::NcclFailure;
 use crate::error::Failure;
 use crate::random::random_bytes;
 use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
+use candle_ddp_engine::liveness::Group;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::collections::HashMap;
 use std::fmt;

@@ -5,12 +5,12 @@
 //! call until the communicator's end, since it keeps the call's state in that thread's memory.
 use super::comm::WaitError;
 use super::comm_stream::{CommStream, Job};
-use super::group::Group;
 use super::threads::{join_until, spawn};
 use super::work::NcclWork;
 use crate::Result;
 use crate::backend::Completion;
 use crate::panic::lock;
+use candle_ddp_engine::liveness::Group;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;

@@ -15,9 +15,6 @@ mod comm_stream;
 mod comm_streams;
 mod communicator;
 mod device;
-mod group;
-mod health_store;
-mod heartbeat;
 mod identity;
 mod launcher;
 mod options;
@@ -26,7 +23,6 @@ mod prepared;
 mod status;
 mod stream;
 mod threads;
-mod watchdog;
 mod work;
 
 pub use communicator::NcclCommunicator;

@@ -7,13 +7,13 @@
 use super::comm::{Comm, Limit, UniqueId, WaitError};
 use super::comm_stream::CommStream;
 use super::comm_streams::CommStreams;
-use super::group::Group;
 use super::identity::await_id;
 use super::launcher::Launcher;
 use super::status::NcclFailure;
 use super::stream::Streams;
 use crate::Result;
 use crate::rendezvous::{self, Store, discard};
+use candle_ddp_engine::liveness::Group;
 use std::sync::Arc;
 
 /// The messages from one rank to another, on either of the two.

@@ -1,8 +1,8 @@
 //! The stream that collectives run on, and the fences between it and candle's.
 use super::calls::Target;
-use super::group::Fence;
 use crate::panic::lock;
 use candle_core::CudaDevice;
+use candle_ddp_engine::liveness::Fence;
 use cudarc::driver::sys::{CUevent_flags, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError};
 use std::ops::Deref;

@@ -1,7 +1,7 @@
 //! The threads of a group.
-use super::group::Group;
 use crate::error::Failure;
 use crate::{Result, thread};
+use candle_ddp_engine::liveness::Group;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;

@@ -1,11 +1,11 @@
 //! A call in flight, as its `Work` holds it.
-use super::group::{Fence, Group};
 use super::status::NcclFailure;
 use super::stream::{Done, Streams};
 use crate::Result;
 use crate::backend::Completion;
 use candle_core::Tensor;
 use candle_ddp_engine::Call;
+use candle_ddp_engine::liveness::{Fence, Group};
 use cudarc::driver::CudaEvent;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

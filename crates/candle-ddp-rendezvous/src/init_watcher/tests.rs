@@ -58,10 +58,9 @@ impl Signals {
             cancellation: &self.cancellation,
             heard: &self.heard,
             rank,
-            world_size: 2,
             pace: PACE,
             heartbeats: 0,
-            next: Next::Absent,
+            ring: Ring::new(rank, 2),
         }
     }
 }
@@ -79,7 +78,7 @@ fn a_rank_whose_heartbeat_stops_is_lost() {
         assert!(!beat(&mut a), "rank 1 has not arrived yet");
     }
     store.set("run/join/host/1", b"node7 0123").unwrap();
-    store.set("run/init/heartbeat/1", FIRST).unwrap();
+    store.set("run/init/heartbeat/1", &heartbeat(0)).unwrap();
     for _ in 0..PACE.lost_after {
         assert!(!beat(&mut a));
     }
@@ -114,7 +113,7 @@ fn a_rank_that_is_connected_tells_its_watcher() {
     let [a, b] = [0, 1].map(|rank| watcher(&path, rank));
     b.conclude(Ok(()), Error::failure).unwrap();
     let (keys, start) = (FileStore::open(&path, TIMEOUT).unwrap(), Instant::now());
-    while keys.get("run/init/heartbeat/1").unwrap() != DONE {
+    while keys.get("run/init/heartbeat/1").unwrap() != goodbye(b"") {
         assert!(start.elapsed() < TIMEOUT, "rank 1 has not ended its heartbeats");
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -6,6 +6,7 @@ use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_
 use crate::console::message;
 use crate::error::Result;
 use crate::status::{RUN_STATUS, RunStatus};
+use candle_ddp_rendezvous::liveness::Silence;
 use candle_ddp_rendezvous::{
     BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, thread,
 };
@@ -83,8 +84,8 @@ struct Desk {
     keys: PrefixStore,
     /// The number of entries of the log.
     entries: u64,
-    /// The last sign of life of each node, and how many times in a row there was no newer one.
-    beats: BTreeMap<Slot, (Vec<u8>, u32)>,
+    /// The signs of life of each node.
+    beats: BTreeMap<Slot, Silence>,
     /// The last published status of the run.
     told: Option<RunStatus>,
     /// When to publish it again.
@@ -116,15 +117,10 @@ impl Desk {
         }
         // Agents give the first sign of life before they join.
         for (slot, beat) in slots.into_iter().zip(self.keys.multi_get(&keys)?) {
-            let (last, missed) = self.beats.entry(slot).or_default();
-            if *last == beat {
-                *missed += 1;
-                if *missed >= most {
-                    run.on_silence(slot);
-                }
-            } else {
-                (*last, *missed) = (beat, 0);
-                run.on_beat(slot);
+            match self.beats.entry(slot).or_default().saw(&beat) {
+                0 => run.on_beat(slot),
+                missed if missed >= most => run.on_silence(slot),
+                _ => {}
             }
         }
         Ok(())

@@ -1,13 +1,10 @@
-//! Tests the threads of several ranks over one store, with stand-ins for NCCL: what they decide and tell each other.
-//! NCCL itself is not tested here.
+//! Tests the threads of several ranks over one store, with stand-ins for an engine such as NCCL: what they decide and tell each
+//! other.
 use super::*;
-use crate::Error;
-use crate::backend::nccl::group::Fence;
-use crate::backend::nccl::health_store::HealthStore;
-use crate::backend::nccl::heartbeat::{HeartbeatMonitor, without_asking};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use crate::liveness::{Fence, HealthStore, HeartbeatMonitor, without_asking};
 use crate::rendezvous::{HashStore, Store};
-use candle_ddp_engine::{Call, Channel, Label, Operation};
+use crate::{Call, Channel, Label, Operation};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -63,7 +60,7 @@ fn run_threads(group: Arc<Group>, health_store: HealthStore, lost_after: Duratio
     let watchdog = std::thread::spawn(move || {
         std::thread::scope(|scope| {
             scope.spawn(|| poll(&ours, &*watched));
-            run(&ours, &*watched, &|suspected| without_asking(&ours, suspected));
+            watch(&ours, &*watched, &|suspected| without_asking(&ours, suspected));
         });
     });
     let ours = group.clone();
@@ -117,7 +114,7 @@ impl Rank {
             assert!(Instant::now() < deadline, "the communicators were not aborted");
             std::thread::sleep(Duration::from_millis(5));
         }
-        Error::from(failure).to_string()
+        failure.to_string()
     }
 }
 

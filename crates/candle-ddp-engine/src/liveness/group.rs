@@ -1,30 +1,31 @@
 //! The state of a group, shared by all threads of one rank: which calls are in flight, and why it failed.
 use super::health_store::ShutdownNotice;
-use crate::Error;
 use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
+use crate::failure::{CallHistory, ExpiredCall, ProgressReport};
+use crate::flight_recorder::{CallRecord, Recorded, Recording};
 use crate::panic::{lock, wait, wait_timeout};
-use candle_ddp_engine::failure::{CallHistory, ExpiredCall, ProgressReport};
-use candle_ddp_engine::flight_recorder::{CallRecord, Recorded, Recording};
-use candle_ddp_engine::{Call, Channel};
+use crate::{Call, Channel};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// Tells whether a call in flight is complete.
-pub(super) trait Fence: Send + Sync {
+pub trait Fence: Send + Sync {
     /// An error is one of the device, after which nothing runs on it.
     fn is_over(&self) -> Result<bool, String>;
 }
 
 /// One group, as seen by one of its ranks.
-pub(super) struct Group {
-    pub(super) rank: usize,
-    pub(super) world_size: usize,
+pub struct Group {
+    /// This rank.
+    pub rank: usize,
+    /// The number of ranks.
+    pub world_size: usize,
     /// How long a call may take.
-    pub(super) timeout: Duration,
+    pub timeout: Duration,
     /// For the flight recorder, if there is one.
-    pub(super) recording: Option<Recording>,
+    pub recording: Option<Recording>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -68,15 +69,22 @@ impl Outstanding {
 
 /// What the watchdog has noticed, before the root cause is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum SuspectedFailure {
-    /// NCCL or the device reported an error.
+pub enum SuspectedFailure {
+    /// The engine's library or the device reported an error.
     Broken(String),
     /// A call has not completed in time.
     Expired { channel: Channel, sequence: u64, call: Call },
 }
 
+impl std::fmt::Debug for Group {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Group").field("rank", &self.rank).field("world_size", &self.world_size).finish_non_exhaustive()
+    }
+}
+
 impl Group {
-    pub(super) fn new(rank: usize, world_size: usize, timeout: Duration, recording: Option<Recording>) -> Arc<Self> {
+    /// A group without calls.
+    pub fn new(rank: usize, world_size: usize, timeout: Duration, recording: Option<Recording>) -> Arc<Self> {
         let recorded = recording.as_ref().map_or(0, |recording| recording.recorder.entries());
         let state = Mutex::new(State::new(recorded));
         let group = Arc::new(Self { rank, world_size, timeout, recording, state, changed: Condvar::new() });
@@ -91,15 +99,13 @@ impl Group {
         lock(&self.state)
     }
 
-    /// Waits until few calls are on the stream of the collectives. The driver would wait too once that is full, and holds up the
-    /// thread that ends the group then: this rank's own wait ends if the group fails.
-    pub(super) fn await_room(&self) -> Result<(), Failure> {
-        /// Streams have room for about a thousand entries, of which a call takes four.
-        const MOST: usize = 192;
+    /// Waits until fewer than `most` calls are on the stream of the collectives. The driver would wait too once that is full, and
+    /// holds up the thread that ends the group then: this rank's own wait ends if the group fails.
+    pub fn await_room(&self, most: usize) -> Result<(), Failure> {
         const PAUSE: Duration = Duration::from_micros(50);
         let on_stream = |call: &&Outstanding| call.stream() == Channel::Collectives;
         let state = self.state();
-        let last = state.outstanding.iter().rev().filter(on_stream).nth(MOST - 1);
+        let last = state.outstanding.iter().rev().filter(on_stream).nth(most.saturating_sub(1));
         let Some(fence) = last.map(|call| Arc::clone(&call.fence)) else { return Ok(()) };
         drop(state);
         // After an error of the device, the watchdog ends the group.
@@ -114,13 +120,13 @@ impl Group {
 
     /// Records that `call` is about to be started, with the fence that tells when it is complete. Returns its sequence
     /// number.
-    pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
+    pub fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
         self.begin_as(channel, call, fence, false)
     }
 
     /// Like [`begin`](Self::begin), for the calls of one kernel on the stream of the collectives: a collective, or the messages of a
     /// batch.
-    pub(super) fn begin_together(&self, calls: &[(Call, Channel)], fence: &Arc<dyn Fence>) -> Result<(), Failure> {
+    pub fn begin_together(&self, calls: &[(Call, Channel)], fence: &Arc<dyn Fence>) -> Result<(), Failure> {
         calls.iter().try_for_each(|(call, channel)| {
             self.begin_as(*channel, *call, Arc::clone(fence), *channel != Channel::Collectives).map(drop)
         })
@@ -187,12 +193,12 @@ impl Group {
     pub(super) fn expired_unseen(&self, now: Instant, patience: Duration) -> Option<SuspectedFailure> {
         let state = self.state();
         let expired = state.expired(now).filter(|_| now.saturating_duration_since(state.swept) >= patience)?;
-        log::warn!("rank {}: the CUDA driver has not answered for {patience:?}", self.rank);
+        log::warn!("rank {}: the driver of the device has not answered for {patience:?}", self.rank);
         Some(expired)
     }
 
     /// Waits until no call is in flight. Returns the failure if that comes first. Every call has a deadline.
-    pub(super) fn drain(&self) -> Option<Failure> {
+    pub fn drain(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.failure.is_none() && !state.outstanding.is_empty() {
             state = wait(&self.changed, state);
@@ -201,7 +207,7 @@ impl Group {
     }
 
     /// Whether any call is in flight, as far as known without asking the device.
-    pub(super) fn is_busy(&self) -> bool {
+    pub fn is_busy(&self) -> bool {
         !self.state().outstanding.is_empty()
     }
 
@@ -252,7 +258,7 @@ impl Group {
     }
 
     /// Records a suspected failure: from now on no call counts as successful until the failure is known.
-    pub(super) fn suspect(&self, suspected: SuspectedFailure) {
+    pub fn suspect(&self, suspected: SuspectedFailure) {
         let mut state = self.state();
         if state.failure.is_none() && state.suspected.is_none() {
             log::debug!("rank {}: {suspected:?}", self.rank);
@@ -262,7 +268,7 @@ impl Group {
     }
 
     /// Ends the group with `failure`, unless it already has one; returns the first one.
-    pub(super) fn fail(&self, failure: Failure) -> Failure {
+    pub fn fail(&self, failure: Failure) -> Failure {
         self.set_failure(failure, false)
     }
 
@@ -282,7 +288,7 @@ impl Group {
         self.changed.notify_all();
         drop(state);
         if let Some(Recording { recorder, .. }) = &self.recording {
-            recorder.write_because(&Error::from(failure.clone()).to_string());
+            recorder.write_because(&failure.to_string());
         }
         failure
     }
@@ -292,12 +298,13 @@ impl Group {
         self.state().suspected.clone()
     }
 
-    pub(super) fn failure(&self) -> Option<Failure> {
+    /// Why the group has failed.
+    pub fn failure(&self) -> Option<Failure> {
         self.state().failure.clone()
     }
 
     /// Returns the failure. If one is suspected, waits until its root cause is known.
-    pub(super) fn root_cause(&self) -> Option<Failure> {
+    pub fn root_cause(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.suspected.is_some() && state.failure.is_none() {
             // The watchdog ensures that this ends.
@@ -312,8 +319,8 @@ impl Group {
     }
 
     /// Returns an error if the group has failed.
-    pub(super) fn check(&self) -> Result<(), Error> {
-        self.root_cause().map_or(Ok(()), |failure| Err(failure.into()))
+    pub fn check(&self) -> Result<(), Failure> {
+        self.root_cause().map_or(Ok(()), Err)
     }
 
     /// For the heartbeat monitor: waits until there is something to do, at most for `tick`.
@@ -339,26 +346,26 @@ impl Group {
     }
 
     /// Tells the watchdog and the poller to end.
-    pub(super) fn end(&self) {
+    pub fn end(&self) {
         self.state().over = true;
         self.changed.notify_all();
     }
 
     /// Makes the heartbeat monitor tell the other ranks that this one leaves, and end.
-    pub(super) fn leave(&self) {
+    pub fn leave(&self) {
         self.state().leaving = true;
         self.changed.notify_all();
     }
 
     /// Wakes all waiting threads because something they wait for has happened outside the state.
-    pub(super) fn notify(&self) {
+    pub fn notify(&self) {
         // Takes the lock, so that no thread is between checking and waiting.
         let _state = self.state();
         self.changed.notify_all();
     }
 
     /// Waits until `found` returns something. Returns an error if the group has failed or fails first.
-    pub(super) fn wait_for<T>(&self, mut found: impl FnMut() -> Option<T>) -> Result<T, Failure> {
+    pub fn wait_for<T>(&self, mut found: impl FnMut() -> Option<T>) -> Result<T, Failure> {
         let mut state = self.state();
         loop {
             if state.suspected.is_some() || state.failure.is_some() {
@@ -462,6 +469,6 @@ impl Recorded for Group {
         for (channel, history) in &state.messages {
             calls.extend(history.records(*channel));
         }
-        (calls, state.failure.clone().map(|failure| Error::from(failure).to_string()))
+        (calls, state.failure.as_ref().map(Failure::to_string))
     }
 }

@@ -1,12 +1,11 @@
 //! The thread that stays in touch with the other ranks through the store. It may have to wait for the network, so it is
 //! separate from the thread that watches the calls.
 use super::group::{Group, News, SuspectedFailure};
-use super::health_store::{HealthStore, Heartbeat, ProgressQuery, ShutdownRecord};
-use crate::backend::awake::AwakeClock;
+use super::health_store::{HealthStore, ProgressQuery, ShutdownRecord};
 use crate::error::Failure;
-use crate::rendezvous::Result;
-use candle_ddp_engine::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
-use candle_ddp_engine::{Call, Channel};
+use crate::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
+use crate::rendezvous::liveness::{Ring, await_heard, has_left};
+use crate::{Call, Channel, Result};
 use std::time::{Duration, Instant};
 
 /// How long other ranks have to report their progress.
@@ -18,54 +17,41 @@ const TICK: Duration = Duration::from_millis(500);
 /// The time between two requests to the store during the search for a root cause.
 const PAUSE: Duration = Duration::from_millis(200);
 
-pub(super) struct HeartbeatMonitor<'a> {
-    pub(super) group: &'a Group,
-    pub(super) health_store: &'a HealthStore,
+/// The body of that thread.
+#[derive(Debug)]
+pub struct HeartbeatMonitor<'a> {
+    /// Its group.
+    pub group: &'a Group,
+    /// The group's store.
+    pub health_store: &'a HealthStore,
     /// A peer without a heartbeat for this long is considered dead.
-    pub(super) lost_after: Duration,
+    pub lost_after: Duration,
 }
 
 /// The state between two rounds.
 struct MonitorState {
     beats: u64,
-    /// All times here are by this clock: a rank that was stopped together with its peers and continues before they do
-    /// must not consider them dead.
-    clock: AwakeClock,
-    /// The next rank in the ring that has not left. Each rank watches one other, so that the store has little work.
-    watched: Option<usize>,
-    /// Its last heartbeat, and when that was new.
-    seen: (Heartbeat, Instant),
-    /// Since when the store has not answered, and its error.
-    without_store: Option<(Instant, String)>,
+    ring: Ring,
+    /// How long the store has not answered, and its first error.
+    without_store: Option<(Duration, String)>,
     answered: Option<ProgressQuery>,
     /// Whether the others have been told that this rank knows of the failure.
     told: bool,
 }
 
-impl MonitorState {
-    fn now(&self) -> Instant {
-        self.clock.at(Instant::now())
-    }
-}
-
 impl HeartbeatMonitor<'_> {
     /// Runs until this rank leaves.
-    pub(super) fn run(&self) {
-        let tick = TICK.min(self.lost_after / 5);
-        let begin = Instant::now();
+    pub fn run(&self) {
+        let tick = self.tick();
         let mut state = MonitorState {
             beats: 0,
-            clock: AwakeClock::new(begin, 2 * tick),
-            watched: self.after(self.group.rank),
-            seen: (Heartbeat::Beats(0), begin),
+            ring: Ring::new(self.group.rank, self.group.world_size),
             without_store: None,
             answered: None,
             told: false,
         };
         loop {
-            state.clock.sleep(Instant::now());
             let News { suspected, unpublished, leaving } = self.group.news(tick);
-            state.clock.wake(Instant::now());
             if let Some(suspected) = suspected {
                 let failure = self.resolve(&suspected, &mut state);
                 let first = self.health_store.publish(&failure).unwrap_or(failure);
@@ -85,48 +71,41 @@ impl HeartbeatMonitor<'_> {
                 }
             }
             if let Some(shutdown_notice) = leaving {
-                self.await_told(&mut state);
+                self.await_told();
                 if let Err(error) = self.health_store.leave(&shutdown_notice) {
                     log::debug!("rank {}: cannot say goodbye: {error}", self.group.rank);
                 }
                 return;
             }
-            let start = state.now();
-            let result = self.round(&mut state, start);
-            // While the store does not answer, the peer may be unable to write its heartbeat too.
-            state.seen.1 += state.now().saturating_duration_since(start);
-            match result {
+            let start = Instant::now();
+            match self.round(&mut state) {
                 Ok(()) => state.without_store = None,
-                Err(error) => self.store_failed(&mut state, error.to_string()),
+                Err(error) => self.store_failed(&mut state, tick + start.elapsed(), error.to_string()),
             }
         }
+    }
+
+    /// The time between two rounds.
+    fn tick(&self) -> Duration {
+        TICK.min(self.lost_after / 5)
     }
 
     /// If the store ends with this process, a failed group does not end before the other ranks know why it failed, or
-    /// had the time to learn it. Otherwise they would have to guess.
-    fn await_told(&self, state: &mut MonitorState) {
+    /// had the time to learn it. Otherwise they would have to guess. They do not miss heartbeats meanwhile: they read the
+    /// failure first.
+    fn await_told(&self) {
         let Some(failure) = self.group.failure().filter(|_| self.health_store.is_hosted_here()) else { return };
         let culprit = failure.culprit();
-        let deadline = Instant::now() + PATIENCE;
-        while Instant::now() < deadline && self.health_store.all_told_but(culprit).is_ok_and(|told| !told) {
-            if self.beat(state).is_err() {
-                return;
-            }
-            std::thread::sleep(PAUSE / 10);
+        if let Err(error) = await_heard(Instant::now() + PATIENCE, || self.health_store.all_told_but(culprit)) {
+            log::debug!("rank {}: cannot see who knows of the failure: {error}", self.group.rank);
         }
     }
 
-    /// The next rank in the ring; `None` in a world of one.
-    fn after(&self, rank: usize) -> Option<usize> {
-        let next = (rank + 1) % self.group.world_size;
-        (next != self.group.rank).then_some(next)
-    }
-
-    /// Writes a heartbeat and reads what the others have written. The round began at `start`, by the state's clock.
-    fn round(&self, state: &mut MonitorState, start: Instant) -> Result<()> {
+    /// Writes a heartbeat and reads what the others have written.
+    fn round(&self, state: &mut MonitorState) -> Result<()> {
         self.beat(state)?;
         // Even if all other ranks have left, their departure still matters.
-        let look = self.health_store.look(state.watched.unwrap_or(self.group.rank))?;
+        let look = self.health_store.look(state.ring.watched().unwrap_or(self.group.rank))?;
         if let Some(failure) = look.failure {
             self.group.fail_as_published(failure);
             return Ok(());
@@ -141,17 +120,10 @@ impl HeartbeatMonitor<'_> {
             self.health_store.answer(&self.group.progress_report())?;
             state.answered = Some(query);
         }
-        let Some(peer) = state.watched else { return Ok(()) };
-        match look.heartbeat {
-            Heartbeat::Left => {
-                state.watched = self.after(peer);
-                state.seen = (Heartbeat::Beats(0), state.now());
-            }
-            heartbeat if heartbeat != state.seen.0 => state.seen = (heartbeat, state.now()),
-            _ if start.saturating_duration_since(state.seen.1) >= self.lost_after => {
-                self.group.fail(self.lost(peer));
-            }
-            _ => {}
+        if let Some(peer) = state.ring.watched()
+            && self.tick() * state.ring.saw(&look.heartbeat) >= self.lost_after
+        {
+            self.group.fail(self.lost(peer));
         }
         Ok(())
     }
@@ -189,15 +161,16 @@ impl HeartbeatMonitor<'_> {
         Failure::PeerFailed { peer, reason }
     }
 
-    /// The loss of the store alone is not a failure, since its host may be the first to leave at the end of a run. It
-    /// becomes one if a call is in flight for that long.
-    fn store_failed(&self, state: &mut MonitorState, error: String) {
-        let now = state.now();
-        let (since, first) = state.without_store.get_or_insert_with(|| {
+    /// Takes note that the store has not answered, again, for a round that took `time`. The loss of the store alone is not a
+    /// failure, since its host may be the first to leave at the end of a run. It becomes one if a call is in flight for that long.
+    fn store_failed(&self, state: &mut MonitorState, time: Duration, error: String) {
+        let Some((lost, first)) = &mut state.without_store else {
             log::debug!("rank {}: the store does not answer: {error}", self.group.rank);
-            (now, error)
-        });
-        if now.saturating_duration_since(*since) >= self.lost_after && self.group.is_busy() {
+            state.without_store = Some((Duration::ZERO, error));
+            return;
+        };
+        *lost += time;
+        if *lost >= self.lost_after && self.group.is_busy() {
             let reason = format!("it has waited for a collective since the store of the group was lost: {first}");
             self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason });
         }
@@ -219,7 +192,7 @@ impl HeartbeatMonitor<'_> {
         })
     }
 
-    /// NCCL often reports that a peer has died, aborted or left, without naming it. A peer that ended the group or left
+    /// An engine such as NCCL often reports that a peer has died, aborted or left, without naming it. A peer that ended the group or left
     /// has written so into the store, and a dead one sends no more heartbeats.
     fn why_broken(&self, reason: &str, state: &mut MonitorState) -> Result<Failure> {
         let before = self.health_store.heartbeats()?;
@@ -239,8 +212,7 @@ impl HeartbeatMonitor<'_> {
         }
         let after = self.health_store.heartbeats()?;
         let dead = |peer: &usize| *peer != self.group.rank && before[*peer] == after[*peer];
-        let alive = |heartbeat: &Heartbeat| matches!(heartbeat, Heartbeat::Beats(_));
-        let dead = (0..before.len().min(after.len())).filter(|peer| alive(&after[*peer])).find(dead);
+        let dead = (0..before.len().min(after.len())).filter(|peer| !has_left(&after[*peer])).find(dead);
         let own = Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() };
         Ok(dead.map_or(own, |peer| Failure::PeerFailed {
             peer,
@@ -283,7 +255,7 @@ impl HeartbeatMonitor<'_> {
 }
 
 /// The failure behind `suspected`, as far as it is known without the other ranks.
-pub(super) fn without_asking(group: &Group, suspected: &SuspectedFailure) -> Failure {
+pub fn without_asking(group: &Group, suspected: &SuspectedFailure) -> Failure {
     match suspected {
         SuspectedFailure::Broken(reason) => Failure::PeerFailed { peer: group.rank, reason: reason.clone() },
         SuspectedFailure::Expired { channel, sequence, call } => {

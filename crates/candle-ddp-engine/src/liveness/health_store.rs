@@ -1,11 +1,13 @@
-//! The ranks' messages to each other through the store, independently of NCCL: heartbeats, the group's failure and, if
-//! a call does not complete, each rank's progress.
+//! The ranks' messages to each other through the store: heartbeats, the group's failure and, if a call does not complete,
+//! each rank's progress.
+use crate::Result;
 use crate::error::Failure;
+use crate::failure::{CallCounts, ProgressReport};
 use crate::host::host_name;
-use crate::rendezvous::{LastWill, Result, Store};
-use candle_ddp_engine::failure::{CallCounts, ProgressReport};
-use candle_ddp_rendezvous::json::{decide, encode};
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use crate::rendezvous::json::{decide, encode};
+use crate::rendezvous::liveness::{goodbye, heartbeat, heartbeat_key, leave_will, notice};
+use crate::rendezvous::wire::{Reader, Writer};
+use crate::rendezvous::{LastWill, Store};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -21,10 +23,6 @@ const DEPARTURE: &str = "departure";
 /// The number of ranks that have left.
 const LEFT: &str = "left";
 
-fn heartbeat_key(rank: usize) -> String {
-    format!("heartbeat/{rank}")
-}
-
 fn report_key(rank: usize) -> String {
     format!("report/{rank}")
 }
@@ -35,21 +33,12 @@ fn told_key(rank: usize) -> String {
 }
 
 /// One rank's view of its group's keys.
-pub(super) struct HealthStore {
+pub struct HealthStore {
     store: Arc<dyn Store>,
     rank: usize,
     world_size: usize,
     /// Reports the end of this process to the others.
     will: Option<LastWill>,
-}
-
-/// A peer's last heartbeat.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Heartbeat {
-    /// A number that changes.
-    Beats(u64),
-    /// It has left in good order.
-    Left,
 }
 
 /// Asks every rank for its progress because this collective of rank `rank` has expired.
@@ -84,18 +73,25 @@ pub(super) struct Messages {
 }
 
 /// The result of one request to the store.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Look {
     pub(super) failure: Option<Failure>,
     pub(super) query: Option<ProgressQuery>,
     /// The first rank that left.
     pub(super) departure: Option<ShutdownRecord>,
-    pub(super) heartbeat: Heartbeat,
+    pub(super) heartbeat: Vec<u8>,
+}
+
+impl std::fmt::Debug for HealthStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { rank, world_size, .. } = self;
+        f.debug_struct("HealthStore").field("rank", rank).field("world_size", world_size).finish_non_exhaustive()
+    }
 }
 
 impl HealthStore {
     /// Creates this rank's keys. The keys of other ranks may be read once all ranks have done so.
-    pub(super) fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self> {
+    pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self> {
         let health_store = Self { store, rank, world_size, will: None };
         health_store.beat(0)?;
         // Sets missing values to empty, so that they can be read without waiting.
@@ -106,33 +102,30 @@ impl HealthStore {
     }
 
     /// Asks the store to publish the end of this process as a failure, if that comes before the end of this value.
-    pub(super) fn leave_will(mut self) -> Self {
+    pub fn leave_will(mut self) -> Self {
         let reason = format!(
             "its process on host {} ended without leaving the group. Look for the first error in its output",
             host_name()
         );
-        match self.store.last_will(FAILURE, &encode(&Failure::PeerFailed { peer: self.rank, reason })) {
-            Ok(will) => self.will = will,
-            // The others will miss its heartbeats.
-            Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
-        }
+        let failure = encode(&Failure::PeerFailed { peer: self.rank, reason });
+        self.will = leave_will(&*self.store, self.rank, FAILURE, &failure);
         self
     }
 
     /// Writes this rank's heartbeat.
     pub(super) fn beat(&self, number: u64) -> Result<()> {
-        self.store.set(&heartbeat_key(self.rank), &encode_heartbeat(Heartbeat::Beats(number)))
+        self.store.set(&heartbeat_key(self.rank), &heartbeat(number))
     }
 
     /// Announces that this rank leaves in good order.
     pub(super) fn leave(&self, notice: &ShutdownNotice) -> Result<()> {
         decide(&*self.store, DEPARTURE, &ShutdownRecord { rank: self.rank, last: notice.last })?;
-        let mut writer = Writer(encode_heartbeat(Heartbeat::Left));
+        let mut writer = Writer::default();
         writer.u64(notice.last);
         for (peer, Messages { sent, received }) in &notice.messages {
             writer.u32(*peer as u32).u64(*sent).u64(*received);
         }
-        self.store.set(&heartbeat_key(self.rank), &writer.0)?;
+        self.store.set(&heartbeat_key(self.rank), &goodbye(&writer.0))?;
         self.close()
     }
 
@@ -150,8 +143,8 @@ impl HealthStore {
 
     /// How many calls that concern this rank `peer` made, if it has left.
     pub(super) fn counts_of(&self, peer: usize) -> Result<Option<CallCounts>> {
-        let value = self.store.get(&heartbeat_key(peer))?;
-        Ok(if decode_heartbeat(&value) == Heartbeat::Left { decode_counts(&value, self.rank) } else { None })
+        let heartbeat = self.store.get(&heartbeat_key(peer))?;
+        Ok(notice(&heartbeat).and_then(|notice| decode_counts(notice, self.rank)))
     }
 
     /// Tells all ranks of `failure`, unless another one was published before; returns the first one.
@@ -178,20 +171,19 @@ impl HealthStore {
     /// Reads everything that concerns this rank, and the heartbeat of `peer`, in one request.
     pub(super) fn look(&self, peer: usize) -> Result<Look> {
         let values = self.store.multi_get(&[FAILURE, QUERY, DEPARTURE, &heartbeat_key(peer)])?;
-        let [failure, query, departure, heartbeat] = &values[..] else { return Ok(Look::nothing()) };
+        let [failure, query, departure, heartbeat] = &values[..] else { return Ok(Look::default()) };
         Ok(Look {
             failure: decode(failure),
             query: decode(query),
             departure: decode(departure),
-            heartbeat: decode_heartbeat(heartbeat),
+            heartbeat: heartbeat.clone(),
         })
     }
 
     /// The heartbeats of all ranks.
-    pub(super) fn heartbeats(&self) -> Result<Vec<Heartbeat>> {
+    pub(super) fn heartbeats(&self) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = (0..self.world_size).map(heartbeat_key).collect();
-        let values = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
-        Ok(values.iter().map(|value| decode_heartbeat(value)).collect())
+        self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
     /// Asks all ranks for their progress, unless another rank has asked before; returns the first query.
@@ -229,33 +221,9 @@ impl Drop for HealthStore {
     }
 }
 
-impl Look {
-    fn nothing() -> Self {
-        Self { failure: None, query: None, departure: None, heartbeat: Heartbeat::Beats(0) }
-    }
-}
-
-fn encode_heartbeat(heartbeat: Heartbeat) -> Vec<u8> {
-    let mut writer = Writer::default();
-    match heartbeat {
-        Heartbeat::Beats(number) => writer.u8(0).u64(number),
-        Heartbeat::Left => writer.u8(1),
-    };
-    writer.0
-}
-
-/// A value that cannot be read counts as a heartbeat, since a stray value must not end a group.
-fn decode_heartbeat(bytes: &[u8]) -> Heartbeat {
-    let mut reader = Reader(bytes);
-    match (reader.u8(), reader.u64()) {
-        (Some(1), _) => Heartbeat::Left,
-        (_, number) => Heartbeat::Beats(number.unwrap_or(0)),
-    }
-}
-
-/// The number of calls that concern rank `rank`, which follow the heartbeat of a rank that has left.
-fn decode_counts(bytes: &[u8], rank: usize) -> Option<CallCounts> {
-    let mut reader = Reader(bytes.get(1..)?);
+/// The number of calls that concern rank `rank`, from the notice of a rank that has left.
+fn decode_counts(notice: &[u8], rank: usize) -> Option<CallCounts> {
+    let mut reader = Reader(notice);
     let collectives = reader.u64()?;
     let next = || Some((reader.rank()?, Messages { sent: reader.u64()?, received: reader.u64()? }));
     let Messages { sent, received } =
@@ -273,7 +241,8 @@ fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
 mod tests {
     use super::*;
     use crate::rendezvous::HashStore;
-    use candle_ddp_engine::{Call, Operation};
+    use crate::rendezvous::liveness::has_left;
+    use crate::{Call, Operation};
     use std::time::Duration;
 
     fn ranks<const N: usize>() -> [HealthStore; N] {
@@ -302,14 +271,17 @@ mod tests {
     #[test]
     fn heartbeats_and_goodbyes_are_seen() {
         let [a, b, _c] = ranks();
-        assert_eq!(a.look(1).unwrap().heartbeat, Heartbeat::Beats(0));
+        assert_eq!(a.look(1).unwrap().heartbeat, heartbeat(0));
         b.beat(7).unwrap();
-        assert_eq!(a.look(1).unwrap().heartbeat, Heartbeat::Beats(7));
+        assert_eq!(a.look(1).unwrap().heartbeat, heartbeat(7));
         assert_eq!(a.counts_of(1).unwrap(), None);
         let messages = |sent, received| Messages { sent, received };
         let notice = ShutdownNotice { last: 40, messages: [(3, messages(1, 2)), (0, messages(3, 1 << 40))].into() };
         b.leave(&notice).unwrap();
-        assert_eq!(a.heartbeats().unwrap(), [Heartbeat::Beats(0), Heartbeat::Left, Heartbeat::Beats(0)]);
+        assert_eq!(
+            a.heartbeats().unwrap().iter().map(|heartbeat| has_left(heartbeat)).collect::<Vec<_>>(),
+            [false, true, false]
+        );
         let counts = CallCounts { collectives: 40, sent: 3, received: 1 << 40 };
         assert_eq!(a.counts_of(1).unwrap(), Some(counts));
         a.leave(&ShutdownNotice { last: 41, messages: [(3, messages(1, 2))].into() }).unwrap();
