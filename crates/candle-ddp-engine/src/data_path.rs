@@ -34,10 +34,10 @@ impl Connector<'_> {
         let shares = wanted != CpuTransport::Tcp;
         let met = self.meet(PeerInfo::own(shares, label))?;
         let Discovered { hosts, shm, layout, apart, complaints } = Discovery {
-            rank: self.rank,
+            rank: self.own.rank,
             infos: &met.infos,
             part,
-            publish: &|topic, value| self.store.set(&topic.key(self.rank), value),
+            publish: &|topic, value| self.store.set(&topic.key(self.own.rank), value),
             collect: &|topic, ranks| self.collect(&|rank| topic.key(rank), ranks),
         }
         .meet()?;
@@ -45,10 +45,10 @@ impl Connector<'_> {
             true => "they cannot map the memory of all ranks".to_string(),
             false => complaints.join("; "),
         };
-        let (rank, world_size) = (self.rank, self.config.world_size);
+        let (rank, world_size) = (self.own.rank, self.own.config.world_size);
         let others: Vec<usize> = (0..world_size).filter(|peer| hosts.member(*peer).is_none()).collect();
         if wanted == CpuTransport::SharedMemory && !others.is_empty() {
-            return Err(self.failed(&others, format!("they share no memory with this rank: {reason}")));
+            return Err(self.own.missing(&others, format!("they share no memory with this rank: {reason}")));
         }
         if shares && !apart.is_empty() {
             log::warn!(

@@ -9,7 +9,7 @@ use crate::host_monitor;
 use crate::options::{CpuOptions, or_environment};
 use crate::rendezvous::{Secret, Store, loopback};
 use crate::tcp::connect::Connections;
-use crate::tcp::connector::Connector;
+use crate::tcp::connector::{Connector, Own};
 use crate::tcp::control::Control;
 use crate::tcp::door::Door;
 use crate::tcp::handshake::HandshakeConfig;
@@ -91,20 +91,18 @@ impl Engine {
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
         let latest = deadline_after(construction_timeout);
         let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
+        let config = HandshakeConfig {
+            world_size,
+            secret: secret.is_some(),
+            segment: term(segment_bytes),
+            small: term(small_bytes),
+        };
         let connector = Connector {
+            own: Own { rank, config, lost_after, timeout: construction_timeout },
             store: &*store,
-            rank,
-            config: HandshakeConfig {
-                world_size,
-                secret: secret.is_some(),
-                segment: term(segment_bytes),
-                small: term(small_bytes),
-            },
             secret,
             address: address.unwrap_or_else(loopback),
-            timeout: construction_timeout,
             deadline,
-            lost_after,
             construction,
         };
         let DataPath { connections, hosts, shm, layout } = match world_size {

@@ -27,7 +27,7 @@ const UNANSWERED: &str = "they do not answer: their processes are stopped, or a 
 impl Connector<'_> {
     /// Connects to the ranks of other hosts.
     pub(crate) fn connect(&self, met: Met, hosts: &Hosts) -> Result<Connections> {
-        let world_size = self.config.world_size;
+        let world_size = self.own.config.world_size;
         let contacts = hosts.contacts();
         let mut control: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
         if hosts.count() == 1 {
@@ -35,16 +35,9 @@ impl Connector<'_> {
         }
         let mut addresses = self.addresses()?.into_iter().map(Some).collect::<Vec<_>>();
         hosts.members().iter().for_each(|member| addresses[*member] = None);
-        let identity = Identity {
-            rank: self.rank,
-            nonce: met.nonce,
-            config: self.config,
-            keys: Keys::new(self.secret.clone()),
-            lost_after: self.lost_after,
-            timeout: self.timeout,
-        };
+        let identity = Identity { own: self.own, nonce: met.nonce, keys: Keys::new(self.secret.clone()) };
         let mut door = Door::new(identity, met.listener, addresses);
-        contacts.iter().filter(|peer| **peer < self.rank).for_each(|peer| door.call(*peer, Kind::Control));
+        contacts.iter().filter(|peer| **peer < self.own.rank).for_each(|peer| door.call(*peer, Kind::Control));
         loop {
             self.construction.check()?;
             // A faster peer may already connect for data, and for control without being a contact.
@@ -57,7 +50,7 @@ impl Connector<'_> {
                     Event::Connected { peer, socket, .. } if control[peer].is_none() => control[peer] = Some(socket),
                     Event::Connected { peer, .. } => {
                         let reason = "two processes say that they are this rank: give each its own rank";
-                        return Err(self.failed(&[peer], reason));
+                        return Err(self.own.missing(&[peer], reason));
                     }
                     Event::Answered { .. } => {}
                     Event::Failed { error, .. } => return Err(self.construction.cause(error)),
@@ -85,21 +78,23 @@ impl Connector<'_> {
 
     /// The error if ranks have not connected in time.
     fn missing(&self, door: &Door, missing: &[usize]) -> Error {
-        let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
+        let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.own.rank);
         // A rank that waits for another one has called, and proves its identity afterwards.
         let (called, absent): (Vec<usize>, Vec<usize>) = higher.iter().partition(|peer| door.is_caller(**peer));
         let strangers = door.strangers();
         // Lower ranks may not answer because they wait for a higher one too.
         match (absent.is_empty(), lower.is_empty()) {
-            (false, _) => self.failed(&absent, format!("they have not connected to this rank. {ABSENT}{strangers}")),
-            (true, false) => self.failed(&lower, UNANSWERED),
-            (true, true) => self.failed(&called, "they have connected to this rank, but wait for others"),
+            (false, _) => {
+                self.own.missing(&absent, format!("they have not connected to this rank. {ABSENT}{strangers}"))
+            }
+            (true, false) => self.own.missing(&lower, UNANSWERED),
+            (true, true) => self.own.missing(&called, "they have connected to this rank, but wait for others"),
         }
     }
 
     /// The error of a peer whose connection has closed, or its root cause.
     fn gone(&self, peer: usize) -> Error {
         let call = "the construction of the group".to_string();
-        self.construction.cause(Failure::PeerGone { rank: self.rank, peer, call }.into())
+        self.construction.cause(Failure::PeerGone { rank: self.own.rank, peer, call }.into())
     }
 }

@@ -6,17 +6,35 @@ use crate::tcp::handshake::{By, Handshake, HandshakeConfig, Kind};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// One rank that is connecting to its group.
-pub(crate) struct Connector<'a> {
-    pub(crate) store: &'a dyn Store,
+/// This rank, as it introduces itself to its peers.
+#[derive(Clone, Copy)]
+pub(crate) struct Own {
     pub(crate) rank: usize,
     pub(crate) config: HandshakeConfig,
-    pub(crate) secret: Option<Secret>,
-    pub(crate) address: IpAddr,
-    pub(crate) timeout: Duration,
-    pub(crate) deadline: Instant,
     /// How long a host may be unreachable.
     pub(crate) lost_after: Duration,
+    /// The time limit of the construction.
+    pub(crate) timeout: Duration,
+}
+
+impl Own {
+    pub(crate) fn handshake(&self, nonce: u64, kind: Kind, control: By) -> Handshake {
+        Handshake { nonce, rank: self.rank, kind, control, config: self.config }
+    }
+
+    /// The error if this rank has no connection to `peers` (empty: it is unknown to which).
+    pub(crate) fn missing(&self, peers: &[usize], reason: impl Into<String>) -> Error {
+        Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
+    }
+}
+
+/// One rank that is connecting to its group.
+pub(crate) struct Connector<'a> {
+    pub(crate) own: Own,
+    pub(crate) store: &'a dyn Store,
+    pub(crate) secret: Option<Secret>,
+    pub(crate) address: IpAddr,
+    pub(crate) deadline: Instant,
     /// Says whether missing ranks will never come.
     pub(crate) construction: Construction<'a>,
 }
@@ -26,10 +44,6 @@ pub(crate) const ABSENT: &str = "Have they created this group too (new_group wit
                                  first error in their output";
 
 impl Connector<'_> {
-    pub(crate) fn handshake(&self, nonce: u64, kind: Kind) -> Handshake {
-        Handshake { nonce, rank: self.rank, kind, control: By::Higher, config: self.config }
-    }
-
     pub(crate) fn left(&self) -> Duration {
         // Sockets do not accept a time-out of zero.
         self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
@@ -38,9 +52,5 @@ impl Connector<'_> {
     /// How long to wait for a peer before checking for cancellation.
     pub(crate) fn slice(&self) -> Duration {
         self.left().min(Duration::from_millis(500))
-    }
-
-    pub(crate) fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
-        Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
 }

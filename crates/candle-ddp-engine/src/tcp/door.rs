@@ -10,9 +10,9 @@
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
 use crate::tcp::accept::{self, Acceptor, Call, Conversation, Heard, Stage};
+use crate::tcp::connector::Own;
 use crate::tcp::handshake::{
-    By, End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET,
-    greeting,
+    By, End, Exchange, GREETING, Greeting, Handshake, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
 };
 use crate::tcp::keepalive::{give_up_after, keep_alive};
 use crate::tcp::keys::Keys;
@@ -43,14 +43,9 @@ pub(crate) struct Door {
 
 /// Who a rank is to its peers.
 pub(crate) struct Identity {
-    pub(crate) rank: usize,
+    pub(crate) own: Own,
     pub(crate) nonce: u64,
-    pub(crate) config: HandshakeConfig,
     pub(crate) keys: Keys,
-    /// How long a host may be unreachable.
-    pub(crate) lost_after: Duration,
-    /// The time limit of the construction, for its errors.
-    pub(crate) timeout: Duration,
 }
 
 /// What has happened at the door.
@@ -78,7 +73,7 @@ const CALLERS: usize = 2 * Kind::ALL.len();
 
 impl Door {
     pub(crate) fn new(identity: Identity, listener: TcpListener, addresses: Vec<Option<SocketAddr>>) -> Self {
-        let acceptor = Acceptor::new(listener, identity.rank);
+        let acceptor = Acceptor::new(listener, identity.own.rank);
         Self {
             identity,
             addresses,
@@ -197,7 +192,7 @@ impl Door {
     fn dial(&mut self, call: Call) {
         let Some(address) = self.addresses.get(call.peer).copied().flatten() else {
             let reason = "its address is unknown, although it is on another host: this is a bug of candle-ddp";
-            let error = self.identity.failed(call.peer, reason);
+            let error = self.identity.own.missing(&[call.peer], reason);
             return self.events.push(Event::Failed { peer: call.peer, error });
         };
         match begin_to_connect(address) {
@@ -244,7 +239,7 @@ impl Door {
             };
             self.events.push(match call.attempts {
                 0 if !self.is_complete || error.kind() != ErrorKind::ConnectionRefused => {
-                    let error = self.identity.failed(peer, format!("connecting to {address}: {error}. {hint}"));
+                    let error = self.identity.own.missing(&[peer], format!("connecting to {address}: {error}. {hint}"));
                     Event::Failed { peer, error }
                 }
                 _ => Event::Gone { peer },
@@ -281,12 +276,13 @@ impl Door {
                 self.acceptor.refuse(address, error.describe());
                 if let HandshakeError::Version(_) = error {
                     // The caller should learn why, but this rank does not wait for it.
-                    let _ = (&caller.socket).write(&identity.handshake(Kind::Control, By::Higher).encode());
+                    let _ = (&caller.socket)
+                        .write(&identity.own.handshake(identity.nonce, Kind::Control, By::Higher).encode());
                 }
                 return Ok(());
             }
         };
-        let own = identity.handshake(handshake.kind, handshake.control);
+        let own = identity.own.handshake(identity.nonce, handshake.kind, handshake.control);
         let exchange = Exchange { caller: greeted, callee: greeting(&own)? };
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
@@ -298,7 +294,11 @@ impl Door {
                 return Ok(());
             }
             let Some(key) = key else {
-                log::debug!("rank {}: rank {} calls before it has proved itself", self.identity.rank, handshake.rank);
+                log::debug!(
+                    "rank {}: rank {} calls before it has proved itself",
+                    self.identity.own.rank,
+                    handshake.rank
+                );
                 return Ok(());
             };
             reply[GREETING..].copy_from_slice(&exchange.prove(key, End::Callee));
@@ -317,24 +317,24 @@ impl Door {
 
     /// Takes the connection of a peer.
     fn take(&mut self, caller: Conversation, handshake: Handshake, exchange: &Exchange) {
-        let (peer, kind, own) = (handshake.rank, handshake.kind, self.identity.rank);
+        let (peer, kind, own) = (handshake.rank, handshake.kind, self.identity.own.rank);
         let is_elsewhere = self.addresses.get(peer).is_some_and(Option::is_some);
-        let misfit = if let Some(difference) = handshake.config.difference(&self.identity.config) {
+        let misfit = if let Some(difference) = handshake.config.difference(&self.identity.own.config) {
             difference
         } else if !is_elsewhere || (peer < own && kind != Kind::Control) {
             "it connected to a rank that is not below it".to_string()
         } else {
             return self.connected(peer, kind, caller.socket, false, exchange);
         };
-        let error = self.identity.failed(peer, misfit);
+        let error = self.identity.own.missing(&[peer], misfit);
         self.events.push(Event::Misfit { error });
     }
 
     /// Prepares a new connection. One for control gives the pair a key, for which calls may wait.
     fn connected(&mut self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool, exchange: &Exchange) {
-        let lost_after = self.identity.lost_after;
+        let lost_after = self.identity.own.lost_after;
         if let Err(error) = socket.set_nodelay(true) {
-            let error = self.identity.failed(peer, format!("preparing the connection: {error}"));
+            let error = self.identity.own.missing(&[peer], format!("preparing the connection: {error}"));
             return self.events.push(Event::Failed { peer, error });
         }
         keep_alive(&socket, lost_after);
@@ -343,7 +343,7 @@ impl Door {
         }
         self.events.push(Event::Connected { peer, kind, socket, is_own });
         if kind == Kind::Control {
-            let (caller, callee) = if is_own { (self.identity.rank, peer) } else { (peer, self.identity.rank) };
+            let (caller, callee) = if is_own { (self.identity.own.rank, peer) } else { (peer, self.identity.own.rank) };
             self.identity.keys.add(peer, By::new(caller, callee), exchange);
             let ready: Vec<Call> = self.keyless.extract_if(.., |call| call.peer == peer).collect();
             ready.into_iter().for_each(|call| self.dial(call));
@@ -354,7 +354,7 @@ impl Door {
     fn greet(&self, socket: &TcpStream, call: Call) -> Result<Stage> {
         // Without a secret, and for control, there is none.
         let control = self.identity.keys.control_of(call.peer).unwrap_or(By::Higher);
-        let own = self.identity.handshake(call.kind, control);
+        let own = self.identity.own.handshake(self.identity.nonce, call.kind, control);
         let sent = greeting(&own)?;
         // A socket's empty buffer takes these few bytes at once; a peer that has closed it is called again.
         let _ = (&mut &*socket).write(&sent);
@@ -386,34 +386,26 @@ impl Door {
             }
             (Ok(handshake), _) => handshake
                 .config
-                .difference(&identity.config)
+                .difference(&identity.own.config)
                 .unwrap_or_else(|| format!("rank {} of another group answers at its address", handshake.rank)),
             (Err(error), _) => error.describe(),
         };
-        Err(identity.failed(expected.rank, reason))
+        Err(identity.own.missing(&[expected.rank], reason))
     }
 }
 
 impl Identity {
-    fn handshake(&self, kind: Kind, control: By) -> Handshake {
-        Handshake { nonce: self.nonce, rank: self.rank, kind, control, config: self.config }
-    }
-
-    fn failed(&self, peer: usize, reason: impl Into<String>) -> Error {
-        Error::Connect { rank: self.rank, peers: vec![peer], timeout: self.timeout, reason: reason.into() }
-    }
-
     /// The error if the reply at `address` is not by `peer`, as the proof shows.
     fn not_proved(&self, peer: &Handshake, address: SocketAddr) -> Error {
         match peer.kind {
             Kind::Control => Error::Secret {
-                operation: format!("connecting rank {}", self.rank),
+                operation: format!("connecting rank {}", self.own.rank),
                 peer: format!("rank {} at {address}", peer.rank),
                 reason: format!("it has another secret than this rank: {SAME_SECRET}"),
             },
             Kind::Data | Kind::Direct => {
                 let reason = format!("another process than the one that this rank has met answers at {address}");
-                self.failed(peer.rank, reason)
+                self.own.missing(&[peer.rank], reason)
             }
         }
     }

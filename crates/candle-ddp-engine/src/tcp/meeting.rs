@@ -10,7 +10,7 @@ use crate::rendezvous::secret::PROOF;
 use crate::rendezvous::{absent_ranks, discard};
 use crate::shm::{PeerInfo, Topic};
 use crate::tcp::connector::{ABSENT, Connector};
-use crate::tcp::handshake::{Handshake, Kind, SAME_SECRET};
+use crate::tcp::handshake::{By, Handshake, Kind, SAME_SECRET};
 use crate::{Error, Result};
 use std::net::{SocketAddr, TcpListener};
 
@@ -48,7 +48,7 @@ impl Connector<'_> {
     pub(crate) fn meet(&self, info: PeerInfo) -> Result<Met> {
         self.meet_in_store(info).map_err(|error| match error {
             Error::StoreTimeout { operation, store, timeout, reason } => {
-                let operation = format!("rank {} meets the others of its group: {operation}", self.rank);
+                let operation = format!("rank {} meets the others of its group: {operation}", self.own.rank);
                 Error::StoreTimeout { operation, store, timeout, reason }
             }
             error => error,
@@ -58,7 +58,7 @@ impl Connector<'_> {
     fn meet_in_store(&self, info: PeerInfo) -> Result<Met> {
         let refused = |error: std::io::Error| {
             let hint = if is_shortage(&error) { format!(" ({SHORTAGE_HINT})") } else { String::new() };
-            Error::io(format!("rank {}: listening on {}{hint}", self.rank, self.address), error)
+            Error::io(format!("rank {}: listening on {}{hint}", self.own.rank, self.address), error)
         };
         let listener = TcpListener::bind((self.address, 0)).map_err(refused)?;
         listener.set_nonblocking(true).map_err(refused)?;
@@ -66,15 +66,16 @@ impl Connector<'_> {
         rustix::net::listen(&listener, 4096).map_err(|errno| refused(errno.into()))?;
         let address = listener.local_addr().map_err(refused)?;
         let nonce = u64::from_le_bytes(random_bytes()?);
-        let own = self.publish(&Card { address, handshake: self.handshake(nonce, Kind::Control), info });
-        let kept = self.store.compare_set(&key(self.rank), &[], &own)?;
+        let own =
+            self.publish(&Card { address, handshake: self.own.handshake(nonce, Kind::Control, By::Higher), info });
+        let kept = self.store.compare_set(&key(self.own.rank), &[], &own)?;
         if kept != own {
-            return Err(self.give_up(&format!("{} {TWICE}", self.rank), self.failed(&[self.rank], TWICE)));
+            return Err(self.give_up(&format!("{} {TWICE}", self.own.rank), self.own.missing(&[self.own.rank], TWICE)));
         }
         // A rank of a world of another size would wait for ranks that never come.
-        let seen = |error| self.give_up(&self.rank.to_string(), error);
+        let seen = |error| self.give_up(&self.own.rank.to_string(), error);
         let first = self.cards(&[0])?.remove(0).map_err(seen)?;
-        let world_size = self.config.world_size;
+        let world_size = self.own.config.world_size;
         if self.store.add(COUNT, 1)? == world_size as i64 {
             let cards = self.cards(&(0..world_size).collect::<Vec<_>>())?.into_iter().enumerate();
             let cards = cards.map(|(peer, card)| card.map_err(|error| self.give_up(&peer.to_string(), error)));
@@ -95,8 +96,8 @@ impl Connector<'_> {
     pub(crate) fn addresses(&self) -> Result<Vec<SocketAddr>> {
         let text = String::from_utf8_lossy(&self.store.get(ADDRESSES)?).into_owned();
         let addresses: Option<Vec<SocketAddr>> = text.lines().map(|line| line.parse().ok()).collect();
-        let all = addresses.filter(|addresses| addresses.len() == self.config.world_size);
-        all.ok_or_else(|| self.failed(&[], format!("the store holds {text:?} as the addresses of all ranks")))
+        let all = addresses.filter(|addresses| addresses.len() == self.own.config.world_size);
+        all.ok_or_else(|| self.own.missing(&[], format!("the store holds {text:?} as the addresses of all ranks")))
     }
 
     /// The cards of the given ranks, or what is wrong with them.
@@ -118,20 +119,22 @@ impl Connector<'_> {
         let Some(what) = complete.strip_prefix(FAILED.as_bytes()) else { return Ok(()) };
         let text = String::from_utf8_lossy(what);
         let (rank, reason) = text.split_once(' ').unwrap_or((&text, ""));
-        let Ok(rank) = rank.parse() else { return Err(self.failed(&[], format!("the store says {text:?}"))) };
+        let Ok(rank) = rank.parse() else { return Err(self.own.missing(&[], format!("the store says {text:?}"))) };
         if !reason.is_empty() {
-            return Err(self.failed(&[rank], reason));
+            return Err(self.own.missing(&[rank], reason));
         }
         // This rank sees for itself.
         self.cards(&[rank])?.remove(0)?;
-        Err(self.failed(&[rank], "another rank cannot connect to it: look for the error in the output of all ranks"))
+        Err(self
+            .own
+            .missing(&[rank], "another rank cannot connect to it: look for the error in the output of all ranks"))
     }
 
     /// Removes what this rank has published, once all ranks have read it.
     pub(crate) fn forget(&self) {
-        discard(self.store, &key(self.rank));
-        Topic::ALL.iter().for_each(|topic| discard(self.store, &topic.key(self.rank)));
-        if self.rank == 0 {
+        discard(self.store, &key(self.own.rank));
+        Topic::ALL.iter().for_each(|topic| discard(self.store, &topic.key(self.own.rank)));
+        if self.own.rank == 0 {
             [COUNT, COMPLETE, ADDRESSES].iter().for_each(|key| discard(self.store, key));
         }
     }
@@ -153,13 +156,13 @@ impl Connector<'_> {
             Err(Error::StoreTimeout { operation, store, reason, .. }) => {
                 let nth = |index: usize| key(ranks[index]);
                 Err(match absent_ranks(self.store, 0..ranks.len(), &nth) {
-                    Ok(absent) if absent.is_empty() => self.failed(&[], ALL_THERE),
+                    Ok(absent) if absent.is_empty() => self.own.missing(&[], ALL_THERE),
                     Ok(absent) => {
                         let absent: Vec<usize> = absent.into_iter().map(|index| ranks[index]).collect();
-                        self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}"))
+                        self.own.missing(&absent, format!("they have not come to the rendezvous. {ABSENT}"))
                     }
                     // The store does not answer.
-                    Err(_) => Error::StoreTimeout { operation, store, timeout: self.timeout, reason },
+                    Err(_) => Error::StoreTimeout { operation, store, timeout: self.own.timeout, reason },
                 })
             }
             result => Ok(result?),
@@ -178,28 +181,28 @@ impl Connector<'_> {
     /// Reads the card of `peer`, whose options must be this rank's.
     fn read(&self, peer: usize, text: &[u8]) -> Result<Card> {
         let text = String::from_utf8_lossy(text);
-        let (address, bytes) =
-            parse(&text).ok_or_else(|| self.failed(&[peer], format!("the store holds {text:?} as its address")))?;
-        let handshake = Handshake::decode(&bytes).map_err(|error| self.failed(&[peer], error.describe()))?;
+        let (address, bytes) = parse(&text)
+            .ok_or_else(|| self.own.missing(&[peer], format!("the store holds {text:?} as its address")))?;
+        let handshake = Handshake::decode(&bytes).map_err(|error| self.own.missing(&[peer], error.describe()))?;
         let proved = bytes.split_at_checked(Handshake::BYTES).and_then(|(handshake, rest)| {
             let (info, proof) = rest.split_at_checked(PeerInfo::BYTES)?;
             let is_proved = self.secret.as_ref().is_none_or(|secret| secret.verify(ROLE, &[handshake, info], proof));
             Some((PeerInfo::decode(info)?, is_proved))
         });
-        let (info, is_proved) = proved.ok_or_else(|| self.failed(&[peer], "its card is too short"))?;
+        let (info, is_proved) = proved.ok_or_else(|| self.own.missing(&[peer], "its card is too short"))?;
         // Whether it has a secret at all is one of the options.
-        if let Some(difference) = handshake.config.difference(&self.config) {
-            return Err(self.failed(&[peer], difference));
+        if let Some(difference) = handshake.config.difference(&self.own.config) {
+            return Err(self.own.missing(&[peer], difference));
         }
         if !is_proved {
             return Err(Error::Secret {
-                operation: format!("connecting rank {}", self.rank),
+                operation: format!("connecting rank {}", self.own.rank),
                 peer: format!("rank {peer} at {address}"),
                 reason: format!("it has another secret than this rank: {SAME_SECRET}"),
             });
         }
         if handshake.rank != peer {
-            return Err(self.failed(&[peer], format!("its card is that of rank {}", handshake.rank)));
+            return Err(self.own.missing(&[peer], format!("its card is that of rank {}", handshake.rank)));
         }
         Ok(Card { address, handshake, info })
     }

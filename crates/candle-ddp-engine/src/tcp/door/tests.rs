@@ -1,6 +1,7 @@
 //! Two doors of a job with a secret, on one machine, moved by the test.
 use super::*;
 use crate::rendezvous::Secret;
+use crate::tcp::handshake::HandshakeConfig;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -15,7 +16,7 @@ fn pair() -> [Door; 2] {
         let config = HandshakeConfig { world_size: 2, secret: true, segment: 1, small: 1 };
         let (lost_after, timeout) = (PATIENCE, PATIENCE);
         let keys = Keys::new(secret.clone());
-        let identity = Identity { rank, nonce: 7, config, keys, lost_after, timeout };
+        let identity = Identity { own: Own { rank, config, lost_after, timeout }, nonce: 7, keys };
         let mut others = addresses.clone();
         others[rank] = None;
         rank += 1;
