@@ -30,7 +30,7 @@ LISTINGS = {
 }
 # The most lines that each listing may have. These numbers may only be lowered: do so whenever a listing has become shorter.
 BUDGETS = {
-    "candle_ddp": 970,
+    "candle_ddp": 960,
     "candle_ddp_nn": 367,
     "candle_ddp_tensor": 50,
     "candle_ddp_engine": 205,

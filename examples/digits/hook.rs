@@ -1,5 +1,5 @@
 //! The available communication hooks.
-use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
+use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::{DistributedDataParallel, Result};
 use clap::ValueEnum;
 
@@ -13,8 +13,6 @@ pub(crate) enum Hook {
     Bf16,
     /// Matrices are sent as approximations of rank 1, from step 50 on.
     PowerSgd,
-    /// The largest tenth of the gradients is sent.
-    TopK,
 }
 
 impl Hook {
@@ -26,7 +24,6 @@ impl Hook {
             Self::PowerSgd => {
                 ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions { start_iter: 50, ..Default::default() })?)
             }
-            Self::TopK => ddp.register_comm_hook(TopK::new(TopKOptions { ratio: 0.1, ..Default::default() })?),
         }
     }
 }

@@ -1,10 +1,11 @@
-//! Hooks that drop parts of a gradient and add them later: PowerSGD and top-k.
+//! PowerSGD, a hook that drops parts of a gradient and adds them later.
 use crate::common::{assert_close, fill, filled, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward, wrap};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
+use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions};
+use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use std::sync::Arc;
@@ -17,10 +18,6 @@ fn power_sgd(rank: usize) -> PowerSgd {
     // These options also compress small matrices.
     let options = PowerSgdOptions { start_iter: 0, min_compression_rate: 1.01, ..Default::default() };
     PowerSgd::new(PowerSgdOptions { matrix_approximation_rank: rank, ..options }).unwrap()
-}
-
-fn top_k(ratio: f64) -> TopK {
-    TopK::new(TopKOptions { ratio, ..Default::default() }).unwrap()
 }
 
 fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<Model> {
@@ -202,139 +199,65 @@ fn power_sgd_with_error_feedback_loses_nothing() {
 }
 
 #[test]
-fn top_k_with_error_feedback_loses_nothing() {
-    for world in [2, 3] {
-        let [early, late] = sums(world, || Box::new(|ddp| ddp.register_comm_hook(top_k(0.1))), 12);
-        let expected = plain_sum(world, 12);
-        assert!(distance(&early, &expected) > 0.05, "some of the gradients must still be pending");
-        // Each rank has sent everything: a tenth of its bucket in each of the last twelve passes.
-        assert_close(&late, &expected, 1e-5, "the sum");
-    }
-    let without = TopKOptions { ratio: 0.1, use_error_feedback: false };
-    let [_, late] = sums(2, || Box::new(move |ddp| ddp.register_comm_hook(TopK::new(without)?)), 12);
-    assert!(distance(&late, &plain_sum(2, 12)) > 0.3, "lost");
-}
-
-#[test]
-fn top_k_sends_each_ranks_largest_elements() {
-    let shapes: Shapes = &[("w", &[10])];
-    let out = ranks(2, |pg| {
-        let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
-        ddp.register_comm_hook(top_k(0.15))?; // 2 of 10, rounded up
-        let mut own = [1f32, 0., 0., 8., 0., 0., -4., 0., 0., 0.];
-        if pg.rank() == 1 {
-            own = [0., 0., 0., 2., 0., 6., 1., 0., 0., 0.5];
+fn ranks_may_use_different_parameters_and_resume_unused_ones() {
+    ranks(3, |pg| {
+        let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+        ddp.register_comm_hook(power_sgd(3))?;
+        for step in 0..6 {
+            // No rank uses `a` for three steps, then only rank 1; two ranks at a time use `conv`.
+            let gradients = |rank: usize| {
+                let mut gradients = thin(rank, step);
+                if step < 3 || rank != 1 {
+                    gradients[0] = None;
+                }
+                if rank == step % 3 {
+                    gradients[2] = None;
+                }
+                gradients
+            };
+            let out = backward(&ddp, &gradients(pg.rank()))?;
+            assert_eq!(out[0].is_some(), step >= 3, "step {step}");
+            for index in (0..4).filter(|index| *index > 0 || step >= 3) {
+                let expected = mean(3, |rank| {
+                    let unused = Tensor::zeros(SHAPES[index].1, DType::F32, &Device::Cpu).unwrap();
+                    vec![Some(gradients(rank)[index].clone().unwrap_or(unused))]
+                });
+                let what = format!("step {step}, {}", SHAPES[index].0);
+                assert_close(&floats(out[index].as_ref().unwrap()), &expected, 1e-5, &what);
+            }
         }
-        let step = || Ok(flat(&backward(&ddp, &[Some(Tensor::new(&own, &Device::Cpu)?)])?));
-        let out: Result<Vec<_>> = (0..2).map(|_| step()).collect();
-        assert_eq!(ddp.comm_hook_traffic().unwrap().bytes_sent, Some(2 * (2 * 8 + 2)));
-        out
+        Ok(())
     })
     .unwrap();
-    // Both ranks send element 3; elements left out in the first pass count double in the second.
-    let first = vec![0., 0., 0., 5., 0., 3., -2., 0., 0., 0.];
-    let second = vec![0., 0., 0., 5., 0., 3., -2., 0., 0., 0.];
-    assert_eq!(out, vec![vec![first, second]; 2]);
-    let all = ranks(3, |pg| flat_pass(&pg, top_k(1.0))).unwrap();
-    all.iter().for_each(|all| assert_close(all, &mean(3, |rank| full(rank, 0)), 1e-6, "all of them"));
-}
-
-fn flat_pass(pg: &ProcessGroup, hook: impl CommHook) -> Result<Vec<f32>> {
-    let ddp = model(pg, hook, DdpOptions::default())?;
-    Ok(flat(&backward(&ddp, &full(pg.rank(), 0))?))
-}
-
-/// Registers one of several hooks, chosen by number.
-fn register(ddp: &Model, hook: usize) -> Result<()> {
-    match hook {
-        0 => ddp.register_comm_hook(power_sgd(3)),
-        _ => ddp.register_comm_hook(top_k(1.0)),
-    }
 }
 
 #[test]
-fn ranks_may_use_different_parameters_and_resume_unused_ones() {
-    for hook in 0..2 {
-        ranks(3, |pg| {
+fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
+    for bad in [f32::INFINITY, f32::NAN] {
+        ranks(2, |pg| {
             let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
-            register(&ddp, hook)?;
-            for step in 0..6 {
-                // No rank uses `a` for three steps, then only rank 1; two ranks at a time use `conv`.
-                let gradients = |rank: usize| {
-                    let mut gradients = thin(rank, step);
-                    if step < 3 || rank != 1 {
-                        gradients[0] = None;
-                    }
-                    if rank == step % 3 {
-                        gradients[2] = None;
-                    }
-                    gradients
-                };
-                let out = backward(&ddp, &gradients(pg.rank()))?;
-                assert_eq!(out[0].is_some(), step >= 3, "step {step}");
-                for index in (0..4).filter(|index| *index > 0 || step >= 3) {
-                    let expected = mean(3, |rank| {
-                        let unused = Tensor::zeros(SHAPES[index].1, DType::F32, &Device::Cpu).unwrap();
-                        vec![Some(gradients(rank)[index].clone().unwrap_or(unused))]
-                    });
-                    let what = format!("hook {hook}, step {step}, {}", SHAPES[index].0);
-                    assert_close(&floats(out[index].as_ref().unwrap()), &expected, 1e-5, &what);
+            ddp.register_comm_hook(power_sgd(3))?;
+            for step in 0..5 {
+                let mut gradients = thin(pg.rank(), step);
+                if step == 2 && pg.rank() == 1 {
+                    let spoilt = gradients[0]
+                        .as_ref()
+                        .unwrap()
+                        .slice_assign(&[3..4, 5..6], &Tensor::full(bad, (1, 1), &Device::Cpu)?)?;
+                    gradients[0] = Some(spoilt);
+                }
+                let out = backward(&ddp, &gradients)?;
+                if step == 2 {
+                    let finite = floats(out[0].as_ref().unwrap()).iter().all(|value| value.is_finite());
+                    assert!(!finite, "{bad} on rank 1 did not reach rank {}", pg.rank());
+                } else {
+                    assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), 1e-4, &format!("step {step}"));
                 }
             }
             Ok(())
         })
         .unwrap();
     }
-}
-
-#[test]
-fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
-    for hook in 0..2 {
-        for bad in [f32::INFINITY, f32::NAN] {
-            ranks(2, |pg| {
-                let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
-                register(&ddp, hook)?;
-                for step in 0..5 {
-                    let mut gradients = thin(pg.rank(), step);
-                    if step == 2 && pg.rank() == 1 {
-                        let spoilt = gradients[0]
-                            .as_ref()
-                            .unwrap()
-                            .slice_assign(&[3..4, 5..6], &Tensor::full(bad, (1, 1), &Device::Cpu)?)?;
-                        gradients[0] = Some(spoilt);
-                    }
-                    let out = backward(&ddp, &gradients)?;
-                    if step == 2 {
-                        let finite = floats(out[0].as_ref().unwrap()).iter().all(|value| value.is_finite());
-                        assert!(!finite, "hook {hook}: {bad} on rank 1 did not reach rank {}", pg.rank());
-                    } else {
-                        assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), 1e-4, &format!("step {step}"));
-                    }
-                }
-                Ok(())
-            })
-            .unwrap();
-        }
-    }
-}
-
-#[test]
-fn top_k_drops_non_finite_elements_that_it_cannot_send() {
-    ranks(2, |pg| {
-        let ddp = wrap(&pg, &[("w", &[10])], DType::F32, DdpOptions::default())?;
-        ddp.register_comm_hook(top_k(0.1))?; // 1 of 10
-        for step in 0..4 {
-            let mut own = [0f32; 10];
-            own[7] = 1.0;
-            if step == 0 && pg.rank() == 1 {
-                (own[2], own[3], own[4]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
-            }
-            let out = flat(&backward(&ddp, &[Some(Tensor::new(&own, &Device::Cpu)?)])?);
-            assert_eq!(out.iter().all(|value| value.is_finite()), step > 0, "step {step}: {out:?}");
-        }
-        Ok(())
-    })
-    .unwrap();
 }
 
 #[test]
@@ -347,21 +270,19 @@ fn other_dtypes_work() {
         (DType::F32, half(Some(DType::BF16), Some(DType::F32)), 2e-2),
     ];
     for (dtype, mixed_precision, tolerance) in cases {
-        for hook in 0..2 {
-            ranks(2, |pg| {
-                let options = DdpOptions { mixed_precision, ..small_buckets() };
-                let ddp = wrap(&pg, SHAPES, dtype, options)?;
-                register(&ddp, hook)?;
-                for step in 0..2 {
-                    let out = backward(&ddp, &thin(pg.rank(), step))?;
-                    assert!(out.iter().flatten().all(|gradient| gradient.dtype() == dtype));
-                    let what = format!("{dtype:?}, {mixed_precision:?}, hook {hook}");
-                    assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
-                }
-                Ok(())
-            })
-            .unwrap();
-        }
+        ranks(2, |pg| {
+            let options = DdpOptions { mixed_precision, ..small_buckets() };
+            let ddp = wrap(&pg, SHAPES, dtype, options)?;
+            ddp.register_comm_hook(power_sgd(3))?;
+            for step in 0..2 {
+                let out = backward(&ddp, &thin(pg.rank(), step))?;
+                assert!(out.iter().flatten().all(|gradient| gradient.dtype() == dtype));
+                let what = format!("{dtype:?}, {mixed_precision:?}");
+                assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }
 
@@ -392,10 +313,8 @@ fn regression<H: CommHook>(hook: impl Fn() -> H + Sync, steps: usize) -> (f32, f
 fn a_regression_converges() {
     let (first, plain) = regression(AllReduce::default, 150);
     assert!(plain < first * 1e-3, "{first}, {plain}");
-    for (name, last) in [("PowerSGD", regression(|| power_sgd(2), 150).1), ("top-k", regression(|| top_k(0.1), 150).1)]
-    {
-        assert!(last < first * 1e-2, "{name}: from {first} to {last}, and {plain} without");
-    }
+    let (_, last) = regression(|| power_sgd(2), 150);
+    assert!(last < first * 1e-2, "from {first} to {last}, and {plain} without");
 }
 
 /// Passes its input through; its backward pass fails while the flag is set.
@@ -454,7 +373,6 @@ fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec
 
 #[test]
 fn a_backward_pass_that_fails_leaves_no_trace() {
-    assert_eq!(after_a_failure(|| top_k(0.1), true), after_a_failure(|| top_k(0.1), false));
     assert_eq!(after_a_failure(|| power_sgd(1), true), after_a_failure(|| power_sgd(1), false));
 }
 
@@ -465,7 +383,7 @@ fn parameters_may_have_no_elements() {
         ranks(2, |pg| {
             let shapes: Shapes = &[("a", &[0, 3]), ("b", &[2, 0]), ("c", &[3, 0, 2]), ("d", &[0]), ("e", &[4])];
             let options = DdpOptions { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() };
-            for hook in [None, Some(top_k(0.5))] {
+            for hook in [None, Some(power_sgd(1))] {
                 let ddp = wrap(&pg, shapes, DType::F32, options.clone())?;
                 if let Some(hook) = hook {
                     ddp.register_comm_hook(hook)?;
@@ -529,7 +447,6 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
 
 #[test]
 fn hook_state_is_saved_and_loaded() {
-    resume(|| top_k(0.1));
     resume(|| power_sgd(2));
     let options = PowerSgdOptions { start_iter: 4, min_compression_rate: 1.01, ..Default::default() };
     resume(|| PowerSgd::new(options).unwrap());
@@ -538,35 +455,26 @@ fn hook_state_is_saved_and_loaded() {
 #[test]
 fn the_state_of_another_hook_is_refused() {
     ranks(1, |pg| {
-        let [sparse, low_rank] = [0, 1].map(|index| {
-            let ddp = wrap(&pg, SHAPES, DType::F32, DdpOptions::default()).unwrap();
-            if index == 0 { ddp.register_comm_hook(top_k(0.5)) } else { ddp.register_comm_hook(power_sgd(1)) }.unwrap();
-            backward(&ddp, &full(0, 0)).unwrap();
-            ddp
-        });
+        let low_rank = || model(&pg, power_sgd(1), DdpOptions::default());
+        let ddp = low_rank()?;
+        backward(&ddp, &full(0, 0))?;
         let plain = wrap(&pg, SHAPES, DType::F32, DdpOptions::default())?;
         assert!(plain.comm_hook_state().is_none());
         let none = model(&pg, AllReduce::default(), DdpOptions::default())?;
-        let state = sparse.comm_hook_state().expect("a hook").state_dict()?;
-        for other in [&low_rank, &none] {
-            let error = other.comm_hook_state().expect("a hook").load_state_dict(&state).unwrap_err();
+        let state = ddp.comm_hook_state().expect("a hook").state_dict()?;
+        let of_a_schedule = ReduceLrOnPlateau::new(ParamsReduceLrOnPlateau::default())?.state_dict()?;
+        for (other, state) in [(none, &state), (low_rank()?, &of_a_schedule)] {
+            let error = other.comm_hook_state().expect("a hook").load_state_dict(state).unwrap_err();
             assert!(matches!(error, Error::Parameter { .. }), "{error}");
         }
         // The state of a model whose parameters have other shapes.
         let shapes: Shapes = &[("a", &[10, 12]), ("bias", &[3])];
-        let gradients = || shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
-        for (from, index) in [(&sparse, 0), (&low_rank, 1)] {
-            let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
-            if index == 0 {
-                ddp.register_comm_hook(top_k(0.5))?
-            } else {
-                ddp.register_comm_hook(power_sgd(1))?
-            }
-            let state = from.comm_hook_state().expect("a hook").state_dict()?;
-            ddp.comm_hook_state().expect("a hook").load_state_dict(&state)?;
-            let error = backward(&ddp, &gradients()).unwrap_err().to_string();
-            assert!(error.contains("has another shape or dtype"), "{error}");
-        }
+        let gradients = shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
+        let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
+        ddp.register_comm_hook(power_sgd(1))?;
+        ddp.comm_hook_state().expect("a hook").load_state_dict(&state)?;
+        let error = backward(&ddp, &gradients).unwrap_err().to_string();
+        assert!(error.contains("has another shape or dtype"), "{error}");
         Ok(())
     })
     .unwrap();

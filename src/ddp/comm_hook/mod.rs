@@ -5,7 +5,6 @@
 //! | none, [`AllReduce`] | itself | the mean over the ranks |
 //! | [`Fp16Compress`], [`Bf16Compress`] | 2 bytes | the mean, rounded to 11 (8) bits |
 //! | [`PowerSgd`] | two thin factors of each matrix | a low-rank approximation of the mean; the rest comes next time |
-//! | [`TopK`] | the largest elements and their positions | the mean of what was sent; the rest comes next time |
 //! | [`Noop`] | nothing | this rank's own gradient |
 //!
 //! Register a hook with [`register_comm_hook`](crate::DistributedDataParallel::register_comm_hook), PyTorch's name:
@@ -101,12 +100,10 @@
 mod compress;
 mod orthonormal;
 mod power_sgd;
-mod top_k;
 
 pub use crate::ddp::hook_state::CommHookState;
 pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
-pub use top_k::{TopK, TopKOptions};
 
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
