@@ -2,7 +2,6 @@
 //!
 //! ```text
 //! cargo bench --bench optimizer [-- --rounds 30]
-//! python3 scripts/bench_optim.py    # alternates runs of this and of PyTorch
 //! ```
 //!
 //! The optimizers alternate in one process, on one thread. candle_nn's AdamW creates new tensors in every step, so its

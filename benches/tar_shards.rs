@@ -2,12 +2,11 @@
 //!
 //! ```text
 //! cargo bench --bench tar_shards -- --folder FOLDER [--shards 1000 --samples 1000 --bytes 500 --read 200000]
-//! python3 scripts/compare/tar_webdataset.py FOLDER --read 200000
 //! ```
 //!
-//! An empty FOLDER gets shards of samples of two files, a class and `--bytes` bytes; the script reads the same ones with webdataset, in
-//! one process. Each line of the output is a JSON object: `index_seconds`, the first opening, which makes the indices;
-//! `open_seconds`, every other one; `resume_seconds`, from a state in the middle of an epoch to the loader being there, and
+//! An empty FOLDER gets shards of samples of two files, a class and `--bytes` bytes. Each line of the output is a JSON object:
+//! `index_seconds`, the first opening, which makes the indices; `open_seconds`, every other one; `resume_seconds`, from a state in the
+//! middle of an epoch to the loader being there, and
 //! `first_batch_seconds`, from then to the first batch; and for a number of workers `samples_per_second`, with the samples of
 //! `BlockShuffle` in batches of 64. With `--cached`, the shards are read through a `RangeCache` in FOLDER/blocks, which the first
 //! round fills.
