@@ -42,7 +42,6 @@ pub(crate) enum Amp {
 
 impl TrainOptions {
     pub(crate) fn ddp_options(&self) -> DdpOptions {
-        let default = DdpOptions::default();
         let mixed_precision = self.amp.map(|amp| MixedPrecision {
             param_dtype: Some(match amp {
                 Amp::Bf16 => DType::BF16,
@@ -51,12 +50,7 @@ impl TrainOptions {
             reduce_dtype: Some(DType::F32),
             buffer_dtype: None,
         });
-        DdpOptions {
-            init_seed: Some(self.seed),
-            mixed_precision,
-            trace: self.trace.clone().or(default.trace),
-            ..default
-        }
+        DdpOptions { init_seed: Some(self.seed), mixed_precision, trace: self.trace.clone(), ..Default::default() }
     }
 
     /// Returns the gradient scaler, which does nothing unless the model computes in f16.

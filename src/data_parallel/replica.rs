@@ -95,7 +95,7 @@ where
     };
     check_distinct(&devices.iter().map(Device::location).collect::<Vec<_>>())?;
     check_streams(devices)?;
-    devices.iter().for_each(kernels::keep_memory);
+    devices.iter().try_for_each(kernels::keep_memory)?;
     let mut replicas: Vec<Replica<M>> = Vec::with_capacity(devices.len());
     for (index, device) in devices.iter().enumerate() {
         let builder = Builder {

@@ -226,7 +226,9 @@ fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
 
 /// With `nan_check`, checks the loss, whose gradients may be finite: a cross entropy that ignores all targets has zeros.
 fn check_finite(loss: &Tensor, pass: &Pass) -> Result<()> {
-    let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check) else { return Ok(()) };
+    let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check == Some(true)) else {
+        return Ok(());
+    };
     let value = loss.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
     if value.is_finite() {
         return Ok(());

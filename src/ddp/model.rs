@@ -19,6 +19,7 @@ use crate::tensor::function::is_grad_enabled;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp_env::PROCESS;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
@@ -52,10 +53,11 @@ impl DistributedModel {
         reducer: Arc<Reducer>,
         built: Result<M>,
         variables: Variables,
-        options: DdpOptions,
+        mut options: DdpOptions,
     ) -> Result<(M, Self)> {
         let group = reducer.groups().main();
         let built = built.and_then(|module| {
+            options.resolve(PROCESS)?;
             options.mixed_precision.unwrap_or_default().check()?;
             check_variables(&reducer, &variables)?;
             if group.world_size() > 1 {
@@ -78,7 +80,7 @@ impl DistributedModel {
         let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
         let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
         let parameters = variables.parameters.iter().map(info).collect();
-        reducer.set_parameters(parameters, caps, options.nan_check)?;
+        reducer.set_parameters(parameters, caps, options.nan_check == Some(true))?;
         if let Some(ranks) = ranks {
             reducer.set_virtual_ranks(ranks)?;
         }

@@ -1,13 +1,11 @@
 use super::mixed_precision::MixedPrecision;
-use crate::trace;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
+use crate::{Result, trace};
 use candle_core::DType;
+use candle_ddp_env::Variables;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-
-/// The environment variable that turns [`DdpOptions::nan_check`] on.
-const NAN_CHECK_VARIABLE: &str = "CANDLE_DDP_NAN_CHECK";
 
 /// Options of DistributedDataParallel. All ranks must give the same.
 ///
@@ -41,8 +39,9 @@ pub struct DdpOptions {
     /// [`seed::init`](crate::seed::init())). Default: None, and candle's generator draws them. In both cases all ranks
     /// start with rank 0's values.
     pub init_seed: Option<u64>,
-    /// The folder for a timeline of the training steps, with one file per rank (see [`trace`](crate::trace)). Default:
-    /// the folder in the environment variable `CANDLE_DDP_TRACE`, if set; otherwise there is no tracing and no cost.
+    /// The folder for a timeline of the training steps, with one file per rank (see [`trace`](crate::trace)). Default: the
+    /// folder that the environment variable `CANDLE_DDP_TRACE` names, if any. Without a folder, or with an empty path, there is
+    /// no tracing and no cost.
     pub trace: Option<PathBuf>,
     /// The number of micro-batches in a global batch, a power of two and at least the number of ranks. It makes a run's bits
     /// independent of the number of ranks: each rank computes some of the micro-batches, and
@@ -52,8 +51,8 @@ pub struct DdpOptions {
     /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:
     /// PyTorch's `TORCH_NCCL_NAN_CHECK`. Every bucket is checked before it is sent, which on a GPU waits for the gradients
     /// in it. Do not use it with a [`GradScaler`](crate::amp::GradScaler), which expects infinities. When it is off, it costs
-    /// nothing. Default: whether the environment variable `CANDLE_DDP_NAN_CHECK` is set to something other than `0`.
-    pub nan_check: bool,
+    /// nothing. Default: whether the environment variable `CANDLE_DDP_NAN_CHECK` is on.
+    pub nan_check: Option<bool>,
 }
 
 impl Default for DdpOptions {
@@ -68,13 +67,21 @@ impl Default for DdpOptions {
             mixed_precision: None,
             init_seed: None,
             virtual_ranks: None,
-            trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
-            nan_check: std::env::var_os(NAN_CHECK_VARIABLE).is_some_and(|value| !value.is_empty() && value != "0"),
+            trace: None,
+            nan_check: None,
         }
     }
 }
 
 impl DdpOptions {
+    /// Takes from the environment what the program leaves to it.
+    pub(super) fn resolve(&mut self, environment: Variables) -> Result<()> {
+        let folder = self.trace.take().or_else(|| environment.path(trace::FOLDER_VARIABLE));
+        self.trace = folder.filter(|folder| !folder.as_os_str().is_empty());
+        self.nan_check = self.nan_check.or(environment.switch("CANDLE_DDP_NAN_CHECK")?);
+        Ok(())
+    }
+
     pub(super) fn role(&self, name: &str, dtype: DType) -> Role {
         match (self.role)(name) {
             Role::Ignored => Role::Ignored,
@@ -156,5 +163,30 @@ impl fmt::Debug for Unused {
             Self::Allow => "Allow",
             Self::AllowNames(_) => "AllowNames(..)",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::OsString;
+
+    fn resolve(options: DdpOptions, value: &str) -> Result<(Option<PathBuf>, Option<bool>)> {
+        let mut options = options;
+        options.resolve(Variables::new(&|_| Some(OsString::from(value))))?;
+        Ok((options.trace, options.nan_check))
+    }
+
+    #[test]
+    fn the_program_takes_precedence_over_the_environment() {
+        let unset = DdpOptions::default;
+        assert_eq!(resolve(unset(), "1").unwrap(), (Some("1".into()), Some(true)));
+        assert_eq!(resolve(unset(), "").unwrap(), (None, None));
+        let off = DdpOptions { trace: Some(PathBuf::new()), nan_check: Some(false), ..unset() };
+        assert_eq!(resolve(off, "1").unwrap(), (None, Some(false)));
+        let on = DdpOptions { trace: Some("a".into()), nan_check: Some(true), ..unset() };
+        assert_eq!(resolve(on, "0").unwrap(), (Some("a".into()), Some(true)));
+        let error = resolve(unset(), "maybe").unwrap_err().to_string();
+        assert_eq!(error, "CANDLE_DDP_NAN_CHECK=\"maybe\": it must be 1 or 0");
     }
 }

@@ -9,6 +9,7 @@ use crate::rendezvous::{
 };
 use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
+use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::liveness::{await_heard, leave_will};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -81,7 +82,7 @@ impl Membership {
         let joining = Joining::new(&options.init)?;
         let run = RunStore::open(&options.init.rendezvous(), deadline_after(options.init.timeout))?;
         let (rank, world_size) = (run.rank(), run.world_size());
-        let told = run.agent(std::env::var(AGENT_VARIABLE).ok());
+        let told = run.agent(PROCESS.text(AGENT_VARIABLE));
         let least = told.map_or(world_size, |told| told.min_world_size);
         let min_world_size = options.min_world_size.unwrap_or(least);
         if min_world_size == 0 || min_world_size > world_size {

@@ -1,6 +1,7 @@
 //! Conversions from and to the errors of other crates.
 use super::Error;
 use crate::{rendezvous, tensor};
+use candle_ddp_env::Invalid;
 
 impl From<rendezvous::Error> for Error {
     fn from(error: rendezvous::Error) -> Self {
@@ -18,6 +19,13 @@ impl From<rendezvous::Error> for Error {
             },
             error => Self::Rendezvous(error),
         }
+    }
+}
+
+#[doc(hidden)]
+impl From<Invalid> for Error {
+    fn from(error: Invalid) -> Self {
+        rendezvous::Error::from(error).into()
     }
 }
 

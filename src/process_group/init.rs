@@ -156,7 +156,7 @@ impl Joining {
             Backend::Single => device.unwrap_or(Device::Cpu),
             _ => Device::Cpu,
         };
-        kernels::keep_memory(&device);
+        kernels::keep_memory(&device)?;
         let (rank, world_size) = (found.rank, found.world_size);
         let reports = StoreReports { store: &*found.store, topic: "backend", rank, world_size };
         threads::limit(rank, &agree_on_backend(&reports, backend)?);

@@ -5,6 +5,7 @@ use crate::error::Failure;
 use crate::panic::lock;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
+use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::{FILE_VARIABLE, RankError};
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -154,7 +155,8 @@ pub(super) fn tell(told: Option<RankError>) {
 /// Tells the launcher of an error of this process while it has no group. `number` returns the launcher's number of a
 /// rank that the error names.
 pub(crate) fn tell_error(rank: Option<usize>, error: &Error, number: impl Fn(usize) -> Option<usize>) {
-    let own = || std::env::var("RANK").ok()?.trim().parse().ok();
+    // A rank that is no number is an error by itself, and has no number to tell.
+    let own = || PROCESS.number("RANK").ok().flatten();
     if let Some(rank) = rank.or_else(own) {
         tell(Some(error.of_rank(rank, number)));
     }
@@ -171,5 +173,5 @@ pub(crate) fn take_back() {
 }
 
 fn path() -> Option<PathBuf> {
-    std::env::var_os(FILE_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
+    PROCESS.path(FILE_VARIABLE)
 }

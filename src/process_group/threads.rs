@@ -1,5 +1,6 @@
 //! Limits the threads of ranks that share a host.
 use crate::host::boot_id;
+use candle_ddp_env::PROCESS;
 use std::num::NonZeroUsize;
 use std::ops::RangeInclusive;
 use std::thread::available_parallelism;
@@ -61,7 +62,7 @@ fn fair_share(variable: Option<&str>, usable: usize, ranks: usize) -> Option<usi
 /// Matrix products and convolutions run on rayon's threads. At this point, it is no longer safe to set an environment
 /// variable.
 pub(super) fn limit(rank: usize, affinities: &[Affinity]) {
-    let variable = std::env::var(VARIABLE).ok();
+    let variable = PROCESS.raw(VARIABLE);
     let sharers = sharers(rank, affinities);
     let Ok(usable) = available_parallelism().map(NonZeroUsize::get) else { return };
     let Some(share) = fair_share(variable.as_deref(), usable, sharers.len()) else { return };

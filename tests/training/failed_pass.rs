@@ -123,7 +123,8 @@ fn nothing_is_left_after_an_operation_has_failed() {
 #[test]
 fn a_nan_does_not_survive_the_pass_that_it_failed() {
     ranks(1, |pg| {
-        let options = DdpOptions { nan_check: true, bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let options =
+            DdpOptions { nan_check: Some(true), bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
         let build = |vb: VarBuilder| nn::linear(3, 2, vb.pp("a"));
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let pass = |x: &Tensor| -> Result<Vec<Vec<f32>>> {

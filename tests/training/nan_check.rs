@@ -38,7 +38,7 @@ fn errors(
 
 #[test]
 fn the_rank_and_the_parameter_are_named_on_all_ranks() {
-    let options = DdpOptions { nan_check: true, ..Default::default() };
+    let options = DdpOptions { nan_check: Some(true), ..Default::default() };
     let small = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..options.clone() };
     let half = DdpOptions {
         mixed_precision: Some(MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() }),
@@ -61,16 +61,16 @@ fn the_rank_and_the_parameter_are_named_on_all_ranks() {
 
 #[test]
 fn without_the_option_nothing_is_checked() {
-    let options = DdpOptions { nan_check: false, ..Default::default() };
+    let options = DdpOptions { nan_check: Some(false), ..Default::default() };
     assert_eq!(errors(f64::NAN, &options, |_| Ok(())), ["no error"; 3]);
-    let checked = DdpOptions { nan_check: true, ..Default::default() };
+    let checked = DdpOptions { nan_check: Some(true), ..Default::default() };
     assert_eq!(errors(1e30, &checked, |_| Ok(())), ["no error"; 3]);
 }
 
 #[test]
 fn shards_are_checked_as_well() {
     let errors = ranks(2, |pg| {
-        let options = DdpOptions { nan_check: true, ..Default::default() };
+        let options = DdpOptions { nan_check: Some(true), ..Default::default() };
         let build = |vb: VarBuilder| linear(3, 4, vb);
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;

@@ -50,7 +50,7 @@ fn a_skipped_step_names_the_remedy() {
 #[test]
 fn a_mean_over_ignored_targets_is_found_by_the_check() {
     let errors = ranks(2, |pg| {
-        let ddp = model(&pg, DdpOptions { nan_check: true, ..Default::default() })?;
+        let ddp = model(&pg, DdpOptions { nan_check: Some(true), ..Default::default() })?;
         let class = if pg.rank() == 1 { -100i64 } else { 2 };
         let targets = Tensor::new(&[class, class], &Device::Cpu)?;
         let loss = cross_entropy(&ddp.forward(&tensor(&[2, 3], 1))?, &targets)?;

@@ -6,7 +6,7 @@ use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::group::Group;
 use crate::host_monitor;
-use crate::options::{CpuOptions, or_environment};
+use crate::options::CpuOptions;
 use crate::rendezvous::{Secret, Store, loopback};
 use crate::tcp::connect::Connections;
 use crate::tcp::connector::{Connector, Own};
@@ -16,6 +16,7 @@ use crate::tcp::handshake::HandshakeConfig;
 use crate::tcp::monitor;
 use crate::work_queue::WorkQueue;
 use crate::{Error, Result, thread};
+use candle_ddp_env::PROCESS;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -85,8 +86,8 @@ impl Engine {
             Some(secret) => Some(secret),
             None => Secret::from_env()?,
         };
-        let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
-        let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
+        let segment_bytes = segment_bytes.or(PROCESS.number("CANDLE_DDP_CPU_SEGMENT_BYTES")?);
+        let small_bytes = small_bytes.or(PROCESS.number("CANDLE_DDP_CPU_SMALL_BYTES")?);
         let tune = |by_default: Tuning| by_default.or(segment_bytes, small_bytes);
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
         let latest = deadline_after(construction_timeout);

@@ -1,5 +1,6 @@
+use crate::Result;
 use crate::rendezvous::Secret;
-use crate::{Error, Result};
+use candle_ddp_env::PROCESS;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -72,34 +73,12 @@ pub enum CpuTransport {
 }
 
 impl CpuTransport {
-    const VARIABLE: &'static str = "CANDLE_DDP_CPU_TRANSPORT";
-
     /// Replaces `Auto` by the environment's choice, if any.
     pub(crate) fn resolve(self) -> Result<Self> {
-        let (Self::Auto, Some(value)) = (self, std::env::var_os(Self::VARIABLE)) else { return Ok(self) };
-        match value.to_str().map(str::trim) {
-            Some("" | "auto") => Ok(Self::Auto),
-            Some("tcp") => Ok(Self::Tcp),
-            Some("shm") => Ok(Self::SharedMemory),
-            _ => Err(Error::InvalidEnvironment {
-                variable: Self::VARIABLE.to_string(),
-                value: value.to_string_lossy().into_owned(),
-                reason: "it must be auto, tcp or shm".to_string(),
-            }),
-        }
-    }
-}
-
-/// Returns `bytes`, or else the value of the environment variable, if it is set.
-pub(crate) fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
-    let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
-    let value = value.to_string_lossy().into_owned();
-    match value.trim().parse() {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(_) => Err(Error::InvalidEnvironment {
-            variable: variable.to_string(),
-            value,
-            reason: "it must be a number of bytes".to_string(),
-        }),
+        Ok(match (self, PROCESS.choice("CANDLE_DDP_CPU_TRANSPORT")?) {
+            (Self::Auto, Some("tcp")) => Self::Tcp,
+            (Self::Auto, Some("shm")) => Self::SharedMemory,
+            (given, _) => given,
+        })
     }
 }

@@ -9,6 +9,7 @@ use candle_ddp::backend::{Collective, Communicator, bytes};
 use candle_ddp::rendezvous::{
     PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions,
 };
+use candle_ddp_env::PROCESS;
 use candle_ddp::{CustomOptions, Error, ProcessGroup, Result};
 use std::fmt::Display;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -30,7 +31,7 @@ pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
     let (timeout, address) = (options.timeout, options.address.clone());
     let engine = MpiCommunicator::world(options)?;
     let (rank, world_size) = (engine.rank(), engine.world_size());
-    if let Some(tasks) = tasks_without_mpi(world_size, |name| std::env::var(name).ok()) {
+    if let Some(tasks) = tasks_without_mpi(world_size, |name| PROCESS.raw(name)) {
         let hint = format!(
             "srun started {tasks} tasks, but MPI sees only one, so each would train alone: name the interface of this MPI, as \
              in `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI); `srun --mpi=list` shows those of Slurm"
@@ -86,9 +87,7 @@ fn tasks_without_mpi(world_size: usize, variable: impl Fn(&str) -> Option<String
 /// ranks may need it longer than this one.
 fn host(address: Option<String>, is_one_host: bool) -> Result<String> {
     static SERVER: Mutex<Option<(TcpStoreServer, Secret)>> = Mutex::new(None);
-    let address = address.or_else(|| {
-        std::env::var("MASTER_ADDR").ok().map(|name| name.trim().to_string()).filter(|name| !name.is_empty())
-    });
+    let address = address.or_else(|| PROCESS.text("MASTER_ADDR"));
     let name = match address {
         Some(name) => name,
         None if is_one_host => Ipv4Addr::LOCALHOST.to_string(),

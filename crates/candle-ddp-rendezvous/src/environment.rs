@@ -1,5 +1,7 @@
 use super::{loopback, mpi, slurm};
 use crate::{Error, Result};
+use candle_ddp_env::{PROCESS, Variables};
+use std::ffi::OsString;
 use std::str::FromStr;
 
 /// The launcher that started this process, detected by its environment variables.
@@ -55,32 +57,30 @@ pub struct Environment {
 impl Environment {
     /// Reads the environment variables of this process.
     pub fn from_process() -> Result<Self> {
-        Self::read(process_variable)
+        Self::read(|name| PROCESS.raw(name))
     }
 
     /// Reads the variables through `lookup`.
     pub fn read(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let variables = Variables(&lookup);
-        let mut environment = variables.run()?;
-        variables.place(&mut environment)?;
+        let lookup = |name: &str| lookup(name).map(OsString::from);
+        let launchers = Launchers(Variables::new(&lookup));
+        let mut environment = launchers.run()?;
+        launchers.place(&mut environment)?;
         Ok(environment)
     }
 
     /// Like [`Environment::read`], but for a given rank and world size. Local rank and local world size are used only
     /// if the variables agree with these.
     pub(super) fn read_for(lookup: impl Fn(&str) -> Option<String>, rank: usize, world_size: usize) -> Result<Self> {
-        let variables = Variables(&lookup);
-        let mut environment = variables.run()?;
+        let lookup = |name: &str| lookup(name).map(OsString::from);
+        let launchers = Launchers(Variables::new(&lookup));
+        let mut environment = launchers.run()?;
         let mut place = environment.clone();
-        if variables.place(&mut place).is_ok() && (place.rank, place.world_size) == (Some(rank), Some(world_size)) {
+        if launchers.place(&mut place).is_ok() && (place.rank, place.world_size) == (Some(rank), Some(world_size)) {
             environment = place;
         }
         Ok(environment)
     }
-}
-
-pub(super) fn process_variable(name: &str) -> Option<String> {
-    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// The largest number of ranks. It bounds the memory and the time that ranks cost, whatever the environment, a program or the store
@@ -116,17 +116,16 @@ const OPEN_MPI: [&str; 4] =
 const MPICH: [&str; 4] = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"];
 const SLURM: [&str; 4] = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"];
 
-struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
+/// The variables of launchers.
+struct Launchers<'a>(Variables<'a>);
 
-impl Variables<'_> {
+impl Launchers<'_> {
     fn has(&self, name: &str) -> bool {
-        (self.0)(name).is_some()
+        self.0.is_set(name)
     }
 
-    /// Returns the value of a variable without blanks around it; an empty one counts as unset.
     fn text(&self, name: &str) -> Option<String> {
-        let value = (self.0)(name)?;
-        Some(value.trim().to_string()).filter(|value| !value.is_empty())
+        self.0.text(name)
     }
 
     /// The name or address of a host.
@@ -138,16 +137,12 @@ impl Variables<'_> {
         }
     }
 
-    fn number<T: FromStr>(&self, name: &str, what: &str) -> Result<Option<T>> {
-        let Some(value) = (self.0)(name) else { return Ok(None) };
-        match value.trim().parse() {
-            Ok(number) => Ok(Some(number)),
-            Err(_) => Err(invalid(name, value, format!("it must be {what}"))),
-        }
+    fn number<T: FromStr>(&self, name: &'static str) -> Result<Option<T>> {
+        Ok(self.0.number(name)?)
     }
 
-    fn count(&self, name: &str) -> Result<Option<usize>> {
-        let count = self.number(name, "a non-negative number")?;
+    fn count(&self, name: &'static str) -> Result<Option<usize>> {
+        let count = self.number(name)?;
         match count {
             Some(count) if count > MOST_RANKS => {
                 Err(invalid(name, count, format!("it must be at most {MOST_RANKS}, the largest number of ranks")))
@@ -158,17 +153,12 @@ impl Variables<'_> {
 
     /// Reads everything that is the same on all ranks.
     fn run(&self) -> Result<Environment> {
-        let agent = self.text("TORCHELASTIC_USE_AGENT_STORE").unwrap_or_default();
         let mut environment = Environment {
             master_addr: self.host("MASTER_ADDR")?,
-            master_port: self.number("MASTER_PORT", "a port (0 to 65535)")?,
-            restart_count: self.number("TORCHELASTIC_RESTART_COUNT", "a non-negative number")?.unwrap_or(0),
+            master_port: self.number("MASTER_PORT")?,
+            restart_count: self.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
             run_id: self.text("TORCHELASTIC_RUN_ID"),
-            use_agent_store: match agent.trim().to_ascii_lowercase().as_str() {
-                "true" | "1" => true,
-                "false" | "0" | "" => false,
-                _ => return Err(invalid("TORCHELASTIC_USE_AGENT_STORE", agent, "it must be True or False")),
-            },
+            use_agent_store: self.0.switch("TORCHELASTIC_USE_AGENT_STORE")?.unwrap_or(false),
             ..Environment::default()
         };
         if self.has("SLURM_PROCID") {
@@ -286,9 +276,9 @@ impl Variables<'_> {
             }
         }
         if environment.master_port.is_none() {
-            let job = match self.number("SLURM_JOB_ID", "a non-negative number")? {
+            let job = match self.number("SLURM_JOB_ID")? {
                 Some(job) => Some(job),
-                None => self.number("SLURM_JOBID", "a non-negative number")?,
+                None => self.number("SLURM_JOBID")?,
             };
             // srun sets a number; the job script's own shell may have a word.
             let step = self.text("SLURM_STEP_ID").and_then(|step| step.parse().ok()).unwrap_or(0);
@@ -460,10 +450,7 @@ mod tests {
             (&[("MASTER_ADDR", "a\tb")], &["MASTER_ADDR=\"a\\tb\"", "the name or address of one host"]),
             (&[("MASTER_PORT", "65536")], &["MASTER_PORT=\"65536\"", "a port"]),
             (&[("TORCHELASTIC_RESTART_COUNT", "x")], &["TORCHELASTIC_RESTART_COUNT=\"x\""]),
-            (
-                &[("TORCHELASTIC_USE_AGENT_STORE", "maybe")],
-                &["TORCHELASTIC_USE_AGENT_STORE=\"maybe\"", "True or False"],
-            ),
+            (&[("TORCHELASTIC_USE_AGENT_STORE", "maybe")], &["TORCHELASTIC_USE_AGENT_STORE=\"maybe\"", "1 or 0"]),
             (
                 &[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")],
                 &["LOCAL_RANK=\"2\"", "LOCAL_WORLD_SIZE=2"],

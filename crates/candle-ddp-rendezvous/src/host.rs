@@ -1,5 +1,6 @@
 //! Identifies this host.
 use crate::hash::fnv1a_64;
+use candle_ddp_env::PROCESS;
 
 /// The variable that replaces the identity of the host: ranks with the same value count as being on one.
 const LABEL: &str = "CANDLE_DDP_CPU_HOST";
@@ -20,7 +21,7 @@ pub fn boot_id() -> String {
 /// clones have the same name, and each container of a machine has another one. `label`, or else the variable
 /// `CANDLE_DDP_CPU_HOST`, replaces the identity.
 pub fn host_identity(label: Option<&str>) -> u128 {
-    let label = label.map(str::to_string).or_else(|| std::env::var(LABEL).ok());
+    let label = label.map(str::to_string).or_else(|| PROCESS.text(LABEL));
     let boot = || u128::from_str_radix(&boot_id().replace('-', ""), 16).ok();
     let hash = |name: &str| u128::from(fnv1a_64(name.as_bytes()));
     label.map(|label| hash(&label)).or_else(boot).unwrap_or_else(|| hash(&host_name()))

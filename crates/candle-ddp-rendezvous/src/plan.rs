@@ -1,7 +1,8 @@
 //! Combining options, init method and environment.
-use super::environment::{MOST_RANKS, process_variable};
+use super::environment::MOST_RANKS;
 use super::{Environment, InitMethod, Launcher, Location, RendezvousOptions};
 use crate::{Error, Result};
+use candle_ddp_env::PROCESS;
 use std::path::PathBuf;
 
 /// A rank's parameters of the rendezvous.
@@ -75,7 +76,7 @@ impl Environment {
 
 impl Plan {
     pub(super) fn new(options: &RendezvousOptions) -> Result<Self> {
-        Self::read(options, process_variable)
+        Self::read(options, |name| PROCESS.raw(name))
     }
 
     fn read(options: &RendezvousOptions, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {

@@ -2,6 +2,7 @@
 use crate::random::random_bytes;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_env::PROCESS;
 use hmac::digest::{Key, KeyInit};
 use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};
@@ -63,19 +64,17 @@ impl Secret {
     /// Returns [`Error::InvalidEnvironment`], without the value, if it has fewer than 32 characters, and [`Error::Io`] if
     /// the file cannot be read.
     pub fn from_env() -> Result<Option<Self>> {
-        let set = |name| std::env::var_os(name).filter(|value: &std::ffi::OsString| !value.is_empty());
         let invalid = |variable: &str, value: String, reason| {
             let variable = variable.to_string();
             Error::InvalidEnvironment { variable, value, reason }
         };
-        if let Some(value) = set(VARIABLE) {
-            let secret = value.to_str().ok_or_else(|| "it is not text".to_string()).and_then(Self::checked);
+        if let Some(text) = PROCESS.text(VARIABLE) {
+            let secret = Self::checked(&text);
             return secret.map(Some).map_err(|reason| invalid(VARIABLE, "(hidden)".to_string(), reason));
         }
-        let Some(path) = set(FILE_VARIABLE) else { return Ok(None) };
-        let path = Path::new(&path);
+        let Some(path) = PROCESS.path(FILE_VARIABLE) else { return Ok(None) };
         let text =
-            read(path).map_err(|error| Error::io(format!("reading {} ({FILE_VARIABLE})", path.display()), error))?;
+            read(&path).map_err(|error| Error::io(format!("reading {} ({FILE_VARIABLE})", path.display()), error))?;
         let shown = path.display().to_string();
         Self::checked(&text).map(Some).map_err(|reason| invalid(FILE_VARIABLE, shown, reason))
     }
@@ -87,6 +86,8 @@ impl Secret {
                 Err(format!("the secret has {length} characters, but must have at least {LEAST}: {HOW}"))
             }
             _ if text.contains('\0') => Err(format!("the secret contains a zero byte: {HOW}")),
+            // As it is read from a variable with other bytes.
+            _ if text.contains('\u{fffd}') => Err(format!("the secret is not text: {HOW}")),
             _ => Ok(Self(text.into())),
         }
     }

@@ -1,5 +1,6 @@
 //! The errors of tensors and kernels.
 use candle_core::{DType, Shape, Tensor};
+use candle_ddp_env::Invalid;
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -60,6 +61,13 @@ impl Error {
     #[doc(hidden)]
     pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
         Self::InvalidArgument { argument, reason: reason.into() }
+    }
+}
+
+#[doc(hidden)]
+impl From<Invalid> for Error {
+    fn from(Invalid { variable, value, reason }: Invalid) -> Self {
+        Self::invalid(variable, format!("{value:?}: {reason}"))
     }
 }
 

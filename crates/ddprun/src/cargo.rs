@@ -1,7 +1,7 @@
 //! Building a cargo target and locating the result.
 use super::child;
 use super::error::{Error, Result};
-use std::ffi::OsString;
+use candle_ddp_env::PROCESS;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, ExitStatus, Stdio};
@@ -31,7 +31,7 @@ pub(super) enum Built {
 
 impl CargoTarget {
     fn command(&self) -> Command {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+        let cargo = PROCESS.path("CARGO").unwrap_or_else(|| PathBuf::from("cargo"));
         let mut command = Command::new(cargo);
         // With "render-diagnostics", warnings and errors appear on stderr as usual and only artifacts come as JSON.
         command.args(["build", "--message-format=json-render-diagnostics"]);

@@ -9,6 +9,7 @@ use super::secret::RunSecret;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
+use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::{MOST_RANKS, loopback};
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
@@ -149,7 +150,7 @@ impl Config {
         let signals = signal::parse_list(&cli.signals_to_handle)?;
         let local = topology.local_world_size;
         let numa_binding = cli.numa_binding;
-        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        let visible = PROCESS.raw("CUDA_VISIBLE_DEVICES");
         let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
         let (role, log_dir, max_restarts) = (cli.role.clone(), cli.log_dir.clone(), cli.max_restarts);

@@ -1,5 +1,6 @@
 //! The environment variables of a worker, which are torchrun's.
 use super::config::{Config, Topology};
+use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
 use std::ffi::OsString;
@@ -34,7 +35,7 @@ const ABORT_TIMEOUT: (&str, &str) = ("CANDLE_DDP_ABORT_TIMEOUT", "300");
 /// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
 /// user has not set. Two ranks that each use all cores are slower than a single one.
 pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
-    let unset = |name: &&'static str| std::env::var_os(name).is_none();
+    let unset = |name: &&'static str| !PROCESS.is_set(name);
     config.threads.map_or_else(Vec::new, |count| THREADS.into_iter().filter(unset).map(|name| (name, count)).collect())
 }
 
@@ -71,7 +72,7 @@ pub(super) fn variables(
     variables.extend(error_file.map(|path| (FILE_VARIABLE, path.into())));
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
-    let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
+    let unset = |(name, _): &(&str, &str)| !PROCESS.is_set(name);
     let defaults = CUDA.into_iter().chain([PURGE_DELAY, ABORT_TIMEOUT]).filter(unset);
     variables.extend(defaults.map(|(name, value)| (name, value.into())));
     variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));

@@ -46,6 +46,7 @@ mod time;
 mod worker;
 
 use agent::Agent;
+use candle_ddp_env::PROCESS;
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
@@ -145,7 +146,7 @@ fn describe(error: &Error) -> String {
 fn list_variables() {
     let command = Cli::command();
     let variables = command.get_arguments().filter_map(|argument| argument.get_env()?.to_str());
-    let set: Vec<String> = variables.filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))).collect();
+    let set: Vec<String> = variables.filter_map(|name| Some(format!("{name}={}", PROCESS.raw(name)?))).collect();
     if !set.is_empty() {
         message(format_args!("options also come from the environment: {}", set.join(" ")));
     }
@@ -247,7 +248,7 @@ fn can_bind() -> bool {
 /// The processors of each worker, if it is to be bound.
 fn cpus(config: &Config) -> Result<Vec<CpuSet>> {
     let Some(binding) = config.numa_binding else { return Ok(Vec::new()) };
-    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let visible = PROCESS.raw("CUDA_VISIBLE_DEVICES");
     let listed = visible.map(|list| list.split(',').map_while(|gpu| gpu.trim().parse().ok()).collect::<Vec<usize>>());
     let workers = config.topology.local_world_size;
     let gpus = (Host::detect().gpus > 0).then(|| listed.unwrap_or_else(|| (0..workers).collect()));

@@ -1,5 +1,6 @@
 //! The number of workers per machine: a number, or one per core or GPU.
 use super::error::{Error, Result};
+use candle_ddp_env::PROCESS;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
@@ -44,9 +45,9 @@ impl Host {
     /// Detects this machine's resources: cores by affinity and control group, GPUs by CUDA_VISIBLE_DEVICES or, if that
     /// is not set, by the NVIDIA driver's list.
     pub(crate) fn detect() -> Self {
-        let gpus = match std::env::var("CUDA_VISIBLE_DEVICES") {
-            Ok(list) => visible_devices(&list),
-            Err(_) => std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count()),
+        let gpus = match PROCESS.raw("CUDA_VISIBLE_DEVICES") {
+            Some(list) => visible_devices(&list),
+            None => std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count()),
         };
         Self { cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get), gpus }
     }

@@ -13,6 +13,7 @@ use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Device;
 use candle_ddp_engine::liveness::{self, Group, HealthStore, HeartbeatMonitor, SuspectedFailure};
+use candle_ddp_env::PROCESS;
 use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -32,7 +33,7 @@ pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> 
     if rank == 0 {
         warn_of_old(nccl_version);
     }
-    if std::env::var(BLOCKING).is_ok_and(|value| is_one(&value)) {
+    if PROCESS.raw(BLOCKING).is_some_and(|value| is_one(&value)) {
         return Err(blocking().into_error(rank));
     }
     abort_timeout()?;

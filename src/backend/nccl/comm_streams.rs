@@ -7,11 +7,12 @@
 use super::comm::WaitError;
 use super::comm_stream::{CommStream, gone};
 use super::work::NcclWork;
+use crate::Result;
 use crate::error::Failure;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
-use crate::{Error, Result};
 use candle_ddp_engine::liveness::{Group, Watched};
+use candle_ddp_env::PROCESS;
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, Weak};
@@ -25,13 +26,7 @@ const ABORT_TIMEOUT: &str = "CANDLE_DDP_ABORT_TIMEOUT";
 
 /// The value of the variable; without one, or with 0, such a process stays.
 pub(super) fn abort_timeout() -> Result<Option<Duration>> {
-    let Some(value) = std::env::var_os(ABORT_TIMEOUT) else { return Ok(None) };
-    let text = value.to_string_lossy();
-    let seconds: u64 = text.trim().parse().map_err(|_| Error::InvalidArgument {
-        argument: ABORT_TIMEOUT,
-        reason: format!("{text:?}: it must be a number of seconds"),
-    })?;
-    Ok(Some(Duration::from_secs(seconds)).filter(|timeout| !timeout.is_zero()))
+    Ok(PROCESS.number(ABORT_TIMEOUT)?.filter(|seconds| *seconds > 0).map(Duration::from_secs))
 }
 
 /// The groups of this process.

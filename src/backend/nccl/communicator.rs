@@ -135,7 +135,7 @@ impl NcclCommunicator {
         }
         let opened = open(device, rank);
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
-        identity::check(&identities, device::shared_gpus_allowed())?;
+        identity::check(&identities, device::shared_gpus_allowed()?)?;
         let group = Group::new(rank, world_size, options.timeout, recording);
         let base = Base { group, streams, store, device: device.clone(), options, limit };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;

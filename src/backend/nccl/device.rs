@@ -1,8 +1,8 @@
 //! Chooses a rank's GPU.
 use crate::{Error, Result, rendezvous};
 use candle_core::{Device, DeviceLocation};
+use candle_ddp_env::PROCESS;
 use cudarc::driver::CudaContext;
-use std::ffi::OsStr;
 
 /// Allows several ranks on one GPU, for tests on a machine that has only one.
 const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
@@ -20,9 +20,9 @@ pub fn device_count() -> Result<usize> {
         Ok(_) => "CUDA sees none".to_string(),
         Err(error) => super::cuda_error(error),
     };
-    let visible = match std::env::var(VISIBLE) {
-        Ok(value) => format!(" ({VISIBLE}={value:?})"),
-        Err(_) => String::new(),
+    let visible = match PROCESS.raw(VISIBLE) {
+        Some(value) => format!(" ({VISIBLE}={value:?})"),
+        None => String::new(),
     };
     Err(Error::Unavailable {
         what: "a CUDA device".to_string(),
@@ -51,8 +51,8 @@ pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Resu
             )),
         },
         None => {
-            let visible = std::env::var(VISIBLE).ok();
-            let ordinal = choose(device_count()?, visible.as_deref(), local_rank, shared_gpus_allowed())?;
+            let visible = PROCESS.raw(VISIBLE);
+            let ordinal = choose(device_count()?, visible.as_deref(), local_rank, shared_gpus_allowed()?)?;
             let device = Device::new_cuda_with_stream(ordinal)?;
             // SAFETY: candle uses one stream of this device, and the engine orders its own streams with that one. Without this, two
             // events would be made for each tensor, and recorded at each use.
@@ -63,12 +63,8 @@ pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Resu
 }
 
 /// Whether several ranks may work on one GPU.
-pub(super) fn shared_gpus_allowed() -> bool {
-    [ALLOW_SHARED, NCCL_ALLOW_SHARED].into_iter().any(|name| std::env::var_os(name).is_some_and(|value| is_set(&value)))
-}
-
-fn is_set(value: &OsStr) -> bool {
-    !value.is_empty() && value != "0"
+pub(super) fn shared_gpus_allowed() -> Result<bool> {
+    Ok([PROCESS.switch(ALLOW_SHARED)?, PROCESS.switch(NCCL_ALLOW_SHARED)?].contains(&Some(true)))
 }
 
 fn choose(count: usize, visible: Option<&str>, local_rank: usize, shared: bool) -> Result<usize> {
@@ -121,11 +117,6 @@ mod tests {
         }
         assert!(choose(1, None, 1, false).is_err());
         assert_eq!(choose(2, None, 5, true).unwrap(), 1);
-    }
-
-    #[test]
-    fn switches_are_off_when_empty_or_zero() {
-        assert_eq!(["", "0", "1", "yes"].map(|value| is_set(OsStr::new(value))), [false, false, true, true]);
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod signal;
 pub use candle_ddp_rendezvous::flight_record::{CallRecord, CallState, ChannelKind};
 pub use recorder::{FlightRecorder, Recorded, Recording};
 
+use candle_ddp_env::Variables;
 use candle_ddp_rendezvous::flight_record::FOLDER_VARIABLE;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -33,7 +34,8 @@ pub struct FlightRecorderOptions {
     /// 20 ns for each call; 0 turns it off. Default: 2000, as in PyTorch.
     pub entries: usize,
     /// The folder in which each rank writes its file when a group fails. It is created if it does not exist. Default: the
-    /// one that the environment variable `CANDLE_DDP_FLIGHT_RECORDER` names, if any; without a folder, nothing is written.
+    /// one that the environment variable `CANDLE_DDP_FLIGHT_RECORDER` names, if any. Without a folder, or with an empty path,
+    /// nothing is written.
     pub folder: Option<PathBuf>,
     /// Whether the file is also written on SIGUSR1. This installs a handler in the process; other handlers of that
     /// signal are called as well. Needs a folder. Default: false.
@@ -42,12 +44,35 @@ pub struct FlightRecorderOptions {
 
 impl Default for FlightRecorderOptions {
     fn default() -> Self {
-        let folder = std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty()).map(PathBuf::from);
-        Self { entries: 2000, folder, on_sigusr1: false }
+        Self { entries: 2000, folder: None, on_sigusr1: false }
+    }
+}
+
+impl FlightRecorderOptions {
+    /// Takes the folder from the environment if the program leaves it to that.
+    fn resolve(self, environment: Variables) -> Self {
+        let folder = self.folder.or_else(|| environment.path(FOLDER_VARIABLE));
+        Self { folder: folder.filter(|folder| !folder.as_os_str().is_empty()), ..self }
     }
 }
 
 /// Returns the nanoseconds since 1970.
 pub fn now_ns() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::OsString;
+
+    #[test]
+    fn the_program_takes_precedence_over_the_environment() {
+        let resolve = |folder: Option<&str>, value: &str| {
+            let options = FlightRecorderOptions { folder: folder.map(PathBuf::from), ..Default::default() };
+            options.resolve(Variables::new(&|_| Some(OsString::from(value)))).folder
+        };
+        assert_eq!([resolve(None, "a"), resolve(None, "")], [Some("a".into()), None]);
+        assert_eq!([resolve(Some("b"), "a"), resolve(Some(""), "a")], [Some("b".into()), None]);
+    }
 }

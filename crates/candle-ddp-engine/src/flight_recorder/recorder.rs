@@ -4,6 +4,7 @@ use crate::host::host_name;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::flight_record::{CallRecord, GroupRecord, RankRecord, VERSION};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
@@ -60,6 +61,7 @@ impl FlightRecorder {
         if options.entries == 0 {
             return Ok(None);
         }
+        let options = options.resolve(PROCESS);
         let on_sigusr1 = options.on_sigusr1;
         if on_sigusr1 && options.folder.is_none() {
             let reason = "on_sigusr1 needs a folder: set `folder`, or CANDLE_DDP_FLIGHT_RECORDER";

@@ -132,7 +132,7 @@ pub(super) fn forward<T: Element>(
     qkv: [&[T]; 3],
     mask: Option<Mask<T::Real>>,
 ) -> Result<(Vec<T>, Vec<T::Real>)> {
-    match gemm::is_native::<T>() {
+    match gemm::is_native::<T>()? {
         true => forward_by::<T, T>(problem, qkv, mask),
         false => forward_by::<T, T::Real>(problem, qkv, mask),
     }
@@ -283,7 +283,7 @@ pub(super) fn backward<T: Element>(
     normalisers: &[T::Real],
     mask: Option<Mask<T::Real>>,
 ) -> Result<[Vec<T::Real>; 3]> {
-    match gemm::is_native::<T>() {
+    match gemm::is_native::<T>()? {
         true => backward_by::<T, T>(problem, qkv, results, normalisers, mask),
         false => backward_by::<T, T::Real>(problem, qkv, results, normalisers, mask),
     }

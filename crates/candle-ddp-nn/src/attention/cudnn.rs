@@ -45,7 +45,7 @@ fn whole(inputs: &[&Tensor], problem: Problem) -> Result<std::result::Result<Ten
     let Problem { batch, heads, group, queries, keys, size, value_size, is_causal, .. } = problem;
     let (key_heads, is_packed) = (heads / group, inputs.len() == 1);
     let shape = AttendShape { batch, heads, key_heads, queries, keys, size, value_size, is_causal, is_packed };
-    if problem.mask.is_some() || !kernels::may_attend(dtype, &shape) {
+    if problem.mask.is_some() || !kernels::may_attend(dtype, &shape)? {
         return Ok(Err(problem));
     }
     let y = match is_packed {

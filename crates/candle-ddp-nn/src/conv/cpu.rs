@@ -14,7 +14,10 @@ fn natively<T: Element, N: 'static, R: 'static>(
     geometry: &Geometry,
     run: impl FnOnce(Avx512) -> Option<Result<Vec<N>>>,
 ) -> Option<Result<Vec<R>>> {
-    let unit = unit::<T>().filter(|_| !geometry.is_depthwise())?;
+    let unit = match unit::<T>() {
+        Ok(unit) => unit.filter(|_| !geometry.is_depthwise())?,
+        Err(error) => return Some(Err(error)),
+    };
     let values: Result<Box<dyn Any>> = run(unit)?.map(|values| Box::new(values) as _);
     values.map(|values| values.downcast().ok().map(|values| *values)).transpose()
 }

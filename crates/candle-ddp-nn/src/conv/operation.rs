@@ -67,7 +67,7 @@ pub(super) fn convolution(
 ) -> Result<Tensor> {
     let (geometry, transposed) = (geometry(name, x, weight, bias, settings)?, settings.transposed);
     // Only cuDNN takes channels last.
-    let wanted = match x.device().is_cuda() && kernels::has_cudnn() && !geometry.is_empty() {
+    let wanted = match x.device().is_cuda() && kernels::has_cudnn()? && !geometry.is_empty() {
         true => MemoryFormat::of(x),
         false => MemoryFormat::Contiguous,
     };

@@ -34,7 +34,7 @@ pub(super) fn product<T: Element>(
     if bias.is_some_and(|bias| bias.len() != n) {
         candle_core::bail!("the bias of a product with {n} columns must have as many elements")
     }
-    if let Some(unit) = unit::<T>()
+    if let Some(unit) = unit::<T>()?
         && let (Some(of_a), Some(of_b)) = (same(a.0), same(b.0))
     {
         let mut result = vec![T::from_f64(0.0); m * n];
@@ -89,7 +89,7 @@ pub(super) fn gemm<T: Element>(
             multiply((m, n, k), result.as_mut_ptr(), accumulate, (wide_a, a.1), (wide_b, b.1), threads);
         },
         _ => {
-            if let Some(unit) = unit::<T>()
+            if let Some(unit) = unit::<T>()?
                 && let (Some(of_a), Some(of_b), Some(result)) = (same(a.0), same(b.0), same_mut(result))
             {
                 blocks::sums(unit, (m, n, k), result, accumulate, (of_a, a.1), (of_b, b.1), threads);
@@ -111,13 +111,16 @@ pub(super) fn wide<T: Element>(values: &[T]) -> Cow<'_, [T::Real]> {
 }
 
 /// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them.
-pub(super) fn unit<T: Element>() -> Option<bf16::Avx512> {
-    if T::DTYPE == DType::BF16 { bf16::Avx512::detect() } else { None }
+pub(super) fn unit<T: Element>() -> Result<Option<bf16::Avx512>> {
+    match T::DTYPE {
+        DType::BF16 => Ok(bf16::Avx512::detect().map_err(candle_ddp_tensor::Error::from)?),
+        _ => Ok(None),
+    }
 }
 
 /// Whether there are such instructions for `T`.
-pub(super) fn is_native<T: Element>() -> bool {
-    unit::<T>().is_some()
+pub(super) fn is_native<T: Element>() -> Result<bool> {
+    Ok(unit::<T>()?.is_some())
 }
 
 /// Whether `T` is the type that it is computed in.

@@ -11,6 +11,7 @@ pub use shortage::{SHORTAGE_HINT, is_shortage};
 pub use text::others;
 pub use text::{GRADIENTS, Printable, ranks, some};
 
+use candle_ddp_env::Invalid;
 use std::fmt;
 use std::time::Duration;
 
@@ -139,6 +140,13 @@ pub enum Error {
     /// A rank failed or died while the ranks met.
     #[error(transparent)]
     Group(#[from] Failure),
+}
+
+#[doc(hidden)]
+impl From<Invalid> for Error {
+    fn from(Invalid { variable, value, reason }: Invalid) -> Self {
+        Self::InvalidEnvironment { variable: variable.to_string(), value, reason }
+    }
 }
 
 impl Error {

@@ -5,6 +5,8 @@ use crate::Error;
 use crate::Result;
 use candle_core::{CudaDevice, DType};
 #[cfg(feature = "cudnn")]
+use candle_ddp_env::PROCESS;
+#[cfg(feature = "cudnn")]
 use std::sync::LazyLock;
 
 /// The environment variable that switches attention by cuDNN off with the value 0.
@@ -13,18 +15,17 @@ const VARIABLE: &str = "CANDLE_DDP_CUDNN_ATTENTION";
 
 /// Whether cuDNN may have something for this: false in builds without it, where it is switched off, and for what it never has.
 #[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
-pub fn may_attend(dtype: DType, shape: &AttendShape) -> bool {
+pub fn may_attend(dtype: DType, shape: &AttendShape) -> Result<bool> {
     #[cfg(feature = "cudnn")]
     {
-        static ENABLED: LazyLock<bool> = LazyLock::new(|| {
-            super::convolve::is_enabled() && std::env::var_os(VARIABLE).is_none_or(|value| value != "0")
-        });
+        static ENABLED: LazyLock<candle_ddp_env::Result<Option<bool>>> = LazyLock::new(|| PROCESS.switch(VARIABLE));
+        let is_enabled = super::convolve::is_enabled()? && ENABLED.clone()?.unwrap_or(true);
         // cuDNN's kernels load 16 bytes of a row at once.
         let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
-        *ENABLED && is_narrow && [shape.size, shape.value_size].iter().all(|size| size.is_multiple_of(8))
+        Ok(is_enabled && is_narrow && [shape.size, shape.value_size].iter().all(|size| size.is_multiple_of(8)))
     }
     #[cfg(not(feature = "cudnn"))]
-    false
+    Ok(false)
 }
 
 /// Enqueues attention, or its backward pass, after all work that candle has enqueued on `device`. Returns false, and does
@@ -38,7 +39,7 @@ pub fn attend(
     tensors: &AttendTensors,
 ) -> Result<bool> {
     #[cfg(feature = "cudnn")]
-    if may_attend(dtype, shape) {
+    if may_attend(dtype, shape)? {
         let AttendTensors { qkv: [q, k, v], y, backward, .. } = *tensors;
         let gradients = backward.iter().flat_map(|(dy, [dq, dk, dv])| [dy, dq, dk, dv]).copied();
         if [q, k, v, y].into_iter().chain(gradients).all(|address| address.is_aligned()) {

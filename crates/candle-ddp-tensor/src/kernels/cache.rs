@@ -1,5 +1,6 @@
 //! Compiled kernels in a folder, so that a machine compiles each of them once.
 use crate::Result;
+use candle_ddp_env::PROCESS;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -27,17 +28,11 @@ pub(super) struct Key {
 
 impl Cache {
     pub(super) fn of_environment() -> Option<Self> {
-        let folder = match std::env::var_os(FOLDER) {
-            Some(folder) if folder == "0" || folder.is_empty() => return None,
-            Some(folder) => PathBuf::from(folder),
-            None => {
-                let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-                cache
-                    .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?
-                    .join("candle-ddp/kernels")
-            }
-        };
-        Some(Self(folder))
+        let folder = PROCESS.path(FOLDER).or_else(|| {
+            let cache = PROCESS.path("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+            Some(cache.or_else(|| Some(PROCESS.path("HOME")?.join(".cache")))?.join("candle-ddp/kernels"))
+        })?;
+        (folder.as_os_str() != "0").then_some(Self(folder))
     }
 
     /// Returns the image of `key` from the folder. If there is none, or only a broken one, `compile` makes it. Other processes that

@@ -5,6 +5,7 @@ use super::launches::supported;
 use super::source::Source;
 use crate::{Error, Result};
 use candle_core::DType;
+use candle_ddp_env::PROCESS;
 use cudarc::nvrtc::{result, sys};
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -36,8 +37,7 @@ pub(super) enum Target {
 /// # Errors
 /// Returns [`Error::Kernel`] with the compiler's messages.
 pub(super) fn image(source: Source, dtype: DType, capability: i32) -> Result<Image> {
-    static WANTS_PTX: LazyLock<bool> = LazyLock::new(|| std::env::var_os(FORM).is_some_and(|form| form == "ptx"));
-    let target = target(capability, &targets(source)?, *WANTS_PTX).ok_or_else(|| {
+    let target = target(capability, &targets(source)?, PROCESS.choice(FORM)? == Some("ptx")).ok_or_else(|| {
         let reason =
             format!("NVRTC has no target for GPUs of compute capability {}.{}", capability / 10, capability % 10);
         failure(source, "choosing a target", reason)

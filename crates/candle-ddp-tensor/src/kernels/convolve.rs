@@ -3,6 +3,8 @@ use super::launches::{Address, ConvShape, Convolve};
 use crate::Result;
 use candle_core::{CudaDevice, DType};
 #[cfg(feature = "cudnn")]
+use candle_ddp_env::PROCESS;
+#[cfg(feature = "cudnn")]
 use std::sync::LazyLock;
 
 /// The environment variable that switches cuDNN off with the value 0, as `torch.backends.cudnn.enabled = False` does.
@@ -11,24 +13,24 @@ const VARIABLE: &str = "CANDLE_DDP_CUDNN";
 
 /// Whether cuDNN is not switched off.
 #[cfg(feature = "cudnn")]
-pub(super) fn is_enabled() -> bool {
-    static ENABLED: LazyLock<bool> = LazyLock::new(|| std::env::var_os(VARIABLE).is_none_or(|value| value != "0"));
-    *ENABLED
+pub(super) fn is_enabled() -> Result<bool> {
+    static ENABLED: LazyLock<candle_ddp_env::Result<Option<bool>>> = LazyLock::new(|| PROCESS.switch(VARIABLE));
+    Ok(ENABLED.clone()?.unwrap_or(true))
 }
 
 /// Whether cuDNN is there, and not switched off.
-pub fn has_cudnn() -> bool {
+pub fn has_cudnn() -> Result<bool> {
     #[cfg(feature = "cudnn")]
     return is_enabled();
     #[cfg(not(feature = "cudnn"))]
-    false
+    Ok(false)
 }
 
 /// Whether [`convolve`] would enqueue this convolution.
 #[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn can_convolve(device: &CudaDevice, kind: (Convolve, DType), shape: &ConvShape) -> Result<bool> {
     #[cfg(feature = "cudnn")]
-    if is_enabled() {
+    if is_enabled()? {
         return super::cudnn::can_convolve(device, kind, shape);
     }
     Ok(false)
@@ -44,7 +46,7 @@ pub fn convolve(
     tensors: [Address; 3],
 ) -> Result<bool> {
     #[cfg(feature = "cudnn")]
-    if is_enabled() {
+    if is_enabled()? {
         return super::cudnn::convolve(device, kind, shape, tensors);
     }
     Ok(false)

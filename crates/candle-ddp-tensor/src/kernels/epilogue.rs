@@ -7,6 +7,7 @@ use super::temporary::Temporary;
 use crate::{Error, Result};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{CudaDevice, DType};
+use candle_ddp_env::PROCESS;
 use cudarc::cublaslt::result;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
@@ -35,10 +36,12 @@ const REDUCTIONS: u32 = 2 | 4;
 const LARGE: usize = 1 << 30;
 
 /// The fewest multiplications for which cuBLASLt is used; `CANDLE_DDP_CUBLASLT` in the environment says 0 for none and 1 for all products.
-static FEWEST: LazyLock<Option<usize>> = LazyLock::new(|| match std::env::var("CANDLE_DDP_CUBLASLT").as_deref() {
-    Ok("0") => None,
-    Ok("1") => Some(1),
-    _ => Some(LARGE),
+static FEWEST: LazyLock<candle_ddp_env::Result<Option<usize>>> = LazyLock::new(|| {
+    Ok(match PROCESS.switch("CANDLE_DDP_CUBLASLT")? {
+        Some(false) => None,
+        Some(true) => Some(1),
+        None => Some(LARGE),
+    })
 });
 
 impl Epilogue<'_> {
@@ -60,7 +63,7 @@ impl Epilogue<'_> {
 /// Returns false, and does nothing, if cuBLASLt does not offer it. Precision is that of `product`.
 pub fn product_with(device: &CudaDevice, product: Product, epilogue: Epilogue) -> Result<bool> {
     let Product { m, n, k, dtype, a, b, c, .. } = product;
-    let is_large = FEWEST.is_some_and(|fewest| m * n * k >= fewest);
+    let is_large = FEWEST.clone()?.is_some_and(|fewest| m * n * k >= fewest);
     if !is_large || dtype == DType::F64 || c.dtype != dtype || c.accumulate || product.batch != 1 {
         return Ok(false);
     }

@@ -1,5 +1,7 @@
 //! The driver's pool of memory.
+use crate::Result;
 use candle_core::Device;
+use candle_ddp_env::PROCESS;
 use cudarc::driver::result;
 use cudarc::driver::sys::CUmemPool_attribute;
 
@@ -9,14 +11,17 @@ const KEEP_MEMORY: &str = "CANDLE_DDP_KEEP_GPU_MEMORY";
 /// Lets the driver keep memory that was freed on `device`, if that is a GPU, for the next tensors. By default it returns it to the
 /// system whenever a stream or an event is waited for, and obtaining it again takes many milliseconds for each gigabyte. Other processes
 /// cannot use it meanwhile. If the driver refuses, programs are only slower.
-pub fn keep_memory(device: &Device) {
-    let Device::Cuda(device) = device else { return };
-    if std::env::var_os(KEEP_MEMORY).is_some_and(|value| value.is_empty() || value == "0") {
-        return;
+///
+/// # Errors
+/// Returns an error if the environment says neither yes nor no.
+pub fn keep_memory(device: &Device) -> Result<()> {
+    let Device::Cuda(device) = device else { return Ok(()) };
+    if PROCESS.switch(KEEP_MEMORY)? == Some(false) {
+        return Ok(());
     }
     let stream = device.cuda_stream();
     if !stream.context().has_async_alloc() {
-        return;
+        return Ok(());
     }
     let mut bytes = u64::MAX;
     // SAFETY: the device exists, its pool lives as long as the process, and the attribute is such a number.
@@ -29,4 +34,5 @@ pub fn keep_memory(device: &Device) {
     if let Err(error) = set {
         log::debug!("the driver's pool of memory keeps its settings: {error}");
     }
+    Ok(())
 }

@@ -8,6 +8,7 @@
 //! the calls of `candle_ddp::elastic::run`, without training. Bytes are those of the loopback device with all headers, so the
 //! program must be alone in its network namespace; processor time is that of all of them together.
 use super::{Address, Coordinator, Entry, Link, Message, News, Node, Pace, Terms};
+use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::deadline::deadline_after;
 use candle_ddp_rendezvous::reading::Reading;
 use candle_ddp_rendezvous::{
@@ -23,7 +24,7 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 /// Without `CANDLE_DDP_NODES`, a few nodes, whose ranks must continue without the one that dies.
 #[test]
 fn nodes_continue_without_one_that_dies() {
-    let sizes = std::env::var("CANDLE_DDP_NODES").unwrap_or_else(|_| "6".to_string());
+    let sizes = PROCESS.text("CANDLE_DDP_NODES").unwrap_or_else(|| "6".to_string());
     // How long the nodes run before one dies.
     let wait = Duration::from_secs(if sizes == "6" { 0 } else { 5 });
     descriptors::raise_limit();

@@ -91,7 +91,7 @@ fn packed_images_give_what_columns_give() {
 /// Skipped where the processor does not have the instructions.
 #[test]
 fn the_instructions_give_what_columns_give() {
-    if let Some(unit) = Avx512::detect() {
+    if let Some(unit) = Avx512::detect().unwrap() {
         passes_agree_with_products_of_f64(unit);
     }
 }

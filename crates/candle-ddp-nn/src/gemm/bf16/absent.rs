@@ -7,8 +7,8 @@ use half::bf16;
 pub(crate) enum Avx512 {}
 
 impl Avx512 {
-    pub(crate) fn detect() -> Option<Self> {
-        None
+    pub(crate) fn detect() -> candle_ddp_env::Result<Option<Self>> {
+        Ok(None)
     }
 }
 

@@ -5,9 +5,10 @@
 //! then both together for each 16 pairs. As in AVX512-BF16, numbers below 1.2e-38 count as zero.
 use super::transposed::transposed;
 use super::{LANES, Product, WIDTH, panels};
+use candle_ddp_env::{PROCESS, Result};
 use std::arch::asm;
 use std::arch::x86_64::*;
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 
 /// The rows of a tile.
 pub(super) const ROWS: usize = 16;
@@ -17,9 +18,10 @@ const PAIRS: usize = 16;
 const VARIABLE: &str = "CANDLE_DDP_AMX";
 
 /// Whether this processor has AMX-BF16 and the system lets this process use it.
-pub(super) fn detect() -> bool {
-    static IS_USABLE: OnceLock<bool> = OnceLock::new();
-    *IS_USABLE.get_or_init(|| std::env::var(VARIABLE).as_deref() != Ok("0") && is_there() && is_allowed())
+pub(super) fn detect() -> Result<bool> {
+    static IS_USABLE: LazyLock<Result<bool>> =
+        LazyLock::new(|| Ok(PROCESS.switch(VARIABLE)?.unwrap_or(true) && is_there() && is_allowed()));
+    IS_USABLE.clone()
 }
 
 fn is_there() -> bool {

@@ -1,6 +1,7 @@
 //! The instructions of AVX512-BF16, and for products of panels AMX-BF16, where it is.
 use super::transposed::transposed;
 use super::{LANES, Product, ROWS, Unit, VECTORS, WIDTH, amx};
+use candle_ddp_env::Result;
 use half::bf16;
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -14,12 +15,15 @@ pub(crate) struct Avx512 {
 
 impl Avx512 {
     /// The proof, if this processor has the instructions.
-    pub(crate) fn detect() -> Option<Self> {
+    ///
+    /// # Errors
+    /// Returns an error if the environment does not say clearly whether to use AMX.
+    pub(crate) fn detect() -> Result<Option<Self>> {
         let has = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512bf16");
-        has.then(|| Self { has_tiles: amx::detect() })
+        Ok(has.then_some(Self { has_tiles: amx::detect()? }))
     }
 
     /// The same with or without AMX.

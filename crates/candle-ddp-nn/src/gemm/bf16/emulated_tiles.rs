@@ -20,7 +20,7 @@ thread_local! {
 
 /// The unit with tiles, which are emulated where the processor has none; `None` without AVX512-BF16.
 pub(crate) fn unit() -> Option<Avx512> {
-    let unit = Avx512::detect()?;
+    let unit = Avx512::detect().expect("CANDLE_DDP_AMX is valid")?;
     if unit.rows() != LANES {
         install();
     }

@@ -1,0 +1,103 @@
+//! Measurements, tests and scripts.
+use crate::row::Kind::{Choice, Number, Path, Switch, Text};
+use crate::row::Row;
+
+/// The rows.
+pub(super) const ROWS: &[Row] = &[
+    Row {
+        names: &["CANDLE_DDP_CPU_TRANSPORT"],
+        kind: Choice(&["auto", "tcp", "shm"]),
+        set_by: "you",
+        read_by: "candle-ddp-engine",
+        meaning: "`tcp`: the CPU engine uses TCP between the ranks of a host as well; `shm`: shared memory only, and an error where ranks cannot share it",
+        default: "`auto`: shared memory where ranks can share it",
+    },
+    Row {
+        names: &["CANDLE_DDP_CPU_HOST"],
+        kind: Text("a name"),
+        set_by: "you",
+        read_by: "candle-ddp-rendezvous",
+        meaning: "ranks with the same name count as being on one host",
+        default: "the host's own identity",
+    },
+    Row {
+        names: &["CANDLE_DDP_CPU_SEGMENT_BYTES", "CANDLE_DDP_CPU_SMALL_BYTES"],
+        kind: Number("a number of bytes"),
+        set_by: "you",
+        read_by: "candle-ddp-engine",
+        meaning: "the sizes at which the CPU engine chooses its algorithms; equal on all ranks",
+        default: "[by data path](../crates/candle-ddp-engine/src/README.md#moving-data)",
+    },
+    Row {
+        names: &["XDG_CACHE_HOME", "HOME"],
+        kind: Path,
+        set_by: "the system",
+        read_by: "candle-ddp-tensor, examples",
+        meaning: "the folder for caches. In its folder `candle-ddp` are compiled kernels, and the data sets that the examples make",
+        default: "`~/.cache`, or the temporary folder",
+    },
+    Row {
+        names: &["CANDLE_DDP_PYTHON"],
+        kind: Path,
+        set_by: "you",
+        read_by: "tests, scripts",
+        meaning: "the Python interpreter with PyTorch, for comparisons and the tests `interop`",
+        default: "`python3`",
+    },
+    Row {
+        names: &["CANDLE_DDP_DEVICE"],
+        kind: Choice(&["cpu", "cuda"]),
+        set_by: "you, `scripts/gpu_suite.sh`",
+        read_by: "scripts",
+        meaning: "`cuda`: PyTorch's part of a comparison runs on GPUs",
+        default: "`cpu`",
+    },
+    Row {
+        names: &["CANDLE_DDP_REQUIRE_GPU", "CANDLE_DDP_REQUIRE_PYTORCH"],
+        kind: Switch,
+        set_by: "you, `.ci/run`",
+        read_by: "tests",
+        meaning: "`1`: tests that need a GPU, or PyTorch, fail without it instead of being skipped",
+        default: "skipped",
+    },
+    Row {
+        names: &["CANDLE_DDP_LOAD"],
+        kind: Number("a non-negative number"),
+        set_by: "you",
+        read_by: "tests",
+        meaning: "the number of strangers at the store in `cargo test --test processes load`",
+        default: "300",
+    },
+    Row {
+        names: &["CANDLE_DDP_NODES"],
+        kind: Text("numbers, separated by commas"),
+        set_by: "you",
+        read_by: "tests",
+        meaning: "the numbers of nodes in `cargo test -p ddprun --lib many`, separated by commas",
+        default: "6",
+    },
+    Row {
+        names: &["CANDLE_DDP_SKIPPED"],
+        kind: Path,
+        set_by: "`.ci/run`",
+        read_by: "tests, scripts",
+        meaning: "a file to which tests and scripts add a line for each skipped test",
+        default: "skips are only printed",
+    },
+    Row {
+        names: &["CANDLE_DDP_CACHE"],
+        kind: Path,
+        set_by: "you",
+        read_by: "`.ci/run`",
+        meaning: "where `.ci/run` keeps tools and toolkits",
+        default: "`$XDG_CACHE_HOME/candle-ddp`",
+    },
+    Row {
+        names: &["CANDLE_DDP_TEST_*"],
+        kind: Text("text"),
+        set_by: "tests, scripts",
+        read_by: "tests",
+        meaning: "what a test tells the processes that it starts",
+        default: "–",
+    },
+];
