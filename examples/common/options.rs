@@ -27,7 +27,7 @@ pub(crate) struct TrainOptions {
     /// Continue from the latest checkpoint in the folder, if there is one.
     #[arg(long, requires = "checkpoints")]
     pub(crate) resume: bool,
-    /// Write a timeline of the training steps to this folder, for `ddprun --merge-traces`.
+    /// Write a timeline of the training steps to this folder, for `ddprun merge-traces`.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) trace: Option<PathBuf>,
 }

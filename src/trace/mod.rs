@@ -3,7 +3,7 @@
 //! Each rank writes one file, `rank<N>.trace.json`, in the [trace event format]. It shows the phases of the training
 //! thread and, next to them, the all-reduces. On GPUs, times are measured on the GPU, and each phase of a step waits
 //! for the GPU, so a step takes longer than without a trace; a bucket is shown as ready when the host has reached that
-//! point. `ddprun --merge-traces FOLDER` merges the files of all ranks.
+//! point. `ddprun merge-traces FOLDER` merges the files of all ranks.
 //!
 //! A run replaces the files of an earlier one in the same folder; each generation of an elastic run replaces the files
 //! of the one before.

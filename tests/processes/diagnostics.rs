@@ -138,7 +138,7 @@ fn the_launcher_explains_who_parted() {
     let output = launch("diverge", 4, &[(FOLDER, &records), (RESULT, folder.path())]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let explain = |folder: &Path| {
-        let output = Command::new(crate::common::ddprun()).arg("--explain").arg(folder).output().unwrap();
+        let output = Command::new(crate::common::ddprun()).arg("explain").arg(folder).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (code, text) = explain(&records);

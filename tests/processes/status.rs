@@ -1,4 +1,4 @@
-//! `ddprun --status` of a run whose ranks train.
+//! `ddprun status` of a run whose ranks train.
 use crate::common::free_port;
 use crate::elastic::RANK;
 use crate::elastic_ranks::{EVENTS, FOLDER, arguments, result, wait_for};
@@ -18,7 +18,7 @@ fn status(port: &str, generation: &str) -> String {
     let mut text = String::new();
     wait_for(&format!("steps in generation {generation}"), || {
         let Output { status, stdout, stderr } =
-            ddprun().args(["--status", &format!("127.0.0.1:{port}")]).output().unwrap();
+            ddprun().args(["status", &format!("127.0.0.1:{port}")]).output().unwrap();
         text = String::from_utf8(stdout).unwrap();
         assert!(status.success(), "{text}{}", String::from_utf8_lossy(&stderr));
         [0, 1].into_iter().all(|rank| {

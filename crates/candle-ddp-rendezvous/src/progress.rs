@@ -1,5 +1,5 @@
 //! How a rank under `ddprun` reports its progress: it writes a document into the store of the run, which `ddprun
-//! --status` reads.
+//! status` reads.
 use super::json::encode;
 use super::{Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;

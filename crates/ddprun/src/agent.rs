@@ -54,7 +54,7 @@ pub(super) struct Agent<'a> {
     restart_count: u32,
     /// How often all workers were restarted.
     attempt: u64,
-    /// The phase for `ddprun --status`, in a run without other nodes.
+    /// The phase for `ddprun status`, in a run without other nodes.
     phase: Phase,
     last_failure: Option<LastFailure>,
 }

@@ -1,4 +1,5 @@
 //! The command line as typed. [`Config`](super::Config) holds its meaning.
+use super::mode::{FormerFlags, Mode};
 use super::numa::Binding;
 use super::processes::Processes;
 use super::streams::StreamSelection;
@@ -12,7 +13,9 @@ Examples:
   ddprun --nproc-per-node 2 target/release/train --epochs 3
   ddprun --nproc-per-node 2 --example digits -- --epochs 3
   ddprun --nproc-per-node 2 python train.py
-  ddprun --status node0:29500
+  ddprun status node0:29500
+
+A command must be the first argument. To start a program of that name, write `ddprun -- status` or `ddprun ./status`.
 
 Every worker gets torchrun's environment variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on. \
 Its standard input is empty. ddprun forwards its output line by line; if ddprun runs on a terminal, so does the worker.
@@ -47,9 +50,12 @@ fn trimmed<T: FromStr>(text: &str) -> Result<T, T::Err> {
     version,
     about = "Starts and supervises the ranks of a distributed program on this machine",
     long_about = None,
-    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...",
+    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...\n       ddprun status [--no-secret] HOST:PORT\n       ddprun explain DIR\n       ddprun merge-traces DIR",
     after_help = AFTER_HELP,
     next_line_help = true,
+    args_conflicts_with_subcommands = true,
+    disable_help_subcommand = true,
+    subcommand_help_heading = "Commands, which start no workers",
     mut_args = |arg| arg.hide_env(true)
 )]
 pub(crate) struct Cli {
@@ -232,39 +238,11 @@ pub(crate) struct Cli {
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
     pub(crate) no_python: bool,
 
-    /// Merges the timelines that all ranks wrote to this folder because of CANDLE_DDP_TRACE into DIR/trace.json, for
-    /// <https://ui.perfetto.dev>. Starts no workers.
-    #[arg(
-        long,
-        alias = "merge_traces",
-        value_name = "DIR",
-        conflicts_with_all = ["command", "example", "bin", "bench"],
-        help_heading = OUTPUT
-    )]
-    pub(crate) merge_traces: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) former: FormerFlags,
 
-    /// Says which rank parted from the others, and where, from the files that all ranks wrote to this folder because of
-    /// CANDLE_DDP_FLIGHT_RECORDER. Starts no workers.
-    #[arg(
-        long,
-        value_name = "DIR",
-        conflicts_with_all = ["command", "example", "bin", "bench", "merge_traces"],
-        help_heading = OUTPUT
-    )]
-    pub(crate) explain: Option<PathBuf>,
-
-    /// Shows the state of a running job: its nodes and ranks, their steps and speed, the generation, the restarts used,
-    /// and the last failure. HOST:PORT is the address of its store: --rdzv-endpoint, or --master-addr and
-    /// --master-port, which a run on one machine must have been given for this. The secret is read from
-    /// CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE; the run must have been started with the same one. Add --no-secret for a
-    /// run without one. Starts no workers.
-    #[arg(
-        long,
-        value_name = "HOST:PORT",
-        conflicts_with_all = ["command", "example", "bin", "bench", "merge_traces", "explain"],
-        help_heading = OUTPUT
-    )]
-    pub(crate) status: Option<String>,
+    #[command(subcommand)]
+    pub(crate) mode: Option<Mode>,
 
     /// torchrun's option to run a Python module; refused with a hint.
     #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]

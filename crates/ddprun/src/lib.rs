@@ -26,6 +26,7 @@ mod folder;
 mod judge;
 mod lines;
 mod members;
+mod mode;
 mod nodes;
 mod numa;
 mod output;
@@ -55,6 +56,7 @@ use console::{Console, Target, message};
 use error::{Error, Result, USAGE};
 use events::Events;
 use folder::RunFolder;
+use mode::Mode;
 use processes::Host;
 use rustix::thread::CpuSet;
 use secret::RunSecret;
@@ -99,14 +101,14 @@ fn parse() -> Result<Cli, ExitCode> {
 ///
 /// Takes over the signals, child processes and output of this process. Call it from a thread that lives as long as the
 /// process, such as the main thread, because the workers die with that thread.
-fn run(cli: Cli) -> ExitCode {
+fn run(mut cli: Cli) -> ExitCode {
     console::show_warnings();
     signal::survive_file_limits();
-    let result = match (&cli.merge_traces, &cli.explain, &cli.status) {
-        (Some(folder), ..) => merge_traces(folder),
-        (None, Some(folder), _) => explain(folder),
-        (None, None, Some(address)) => show_status(address, cli.no_secret),
-        (None, None, None) => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+    let result = match cli.mode.take().or_else(|| cli.former.mode(cli.no_secret)) {
+        Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
+        Some(Mode::Explain { folder }) => explain(&folder),
+        Some(Mode::Status { address, no_secret }) => show_status(&address, no_secret),
+        None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));

@@ -4,7 +4,7 @@
 //! how far they came and when. With a folder ([`FlightRecorderOptions::folder`], or
 //! `CANDLE_DDP_FLIGHT_RECORDER=FOLDER`), each writes them to `FOLDER/rank<N>.flight.json` when a group fails or a call
 //! times out, on `ProcessGroup::write_flight_record`, and, if the program asks for it, on
-//! SIGUSR1. `ddprun --explain FOLDER` says which rank parted from the others, and where. PyTorch has
+//! SIGUSR1. `ddprun explain FOLDER` says which rank parted from the others, and where. PyTorch has
 //! `TORCH_NCCL_TRACE_BUFFER_SIZE` and `TORCH_NCCL_DEBUG_INFO_TEMP_FILE` for this.
 //!
 //! The file is JSON: `rank`, `world_size`, `host`, `pid`, `reason`, `written_ns`, `started_ns` (when the group of all

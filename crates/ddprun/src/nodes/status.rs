@@ -1,4 +1,4 @@
-//! The status that the coordinator publishes about its run, for `ddprun --status`.
+//! The status that the coordinator publishes about its run, for `ddprun status`.
 use super::message::Slot;
 use super::run::{Run, State};
 use crate::status::{LastFailure, NodeStatus, Phase, RunStatus};

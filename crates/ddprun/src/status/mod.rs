@@ -1,4 +1,4 @@
-//! `ddprun --status`: shows the status of a run from its store. The launcher writes a document about the run and its
+//! `ddprun status`: shows the status of a run from its store. The launcher writes a document about the run and its
 //! nodes ([`RunStatus`]), and each rank one about itself ([`RankStatus`](candle_ddp_rendezvous::RankStatus)).
 mod document;
 mod snapshot;
@@ -33,7 +33,7 @@ fn parse(address: &str) -> Result<(String, u16)> {
                 "{address:?} must be HOST:PORT of the run's store: its --rdzv-endpoint, or its --master-addr and \
                  --master-port"
             );
-            Err(Error::usage("--status", reason))
+            Err(Error::usage("status", reason))
         }
     }
 }
@@ -48,7 +48,7 @@ mod tests {
         assert_eq!(parse("[::1]:29400").unwrap(), ("::1".to_string(), 29400));
         for wrong in ["", "node0", "node0:", ":1", "node0:1?rank=0", "node0:x"] {
             let error = parse(wrong).unwrap_err().to_string();
-            assert!(error.starts_with("--status: ") && error.contains("HOST:PORT"), "{wrong}: {error}");
+            assert!(error.starts_with("status: ") && error.contains("HOST:PORT"), "{wrong}: {error}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The text that `ddprun --status` shows.
+//! The text that `ddprun status` shows.
 use super::document::{NodeStatus, Phase};
 use super::snapshot::Snapshot;
 use crate::time;

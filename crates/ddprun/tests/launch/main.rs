@@ -6,6 +6,7 @@ mod elastic_nodes;
 mod ending;
 mod environment;
 mod leftovers;
+mod modes;
 mod nodes;
 mod output;
 #[path = "../../../../tests/common/port.rs"]

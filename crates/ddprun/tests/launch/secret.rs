@@ -191,8 +191,8 @@ fn a_file_that_others_can_read_is_reported() {
     std::fs::write(&file, GIVEN).unwrap();
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
     let port = free_port();
-    let status = format!("--status=127.0.0.1:{port}");
-    for args in [&["true"][..], &[&status]] {
+    let store = format!("127.0.0.1:{port}");
+    for args in [&["true"][..], &["status", &store]] {
         let ran = Ran::new(ddprun(&place, args).env("CANDLE_DDP_SECRET_FILE", &file));
         assert_eq!(ran.stderr.matches("chmod 600").count(), 1, "{args:?}: {ran:?}");
     }

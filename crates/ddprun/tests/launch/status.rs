@@ -1,11 +1,11 @@
-//! `ddprun --status`, of programs that know nothing of it.
+//! `ddprun status`, of programs that know nothing of it.
 use crate::{Ran, Sandbox, free_port, wait_until};
 use candle_ddp_rendezvous::TcpStoreServer;
 
 const SECRET: &str = "a secret that the user has given to all";
 
 pub(crate) fn status(sandbox: &Sandbox, port: u16) -> Ran {
-    Ran::new(&mut sandbox.ddprun(&["--status", &format!("127.0.0.1:{port}")]))
+    Ran::new(&mut sandbox.ddprun(&["status", &format!("127.0.0.1:{port}")]))
 }
 
 /// The status of a run, once its first line is `first`.
@@ -57,7 +57,7 @@ fn what_is_no_run_says_so() {
     let ran = status(&sandbox, free_port());
     assert_eq!(ran.code, Some(1), "{ran:?}");
     ran.says("Connection refused");
-    let ran = Ran::new(&mut sandbox.ddprun(&["--status", "nobody"]));
+    let ran = Ran::new(&mut sandbox.ddprun(&["status", "nobody"]));
     assert_eq!(ran.code, Some(2), "{ran:?}");
     ran.says("must be HOST:PORT");
 }
@@ -73,7 +73,7 @@ fn the_secret_of_the_run_is_needed() {
     let ran = status(&sandbox, port);
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""), "{ran:?}");
     ran.says("CANDLE_DDP_SECRET");
-    let mut command = sandbox.ddprun(&["--status", &format!("127.0.0.1:{port}")]);
+    let mut command = sandbox.ddprun(&["status", &format!("127.0.0.1:{port}")]);
     let ran = Ran::new(command.env("CANDLE_DDP_SECRET", SECRET));
     assert!(ran.code == Some(0) && ran.stdout.starts_with("run a: running"), "{ran:?}");
     running.send(rustix::process::Signal::TERM);
