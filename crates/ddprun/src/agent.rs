@@ -63,7 +63,7 @@ impl<'a> Agent<'a> {
     /// `server` is the store, if this machine hosts it; `link` connects it to other nodes.
     pub(super) fn new(starter: Starter<'a>, server: Option<TcpStoreServer>, link: Option<Link>) -> Self {
         let run_id = starter.config.run_id.clone();
-        let restarts = Restarts::new(starter.config.max_restarts);
+        let restarts = Restarts::new(starter.config.options.max_restarts);
         Self {
             starter,
             server,

@@ -1,12 +1,9 @@
 //! The command line as typed. [`Config`](super::Config) holds its meaning.
 use super::mode::{FormerFlags, Mode};
-use super::numa::Binding;
+use super::options::{BUILD, Options, RANKS, trimmed};
 use super::processes::Processes;
-use super::streams::StreamSelection;
 use clap::builder::BoolishValueParser;
 use std::ffi::OsString;
-use std::path::PathBuf;
-use std::str::FromStr;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -37,11 +34,6 @@ SIGUSR1 and SIGUSR2 are forwarded to the processes that have a handler for them,
 Exit code: 0 if every worker exited with 0, even after a signal; otherwise 128 + N if the run was ended by signal N, or \
 the exit code of the first worker that failed (128 + N if it was killed by signal N); 2 for an invalid command line; cargo's own code if the build \
 failed; 126 if the program is not executable, 127 if it was not found; 1 for everything else.";
-
-/// A number, perhaps with blanks around it, as environment variables may have.
-fn trimmed<T: FromStr>(text: &str) -> Result<T, T::Err> {
-    text.trim().parse()
-}
 
 /// The command line of `ddprun`: torchrun's options, with `-` or `_` between words.
 #[derive(Debug, Clone, clap::Parser)]
@@ -108,18 +100,6 @@ pub(crate) struct Cli {
     )]
     pub(crate) run_id: Option<String>,
 
-    /// Makes no secret for this run, and gives none to the workers: anyone who reaches the store can use it, as with
-    /// torchrun. By default, ddprun takes the secret from CANDLE_DDP_SECRET or from the file that
-    /// CANDLE_DDP_SECRET_FILE names, which must be the same on all machines, or makes one if the run is on this machine
-    /// alone. PyTorch's programs know no secret: they need this option if one is set, or if they share the store with
-    /// programs of candle-ddp.
-    #[arg(long, alias = "no_secret", help_heading = RANKS)]
-    pub(crate) no_secret: bool,
-
-    /// Role of the workers: ROLE_NAME in their environment, and the prefix of --tee.
-    #[arg(long, env = "PET_ROLE", value_name = "NAME", default_value = "default", help_heading = RANKS)]
-    pub(crate) role: String,
-
     /// Builds and runs this example of the current cargo package. cargo reports the path, so workspaces and
     /// CARGO_TARGET_DIR work. Arguments for the example follow `--`.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["bin", "bench"], help_heading = BUILD)]
@@ -149,66 +129,8 @@ pub(crate) struct Cli {
     #[arg(long, help_heading = BUILD)]
     pub(crate) debug: bool,
 
-    /// Folder for log files: DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/{stdout.log,stderr.log,error.json}. Existing logs are
-    /// never overwritten: if RUN_ID is taken, a number is appended to it. [default: a new folder in the system's
-    /// temporary folder, if --redirects or --tee needs files]
-    #[arg(long, alias = "log_dir", env = "PET_LOG_DIR", value_name = "DIR", help_heading = OUTPUT)]
-    pub(crate) log_dir: Option<PathBuf>,
-
-    /// Output to write to log files instead of showing it: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in
-    /// `0:1,1:3`.
-    #[arg(short, long, env = "PET_REDIRECTS", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
-    pub(crate) redirects: StreamSelection,
-
-    /// Output to write to log files and also show, each line with a prefix of the role and local rank, `[default0]:`; same
-    /// values as --redirects.
-    #[arg(short, long, env = "PET_TEE", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
-    pub(crate) tee: StreamSelection,
-
-    /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
-    /// time to write a final checkpoint.
-    #[arg(
-        long,
-        alias = "shutdown_timeout",
-        value_name = "SECONDS",
-        default_value = "30",
-        allow_negative_numbers = true,
-        help_heading = ENDING
-    )]
-    pub(crate) shutdown_timeout: f64,
-
-    /// Signals that end the run. ddprun forwards the first to the workers and exits after them. A second signal of any
-    /// kind kills them at once, unless it arrives within half a second of the first.
-    #[arg(
-        long,
-        alias = "signals_to_handle",
-        env = "PET_SIGNALS_TO_HANDLE",
-        value_name = "LIST",
-        default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        help_heading = ENDING
-    )]
-    pub(crate) signals_to_handle: String,
-
-    /// How often ddprun restarts workers after one has failed. As with torchrun, all workers are ended and restarted,
-    /// with TORCHELASTIC_RESTART_COUNT one higher. If the program runs candle_ddp::elastic::run, only the worker that
-    /// died is replaced; the others continue. [default: 0]
-    #[arg(
-        long,
-        alias = "max_restarts",
-        env = "PET_MAX_RESTARTS",
-        value_name = "N",
-        value_parser = trimmed::<u32>,
-        default_value = "0",
-        hide_default_value = true,
-        help_heading = ENDING
-    )]
-    pub(crate) max_restarts: u32,
-
-    /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
-    /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,
-    /// workers are distributed evenly over the nodes.
-    #[arg(long, alias = "numa_binding", env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
-    pub(crate) numa_binding: Option<Binding>,
+    #[command(flatten)]
+    pub(crate) options: Options,
 
     /// Sets LOCAL_RANK=0 for every worker, and CUDA_VISIBLE_DEVICES to the one GPU that it may use.
     #[arg(
@@ -219,19 +141,6 @@ pub(crate) struct Cli {
         help_heading = RANKS
     )]
     pub(crate) virtual_local_rank: bool,
-
-    /// Also gives each worker its local rank as its last argument, `--local-rank=N`, as torch.distributed.launch does; with
-    /// `--pass-local-rank=--local_rank`, as older versions of it do. Programs for torchrun read LOCAL_RANK instead.
-    #[arg(
-        long,
-        alias = "pass_local_rank",
-        value_name = "NAME",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "--local-rank",
-        help_heading = RANKS
-    )]
-    pub(crate) pass_local_rank: Option<String>,
 
     /// Accepted for compatibility with torchrun, which needs it for compiled programs: ddprun always runs PROGRAM
     /// directly.
@@ -284,8 +193,3 @@ pub(crate) struct Cli {
     #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]
     pub(crate) command: Vec<OsString>,
 }
-
-const RANKS: &str = "Ranks";
-const BUILD: &str = "Building with cargo";
-const OUTPUT: &str = "Output";
-const ENDING: &str = "Shutdown";

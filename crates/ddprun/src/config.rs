@@ -3,18 +3,15 @@ use super::cargo::CargoTarget;
 use super::cli::Cli;
 use super::error::{Error, Result};
 use super::nodes::{Pace, Terms};
-use super::numa::Binding;
+use super::options::Options;
 use super::processes::Host;
 use super::secret::RunSecret;
-use super::signal;
-use super::streams::StreamSelection;
 use super::time;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::{MOST_RANKS, loopback};
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
-use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 /// torchrun's default port. All machines of a run must agree on it beforehand.
 const DEFAULT_MASTER_PORT: u16 = 29500;
@@ -80,34 +77,16 @@ pub(crate) struct Config {
     pub(crate) master_port: Option<u16>,
     /// The run's id.
     pub(crate) run_id: String,
-    /// The workers' role.
-    pub(crate) role: String,
     /// Threads per worker; `None` for a single worker.
     pub(crate) threads: Option<usize>,
     /// The number of cores that the workers share.
     pub(crate) cores: usize,
-    /// The folder for log files; `None` for a temporary folder.
-    pub(crate) log_dir: Option<PathBuf>,
-    /// Streams that go only to files.
-    pub(crate) redirects: StreamSelection,
-    /// Streams that go to files and are also shown.
-    pub(crate) tee: StreamSelection,
-    /// The time between asking workers to exit and killing them.
-    pub(crate) shutdown_timeout: Duration,
-    /// Signals that end the run.
-    pub(crate) signals: Vec<i32>,
-    /// How often failed workers are restarted.
-    pub(crate) max_restarts: u32,
-    /// The processors to which workers are bound.
-    pub(crate) numa_binding: Option<Binding>,
     /// The GPU of each worker, as CUDA_VISIBLE_DEVICES names it, if each worker is to see only one.
     pub(crate) virtual_devices: Option<Vec<String>>,
     /// The secret that the processes of the run prove to each other.
     pub(crate) secret: RunSecret,
-    /// Whether the user wants no secret.
-    pub(crate) no_secret: bool,
-    /// The argument by which workers get their local rank.
-    pub(crate) local_rank_argument: Option<String>,
+    /// Options that act as they were typed.
+    pub(crate) options: Options,
 }
 
 impl Config {
@@ -127,8 +106,8 @@ impl Config {
         let (min_nodes, max_nodes) = node_range(&cli, is_static)?;
         let topology = topology(&cli, host, max_nodes, is_static)?;
         let (master_addr, master_port) = master(&cli, &topology, is_static)?;
-        let (redirects, tee) = (cli.redirects.clone(), cli.tee.clone());
-        for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
+        let options = cli.options.clone();
+        for (option, selection) in [("--redirects", &options.redirects), ("--tee", &options.tee)] {
             if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
                 return Err(Error::usage(option, reason));
@@ -143,21 +122,14 @@ impl Config {
             None if topology.nodes > 1 => "none".into(),
             None => format!("{}-{}", time::compact(SystemTime::now()), std::process::id()),
         };
-        let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
-            let reason = format!("{} must be a non-negative number of seconds", cli.shutdown_timeout);
-            Error::usage("--shutdown-timeout", reason)
-        })?;
-        let signals = signal::parse_list(&cli.signals_to_handle)?;
         let local = topology.local_world_size;
-        let numa_binding = cli.numa_binding;
         let visible = PROCESS.raw("CUDA_VISIBLE_DEVICES");
         let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
-        let (role, log_dir, max_restarts) = (cli.role.clone(), cli.log_dir.clone(), cli.max_restarts);
-        let (no_secret, local_rank_argument) = (cli.no_secret, cli.pass_local_rank.clone());
-        let secret = RunSecret::resolve(no_secret, topology.nodes)?;
+        let secret = RunSecret::resolve(options.no_secret, topology.nodes)?;
         let pace = Pace::parse(cli.rdzv_conf.as_deref().unwrap_or_default())?;
-        let terms = Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts };
+        let terms =
+            Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts: options.max_restarts };
         let rendezvous = (max_nodes > 1).then_some(Rendezvous { terms, pace, is_static });
         let (program, args) = program(cli)?;
         Ok(Self {
@@ -168,20 +140,11 @@ impl Config {
             master_addr,
             master_port,
             run_id,
-            role,
             threads,
             cores: host.cores,
-            log_dir,
-            redirects,
-            tee,
-            shutdown_timeout,
-            signals,
-            max_restarts,
-            numa_binding,
             virtual_devices,
             secret,
-            no_secret,
-            local_rank_argument,
+            options,
         })
     }
 }
@@ -369,6 +332,8 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
 mod tests {
     use super::*;
     use clap::Parser;
+    use std::collections::BTreeSet;
+    use std::time::Duration;
 
     const HOST: Host = Host { cores: 8, gpus: 2 };
 
@@ -382,13 +347,22 @@ mod tests {
     }
 
     #[test]
+    fn the_table_of_variables_has_those_of_all_options() {
+        let command = <Cli as clap::CommandFactory>::command();
+        let read: BTreeSet<&str> = command.get_arguments().filter_map(|arg| arg.get_env()?.to_str()).collect();
+        let rows = candle_ddp_env::SECTIONS.iter().flat_map(|(_, rows)| *rows);
+        let listed = rows.flat_map(|row| row.names).copied().filter(|name| name.starts_with("PET_")).collect();
+        assert_eq!(read, listed);
+    }
+
+    #[test]
     fn defaults() {
         let config = resolve(&["./train", "--epochs", "3", "--", "-x"]).unwrap();
         assert_eq!(config.program, Program::Path("./train".into()));
         assert_eq!(config.args, ["--epochs", "3", "--", "-x"]);
         assert_eq!(config.topology, Topology { nodes: 1, node_rank: 0, local_world_size: 1 });
         assert_eq!((config.master_addr.as_str(), config.master_port), ("127.0.0.1", None));
-        assert_eq!((config.threads, config.shutdown_timeout), (None, Duration::from_secs(30)));
+        assert_eq!((config.threads, config.options.shutdown_timeout), (None, Duration::from_secs(30)));
     }
 
     #[test]
@@ -443,10 +417,6 @@ mod tests {
             (&["--standalone", "--master-port", "1", "x"], "free port"),
             (&["--master-port", "0", "x"], "not a port"),
             (&["--redirects", "0:1,1:3", "x"], "local rank 1"),
-            (&["--shutdown-timeout=-1", "x"], "seconds"),
-            (&["--shutdown-timeout", "NaN", "x"], "seconds"),
-            (&["--signals-to-handle", "SIGFOO", "x"], "SIGFOO"),
-            (&["--signals-to-handle", "SIGKILL", "x"], "SIGKILL"),
             (&["--run-id", "a/b", "x"], "folder"),
             (&["--run-id", "a\u{1b}[31m", "x"], "folder"),
             (&["--features", "nccl", "x"], "--example NAME"),

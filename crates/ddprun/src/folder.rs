@@ -31,8 +31,9 @@ impl RunFolder {
     /// Creates the folders of all workers.
     pub(super) fn create(config: &Config) -> Result<Self> {
         let workers = config.topology.local_world_size;
-        let files = (0..workers).any(|rank| config.redirects.of(rank).any() || config.tee.of(rank).any());
-        let (path, temporary) = match &config.log_dir {
+        let files =
+            (0..workers).any(|rank| config.options.redirects.of(rank).any() || config.options.tee.of(rank).any());
+        let (path, temporary) = match &config.options.log_dir {
             Some(dir) => {
                 let dir = std::path::absolute(dir).map_err(|error| io_error(dir, error))?;
                 std::fs::create_dir_all(&dir).map_err(|error| io_error(&dir, error))?;

@@ -29,6 +29,7 @@ mod members;
 mod mode;
 mod nodes;
 mod numa;
+mod options;
 mod output;
 mod printer;
 mod processes;
@@ -104,7 +105,7 @@ fn parse() -> Result<Cli, ExitCode> {
 fn run(mut cli: Cli) -> ExitCode {
     console::show_warnings();
     signal::survive_file_limits();
-    let result = match cli.mode.take().or_else(|| cli.former.mode(cli.no_secret)) {
+    let result = match cli.mode.take().or_else(|| cli.former.mode(cli.options.no_secret)) {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
         Some(Mode::Explain { folder }) => explain(&folder),
         Some(Mode::Status { address, no_secret }) => show_status(&address, no_secret),
@@ -184,10 +185,10 @@ fn execute(config: &Config) -> Result<End> {
             }
         },
     };
-    let events = Events::listen(&config.signals)?;
+    let events = Events::listen(&config.options.signals_to_handle)?;
     store::check_address(config)?;
     let (server, master_port) = store::host(config, &RunStatus::of(config))?;
-    if config.secret == RunSecret::None && !config.no_secret {
+    if config.secret == RunSecret::None && !config.options.no_secret {
         secret::say_none(master_port);
     }
     let folder = RunFolder::create(config)?;
@@ -208,7 +209,7 @@ fn execute(config: &Config) -> Result<End> {
         intake,
         terminals,
     };
-    let mut supervisor = Supervisor::new(config.shutdown_timeout);
+    let mut supervisor = Supervisor::new(config.options.shutdown_timeout);
     let link = store::link(config, server.as_ref(), master_port, &events)?;
     let mut agent = Agent::new(starter, server, link);
     // Before any output of workers.
@@ -217,7 +218,7 @@ fn execute(config: &Config) -> Result<End> {
         agent.start_all(|worker| supervisor.workers.push(worker))?;
     }
     let (outcome, remains) = supervisor.watch(&events, &mut agent);
-    let patience = config.shutdown_timeout;
+    let patience = config.options.shutdown_timeout;
     let (code, patience) = match outcome {
         Outcome::Success => (0, patience),
         Outcome::Signalled(signal) => (supervisor.code_after(signal), patience.min(UNREAD)),
@@ -249,7 +250,7 @@ fn can_bind() -> bool {
 
 /// The processors of each worker, if it is to be bound.
 fn cpus(config: &Config) -> Result<Vec<CpuSet>> {
-    let Some(binding) = config.numa_binding else { return Ok(Vec::new()) };
+    let Some(binding) = config.options.numa_binding else { return Ok(Vec::new()) };
     let visible = PROCESS.raw("CUDA_VISIBLE_DEVICES");
     let listed = visible.map(|list| list.split(',').map_while(|gpu| gpu.trim().parse().ok()).collect::<Vec<usize>>());
     let workers = config.topology.local_world_size;

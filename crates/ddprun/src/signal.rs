@@ -1,5 +1,4 @@
 //! Names and numbers of signals, and whether they are ignored.
-use super::error::{Error, Result};
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH, SIGXFSZ};
 use signal_hook::low_level::signal_name;
@@ -11,8 +10,11 @@ pub(super) fn name(signal: i32) -> String {
     signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
+/// The numbers of signals.
+pub(crate) type Signals = Vec<i32>;
+
 /// Parses a list of signals, such as `SIGTERM,SIGINT`.
-pub(super) fn parse_list(list: &str) -> Result<Vec<i32>> {
+pub(super) fn parse_list(list: &str) -> Result<Signals, String> {
     let mut signals = Vec::new();
     for word in list.split(',').map(str::trim).filter(|word| !word.is_empty()) {
         let signal = (1..32).find(|&signal| signal_name(signal) == Some(word));
@@ -20,8 +22,7 @@ pub(super) fn parse_list(list: &str) -> Result<Vec<i32>> {
         match signal.filter(|signal| !FORBIDDEN.contains(signal) && !ours.contains(signal)) {
             Some(signal) => signals.push(signal),
             None => {
-                let reason = format!("{word} is not a signal that can end a run: use names, as in SIGTERM,SIGINT");
-                return Err(Error::usage("--signals-to-handle", reason));
+                return Err(format!("{word} is not a signal that can end a run: use names, as in SIGTERM,SIGINT"));
             }
         }
     }

@@ -178,7 +178,7 @@ impl Supervisor {
                 // Stops this process. SIGCONT resumes it, and it then resumes the workers.
                 let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
             }
-            (_, _) if !agent.starter.config.signals.contains(&number) => self.pass_on(number),
+            (_, _) if !agent.starter.config.options.signals_to_handle.contains(&number) => self.pass_on(number),
             (_, Phase::Killed(_)) => {}
             (_, Phase::Waiting(_)) => {
                 self.leave(number, agent);

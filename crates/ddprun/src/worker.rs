@@ -115,7 +115,7 @@ impl Starter<'_> {
         let mut command = Command::new(self.program);
         command.args(&config.args);
         command.args(
-            config.local_rank_argument.iter().map(|name| format!("{name}={}", config.shown_local_rank(local_rank))),
+            config.options.pass_local_rank.iter().map(|name| format!("{name}={}", config.shown_local_rank(local_rank))),
         );
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
@@ -134,7 +134,7 @@ impl Starter<'_> {
         let mut sources = Vec::new();
         // A background process is stopped when it reads from the terminal.
         command.stdin(Stdio::null());
-        let (redirects, tee) = (config.redirects.of(local_rank), config.tee.of(local_rank));
+        let (redirects, tee) = (config.options.redirects.of(local_rank), config.options.tee.of(local_rank));
         if self.console.is_one() && !redirects.any() && !tee.any() {
             // Both streams end in the same place, so a single stream keeps their order.
             let both =
@@ -202,7 +202,7 @@ impl Starter<'_> {
             }
         };
         // As torchrun does.
-        let prefix = tee.then(|| format!("[{}{local_rank}]:", config.role));
+        let prefix = tee.then(|| format!("[{}{local_rank}]:", config.options.role));
         let shown = visible.then(|| Lines::new(prefix, terminal));
         let tail = Tail::default();
         sources.push(Source { fd: Some(ours), local_rank, restart_count, target, shown, file, tail });

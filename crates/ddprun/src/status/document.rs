@@ -68,7 +68,7 @@ impl RunStatus {
             phase,
             attempt: 0,
             restarts: 0,
-            max_restarts: config.max_restarts,
+            max_restarts: config.options.max_restarts,
             workers: config.topology.local_world_size,
             nodes,
             last_failure: None,
