@@ -3,8 +3,6 @@ use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, WithDType,
 };
-#[cfg(test)]
-use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::{argument, op1_in};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
@@ -191,35 +189,6 @@ impl Operation {
         let (grid, numbers) = (Grid::Threads(elements / vector), &[elements, vector, self as usize]);
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
-
-    /// The gradient by candle's operations.
-    #[cfg(test)]
-    fn backward_composite(self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        if let Self::Relu = self {
-            return y.le(0.0)?.where_cond(&dy.zeros_like()?, dy);
-        }
-        let acc = accumulator(x.dtype());
-        let (wide, wide_dy) = (x.to_dtype(acc)?, dy.to_dtype(acc)?);
-        let sigmoid = |x: &Tensor| (x.neg()?.exp()? + 1.0)?.recip();
-        let slope = match self {
-            Self::Relu | Self::Silu => {
-                let s = sigmoid(&wide)?;
-                ((&wide * s.affine(-1.0, 1.0)?)? + 1.0)? * s
-            }
-            Self::Gelu => {
-                let squares = wide.sqr()?;
-                let s = sigmoid(&((&wide * squares.affine(CUBE, 1.0)?)? * (8.0 / PI).sqrt())?)?;
-                let slope = squares.affine(3.0 * CUBE, 1.0)? * (8.0 / PI).sqrt();
-                &s + (((&wide * &s)? * s.affine(-1.0, 1.0)?)? * slope?)?
-            }
-            Self::GeluErf => {
-                let density = ((wide.sqr()? * -0.5)?.exp()? * (FRAC_1_SQRT_2 / PI.sqrt()))?;
-                let cdf = (&wide * FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
-                cdf + (wide * density)?
-            }
-        }?;
-        (slope * wide_dy)?.to_dtype(x.dtype())
-    }
 }
 
 #[inline(always)]
@@ -332,32 +301,6 @@ mod tests {
             let gradient = mish(&var).unwrap().backward().unwrap().get(&var).unwrap().to_scalar::<f64>().unwrap();
             let difference = (of(x + 1e-5) - of(x - 1e-5)) / 2e-5;
             assert!((gradient - difference).abs() < 1e-8, "{x}: {gradient}, not {difference}");
-        }
-    }
-
-    /// The loops of the CPU agree with candle's operations, which other devices use.
-    #[test]
-    fn loops_agree_with_composites() {
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 1e-2), (DType::BF16, 2e-2)] {
-            let values: Vec<f64> = (-400..=400).map(|i| f64::from(i) / 50.0).collect();
-            let x = Tensor::new(&*values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            let dy = x.affine(-0.3, 1.0).unwrap();
-            let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
-            for (activation, candles) in [
-                (Operation::Relu, x.relu()),
-                (Operation::Gelu, x.gelu()),
-                (Operation::GeluErf, x.gelu_erf()),
-                (Operation::Silu, x.silu()),
-            ] {
-                let y = activation.apply(&x).unwrap();
-                let dx = activation.bwd(&x, &y, &dy).unwrap().unwrap();
-                let composite = activation.backward_composite(&x, &y, &dy).unwrap();
-                for (ours, theirs) in [(y, candles.unwrap()), (dx, composite)] {
-                    for (a, b) in flat(&ours).iter().zip(flat(&theirs)) {
-                        assert!((a - b).abs() <= tolerance * b.abs().max(1.0), "{a} and {b}, {activation:?} {dtype:?}");
-                    }
-                }
-            }
         }
     }
 }

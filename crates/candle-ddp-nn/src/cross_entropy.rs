@@ -8,8 +8,6 @@ use super::softmax::{BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
-#[cfg(test)]
-use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
@@ -96,43 +94,6 @@ fn classes(targets: &Tensor, count: usize, ignore_index: i64) -> Result<Vec<u32>
         }
     };
     targets.iter().map(class).collect()
-}
-
-/// The same by candle's operations, all of which have correct gradients in candle.
-#[cfg(test)]
-fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
-    let (acc, classes) = (accumulator(logits.dtype()), logits.dim(1)?);
-    // (N, C, …) becomes (samples, C).
-    let log_p = super::softmax::composite(&logits.to_dtype(acc)?, 1, true)?.flatten_from(1)?;
-    let log_p = log_p.reshape((logits.dim(0)?, classes, ()))?.transpose(1, 2)?.contiguous()?.reshape(((), classes))?;
-    let targets = targets.flatten_all()?;
-    let counts = match (targets.dtype(), options.ignore_index) {
-        (DType::I64, index) => targets.ne(index)?,
-        (DType::U32, index) if u32::try_from(index).is_ok() => targets.ne(index as u32)?,
-        (DType::U8, index) if u8::try_from(index).is_ok() => targets.ne(index as u8)?,
-        _ => targets.ones_like()?.to_dtype(DType::U8)?,
-    };
-    let targets = counts.where_cond(&targets, &targets.zeros_like()?)?;
-    let counts = counts.to_dtype(acc)?;
-    let loss = |targets: &Tensor| log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?.neg();
-    let (weighted, smooth) = match &options.weight {
-        None => (counts.clone(), log_p.sum(1)?.neg()?),
-        Some(weight) => {
-            let weight = weight.detach().to_dtype(acc)?;
-            let smooth = log_p.broadcast_mul(&weight)?.sum(1)?.neg()?;
-            ((weight.contiguous()?.index_select(&targets, 0)? * &counts)?, smooth)
-        }
-    };
-    let mut total = ((loss(&targets)? * &weighted)?.sum_all()? * (1.0 - options.label_smoothing))?;
-    if options.label_smoothing > 0.0 {
-        let smooth = (smooth * &counts)?.sum_all()?;
-        total = (total + (smooth * (options.label_smoothing / classes as f64))?)?;
-    }
-    let total = match options.reduction {
-        Reduction::Mean => (total / weighted.sum_all()?)?,
-        Reduction::Sum => total,
-    };
-    Ok(total)
 }
 
 /// Without label smoothing: p × `by_p`.
@@ -302,45 +263,5 @@ impl CustomOp1 for CrossEntropy {
             let dx = with_slice::<T, _>(x, |x_values| self.backward(x_values, x.shape(), gradient))?;
             Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::{Device, Var};
-
-    /// The loops of the CPU agree with candle's operations, which other devices use.
-    #[test]
-    fn loops_agree_with_composites() {
-        for shape in [&[5, 37][..], &[2, 3, 67], &[2, 3, 4, 5]] {
-            let values: Vec<f64> = (0..shape.iter().product()).map(|i: usize| (i as f64 * 1.7).sin() * 5.0).collect();
-            let x = Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap()).unwrap();
-            let count = x.elem_count() / shape[1];
-            let targets: Vec<i64> = (0..count as i64).map(|i| if i % 4 == 3 { 1 } else { i % 3 }).collect();
-            let targets = Tensor::from_vec(targets, [&shape[..1], &shape[2..]].concat(), &Device::Cpu).unwrap();
-            let weight: Vec<f64> = (0..shape[1]).map(|i| 0.5 + i as f64).collect();
-            let weight = Tensor::new(weight, &Device::Cpu).unwrap();
-            for (case, dtype) in (0..16).flat_map(|case| [DType::I64, DType::U32, DType::U8].map(|dtype| (case, dtype)))
-            {
-                let options = CrossEntropyOptions {
-                    weight: (case & 1 == 1).then(|| weight.clone()),
-                    ignore_index: if case & 2 == 2 { 1 } else { -100 },
-                    label_smoothing: if case & 4 == 4 { 0.3 } else { 0.0 },
-                    reduction: if case & 8 == 8 { Reduction::Sum } else { Reduction::Mean },
-                };
-                let targets = targets.to_dtype(dtype).unwrap();
-                let run = |loss: Tensor| {
-                    let grads = (&loss * 3.0).unwrap().backward().unwrap();
-                    let dx = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
-                    [vec![loss.to_scalar::<f64>().unwrap()], dx].concat()
-                };
-                let loops = run(cross_entropy_with(&x, &targets, options.clone()).unwrap());
-                let composite = run(composite(&x, &targets, &options).unwrap());
-                for (a, b) in loops.iter().zip(&composite) {
-                    assert!((a - b).abs() <= 1e-12 * b.abs().max(1.0), "{a} and {b}, {shape:?}, case {case}");
-                }
-            }
-        }
     }
 }

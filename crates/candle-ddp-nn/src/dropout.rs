@@ -1,6 +1,4 @@
 //! Dropout with reproducible masks.
-#[cfg(test)]
-use super::attach::attach;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, ModuleT, Result, Shape, Tensor, WithDType,
@@ -44,12 +42,6 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
     let x = x.contiguous()?;
     op1(&x, mask)
-}
-
-/// The same, by candle's operations.
-#[cfg(test)]
-fn by_candle(x: &Tensor, mask: Mask) -> Result<Tensor> {
-    attach(&[x], &mask.composite(&x.detach())?, "dropout", move |dy| Ok(vec![mask.composite(dy)?]))
 }
 
 /// A drop-in for `candle_nn::Dropout`: see [`dropout`].
@@ -144,22 +136,6 @@ impl Mask {
         kernels::launch(device, launch)?;
         Ok(y)
     }
-
-    /// The same, by candle's operations.
-    #[cfg(test)]
-    fn composite(&self, x: &Tensor) -> Result<Tensor> {
-        let mut kept = vec![0u8; x.elem_count()];
-        kept.par_chunks_mut(BLOCK_ELEMENTS).enumerate().for_each_init(
-            || vec![0; BLOCK_ELEMENTS],
-            |numbers, (block, kept)| {
-                let numbers = &mut numbers[..kept.len()];
-                self.fill(block, numbers);
-                kept.iter_mut().zip(&*numbers).for_each(|(kept, number)| *kept = u8::from(*number >= self.threshold));
-            },
-        );
-        let kept = Tensor::from_vec(kept, x.shape(), x.device())?;
-        kept.where_cond(&(x * self.scale)?, &x.zeros_like()?)
-    }
 }
 
 impl CustomOp1 for Mask {
@@ -187,34 +163,5 @@ impl CustomOp1 for Mask {
         dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
             Ok(Some(Tensor::from_vec(self.apply(dy), x.shape(), x.device())?))
         }))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::Var;
-
-    /// The loops of the CPU agree with candle's operations, which other devices use.
-    #[test]
-    fn loops_agree_with_composites() {
-        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
-            let values: Vec<f64> = (1..=9001).map(f64::from).collect();
-            let x = Tensor::new(values, &Device::Cpu).unwrap().sin().unwrap().to_dtype(dtype).unwrap();
-            let mask = Mask { draw: Generator::new(7).draw(9001), threshold: 1 << 30, scale: 4.0 / 3.0 };
-            let x = Var::from_tensor(&x).unwrap();
-            let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
-            let run = |y: Tensor| {
-                let grads = y.sum_all().unwrap().backward().unwrap();
-                (flat(&y), flat(grads.get(&x).unwrap()))
-            };
-            let loops = run(x.apply_op1(mask).unwrap());
-            let composite = run(by_candle(&x, mask).unwrap());
-            let tolerance = if dtype == DType::BF16 { 1e-2 } else { 1e-3 };
-            assert!(loops.0.iter().zip(&composite.0).all(|(a, b)| (a - b).abs() <= tolerance), "{dtype:?}");
-            assert!(loops.1.iter().zip(&composite.1).all(|(a, b)| (a - b).abs() <= tolerance), "{dtype:?}");
-            let dropped = loops.1.iter().filter(|dx| **dx == 0.0).count();
-            assert!((2100..2400).contains(&dropped), "{dropped}");
-        }
     }
 }

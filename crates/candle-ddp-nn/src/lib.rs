@@ -1,8 +1,6 @@
 #![doc = include_str!("../README.md")]
 
 pub mod activation;
-#[cfg(test)]
-mod attach;
 pub mod attention;
 mod avg_pool;
 pub mod batch_norm;

@@ -76,40 +76,6 @@ enum Indices {
 }
 
 impl MaxPool {
-    /// Compares tap by tap, with operations whose gradients are correct in candle. Places in the padding are replaced
-    /// by the input next to them, which is in the same window, so neither the maximum nor the first of equal maxima
-    /// changes.
-    #[cfg(test)]
-    fn composite(&self, x: &Tensor) -> Result<Tensor> {
-        let shape = with_planes(self.format, x.shape(), self.rows.count, self.columns.count);
-        if x.elem_count() == 0 {
-            return Tensor::zeros(shape, x.dtype(), x.device());
-        }
-        let tap = |x: &Tensor, windows: &Windows, tap: usize| {
-            let index = |window: usize| {
-                let inside = windows.inside(window);
-                (window * windows.stride + tap).saturating_sub(windows.padding).clamp(inside.start, inside.end - 1)
-                    as u32
-            };
-            Tensor::from_vec((0..windows.count).map(index).collect::<Vec<_>>(), windows.count, x.device())
-        };
-        let mut best: Option<Tensor> = None;
-        for row in 0..self.rows.kernel {
-            let line = x.index_select(&tap(x, &self.rows, row)?, x.rank() - 2)?;
-            for column in 0..self.columns.kernel {
-                let value = line.index_select(&tap(x, &self.columns, column)?, x.rank() - 1)?;
-                best = Some(match best {
-                    None => value,
-                    Some(best) => {
-                        let is_nan = value.ne(&value)?;
-                        (value.gt(&best)? + is_nan)?.where_cond(&value, &best)?
-                    }
-                });
-            }
-        }
-        best.map_or_else(|| Tensor::zeros(shape, x.dtype(), x.device()), Ok)
-    }
-
     fn blocks(&self) -> usize {
         let comparisons = self.rows.count * self.columns.count * self.rows.kernel * self.columns.kernel;
         (BLOCK_ELEMENTS / comparisons).max(1)
@@ -297,48 +263,5 @@ impl CustomOp1 for MaxPool {
             let dx = with_slice::<T, _>(&dy, |dy| Ok(self.backward(dy, indices, planes)))?;
             Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::{Device, Var};
-
-    /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and
-    /// NaNs.
-    #[test]
-    fn loops_agree_with_composites() {
-        for (kernel, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 1), (4, 4, 2), (5, 3, 2), (1, 1, 0)] {
-            let op = || {
-                let windows = |size| windows(size, kernel, stride, padding, true).unwrap();
-                MaxPool {
-                    format: MemoryFormat::Contiguous,
-                    rows: windows(9),
-                    columns: windows(8),
-                    indices: OnceLock::new(),
-                }
-            };
-            for dtype in [DType::F32, DType::BF16] {
-                let value = |i: i32| if i % 53 == 7 { f64::NAN } else { f64::from((i * 7919) % 11) };
-                let x = Tensor::from_vec((0..2 * 72).map(value).collect(), (1, 2, 9, 8), &Device::Cpu).unwrap();
-                let x = Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
-                let run = |y: Tensor| {
-                    let dy = Tensor::arange(1f64, y.elem_count() as f64 + 1.0, y.device()).unwrap();
-                    let dy = dy.reshape(y.shape()).unwrap().to_dtype(dtype).unwrap();
-                    let grads = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();
-                    let flat = |t: &Tensor| {
-                        let values = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                        values.into_iter().map(|x| if x.is_nan() { "NaN".to_string() } else { x.to_string() })
-                    };
-                    flat(&y).chain(flat(grads.get(&x).unwrap())).collect::<Vec<_>>()
-                };
-                let (loops, composite) = (run(x.apply_op1(op()).unwrap()), run(op().composite(&x).unwrap()));
-                assert_eq!(loops.len(), composite.len());
-                if dtype == DType::F32 {
-                    assert_eq!(loops, composite, "kernel {kernel}, stride {stride}, padding {padding}");
-                }
-            }
-        }
     }
 }

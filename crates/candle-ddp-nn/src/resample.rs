@@ -5,8 +5,6 @@ use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
 };
 use candle_ddp_tensor::Error;
-#[cfg(test)]
-use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1_in;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
@@ -66,20 +64,6 @@ impl Axis {
         let length = table.len();
         Tensor::from_vec(table, length, device)
     }
-
-    /// The map as a matrix of shape (inputs, outputs).
-    #[cfg(test)]
-    fn matrix(&self, dtype: DType, like: &Tensor) -> Result<Tensor> {
-        let mut values = vec![0f64; self.input * self.output()];
-        for (output, (start, weights)) in self.outputs.iter().enumerate() {
-            for (index, weight) in weights.iter().enumerate() {
-                values[(start + index) * self.output() + output] = *weight;
-            }
-        }
-        // Converted on the CPU, since not every GPU has f64.
-        let values = Tensor::from_vec(values, (self.input, self.output()), &candle_core::Device::Cpu)?;
-        values.to_dtype(dtype)?.to_device(like.device())
-    }
 }
 
 /// The planes of an input: (C, H, W) or (N, C, H, W).
@@ -127,24 +111,6 @@ struct Resample {
 }
 
 impl Resample {
-    /// Uses matrix products, whose gradients are correct in candle.
-    #[cfg(test)]
-    fn composite(&self, x: &Tensor) -> Result<Tensor> {
-        let acc = accumulator(x.dtype());
-        let shape = with_planes(self.format, x.shape(), self.rows.output(), self.columns.output());
-        let planes = x.elem_count() / (self.rows.input * self.columns.input);
-        if planes == 0 {
-            return Tensor::zeros(shape, x.dtype(), x.device());
-        }
-        let times = |x: Tensor, axis: &Axis, other: usize| -> Result<Tensor> {
-            let y = x.reshape((planes * other, axis.input))?.matmul(&axis.matrix(acc, &x)?)?;
-            y.reshape((planes, other, axis.output()))?.transpose(1, 2)?.contiguous()
-        };
-        let wide = x.to_dtype(acc)?.contiguous()?;
-        let narrow = times(wide, &self.columns, self.rows.input)?;
-        times(narrow, &self.rows, self.columns.output())?.to_dtype(x.dtype())?.reshape(shape)
-    }
-
     /// The map, or with `is_transposed` its transpose, of the planes of a tensor of `shape`.
     fn on_cuda(
         &self,
@@ -297,41 +263,5 @@ impl CustomOp1 for Resample {
             let dx = with_slice::<T, _>(&dy, |dy| Ok(self.backward(dy, planes)))?;
             Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::Var;
-
-    /// The loops of the CPU agree with the products of matrices, which other devices use.
-    #[test]
-    fn loops_agree_with_composites() {
-        let op = || {
-            let rows = Axis::new(5, 4, |i| (i, vec![0.25, 0.75]));
-            Resample {
-                name: "test",
-                format: MemoryFormat::Contiguous,
-                rows,
-                columns: Axis::new(7, 3, |i| (2 * i, vec![1.0, -0.5, 0.125])),
-            }
-        };
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
-            let values: Vec<f64> = (0..2 * 3 * 5 * 7).map(|i| (f64::from(i) * 1.7).sin()).collect();
-            let x = Tensor::from_vec(values, (2, 3, 5, 7), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            let x = Var::from_tensor(&x).unwrap();
-            let run = |y: Tensor| {
-                let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-                let flat =
-                    |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
-                assert_eq!(y.dims(), [2, 3, 4, 3]);
-                [flat(&y), flat(grads.get(&x).unwrap())].concat()
-            };
-            let (loops, composite) = (run(x.apply_op1(op()).unwrap()), run(op().composite(&x).unwrap()));
-            for (a, b) in loops.iter().zip(&composite) {
-                assert!((a - b).abs() <= tolerance * b.abs().max(1.0), "{a} and {b}, {dtype:?}");
-            }
-        }
     }
 }

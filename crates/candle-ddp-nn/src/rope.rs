@@ -1,6 +1,4 @@
 //! Rotary position embeddings, with a gradient.
-#[cfg(test)]
-use super::attach::attach;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
@@ -12,8 +10,6 @@ use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, dispatch};
-#[cfg(test)]
-use candle_nn::rotary_emb;
 use rayon::prelude::*;
 
 /// The approximate number of elements that a thread takes at a time.
@@ -82,23 +78,6 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     let x = x.contiguous()?;
     let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
     op1(&x, Rope { kind, cos, sin })
-}
-
-/// Uses candle's kernels, which rotate back by the opposite angles.
-#[cfg(test)]
-fn by_operations(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
-    let y = by_candle(&x.detach(), cos, sin, kind)?;
-    let (cos, sin) = (cos.clone(), sin.neg()?);
-    attach(&[x], &y, "rope", move |dy| Ok(vec![by_candle(dy, &cos, &sin, kind)?]))
-}
-
-#[cfg(test)]
-fn by_candle(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
-    match kind {
-        Kind::Halves => rotary_emb::rope(x, cos, sin),
-        Kind::Interleaved => rotary_emb::rope_i(x, cos, sin),
-        Kind::HalvesThd => rotary_emb::rope_thd(x, cos, sin),
-    }
 }
 
 struct Rope {
@@ -199,41 +178,5 @@ impl CustomOp1 for Rope {
         dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
             Ok(Some(Tensor::from_vec(self.rotate(dy, x.shape(), -1.0)?, x.shape(), x.device())?))
         }))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::Var;
-
-    /// The loops of the CPU agree with candle's kernels, which other devices use.
-    #[test]
-    fn loops_agree_with_candles_kernels() {
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
-            for (kind, batched) in
-                [Kind::Halves, Kind::Interleaved, Kind::HalvesThd].map(|kind| [(kind, false), (kind, true)]).concat()
-            {
-                let values = |shape: &[usize], step: f64| {
-                    let values: Vec<f64> =
-                        (0..shape.iter().product()).map(|i: usize| (i as f64 * step).sin()).collect();
-                    Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
-                };
-                let x = Var::from_tensor(&values(&[2, 3, 3, 10], 1.7)).unwrap();
-                let angles: &[usize] = if batched { &[2, 3, 5] } else { &[4, 5] };
-                let (cos, sin, dy) = (values(angles, 0.3), values(angles, 0.7), values(&[2, 3, 3, 10], 0.2));
-                let flat =
-                    |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
-                let run = |y: Tensor| {
-                    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-                    [flat(&y), flat(grads.get(&x).unwrap())].concat()
-                };
-                let (loops, candles) =
-                    (run(apply(&x, &cos, &sin, kind).unwrap()), run(by_operations(&x, &cos, &sin, kind).unwrap()));
-                for (a, b) in loops.iter().zip(&candles) {
-                    assert!((a - b).abs() <= tolerance, "{a} and {b}, {kind:?} {dtype:?}");
-                }
-            }
-        }
     }
 }

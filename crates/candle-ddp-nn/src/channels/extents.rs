@@ -13,9 +13,4 @@ impl Extents {
     pub(super) fn of(dims: &[usize]) -> Self {
         Self { samples: dims[0], channels: dims[1], spatial: dims[2..].iter().product() }
     }
-
-    #[cfg(test)]
-    pub(super) fn shape(self) -> (usize, usize, usize) {
-        (self.samples, self.channels, self.spatial)
-    }
 }

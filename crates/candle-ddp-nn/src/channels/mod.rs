@@ -1,7 +1,5 @@
 //! Sums and maps over the channels (dimension 1) of a batch, the two halves of batch normalisation: fused loops on
 //! the CPU, kernels on CUDA. f16 and bf16 are computed in f32. A batch may be empty.
-#[cfg(test)]
-mod composite;
 pub(super) mod cuda;
 mod extents;
 mod fused;

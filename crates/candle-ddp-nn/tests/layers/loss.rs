@@ -1,10 +1,10 @@
 //! Softmax and cross entropy, compared with PyTorch.
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor, Var};
 use candle_ddp_nn::{
     CrossEntropyOptions, LinearCrossEntropyOptions, cross_entropy, cross_entropy_with, linear_cross_entropy,
     linear_cross_entropy_with, softmax, softmax_last_dim,
 };
-use candle_ddp_testing::{layers, tensor};
+use candle_ddp_testing::{assert_close, layers, tensor};
 
 #[test]
 fn softmax_matches_pytorch() {
@@ -12,12 +12,32 @@ fn softmax_matches_pytorch() {
 }
 
 #[test]
-fn softmax_works_along_any_dimension() {
+fn they_work_along_any_dimension() {
     let x = tensor(&[2, 3, 4], 1);
     let flat = |t: Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!(flat(softmax_last_dim(&x).unwrap()), flat(softmax(&x, 2).unwrap()));
     assert_eq!(flat(softmax(&x, D::Minus2).unwrap()), flat(softmax(&x, 1).unwrap()));
     assert!(softmax(&x, 3).is_err());
+    // Neighbouring columns are processed together, up to a number of them.
+    let x = tensor(&[2, 5, 300], 1);
+    let turned = x.transpose(1, 2).unwrap().contiguous().unwrap();
+    let columns = flat(softmax(&x, 1).unwrap());
+    let rows = flat(softmax(&turned, 2).unwrap().transpose(1, 2).unwrap());
+    assert_close(&columns, &rows, 1e-6, "columns and rows");
+    let classes: Vec<u32> = (0..600).map(|sample| sample % 5).collect();
+    let loss = |x: &Tensor, shape: &[usize]| {
+        let x = Var::from_tensor(x).unwrap();
+        let targets = Tensor::from_slice(&classes, shape, &Device::Cpu).unwrap();
+        let options = CrossEntropyOptions { label_smoothing: 0.1, ..Default::default() };
+        let loss = cross_entropy_with(&x, &targets, options).unwrap();
+        let gradient = loss.backward().unwrap().get(&x).unwrap().clone();
+        (loss.to_scalar::<f32>().unwrap(), gradient)
+    };
+    let ((columns, of_columns), (rows, of_rows)) =
+        (loss(&x, &[2, 300]), loss(&turned.reshape((600, 5)).unwrap(), &[600]));
+    assert!((columns - rows).abs() < 1e-6, "{columns} and {rows}");
+    let of_rows = of_rows.reshape((2, 300, 5)).unwrap().transpose(1, 2).unwrap();
+    assert_close(&flat(of_columns), &flat(of_rows), 1e-6, "gradients of columns and rows");
     assert_eq!(softmax(&tensor(&[2, 0], 1), 1).unwrap().dims(), [2, 0]);
 }
 

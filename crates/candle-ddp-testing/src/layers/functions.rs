@@ -59,6 +59,26 @@ pub fn rope_takes_the_place_of_candles(device: &Device) {
         assert_close(&run(thd), &slow, 1e-6, "rope_thd");
         let slow = run(rotary_emb::rope_i_slow(&x, &cos, &sin).unwrap());
         assert_close(&run(rope_i(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope_i");
+        for f in [rope, rope_i, rope_thd] {
+            // A sample that has its own table is rotated as if it were alone.
+            let [cos, sin] = [4, 5].map(|seed| tensor(&[2, 7, half], seed));
+            let alone =
+                |sample| f(&x.narrow(0, sample, 1).unwrap(), &cos.get(sample).unwrap(), &sin.get(sample).unwrap());
+            let alone = Tensor::cat(&[0, 1].map(|sample| alone(sample).unwrap()), 0).unwrap();
+            assert_close(&run(f(&x, &cos, &sin).unwrap()), &run(alone), 1e-6, "a table for each sample");
+            // 16 bits are rounded results.
+            for (dtype, tolerance) in [(DType::F16, 2e-3), (DType::BF16, 1.6e-2)] {
+                let [x, cos, sin, dy] = [x.as_tensor(), &cos, &sin, &dy].map(|t| t.to_dtype(dtype).unwrap());
+                let run = |dtype| {
+                    let [x, cos, sin, dy] = [&x, &cos, &sin, &dy].map(|t| t.to_dtype(dtype).unwrap());
+                    let x = Var::from_tensor(&x).unwrap();
+                    let y = f(&x, &cos, &sin).unwrap();
+                    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+                    [floats(&y), floats(grads.get(&x).unwrap())].concat()
+                };
+                assert_close(&run(dtype), &run(DType::F64), tolerance, &format!("{dtype:?}"));
+            }
+        }
     }
 }
 

@@ -155,8 +155,11 @@ pub fn cross_entropy_matches_pytorch(device: &Device) {
         };
         let loss = cross_entropy_with(&x[0], &targets, options.clone())?;
         if targets.min_all()?.to_scalar::<i64>()? >= 0 {
-            let again = cross_entropy_with(&x[0], &targets.to_dtype(DType::U32)?, options)?;
-            assert_eq!(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?, again.to_dtype(DType::F64)?.to_scalar::<f64>()?);
+            for targets in [targets.to_dtype(DType::U32)?, targets.to_dtype(DType::U8)?] {
+                let again = cross_entropy_with(&x[0], &targets, options.clone())?;
+                let [loss, again] = [&loss, &again].map(|loss| loss.to_dtype(DType::F64)?.to_scalar::<f64>());
+                assert_eq!(loss?, again?);
+            }
         }
         // The loss of 16 bits is in f32, and is compared with the others in 16 bits.
         assert_eq!(loss.dtype(), if dtype == DType::F64 { DType::F64 } else { DType::F32 });
