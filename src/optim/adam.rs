@@ -1,11 +1,11 @@
 //! Adam, and Adam with decoupled weight decay.
-use super::kernel::{Fused, Kernel, Moment, MomentRates, Slices, Sums, bias_correction, moments};
+use super::kernel::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, moments};
 use super::rule::{UpdateRule, fraction, not_negative};
-use super::update::update_copies;
+use super::update::by_kernel;
 use crate::Result;
 use crate::kernels::{Rule, Scalars, scalars};
 use crate::tensor::{Element, Real};
-use candle_core::{Tensor, WithDType};
+use candle_core::WithDType;
 use candle_nn::ParamsAdamW;
 
 /// Options of [`Adam`](super::Adam), with the meaning and defaults of PyTorch's `torch.optim.Adam` (`amsgrad` off):
@@ -33,141 +33,105 @@ impl Default for ParamsAdam {
 /// The state of both kinds of Adam.
 pub(super) const MOMENTS: &[&str] = &["exp_avg", "exp_avg_sq"];
 
-/// The two kinds of weight decay.
-struct Decay {
-    /// Added to the gradient.
-    coupled: f64,
-    /// Subtracted from the parameter, times the learning rate.
-    decoupled: f64,
+/// Both kinds of Adam.
+struct AnyAdam {
+    lr: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    weight_decay: f64,
+    /// Whether weight decay is subtracted from the parameter, times the learning rate, instead of added to the gradient.
+    is_decoupled: bool,
 }
 
-#[inline(always)]
-fn update<E: Element>(
-    ParamsAdam { lr, beta1, beta2, eps, .. }: ParamsAdam,
-    decay: Decay,
-    moment: Moment,
-    slices: Slices<'_, '_, E>,
-) {
-    let [m, v] = slices.states else { return };
-    let rates = MomentRates::new(beta1, beta2);
-    let real = E::Real::from_f64;
-    let step_size = real(lr / bias_correction(beta1, moment.step));
-    let root = real(1. / bias_correction(beta2, moment.step).sqrt());
-    let (eps, scale, coupled) = (real(eps), real(moment.gradient_scale), real(decay.coupled));
-    let keep = real(1. - lr * decay.decoupled);
-    let states = m.iter_mut().zip(v.iter_mut());
-    for ((parameter, gradient), (m, v)) in slices.parameter.iter_mut().zip(slices.gradient).zip(states) {
-        let value = parameter.widen();
-        let gradient = (gradient.widen() * scale).plus_decay(value, coupled);
-        let (m, v) = moments(m, v, gradient, &rates);
-        *parameter = E::narrow(value * keep - m * step_size / (v.sqrt() * root + eps));
+impl From<&ParamsAdam> for AnyAdam {
+    fn from(&ParamsAdam { lr, beta1, beta2, eps, weight_decay }: &ParamsAdam) -> Self {
+        Self { lr, beta1, beta2, eps, weight_decay, is_decoupled: false }
     }
 }
 
-/// `AdamScalars` of `adam.cu`.
-fn cuda(ParamsAdam { lr, beta1, beta2, eps, .. }: ParamsAdam, decay: Decay, moment: Moment) -> Scalars {
-    let step_size = lr / bias_correction(beta1, moment.step);
-    let root = 1. / bias_correction(beta2, moment.step).sqrt();
-    let keep = 1. - lr * decay.decoupled;
-    let (rate1, rate2) = (1. - beta1, 1. - beta2);
-    scalars([beta1, rate1, beta2, rate2, step_size, root, eps, moment.gradient_scale, decay.coupled, keep])
-}
-
-fn check(lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64) -> Result<()> {
-    not_negative("lr", lr)?;
-    fraction("beta1", beta1)?;
-    fraction("beta2", beta2)?;
-    not_negative("eps", eps)?;
-    not_negative("weight_decay", weight_decay)
-}
-
-impl UpdateRule for ParamsAdam {
-    const NAME: &'static str = "Adam";
-
-    const ELEMENTWISE: bool = true;
-
-    fn states(&self) -> &'static [&'static str] {
-        MOMENTS
+impl From<&ParamsAdamW> for AnyAdam {
+    fn from(&ParamsAdamW { lr, beta1, beta2, eps, weight_decay }: &ParamsAdamW) -> Self {
+        Self { lr, beta1, beta2, eps, weight_decay, is_decoupled: true }
     }
+}
 
+impl AnyAdam {
     fn check(&self) -> Result<()> {
-        check(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+        not_negative("lr", self.lr)?;
+        fraction("beta1", self.beta1)?;
+        fraction("beta2", self.beta2)?;
+        not_negative("eps", self.eps)?;
+        not_negative("weight_decay", self.weight_decay)
     }
 
-    fn learning_rate(&self) -> f64 {
-        self.lr
+    /// The factor with which a parameter is added to its gradient, and the one that is left of it.
+    fn decay(&self) -> (f64, f64) {
+        if self.is_decoupled { (0., 1. - self.lr * self.weight_decay) } else { (self.weight_decay, 1.) }
     }
 
-    fn set_learning_rate(&mut self, learning_rate: f64) {
-        self.lr = learning_rate;
+    /// The length of a step, and the factor of the root of the second moment.
+    fn step_size_and_root(&self, step: u64) -> (f64, f64) {
+        (self.lr / bias_correction(self.beta1, step), 1. / bias_correction(self.beta2, step).sqrt())
     }
 
-    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
-        update_copies(self, parameter, gradient, states, step)
-    }
-
-    fn fused(&self) -> Option<Fused<'_>> {
-        Some(Fused::new(self))
-    }
-}
-
-impl Kernel for ParamsAdam {
     #[inline(always)]
-    fn apply<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
-        let decay = Decay { coupled: self.weight_decay, decoupled: 0. };
-        update(self.clone(), decay, moment, slices);
+    fn apply<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+        let [m, v] = slices.states else { return };
+        let rates = MomentRates::new(self.beta1, self.beta2);
+        let real = E::Real::from_f64;
+        let ((coupled, keep), (step_size, root)) = (self.decay(), self.step_size_and_root(moment.step));
+        let [coupled, keep, step_size, root] = [coupled, keep, step_size, root].map(real);
+        let (eps, scale) = (real(self.eps), real(moment.gradient_scale));
+        let states = m.iter_mut().zip(v.iter_mut());
+        for ((parameter, gradient), (m, v)) in slices.parameter.iter_mut().zip(slices.gradient).zip(states) {
+            let value = parameter.widen();
+            let gradient = (gradient.widen() * scale).plus_decay(value, coupled);
+            let (m, v) = moments(m, v, gradient, &rates);
+            *parameter = E::narrow(value * keep - m * step_size / (v.sqrt() * root + eps));
+        }
     }
 
-    const RULE: Rule = Rule::Adam;
-
+    /// `AdamScalars` of `adam.cu`.
     fn scalars(&self, moment: Moment) -> Scalars {
-        cuda(self.clone(), Decay { coupled: self.weight_decay, decoupled: 0. }, moment)
+        let Self { beta1, beta2, eps, .. } = *self;
+        let ((coupled, keep), (step_size, root)) = (self.decay(), self.step_size_and_root(moment.step));
+        scalars([beta1, 1. - beta1, beta2, 1. - beta2, step_size, root, eps, moment.gradient_scale, coupled, keep])
     }
 }
 
-impl UpdateRule for ParamsAdamW {
-    const NAME: &'static str = "AdamW";
+macro_rules! adam {
+    ($options:ty, $name:literal) => {
+        impl UpdateRule for $options {
+            const NAME: &'static str = $name;
 
-    const ELEMENTWISE: bool = true;
+            const ELEMENTWISE: bool = true;
 
-    fn states(&self) -> &'static [&'static str] {
-        MOMENTS
-    }
+            fn states(&self) -> &'static [&'static str] {
+                MOMENTS
+            }
 
-    fn check(&self) -> Result<()> {
-        check(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
-    }
+            fn check(&self) -> Result<()> {
+                AnyAdam::from(self).check()
+            }
 
-    fn learning_rate(&self) -> f64 {
-        self.lr
-    }
+            by_kernel!();
+        }
 
-    fn set_learning_rate(&mut self, learning_rate: f64) {
-        self.lr = learning_rate;
-    }
+        impl Kernel for $options {
+            #[inline(always)]
+            fn apply<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
+                AnyAdam::from(self).apply(moment, slices);
+            }
 
-    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
-        update_copies(self, parameter, gradient, states, step)
-    }
+            const RULE: Rule = Rule::Adam;
 
-    fn fused(&self) -> Option<Fused<'_>> {
-        Some(Fused::new(self))
-    }
+            fn scalars(&self, moment: Moment) -> Scalars {
+                AnyAdam::from(self).scalars(moment)
+            }
+        }
+    };
 }
 
-impl Kernel for ParamsAdamW {
-    #[inline(always)]
-    fn apply<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
-        let Self { lr, beta1, beta2, eps, weight_decay } = *self;
-        let decay = Decay { coupled: 0., decoupled: weight_decay };
-        update(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment, slices);
-    }
-
-    const RULE: Rule = Rule::Adam;
-
-    fn scalars(&self, moment: Moment) -> Scalars {
-        let Self { lr, beta1, beta2, eps, weight_decay } = *self;
-        let decay = Decay { coupled: 0., decoupled: weight_decay };
-        cuda(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment)
-    }
-}
+adam!(ParamsAdam, "Adam");
+adam!(ParamsAdamW, "AdamW");

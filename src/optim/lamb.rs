@@ -1,13 +1,13 @@
 //! LAMB: Adam with a step length in proportion to the parameter's norm.
 use super::adam::MOMENTS;
-use super::kernel::{Fused, Kernel, Moment, MomentRates, Slices, Sums, bias_correction, moments};
+use super::kernel::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, moments};
 use super::rule::{UpdateRule, fraction, not_negative};
 use super::sums::sum_of_squares;
-use super::update::update_copies;
+use super::update::by_kernel;
 use crate::kernels::{Rule, Scalars, scalars};
 use crate::tensor::{Element, Real};
 use crate::{Error, Result};
-use candle_core::{Tensor, WithDType};
+use candle_core::WithDType;
 
 /// Options of [`Lamb`](super::Lamb), with the meaning and defaults of Apex's `FusedLAMB`.
 ///
@@ -83,21 +83,7 @@ impl UpdateRule for ParamsLamb {
         }
     }
 
-    fn learning_rate(&self) -> f64 {
-        self.lr
-    }
-
-    fn set_learning_rate(&mut self, learning_rate: f64) {
-        self.lr = learning_rate;
-    }
-
-    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
-        update_copies(self, parameter, gradient, states, step)
-    }
-
-    fn fused(&self) -> Option<Fused<'_>> {
-        Some(Fused::new(self))
-    }
+    by_kernel!();
 }
 
 impl Kernel for ParamsLamb {

@@ -1,11 +1,11 @@
 //! Stochastic gradient descent.
-use super::kernel::{Fused, Kernel, Moment, Slices, Sums};
+use super::kernel::{Kernel, Moment, Slices, Sums};
 use super::rule::{UpdateRule, not_negative};
-use super::update::update_copies;
+use super::update::by_kernel;
 use crate::kernels::{Rule, Scalars, scalars};
 use crate::tensor::{Element, Real};
 use crate::{Error, Result};
-use candle_core::{Tensor, WithDType};
+use candle_core::WithDType;
 
 /// Options of [`Sgd`](super::Sgd), with the meaning and defaults of PyTorch's `torch.optim.SGD`.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,21 +50,7 @@ impl UpdateRule for ParamsSgd {
         Ok(())
     }
 
-    fn learning_rate(&self) -> f64 {
-        self.lr
-    }
-
-    fn set_learning_rate(&mut self, learning_rate: f64) {
-        self.lr = learning_rate;
-    }
-
-    fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor], step: u64) -> Result<Tensor> {
-        update_copies(self, parameter, gradient, states, step)
-    }
-
-    fn fused(&self) -> Option<Fused<'_>> {
-        Some(Fused::new(self))
-    }
+    by_kernel!();
 }
 
 impl Kernel for ParamsSgd {

@@ -159,6 +159,34 @@ pub(super) fn misfit(tensor: &Tensor, like: &Tensor) -> String {
     format!("is {is} on {at:?}, but must be {needed} on {belongs:?}")
 }
 
+/// The methods of [`UpdateRule`] for options with a [`Kernel`](super::kernel::Kernel), whose learning rate is their field `lr`.
+macro_rules! by_kernel {
+    () => {
+        fn learning_rate(&self) -> f64 {
+            self.lr
+        }
+
+        fn set_learning_rate(&mut self, learning_rate: f64) {
+            self.lr = learning_rate;
+        }
+
+        fn update(
+            &self,
+            parameter: &candle_core::Tensor,
+            gradient: &candle_core::Tensor,
+            states: &mut [candle_core::Tensor],
+            step: u64,
+        ) -> crate::Result<candle_core::Tensor> {
+            super::update::update_copies(self, parameter, gradient, states, step)
+        }
+
+        fn fused(&self) -> Option<super::kernel::Fused<'_>> {
+            Some(super::kernel::Fused::new(self))
+        }
+    };
+}
+pub(super) use by_kernel;
+
 /// [`UpdateRule::update`] of a rule with kernels, which run on copies.
 pub(super) fn update_copies<R: UpdateRule>(
     rule: &R,
