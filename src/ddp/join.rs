@@ -19,14 +19,11 @@ pub struct JoinOptions {
     /// Whether the first rank that runs out of inputs ends the loops of all ranks: their next `backward` returns
     /// [`Error::InputsExhausted`] before anything is sent. Default: false.
     pub throw_on_early_termination: bool,
-    /// Whether the join does anything at all: false is for runs in which all ranks are known to have the same number
-    /// of batches. Default: true.
-    pub enable: bool,
 }
 
 impl Default for JoinOptions {
     fn default() -> Self {
-        Self { divide_by_initial_world_size: true, throw_on_early_termination: false, enable: true }
+        Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
     }
 }
 
@@ -95,10 +92,6 @@ pub(crate) fn run<T, C>(
     mut shadow: impl FnMut(&mut C, Operation, &Active) -> Result<bool>,
 ) -> Result<Joined<T>> {
     let group = check(models)?;
-    if !options.enable {
-        let value = body(context)?;
-        return Ok(Joined { value, last: 0, was_uneven: false, group: group.clone() });
-    }
     let numbers: Vec<u64> = models.iter().map(|model| model.number).collect();
     verify::same_join(group, format!("{options:?}\nmodels: numbers {numbers:?} of those that were built"))?;
     let guard = group.begin_join(numbers, !options.divide_by_initial_world_size, options.throw_on_early_termination)?;

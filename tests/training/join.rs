@@ -430,7 +430,7 @@ fn what_cannot_join_is_refused() {
                     && error.contains("&[&a, &b]"),
                 "{error}"
             );
-            let nested = ddp.join(JoinOptions { enable: true, ..Default::default() }, || Ok(())).unwrap_err();
+            let nested = ddp.join(JoinOptions::default(), || Ok(())).unwrap_err();
             assert!(nested.to_string().contains("already in a join"), "{nested}");
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device());
             let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb)?;

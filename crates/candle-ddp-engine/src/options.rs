@@ -20,13 +20,14 @@ pub struct CpuOptions {
     pub address: Option<IpAddr>,
     /// How data travels. For tests and measurements.
     pub transport: CpuTransport,
-    /// The number of bytes sent at a time between two ranks if data is reduced or forwarded. For tests and
-    /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or the value that
-    /// measured best for the transport.
+    /// The number of bytes sent at a time between two ranks if data is reduced or forwarded, for tests. Default: the value
+    /// of the environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or the value that measured best for the transport.
+    #[doc(hidden)]
     pub segment_bytes: Option<usize>,
-    /// If each rank receives no more bytes than this in total, all ranks send all data to all others. For tests and
-    /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or the value that
-    /// measured best for the transport.
+    /// If each rank receives no more bytes than this in total, all ranks send all data to all others; for tests. Default:
+    /// the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or the value that measured best for the
+    /// transport.
+    #[doc(hidden)]
     pub small_bytes: Option<usize>,
     /// The secret that ranks prove to each other when they connect. Default: the one in the environment
     /// ([`Secret::from_env`]), if any.

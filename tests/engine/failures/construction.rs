@@ -117,7 +117,7 @@ fn a_network_that_fails_at_the_end_of_the_meeting_is_not_an_absent_rank() {
 #[test]
 fn ranks_with_other_options_are_refused_on_both_sides() {
     let other = CpuOptions { segment_bytes: Some(1), ..options() };
-    for (rank_1, expected) in [((1, 3, options()), "its world_size is"), ((1, 2, other), "its segment_bytes is")] {
+    for (rank_1, expected) in [((1, 3, options()), "its world_size is"), ((1, 2, other), "its CANDLE_DDP_CPU_SEGMENT_BYTES is")] {
         for error in errors(&[(0, 2, options()), rank_1]) {
             assert!(error.contains(expected), "{error}");
         }

@@ -196,8 +196,8 @@ impl HandshakeConfig {
         }
         let fields = [
             ("world_size", self.world_size as u64, other.world_size as u64),
-            ("segment_bytes", self.segment, other.segment),
-            ("small_bytes", self.small, other.small),
+            ("CANDLE_DDP_CPU_SEGMENT_BYTES", self.segment, other.segment),
+            ("CANDLE_DDP_CPU_SMALL_BYTES", self.small, other.small),
         ];
         let (name, theirs, ours) = fields.into_iter().find(|(_, theirs, ours)| theirs != ours)?;
         let text = |value: u64| if value == u64::MAX { "the default".to_string() } else { value.to_string() };
