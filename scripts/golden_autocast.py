@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/autocast.json: losses of three small models that PyTorch trains in f32 and under autocast to bf16.
+"""Writes tests/golden/autocast.json: losses of four small models that PyTorch trains in f32 and under autocast to bf16.
 
     pip install torch
     python3 scripts/golden_autocast.py
@@ -103,6 +103,39 @@ class Gpt(nn.Module):
         return tokens[:, :-1], tokens[:, 1:]
 
 
+class BertBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, 2))
+        seen = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = self.norms[0](x + self.out(seen))
+        return self.norms[1](x + self.down(functional.gelu(self.up(x))))
+
+
+class Bert(nn.Module):
+    samples, batch = 64, 16
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.tokens_at = nn.Embedding(16, 24), nn.Embedding(8, 24)
+        self.blocks = nn.Sequential(*(BertBlock(24) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 4)
+
+    def forward(self, x):
+        x = self.norm(self.tokens(x) + self.tokens_at(torch.arange(8)))
+        return self.head(self.blocks(x)[:, 0])
+
+    @classmethod
+    def data(cls):
+        tokens = hashes(cls.samples * 8, 903).reshape(cls.samples, 8) % 16
+        return tokens, tokens[:, 3] % 4
+
+
 def train(kind, seed, autocast):
     model = kind()
     with torch.no_grad():
@@ -132,7 +165,7 @@ def train(kind, seed, autocast):
 def main():
     torch.set_num_threads(1)
     golden = {}
-    for kind in (Mlp, ResNet, Gpt):
+    for kind in (Mlp, ResNet, Gpt, Bert):
         f32, bf16, other = (train(kind, *case) for case in ((0, False), (0, True), (1, True)))
         golden[kind.__name__.lower()] = {"f32": f32, "bf16": bf16, "bf16_other_seed": other}
         print(kind.__name__, f32[::40], bf16[::40], other[::40])

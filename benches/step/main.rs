@@ -8,7 +8,7 @@ mod common;
 mod net;
 
 use candle_core::{DType, Tensor};
-use candle_ddp::amp::MixedPrecision;
+use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::AdamW;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
@@ -39,7 +39,7 @@ struct Options {
     /// The dtype of parameters and activations: f32, f16 or bf16.
     #[arg(long, default_value = "f32")]
     dtype: DType,
-    /// Compute in this dtype, f16 or bf16, with parameters in f32 (mode ddp only).
+    /// Compute in this dtype, f16 or bf16, with parameters in f32 (modes ddp, autocast and products only).
     #[arg(long)]
     amp: Option<DType>,
     /// On a GPU, round f32 to TF32 in products and convolutions.
@@ -72,6 +72,10 @@ enum Mode {
     After,
     /// DistributedDataParallel with virtual ranks: one micro-batch per rank, so their number is that of the ranks.
     Virtual,
+    /// DistributedDataParallel whose functions cast to the dtype of `--amp`, by PyTorch's lists.
+    Autocast,
+    /// The same, but only products compute in it.
+    Products,
 }
 
 /// The number of unmeasured steps of each mode: the first steps allocate, and DDP rebuilds its buckets after the first.
@@ -94,13 +98,12 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
     let default = DdpOptions::default();
     let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
-    let mixed_precision = options.amp.map(|dtype| MixedPrecision { param_dtype: Some(dtype), ..Default::default() });
-    if mixed_precision.is_some() && options.modes.iter().any(|mode| !matches!(mode, Mode::Ddp)) {
-        return Err(Error::InvalidArgument { argument: "modes", reason: "must be ddp, with --amp".to_string() });
-    }
-    let ddp = DdpOptions { bucket_cap_mb, mixed_precision, ..default };
+    let ddp = DdpOptions { bucket_cap_mb, ..default };
     let build = |vb: VarBuilder| options.model.build(options.image_size, vb);
-    let new = |mode: &Mode| Trainer::new(*mode, &build, options.dtype, pg, ddp.clone());
+    let new = |mode: &Mode| {
+        let ddp = mode.precision(options.amp, ddp.clone())?;
+        Trainer::new(*mode, &build, options.dtype, pg, ddp)
+    };
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
@@ -147,6 +150,24 @@ impl Mode {
             Self::Ddp => "ddp",
             Self::After => "after",
             Self::Virtual => "virtual",
+            Self::Autocast => "autocast",
+            Self::Products => "products",
+        }
+    }
+
+    /// The options of this mode with `--amp`.
+    fn precision(self, amp: Option<DType>, options: DdpOptions) -> Result<DdpOptions> {
+        let invalid = |reason: &str| Error::InvalidArgument { argument: "modes", reason: reason.to_string() };
+        match (self, amp) {
+            (Self::Autocast | Self::Products, None) => Err(invalid("autocast and products need --amp")),
+            (_, None) => Ok(options),
+            (Self::Ddp, Some(_)) => Ok(DdpOptions {
+                mixed_precision: Some(MixedPrecision { param_dtype: amp, ..Default::default() }),
+                ..options
+            }),
+            (Self::Autocast, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Lists(dtype)), ..options }),
+            (Self::Products, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Products(dtype)), ..options }),
+            _ => Err(invalid("must be ddp, autocast or products, with --amp")),
         }
     }
 }
@@ -176,7 +197,7 @@ impl Trainer {
         let plain = || build(VarBuilder::from_varmap(&varmap, dtype, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
-            Mode::Ddp => {
+            Mode::Ddp | Mode::Autocast | Mode::Products => {
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
             Mode::Virtual => {

@@ -3,12 +3,12 @@
 //!
 //! ```text
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example ade20k_deeplab
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --weights resnet50.pth --sync-bn --amp f16
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --backbone xception65 --sync-bn --amp f16
+//! cargo run -p ddprun --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --weights resnet50.pth --sync-bn --opt-level O1
+//! cargo run -p ddprun --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --backbone xception65 --sync-bn --opt-level O1
 //! ```
 //!
 //! ci: --backbone xception41 --epochs 1 --width 8 --batch-size 2 --sync-bn
-//! ci: --epochs 4 --width 8 --batch-size 2 --lr 0.1 --sync-bn --require-miou 0.4
+//! ci: --epochs 4 --width 8 --batch-size 2 --lr 0.1 --sync-bn --opt-level O1 --require-miou 0.4
 mod backbone;
 #[path = "../common/batch_norm.rs"]
 mod batch_norm;
@@ -217,7 +217,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let micro_batch = run.micro_batch(index);
             // The gradients of all but the last batch of a step are only added up.
             let _guard = ddp.sync_if(micro_batch.is_last);
-            let logits = ddp.forward_t(&images, true)?.to_dtype(DType::F32)?;
+            let logits = ddp.forward_t(&images, true)?;
             let loss_sum = cross_entropy_with(&logits, &masks, loss_options.clone())?;
             // Crops have different numbers of labelled pixels. Each pixel counts once, whatever crop it is in.
             let labelled =

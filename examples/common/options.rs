@@ -1,6 +1,6 @@
 //! The command-line options of all training programs. Each adds its own, such as the batch size, with their defaults.
 use candle_core::DType;
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision, OptLevel};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use clap::{Args, ValueEnum};
@@ -15,9 +15,13 @@ pub(crate) struct TrainOptions {
     /// The number of batches whose gradients are added up for one step of the optimizer.
     #[arg(long, value_name = "BATCHES", default_value = "1")]
     pub(crate) accumulate: NonZeroUsize,
-    /// Compute in this dtype; the variables remain f32.
+    /// Compute in this dtype; the variables remain f32. [default: f16 with --opt-level]
     #[arg(long, value_enum)]
     pub(crate) amp: Option<Amp>,
+    /// How, as in Apex: O0 (not at all), O1 (functions cast), O2 (the model has the dtype) or O3 (and the variables too).
+    /// [default: O2 with --amp]
+    #[arg(long, value_name = "LEVEL")]
+    pub(crate) opt_level: Option<OptLevel>,
     /// Write one JSON object per line to this file (on rank 0).
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
@@ -42,21 +46,35 @@ pub(crate) enum Amp {
 
 impl TrainOptions {
     pub(crate) fn ddp_options(&self) -> DdpOptions {
-        let mixed_precision = self.amp.map(|amp| MixedPrecision {
-            param_dtype: Some(match amp {
-                Amp::Bf16 => DType::BF16,
-                Amp::F16 => DType::F16,
-            }),
-            reduce_dtype: Some(DType::F32),
-            buffer_dtype: None,
+        let (level, amp) = self.precision();
+        let options = level.options(match amp {
+            Amp::Bf16 => DType::BF16,
+            Amp::F16 => DType::F16,
         });
-        DdpOptions { init_seed: Some(self.seed), mixed_precision, trace: self.trace.clone(), ..Default::default() }
+        let reduce_dtype = Some(DType::F32);
+        DdpOptions {
+            init_seed: Some(self.seed),
+            mixed_precision: options.mixed_precision.map(|mixed| MixedPrecision { reduce_dtype, ..mixed }),
+            trace: self.trace.clone(),
+            ..options
+        }
     }
 
-    /// Returns the gradient scaler, which does nothing unless the model computes in f16.
+    fn precision(&self) -> (OptLevel, Amp) {
+        match (self.opt_level, self.amp) {
+            (level, Some(amp)) => (level.unwrap_or(OptLevel::O2), amp),
+            (level, None) => (level.unwrap_or(OptLevel::O0), Amp::F16),
+        }
+    }
+
+    /// Returns the gradient scaler, which does nothing unless gradients of f16 arrive at variables of f32.
     pub(crate) fn grad_scaler<M>(&self, ddp: &DistributedDataParallel<M>) -> Result<GradScaler> {
-        let options = GradScalerOptions { enabled: self.amp == Some(Amp::F16), ..Default::default() };
-        GradScaler::new(ddp.process_group(), ddp.named_parameters(), options)
+        let enabled = matches!(self.precision(), (OptLevel::O1 | OptLevel::O2, Amp::F16));
+        GradScaler::new(
+            ddp.process_group(),
+            ddp.named_parameters(),
+            GradScalerOptions { enabled, ..Default::default() },
+        )
     }
 
     /// Returns the checkpointer of the run, if there is a folder for it: every `every` steps or epochs.

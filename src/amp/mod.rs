@@ -1,7 +1,8 @@
-//! Mixed precision: computing in f16 or bf16 with parameters kept in f32.
+//! Mixed precision: computing in f16 or bf16 with parameters kept in f32. There are two ways, both fields of
+//! [`DdpOptions`](crate::DdpOptions): a model of 16 bits ([`MixedPrecision`]), or functions that cast their arguments ([`Autocast`],
+//! `torch.autocast`).
 //!
-//! [`MixedPrecision`], a field of [`DdpOptions`](crate::DdpOptions), sets the dtypes in which the model computes,
-//! gradients are averaged, and buffers are kept. The variables in the `VarMap` have the dtype given to
+//! [`MixedPrecision`] sets the dtypes in which the model computes, gradients are averaged, and buffers are kept. The variables in the `VarMap` have the dtype given to
 //! [`DistributedDataParallel::new`](crate::DistributedDataParallel::new), usually f32: these masters are what
 //! optimizers change and checkpoints hold. The model holds copies of them in `param_dtype`, which every forward pass
 //! updates, and `backward` returns gradients in the masters' dtype.
@@ -41,7 +42,49 @@
 //! # }
 //! ```
 //!
-//! # What runs in which dtype
+//! # Autocast
+//! With `autocast: Some(Autocast::Lists(DType::BF16))` the model and its parameters are f32, and each function of [`nn`](crate::nn)
+//! casts its arguments by the list that it is on. The lists are those of PyTorch 2.15 for CUDA:
+//!
+//! | list | functions |
+//! |---|---|
+//! | 16 bits | [`Linear`](crate::nn::Linear), convolutions, [`scaled_dot_product_attention`](crate::nn::scaled_dot_product_attention), [`linear_cross_entropy`](crate::nn::linear_cross_entropy) (its loss is f32) |
+//! | f32 | [`softmax`](crate::nn::softmax), [`log_softmax`](crate::nn::log_softmax), [`LayerNorm`](crate::nn::LayerNorm), [`RmsNorm`](crate::nn::RmsNorm), [`cross_entropy`](crate::nn::cross_entropy), the functions of [`loss`](crate::nn::loss) |
+//! | the wider dtype | [`add`](crate::nn::add), [`rope`](crate::nn::rope), the sum of [`forward_add_relu_t`](crate::nn::BatchNorm::forward_add_relu_t) |
+//! | none: the dtype of the input | [`BatchNorm`](crate::nn::BatchNorm) (its parameters stay f32), activations, pools, dropout, `interpolate`, `embedding` |
+//!
+//! **candle's own operations do not cast**, and refuse arguments of two dtypes. So the sum of a residual connection is
+//! [`nn::add`](crate::nn::add), a matrix product of candle's gets arguments that are cast by hand, and an input of candle's
+//! `GroupNorm` is f32. A model that has such operations everywhere trains unchanged with `Autocast::Products(DType::BF16)`: there,
+//! only products compute in 16 bits, and nothing else sees them. All 61 model files of candle-transformers that
+//! [train](https://docs.rs/candle-ddp-nn) do so in this mode.
+//!
+//! [`autocast`] is the same for code outside of [`DistributedDataParallel`](crate::DistributedDataParallel), and [`autocast_off`] is an
+//! exception inside. The loss can be calculated outside: losses of 16 bits are f32 anyway. With f16, use a [`GradScaler`].
+//!
+//! ```
+//! # use candle_core::{DType, Tensor};
+//! # use candle_nn::VarMap;
+//! # fn main() -> candle_ddp::Result<()> {
+//! use candle_ddp::amp::{Autocast, autocast_off};
+//! use candle_ddp::{DdpOptions, DistributedDataParallel, nn::linear};
+//! # candle_ddp::spawn(2, |pg| {
+//! let options = DdpOptions { autocast: Some(Autocast::Lists(DType::BF16)), ..Default::default() };
+//! let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
+//! let x = Tensor::ones((3, 4), DType::F32, pg.device())?;
+//! assert_eq!(ddp.forward(&x)?.dtype(), DType::BF16);
+//! let exact = ddp.call(|net| autocast_off(|| candle_core::Module::forward(net, &x)))?;
+//! assert_eq!(exact.dtype(), DType::F32);
+//! # Ok(())
+//! # })?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Which one? [`MixedPrecision`] needs no cast of weights in each pass, and its residual connections have 16 bits, so it needs less
+//! memory. Autocast keeps residual connections and norms in f32, as PyTorch and Apex's default do.
+//!
+//! # What runs in which dtype under `MixedPrecision`
 //!
 //! | | computes in | returns |
 //! |---|---|---|
@@ -53,8 +96,8 @@
 //! | averages of gradients | `reduce_dtype` | the masters' dtype |
 //! | optimizers, clipping, averages of weights | the masters' dtype | the same |
 //!
-//! With bf16 and f32 logits, the losses of an MLP, a ResNet and a GPT stay within a tenth of the difference between two seeds of those
-//! under `torch.autocast`, over 200 steps.
+//! The losses of an MLP, a ResNet, a GPT and a BERT stay within a tenth of the difference between two seeds of those under
+//! `torch.autocast`, over 200 steps, with `MixedPrecision` and f32 logits as with [`Autocast`].
 //!
 //! # On CPUs
 //! bf16 saves time where the processor has AVX512-BF16 (AMD from Zen 4 on, Intel from Cooper Lake on), with the layers of
@@ -73,15 +116,9 @@
 //! With `reduce_dtype` alone (`param_dtype` None) the model computes in f32, and half as many bytes travel between hosts.
 //!
 //! # From Apex
-//! The optimization levels of `apex.amp.initialize` and their counterparts. "`dtype`" is the argument of
-//! [`DistributedDataParallel::new`](crate::DistributedDataParallel::new).
-//!
-//! | level | Apex | here |
-//! |---|---|---|
-//! | O0 | everything in f32 | `dtype` F32, no `mixed_precision` |
-//! | O1 | f32 parameters; each function casts its inputs to the dtype on a list | no counterpart: candle has no automatic casts. The nearest is O2, with layers that request f32 if they need it (below) |
-//! | O2 | f16 model, batch norms in f32, f32 masters, dynamic loss scale | `dtype` F32, `param_dtype` F16 (or BF16), `buffer_dtype` None, batch norms built for f32 (below); [`GradScaler`] (not for BF16) |
-//! | O3 | everything in f16 | `dtype` F16, no `mixed_precision` |
+//! `amp.initialize(model, optimizer, opt_level="O1")` is `OptLevel::O1.options(DType::F16)`, the options of
+//! [`DistributedDataParallel`](crate::DistributedDataParallel), and a [`GradScaler`]. [`OptLevel`] has all four levels: everything in
+//! f32 (O0), [`Autocast::Lists`] (O1), [`MixedPrecision`] (O2), everything in 16 bits (O3).
 //!
 //! `keep_batchnorm_fp32`: [`BatchNorm`](crate::nn::BatchNorm) takes f16 and bf16 inputs, and computes, with its
 //! statistics, in f32. Its weight and bias are replicas in `param_dtype` like all others, unless it is built with
@@ -92,7 +129,10 @@
 //! constant loss scale has a `growth_factor` and a `backoff_factor` of 1; steps with an overflow are still skipped,
 //! unlike in Apex.
 mod grad_scaler;
+mod opt_level;
 mod unscale;
 
 pub use crate::ddp::MixedPrecision;
+pub use crate::nn::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use grad_scaler::{GradScaler, GradScalerOptions};
+pub use opt_level::OptLevel;

@@ -1,6 +1,7 @@
 //! Running work on several devices at once.
 use super::device::device_name;
 use super::replica::{DeviceVariables, Replica};
+use crate::nn::{autocast_mode, set_autocast};
 use crate::panic::panic_message;
 use crate::process_group::STACK_BYTES;
 use crate::tensor::function::{is_grad_enabled, set_grad_enabled};
@@ -38,7 +39,7 @@ pub fn parallel_apply<M: Sync, I: Send, O: Send>(
     on_each(&locals, inputs, |index, input| Ok(f(replicas[index].module(), input)?))
 }
 
-/// Runs `work` for each of the inputs, with one thread per device, under `no_grad` if this thread is.
+/// Runs `work` for each of the inputs, with one thread per device, with this thread's `no_grad` and `autocast`.
 ///
 /// # Streams
 /// On a device made by `Device::new_cuda`, each thread has its own CUDA stream, and streams do not wait for each other.
@@ -54,9 +55,9 @@ pub(super) fn on_each<I: Send, O: Send>(
         let device = device_name(locals[replica].device.location());
         Error::Replica { replica, device, reason }
     };
-    let grad_enabled = is_grad_enabled();
+    let (grad_enabled, casts) = (is_grad_enabled(), autocast_mode());
     let run = |index: usize, input: I| -> Result<O> {
-        let work = || set_grad_enabled(grad_enabled, || work(index, input));
+        let work = || set_grad_enabled(grad_enabled, || set_autocast(casts, || work(index, input)));
         let result =
             catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(index, panic_message(&*panic))));
         let finished = locals[index].device.synchronize();

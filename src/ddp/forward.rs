@@ -1,6 +1,7 @@
 //! How programs compute with a wrapped model.
 use super::DistributedDataParallel;
 use super::no_grad;
+use crate::nn::Autocast;
 use crate::tensor::MemoryFormat;
 use crate::tensor::function::{argument, is_grad_enabled};
 use crate::{Error, Result};
@@ -24,7 +25,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`Ema::apply`](crate::optim::Ema::apply), that backward pass would use the new values.
     ///
     /// Under mixed precision, `f` gets its inputs as they are: convert them with
-    /// [`cast_forward_inputs`](Self::cast_forward_inputs).
+    /// [`cast_forward_inputs`](Self::cast_forward_inputs). With [`autocast`](crate::DdpOptions::autocast), functions cast them.
     ///
     /// # Errors
     /// The errors of `f`.
@@ -34,7 +35,8 @@ impl<M> DistributedDataParallel<M> {
     {
         let module = self.no_grad_module.as_ref().filter(|_| !is_grad_enabled());
         self.core.begin_forward(module.is_some())?;
-        self.core.phase("forward", || f(module.unwrap_or(&self.module))).map_err(|error| self.explain(error.into()))
+        let f = || self.core.options.run(|| f(module.unwrap_or(&self.module)));
+        self.core.phase("forward", f).map_err(|error| self.explain(error.into()))
     }
 
     /// Like [`call`](Self::call), for what changes the model: a forward pass that takes `&mut self`, a cache to be emptied, a mode.
@@ -52,7 +54,8 @@ impl<M> DistributedDataParallel<M> {
         let Self { module, no_grad_module, core } = self;
         let no_grad_module = no_grad_module.as_mut().filter(|_| !is_grad_enabled());
         core.begin_forward(no_grad_module.is_some())?;
-        core.phase("forward", || f(no_grad_module.unwrap_or(module))).map_err(|error| self.explain(error.into()))
+        let f = || core.options.run(|| f(no_grad_module.unwrap_or(module)));
+        core.phase("forward", f).map_err(|error| self.explain(error.into()))
     }
 
     /// Ends DistributedDataParallel and returns the model with the parameters' last values: to merge adapters into its weights, or
@@ -115,16 +118,27 @@ impl<M> DistributedDataParallel<M> {
         Ok(self)
     }
 
-    /// Adds an explanation to an error about two dtypes, under mixed precision.
+    /// Adds an explanation to an error about two dtypes, under mixed precision and autocast.
     fn explain(&self, error: Error) -> Error {
-        match (error, self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype)) {
-            (Error::Candle(error), Some(dtype)) if is_dtype_mismatch(&error) => Error::Candle(error.context(format!(
+        let error = match error {
+            Error::Candle(error) if is_dtype_mismatch(&error) => error,
+            error => return error,
+        };
+        let options = &self.core.options;
+        let explanation = match (options.mixed_precision.and_then(|mixed| mixed.param_dtype), options.autocast) {
+            (Some(dtype), _) => format!(
                 "under MixedPrecision the model computes in {}, and only `ddp.forward` and `ddp.forward_t` convert their \
                  input: in `ddp.call`, convert each input with `ddp.cast_forward_inputs(&x)?`",
                 dtype.as_str()
-            ))),
-            (error, _) => error,
-        }
+            ),
+            (None, Some(Autocast::Lists(dtype))) => format!(
+                "under autocast the results of products are {}, and candle's own operations take one dtype: use `nn::add` for sums, \
+                 convert with `to_dtype`, or take `Autocast::Products`",
+                dtype.as_str()
+            ),
+            (None, _) => return Error::Candle(error),
+        };
+        Error::Candle(error.context(explanation))
     }
 
     /// The model's forward pass on `xs`, which mixed precision converts. In evaluation, call it inside of

@@ -58,7 +58,7 @@ impl DistributedModel {
         let group = reducer.groups().main();
         let built = built.and_then(|module| {
             options.resolve(PROCESS)?;
-            options.mixed_precision.unwrap_or_default().check()?;
+            options.check_precision()?;
             check_variables(&reducer, &variables)?;
             if group.world_size() > 1 {
                 preload(&variables, &options)?;

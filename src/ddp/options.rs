@@ -1,6 +1,7 @@
 use super::mixed_precision::MixedPrecision;
+use crate::nn::{Autocast, autocast};
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
-use crate::{Result, trace};
+use crate::{Error, Result, trace};
 use candle_core::DType;
 use candle_ddp_env::Variables;
 use std::fmt;
@@ -35,6 +36,9 @@ pub struct DdpOptions {
     pub unused: Unused,
     /// Lower precision for the model's computation or for sending gradients (see [`amp`](crate::amp)). Default: None.
     pub mixed_precision: Option<MixedPrecision>,
+    /// How the functions of [`nn`](crate::nn) cast their arguments in forward passes and in [`call`](crate::DistributedDataParallel::call),
+    /// while parameters stay as they are (see [`amp`](crate::amp)). Default: None, and the state of the calling thread holds.
+    pub autocast: Option<Autocast>,
     /// The seed for initial values of variables that are not in the VarMap yet, which makes them reproducible (see
     /// [`seed::init`](crate::seed::init())). Default: None, and candle's generator draws them. In both cases all ranks
     /// start with rank 0's values.
@@ -65,6 +69,7 @@ impl Default for DdpOptions {
             role: Arc::new(|_| Role::Parameter),
             unused: Unused::default(),
             mixed_precision: None,
+            autocast: None,
             init_seed: None,
             virtual_ranks: None,
             trace: None,
@@ -80,6 +85,30 @@ impl DdpOptions {
         self.trace = folder.filter(|folder| !folder.as_os_str().is_empty());
         self.nan_check = self.nan_check.or(environment.switch("CANDLE_DDP_NAN_CHECK")?);
         Ok(())
+    }
+
+    /// Runs a forward pass.
+    pub(super) fn run<T>(&self, f: impl FnOnce() -> T) -> T {
+        match self.autocast {
+            Some(mode) => autocast(mode, f),
+            None => f(),
+        }
+    }
+
+    pub(super) fn check_precision(&self) -> Result<()> {
+        self.mixed_precision.unwrap_or_default().check()?;
+        let Some(autocast) = self.autocast else { return Ok(()) };
+        autocast.check()?;
+        match self.mixed_precision.and_then(|mixed| mixed.param_dtype) {
+            None => Ok(()),
+            Some(dtype) => Err(Error::invalid(
+                "autocast",
+                format!(
+                    "the parameters that it casts must be f32: take either autocast or a param_dtype of mixed_precision, which is {}",
+                    dtype.as_str()
+                ),
+            )),
+        }
     }
 
     pub(super) fn role(&self, name: &str, dtype: DType) -> Role {
@@ -100,6 +129,7 @@ impl fmt::Debug for DdpOptions {
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("unused", &self.unused)
             .field("mixed_precision", &self.mixed_precision)
+            .field("autocast", &self.autocast)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
             .field("virtual_ranks", &self.virtual_ranks)

@@ -62,6 +62,9 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     if let Some(mixed) = options.mixed_precision {
         lines.push(format!("mixed precision: {mixed}"));
     }
+    if let Some(autocast) = options.autocast {
+        lines.push(format!("autocast: {autocast:?}"));
+    }
     lines.extend(variables.parameters.iter().enumerate().map(|(index, parameter)| {
         let held_as = match parameter.held_as() {
             dtype if dtype == parameter.var.dtype() => String::new(),

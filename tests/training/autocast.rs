@@ -1,10 +1,10 @@
-//! Mixed precision in bf16 learns as PyTorch's autocast does: `scripts/golden_autocast.py`.
+//! Mixed precision and autocast learn as PyTorch's autocast does: `scripts/golden_autocast.py`.
 use crate::common::ranks;
 use candle_core::{D, DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
-use candle_ddp::amp::MixedPrecision;
+use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions, MixedPrecision, OptLevel};
 use candle_ddp::nn::{
-    BatchNorm, Conv2d, Embedding, LayerNorm, Linear, conv2d_no_bias, cross_entropy, embedding, layer_norm, linear,
-    linear_no_bias, relu, sync_batch_norm,
+    AttentionOptions, BatchNorm, Conv2d, Embedding, LayerNorm, Linear, add, conv2d_no_bias, cross_entropy, embedding,
+    gelu_erf, layer_norm, linear, linear_no_bias, relu, scaled_dot_product_attention_qkvpacked, sync_batch_norm,
 };
 use candle_ddp::optim::{AdamW, ParamsAdamW};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
@@ -157,6 +157,75 @@ impl Golden for Gpt {
     }
 }
 
+struct BertBlock {
+    qkv: Linear,
+    out: Linear,
+    up: Linear,
+    down: Linear,
+    norms: [LayerNorm; 2],
+}
+
+impl BertBlock {
+    fn new(width: usize, vb: VarBuilder) -> CandleResult<Self> {
+        let norm = |index: usize| layer_norm(width, 1e-5, vb.pp("norms").pp(index));
+        Ok(Self {
+            qkv: linear(width, 3 * width, vb.pp("qkv"))?,
+            out: linear(width, width, vb.pp("out"))?,
+            up: linear(width, 4 * width, vb.pp("up"))?,
+            down: linear(4 * width, width, vb.pp("down"))?,
+            norms: [norm(0)?, norm(1)?],
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
+        let qkv = self.qkv.forward(x)?;
+        let seen = scaled_dot_product_attention_qkvpacked(&qkv, 2, AttentionOptions::default())?;
+        let x = self.norms[0].forward(&add(x, &self.out.forward(&seen)?)?)?;
+        let hidden = self.down.forward(&gelu_erf(&self.up.forward(&x)?)?)?;
+        self.norms[1].forward(&add(&x, &hidden)?)
+    }
+}
+
+struct Bert {
+    tokens: Embedding,
+    places: Embedding,
+    blocks: Vec<BertBlock>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl ModuleT for Bert {
+    fn forward_t(&self, x: &Tensor, _: bool) -> CandleResult<Tensor> {
+        let places = Tensor::arange(0u32, x.dim(1)? as u32, x.device())?;
+        let x = self.norm.forward(&add(&self.tokens.forward(x)?, &self.places.forward(&places)?)?)?;
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+        self.head.forward(&x.i((.., 0))?)
+    }
+}
+
+impl Golden for Bert {
+    const NAME: &str = "bert";
+    const SAMPLES: usize = 64;
+    const BATCH: usize = 16;
+
+    fn new(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<Self> {
+        Ok(Self {
+            tokens: embedding(16, 24, vb.pp("tokens"))?,
+            places: embedding(8, 24, vb.pp("tokens_at"))?,
+            blocks: (0..2).map(|index| BertBlock::new(24, vb.pp("blocks").pp(index))).collect::<CandleResult<_>>()?,
+            norm: layer_norm(24, 1e-5, vb.pp("norm"))?,
+            head: linear(24, 4, vb.pp("head"))?,
+        })
+    }
+
+    fn data() -> CandleResult<(Tensor, Tensor)> {
+        let tokens = Tensor::from_iter(hashes(Self::SAMPLES * 8, 903).map(|hash| hash % 16), &Device::Cpu)?;
+        let tokens = tokens.reshape((Self::SAMPLES, 8))?;
+        let classes = tokens.i((.., 3))?.to_vec1::<u32>()?;
+        Ok((tokens, Tensor::from_iter(classes.into_iter().map(|token| token % 4), &Device::Cpu)?))
+    }
+}
+
 /// The variables' first values.
 fn fill(varmap: &VarMap) -> CandleResult<()> {
     let vars = varmap.data().lock().unwrap();
@@ -175,30 +244,28 @@ fn fill(varmap: &VarMap) -> CandleResult<()> {
     Ok(())
 }
 
-/// The losses over both ranks' halves of each batch.
-fn train<G: Golden>(dtype: Option<DType>, steps: usize) -> Vec<f64> {
+/// The losses over both ranks' halves of each batch. f16 gets a [`GradScaler`].
+fn train<G: Golden>(level: impl Fn() -> DdpOptions + Sync, scales: bool, steps: usize) -> Vec<f64> {
     let losses = ranks(RANKS, |pg| {
         let varmap = VarMap::new();
         G::new(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()), &pg)?;
         fill(&varmap)?;
-        let mixed_precision = dtype.map(|dtype| MixedPrecision {
-            param_dtype: Some(dtype),
-            reduce_dtype: Some(DType::F32),
-            ..Default::default()
-        });
-        let options = DdpOptions { mixed_precision, ..Default::default() };
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| G::new(vb, &pg), options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| G::new(vb, &pg), level())?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 2e-3, ..Default::default() })?;
+        let options = GradScalerOptions { init_scale: 1024.0, enabled: scales, ..Default::default() };
+        let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
         let (x, targets) = G::data()?;
         let part = G::BATCH / RANKS;
         (0..steps)
             .map(|step| {
                 let start = 3 * step % (G::SAMPLES / G::BATCH) * G::BATCH + pg.rank() * part;
                 let rows = start..start + part;
-                let output = ddp.forward_t(&x.i(rows.clone())?, true)?.to_dtype(DType::F32)?;
+                let output = ddp.forward_t(&x.i(rows.clone())?, true)?;
                 let loss = cross_entropy(&output, &targets.i(rows)?.flatten_all()?)?;
-                let gradients = ddp.backward(&loss)?;
-                candle_nn::Optimizer::step(&mut optimizer, &gradients)?;
+                let mut gradients = ddp.backward(&scaler.scale(&loss)?)?;
+                assert!(gradients.get_ids().count() > 0);
+                scaler.step(&mut optimizer, &mut gradients)?;
+                scaler.update()?;
                 Ok(pg.all_reduce_scalars([loss.to_scalar::<f32>()?.into()], ReduceOp::Avg)?[0])
             })
             .collect::<Result<Vec<f64>>>()
@@ -221,9 +288,26 @@ fn follows_autocast<G: Golden>() {
     };
     let [f32, bf16, other] = ["f32", "bf16", "bf16_other_seed"].map(golden);
     // The same model, data and optimizer.
-    assert!(distance(&train::<G>(None, 20), &f32[..20]) < 1e-5);
-    let (ours, seeds) = (distance(&train::<G>(Some(DType::BF16), bf16.len()), &bf16), distance(&bf16, &other));
-    assert!(ours < seeds / 10.0, "the losses differ from PyTorch's by {ours}, and those of two seeds by {seeds}");
+    assert!(distance(&train::<G>(|| OptLevel::O0.options(DType::BF16), false, 20), &f32[..20]) < 1e-5);
+    let seeds = distance(&bf16, &other);
+    let follows = |case: &str, losses: &[f64], golden: &[f64]| {
+        let ours = distance(losses, golden);
+        assert!(
+            ours < seeds / 10.0,
+            "{case}: the losses differ from PyTorch's by {ours}, and those of two seeds by {seeds}"
+        );
+    };
+    let reduced = || {
+        let reduce_dtype = Some(DType::F32);
+        let options = OptLevel::O2.options(DType::BF16);
+        let mixed_precision = options.mixed_precision.map(|mixed| MixedPrecision { reduce_dtype, ..mixed });
+        DdpOptions { mixed_precision, ..options }
+    };
+    follows("O2", &train::<G>(reduced, false, bf16.len()), &bf16);
+    follows("O1", &train::<G>(|| OptLevel::O1.options(DType::BF16), false, bf16.len()), &bf16);
+    let products = || DdpOptions { autocast: Some(Autocast::Products(DType::BF16)), ..Default::default() };
+    follows("products", &train::<G>(products, false, 60), &bf16[..60]);
+    follows("O1 in f16", &train::<G>(|| OptLevel::O1.options(DType::F16), true, 60), &f32[..60]);
 }
 
 #[test]
@@ -239,4 +323,9 @@ fn a_resnet_learns_as_under_autocast() {
 #[test]
 fn a_gpt_learns_as_under_autocast() {
     follows_autocast::<Gpt>();
+}
+
+#[test]
+fn a_bert_learns_as_under_autocast() {
+    follows_autocast::<Bert>();
 }

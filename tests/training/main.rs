@@ -23,6 +23,7 @@ mod amp_grad_scaler;
 mod amp_scaled;
 mod answers;
 mod autocast;
+mod autocast_options;
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_file;

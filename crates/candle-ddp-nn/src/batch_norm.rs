@@ -1,4 +1,5 @@
 //! Batch normalisation of the local batch, or of the batches of all ranks together.
+use super::autocast::widest;
 use super::channels::cuda::{self, Parameters, Source};
 use super::channels::{self, After};
 pub use super::normalise::BatchNormGroup;
@@ -367,6 +368,7 @@ impl BatchNorm {
     /// # Errors
     /// As with `forward_t`, and for a `z` of another shape, dtype or device.
     pub fn forward_add_relu_t(&self, x: &Tensor, z: &Tensor, train: bool) -> Result<Tensor> {
+        let [x, z] = &widest(x, z)?;
         self.normalise(x, train, Fused::AddRelu(z))
     }
 }

@@ -1,4 +1,5 @@
 //! Activation checkpointing: the backward pass recomputes a function's intermediate results, which are not kept.
+use crate::{autocast_mode, set_autocast};
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::function::{Leaves, is_grad_enabled, rerun};
@@ -58,6 +59,7 @@ where
     if !is_grad_enabled() {
         return Ok(result.detach());
     }
-    let leaves = Leaves::of(&result);
-    rerun("checkpoint", inputs, leaves, &result.detach(), move |inputs| replay.play(|| function(inputs)))
+    let (leaves, mode) = (Leaves::of(&result), autocast_mode());
+    let again = move |inputs: &[Tensor]| set_autocast(mode, || replay.play(|| function(inputs)));
+    rerun("checkpoint", inputs, leaves, &result.detach(), again)
 }

@@ -1,7 +1,9 @@
 #![doc = include_str!("../README.md")]
 
 pub mod activation;
+mod add;
 pub mod attention;
+mod autocast;
 mod avg_pool;
 pub mod batch_norm;
 mod channels;
@@ -34,11 +36,13 @@ mod softmax;
 pub use candle_nn::*;
 
 pub use activation::{Activation, gelu, gelu_erf, relu, silu};
+pub use add::add;
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
+pub use autocast::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
 pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};
 pub use candle_ddp_tensor::MemoryFormat;
-pub use candle_ddp_tensor::function::{add, enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
+pub use candle_ddp_tensor::function::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use checkpoint::checkpoint;
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,

@@ -5,6 +5,7 @@ mod uneven;
 
 pub(crate) use uneven::is_uneven;
 
+use super::autocast::Casts;
 use super::gemm::{Strides, product, threads};
 use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::Error;
@@ -79,6 +80,11 @@ impl Module for Linear {
     /// floating-point.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Self { weight, bias } = self;
+        if let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? {
+            let bias = bias.as_ref().map(|bias| casts.parameter(bias)).transpose()?;
+            let layer = Self { weight: casts.parameter(weight)?, bias };
+            return casts.result(layer.forward(&casts.input(x)?)?, x);
+        }
         check(["the input of Linear", "the bias of Linear"], x, weight, bias.as_ref())?;
         let (x, weight) = (x.contiguous()?, weight.contiguous()?);
         let product = Product { x: x.detach(), weight: weight.detach() };

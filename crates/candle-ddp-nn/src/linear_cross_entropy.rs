@@ -3,6 +3,7 @@ mod cpu;
 mod cuda;
 mod head;
 
+use crate::autocast::Casts;
 use crate::cross_entropy::{CrossEntropyOptions, check};
 use crate::linear;
 use candle_core::{Result, Tensor};
@@ -65,6 +66,12 @@ pub fn linear_cross_entropy_with(
     targets: &Tensor,
     options: LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
+    if let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? {
+        let bias = bias.map(|bias| casts.parameter(bias)).transpose()?;
+        let (x, weight) = (casts.input(x)?, casts.parameter(weight)?);
+        // The loss is f32 in any case.
+        return linear_cross_entropy_with(&x, &weight, bias.as_ref(), targets, options);
+    }
     linear::check(["the input of linear_cross_entropy", "the bias of linear_cross_entropy"], x, weight, bias)?;
     let (classes, _) = weight.dims2()?;
     if targets.dims() != &x.dims()[..x.rank() - 1] || classes == 0 {

@@ -1,4 +1,5 @@
 //! Rotary position embeddings, with a gradient.
+use super::autocast::widest;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
@@ -18,8 +19,8 @@ const BLOCK_ELEMENTS: usize = 1 << 14;
 /// Rotates the pairs (i, i + D / 2) of each vector by the angles of its position: a drop-in for
 /// `candle_nn::rotary_emb::rope`, which has no gradient.
 ///
-/// `x` has the shape (B, H, T, D), with an even D, and the dtype f32, f64, f16 or bf16. `cos` and `sin` have its dtype
-/// and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. Gradients end here at
+/// `x` has the shape (B, H, T, D), with an even D, and the dtype f32, f64, f16 or bf16. `cos` and `sin` have its dtype (under
+/// [`autocast`](crate::autocast()) by lists they may be f32, and then the result is), and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. Gradients end here at
 /// `cos` and `sin`, which are tables.
 ///
 /// # Errors
@@ -56,6 +57,8 @@ enum Kind {
 }
 
 fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
+    let [x, cos] = &widest(x, cos)?;
+    let [_, sin] = &widest(x, sin)?;
     let positions = match (x.rank(), kind) {
         (4, Kind::HalvesThd) => x.dim(1)?,
         (4, _) => x.dim(2)?,

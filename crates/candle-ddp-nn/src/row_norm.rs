@@ -1,9 +1,11 @@
 //! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows
 //! forward and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are
 //! computed in f32.
+use super::add;
+use super::autocast::{is_widened, wide};
 use candle_core::{D, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
-use candle_ddp_tensor::function::{Earlier, Function, add, added, apply};
+use candle_ddp_tensor::function::{Earlier, Function, added, apply};
 use candle_ddp_tensor::kernels::{self, AddedNorm, NormOperands, NormStatistics};
 use candle_ddp_tensor::{Element, Error, Real, accumulator, dispatch};
 use rayon::prelude::*;
@@ -17,6 +19,7 @@ const BLOCK_ROWS: usize = 16;
 
 /// (x − mean) / √(variance + eps) × weight + bias over the last dimension; without `centred` the mean counts as zero.
 pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
+    let x = &wide(x)?;
     let norm = Norm::new(x, weight, bias, eps, centred)?;
     let x = x.contiguous()?;
     if x.device().is_cuda() {
@@ -35,7 +38,7 @@ pub(super) fn add_norm(
     eps: f64,
     centred: bool,
 ) -> Result<(Tensor, Tensor)> {
-    let is_alike = x.shape() == residual.shape() && x.dtype() == residual.dtype();
+    let is_alike = x.shape() == residual.shape() && x.dtype() == residual.dtype() && !is_widened(x)?;
     if is_alike && x.device().same_device(residual.device()) && kernels::take(x.device(), x.dtype()) {
         let norm = Norm::new(x, weight, bias, eps, centred)?;
         let (x, residual) = (x.contiguous()?, residual.contiguous()?);

@@ -1,4 +1,5 @@
 //! Softmax and its logarithm.
+use super::autocast::wide;
 use super::rows::{dot, exponentials, larger, maximum, sum};
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
@@ -46,8 +47,9 @@ pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
 }
 
 fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
+    let x = wide(x)?;
     if x.elem_count() == 0 {
-        return argument(x).affine(1.0, 0.0);
+        return argument(&x).affine(1.0, 0.0);
     }
     op1(&x.contiguous()?, Softmax { dim, log })
 }

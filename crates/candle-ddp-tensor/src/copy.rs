@@ -135,10 +135,22 @@ where
 pub fn snapshot_tensor(tensor: &Tensor, dtype: DType) -> CandleResult<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
+        Storage::Cpu(storage) if storage.dtype() != dtype && layout.is_contiguous() => {
+            Ok((Storage::Cpu(converted(storage, layout, dtype)?), layout.shape().clone()))
+        }
         Storage::Cpu(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cpu(copy), shape)),
         Storage::Cuda(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cuda(copy), shape)),
         Storage::Metal(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Metal(copy), shape)),
     }
+}
+
+/// The elements in another dtype. Loops over vectors convert f16 and bf16 several times as fast as candle's.
+fn converted(storage: &CpuStorage, layout: &Layout, dtype: DType) -> CandleResult<CpuStorage> {
+    dispatch!(dtype, T => dispatch!(storage.dtype(), S => {
+        let values = slice::<S>(storage, layout)?;
+        let values: Vec<T> = vectorise!(|| values.iter().map(|value| T::narrow(real::<T, S>(value))).collect());
+        Ok(T::to_cpu_storage_owned(values))
+    }, else => storage.to_dtype(layout, dtype)), else => storage.to_dtype(layout, dtype))
 }
 
 struct Copy;

@@ -1,5 +1,6 @@
 //! Attention without the matrix of all weights: it is computed block by block, and the backward pass recomputes the
 //! blocks, as in T. Dao, "FlashAttention-2", 2023.
+use super::autocast::Casts;
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::function::{Function, apply};
@@ -38,6 +39,10 @@ use problem::Problem;
 /// dtypes and devices that do not fit each other, a mask together with `is_causal`, and a mask that requires a
 /// gradient; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: AttentionOptions) -> Result<Tensor> {
+    if let Some(casts) = Casts::of_product([q, k, v])? {
+        let y = scaled_dot_product_attention(&casts.input(q)?, &casts.input(k)?, &casts.input(v)?, options)?;
+        return casts.result(y, q);
+    }
     let problem = Problem::new([q, k, v], &options)?;
     if problem.is_empty() {
         return Tensor::zeros(problem.output_shape(), q.dtype(), q.device());

@@ -2,6 +2,7 @@
 use super::cudnn;
 use super::problem::{AttentionOptions, Problem};
 use super::{backward, forward, scaled_dot_product_attention};
+use crate::autocast::Casts;
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
@@ -21,6 +22,10 @@ use std::sync::{Arc, OnceLock};
 /// # Errors
 /// As with [`scaled_dot_product_attention`], and for a `qkv` of another shape.
 pub fn scaled_dot_product_attention_qkvpacked(qkv: &Tensor, heads: usize, options: AttentionOptions) -> Result<Tensor> {
+    if let Some(casts) = Casts::of_product([qkv])? {
+        let y = scaled_dot_product_attention_qkvpacked(&casts.input(qkv)?, heads, options)?;
+        return casts.result(y, qkv);
+    }
     let shape = match *qkv.dims() {
         [batch, tokens, width] if heads > 0 && width > 0 && width.is_multiple_of(3 * heads) => {
             (batch, tokens, 3, heads, width / (3 * heads))

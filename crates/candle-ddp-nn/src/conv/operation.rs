@@ -1,6 +1,7 @@
 //! Convolutions and transposed convolutions as operations with their own backward pass.
 use super::geometry::{Geometry, positions};
 use super::{cpu, cuda};
+use crate::autocast::Casts;
 use crate::channels;
 use crate::gemm::wide;
 use crate::to_memory_format;
@@ -65,6 +66,11 @@ pub(super) fn convolution(
     bias: Option<&Tensor>,
     settings: Settings,
 ) -> Result<Tensor> {
+    if let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? {
+        let bias = bias.map(|bias| casts.parameter(bias)).transpose()?;
+        let y = convolution(name, &casts.input(x)?, &casts.parameter(weight)?, bias.as_ref(), settings)?;
+        return casts.result(y, x);
+    }
     let (geometry, transposed) = (geometry(name, x, weight, bias, settings)?, settings.transposed);
     // Only cuDNN takes channels last.
     let wanted = match x.device().is_cuda() && kernels::has_cudnn()? && !geometry.is_empty() {

@@ -1,5 +1,6 @@
 //! Layers and functions against PyTorch's and candle's, and the gradients of candle's operations.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod autocast;
 mod bf16;
 mod candle_gradients;
 mod conv;

@@ -1,4 +1,5 @@
 //! Compares all gradients of a model with central differences.
+use crate::autocast;
 use candle::{DType, Device, Result, Shape, Tensor, Var};
 use candle_ddp::seed::{var_builder, Generator};
 use candle_nn::var_builder::SimpleBackend;
@@ -56,7 +57,7 @@ pub fn parameters(varmap: &VarMap) -> Vec<(String, Var)> {
 
 /// Gives every parameter its own value: those that begin as a constant (norms, biases, tensors that a file takes
 /// without an initialisation) are spread around it.
-fn spread(parameters: &[(String, Var)], gain: f64) -> Result<()> {
+pub(crate) fn spread(parameters: &[(String, Var)], gain: f64) -> Result<()> {
     let mut generator = Generator::new(13);
     for (_, var) in parameters {
         let fan_in = var.dims().iter().skip(1).product::<usize>().max(1);
@@ -96,16 +97,18 @@ impl SimpleBackend for Without {
     }
 }
 
-struct Measured<'a> {
-    varmap: VarMap,
-    check: &'a Check<'a>,
-    model: &'a dyn Fn(VarBuilder) -> Result<Tensor>,
+pub(crate) type Model<'a> = &'a dyn Fn(VarBuilder) -> Result<Tensor>;
+
+pub(crate) struct Measured<'a> {
+    pub(crate) varmap: VarMap,
+    pub(crate) check: &'a Check<'a>,
+    pub(crate) model: Model<'a>,
 }
 
 impl Measured<'_> {
     /// A fixed random projection of the model's output. The model is built anew: some files compute with their parameters
     /// when they are built.
-    fn loss(&self) -> Result<Tensor> {
+    pub(crate) fn loss(&self) -> Result<Tensor> {
         let mut vb = var_builder(&self.varmap, 7, self.check.dtype, &Device::Cpu);
         if !self.check.absent.is_empty() {
             let absent = self.check.absent.iter().map(|part| part.to_string()).collect();
@@ -116,7 +119,7 @@ impl Measured<'_> {
         (output * weights.map_err(candle::Error::wrap)?)?.sum_all()
     }
 
-    fn value(&self) -> Result<f64> {
+    pub(crate) fn value(&self) -> Result<f64> {
         self.loss()?.to_scalar()
     }
 
@@ -147,6 +150,7 @@ impl Measured<'_> {
 pub fn check(check: Check, model: impl Fn(VarBuilder) -> Result<Tensor>) {
     let wrong = measure(&check, &model).expect("the model runs forward and backward");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    autocast::check(&check, &model);
 }
 
 /// Returns the wrong gradients of `model`, one line for each parameter.

@@ -1,5 +1,6 @@
 //! Unchanged model files of candle-transformers, trained through candle-ddp-nn.
 mod audio;
+mod autocast;
 mod check;
 mod decoders;
 mod encoders;

@@ -6,7 +6,8 @@ use serde_json::json;
 
 #[test]
 fn convnext() {
-    check(LARGE, |vb| {
+    // Otherwise a channel of GRN, whose norm has no gradient at zero, underflows in f32.
+    check(Check { gain: 0.3, ..LARGE }, |vb| {
         convnext::convnext(&convnext::Config::atto(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)
     });
 }

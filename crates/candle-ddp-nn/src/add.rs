@@ -1,0 +1,17 @@
+//! The sum of a residual connection.
+use crate::autocast;
+use candle_core::{Result, Tensor};
+use candle_ddp_tensor::function;
+
+/// `a` + `b`, of the same dtype. `b` has the shape of `a`, or its last dimensions: then it is added for each index of the others, like
+/// the positions of a transformer to all sequences of a batch.
+///
+/// Under [`autocast`](crate::autocast()) by lists, the sum of two dtypes is calculated in f32, and f32. Apart from that, this is
+/// [`candle_ddp_tensor::function::add`].
+///
+/// # Errors
+/// candle's, for tensors of other shapes, or of different dtypes or devices.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let [a, b] = autocast::widest(a, b)?;
+    function::add(&a, &b)
+}

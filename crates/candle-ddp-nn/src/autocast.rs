@@ -1,0 +1,234 @@
+//! Functions that cast their arguments: PyTorch's autocast.
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Result, Tensor, TensorId};
+use candle_ddp_tensor::copy::snapshot_tensor;
+use candle_ddp_tensor::function::{Function, apply_in, is_tracked};
+use candle_ddp_tensor::{Error, MemoryFormat};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Which functions cast their arguments, and to which dtype, [`F16`](DType::F16) or [`BF16`](DType::BF16).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Autocast {
+    /// Each function casts by PyTorch's lists: products compute in the dtype and return it; softmax, norms and losses compute in f32 and
+    /// return it; a sum has the wider dtype of its arguments. `torch.autocast`, and O1 of Apex.
+    ///
+    /// candle's own operations do not cast, and refuse arguments of two dtypes. A model in which they meet needs
+    /// [`add`](crate::add) for residual connections, [`Tensor::to_dtype`], or [`Products`](Self::Products).
+    Lists(DType),
+    /// Products compute in the dtype, and their results have the dtype of their first argument: PyTorch's `fp32_precision = "bf16"`.
+    /// No other function sees 16 bits, so any model of f32 can be trained with it.
+    Products(DType),
+}
+
+impl Autocast {
+    /// The dtype of products.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Lists(dtype) | Self::Products(dtype) => dtype,
+        }
+    }
+
+    /// Refuses a dtype that is not of 16 bits.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub fn check(self) -> candle_ddp_tensor::Result<()> {
+        match self.dtype() {
+            DType::F16 | DType::BF16 => Ok(()),
+            dtype => Err(Error::invalid("autocast", format!("its dtype must be F16 or BF16, not {dtype:?}"))),
+        }
+    }
+}
+
+/// [`Autocast::Lists`], as in `torch.autocast`.
+impl From<DType> for Autocast {
+    fn from(dtype: DType) -> Self {
+        Self::Lists(dtype)
+    }
+}
+
+thread_local! {
+    static REGION: RefCell<Option<Arc<Region>>> = const { RefCell::new(None) };
+}
+
+/// Runs `f` with functions that cast their arguments: `torch.autocast`. `mode` may be a dtype, which means [`Autocast::Lists`].
+///
+/// It casts nothing that is f64 or not a floating-point number. Gradients have the dtypes of the arguments before the casts, so those
+/// of f32 parameters are f32. The backward pass should run outside: it uses the dtypes of the forward pass by itself, and
+/// [`checkpoint`](crate::checkpoint) casts in its second run as in the first.
+///
+/// Regions may be nested; [`autocast_off`] inside of one casts nothing. The state ends with `f`, also if it panics. It belongs to
+/// this thread: a thread that works for another one uses [`set_autocast`]. candle-ddp's `DataParallel` passes it on to its own
+/// threads.
+///
+/// A parameter that several products use is cast once in a region, unless its gradient has been calculated in between. A program that
+/// sets a parameter by other means than a step of training should do so outside of the region.
+///
+/// ```
+/// # use candle_core::{DType, Device, Module, Tensor};
+/// # use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_ddp_nn::{autocast, linear, softmax_last_dim};
+/// # let varmap = VarMap::new();
+/// # let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+/// let layer = linear(8, 4, vb)?;
+/// let x = Tensor::ones((2, 8), DType::F32, &Device::Cpu)?;
+/// let (y, weights) = autocast(DType::BF16, || {
+///     let y = layer.forward(&x)?;
+///     candle_core::Result::Ok((y.clone(), softmax_last_dim(&y)?))
+/// })?;
+/// assert_eq!((y.dtype(), weights.dtype()), (DType::BF16, DType::F32));
+/// let grads = weights.sqr()?.sum_all()?.backward()?;
+/// assert_eq!(grads.get(layer.weight()).unwrap().dtype(), DType::F32);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// A function that casts returns [`Error::InvalidArgument`], carried by candle's error, if the dtype is neither f16 nor bf16.
+pub fn autocast<T>(mode: impl Into<Autocast>, f: impl FnOnce() -> T) -> T {
+    set_autocast(Some(mode.into()), f)
+}
+
+/// Runs `f` without casts, inside of [`autocast`] too: `torch.autocast(enabled=False)`.
+pub fn autocast_off<T>(f: impl FnOnce() -> T) -> T {
+    set_autocast(None, f)
+}
+
+/// Runs `f` under [`autocast`] or [`autocast_off`]. A thread that works for another thread passes that thread's [`autocast_mode`].
+pub fn set_autocast<T>(mode: Option<Autocast>, f: impl FnOnce() -> T) -> T {
+    let region = mode.map(|mode| Arc::new(Region { mode, parameters: Mutex::default() }));
+    let _restored = Restore(REGION.replace(region));
+    f()
+}
+
+/// How functions of this thread cast; None outside of [`autocast`].
+pub fn autocast_mode() -> Option<Autocast> {
+    REGION.with_borrow(|region| region.as_ref().map(|region| region.mode))
+}
+
+/// Gives the thread its earlier state back.
+struct Restore(Option<Arc<Region>>);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        REGION.set(self.0.take());
+    }
+}
+
+/// A call of [`autocast`].
+struct Region {
+    mode: Autocast,
+    /// The casts of parameters, so that each is cast once.
+    parameters: Mutex<HashMap<TensorId, Tensor>>,
+}
+
+impl Region {
+    fn parameters(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
+        self.parameters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The casts of a product.
+pub(crate) struct Casts(Arc<Region>);
+
+impl Casts {
+    /// None if a product of these arguments casts nothing.
+    pub(crate) fn of_product<'a>(arguments: impl IntoIterator<Item = &'a Tensor>) -> Result<Option<Self>> {
+        let Some(region) = REGION.with_borrow(Clone::clone) else { return Ok(None) };
+        region.mode.check()?;
+        let dtype = region.mode.dtype();
+        let changes = arguments.into_iter().any(|argument| is_cast(argument) && argument.dtype() != dtype);
+        Ok(changes.then_some(Self(region)))
+    }
+
+    /// An argument that is calculated anew in each pass.
+    pub(crate) fn input(&self, x: &Tensor) -> Result<Tensor> {
+        if is_cast(x) { cast(x, self.0.mode.dtype(), None) } else { Ok(x.clone()) }
+    }
+
+    /// A parameter, which may be used more than once.
+    pub(crate) fn parameter(&self, parameter: &Tensor) -> Result<Tensor> {
+        // Without a gradient, nothing would tell when it changes.
+        if !is_cast(parameter) || !is_tracked(parameter) {
+            return self.input(parameter);
+        }
+        if let Some(known) = self.0.parameters().get(&parameter.id()) {
+            return Ok(known.clone());
+        }
+        let cast = cast(parameter, self.0.mode.dtype(), Some(Arc::downgrade(&self.0)))?;
+        self.0.parameters().insert(parameter.id(), cast.clone());
+        Ok(cast)
+    }
+
+    /// The result `y` of a product whose first argument was `x`.
+    pub(crate) fn result(&self, y: Tensor, x: &Tensor) -> Result<Tensor> {
+        match self.0.mode {
+            Autocast::Products(_) if is_cast(x) => cast(&y, x.dtype(), None),
+            _ => Ok(y),
+        }
+    }
+}
+
+/// The argument of a function that computes in f32: softmax, norms.
+pub(crate) fn wide(x: &Tensor) -> Result<Tensor> {
+    if is_widened(x)? { cast(x, DType::F32, None) } else { Ok(x.clone()) }
+}
+
+/// Whether [`wide`] casts this argument.
+pub(crate) fn is_widened(x: &Tensor) -> Result<bool> {
+    match autocast_mode() {
+        Some(mode @ Autocast::Lists(_)) => {
+            mode.check()?;
+            Ok(is_cast(x) && x.dtype() != DType::F32)
+        }
+        _ => Ok(false),
+    }
+}
+
+/// The arguments of a sum, in the wider of their dtypes; f32 for f16 and bf16.
+pub(crate) fn widest(a: &Tensor, b: &Tensor) -> Result<[Tensor; 2]> {
+    let is_mixed = a.dtype() != b.dtype() && is_cast(a) && is_cast(b);
+    if is_mixed { Ok([wide(a)?, wide(b)?]) } else { Ok([a.clone(), b.clone()]) }
+}
+
+/// Whether autocast may change the tensor's dtype.
+fn is_cast(x: &Tensor) -> bool {
+    matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// `x` in another dtype, in the same memory format. The gradient has the dtype of `x`.
+fn cast(x: &Tensor, dtype: DType, region: Option<Weak<Region>>) -> Result<Tensor> {
+    if x.dtype() == dtype {
+        return Ok(x.clone());
+    }
+    let format = MemoryFormat::of(x);
+    let result = snapshot_tensor(&format.stored(&x.detach())?, dtype)?;
+    apply_in(format, &[x], result, Cast { from: x.dtype(), parameter: region.map(|region| (region, x.id())) })
+}
+
+struct Cast {
+    from: DType,
+    /// The region in which the argument, a parameter, has this cast.
+    parameter: Option<(Weak<Region>, TensorId)>,
+}
+
+impl Function for Cast {
+    fn name(&self) -> &'static str {
+        "autocast"
+    }
+
+    fn backward(&self, gradient: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        // A parameter with a gradient is about to change.
+        if let Some((region, id)) = &self.parameter
+            && let Some(region) = region.upgrade()
+        {
+            region.parameters().remove(id);
+        }
+        let format = MemoryFormat::of(gradient);
+        let (storage, shape) = snapshot_tensor(&format.stored(gradient)?, self.from)?;
+        Ok(vec![Some(format.view(&Tensor::from_storage(storage, shape, BackpropOp::none(), false))?)])
+    }
+}

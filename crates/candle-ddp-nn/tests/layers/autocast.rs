@@ -1,0 +1,317 @@
+//! Autocast, compared with PyTorch's.
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var, safetensors};
+use candle_ddp_nn::{
+    AttentionOptions, Autocast, AvgPool2dOptions, BatchNorm, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
+    ConvTranspose1d, ConvTranspose1dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding, InterpolateMode,
+    LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, autocast, autocast_mode, autocast_off, avg_pool2d, checkpoint,
+    cross_entropy, gelu, interpolate, linear_cross_entropy, log_softmax, loss, max_pool2d, no_grad, relu, rope,
+    scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, set_autocast, silu, softmax,
+};
+use candle_ddp_testing::floats;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+type Run<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+
+/// Input number `index` of a case, as the script makes it.
+fn wave(shape: &[usize], index: usize, dtype: DType) -> Var {
+    let number = |j: usize| 2.0 * (1.7 * j as f64 + index as f64 + 0.3).sin();
+    let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
+    Var::from_tensor(&Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap()
+}
+
+fn classes() -> Result<Tensor> {
+    Tensor::new((0..6).map(|at| at * 3 % 10).collect::<Vec<u32>>(), &Device::Cpu)
+}
+
+fn linear(x: &[Tensor]) -> Result<Tensor> {
+    Linear::new(x[1].clone(), x.get(2).cloned()).forward(&x[0])
+}
+
+fn conv1d(x: &[Tensor]) -> Result<Tensor> {
+    let config = Conv1dConfig { padding: 1, ..Default::default() };
+    Conv1d::new(x[1].clone(), Some(x[2].clone()), config).forward(&x[0])
+}
+
+fn conv2d(x: &[Tensor]) -> Result<Tensor> {
+    let config = Conv2dConfig { padding: 1, ..Default::default() };
+    Conv2d::new(x[1].clone(), Some(x[2].clone()), config).forward(&x[0])
+}
+
+fn conv_transpose1d(x: &[Tensor]) -> Result<Tensor> {
+    let config = ConvTranspose1dConfig { padding: 1, output_padding: 1, stride: 2, ..Default::default() };
+    ConvTranspose1d::new(x[1].clone(), Some(x[2].clone()), config).forward(&x[0])
+}
+
+fn conv_transpose2d(x: &[Tensor]) -> Result<Tensor> {
+    let config = ConvTranspose2dConfig { padding: 1, output_padding: 1, stride: 2, dilation: 1 };
+    ConvTranspose2d::new(x[1].clone(), Some(x[2].clone()), config).forward(&x[0])
+}
+
+fn attention(x: &[Tensor]) -> Result<Tensor> {
+    let options = AttentionOptions { is_causal: true, ..Default::default() };
+    scaled_dot_product_attention(&x[0], &x[1], &x[2], options)
+}
+
+fn layer_norm(x: &[Tensor]) -> Result<Tensor> {
+    LayerNorm::new(x[1].clone(), x[2].clone(), 1e-5).forward(&x[0])
+}
+
+fn rms_norm(x: &[Tensor]) -> Result<Tensor> {
+    RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0])
+}
+
+/// As in `bf16.rs`, with results of 16 bits and of 32.
+fn check(name: &str, ours: &Tensor, theirs: &Tensor) {
+    assert_eq!((ours.dtype(), ours.dims()), (theirs.dtype(), theirs.dims()), "{name}");
+    let (ours, theirs) = (floats(ours), floats(theirs));
+    let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+    for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+        let bound = theirs.abs() / 64.0 + largest / 256.0;
+        assert!((ours - theirs).abs() <= bound, "{name}[{at}] is {ours}, in PyTorch {theirs}");
+    }
+}
+
+#[test]
+fn results_gradients_and_their_dtypes_are_those_of_pytorch() {
+    let golden = include_bytes!("../golden/autocast.safetensors");
+    let golden: HashMap<String, Tensor> = safetensors::load_buffer(golden, &Device::Cpu).unwrap();
+    let mut left = golden.len();
+    let mut case = |name: &str, shapes: &[&[usize]], sixteen: &[usize], run: Run| {
+        let dtype = |index| if sixteen.contains(&index) { DType::BF16 } else { DType::F32 };
+        let inputs: Vec<Var> =
+            shapes.iter().enumerate().map(|(index, shape)| wave(shape, index, dtype(index))).collect();
+        let tensors: Vec<Tensor> = inputs.iter().map(|input| input.as_tensor().clone()).collect();
+        let y = autocast(DType::BF16, || run(&tensors)).unwrap();
+        check(&format!("{name}: y"), &y, &golden[&format!("{name}|y")]);
+        let weight = |j: usize| (0.9 * j as f64 + 0.1).cos();
+        let dy: Vec<f64> = (0..y.elem_count()).map(weight).collect();
+        let dy = Tensor::from_vec(dy, y.shape(), &Device::Cpu).unwrap().to_dtype(y.dtype()).unwrap();
+        let loss = (y.to_dtype(DType::F32).unwrap() * dy.to_dtype(DType::F32).unwrap()).unwrap().sum_all().unwrap();
+        let gradients = loss.backward().unwrap();
+        for (index, input) in inputs.iter().enumerate() {
+            let gradient = gradients.get(input).unwrap();
+            check(&format!("{name}: d{index}"), gradient, &golden[&format!("{name}|d{index}")]);
+        }
+        left -= 1 + inputs.len();
+    };
+    case("linear", &[&[5, 37], &[18, 37], &[18]], &[], &linear);
+    case("linear of 16 bits", &[&[5, 37], &[18, 37], &[18]], &[0], &linear);
+    case("conv1d", &[&[2, 5, 8], &[6, 5, 3], &[6]], &[], &conv1d);
+    case("conv2d", &[&[2, 5, 8, 8], &[6, 5, 3, 3], &[6]], &[], &conv2d);
+    case("conv_transpose1d", &[&[2, 4, 5], &[4, 3, 3], &[3]], &[], &conv_transpose1d);
+    case("conv_transpose2d", &[&[2, 4, 4, 5], &[4, 3, 3, 3], &[3]], &[], &conv_transpose2d);
+    case("attention", &[&[1, 2, 6, 8][..]; 3], &[], &attention);
+    case("linear_cross_entropy", &[&[6, 8], &[10, 8], &[10]], &[], &|x| {
+        linear_cross_entropy(&x[0], &x[1], Some(&x[2]), &classes()?)
+    });
+    case("softmax", &[&[4, 33]], &[0], &|x| softmax(&x[0], 1));
+    case("log_softmax", &[&[4, 33]], &[0], &|x| log_softmax(&x[0], 1));
+    case("layer_norm", &[&[5, 24], &[24], &[24]], &[0], &layer_norm);
+    case("rms_norm", &[&[5, 24], &[24]], &[0], &rms_norm);
+    case("cross_entropy", &[&[6, 10]], &[0], &|x| cross_entropy(&x[0], &classes()?));
+    case("mse_loss", &[&[6, 10][..]; 2], &[0, 1], &|x| loss::mse(&x[0], &x[1]));
+    case("add", &[&[3, 17][..]; 2], &[1], &|x| add(&x[0], &x[1]));
+    assert_eq!(left, 0, "cases of the file without a test");
+}
+
+/// The dtypes of results for inputs of f32 and of bf16, on PyTorch's lists.
+fn by_list(names: &[&str]) -> [DType; 2] {
+    let lists = include_str!("../golden/autocast.txt");
+    let of = |name: &str| {
+        let lists = lists.lines().filter(|line| line.split(' ').any(|function| function == name));
+        let lists: Vec<&str> = lists.map(|line| line.split(':').next().unwrap()).collect();
+        match lists[..] {
+            ["16 bits"] => [DType::BF16; 2],
+            ["f32"] => [DType::F32; 2],
+            [] | ["widest"] => [DType::F32, DType::BF16],
+            _ => panic!("{name} is on {lists:?}"),
+        }
+    };
+    let dtypes: Vec<_> = names.iter().map(|name| of(name)).collect();
+    assert!(dtypes.iter().all(|these| these == &dtypes[0]), "{names:?}: {dtypes:?}");
+    dtypes[0]
+}
+
+/// Parameters are f32. What PyTorch has on no list takes any dtype.
+#[test]
+fn each_function_is_on_pytorchs_list() {
+    let run = |names: &[&str], shapes: &[&[usize]], parameters: usize, run: Run| {
+        for (dtype, expected) in [DType::F32, DType::BF16].into_iter().zip(by_list(names)) {
+            let dtype = |index| if index < shapes.len() - parameters { dtype } else { DType::F32 };
+            let inputs = shapes.iter().enumerate().map(|(index, shape)| wave(shape, index, dtype(index)));
+            let inputs: Vec<Tensor> = inputs.map(|input| input.as_tensor().clone()).collect();
+            let y = autocast(DType::BF16, || run(&inputs)).unwrap();
+            assert_eq!(y.dtype(), expected, "{names:?} of {:?}", dtype(0));
+            if by_list(names) == [DType::BF16; 2] {
+                let y = autocast(Autocast::Products(DType::BF16), || run(&inputs)).unwrap();
+                assert_eq!(y.dtype(), dtype(0), "{names:?}");
+            }
+        }
+    };
+    run(&["linear", "matmul", "addmm"], &[&[5, 37], &[18, 37], &[18]], 2, &linear);
+    run(&["conv1d"], &[&[2, 5, 8], &[6, 5, 3], &[6]], 2, &conv1d);
+    run(&["conv2d"], &[&[2, 5, 8, 8], &[6, 5, 3, 3], &[6]], 2, &conv2d);
+    run(&["conv_transpose1d"], &[&[2, 4, 5], &[4, 3, 3], &[3]], 2, &conv_transpose1d);
+    run(&["conv_transpose2d"], &[&[2, 4, 4, 5], &[4, 3, 3, 3], &[3]], 2, &conv_transpose2d);
+    run(&["scaled_dot_product_attention"], &[&[1, 2, 6, 8][..]; 3], 0, &attention);
+    run(&["scaled_dot_product_attention"], &[&[2, 6, 24]], 0, &|x| {
+        scaled_dot_product_attention_qkvpacked(&x[0], 2, AttentionOptions::default())
+    });
+    run(&["softmax"], &[&[4, 33]], 0, &|x| softmax(&x[0], 1));
+    run(&["softmax"], &[&[4, 0]], 0, &|x| softmax(&x[0], 1));
+    run(&["log_softmax"], &[&[4, 33]], 0, &|x| log_softmax(&x[0], 1));
+    run(&["layer_norm"], &[&[5, 24], &[24], &[24]], 2, &layer_norm);
+    run(&["rms_norm"], &[&[5, 24], &[24]], 1, &rms_norm);
+    run(&["layer_norm"], &[&[5, 24], &[5, 24], &[24], &[24]], 2, &|x| {
+        Ok(LayerNorm::new(x[2].clone(), x[3].clone(), 1e-5).add_norm(&x[0], &x[1])?.1)
+    });
+    run(&["log_softmax", "nll_loss"], &[&[6, 10]], 0, &|x| cross_entropy(&x[0], &classes()?));
+    run(&["nll_loss"], &[&[6, 10]], 0, &|x| loss::nll(&x[0], &classes()?));
+    run(&["mse_loss"], &[&[6, 10][..]; 2], 0, &|x| loss::mse(&x[0], &x[1]));
+    run(&["smooth_l1_loss"], &[&[6, 10][..]; 2], 0, &|x| loss::huber(&x[0], &x[1], 1.0));
+    run(&["binary_cross_entropy_with_logits"], &[&[6, 10][..]; 2], 0, &|x| {
+        loss::binary_cross_entropy_with_logit(&x[0], &x[1])
+    });
+    run(&["add"], &[&[3, 17][..]; 2], 0, &|x| add(&x[0], &x[1]));
+    run(&["relu"], &[&[3, 17]], 0, &|x| relu(&x[0]));
+    run(&["gelu"], &[&[3, 17]], 0, &|x| gelu(&x[0]));
+    run(&["silu"], &[&[3, 17]], 0, &|x| silu(&x[0]));
+    run(&["max_pool2d"], &[&[2, 3, 7, 8]], 0, &|x| max_pool2d(&x[0], 3, MaxPool2dOptions::default()));
+    run(&["avg_pool2d"], &[&[2, 3, 7, 8]], 0, &|x| avg_pool2d(&x[0], 3, AvgPool2dOptions::default()));
+    run(&["interpolate", "upsample_bilinear2d"], &[&[1, 2, 4, 5]], 0, &|x| {
+        interpolate(&x[0], (7, 9), InterpolateMode::Bilinear { align_corners: false })
+    });
+    run(&["dropout"], &[&[3, 17]], 0, &|x| candle_ddp_nn::Dropout::new(0.5).forward_t(&x[0], true));
+    run(&["batch_norm"], &[&[2, 3, 4, 4], &[3], &[3]], 2, &|x| {
+        let statistic = || Tensor::ones(3, DType::F32, &Device::Cpu);
+        BatchNorm::new(3, statistic()?, statistic()?, x[1].clone(), x[2].clone(), 1e-5)?.forward_t(&x[0], true)
+    });
+    let indices = Tensor::new(&[1u32, 0], &Device::Cpu).unwrap();
+    run(&["embedding"], &[&[7, 9]], 0, &|x| Embedding::new(x[0].clone(), 9).forward(&indices));
+}
+
+/// PyTorch promotes the products of a rotation, and the sum at the end of a residual block.
+#[test]
+fn arguments_of_two_dtypes_become_f32() {
+    let of = |shape: &[usize], dtype| wave(shape, 0, dtype).as_detached_tensor();
+    let (x, residual) = (of(&[2, 3, 4, 4], DType::BF16), of(&[2, 3, 4, 4], DType::F32));
+    let (cos, sin) = (of(&[4, 2], DType::F32), of(&[4, 2], DType::F32));
+    let ones = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
+    let norm = BatchNorm::new(3, ones.clone(), ones.clone(), ones.clone(), ones, 1e-5).unwrap();
+    let run = || -> Result<[Tensor; 2]> { Ok([rope(&x, &cos, &sin)?, norm.forward_add_relu_t(&x, &residual, true)?]) };
+    assert_eq!(autocast(DType::BF16, run).unwrap().map(|y| y.dtype()), [DType::F32; 2]);
+    assert!(run().is_err() && autocast(Autocast::Products(DType::BF16), run).is_err());
+    let both = || rope(&residual, &cos.to_dtype(DType::BF16)?, &sin.to_dtype(DType::BF16)?);
+    assert_eq!(autocast(DType::BF16, both).unwrap().dtype(), DType::F32);
+    let both = || add(&of(&[3], DType::F16), &of(&[3], DType::BF16));
+    assert_eq!(autocast(DType::F16, both).unwrap().dtype(), DType::F32);
+}
+
+#[test]
+fn only_products_have_16_bits_in_the_mode_for_any_model() {
+    let [x, weight, bias] = [&[5, 37][..], &[18, 37], &[18]].map(|shape| wave(shape, 0, DType::F32));
+    let inputs = [&x, &weight, &bias].map(|var| var.as_tensor().clone());
+    let [lists, products] = [Autocast::Lists(DType::BF16), Autocast::Products(DType::BF16)].map(|mode| {
+        let y = autocast(mode, || softmax(&linear(&inputs)?, 1)).unwrap();
+        let gradients = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        let of = |var: &Var| gradients.get(var).unwrap().clone();
+        [y, of(&x), of(&weight), of(&bias)]
+    });
+    for (lists, products) in lists.iter().zip(&products) {
+        assert_eq!((lists.dtype(), floats(lists)), (DType::F32, floats(products)));
+    }
+    let product = |dtype: DType| {
+        let x = x.to_dtype(dtype)?;
+        autocast(Autocast::Products(DType::BF16), || linear(&[x, weight.as_tensor().clone()]))
+    };
+    assert_eq!(product(DType::F32).unwrap().dtype(), DType::F32);
+    assert_eq!(product(DType::BF16).unwrap().dtype(), DType::BF16);
+    let half = wave(&[4, 33], 0, DType::BF16).as_detached_tensor();
+    let y = autocast(Autocast::Products(DType::BF16), || softmax(&half, 1)).unwrap();
+    assert_eq!(y.dtype(), DType::BF16);
+}
+
+#[test]
+fn f64_and_other_dtypes_than_those_of_16_bits() {
+    let of = |shape: &[usize]| wave(shape, 0, DType::F64).as_detached_tensor();
+    assert_eq!(autocast(DType::F16, || linear(&[of(&[5, 7]), of(&[3, 7])])).unwrap().dtype(), DType::F64);
+    assert_eq!(autocast(DType::F16, || softmax(&of(&[5, 7]), 1)).unwrap().dtype(), DType::F64);
+    let x = wave(&[5, 7], 0, DType::F32).as_detached_tensor();
+    let runs: [Run; 2] = [&|x| linear(&[x[0].clone(), x[0].clone()]), &|x| softmax(&x[0], 1)];
+    for run in runs {
+        let error = autocast(DType::F64, || run(std::slice::from_ref(&x))).unwrap_err().to_string();
+        assert!(error.contains("must be F16 or BF16, not F64"), "{error}");
+    }
+}
+
+#[test]
+fn the_state_is_nested_belongs_to_its_thread_and_ends_with_a_panic() {
+    let (outer, inner) = (Autocast::Lists(DType::BF16), Autocast::Products(DType::F16));
+    assert_eq!(autocast_mode(), None);
+    autocast(DType::BF16, || {
+        assert_eq!(autocast_mode(), Some(outer));
+        autocast(inner, || {
+            assert_eq!(autocast_mode(), Some(inner));
+            autocast_off(|| assert_eq!(autocast_mode(), None));
+            assert!(catch_unwind(AssertUnwindSafe(|| autocast_off(|| panic!("inside")))).is_err());
+            assert_eq!(autocast_mode(), Some(inner));
+        });
+        assert_eq!(autocast_mode(), Some(outer));
+        assert_eq!(std::thread::spawn(autocast_mode).join().unwrap(), None);
+        let mode = autocast_mode();
+        assert_eq!(std::thread::spawn(move || set_autocast(mode, autocast_mode)).join().unwrap(), Some(outer));
+    });
+    assert_eq!(autocast_mode(), None);
+}
+
+/// Its own weight twice, so that its gradient is the sum of two.
+fn twice(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let y = linear(&[x.clone(), weight.clone()])?;
+    linear(&[relu(&y)?, weight.clone()])
+}
+
+#[test]
+fn a_weight_that_changes_in_the_region_is_cast_again() {
+    let (x, weight) = (wave(&[3, 4], 0, DType::F32), wave(&[4, 4], 1, DType::F32));
+    let run = || twice(&x, &weight).unwrap();
+    let (first, second) = autocast(DType::BF16, || {
+        // Without a gradient, nothing is kept, nor taken later by a pass with one.
+        let without = no_grad(run);
+        assert!(!without.track_op());
+        let first = run();
+        assert_eq!(floats(&first), floats(&without));
+        let gradients = first.to_dtype(DType::F32).unwrap().sum_all().unwrap().backward().unwrap();
+        let gradient = gradients.get(&weight).unwrap();
+        assert_eq!(gradient.dtype(), DType::F32);
+        weight.set(&(weight.as_tensor() - gradient).unwrap()).unwrap();
+        (first, run())
+    });
+    assert_ne!(floats(&first), floats(&second));
+    assert_eq!(floats(&second), floats(&autocast(DType::BF16, run)));
+    let stays = autocast(DType::BF16, || {
+        no_grad(run);
+        weight.set(&weight.ones_like().unwrap()).unwrap();
+        no_grad(run)
+    });
+    assert_eq!(floats(&stays), floats(&autocast(DType::BF16, run)));
+}
+
+/// The backward pass runs outside of the region, and inside of another one.
+#[test]
+fn a_checkpoint_casts_again_as_before() {
+    let (x, weight) = (wave(&[3, 4], 0, DType::F32), wave(&[4, 4], 1, DType::F32));
+    let results = |y: &Tensor, outside: Option<Autocast>| {
+        let loss = y.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap();
+        let gradients = set_autocast(outside, || loss.backward()).unwrap();
+        [Some(y), gradients.get(&x), gradients.get(&weight)].map(|t| (t.unwrap().dtype(), floats(t.unwrap())))
+    };
+    for mode in [Autocast::Lists(DType::BF16), Autocast::Products(DType::BF16)] {
+        let expected = results(&autocast(mode, || twice(&x, &weight)).unwrap(), None);
+        for outside in [None, Some(Autocast::Lists(DType::F16)), Some(mode)] {
+            let weight = weight.as_tensor().clone();
+            let y = autocast(mode, || checkpoint(&[&x], move |x| twice(&x[0], &weight))).unwrap();
+            assert_eq!(results(&y, outside), expected, "{mode:?} inside of {outside:?}");
+        }
+    }
+}
