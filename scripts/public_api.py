@@ -8,7 +8,8 @@ A line is an item, with its fields or variants, a method, a trait that a type im
 features, `conformance` and `vision`, but not the features for CUDA. Auto traits (Send, Sync) are left out. The pages come from
 the installed rustdoc; another version may write something differently, and then the listing changes with the compiler.
 
-Each listing has a budget of lines, which may only fall: what is added to the public API takes the place of something else.
+Each listing has a budget of lines, which may only fall: what is added to the public API takes the place of something else. Traits that
+can be derived do not count, since nobody has to learn them.
 """
 
 import difflib
@@ -28,14 +29,15 @@ LISTINGS = {
     "candle_ddp_rendezvous": ROOT / "docs" / "public-api-rendezvous.txt",
     "candle_ddp_vision": ROOT / "docs" / "public-api-vision.txt",
 }
-# The most lines that each listing may have. These numbers may only be lowered: do so whenever a listing has become shorter.
+DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|PartialEq|PartialOrd)(<.*>)? for ")
+# The most lines that each listing may have, without those of derived traits. These numbers may only be lowered: do so whenever a listing has become shorter.
 BUDGETS = {
-    "candle_ddp": 960,
-    "candle_ddp_nn": 367,
-    "candle_ddp_tensor": 50,
-    "candle_ddp_engine": 205,
-    "candle_ddp_rendezvous": 132,
-    "candle_ddp_vision": 174,
+    "candle_ddp": 581,
+    "candle_ddp_nn": 263,
+    "candle_ddp_tensor": 38,
+    "candle_ddp_engine": 106,
+    "candle_ddp_rendezvous": 77,
+    "candle_ddp_vision": 83,
 }
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}
 # Lists of what rustdoc adds to a page by itself, or repeats from another page.
@@ -124,7 +126,8 @@ def main():
     subprocess.run(command + packages, cwd=ROOT, check=True)
     listings = {crate: listing(crate, target / "doc" / crate) for crate in LISTINGS}
     changed = [compare(crate, path, listings[crate]) for crate, path in LISTINGS.items()]
-    over = [over_budget(crate, lines) for crate, lines in listings.items() if len(lines) > BUDGETS[crate]]
+    counts = {crate: sum(not DERIVED.search(line) for line in lines) for crate, lines in listings.items()}
+    over = [over_budget(crate, count) for crate, count in counts.items() if count > BUDGETS[crate]]
     print("\n".join(over), end="\n" if over else "")
     if any(changed):
         sys.exit(
@@ -136,8 +139,8 @@ def main():
         sys.exit("A budget in scripts/public_api.py may only be lowered: take as many lines out of the public API as were added to it.")
 
 
-def over_budget(crate, lines):
-    return f"{crate}: its public API has {len(lines)} lines, {len(lines) - BUDGETS[crate]} more than its budget of {BUDGETS[crate]}"
+def over_budget(crate, count):
+    return f"{crate}: its public API has {count} lines, {count - BUDGETS[crate]} more than its budget of {BUDGETS[crate]}"
 
 
 def compare(crate, path, lines):

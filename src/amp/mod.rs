@@ -133,6 +133,7 @@ mod opt_level;
 mod unscale;
 
 pub use crate::ddp::MixedPrecision;
+#[doc(no_inline)]
 pub use crate::nn::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use grad_scaler::{GradScaler, GradScalerOptions};
 pub use opt_level::OptLevel;

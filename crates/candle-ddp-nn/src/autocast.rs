@@ -24,16 +24,14 @@ pub enum Autocast {
 
 impl Autocast {
     /// The dtype of products.
-    pub fn dtype(self) -> DType {
+    fn dtype(self) -> DType {
         match self {
             Self::Lists(dtype) | Self::Products(dtype) => dtype,
         }
     }
 
     /// Refuses a dtype that is not of 16 bits.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`].
+    #[doc(hidden)]
     pub fn check(self) -> candle_ddp_tensor::Result<()> {
         match self.dtype() {
             DType::F16 | DType::BF16 => Ok(()),
