@@ -1,11 +1,11 @@
 //! How programs compute with a wrapped model.
 use super::DistributedDataParallel;
 use super::no_grad;
-use crate::nn::Autocast;
 use crate::tensor::MemoryFormat;
 use crate::tensor::function::{argument, is_grad_enabled};
 use crate::{Error, Result};
 use candle_core::{Module, ModuleT, Tensor};
+use candle_ddp_nn::Autocast;
 use candle_nn::VarBuilder;
 
 impl<M> DistributedDataParallel<M> {

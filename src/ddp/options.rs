@@ -1,9 +1,9 @@
 use super::mixed_precision::MixedPrecision;
-use crate::nn::{Autocast, autocast};
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::{Error, Result, trace};
 use candle_core::DType;
 use candle_ddp_env::Variables;
+use candle_ddp_nn::{Autocast, autocast};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
