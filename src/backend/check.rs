@@ -1,8 +1,9 @@
 //! Checks that every engine makes on the calling thread before anything is sent.
 use super::Collective;
+use super::collective::Arguments;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Storage, Tensor};
-use candle_ddp_engine::{Call, CallSite, Channel, Element, Label, Operation, ReduceOp, ShapeCode, significant};
+use candle_ddp_engine::{Call, CallSite, Channel, Element, Extent, Label, Operation, ReduceOp, ShapeCode, significant};
 use std::ops::Range;
 
 /// Checks whether an engine can reach a tensor. If not, the error says where the tensor is and what to do; it follows
@@ -26,68 +27,39 @@ fn call_of(
     check_device: CheckDevice,
     collective: &Collective,
 ) -> Result<(Call, Channel)> {
-    let checker = Checker { rank, world_size, check_device, name: collective.name() };
-    let call = |operation, tensor, reduction, root| checker.call(operation, tensor, reduction, root);
-    let call = match collective {
-        Collective::AllReduce { tensor, op } => call(Operation::AllReduce, tensor, Some(*op), None)?,
-        Collective::Broadcast { tensor, root } => call(Operation::Broadcast, tensor, None, Some(*root))?,
-        Collective::Reduce { tensor, root, op } => call(Operation::Reduce, tensor, Some(*op), Some(*root))?,
-        Collective::AllGather { output, input } => {
-            let call = call(Operation::AllGather, input, None, None)?;
-            // In an in-place all-gather, the input is this rank's part of the output.
-            let each = input.elem_count();
-            let own = rank * each..(rank + 1) * each;
-            checker.pair_in_place(("output", output), ("input", input), world_size, Some(own))?;
-            call
-        }
-        Collective::ReduceScatter { output, input, op } => {
-            let call = call(Operation::ReduceScatter, output, Some(*op), None)?;
-            checker.pair(("input", input), ("output", output), world_size)?;
-            call
-        }
-        Collective::AllToAll { output, input } => {
-            let call = call(Operation::AllToAll, input, None, None)?;
-            let count = input.elem_count();
-            if !count.is_multiple_of(world_size) {
-                return Err(checker.refuse(format!(
-                    "input has {count} elements, which cannot be split into {world_size} equal parts, one for each rank"
-                )));
-            }
-            let (output, input) = (("output", output), ("input", input));
-            checker.same_dtype(output, input)?;
-            let lacks_own = output.1.elem_count() != count && output.1.elem_count() == count - count / world_size;
-            if !lacks_own {
-                checker.times(output, input, 1)?;
-            }
-            checker.rows(input, world_size, output, if lacks_own { world_size - 1 } else { world_size })?;
-            checker.distinct(output, input, None)?;
-            call
-        }
-        Collective::Gather { output, input, root } => {
-            let call = call(Operation::Gather, input, None, Some(*root))?;
-            if let Some(output) = checker.on_root("output", output.as_ref(), *root)? {
-                checker.pair(("output", output), ("input", input), world_size)?;
-            }
-            call
-        }
-        Collective::Scatter { output, input, root } => {
-            let call = call(Operation::Scatter, output, None, Some(*root))?;
-            if let Some(input) = checker.on_root("input", input.as_ref(), *root)? {
-                checker.pair(("input", input), ("output", output), world_size)?;
-            }
-            call
-        }
-        Collective::Send { tensor, peer } => {
-            checker.other(*peer)?;
-            return Ok((call(Operation::Send, tensor, None, None)?, Channel::SendTo(*peer)));
-        }
-        Collective::Recv { tensor, peer } => {
-            checker.other(*peer)?;
-            return Ok((call(Operation::Recv, tensor, None, None)?, Channel::RecvFrom(*peer)));
-        }
-        Collective::Barrier => Call::bare(Operation::Barrier),
+    let arguments = collective.arguments();
+    let Arguments { operation, output, input, reduction, root, peer } = arguments;
+    let checker = Checker { rank, world_size, check_device, name: operation.name() };
+    let channel = match peer {
+        None => Channel::Collectives,
+        Some(peer) => checker.message(operation, peer)?,
     };
-    Ok((call, Channel::Collectives))
+    // The tensor whose elements are counted, and the other one, if there may be one.
+    let [output_name, input_name] = arguments.names();
+    let (output, input) = ((output_name, output), (input_name, input));
+    let [output_extent, input_extent] = operation.extents();
+    let ((name, counted), (other_name, other), extent) = match input_extent {
+        Extent::One => (input, output, output_extent),
+        _ => (output, input, input_extent),
+    };
+    let Some(counted) = counted else { return Ok((Call::bare(operation), channel)) };
+    let call = checker.call(operation, counted, reduction, root)?;
+    let other = match (extent, root) {
+        (Extent::AllOnRoot, Some(root)) => checker.on_root(other_name, other, root)?,
+        _ => other,
+    };
+    if let Some(other) = other {
+        let (whole, part) = ((other_name, other), (name, counted));
+        if extent == Extent::One {
+            checker.exchange(whole, part)?;
+        } else {
+            // In an in-place all-gather, the input is this rank's part of the output.
+            let each = counted.elem_count();
+            let own = (output_extent == Extent::All).then(|| rank * each..(rank + 1) * each);
+            checker.pair(whole, part, own)?;
+        }
+    }
+    Ok((call, channel))
 }
 
 impl Collective {
@@ -180,23 +152,30 @@ impl Checker<'_> {
         })
     }
 
-    /// Checks that both tensors can be used, and that `whole` has `times` the elements of `part`.
-    fn pair(&self, whole: (&str, &Tensor), part: (&str, &Tensor), times: usize) -> Result<()> {
-        self.pair_in_place(whole, part, times, None)
+    /// Checks that both tensors can be used, and that `whole` has a part for each rank, as large as `part`, which may be the
+    /// elements `place` of `whole`.
+    fn pair(&self, whole: (&str, &Tensor), part: (&str, &Tensor), place: Option<Range<usize>>) -> Result<()> {
+        self.same_dtype(whole, part)?;
+        self.times(whole, part, self.world_size)?;
+        self.rows(whole, self.world_size, part, 1)?;
+        self.distinct(whole, part, place)
     }
 
-    /// Like [`pair`](Self::pair), but `part` may also be the elements `place` of `whole`.
-    fn pair_in_place(
-        &self,
-        whole: (&str, &Tensor),
-        part: (&str, &Tensor),
-        times: usize,
-        place: Option<Range<usize>>,
-    ) -> Result<()> {
-        self.same_dtype(whole, part)?;
-        self.times(whole, part, times)?;
-        self.rows(whole, times, part, 1)?;
-        self.distinct(whole, part, place)
+    /// Checks the tensors of an all-to-all. The output may lack this rank's own part.
+    fn exchange(&self, output: (&str, &Tensor), input: (&str, &Tensor)) -> Result<()> {
+        let (count, world_size) = (input.1.elem_count(), self.world_size);
+        if !count.is_multiple_of(world_size) {
+            return Err(self.refuse(format!(
+                "input has {count} elements, which cannot be split into {world_size} equal parts, one for each rank"
+            )));
+        }
+        self.same_dtype(output, input)?;
+        let lacks_own = output.1.elem_count() != count && output.1.elem_count() == count - count / world_size;
+        if !lacks_own {
+            self.times(output, input, 1)?;
+        }
+        self.rows(input, world_size, output, if lacks_own { world_size - 1 } else { world_size })?;
+        self.distinct(output, input, None)
     }
 
     fn same_dtype(&self, whole: (&str, &Tensor), part: (&str, &Tensor)) -> Result<()> {
@@ -293,13 +272,14 @@ impl Checker<'_> {
         if rank < self.world_size { Ok(()) } else { Err(Error::RankOutOfRange { rank, world_size: self.world_size }) }
     }
 
-    fn other(&self, peer: usize) -> Result<()> {
+    /// The channel of a message.
+    fn message(&self, operation: Operation, peer: usize) -> Result<Channel> {
         self.in_world(peer)?;
         if peer == self.rank {
             let reason = format!("{}: rank {peer} is this rank itself, which needs no message", self.name);
             return Err(Error::invalid("peer", reason));
         }
-        Ok(())
+        Ok(if operation == Operation::Send { Channel::SendTo(peer) } else { Channel::RecvFrom(peer) })
     }
 
     fn refuse(&self, reason: String) -> Error {

@@ -1,5 +1,5 @@
 use candle_core::Tensor;
-use candle_ddp_engine::{Operation, ReduceOp};
+use candle_ddp_engine::{Extent, Operation, ReduceOp};
 
 /// One call of a collective, with its tensors: contiguous, of the same dtype and shape on every rank (a one-dimensional
 /// tensor fits every shape with as many elements), and
@@ -97,60 +97,69 @@ pub(crate) enum Access {
     Write,
 }
 
+/// A call taken apart.
+pub(crate) struct Arguments<'a> {
+    pub(crate) operation: Operation,
+    /// The tensor that the call changes, on this rank or on another one.
+    pub(crate) output: Option<&'a Tensor>,
+    /// The tensor that it only reads.
+    pub(crate) input: Option<&'a Tensor>,
+    pub(crate) reduction: Option<ReduceOp>,
+    pub(crate) root: Option<usize>,
+    /// The other rank of a message.
+    pub(crate) peer: Option<usize>,
+}
+
+impl Arguments<'_> {
+    /// The names of the arguments `output` and `input`.
+    pub(crate) fn names(&self) -> [&'static str; 2] {
+        if self.operation.extents().contains(&Extent::None) { ["tensor"; 2] } else { ["output", "input"] }
+    }
+}
+
 impl Collective {
-    /// The tensors of the call, with the names of their arguments.
-    pub(crate) fn tensors(&self) -> [Option<(&'static str, &Tensor, Access)>; 2] {
-        let write = |name, tensor| Some((name, tensor, Access::Write));
-        let read = |name, tensor| Some((name, tensor, Access::Read));
+    /// Takes the call apart.
+    pub(crate) fn arguments(&self) -> Arguments<'_> {
+        fn of<'a>(operation: Operation, output: Option<&'a Tensor>, input: Option<&'a Tensor>) -> Arguments<'a> {
+            Arguments { operation, output, input, reduction: None, root: None, peer: None }
+        }
         match self {
-            Self::AllReduce { tensor, .. }
-            | Self::Broadcast { tensor, .. }
-            | Self::Reduce { tensor, .. }
-            | Self::Recv { tensor, .. } => [write("tensor", tensor), None],
-            Self::Send { tensor, .. } => [read("tensor", tensor), None],
-            Self::AllGather { output, input }
-            | Self::ReduceScatter { output, input, .. }
-            | Self::AllToAll { output, input } => [write("output", output), read("input", input)],
-            Self::Gather { output, input, .. } => {
-                [output.as_ref().and_then(|output| write("output", output)), read("input", input)]
+            Self::AllReduce { tensor, op } => {
+                Arguments { reduction: Some(*op), ..of(Operation::AllReduce, Some(tensor), None) }
             }
-            Self::Scatter { output, input, .. } => {
-                [write("output", output), input.as_ref().and_then(|input| read("input", input))]
+            Self::Broadcast { tensor, root } => {
+                Arguments { root: Some(*root), ..of(Operation::Broadcast, Some(tensor), None) }
             }
-            Self::Barrier => [None, None],
+            Self::Reduce { tensor, root, op } => {
+                Arguments { reduction: Some(*op), root: Some(*root), ..of(Operation::Reduce, Some(tensor), None) }
+            }
+            Self::AllGather { output, input } => of(Operation::AllGather, Some(output), Some(input)),
+            Self::ReduceScatter { output, input, op } => {
+                Arguments { reduction: Some(*op), ..of(Operation::ReduceScatter, Some(output), Some(input)) }
+            }
+            Self::AllToAll { output, input } => of(Operation::AllToAll, Some(output), Some(input)),
+            Self::Gather { output, input, root } => {
+                Arguments { root: Some(*root), ..of(Operation::Gather, output.as_ref(), Some(input)) }
+            }
+            Self::Scatter { output, input, root } => {
+                Arguments { root: Some(*root), ..of(Operation::Scatter, Some(output), input.as_ref()) }
+            }
+            Self::Send { tensor, peer } => Arguments { peer: Some(*peer), ..of(Operation::Send, None, Some(tensor)) },
+            Self::Recv { tensor, peer } => Arguments { peer: Some(*peer), ..of(Operation::Recv, Some(tensor), None) },
+            Self::Barrier => of(Operation::Barrier, None, None),
         }
     }
 
-    /// The tensor that the call changes, on this rank or on another one, and the one that it only reads.
-    pub(crate) fn operands(&self) -> [Option<&Tensor>; 2] {
-        let [mut output, mut input] = [None; 2];
-        for (_, tensor, access) in self.tensors().into_iter().flatten() {
-            match access {
-                Access::Write => output = Some(tensor),
-                Access::Read => input = Some(tensor),
-            }
-        }
-        [output, input]
+    /// The tensors of the call, with the names of their arguments.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor, Access)> {
+        let arguments = self.arguments();
+        let [output, input] = arguments.names();
+        let written = arguments.output.map(|tensor| (output, tensor, Access::Write));
+        written.into_iter().chain(arguments.input.map(|tensor| (input, tensor, Access::Read)))
     }
 
     /// The name of the method that users call.
     pub fn name(&self) -> &'static str {
-        self.operation().name()
-    }
-
-    fn operation(&self) -> Operation {
-        match self {
-            Self::AllReduce { .. } => Operation::AllReduce,
-            Self::Broadcast { .. } => Operation::Broadcast,
-            Self::Reduce { .. } => Operation::Reduce,
-            Self::AllGather { .. } => Operation::AllGather,
-            Self::ReduceScatter { .. } => Operation::ReduceScatter,
-            Self::AllToAll { .. } => Operation::AllToAll,
-            Self::Gather { .. } => Operation::Gather,
-            Self::Scatter { .. } => Operation::Scatter,
-            Self::Send { .. } => Operation::Send,
-            Self::Recv { .. } => Operation::Recv,
-            Self::Barrier => Operation::Barrier,
-        }
+        self.arguments().operation.name()
     }
 }

@@ -1,5 +1,6 @@
 //! The engine of a world of one rank, on any device. It makes the same checks as every engine.
 use super::check::extent;
+use super::collective::Arguments;
 use super::{Collective, Communicator, Completion, Split, Work};
 use crate::error::Failure;
 use crate::rendezvous::Store;
@@ -33,20 +34,14 @@ impl Communicator for SingleCommunicator {
     fn start(&self, collective: Collective) -> Result<Work> {
         collective.check(0, 1, &self.device)?;
         self.failure().map_or(Ok(()), Err)?;
-        match &collective {
-            // The reduction of one rank's values is these values, and its tensor is the root's.
-            Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Reduce { .. } => {}
-            Collective::AllGather { output, input }
-            | Collective::ReduceScatter { output, input, .. }
-            | Collective::Gather { output: Some(output), input, .. }
-            | Collective::Scatter { output, input: Some(input), .. } => assign(output, input)?,
-            // The output may lack this rank's own part.
-            Collective::AllToAll { output, .. } if output.elem_count() == 0 => {}
-            Collective::AllToAll { output, input } => assign(output, input)?,
-            // The checks refuse these in a world of one.
-            Collective::Gather { output: None, .. } | Collective::Scatter { input: None, .. } => {}
-            Collective::Send { .. } | Collective::Recv { .. } => {}
-            Collective::Barrier => self.device.synchronize()?,
+        match collective.arguments() {
+            // The output of an all-to-all may lack this rank's own part.
+            Arguments { output: Some(output), input: Some(input), .. } if output.elem_count() > 0 => {
+                assign(output, input)?;
+            }
+            Arguments { output: None, input: None, .. } => self.device.synchronize()?,
+            // With one tensor, that is already the result. (The checks refuse messages.)
+            _ => {}
         }
         Ok(Work::new(OnDevice(self.device.clone())))
     }

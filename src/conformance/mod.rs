@@ -98,29 +98,17 @@ fn run_cases(options: &ConformanceOptions, groups: [&dyn Communicator; 2], come:
     Ok(())
 }
 
-fn test(case: Case, rank: &Rank) -> Outcome {
-    match case {
-        Case::AllReduce => matrix::all_reduce(rank),
-        Case::Broadcast => matrix::broadcast(rank),
-        Case::Reduce => matrix::reduce(rank),
-        Case::AllGather => matrix::all_gather(rank),
-        Case::ReduceScatter => matrix::reduce_scatter(rank),
-        Case::AllToAll => matrix::all_to_all(rank),
-        Case::GatherAndScatter => matrix::gather_and_scatter(rank),
-        Case::SendAndRecv => matrix::send_and_recv(rank),
-        Case::Batches => batches::batches(rank),
-        Case::Barrier => matrix::barrier(rank),
-        Case::Views => matrix::views(rank),
-        Case::SameBits => matrix::same_bits(rank),
-        Case::InOrder => in_flight::in_order(rank),
-        Case::DroppedWork => in_flight::dropped_work(rank),
-        Case::RunAfterStart => in_flight::run_after_start(rank),
-        Case::MessagesPassCollectives => in_flight::messages_pass_collectives(rank),
-        Case::LargeMessages => in_flight::large_messages(rank),
-        Case::Halos => slices::halos(rank),
-        Case::TwoGroups => slices::two_groups(rank),
-    }
+macro_rules! define_test {
+    ($($(#[$doc:meta])* $case:ident = $module:ident::$name:ident),+ $(,)?) => {
+        fn test(case: Case, rank: &Rank) -> Outcome {
+            match case {
+                $(Case::$case => $module::$name(rank),)+
+            }
+        }
+    };
 }
+
+options::with_cases!(define_test);
 
 fn failed(rank: usize, world_size: usize, case: &dyn fmt::Display, fault: Fault) -> Error {
     match fault.error {

@@ -9,8 +9,6 @@ use candle_core::Tensor;
 pub(super) fn check(rank: usize, collective: &Collective) -> Result<()> {
     collective
         .tensors()
-        .into_iter()
-        .flatten()
         .try_for_each(|(argument, tensor, access)| check_tensor(rank, collective.name(), argument, tensor, access))
 }
 

@@ -1,6 +1,7 @@
 //! The description of a call, as it is sent before the data and shown in messages.
 use crate::call_site::CallSite;
 use crate::label::Label;
+use crate::operation::Operation;
 use crate::reduce_op::ReduceOp;
 use crate::shape::ShapeCode;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
@@ -59,71 +60,6 @@ impl Element {
     #[inline]
     pub fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F64 | Self::F16 | Self::BF16)
-    }
-}
-
-/// The kinds of calls. Their discriminants are sent to other ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
-    /// The barrier at the end of a group's construction.
-    Connect,
-    /// Every rank's output becomes the reduction of all.
-    AllReduce,
-    /// Every rank's output becomes a copy of the root's.
-    Broadcast,
-    /// The output of the root becomes the reduction of all; the other ranks' outputs do not change.
-    Reduce,
-    /// The output becomes all ranks' inputs in rank order; the input may be this rank's place in it.
-    AllGather,
-    /// The output becomes this rank's part of the reduction of all inputs.
-    ReduceScatter,
-    /// Part `p` of the input goes to rank `p`; part `p` of the output comes from rank `p`. The output may lack this rank's
-    /// own part.
-    AllToAll,
-    /// The output of the root becomes all ranks' inputs in rank order.
-    Gather,
-    /// The output becomes this rank's part of the root's input.
-    Scatter,
-    /// The input goes to one rank.
-    Send,
-    /// The output becomes what one rank sends.
-    Recv,
-    /// Every rank waits until all have made the call.
-    Barrier,
-}
-
-impl Operation {
-    const ALL: [Self; 12] = [
-        Self::Connect,
-        Self::AllReduce,
-        Self::Broadcast,
-        Self::Reduce,
-        Self::AllGather,
-        Self::ReduceScatter,
-        Self::AllToAll,
-        Self::Gather,
-        Self::Scatter,
-        Self::Send,
-        Self::Recv,
-        Self::Barrier,
-    ];
-
-    /// The name of the method that users call.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Connect => "connect",
-            Self::AllReduce => "all_reduce",
-            Self::Broadcast => "broadcast",
-            Self::Reduce => "reduce",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::AllToAll => "all_to_all",
-            Self::Gather => "gather",
-            Self::Scatter => "scatter",
-            Self::Send => "send",
-            Self::Recv => "recv",
-            Self::Barrier => "barrier",
-        }
     }
 }
 
@@ -325,7 +261,7 @@ mod tests {
 
     #[test]
     fn a_header_can_be_encoded_and_decoded() {
-        for operation in Operation::ALL {
+        for &operation in Operation::ALL {
             for (element, reduction, root) in [
                 (None, None, None),
                 (Some(Element::U8), Some(ReduceOp::Prod), Some(3)),
@@ -347,6 +283,7 @@ mod tests {
                 assert_eq!(Header::decode(&header.encode()), Some(header));
             }
         }
+        assert!(Operation::ALL.iter().enumerate().all(|(index, operation)| *operation as usize == index));
         assert!(Element::ALL.into_iter().enumerate().all(|(index, element)| element as usize == index));
         assert!(REDUCTIONS.into_iter().enumerate().all(|(index, reduction)| reduction as usize == index));
         assert_eq!(Header::decode(&[7; Header::BYTES]), None);

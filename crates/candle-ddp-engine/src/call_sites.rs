@@ -1,5 +1,5 @@
 //! Notices that ranks make a call from different places where they should not: loops that run into each other.
-use crate::call::{Call, Operation};
+use crate::call::Call;
 use crate::call_site::CallSite;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
@@ -43,12 +43,7 @@ impl CallSites {
         if (theirs.is_none() && !self.any.load(Ordering::Relaxed)) || self.said.load(Ordering::Relaxed) {
             return;
         }
-        // In these, every rank has a part, and the ranks' parts are one result.
-        let is_common = matches!(
-            call.operation,
-            Operation::AllReduce | Operation::AllGather | Operation::ReduceScatter | Operation::AllToAll
-        );
-        if !is_common || call.place == CallSite::NONE {
+        if !call.operation.is_common() || call.place == CallSite::NONE {
             return;
         }
         let mut met = lock(&self.met);

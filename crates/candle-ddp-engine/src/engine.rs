@@ -1,11 +1,12 @@
 use crate::algorithm::Tuning;
-use crate::call::{Call, Channel, Operation};
+use crate::call::{Call, Channel};
 use crate::construction::Construction;
 use crate::data_path::DataPath;
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::group::Group;
 use crate::host_monitor;
+use crate::operation::Operation;
 use crate::options::CpuOptions;
 use crate::rendezvous::{Secret, Store, loopback};
 use crate::tcp::connect::Connections;

@@ -2,9 +2,10 @@
 //!
 //! Data that such a peer has sent still counts: bytes in a socket and slots in shared memory outlive the process that
 //! wrote them. So its end fails only calls that need more from it.
-use crate::call::{Call, Channel, Operation};
+use crate::call::{Call, Channel};
 use crate::error::Failure;
 use crate::failure::CallCounts;
+use crate::operation::Flow;
 use std::io::{Error, ErrorKind};
 
 /// What is known of a rank of another host that takes part no more.
@@ -136,17 +137,11 @@ impl Gone {
 
 /// Whether `peer` cannot finish `call` before rank `rank` has begun it.
 pub(crate) fn needs(peer: usize, call: &Call, rank: usize) -> bool {
-    match call.operation {
-        Operation::Broadcast | Operation::Scatter => call.root == Some(rank),
-        Operation::Reduce | Operation::Gather => call.root == Some(peer),
-        Operation::Recv => false,
-        Operation::Send
-        | Operation::Connect
-        | Operation::AllReduce
-        | Operation::AllGather
-        | Operation::ReduceScatter
-        | Operation::AllToAll
-        | Operation::Barrier => true,
+    match call.operation.flow() {
+        Flow::FromRoot => call.root == Some(rank),
+        Flow::ToRoot => call.root == Some(peer),
+        Flow::FromPeer => false,
+        Flow::ToPeer | Flow::Everywhere => true,
     }
 }
 

@@ -27,6 +27,7 @@ pub mod liveness;
 mod memory;
 mod news;
 mod operands;
+mod operation;
 mod options;
 mod reduce_op;
 mod reduction;
@@ -43,7 +44,7 @@ mod work_queue;
 use candle_ddp_rendezvous as rendezvous;
 use candle_ddp_rendezvous::{deadline, descriptors, error, host, panic, random, thread, warnings};
 
-pub use call::{Call, Channel, Element, Operation};
+pub use call::{Call, Channel, Element};
 pub use call_site::CallSite;
 pub use candle_ddp_rendezvous::{Error, Failure, Result};
 pub use construction::Construction;
@@ -54,6 +55,9 @@ pub use fuzz::mesh as fuzz_mesh;
 pub use label::Label;
 pub use memory::Memory;
 pub use operands::{Operands, Slice, Tensors};
+#[doc(hidden)]
+pub use operation::Extent;
+pub use operation::Operation;
 pub use options::{CpuOptions, CpuTransport};
 pub use reduce_op::ReduceOp;
 pub use shape::ShapeCode;

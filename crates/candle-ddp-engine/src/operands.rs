@@ -1,6 +1,7 @@
 //! What a call works on: the memory of its tensors.
-use crate::call::{Call, Element, Operation};
+use crate::call::{Call, Element};
 use crate::memory::{Locking, Memory, Region};
+use crate::operation::Operation;
 use crate::reduce_op::ReduceOp;
 use std::ops::Range;
 
@@ -44,17 +45,7 @@ impl Operands<'_> {
     pub(crate) fn check(&self, call: &Call, rank: usize, world_size: usize) -> Result<(), String> {
         let lengths = [self.output, self.input].map(|slice| slice.map(|slice| slice.end.saturating_sub(slice.start)));
         let one = (call.count as usize).saturating_mul(call.element.map_or(0, Element::size));
-        let (all, is_root) = (one.saturating_mul(world_size), call.root == Some(rank));
-        let expected = match call.operation {
-            Operation::AllReduce | Operation::Broadcast | Operation::Reduce | Operation::Recv => [Some(one), None],
-            Operation::Send => [None, Some(one)],
-            Operation::AllGather => [Some(all), Some(one)],
-            Operation::ReduceScatter => [Some(one), Some(all)],
-            Operation::AllToAll => [Some(one), Some(one)],
-            Operation::Gather => [is_root.then_some(all), Some(one)],
-            Operation::Scatter => [Some(one), is_root.then_some(all)],
-            Operation::Barrier | Operation::Connect => [None, None],
-        };
+        let expected = call.operation.extents().map(|extent| extent.of(one, world_size, call.root == Some(rank)));
         let lacks_own = call.operation == Operation::AllToAll && lengths == [Some(one - one / world_size), Some(one)];
         let is_missing =
             |(length, expected): (&Option<usize>, &Option<usize>)| expected.is_some() && length != expected;

@@ -1,9 +1,10 @@
 //! One running call: everything its algorithm needs to know, however the data travels.
-use crate::call::{Channel, Header, Operation};
+use crate::call::{Channel, Header};
 use crate::error::Failure;
 use crate::group::Group;
 use crate::hosts::Hosts;
 use crate::memory::Locking;
+use crate::operation::Operation;
 use crate::transport_error::TransportError;
 use std::time::Instant;
 

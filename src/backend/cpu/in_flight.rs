@@ -108,14 +108,9 @@ impl Caller {
 
     /// The tensors of the call on this rank, and whether it changes them.
     fn tensors(self, collective: &Collective) -> Vec<(&Tensor, bool)> {
-        let is_root = self.call.root == Some(self.rank);
-        let is_changed_here = match collective {
-            Collective::Broadcast { .. } => !is_root,
-            Collective::Reduce { .. } => is_root,
-            _ => true,
-        };
-        let tensors = collective.tensors().into_iter().flatten();
-        tensors.map(|(_, tensor, access)| (tensor, access == Access::Write && is_changed_here)).collect()
+        let is_changed_here = self.call.operation.changes_output(self.call.root == Some(self.rank));
+        let is_change = |access| access == Access::Write && is_changed_here;
+        collective.tensors().map(|(_, tensor, access)| (tensor, is_change(access))).collect()
     }
 }
 

@@ -2,6 +2,7 @@
 use crate::backend::Collective;
 use crate::backend::bytes::{all_bytes, all_bytes_mut};
 use crate::backend::check::byte_range;
+use crate::backend::collective::Arguments;
 use candle_core::{Storage, StorageRef, Tensor};
 use candle_ddp_engine::{Memory, Operands, Slice};
 use parking_lot::RwLock;
@@ -48,7 +49,7 @@ fn slice<'a>(memory: Option<&'a Locked<'_>>, tensor: Option<&Tensor>) -> Option<
 /// Calls `work` with the bytes of the tensors of `collective`, which has been [checked](super::check): they are contiguous,
 /// on the CPU, and of supported dtypes.
 pub(super) fn with_operands<R>(collective: &Collective, work: impl FnOnce(Operands) -> R) -> R {
-    let [output, input] = collective.operands();
+    let Arguments { output, input, .. } = collective.arguments();
     let [output_memory, input_memory] = [output, input].map(|tensor| tensor.map(Locked::of));
     work(Operands { output: slice(output_memory.as_ref(), output), input: slice(input_memory.as_ref(), input) })
 }

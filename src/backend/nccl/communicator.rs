@@ -6,7 +6,7 @@ use super::comm_streams::CommStreams;
 use super::identity;
 use super::launcher::Launcher;
 use super::p2p::{P2p, Pair};
-use super::prepared::{self, Member, Prepared};
+use super::prepared::{Member, Prepared};
 use super::stream::{Clock, Done, Streams};
 use super::threads::{join_until, spawn};
 use super::work::{NcclWork, Shared};
@@ -185,7 +185,7 @@ impl NcclCommunicator {
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
         let prepared = self.prepare(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
-        let work = self.work(call, prepared::tensors(collective), self.comm_stream.streams.clone(), blocks_host);
+        let work = self.work(call, tensors(&collective), self.comm_stream.streams.clone(), blocks_host);
         self.launch(&[(call, Channel::Collectives)], prepared, work)
     }
 
@@ -221,7 +221,7 @@ impl NcclCommunicator {
             Entry::Vacant(entry) => entry.insert(self.open_p2p(channel)?),
         };
         let prepared = self.prepare(&collective)?;
-        let work = self.work(call, prepared::tensors(collective), pair.streams.clone(), false);
+        let work = self.work(call, tensors(&collective), pair.streams.clone(), false);
         self.group.begin(channel, call, work.done.clone())?;
         let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
         pair.launcher.push(Job { prepared, ready, work: work.clone() });
@@ -382,4 +382,9 @@ impl Drop for NcclCommunicator {
             Err(error) => log::debug!("rank {rank}: {error}"),
         }
     }
+}
+
+/// All tensors of a collective.
+fn tensors(collective: &Collective) -> Vec<Tensor> {
+    collective.tensors().map(|(_, tensor, _)| tensor.clone()).collect()
 }

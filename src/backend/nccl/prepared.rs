@@ -4,7 +4,7 @@ use super::calls::{Buffer, Target};
 use super::comm::Comm;
 use super::status::{CallResult, Status};
 use crate::backend::{Collective, ReduceOp};
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 use cudarc::nccl::sys::ncclRedOp_t;
 
 /// A checked collective, with the memory that it uses.
@@ -146,22 +146,5 @@ fn nccl_op(op: ReduceOp) -> ncclRedOp_t {
         ReduceOp::Min => ncclRedOp_t::ncclMin,
         ReduceOp::Max => ncclRedOp_t::ncclMax,
         ReduceOp::Prod => ncclRedOp_t::ncclProd,
-    }
-}
-
-/// All tensors of a collective.
-pub(super) fn tensors(collective: Collective) -> Vec<Tensor> {
-    match collective {
-        Collective::AllReduce { tensor, .. }
-        | Collective::Broadcast { tensor, .. }
-        | Collective::Reduce { tensor, .. }
-        | Collective::Send { tensor, .. }
-        | Collective::Recv { tensor, .. } => vec![tensor],
-        Collective::AllGather { output, input }
-        | Collective::ReduceScatter { output, input, .. }
-        | Collective::AllToAll { output, input } => vec![output, input],
-        Collective::Gather { output, input, .. } => output.into_iter().chain([input]).collect(),
-        Collective::Scatter { output, input, .. } => input.into_iter().chain([output]).collect(),
-        Collective::Barrier => Vec::new(),
     }
 }

@@ -1,8 +1,9 @@
 //! Turns a call and its operands into an operation of a data path.
-use crate::call::{Call, Channel, Element, Operation};
+use crate::call::{Call, Channel, Element};
 use crate::error::Failure;
 use crate::memory::Region;
 use crate::operands::Operands;
+use crate::operation::Operation;
 use crate::reduction::Reduction;
 use crate::session::Session;
 use crate::transport_error::TransportError;

@@ -219,9 +219,9 @@ pub fn left_before(
 mod tests {
     use super::*;
     use crate::Error;
-    use crate::call::Operation;
     use crate::call_site::CallSite;
     use crate::label::Label;
+    use crate::operation::Operation;
     use crate::shape::ShapeCode;
 
     const BARRIER: Call = Call {

@@ -159,7 +159,7 @@ impl CallHistory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Operation;
+    use crate::operation::Operation;
     use std::time::Duration;
 
     #[test]

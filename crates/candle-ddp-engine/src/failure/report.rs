@@ -82,8 +82,8 @@ impl CallCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Operation;
     use crate::label::Label;
+    use crate::operation::Operation;
     use crate::shape::ShapeCode;
 
     #[test]

@@ -106,7 +106,8 @@ impl FrameReader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Call, Operation};
+    use crate::call::Call;
+    use crate::operation::Operation;
     use proptest::prelude::*;
 
     #[test]
