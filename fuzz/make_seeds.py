@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the first seeds of the fuzz targets to fuzz/seeds: one valid input for every kind of thing that a target reads.
+"""Writes the first seeds of the fuzz targets to fuzz/seeds, and those of the engine's to its fuzz/seeds: one valid input for every kind of thing that a target reads.
 
     fuzz/make_seeds.py
 
@@ -11,12 +11,13 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-SEEDS = ROOT / "seeds"
+ENGINE = ROOT.parent / "crates/candle-ddp-engine/fuzz"
 
 
 def seed(target, name, data):
-    (SEEDS / target).mkdir(parents=True, exist_ok=True)
-    (SEEDS / target / name).write_bytes(data)
+    folder = (ENGINE if target == "mesh" else ROOT) / "seeds" / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
 
 
 def store():

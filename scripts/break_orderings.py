@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Weakens the protocol of shared memory in one place at a time, and shows that the model (tests/model) notices.
+"""Weakens the protocol of shared memory in one place at a time, and shows that the model (crates/candle-ddp-engine/model) notices.
 
     scripts/break_orderings.py [NAME]
 
@@ -15,7 +15,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHM = "crates/candle-ddp-engine/src/shm"
+ENGINE = "crates/candle-ddp-engine"
+MODEL = f"{ENGINE}/model"
+SHM = f"{ENGINE}/src/shm"
 
 # Name: (file, original text, replacement).
 BREAKS = {
@@ -95,8 +97,8 @@ BREAKS = {
 
 def model(folder):
     """Runs the model in `folder`. Returns whether it failed, and the names of the tests that did."""
-    manifest = folder / "tests/model/Cargo.toml"
-    environment = {**os.environ, "CARGO_TARGET_DIR": str(ROOT / "tests/model/target/breaks")}
+    manifest = folder / MODEL / "Cargo.toml"
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(ROOT / MODEL / "target/breaks")}
     build = ["cargo", "test", "--locked", "--no-run", "--message-format=json", "--manifest-path", manifest]
     built = subprocess.run(build, env=environment, capture_output=True, text=True)
     if built.returncode:
@@ -115,7 +117,7 @@ def main():
         file, old, new = BREAKS[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            for part in ["crates/candle-ddp-engine/src", "tests/model"]:
+            for part in [f"{ENGINE}/src", MODEL]:
                 # Without the modification times of the originals, which cargo would mistake for the last build's.
                 ignore = shutil.ignore_patterns("target")
                 shutil.copytree(ROOT / part, folder / part, ignore=ignore, copy_function=shutil.copyfile)

@@ -8,12 +8,6 @@ pub fn store_protocol(data: &[u8]) {
     candle_ddp_rendezvous::fuzz_store_protocol(data);
 }
 
-/// Frames, handshakes and headers that ranks send each other.
-#[cfg(fuzzing)]
-pub fn mesh(data: &[u8]) {
-    candle_ddp_engine::fuzz_mesh(data);
-}
-
 /// Files of weights.
 #[cfg_attr(test, allow(unreachable_pub))]
 pub fn checkpoint_file(data: &[u8]) {

@@ -73,7 +73,7 @@ mod tests {
     /// The seeds that the fuzzer starts from, and the inputs that it has found since.
     #[test]
     fn no_seed_fails() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/mesh");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/mesh");
         let files: Vec<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
         assert!(!files.is_empty(), "{} is empty", folder.display());
         for file in files {

@@ -1,4 +1,4 @@
-//! The processor's and the system's primitives that the protocol uses: atomics, a fence and a futex. `tests/model`
+//! The processor's and the system's primitives that the protocol uses: atomics, a fence and a futex. `model`
 //! replaces this file to explore all orders in which threads may run and see each other's writes.
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::Duration;

@@ -21,17 +21,17 @@ mod call {
     }
 }
 
-#[path = "../../../crates/candle-ddp-engine/src/transport_error.rs"]
+#[path = "../../src/transport_error.rs"]
 #[allow(dead_code)]
 mod transport_error;
 
 mod shm {
-    #[path = "../../../../crates/candle-ddp-engine/src/shm/eventcount.rs"]
+    #[path = "../../../src/shm/eventcount.rs"]
     mod eventcount;
-    #[path = "../../../../crates/candle-ddp-engine/src/shm/layout.rs"]
+    #[path = "../../../src/shm/layout.rs"]
     #[allow(dead_code)]
     mod layout;
-    #[path = "../../../../crates/candle-ddp-engine/src/shm/stream.rs"]
+    #[path = "../../../src/shm/stream.rs"]
     #[allow(dead_code)]
     mod stream;
 
