@@ -1,23 +1,19 @@
 //! The CPU engine in all its arrangements: the conformance suite, and the guarantees of this engine alone.
 #![allow(clippy::unwrap_used)] // a failed test may panic
-#![allow(clippy::duplicate_mod)] // `failures` runs the same tests over each kind of connection
 mod batch;
 #[path = "../common/mod.rs"]
 mod common;
 mod custom;
 mod engine;
-mod failures;
 mod flight_recorder;
 mod graphs;
-mod meeting;
+mod locked;
 mod monitored_barrier;
 mod nccl;
-mod network;
 mod objects;
 mod process_group;
 mod processes;
 mod reproducible;
-mod secret;
 #[path = "../common/single.rs"]
 mod single;
 mod slices;

@@ -1,7 +1,7 @@
 //! The process group's public methods: every collective, subgroups, ranks as threads, and refused arguments.
 use crate::common::{floats, ranks};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::rendezvous::Store;
+use candle_ddp::rendezvous::{Secret, Store};
 use candle_ddp::{
     Backend, Error, Failure, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with,
 };
@@ -342,4 +342,11 @@ fn a_rank_in_another_call_is_an_error_and_not_a_panic() {
     let expected = "rank 1 called all_gather(i64[1]) where rank 0 called all_gather(i64[1]) for \
                     DistributedDataParallel::new, sequence";
     assert!(text.starts_with(expected), "{text}");
+}
+
+#[test]
+fn no_options_show_the_secret() {
+    let secret = Some(Secret::new("0123456789abcdef0123456789abcdef").unwrap());
+    let shown = format!("{:?}", InitOptions { secret, ..Default::default() });
+    assert!(!shown.contains("0123456789abcdef") && shown.contains("Secret(hidden)"), "{shown}");
 }

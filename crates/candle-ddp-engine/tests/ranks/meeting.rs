@@ -1,13 +1,12 @@
 //! Processes that are killed while a group is made.
 //!
 //! The test binary starts itself as each rank; ranks meet in a file in a temporary folder.
-use crate::common::test_process;
-use candle_ddp::backend::Communicator;
-use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
-use candle_ddp::rendezvous::{FileStore, Result, Store};
+use crate::rank::Rank;
+use candle_ddp_engine::{CpuOptions, Result};
+use candle_ddp_rendezvous::{FileStore, Store};
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -88,7 +87,7 @@ fn rank_process() {
     let rank: usize = rank.parse().unwrap();
     let store = store_in(folder.as_ref());
     let options = CpuOptions { timeout: PATIENCE, ..CpuOptions::default() };
-    let made = CpuCommunicator::new(Arc::new(Deadly(store_in(folder.as_ref()), key)), rank, WORLD_SIZE, options);
+    let made = Rank::new(Arc::new(Deadly(store_in(folder.as_ref()), key)), rank, WORLD_SIZE, options);
     let text = made.map_or_else(|error| error.to_string(), |made| format!("rank {} has made it", made.rank()));
     store.set(&format!("error/{rank}"), text.as_bytes()).unwrap();
 }
@@ -99,7 +98,8 @@ fn a_rank_that_is_killed_before_the_others_begin_is_named_at_once() {
     for (victim, key) in [(1, "mapped/1"), (0, "host/0")] {
         let folder = tempfile::tempdir().unwrap();
         let rank = |rank: usize| {
-            let mut command = test_process(module_path!(), "rank_process");
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "meeting::rank_process", "--include-ignored", "--nocapture"]);
             command.env(RANK, rank.to_string()).env(FOLDER, folder.path()).env(KEY, key);
             command.env("CANDLE_DDP_CPU_TRANSPORT", "shm").stdout(Stdio::null()).spawn().unwrap()
         };

@@ -15,9 +15,9 @@ fn a_tensor_locked_by_the_program_is_reported() {
             }
             // The other ranks' deadlines come first.
             std::thread::sleep(TIMEOUT / 5);
-            let guard = tensor.storage_and_layout();
+            let guard = tensor.lock();
             let result = match is_started {
-                true => communicator.start(call).and_then(|work| work.wait()),
+                true => communicator.start(call).and_then(|work| Ok(work.wait()?)),
                 false => communicator.run(call),
             };
             drop(guard);
@@ -39,7 +39,7 @@ fn a_tensor_locked_by_the_program_is_reported() {
 fn a_tensor_that_is_only_read_may_be_locked_for_reading() {
     on_ranks(2, |communicator| {
         let tensor = zeros(5);
-        let guard = (communicator.rank() == 0).then(|| tensor.storage_and_layout());
+        let guard = (communicator.rank() == 0).then(|| tensor.lock());
         communicator.run(Collective::Broadcast { tensor: tensor.clone(), root: 0 }).unwrap();
         drop(guard);
     });

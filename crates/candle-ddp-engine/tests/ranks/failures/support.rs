@@ -1,9 +1,7 @@
 //! Helpers that the tests of this folder share.
-pub(crate) use candle_core::{DType, Device, Tensor};
-pub(crate) use candle_ddp::backend::{Collective, Communicator};
-pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
-pub(crate) use candle_ddp::rendezvous::{HashStore, Store};
-pub(crate) use candle_ddp::{Error, Failure, P2pOp, ReduceOp};
+pub(crate) use crate::rank::{Collective, Rank, Tensor};
+pub(crate) use candle_ddp_engine::{CpuOptions, CpuTransport, Error, Failure, ReduceOp, Result};
+pub(crate) use candle_ddp_rendezvous::{HashStore, Store};
 pub(crate) use std::sync::Arc;
 pub(crate) use std::time::{Duration, Instant};
 
@@ -27,22 +25,22 @@ pub(crate) fn store() -> Arc<dyn Store> {
 }
 
 /// Runs `body` on every rank of a world, each on its own thread; returns the results by rank.
-pub(crate) fn on_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_ranks<T: Send>(world_size: usize, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     within(PATIENCE, world_size, body)
 }
 
 /// Like [`on_ranks`], with calls that time out after [`TIMEOUT`].
-pub(crate) fn on_hasty_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_hasty_ranks<T: Send>(world_size: usize, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     within(TIMEOUT, world_size, body)
 }
 
-fn within<T: Send>(timeout: Duration, world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
+fn within<T: Send>(timeout: Duration, world_size: usize, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let store = store();
     std::thread::scope(|scope| {
         let rank = |rank| {
             let (store, body) = (store.clone(), &body);
             let options = CpuOptions { timeout, construction_timeout: Some(PATIENCE), ..options_of(rank) };
-            scope.spawn(move || body(CpuCommunicator::new(store, rank, world_size, options).unwrap()))
+            scope.spawn(move || body(Rank::new(store, rank, world_size, options).unwrap()))
         };
         let ranks: Vec<_> = (0..world_size).map(rank).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -60,7 +58,7 @@ pub(crate) fn side_by_side<C: Send>(cases: impl IntoIterator<Item = C>, body: im
 }
 
 pub(crate) fn zeros(count: usize) -> Tensor {
-    Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap()
+    Tensor::zeros(count)
 }
 
 pub(crate) fn all_reduce(count: usize) -> Collective {
@@ -72,7 +70,7 @@ pub(crate) fn broadcast(count: usize, root: usize) -> Collective {
 }
 
 /// Makes no calls until the group has failed.
-pub(crate) fn idle_until_failure(communicator: &CpuCommunicator) {
+pub(crate) fn idle_until_failure(communicator: &Rank) {
     let start = Instant::now();
     while communicator.failure().is_none() {
         assert!(start.elapsed() < PATIENCE, "rank {} received no error", communicator.rank());
@@ -82,7 +80,7 @@ pub(crate) fn idle_until_failure(communicator: &CpuCommunicator) {
 
 /// Makes the given call, then barriers until the group has failed: a rank that completes the call before the failure
 /// gets the error at its next call.
-pub(crate) fn until_failure(communicator: &CpuCommunicator, first: Collective) -> Error {
+pub(crate) fn until_failure(communicator: &Rank, first: Collective) -> Error {
     let start = Instant::now();
     let mut result = communicator.run(first);
     while result.is_ok() {

@@ -45,13 +45,13 @@ fn a_message_that_is_not_sent_times_out() {
 #[test]
 fn a_message_of_a_batch_that_is_not_sent_times_out() {
     let errors = on_hasty_ranks(3, |communicator| {
-        let recv = |peer| P2pOp::Recv { tensor: zeros(4), peer };
+        let recv = |peer| Collective::Recv { tensor: zeros(4), peer };
         let batch = match communicator.rank() {
             0 => vec![recv(1), recv(2)],
-            1 => vec![P2pOp::Send { tensor: zeros(4), peer: 0 }],
+            1 => vec![Collective::Send { tensor: zeros(4), peer: 0 }],
             _ => Vec::new(),
         };
-        let ended = communicator.start_batch(batch).and_then(|work| work.wait());
+        let ended = communicator.run_batch(batch);
         ended.err().unwrap_or_else(|| {
             idle_until_failure(&communicator);
             communicator.run(Collective::Barrier).unwrap_err()

@@ -1,10 +1,8 @@
 //! Ranks whose connections go through a proxy that delays, stalls, resets and corrupts data: the results are right, or all
 //! ranks get an error in time.
-use candle_core::{DType, Device, Tensor};
-use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
-use candle_ddp::backend::{Collective, Communicator};
-use candle_ddp::rendezvous::{HashStore, Store};
-use candle_ddp::{Error, ReduceOp, Result};
+use crate::rank::{Collective, Rank, Tensor};
+use candle_ddp_engine::{CpuOptions, CpuTransport, Error, ReduceOp, Result};
+use candle_ddp_rendezvous::{HashStore, Store};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Barrier, Mutex};
@@ -160,7 +158,7 @@ fn options(timeout: Duration, construction: Duration) -> CpuOptions {
 fn on_two_ranks<T: Send>(
     weather: Weather,
     options: CpuOptions,
-    body: impl Fn(&Network, usize, Result<CpuCommunicator>) -> T + Sync,
+    body: impl Fn(&Network, usize, Result<Rank>) -> T + Sync,
 ) -> Vec<T> {
     let network = Network(Arc::new((Mutex::new(weather), Barrier::new(2))));
     // Each rank has a store, so that rank 1 sees the proxy's address.
@@ -168,7 +166,7 @@ fn on_two_ranks<T: Send>(
     std::thread::scope(|scope| {
         let rank = |rank: usize| {
             let (store, network, body, options) = (Arc::clone(&stores[rank]), &network, &body, options.clone());
-            scope.spawn(move || body(network, rank, CpuCommunicator::new(store, rank, 2, options)))
+            scope.spawn(move || body(network, rank, Rank::new(store, rank, 2, options)))
         };
         let ranks = [0, 1].map(rank);
         let [published, second] = [0, 1].map(|rank| stores[rank].get(&format!("addr/{rank}")).unwrap());
@@ -187,26 +185,26 @@ fn on_two_ranks<T: Send>(
 }
 
 /// Like [`on_two_ranks`] in clear weather, with communicators whose calls have a long time-out.
-fn on_two_patient_ranks<T: Send>(body: impl Fn(&Network, CpuCommunicator) -> T + Sync) -> Vec<T> {
+fn on_two_patient_ranks<T: Send>(body: impl Fn(&Network, Rank) -> T + Sync) -> Vec<T> {
     on_two_ranks(Weather::Clear, options(PATIENCE, PATIENCE), |network, _, communicator| {
         body(network, communicator.unwrap())
     })
 }
 
 /// Sums this many elements, which are all r + 1 on rank r, and returns the sums.
-fn all_reduce(communicator: &CpuCommunicator, elements: usize) -> Result<Vec<f32>> {
-    let tensor = Tensor::full(communicator.rank() as f32 + 1.0, elements, &Device::Cpu)?;
+fn all_reduce(communicator: &Rank, elements: usize) -> Result<Vec<f32>> {
+    let tensor = Tensor::full(communicator.rank() as f32 + 1.0, elements);
     communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
-    Ok(tensor.to_vec1()?)
+    Ok(tensor.values())
 }
 
-fn assert_all_reduce(communicator: &CpuCommunicator, elements: usize) {
+fn assert_all_reduce(communicator: &Rank, elements: usize) {
     assert!(all_reduce(communicator, elements).unwrap().iter().all(|value| *value == 3.0));
 }
 
 /// Rank 1 sends rank 0 a message, and both wait for each other.
-fn send_up(communicator: &CpuCommunicator) -> Result<()> {
-    let tensor = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+fn send_up(communicator: &Rank) -> Result<()> {
+    let tensor = Tensor::zeros(4);
     communicator.run(match communicator.rank() {
         0 => Collective::Recv { tensor, peer: 1 },
         _ => Collective::Send { tensor, peer: 0 },
@@ -215,7 +213,7 @@ fn send_up(communicator: &CpuCommunicator) -> Result<()> {
 }
 
 /// Makes calls until the group has failed, and returns that error.
-fn until_failure(communicator: &CpuCommunicator) -> String {
+fn until_failure(communicator: &Rank) -> String {
     loop {
         match all_reduce(communicator, 1000) {
             Ok(sums) => assert!(sums.iter().all(|value| *value == 3.0), "a wrong number"),

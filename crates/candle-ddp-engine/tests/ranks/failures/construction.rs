@@ -1,14 +1,13 @@
 //! Failures while a group is created.
 use super::*;
-use candle_ddp::rendezvous;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
 /// The size of a handshake.
 const HANDSHAKE: usize = 56;
 
-fn new(store: &Arc<dyn Store>, rank: usize, world_size: usize) -> candle_ddp::Result<CpuCommunicator> {
-    CpuCommunicator::new(store.clone(), rank, world_size, options())
+fn new(store: &Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Rank> {
+    Rank::new(store.clone(), rank, world_size, options())
 }
 
 /// Returns the errors of the ranks that join.
@@ -17,7 +16,7 @@ fn errors(ranks: &[(usize, usize, CpuOptions)]) -> Vec<String> {
     std::thread::scope(|scope| {
         let rank = |(rank, world_size, options): &(usize, usize, CpuOptions)| {
             let (store, rank, world_size, options) = (store.clone(), *rank, *world_size, options.clone());
-            scope.spawn(move || CpuCommunicator::new(store, rank, world_size, options).err().unwrap().to_string())
+            scope.spawn(move || Rank::new(store, rank, world_size, options).err().unwrap().to_string())
         };
         let ranks: Vec<_> = ranks.iter().map(rank).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -41,11 +40,11 @@ fn a_rank_that_never_comes_is_named() {
 struct Lost(Arc<dyn Store>);
 
 impl Store for Lost {
-    fn set(&self, key: &str, value: &[u8]) -> rendezvous::Result<()> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         if key != "complete" {
             return self.0.set(key, value);
         }
-        Err(rendezvous::Error::StoreTimeout {
+        Err(Error::StoreTimeout {
             operation: format!("set {key}"),
             store: "node0:1".to_string(),
             timeout: TIMEOUT,
@@ -53,43 +52,43 @@ impl Store for Lost {
         })
     }
 
-    fn get(&self, key: &str) -> rendezvous::Result<Vec<u8>> {
+    fn get(&self, key: &str) -> Result<Vec<u8>> {
         self.0.get(key)
     }
 
-    fn add(&self, key: &str, amount: i64) -> rendezvous::Result<i64> {
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
         self.0.add(key, amount)
     }
 
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> rendezvous::Result<Vec<u8>> {
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
         self.0.compare_set(key, expected, desired)
     }
 
-    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> rendezvous::Result<()> {
+    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
         self.0.wait(keys, timeout)
     }
 
-    fn check(&self, keys: &[&str]) -> rendezvous::Result<bool> {
+    fn check(&self, keys: &[&str]) -> Result<bool> {
         self.0.check(keys)
     }
 
-    fn delete(&self, key: &str) -> rendezvous::Result<bool> {
+    fn delete(&self, key: &str) -> Result<bool> {
         self.0.delete(key)
     }
 
-    fn append(&self, key: &str, value: &[u8]) -> rendezvous::Result<()> {
+    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
         self.0.append(key, value)
     }
 
-    fn multi_get(&self, keys: &[&str]) -> rendezvous::Result<Vec<Vec<u8>>> {
+    fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
         self.0.multi_get(keys)
     }
 
-    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> rendezvous::Result<()> {
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
         self.0.multi_set(pairs)
     }
 
-    fn num_keys(&self) -> rendezvous::Result<usize> {
+    fn num_keys(&self) -> Result<usize> {
         self.0.num_keys()
     }
 
@@ -102,7 +101,7 @@ impl Store for Lost {
 fn a_network_that_fails_at_the_end_of_the_meeting_is_not_an_absent_rank() {
     let store: Arc<dyn Store> = Arc::new(Lost(store()));
     let hasty = CpuOptions { timeout: TIMEOUT, ..options() };
-    let join = |rank| CpuCommunicator::new(store.clone(), rank, 3, hasty.clone()).err().unwrap().to_string();
+    let join = |rank| Rank::new(store.clone(), rank, 3, hasty.clone()).err().unwrap().to_string();
     let errors: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || join(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -137,7 +136,7 @@ fn two_processes_with_one_rank_are_refused() {
             // One of the two waits for rank 2, which does not come.
             let timeout = if rank == 0 { PATIENCE } else { TIMEOUT };
             let (store, options) = (store.clone(), CpuOptions { timeout, ..options() });
-            scope.spawn(move || CpuCommunicator::new(store, rank, 3, options).err().unwrap().to_string())
+            scope.spawn(move || Rank::new(store, rank, 3, options).err().unwrap().to_string())
         };
         let (rank_0, _first, _second) = (rank(0), rank(1), rank(1));
         let error = rank_0.join().unwrap();
@@ -151,7 +150,7 @@ fn foreign_connections_do_no_harm() {
     let store = store();
     let join = |rank| {
         let options = CpuOptions { transport: CpuTransport::Tcp, ..options() };
-        CpuCommunicator::new(store.clone(), rank, 2, options).unwrap().run(all_reduce(5))
+        Rank::new(store.clone(), rank, 2, options).unwrap().run(all_reduce(5))
     };
     std::thread::scope(|scope| {
         let rank_0 = scope.spawn(|| join(0));
@@ -200,7 +199,7 @@ fn ipv6_and_no_keys_afterwards() {
     std::thread::scope(|scope| {
         for rank in 0..2 {
             let (store, options) = (store.clone(), options.clone());
-            scope.spawn(move || CpuCommunicator::new(store, rank, 2, options).unwrap().run(all_reduce(5)).unwrap());
+            scope.spawn(move || Rank::new(store, rank, 2, options).unwrap().run(all_reduce(5)).unwrap());
         }
     });
     assert_eq!(store.num_keys().unwrap(), 0);
