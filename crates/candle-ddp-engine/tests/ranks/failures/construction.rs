@@ -109,7 +109,8 @@ fn a_network_that_fails_at_the_end_of_the_meeting_is_not_an_absent_rank() {
     let lost: Vec<_> = errors.iter().filter(|error| error.contains("the server does not answer")).collect();
     let prefix = " meets the others of its group: set complete timed out after 4s on the store node0:1";
     assert!(lost.len() == 1 && lost[0].starts_with("rank ") && lost[0].contains(prefix), "{errors:?}");
-    let others = "has no connection to the others of its group (time-out 4s): all ranks have come, but one of them has not told";
+    let others =
+        "has no connection to the others of its group (time-out 4s): all ranks have come, but one of them has not told";
     assert_eq!(errors.iter().filter(|error| error.contains(others)).count(), 2, "{errors:?}");
 }
 

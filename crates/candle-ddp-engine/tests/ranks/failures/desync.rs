@@ -64,9 +64,9 @@ fn all_ranks_name_both_calls() {
         ),
     ];
     // Where no rank sends, the time-out ends the calls: a few cases at a time wait for theirs together.
-    for world_size in [2, 4] {
-        side_by_side(cases.chunks(4), |cases| {
-          for (rank_0, rank_1, text_0, text_1) in cases {
+    let some = |world_size| cases.chunks(4).map(move |cases| (world_size, cases));
+    side_by_side(some(2).chain(some(4)), |(world_size, cases)| {
+        for (rank_0, rank_1, text_0, text_1) in cases {
             for error in disagree(world_size, *rank_0, *rank_1) {
                 let Error::Group(Failure::Desync { sequence: 4, rank_a, rank_b, .. }) = error else {
                     panic!("{error:?}")
@@ -75,9 +75,8 @@ fn all_ranks_name_both_calls() {
                 let text = error.to_string();
                 assert!(text.contains(text_1) && text.contains(text_0), "{text}");
             }
-          }
-        });
-    }
+        }
+    });
     // The full text of an error.
     let error = &disagree(2, || all_reduce(20), || broadcast(10, 0))[1];
     assert_eq!(
