@@ -49,7 +49,7 @@ pub(crate) fn uneven_hosts() -> [Engine; 3] {
 
 /// Default options, and sizes that select the other algorithms with little data.
 fn engines(transport: CpuTransport, host: fn(usize) -> usize) -> [Engine; 3] {
-    let usual = CpuOptions { timeout: TIMEOUT, transport, ..CpuOptions::default() };
+    let usual = CpuOptions { timeout: TIMEOUT, transport: Some(transport), ..CpuOptions::default() };
     let tiny = CpuOptions { segment_bytes: Some(100), small_bytes: Some(0), ..usual.clone() };
     let at_once = CpuOptions { small_bytes: Some(usize::MAX), ..usual.clone() };
     [(USUAL, usual), (TINY_SEGMENTS, tiny), (AT_ONCE, at_once)].map(|(name, options)| Engine { name, host, options })

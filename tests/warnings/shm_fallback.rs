@@ -44,7 +44,7 @@ fn run(options: &[CpuOptions]) -> (Vec<Result<bool>>, Vec<String>) {
 }
 
 fn over(transport: CpuTransport) -> CpuOptions {
-    CpuOptions { transport, ..CpuOptions::default() }
+    CpuOptions { transport: Some(transport), ..CpuOptions::default() }
 }
 
 /// A single test, because the log and the mappings belong to the process.
@@ -104,7 +104,7 @@ fn ranks_that_cannot_share_memory_use_tcp() {
     assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()) && warnings.is_empty(), "{warnings:?}");
 
     // Shared memory is required, but there are several hosts.
-    let on = |host: &str| CpuOptions { transport: CpuTransport::SharedMemory, ..on(host) };
+    let on = |host: &str| CpuOptions { transport: Some(CpuTransport::SharedMemory), ..on(host) };
     for (rank, result) in run(&[on("a"), on("a"), on("b")]).0.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();
         let expected = if rank == 2 { "[0, 1]" } else { "[2]" };
@@ -112,7 +112,7 @@ fn ranks_that_cannot_share_memory_use_tcp() {
     }
 
     // Shared memory is required but cannot be allocated.
-    let greedy = CpuOptions { transport: CpuTransport::SharedMemory, ..greedy };
+    let greedy = CpuOptions { transport: Some(CpuTransport::SharedMemory), ..greedy };
     for result in run(&[greedy.clone(), greedy]).0 {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("they share no memory with this rank") && error.contains("bytes of shared"), "{error}");

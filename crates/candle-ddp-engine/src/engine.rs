@@ -7,7 +7,7 @@ use crate::error::Failure;
 use crate::group::Group;
 use crate::host_monitor;
 use crate::operation::Operation;
-use crate::options::CpuOptions;
+use crate::options::{CpuOptions, CpuTransport};
 use crate::rendezvous::{Secret, Store, loopback};
 use crate::tcp::connect::Connections;
 use crate::tcp::connector::{Connector, Own};
@@ -82,7 +82,7 @@ impl Engine {
         }
         let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, secret, .. } = options;
         let construction_timeout = options.construction_timeout.unwrap_or(timeout);
-        let transport = transport.resolve()?;
+        let transport = CpuTransport::resolve(transport, PROCESS)?;
         let secret = match secret {
             Some(secret) => Some(secret),
             None => Secret::from_env()?,

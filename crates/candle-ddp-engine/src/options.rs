@@ -1,6 +1,6 @@
 use crate::Result;
 use crate::rendezvous::Secret;
-use candle_ddp_env::PROCESS;
+use candle_ddp_env::Variables;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -18,8 +18,9 @@ pub struct CpuOptions {
     /// The address of this host to which its peers connect. May differ between ranks. Default: 127.0.0.1, for groups on
     /// one host.
     pub address: Option<IpAddr>,
-    /// How data travels. For tests and measurements.
-    pub transport: CpuTransport,
+    /// How data travels. For tests and measurements. Default: the value of the environment variable
+    /// `CANDLE_DDP_CPU_TRANSPORT` (`auto`, `tcp` or `shm`), or [`CpuTransport::Auto`].
+    pub transport: Option<CpuTransport>,
     /// The number of bytes sent at a time between two ranks if data is reduced or forwarded, for tests. Default: the value
     /// of the environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or the value that measured best for the transport.
     #[doc(hidden)]
@@ -48,7 +49,7 @@ impl Default for CpuOptions {
             timeout: Duration::from_secs(30 * 60),
             lost_after: Duration::from_secs(120),
             address: None,
-            transport: CpuTransport::Auto,
+            transport: None,
             segment_bytes: None,
             small_bytes: None,
             secret: None,
@@ -62,9 +63,7 @@ impl Default for CpuOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CpuTransport {
-    /// The value of the environment variable `CANDLE_DDP_CPU_TRANSPORT` (`auto`, `tcp` or `shm`; for tests and
-    /// measurements). Its default, `auto`, uses shared memory between ranks that can map each other's memory, and TCP
-    /// between others.
+    /// Shared memory between ranks that can map each other's memory, and TCP between others.
     #[default]
     Auto,
     /// TCP, even between ranks of one host.
@@ -74,12 +73,32 @@ pub enum CpuTransport {
 }
 
 impl CpuTransport {
-    /// Replaces `Auto` by the environment's choice, if any.
-    pub(crate) fn resolve(self) -> Result<Self> {
-        Ok(match (self, PROCESS.choice("CANDLE_DDP_CPU_TRANSPORT")?) {
-            (Self::Auto, Some("tcp")) => Self::Tcp,
-            (Self::Auto, Some("shm")) => Self::SharedMemory,
-            (given, _) => given,
-        })
+    /// The transport that the program gives, or else the environment.
+    pub(crate) fn resolve(given: Option<Self>, environment: Variables) -> Result<Self> {
+        let chosen = environment.choice("CANDLE_DDP_CPU_TRANSPORT")?;
+        Ok(given.unwrap_or(match chosen {
+            Some("tcp") => Self::Tcp,
+            Some("shm") => Self::SharedMemory,
+            _ => Self::Auto,
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::OsString;
+
+    #[test]
+    fn the_program_takes_precedence_over_the_environment() {
+        let resolve = |given, value: &str| {
+            CpuTransport::resolve(given, Variables::new(&|_| Some(OsString::from(value))))
+                .map_err(|error| error.to_string())
+        };
+        let [auto, tcp, shm] = [CpuTransport::Auto, CpuTransport::Tcp, CpuTransport::SharedMemory];
+        assert_eq!(["auto", "tcp", "shm", ""].map(|value| resolve(None, value)), [auto, tcp, shm, auto].map(Ok));
+        assert_eq!([auto, tcp, shm].map(|given| resolve(Some(given), "tcp")), [auto, tcp, shm].map(Ok));
+        let expected = "CANDLE_DDP_CPU_TRANSPORT=\"udp\": it must be auto, tcp or shm".to_string();
+        assert_eq!(resolve(None, "udp"), Err(expected));
     }
 }

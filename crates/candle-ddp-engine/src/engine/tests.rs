@@ -18,7 +18,7 @@ fn on_hosts(hosts: &[usize], body: impl Fn(Engine, &Barrier) + Sync) {
             let (store, body, barrier) = (store.clone(), &body, &barrier);
             scope.spawn(move || {
                 let host = Some(host.to_string());
-                let (timeout, transport) = (PATIENCE, CpuTransport::Auto);
+                let (timeout, transport) = (PATIENCE, Some(CpuTransport::Auto));
                 let options = CpuOptions { host, timeout, transport, ..CpuOptions::default() };
                 body(Engine::new(Construction::default(), store, rank, world_size, options).unwrap(), barrier);
             });

@@ -150,7 +150,7 @@ fn kind_of(caller: &TcpStream) -> Kind {
 
 /// Time-outs of calls, and of the construction.
 fn options(timeout: Duration, construction: Duration) -> CpuOptions {
-    let transport = CpuTransport::Tcp;
+    let transport = Some(CpuTransport::Tcp);
     CpuOptions { timeout, transport, construction_timeout: Some(construction), ..CpuOptions::default() }
 }
 

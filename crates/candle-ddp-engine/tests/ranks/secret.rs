@@ -25,7 +25,7 @@ fn store() -> Arc<dyn Store> {
 
 /// Joins, and reduces once.
 fn join(store: &Arc<dyn Store>, rank: usize, size: usize, secret: Option<Secret>, timeout: Duration) -> Result<f32> {
-    let options = CpuOptions { timeout, secret, transport: CpuTransport::Tcp, ..CpuOptions::default() };
+    let options = CpuOptions { timeout, secret, transport: Some(CpuTransport::Tcp), ..CpuOptions::default() };
     let group = Rank::new(Arc::clone(store), rank, size, options)?;
     let tensor = Tensor::full(1. + rank as f32, 100);
     group.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
@@ -229,8 +229,12 @@ fn who_only_knows_the_group_gets_nowhere() {
 fn strangers_gain_nothing_after_the_construction_either() {
     let (store, barrier) = (store(), Barrier::new(3));
     let rank = |rank: usize| {
-        let options =
-            CpuOptions { timeout: TIMEOUT, secret: secret(), transport: CpuTransport::Tcp, ..CpuOptions::default() };
+        let options = CpuOptions {
+            timeout: TIMEOUT,
+            secret: secret(),
+            transport: Some(CpuTransport::Tcp),
+            ..CpuOptions::default()
+        };
         let group = Rank::new(Arc::clone(&store), rank, 2, options).unwrap();
         barrier.wait();
         barrier.wait();

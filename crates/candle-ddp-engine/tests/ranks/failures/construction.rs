@@ -150,7 +150,7 @@ fn two_processes_with_one_rank_are_refused() {
 fn foreign_connections_do_no_harm() {
     let store = store();
     let join = |rank| {
-        let options = CpuOptions { transport: CpuTransport::Tcp, ..options() };
+        let options = CpuOptions { transport: Some(CpuTransport::Tcp), ..options() };
         Rank::new(store.clone(), rank, 2, options).unwrap().run(all_reduce(5))
     };
     std::thread::scope(|scope| {

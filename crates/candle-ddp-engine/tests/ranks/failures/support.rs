@@ -12,7 +12,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(4);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 pub(crate) fn options() -> CpuOptions {
-    CpuOptions { timeout: PATIENCE, transport: super::TRANSPORT, ..CpuOptions::default() }
+    CpuOptions { timeout: PATIENCE, transport: Some(super::TRANSPORT), ..CpuOptions::default() }
 }
 
 /// Options of a rank on its host.
