@@ -43,14 +43,14 @@ pub(crate) fn of_bytes(dtype: DType, dims: &[usize], values: &[u8]) -> u64 {
     content_64(kind.as_bytes()).rotate_left(1) ^ content_64(values)
 }
 
-/// The first tensor by name that has an infinity or a NaN, as text: `a NaN in layer.weight`. Plain numbers, which have no dimensions,
-/// may be infinite: a best loss begins so.
+/// The first tensor by name that has an infinity or a NaN, as text: `a NaN in layer.weight`. Single numbers may have one: a best loss
+/// begins as infinity.
 pub(crate) fn non_finite(dict: &Dict) -> Result<Option<String>> {
     let mut names: Vec<_> = dict.keys().collect();
     names.sort();
     for name in names {
         let tensor = &dict[name];
-        if !tensor.dtype().is_float() || tensor.rank() == 0 {
+        if !tensor.dtype().is_float() || tensor.elem_count() == 1 {
             continue;
         }
         let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;

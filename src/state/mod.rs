@@ -6,7 +6,7 @@ mod per_rank;
 mod state_dict;
 mod values;
 
-pub(crate) use fingerprint::{FileHash, fingerprint, summary};
+pub(crate) use fingerprint::{FileHash, fingerprint, non_finite, summary};
 pub use parts::Parts;
 pub use per_rank::{PerRank, RankZero};
 pub use state_dict::StateDict;

@@ -34,10 +34,15 @@ fn run(device: &Device, mode: Autocast, format: MemoryFormat) -> Result<Vec<Vec<
 #[test]
 fn results_are_those_of_the_cpu() {
     on_gpu("results_are_those_of_the_cpu", |gpu| {
-        for mode in [Autocast::Lists(DType::BF16), Autocast::Lists(DType::F16), Autocast::Products(DType::BF16)] {
+        // Sums in another order are rounded otherwise, which the softmax amplifies.
+        for (mode, tolerance) in [
+            (Autocast::Lists(DType::BF16), 0.1),
+            (Autocast::Lists(DType::F16), 0.02),
+            (Autocast::Products(DType::BF16), 0.1),
+        ] {
             for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
                 let case = format!("{mode:?}, {format:?}");
-                assert_like_the_cpu(gpu, |device| run(device, mode, format).unwrap(), 3e-2, &case);
+                assert_like_the_cpu(gpu, |device| run(device, mode, format).unwrap(), tolerance, &case);
             }
         }
     });

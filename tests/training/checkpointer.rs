@@ -255,7 +255,7 @@ fn the_newest_and_the_best_are_kept() {
     let root = folder.path();
     ranks(2, |pg| {
         let mut state = Filled::new(0., 3);
-        let options = CheckpointerOptions { keep: 2, every: 2, resume: true };
+        let options = CheckpointerOptions { every: 2, resume: true, ..Default::default() };
         let mut saver = Checkpointer::new(&pg, root, options.clone())?;
         assert_eq!(saver.load_latest(("state", &mut state))?, None);
         assert_eq!(saver.load_best(("state", &mut state))?, None);

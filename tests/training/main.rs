@@ -27,6 +27,7 @@ mod autocast_options;
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_file;
+mod checkpoint_finite;
 mod checkpoint_pickle;
 mod checkpointer;
 mod checkpointer_ranks;

@@ -36,6 +36,9 @@ pub(super) struct Index {
     /// The number of ranks that saved it.
     pub(super) world_size: usize,
     pub(super) parts: Vec<Part>,
+    /// The first infinity or NaN in it, as text, if it may not replace a finite checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) non_finite: Option<String>,
     /// The hash of this index without this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     hash: Option<FileHash>,
@@ -59,16 +62,25 @@ pub(super) struct Written {
     pub(super) hash: Option<FileHash>,
 }
 
+/// What the ranks know of the files that they have written.
+#[derive(Default)]
+pub(super) struct Files {
+    /// The hashes, by name.
+    pub(super) hashes: HashMap<String, FileHash>,
+    /// The first infinity or NaN, as text.
+    pub(super) non_finite: Option<String>,
+}
+
 impl Index {
-    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded; `hashes` has the hashes
-    /// of all ranks' files, by name.
+    /// The index of files that are on the disk. `parts` has the parts' names, and whether they are sharded. What is not finite is never
+    /// the best.
     pub(super) fn new(
         folder: &Path,
         step: u64,
         best: bool,
         world_size: usize,
         parts: &[(String, bool)],
-        hashes: &HashMap<String, FileHash>,
+        Files { hashes, non_finite }: Files,
     ) -> Result<Self> {
         let written = |name: String| {
             let path = folder.join(&name);
@@ -86,7 +98,8 @@ impl Index {
             Ok(Part { name: name.clone(), sharded: *sharded, files })
         });
         let parts = parts.collect::<Result<_>>()?;
-        let index = Self { format: FORMAT, step, best, world_size, parts, hash: None };
+        let best = best && non_finite.is_none();
+        let index = Self { format: FORMAT, step, best, world_size, parts, non_finite, hash: None };
         Ok(Self { hash: Some(index.own_hash()?), ..index })
     }
 
@@ -268,7 +281,7 @@ mod tests {
         let parts = [("model".to_string(), false), ("zero".to_string(), true)];
         let names = ["model.safetensors".to_string(), shard_file("zero", 0, 2), shard_file("zero", 1, 2)];
         let hashes = names.into_iter().zip([5, 6, 0xfeed]).map(|(name, hash)| (name, FileHash(hash))).collect();
-        Index::new(folder, 7, true, 2, &parts, &hashes).unwrap()
+        Index::new(folder, 7, true, 2, &parts, Files { hashes, ..Files::default() }).unwrap()
     }
 
     #[test]
@@ -294,7 +307,7 @@ mod tests {
         assert_eq!(why(), "model.safetensors is missing");
         std::fs::remove_file(file(&shard_file("zero", 1, 2))).unwrap();
         let parts = [("zero".to_string(), true)];
-        let error = Index::new(folder.path(), 7, true, 2, &parts, &HashMap::new()).unwrap_err().to_string();
+        let error = Index::new(folder.path(), 7, true, 2, &parts, Files::default()).unwrap_err().to_string();
         assert!(error.contains("zero-00001-of-00002.safetensors, which another rank has written"), "{error}");
     }
 

@@ -1,12 +1,12 @@
 //! Loading: all parts on all ranks, or none on any.
-use super::Checkpointer;
 use super::folder::{Checkpoint, Faulty, Listing, Name};
 use super::index::{Fault, Index, Part, Written};
 use super::snapshot::Buffers;
+use super::{Checkpointer, Skipped};
 use crate::backend::label;
 use crate::checkpoint::error::unreadable;
 use crate::state::file::{read_hashed_safetensors, read_safetensors};
-use crate::state::{Dict, Parts, StateDict};
+use crate::state::{Dict, Parts, StateDict, non_finite};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
@@ -59,8 +59,9 @@ impl Checkpointer {
     /// may have more parts than `parts`, for example when a model is only evaluated.
     ///
     /// A damaged checkpoint (on any rank, one of its files is missing, or is not the one that was saved) is skipped on all
-    /// ranks, and rank 0 warns of it, on standard error if the program has no logger. Checkpoints that were saved before their
-    /// index had hashes are checked for missing files and wrong lengths only.
+    /// ranks, and rank 0 warns of it, on standard error if the program has no logger. So is one with an infinity or a NaN in its
+    /// tensors, unless [`allow_non_finite`](super::CheckpointerOptions::allow_non_finite) is set. Checkpoints that were saved before
+    /// their index had hashes are checked for missing files and wrong lengths only.
     ///
     /// # Errors
     /// Errors come on every rank and leave all parts unchanged: [`Error::CheckpointPart`] for the first part that
@@ -100,8 +101,9 @@ impl Checkpointer {
         label::CHECKPOINTER_LOAD.during(|| {
             let ended = self.end_previous();
             self.group.agree(ended)?;
-            self.search(|listing, damaged| {
-                let whole = listing.whole.iter().filter(|found| !damaged.contains_key(&found.path));
+            self.search(|listing, skipped| {
+                let is_damaged = |found: &&Checkpoint| matches!(skipped.get(&found.path), Some(Skipped::Damaged(_)));
+                let whole = listing.whole.iter().filter(|found| !is_damaged(found));
                 let mut steps: Vec<u64> = whole.map(|found| found.name.step).collect();
                 // A step that was saved more than once has several folders.
                 steps.dedup();
@@ -125,15 +127,30 @@ impl Checkpointer {
             let read =
                 |name: &str| read_part(&folder, index.part(name).map_err(|error| of_part(&folder, name, error))?);
             let read = parts.iter().map(|(name, _)| read(name)).collect::<Result<Vec<_>>>();
-            let (damage, saved) = match read {
-                Ok(saved) => (Ok(String::new()), Some(saved)),
-                Err(error) if is_damage(&error) => (Ok(error.to_string()), None),
+            let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
+            let read = read.and_then(|saved| Ok((self.non_finite(&names, &saved)?, saved)));
+            let (fault, saved) = match read {
+                Ok((what, saved)) => (Ok(what.map(Skipped::NonFinite)), Some(saved)),
+                Err(error) if is_damage(&error) => (Ok(Some(Skipped::Damaged(error.to_string()))), None),
                 Err(error) => (Err(error), None),
             };
-            let reports = self.group.gather_reports(damage.as_deref());
-            damage?;
-            let reports = reports?.map_err(|(rank, reason)| self.group.rank_failed(rank, reason))?;
-            match (reports.iter().enumerate().find(|(_, damage)| !damage.is_empty()), saved) {
+            let faults = self.group.agree(fault).and_then(|fault| self.group.all_gather_object(&fault))?;
+            let faults = faults.into_iter().enumerate().filter_map(|(rank, fault)| Some((rank, fault?)));
+            // Damage counts first: such a rank has nothing to load.
+            let fault = faults.min_by_key(|(_, fault)| matches!(fault, Skipped::NonFinite(_)));
+            let fault = match (fault, wanted) {
+                (Some((_, Skipped::NonFinite(what))), Wanted::Step(_)) => {
+                    if self.group.rank() == 0 {
+                        warn_aloud(format_args!(
+                            "the checkpoint {} has {what}: it is loaded as asked",
+                            folder.display()
+                        ));
+                    }
+                    None
+                }
+                (fault, _) => fault,
+            };
+            match (fault, saved) {
                 (None, Some(saved)) => {
                     self.apply(&folder, parts, saved)?;
                     if self.group.rank() == 0 && !index.is_hashed() {
@@ -141,20 +158,25 @@ impl Checkpointer {
                     }
                     return Ok(Some(index.step));
                 }
-                (damage, _) => {
-                    let (rank, damage) = damage.map_or((0, ""), |(rank, damage)| (rank, damage));
-                    self.note_damage(folder, format!("on rank {rank}, {damage}"));
+                (Some((rank, Skipped::Damaged(reason))), _) => {
+                    self.skip(folder, Skipped::Damaged(format!("on rank {rank}, {reason}")));
                 }
+                (Some((_, fault)), _) => self.skip(folder, fault),
+                (None, None) => return Err(unreadable(&folder, "this rank could not read it, and no rank says why")),
             }
         }
     }
 
     /// The newest such checkpoint, as rank 0 finds it.
     fn find(&mut self, wanted: Wanted) -> Result<Option<Found>> {
-        self.search(|listing, damaged| {
+        self.search(|listing, skipped| {
             let is_wanted = |found: &&Checkpoint| wanted.matches(&found.index);
+            let is_lost = |found: &&Checkpoint| match skipped.get(&found.path) {
+                Some(Skipped::NonFinite(_)) => !matches!(wanted, Wanted::Step(_)),
+                fault => fault.is_some(),
+            };
             let (lost, sound): (Vec<&Checkpoint>, Vec<&Checkpoint>) =
-                listing.whole.iter().filter(is_wanted).partition(|found| damaged.contains_key(&found.path));
+                listing.whole.iter().filter(is_wanted).partition(is_lost);
             let newest = sound.last();
             let is_newer = |name| wanted.may_be(name) && newest.is_none_or(|newest| newest.name < name);
             if let Some(Faulty { path, fault: Fault::Unknown(reason), .. }) = listing.newest_unknown(is_newer) {
@@ -165,12 +187,18 @@ impl Checkpointer {
                 let unreadable_ones = listing.faulty.iter().filter(|faulty| wanted.may_be(faulty.name));
                 let lost = lost.iter().map(|found| (found.name, &found.path));
                 let last = unreadable_ones.map(|faulty| (faulty.name, &faulty.path)).chain(lost).max();
-                let damage = last.and_then(|(_, path)| Some((path, damaged.get(path)?)));
-                return damage.map_or(Ok(None), |(path, reason)| {
-                    let reason = format!(
-                        "it is damaged, and there is no other checkpoint to fall back to: {reason}. Restore it, or move it away to \
-                         continue without it"
-                    );
+                let fault = last.and_then(|(name, path)| Some((name, path, skipped.get(path)?)));
+                return fault.map_or(Ok(None), |(Name { step, .. }, path, fault)| {
+                    let reason = match fault {
+                        Skipped::Damaged(reason) => format!(
+                            "it is damaged, and there is no other checkpoint to fall back to: {reason}. Restore it, or move it away to \
+                             continue without it"
+                        ),
+                        Skipped::NonFinite(what) => format!(
+                            "it has {what}, and there is no finite checkpoint to fall back to. load_step({step}) loads it nevertheless, \
+                             and so does CheckpointerOptions::allow_non_finite; or move it away to continue without it"
+                        ),
+                    };
                     Err(unreadable(path, reason))
                 });
             };
@@ -179,32 +207,59 @@ impl Checkpointer {
         })
     }
 
-    /// The result of `choose` on rank 0, given the contents of the folder, and the folders that are damaged with the reasons.
+    /// The result of `choose` on rank 0, given the contents of the folder, and the folders to pass over.
     fn search<T: Serialize + DeserializeOwned>(
         &mut self,
-        choose: impl FnOnce(&Listing, &HashMap<PathBuf, String>) -> Result<T>,
+        choose: impl FnOnce(&Listing, &HashMap<PathBuf, Skipped>) -> Result<T>,
     ) -> Result<T> {
         let is_first = self.group.rank() == 0;
         let search = || {
             let listing = Listing::of(&self.root)?;
             for Faulty { path, fault, .. } in &listing.faulty {
                 if let Fault::Damaged(reason) = fault {
-                    self.note_damage(path.clone(), reason.clone());
+                    self.skip(path.clone(), Skipped::Damaged(reason.clone()));
                 }
             }
-            choose(&listing, &self.damaged)
+            for Checkpoint { path, index, .. } in &listing.whole {
+                if let (Some(what), false) = (&index.non_finite, self.options.allow_non_finite) {
+                    self.skip(path.clone(), Skipped::NonFinite(what.clone()));
+                }
+            }
+            choose(&listing, &self.skipped)
         };
         let found = is_first.then(search).transpose();
         let found = self.group.agree(found)?;
         self.group.broadcast_object(found.as_ref(), 0)
     }
 
-    /// Ignores a checkpoint from now on. Rank 0 says so.
-    fn note_damage(&mut self, folder: PathBuf, reason: String) {
-        if self.group.rank() == 0 && !self.damaged.contains_key(&folder) {
-            warn_aloud(format_args!("the checkpoint {} is damaged and skipped: {reason}", folder.display()));
+    /// Passes over a checkpoint from now on. Rank 0 says so.
+    fn skip(&mut self, folder: PathBuf, fault: Skipped) {
+        if self.group.rank() == 0 && !self.skipped.contains_key(&folder) {
+            let is = folder.display();
+            match &fault {
+                Skipped::Damaged(reason) => {
+                    warn_aloud(format_args!("the checkpoint {is} is damaged and skipped: {reason}"))
+                }
+                Skipped::NonFinite(what) => warn_aloud(format_args!("the checkpoint {is} has {what}, and is skipped")),
+            }
         }
-        self.damaged.insert(folder, reason);
+        self.skipped.insert(folder, fault);
+    }
+
+    /// The first infinity or NaN in these parts, if it is not allowed.
+    fn non_finite(&self, names: &[&str], saved: &[Saved]) -> Result<Option<String>> {
+        if self.options.allow_non_finite {
+            return Ok(None);
+        }
+        let found = names.iter().zip(saved).find_map(|(name, saved)| {
+            let dicts = match saved {
+                Saved::Whole(dict) => std::slice::from_ref(dict),
+                Saved::Shards(dicts) => dicts,
+            };
+            let what = dicts.iter().find_map(|dict| non_finite(dict).transpose())?;
+            Some(what.map(|what| format!("{what} of the part {name}")))
+        });
+        found.transpose()
     }
 
     /// Loads all parts from `folder`, or none.

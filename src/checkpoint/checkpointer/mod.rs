@@ -16,10 +16,12 @@ use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use folder::Listing;
 use handle::Save;
+use serde::{Deserialize, Serialize};
 use snapshot::Buffers;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 
 /// Options of [`Checkpointer`]: when it saves, and what it keeps.
@@ -36,11 +38,16 @@ pub struct CheckpointerOptions {
     /// [`load_latest`](Checkpointer::load_latest) or [`load_best`](Checkpointer::load_best). Otherwise the run starts
     /// from scratch, and [`Checkpointer::new`] refuses a folder that holds checkpoints. Default: false.
     pub resume: bool,
+    /// Whether a checkpoint may have infinities and NaNs in its tensors (those of one number always may). Otherwise such a checkpoint is
+    /// saved, but does not count: the last finite ones stay, [`load_latest`](Checkpointer::load_latest) and
+    /// [`load_best`](Checkpointer::load_best) skip it, and only [`load_step`](Checkpointer::load_step) loads it. Rank 0 warns of the
+    /// first. Default: false.
+    pub allow_non_finite: bool,
 }
 
 impl Default for CheckpointerOptions {
     fn default() -> Self {
-        Self { keep: 2, every: 1, resume: false }
+        Self { keep: 2, every: 1, resume: false, allow_non_finite: false }
     }
 }
 
@@ -124,8 +131,19 @@ pub struct Checkpointer {
     in_flight: Option<(Arc<Save>, JoinHandle<()>)>,
     /// The last step that was saved.
     newest: Option<u64>,
-    /// Folders that turned out to be damaged, with the reasons; they are ignored.
-    damaged: HashMap<PathBuf, String>,
+    /// Folders that loads pass over.
+    skipped: HashMap<PathBuf, Skipped>,
+    /// Whether rank 0 has warned of an infinity or a NaN in a checkpoint of this run.
+    has_warned: Arc<AtomicBool>,
+}
+
+/// Why a checkpoint is passed over.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Skipped {
+    /// It is not as it was saved, for this reason.
+    Damaged(String),
+    /// It has this infinity or NaN. `load_step` takes it nevertheless.
+    NonFinite(String),
 }
 
 impl Checkpointer {
@@ -155,7 +173,8 @@ impl Checkpointer {
             buffers: Buffers::default(),
             in_flight: None,
             newest: None,
-            damaged: HashMap::new(),
+            skipped: HashMap::new(),
+            has_warned: Arc::default(),
         })
     }
 

@@ -1,19 +1,21 @@
 //! Saving: a snapshot on the training thread, the rest in the background.
-use super::Checkpointer;
 use super::folder::{self, Checkpoint, Listing, Started};
 use super::handle::{Save, SaveHandle};
-use super::index::{self, Index};
+use super::index::{self, Files, Index};
 use super::snapshot::{Kind, PartSnapshot};
+use super::{Checkpointer, Skipped};
 use crate::backend::label;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
-use crate::state::{FileHash, Parts, StateDict};
+use crate::state::{FileHash, Parts, StateDict, non_finite};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 impl Checkpointer {
     /// Saves `parts` as the checkpoint of `step`, the number of steps (or epochs) that the run has made. All ranks
@@ -36,7 +38,7 @@ impl Checkpointer {
     }
 
     /// Like [`save`](Self::save), for the best checkpoint so far: it is kept, in addition to the newest ones, until
-    /// there is a better one. [`load_best`](Self::load_best) loads it.
+    /// there is a better one. [`load_best`](Self::load_best) loads it. A checkpoint with an infinity or a NaN does not become the best.
     ///
     /// # Errors
     /// As with [`save`](Self::save).
@@ -82,7 +84,9 @@ impl Checkpointer {
             best,
             parts: snapshot,
             keep: self.options.keep,
-            damaged: self.damaged.keys().cloned().collect(),
+            allow_non_finite: self.options.allow_non_finite,
+            has_warned: Arc::clone(&self.has_warned),
+            skipped: self.skipped.clone(),
         };
         let save = Save::new(step);
         let body = {
@@ -117,7 +121,7 @@ impl Checkpointer {
     fn check_step(&self, step: u64) -> Result<()> {
         let listing = Listing::of(&self.root)?;
         let mut whole = listing.whole.iter();
-        let later = whole.rfind(|found| found.name.step > step && !self.damaged.contains_key(&found.path));
+        let later = whole.rfind(|found| found.name.step > step && !self.skipped.contains_key(&found.path));
         let unknown = listing.newest_unknown(|name| name.step > step).map(|unknown| &unknown.path);
         let Some(later) = unknown.or(later.map(|found| &found.path)) else { return Ok(()) };
         let reason = format!(
@@ -151,25 +155,27 @@ struct Job {
     best: bool,
     parts: Vec<PartSnapshot>,
     keep: usize,
-    /// Folders that are known to be damaged.
-    damaged: HashSet<PathBuf>,
+    allow_non_finite: bool,
+    /// Whether the warning about an infinity or a NaN has been given.
+    has_warned: Arc<AtomicBool>,
+    skipped: HashMap<PathBuf, Skipped>,
 }
 
 impl Job {
     fn run(self) -> Result<PathBuf> {
-        let (root, step, keep, damaged) = (self.root.clone(), self.step, self.keep, self.damaged.clone());
+        let (root, step, keep, skipped) = (self.root.clone(), self.step, self.keep, self.skipped.clone());
         let is_first = self.group.rank() == 0;
         let started = self.group.agree_on_long_work(move |_| {
             let start = || {
                 // Runs that were killed before they reached this point may have left several.
-                prune(&root, keep, &damaged);
+                prune(&root, keep, &skipped);
                 Started::new(&root, step)
             };
             is_first.then(start).transpose()
         })?;
         let folder = self.write(started)?;
         if is_first {
-            prune(&self.root, self.keep, &self.damaged);
+            prune(&self.root, self.keep, &self.skipped);
         }
         Ok(folder)
     }
@@ -181,19 +187,30 @@ impl Job {
             // All ranks know about the error. Rank 0 removes the folder once no rank writes to it any more.
             let _ = self.group.barrier();
         }
-        let (folder, hashes) = written?;
+        let (folder, files) = written?;
+        if let Some(what) = &files.non_finite
+            && self.group.rank() == 0
+            && !self.has_warned.swap(true, Ordering::Relaxed)
+        {
+            warn_aloud(format_args!(
+                "the checkpoint of step {} has {what}: the last finite checkpoint stays, and a run that resumes takes that one. The \
+                 training has diverged, or an input was not finite; DdpOptions.nan_check names the rank and the first parameter. If it \
+                 is intended, set CheckpointerOptions::allow_non_finite",
+                self.step
+            ));
+        }
         let (step, best, world_size) = (self.step, self.best, self.group.world_size());
         let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.kind == Kind::PerRank)).collect();
         self.group.agree_on_long_work(move |progress| {
             let Some(started) = started else { return Ok(()) };
-            let index = Index::new(&started.path, step, best, world_size, &parts, &hashes)?;
+            let index = Index::new(&started.path, step, best, world_size, &parts, files)?;
             started.finish(&index, progress).map(drop)
         })?;
         Ok(folder)
     }
 
-    /// Writes this rank's files. Returns the folder of all ranks' files, and their hashes.
-    fn write_parts(&self, started: Option<&Started>) -> Result<(PathBuf, HashMap<String, FileHash>)> {
+    /// Writes this rank's files. Returns the folder of all ranks' files, and what is known of them.
+    fn write_parts(&self, started: Option<&Started>) -> Result<(PathBuf, Files)> {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let name = started.and_then(|started| started.path.file_name()).map(|name| name.to_string_lossy().into_owned());
         let folder = self.root.join(self.group.broadcast_object(name.as_ref(), 0)?);
@@ -208,21 +225,42 @@ impl Job {
         let jobs = own.iter().map(|(file, tensors)| WriteJob::new(&folder.join(file), tensors));
         let hashes = self.group.write_together(jobs.collect::<Result<Vec<_>>>())?;
         let own: Vec<(String, FileHash)> = own.into_iter().map(|(file, _)| file).zip(hashes).collect();
-        let all = self.group.all_gather_object(&own)?;
-        Ok((folder, all.into_iter().flatten().collect()))
+        let all = self.group.all_gather_object(&(own, self.non_finite()?))?;
+        let (hashes, non_finite): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        let non_finite = non_finite.into_iter().flatten().next();
+        Ok((folder, Files { hashes: hashes.into_iter().flatten().collect(), non_finite }))
+    }
+
+    /// The first infinity or NaN in what this rank writes.
+    fn non_finite(&self) -> Result<Option<String>> {
+        if self.allow_non_finite {
+            return Ok(None);
+        }
+        for PartSnapshot { name, tensors, .. } in &self.parts {
+            if let Some(what) = tensors.as_ref().map(non_finite).transpose()?.flatten() {
+                return Ok(Some(format!("{what} of the part {name}")));
+            }
+        }
+        Ok(None)
     }
 }
 
-/// Removes all checkpoints except the `keep` newest ones and the best one. Those that cannot be removed stay.
-fn prune(root: &Path, keep: usize, damaged: &HashSet<PathBuf>) {
-    let is_counted = |checkpoint: &Checkpoint| !damaged.contains(&checkpoint.path);
-    let whole = match Listing::of(root) {
+/// Removes all checkpoints except the `keep` newest finite ones, the best one, and the newest of all. Those that cannot be removed
+/// stay.
+fn prune(root: &Path, keep: usize, skipped: &HashMap<PathBuf, Skipped>) {
+    let is_counted = |checkpoint: &Checkpoint| !matches!(skipped.get(&checkpoint.path), Some(Skipped::Damaged(_)));
+    let mut whole = match Listing::of(root) {
         Ok(listing) => listing.whole.into_iter().filter(is_counted).collect::<Vec<_>>(),
         Err(error) => return warn_aloud(format_args!("cannot remove older checkpoints: {error}")),
     };
-    let best = whole.iter().rfind(|checkpoint| checkpoint.index.best).map(|checkpoint| checkpoint.name);
-    let older = &whole[..whole.len().saturating_sub(keep)];
-    for checkpoint in older.iter().filter(|checkpoint| Some(checkpoint.name) != best) {
+    let is_finite =
+        |checkpoint: &Checkpoint| checkpoint.index.non_finite.is_none() && !skipped.contains_key(&checkpoint.path);
+    // A diverged run's last state may tell why.
+    whole.pop_if(|newest| !is_finite(newest));
+    let (finite, others): (Vec<_>, Vec<_>) = whole.into_iter().partition(is_finite);
+    let best = finite.iter().rfind(|checkpoint| checkpoint.index.best).map(|checkpoint| checkpoint.name);
+    let older = &finite[..finite.len().saturating_sub(keep)];
+    for checkpoint in older.iter().filter(|checkpoint| Some(checkpoint.name) != best).chain(&others) {
         if let Err(error) = folder::remove(checkpoint) {
             warn_aloud(format_args!("cannot remove an older checkpoint: {error}"));
         }

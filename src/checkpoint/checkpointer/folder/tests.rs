@@ -1,4 +1,5 @@
 use super::*;
+use crate::checkpoint::checkpointer::index::Files;
 use crate::state::FileHash;
 use std::collections::BTreeSet;
 
@@ -16,7 +17,8 @@ fn save(root: &Path, step: u64) -> Checkpoint {
     let path = started.path.clone();
     fs::write(path.join("model.safetensors"), "weights").unwrap();
     let hashes = [("model.safetensors".to_string(), FileHash(1))].into();
-    let index = Index::new(&path, step, false, 1, &[("model".to_string(), false)], &hashes).unwrap();
+    let files = Files { hashes, non_finite: None };
+    let index = Index::new(&path, step, false, 1, &[("model".to_string(), false)], files).unwrap();
     started.finish(&index, &Progress::default()).unwrap();
     let Listing { whole, faulty } = Listing::of(root).unwrap();
     assert!(faulty.is_empty(), "{faulty:?}");
