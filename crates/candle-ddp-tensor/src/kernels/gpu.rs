@@ -1,7 +1,6 @@
 //! Launching kernels on candle's own stream of a GPU, after all work that candle has enqueued.
 use super::compile::{failure, image};
 use super::launches::{Arguments, THREADS};
-use super::program::Machine;
 use super::source::{DTYPES, Kernel, Source};
 use super::table::Table;
 use super::uploaded::uploaded;
@@ -14,7 +13,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
 
-/// A GPU. Only [`read`](Machine::read) waits for it.
+/// A GPU. Only [`read`](Self::read) waits for it.
 pub(super) struct Gpu<'a>(pub(super) &'a CudaDevice);
 
 /// What is loaded on each GPU, and stays loaded.
@@ -79,37 +78,45 @@ fn load(context: &Arc<CudaContext>, source: Source, dtype: DType) -> Result<Arc<
     })
 }
 
-impl Machine for Gpu<'_> {
-    type Words = Rc<CudaSlice<u64>>;
-    type Numbers = CudaSlice<f64>;
+/// A table that kernels can read.
+pub(super) type Words = Rc<CudaSlice<u64>>;
+/// Numbers that kernels write.
+pub(super) type Numbers = CudaSlice<f64>;
 
-    fn upload(&self, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
+impl Gpu<'_> {
+    /// Returns the words in the GPU's memory.
+    pub(super) fn upload(&self, words: &[u64]) -> Result<Words> {
         uploaded(self.0, words)
     }
 
-    fn numbers(&self, count: usize) -> Result<CudaSlice<f64>> {
-        // SAFETY: kernels write the numbers before they read them; the tests on the CPU show it.
+    /// Memory for `count` numbers, whose values are undefined.
+    pub(super) fn numbers(&self, count: usize) -> Result<Numbers> {
+        // SAFETY: kernels write the numbers before they read them.
         Ok(unsafe { self.0.alloc(count) }?)
     }
 
-    fn write(&self, numbers: &mut CudaSlice<f64>, values: &[f64]) -> Result<()> {
+    /// Copies `values` to the beginning of `numbers`.
+    pub(super) fn write(&self, numbers: &mut Numbers, values: &[f64]) -> Result<()> {
         Ok(self.0.memcpy_htod(values, numbers)?)
     }
 
-    fn read(&self, numbers: &CudaSlice<f64>, count: usize) -> Result<Vec<f64>> {
+    /// Returns the first `count` numbers after all launched work has completed.
+    pub(super) fn read(&self, numbers: &Numbers, count: usize) -> Result<Vec<f64>> {
         Ok(self.0.clone_dtoh(&numbers.slice(..count))?)
     }
 
-    fn address(&self, numbers: &CudaSlice<f64>) -> u64 {
+    /// Returns the address of `numbers` for kernels. It is valid as long as `numbers` lives.
+    pub(super) fn address(&self, numbers: &Numbers) -> u64 {
         numbers.device_ptr(&self.0.cuda_stream()).0
     }
 
-    fn launch(
+    /// Launches a kernel with a table that was uploaded.
+    pub(super) fn launch(
         &self,
         (kernel, dtype): (Kernel, DType),
         blocks: u32,
-        (words, table): (&Rc<CudaSlice<u64>>, &Table),
-        numbers: Option<&mut CudaSlice<f64>>,
+        (words, table): (&Words, &Table),
+        numbers: Option<&mut Numbers>,
     ) -> Result<()> {
         let (function, stream) = (self.function(kernel, dtype)?, self.0.cuda_stream());
         let mut arguments = stream.launch_builder(&function);
@@ -129,7 +136,13 @@ impl Machine for Gpu<'_> {
         Ok(())
     }
 
-    fn launch_by_value(&self, (kernel, dtype): (Kernel, DType), blocks: u32, arguments: &Arguments) -> Result<()> {
+    /// Launches a kernel whose arguments are passed by value.
+    pub(super) fn launch_by_value(
+        &self,
+        (kernel, dtype): (Kernel, DType),
+        blocks: u32,
+        arguments: &Arguments,
+    ) -> Result<()> {
         let (function, stream) = (self.function(kernel, dtype)?, self.0.cuda_stream());
         let mut builder = stream.launch_builder(&function);
         builder.arg(arguments);

@@ -14,18 +14,18 @@ const WARP: usize = 32;
 pub(super) const LOADS: usize = 4;
 
 /// The number of columns, or of vectors of them, that a block sums, as in rows.cu.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub const COLUMNS: usize = 32;
 
 /// How many threads share a row of `size` elements, if each loads `vector` at once: as few warps as keep the whole row in registers, at
 /// most a block.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub fn lanes(size: usize, vector: usize) -> usize {
     size.div_ceil(vector * LOADS).next_power_of_two().clamp(WARP, THREADS as usize)
 }
 
 /// The number of blocks for so many rows.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub fn blocks_of_rows(rows: usize, lanes: usize) -> usize {
     rows.div_ceil(THREADS as usize / lanes)
 }
@@ -104,16 +104,16 @@ pub struct Launch<'a> {
 /// `layer.cu`'s `Arguments`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
-pub struct Arguments {
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(super) struct Arguments {
     tensors: [u64; 8],
     numbers: [u64; 20],
     reals: [f64; 4],
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, unreachable_pub))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 impl Arguments {
-    pub fn new(tensors: impl ExactSizeIterator<Item = u64>, numbers: &[usize], reals: &[f64]) -> Result<Self> {
+    pub(super) fn new(tensors: impl ExactSizeIterator<Item = u64>, numbers: &[usize], reals: &[f64]) -> Result<Self> {
         Ok(Self {
             tensors: padded(tensors)?,
             numbers: padded(numbers.iter().map(|number| *number as u64))?,

@@ -2,7 +2,6 @@
 use super::address::read_address;
 use super::gpu::Gpu;
 use super::launches::{Address, Arguments, Grid, Launch, THREADS};
-use super::program::Machine;
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;

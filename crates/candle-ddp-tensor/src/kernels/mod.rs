@@ -30,7 +30,7 @@ mod launches;
 #[cfg(feature = "cuda")]
 mod layer;
 #[cfg(feature = "cuda")]
-pub mod norm;
+mod norm;
 #[cfg(feature = "cuda")]
 mod norm_tensors;
 mod operands;
@@ -39,11 +39,11 @@ mod pool;
 #[cfg(feature = "cuda")]
 mod product;
 #[cfg(feature = "cuda")]
-pub mod program;
+mod program;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // needed only by NVRTC
 mod source;
 #[cfg(feature = "cuda")]
-pub mod table;
+mod table;
 #[cfg(feature = "cuda")]
 mod temporary;
 #[cfg(feature = "cuda")]

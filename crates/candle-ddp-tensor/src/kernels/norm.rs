@@ -1,21 +1,21 @@
 //! Launching the kernels that normalise rows: the programs for `norm.cu` and `norm_rows.cu`.
+use super::gpu::{Gpu, Numbers};
 use super::launches::{Address, Arguments, COLUMNS, LOADS, THREADS, blocks_of_rows, lanes};
-use super::program::Machine;
 use super::source::Kernel;
 use crate::{Error, Result};
 use candle_core::DType;
 
 /// The rows of a tensor, and how they are normalised.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows {
-    pub dtype: DType,
-    pub rows: usize,
+pub(super) struct Rows {
+    pub(super) dtype: DType,
+    pub(super) rows: usize,
     /// Elements in each row; not 0.
-    pub size: usize,
-    pub eps: f64,
-    pub centred: bool,
+    pub(super) size: usize,
+    pub(super) eps: f64,
+    pub(super) centred: bool,
     /// Whether weight, bias and their gradients have the dtype of the rows, not that of the arithmetic.
-    pub is_narrow: bool,
+    pub(super) is_narrow: bool,
 }
 
 /// Enough blocks for sums over columns, for every GPU.
@@ -84,25 +84,25 @@ impl Rows {
     }
 
     /// The number of sums that [`backward`] keeps for a moment, in the dtype of the arithmetic.
-    pub fn sums(&self) -> usize {
+    pub(super) fn sums(&self) -> usize {
         2 * self.parts().0.max(self.kept(true)) * self.size
     }
 }
 
 /// Addresses of contiguous tensors; `bias` is 0 if there is none.
 #[derive(Clone, Copy, Debug)]
-pub struct Forward {
-    pub x: u64,
-    pub weight: u64,
-    pub bias: u64,
-    pub y: u64,
+pub(super) struct Forward {
+    pub(super) x: u64,
+    pub(super) weight: u64,
+    pub(super) bias: u64,
+    pub(super) y: u64,
     /// What is added to x before, and the sum.
-    pub residual: Option<[u64; 2]>,
+    pub(super) residual: Option<[u64; 2]>,
 }
 
 /// Writes y and returns each row's statistics, which [`backward`] needs. Does nothing, and returns `None`, if there is a residual, and
 /// no kernel that could add it on the way. There must be at least one row.
-pub fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Result<Option<M::Numbers>> {
+pub(super) fn forward(gpu: &Gpu, rows: Rows, addresses: Forward) -> Result<Option<Numbers>> {
     let Forward { x, weight, bias, y, residual } = addresses;
     let others = residual.unwrap_or_default();
     let vector = rows.vector(&[x, y, weight, bias, others[0], others[1]]);
@@ -113,38 +113,34 @@ pub fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Resul
         (None, false) => (Kernel::NormForward, rows.blocks_of_rows(vector)),
         (Some(_), false) => return Ok(None),
     };
-    let statistics = machine.numbers(2 * rows.rows)?;
-    let tensors = [x, y, weight, bias, machine.address(&statistics), others[0], others[1]];
-    machine.launch_by_value(
-        (kernel, rows.dtype),
-        rows.blocks(blocks)?,
-        &rows.arguments(&tensors, vector, (kept, 0))?,
-    )?;
+    let statistics = gpu.numbers(2 * rows.rows)?;
+    let tensors = [x, y, weight, bias, gpu.address(&statistics), others[0], others[1]];
+    gpu.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(&tensors, vector, (kept, 0))?)?;
     Ok(Some(statistics))
 }
 
 /// Addresses of contiguous tensors.
 #[derive(Clone, Copy, Debug)]
-pub struct Backward {
-    pub x: u64,
-    pub weight: u64,
-    pub dy: u64,
-    pub dx: u64,
-    pub d_weight: u64,
-    pub d_bias: u64,
+pub(super) struct Backward {
+    pub(super) x: u64,
+    pub(super) weight: u64,
+    pub(super) dy: u64,
+    pub(super) dx: u64,
+    pub(super) d_weight: u64,
+    pub(super) d_bias: u64,
     /// Memory for what [`Rows::sums`] counts.
-    pub sums: u64,
+    pub(super) sums: u64,
     /// A gradient to which dx is added, or 0.
-    pub earlier: u64,
+    pub(super) earlier: u64,
 }
 
 /// Writes dx and the gradients of weight and bias. There must be at least one row. Returns whether dx was added to the earlier gradient,
 /// if there is one.
-pub fn backward<M: Machine>(machine: &M, rows: Rows, statistics: &M::Numbers, addresses: Backward) -> Result<bool> {
+pub(super) fn backward(gpu: &Gpu, rows: Rows, statistics: &Numbers, addresses: Backward) -> Result<bool> {
     let Backward { x, weight, dy, dx, d_weight, d_bias, sums, earlier } = addresses;
-    let statistics = machine.address(statistics);
+    let statistics = gpu.address(statistics);
     let launch = |kernel, blocks, tensors: &[u64], vector, parts| {
-        machine.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors, vector, parts)?)
+        gpu.launch_by_value((kernel, rows.dtype), rows.blocks(blocks)?, &rows.arguments(tensors, vector, parts)?)
     };
     let vector = rows.vector(&[x, dx, weight, dy, earlier]);
     let fits = rows.fits(vector);

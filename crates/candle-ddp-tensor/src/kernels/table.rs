@@ -3,16 +3,16 @@ use super::operands::Scalars;
 use crate::{Error, Result};
 
 /// The number of elements that a block processes.
-pub const CHUNK: usize = 4096;
+pub(super) const CHUNK: usize = 4096;
 
 /// The addresses of one part's elements, 0 if a kernel does not use them; and the numbers that it needs for them.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Entry {
-    pub elements: usize,
-    pub parameter: u64,
-    pub gradient: u64,
-    pub states: [u64; 2],
-    pub scalars: Scalars,
+pub(super) struct Entry {
+    pub(super) elements: usize,
+    pub(super) parameter: u64,
+    pub(super) gradient: u64,
+    pub(super) states: [u64; 2],
+    pub(super) scalars: Scalars,
 }
 
 /// The size of `part.cu`'s `Part` in words.
@@ -21,10 +21,9 @@ const WORDS: usize = 7;
 /// The numbers of the parts, each different set once: `part.cu`'s `Sets`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
-pub struct Sets([Scalars; Self::MOST]);
+pub(super) struct Sets([Scalars; Self::MOST]);
 
 // SAFETY: numbers without padding, laid out as the kernels expect them.
-#[cfg(feature = "cuda")]
 unsafe impl cudarc::driver::DeviceRepr for Sets {}
 
 impl Sets {
@@ -32,7 +31,7 @@ impl Sets {
     const MOST: usize = 32;
 
     /// The number of `set` among the `known` ones, of which it becomes one; `None` if a launch takes no more.
-    pub fn number_of(known: &mut Vec<Scalars>, set: &Scalars) -> Option<usize> {
+    pub(super) fn number_of(known: &mut Vec<Scalars>, set: &Scalars) -> Option<usize> {
         let bits = |set: &Scalars| set.map(f64::to_bits);
         // The last is the likeliest.
         known.iter().rposition(|other| bits(other) == bits(set)).or_else(|| {
@@ -47,16 +46,16 @@ impl Sets {
 
 /// The table, which has one more entry than there are parts, and what kernels need beside it.
 #[derive(Clone, Debug)]
-pub struct Table {
-    pub words: Vec<u64>,
-    pub sets: Sets,
-    pub parts: u32,
+pub(super) struct Table {
+    pub(super) words: Vec<u64>,
+    pub(super) sets: Sets,
+    pub(super) parts: u32,
     /// The number of blocks needed.
-    pub chunks: u32,
+    pub(super) chunks: u32,
 }
 
 impl Table {
-    pub fn new(entries: &[Entry]) -> Result<Self> {
+    pub(super) fn new(entries: &[Entry]) -> Result<Self> {
         let mut words = Vec::with_capacity((entries.len() + 1) * WORDS);
         let mut known = Vec::new();
         let mut first_chunk = 0u64;
