@@ -53,7 +53,7 @@ pub(super) fn add_norm(
     Ok((sum, normed))
 }
 
-/// The same, by candle's operations.
+/// The same by candle's operations, for tests.
 #[cfg(test)]
 fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
     let wide = x.to_dtype(weight.dtype())?;
@@ -347,8 +347,8 @@ mod tests {
         t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// The loops of the CPU agree with candle's operations, which other devices use, for every dtype, and for sizes
-    /// around the number of lanes and blocks of rows.
+    /// The loops of the CPU agree with candle's operations, for every dtype, and for sizes around the number of lanes and
+    /// blocks of rows, which PyTorch's results do not reach.
     #[test]
     fn loops_agree_with_composites() {
         let shapes: [&[usize]; 4] = [&[1, 1], &[37, 17], &[2, 3, 48], &[5000, 15]];
