@@ -5,6 +5,7 @@ use crate::ddp::scaled;
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};
+use crate::tensor::finite::non_finite;
 use crate::warnings::warn_aloud;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
@@ -81,6 +82,8 @@ pub struct GradScaler {
     stage: Stage,
     /// Whether a loss was scaled in this step.
     has_scaled: AtomicBool,
+    /// The first parameter whose gradient overflowed, if it is known: it is looked for only when the scale is about to sink below 1.
+    overflowed: Option<String>,
 }
 
 /// The progress of a training step. `overflow` says whether any rank found an infinity or NaN.
@@ -115,7 +118,16 @@ impl GradScaler {
         options.check("init_scale")?;
         let (scale, stage) = (options.init_scale, Stage::Scaled);
         let has_scaled = AtomicBool::new(false);
-        Ok(Self { group: group.clone(), parameters, options, scale, clean_steps: 0, stage, has_scaled })
+        Ok(Self {
+            group: group.clone(),
+            parameters,
+            options,
+            scale,
+            clean_steps: 0,
+            stage,
+            has_scaled,
+            overflowed: None,
+        })
     }
 
     /// Returns `loss` times the scale, at least in f32; pass it to `backward`.
@@ -170,6 +182,9 @@ impl GradScaler {
     ) -> Result<bool> {
         let parameters = std::mem::take(&mut self.parameters);
         let result = self.unscale_by(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
+        if matches!(result, Ok(false)) && self.group.rank() == 0 && self.would_sink() {
+            self.overflowed = first_overflow(&parameters, grads);
+        }
         self.parameters = parameters;
         if result.is_ok() {
             scaled::unmark(grads);
@@ -204,6 +219,11 @@ impl GradScaler {
         }
         self.stage = Stage::Unscaled { overflow };
         Ok(!overflow)
+    }
+
+    /// Whether an overflow would let the scale fall below 1.
+    fn would_sink(&self) -> bool {
+        self.scale >= 1.0 && self.scale * self.options.backoff_factor < 1.0
     }
 
     /// Whether this step's gradients have not been divided yet.
@@ -269,12 +289,12 @@ impl GradScaler {
             self.scale = (before * self.options.backoff_factor).max(MIN_SCALE);
             self.clean_steps = 0;
             let has_sunk = |limit: f64| before >= limit && self.scale < limit;
+            let overflowed = self.overflowed.take().map_or(String::new(), |name| format!(", first that of {name}"));
             if self.group.rank() == 0 && (has_sunk(1.0) || has_sunk(2.0 * MIN_SCALE)) {
                 warn_aloud(format_args!(
-                    "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling, and every such \
-                     step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
-                     learning rate, or check the inputs; in a run without the scaler, DdpOptions.nan_check names the \
-                     rank and the first parameter",
+                    "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling{overflowed}, and every \
+                     such step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
+                     learning rate, or check the inputs; in a run without the scaler, DdpOptions.nan_check names the rank too",
                     self.scale
                 ));
             }
@@ -296,6 +316,13 @@ impl GradScaler {
     pub fn current_scale(&self) -> f64 {
         if self.options.enabled { self.scale } else { 1.0 }
     }
+}
+
+/// The first parameter whose gradient is not finite.
+fn first_overflow(parameters: &[(String, Var)], grads: &GradStore) -> Option<String> {
+    let overflows =
+        |(_, var): &&(String, Var)| grads.get(var).is_some_and(|gradient| matches!(non_finite(gradient), Ok(Some(_))));
+    parameters.iter().find(overflows).map(|(name, _)| name.clone())
 }
 
 /// Whether there is an overflow, and whether a loss was scaled, on any rank.

@@ -6,6 +6,7 @@ use crate::error::GRADIENTS;
 use crate::kernels::Assignment;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
+use crate::tensor::finite::non_finite;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 
@@ -280,17 +281,12 @@ impl Bucket {
     /// Returns the first member whose gradient in the sum at `depth` contains an infinity or a NaN, and which of the two.
     pub(super) fn first_not_finite(&self, depth: usize) -> Result<Option<(usize, &'static str)>> {
         let Sum { flat, gradients, .. } = self.sum_at(depth);
-        // Zero times such a value is NaN, and so is every sum that contains it.
-        let is_finite = |tensor: &Tensor| -> Result<bool> {
-            Ok(!tensor.affine(0., 0.)?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?.is_nan())
-        };
-        if flat.elem_count() == 0 || is_finite(flat)? {
+        if non_finite(flat)?.is_none() {
             return Ok(None);
         }
         for (member, gradient) in self.members.iter().zip(gradients) {
-            if gradient.elem_count() > 0 && !is_finite(gradient)? {
-                let is_nan = gradient.ne(gradient)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()? > 0.;
-                return Ok(Some((*member, if is_nan { "a NaN" } else { "an infinity" })));
+            if let Some(value) = non_finite(gradient)? {
+                return Ok(Some((*member, value)));
             }
         }
         Ok(None)

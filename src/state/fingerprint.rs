@@ -3,8 +3,8 @@ use super::Dict;
 use crate::Result;
 use crate::hash::content_64;
 use crate::tensor::borrow::with_slice;
-use crate::tensor::{Element, dispatch, vectorise};
-use candle_core::{DType, Device, Tensor, WithDType};
+use crate::tensor::{dispatch, finite};
+use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::View;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -46,32 +46,14 @@ pub(crate) fn of_bytes(dtype: DType, dims: &[usize], values: &[u8]) -> u64 {
 /// The first tensor by name that has an infinity or a NaN, as text: `a NaN in layer.weight`. Single numbers may have one: a best loss
 /// begins as infinity.
 pub(crate) fn non_finite(dict: &Dict) -> Result<Option<String>> {
-    let mut names: Vec<_> = dict.keys().collect();
-    names.sort();
-    for name in names {
-        let tensor = &dict[name];
-        if !tensor.dtype().is_float() || tensor.elem_count() == 1 {
-            continue;
-        }
-        let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
-        let found = dispatch!(tensor.dtype(), E => with_slice::<E, _>(&tensor, |values| Ok(first_non_finite(values)))?, else => None);
-        if let Some(value) = found {
-            let value = if value.is_nan() { "a NaN" } else { "an infinity" };
+    let mut tensors: Vec<_> = dict.iter().filter(|(_, tensor)| tensor.elem_count() > 1).collect();
+    tensors.sort_by_key(|(name, _)| *name);
+    for (name, tensor) in tensors {
+        if let Some(value) = finite::non_finite(tensor)? {
             return Ok(Some(format!("{value} in {name}")));
         }
     }
     Ok(None)
-}
-
-fn first_non_finite<E: Element>(values: &[E]) -> Option<f64> {
-    /// Is judged at once, without branches.
-    const BLOCK: usize = 1024;
-    let is_finite = |block: &&[E]| {
-        let block = *block;
-        vectorise!(move || block.iter().fold(true, |finite, value| finite & value.widen().to_f64().is_finite()))
-    };
-    let block = values.chunks(BLOCK).find(|block| !is_finite(block))?;
-    block.iter().map(|value| value.widen().to_f64()).find(|value| !value.is_finite())
 }
 
 /// The [`summary`] of the tensors of a file, which keeps it as a hexadecimal number.

@@ -10,10 +10,13 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
     LOG.0.lock().unwrap().clear();
     ranks(2, |pg| {
         let var = Var::ones(2, DType::F32, &Device::Cpu)?;
+        let finite = Var::ones(2, DType::F32, &Device::Cpu)?;
         let options = GradScalerOptions { init_scale: 4.0, ..Default::default() };
-        let mut scaler = GradScaler::new(&pg, vec![("w".to_string(), var.clone())], options)?;
+        let parameters = vec![("v".to_string(), finite.clone()), ("w".to_string(), var.clone())];
+        let mut scaler = GradScaler::new(&pg, parameters, options)?;
         for _ in 0..5 {
-            let mut grads = scaler.scale(&var.sum_all()?.affine(f64::INFINITY, 0.)?)?.backward()?;
+            let infinite = var.sum_all()?.affine(f64::INFINITY, 0.)?;
+            let mut grads = scaler.scale(&(finite.sum_all()? + infinite)?)?.backward()?;
             assert!(!scaler.unscale(&mut grads)?);
             scaler.update()?;
         }
@@ -23,4 +26,5 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
     let warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
     assert!(warnings.len() == 1 && warnings[0].starts_with("GradScaler: the scale fell to 5e-1"), "{warnings:?}");
     assert!(warnings[0].contains("Lower the learning rate") && warnings[0].contains("nan_check"), "{warnings:?}");
+    assert!(warnings[0].contains("even without scaling, first that of w, and every"), "{warnings:?}");
 }

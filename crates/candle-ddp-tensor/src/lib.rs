@@ -11,6 +11,8 @@ pub mod copy;
 mod element;
 #[doc(hidden)]
 pub mod error;
+#[doc(hidden)]
+pub mod finite;
 pub mod function;
 #[doc(hidden)]
 pub mod kernels;
