@@ -23,6 +23,16 @@ const CUBE: f64 = 0.044_715;
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::relu;
+/// let y = relu(&Tensor::new(&[-2f32, 0., 3.], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec1::<f32>()?, [0., 0., 3.]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType), carried by candle's error.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
@@ -45,6 +55,16 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::gelu_erf;
+/// let y = gelu_erf(&Tensor::new(&[0f32, 1., -10.], &Device::Cpu)?)?.to_vec1::<f32>()?;
+/// assert!(y[0] == 0. && (y[1] - 0.841345).abs() < 1e-6 && y[2].abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType), carried by candle's error.
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
@@ -54,6 +74,16 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
 /// x / (1 + e^−x): `torch.nn.functional.silu`, and a drop-in for `candle_nn::ops::silu`.
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
+///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::silu;
+/// let y = silu(&Tensor::new(&[0f32, 3f32.ln()], &Device::Cpu)?)?.to_vec1::<f32>()?;
+/// assert!(y[0] == 0. && (y[1] - 0.75 * 3f32.ln()).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// # Errors
 /// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType), carried by candle's error.

@@ -9,6 +9,16 @@ use candle_ddp_tensor::function;
 /// Under [`autocast`](crate::autocast()) by lists, the sum of two dtypes is calculated in f32, and f32. Apart from that, this is
 /// [`candle_ddp_tensor::function::add`].
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::add;
+/// let a = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// assert_eq!(add(&a, &Tensor::new(&[10f32, 20.], &Device::Cpu)?)?.to_vec2::<f32>()?, [[11., 22.], [13., 24.]]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// candle's, for tensors of other shapes, or of different dtypes or devices.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {

@@ -29,6 +29,17 @@ impl Default for AvgPool2dOptions {
 /// for f64). The result has the height (H + 2 × padding − kernel) / stride + 1, rounded down, and its width follows
 /// the same rule. Unlike with candle's `avg_pool2d`, the gradient is correct for all sizes, and windows may overlap.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::{AvgPool2dOptions, avg_pool2d};
+/// let x = Tensor::arange(0f32, 16., &Device::Cpu)?.reshape((1, 4, 4))?;
+/// let y = avg_pool2d(&x, 2, AvgPool2dOptions::default())?;
+/// assert_eq!(y.to_vec3::<f32>()?, [[[2.5, 4.5], [10.5, 12.5]]]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
 /// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;

@@ -26,6 +26,19 @@ use std::sync::Arc;
 ///
 /// Like candle's `BatchNorm`, it lacks PyTorch's `momentum=None` (a cumulative average) and
 /// `track_running_stats=False`.
+///
+/// ```
+/// # use candle_core::{Device, ModuleT, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::BatchNorm;
+/// let of = |value: f32| Tensor::new(&[value], &Device::Cpu);
+/// // In evaluation: (x − mean 1) / √(variance 4) × weight 10 + bias 5.
+/// let layer = BatchNorm::new(1, of(1.)?, of(4.)?, of(10.)?, of(5.)?, 0.0)?;
+/// let y = layer.forward_t(&Tensor::new(&[[3f32], [-1.]], &Device::Cpu)?, false)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[15.], [-5.]]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct BatchNorm {
     running_mean: Var,

@@ -21,6 +21,18 @@ const TARGETS: &str = "the targets of cross_entropy";
 /// The mean of −log softmax(logits)\[target\]: `torch.nn.functional.cross_entropy`, and a drop-in for
 /// `candle_nn::loss::cross_entropy`. [`cross_entropy_with`] with the default options.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::cross_entropy;
+/// let logits = Tensor::new(&[[0f32, 0.], [0., 3f32.ln()]], &Device::Cpu)?;
+/// let loss = cross_entropy(&logits, &Tensor::new(&[0u32, 1], &Device::Cpu)?)?.to_scalar::<f32>()?;
+/// // The mean of −ln 1/2 and −ln 3/4.
+/// assert!((loss + (0.5f32.ln() + 0.75f32.ln()) / 2.).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// Those of [`cross_entropy_with`].
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {

@@ -50,6 +50,18 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
 /// `candle_ddp::seed::seed_everything` seeds for each rank. A layer of [`with_generator`](Self::with_generator) draws from the given one;
 /// for masks that differ from rank to rank, make it by [`Generator::for_rank`]. To continue with the same masks after a restart,
 /// save the generator with the checkpoint.
+///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::Dropout;
+/// let (layer, x) = (Dropout::new(0.5), Tensor::new(&[3f32; 100], &Device::Cpu)?);
+/// let y = layer.forward(&x, true)?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|y| *y == 0. || *y == 6.));
+/// assert_eq!(layer.forward(&x, false)?.to_vec1::<f32>()?, [3.; 100]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Dropout {
     p: f32,

@@ -21,6 +21,17 @@ const BLOCK_ELEMENTS: usize = 1 << 15;
 ///
 /// The gradient of the table is dense. Contributions to the same vector are added up in f32 (f64 for f64), in the
 /// order of the indices, so the result does not depend on the number of threads. On a GPU the order is another one, and fixed too.
+///
+/// ```
+/// # use candle_core::{Device, Module, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::Embedding;
+/// let table = Tensor::new(&[[0f32, 1.], [2., 3.], [4., 5.]], &Device::Cpu)?;
+/// let y = Embedding::new(table, 2).forward(&Tensor::new(&[2u32, 0, 2], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[4., 5.], [0., 1.], [4., 5.]]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,

@@ -24,6 +24,19 @@ pub enum InterpolateMode {
 /// PyTorch's `scale_factor`, set `size` to that multiple of the input's size; the factor must result in whole
 /// numbers.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::{InterpolateMode, interpolate};
+/// let x = Tensor::new(&[[[1f32, 3.]]], &Device::Cpu)?;
+/// let nearest = interpolate(&x, (1, 4), InterpolateMode::Nearest)?;
+/// assert_eq!(nearest.to_vec3::<f32>()?, [[[1., 1., 3., 3.]]]);
+/// let bilinear = interpolate(&x, (1, 4), InterpolateMode::Bilinear { align_corners: false })?;
+/// assert_eq!(bilinear.to_vec3::<f32>()?, [[[1., 1.5, 2.5, 3.]]]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
 /// plane and a size of 0; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).

@@ -11,6 +11,18 @@ use candle_nn::{Init, VarBuilder};
 /// then silently takes a faster path without a backward pass. This layer has a backward pass, and is fused in both
 /// directions, on the CPU and on CUDA. It calculates in f32 (f64 for f64 inputs), whatever the dtypes of input and
 /// parameters.
+///
+/// ```
+/// # use candle_core::{Device, Module, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::LayerNorm;
+/// let [weight, bias] = [1f32, 0.].map(|value| Tensor::full(value, 2, &Device::Cpu));
+/// let layer = LayerNorm::new(weight?, bias?, 0.0);
+/// let y = layer.forward(&Tensor::new(&[[1f32, 3.], [-5., 5.]], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[-1., 1.], [-1., 1.]]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -94,6 +106,17 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 /// Division by the root of the mean square of the last dimension: a drop-in for [`candle_nn::RmsNorm`], with the same
 /// name in the `VarMap` (`weight`), and PyTorch's `RMSNorm`. As with [`LayerNorm`], candle's own layer gives no
 /// gradients if its input is contiguous.
+///
+/// ```
+/// # use candle_core::{Device, Module, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::RmsNorm;
+/// let layer = RmsNorm::new(Tensor::new(&[1f32, 10.], &Device::Cpu)?, 0.0);
+/// let y = layer.forward(&Tensor::new(&[[2f32, 2.], [-4., 4.]], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[1., 10.], [-1., 10.]]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct RmsNorm(LayerNorm);
 

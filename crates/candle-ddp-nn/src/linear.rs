@@ -22,6 +22,18 @@ use candle_nn::{Init, VarBuilder};
 /// Takes tensors of one or more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16
 /// and bf16 are multiplied and added in f32. The bias is added inside the matrix product; on CUDA, cuBLASLt
 /// adds it in large products, and in others a kernel writes it to the output first.
+///
+/// ```
+/// # use candle_core::{Device, Module, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::Linear;
+/// let weight = Tensor::new(&[[1f32, 2.], [3., 4.], [5., 6.]], &Device::Cpu)?;
+/// let layer = Linear::new(weight, Some(Tensor::new(&[10f32, 20., 30.], &Device::Cpu)?));
+/// let y = layer.forward(&Tensor::new(&[[1f32, 1.]], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[13., 27., 41.]]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,

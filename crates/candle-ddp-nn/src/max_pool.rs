@@ -33,6 +33,17 @@ pub struct MaxPool2dOptions {
 /// × padding − kernel) / stride + 1, rounded down, and its width follows the same rule. The gradient goes to the
 /// first of equal maxima, row by row. A NaN in a window is its maximum; of several NaNs, the last.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::{MaxPool2dOptions, max_pool2d};
+/// let x = Tensor::arange(0f32, 16., &Device::Cpu)?.reshape((1, 4, 4))?;
+/// let y = max_pool2d(&x, 2, MaxPool2dOptions::default())?;
+/// assert_eq!(y.to_vec3::<f32>()?, [[[5., 7.], [13., 15.]]]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
 /// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;

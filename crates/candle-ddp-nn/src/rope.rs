@@ -23,6 +23,19 @@ const BLOCK_ELEMENTS: usize = 1 << 14;
 /// [`autocast`](crate::autocast()) by lists they may be f32, and then the result is), and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. Gradients end here at
 /// `cos` and `sin`, which are tables.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::rope;
+/// // A rotation by a right angle at the second position.
+/// let x = Tensor::new(&[[[[1f32, 0.], [1., 0.]]]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[1f32], [0.]], &Device::Cpu)?, Tensor::new(&[[0f32], [1.]], &Device::Cpu)?);
+/// let y = rope(&x, &cos, &sin)?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [1., 0., 0., 1.]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit;
 /// [`Error::UnsupportedDType`].

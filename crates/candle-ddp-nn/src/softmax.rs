@@ -22,6 +22,17 @@ pub(super) const BLOCK_ELEMENTS: usize = 1 << 14;
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::softmax;
+/// let y = softmax(&Tensor::new(&[[0f32, 0.], [0., 3f32.ln()]], &Device::Cpu)?, 1)?.to_vec2::<f32>()?;
+/// assert_eq!(y[0], [0.5, 0.5]);
+/// assert!((y[1][1] - 0.75).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// candle's for a dimension that `x` does not have; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {

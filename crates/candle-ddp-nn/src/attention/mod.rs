@@ -34,6 +34,20 @@ use problem::Problem;
 /// single query, and the backward pass in f16 and bf16 also needs the gradients of keys and values in f32. With the feature
 /// `cudnn`, cuDNN does this where it can, without a mask in f16 and bf16; its backward pass needs two bytes for each weight.
 ///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::{AttentionOptions, scaled_dot_product_attention};
+/// // The query is orthogonal to both keys, so it sees the mean of the values.
+/// let q = Tensor::new(&[[[[0f32, 1.]]]], &Device::Cpu)?;
+/// let k = Tensor::new(&[[[[1f32, 0.], [-1., 0.]]]], &Device::Cpu)?;
+/// let v = Tensor::new(&[[[[2f32], [4.]]]], &Device::Cpu)?;
+/// let y = scaled_dot_product_attention(&q, &k, &v, AttentionOptions::default())?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [3.]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for shapes,
 /// dtypes and devices that do not fit each other, a mask together with `is_causal`, and a mask that requires a

@@ -78,6 +78,18 @@ layer!(
     /// need. On CUDA cuDNN computes it with the feature `cudnn`; otherwise cuBLAS products do or, if a group has one
     /// input channel, a kernel. The workspace is at most 64 MiB, or the size that one image needs. `cudnn_fwd_algo`
     /// has no effect: the algorithm is chosen once per shape.
+    ///
+    /// ```
+    /// # use candle_core::{Device, Module, Result, Tensor};
+    /// # fn main() -> Result<()> {
+    /// use candle_ddp_nn::{Conv2d, Conv2dConfig};
+    /// let x = Tensor::arange(0f32, 9., &Device::Cpu)?.reshape((1, 1, 3, 3))?;
+    /// let weight = Tensor::new(&[[[[1f32, 1.], [1., 1.]]]], &Device::Cpu)?;
+    /// let y = Conv2d::new(weight, None, Conv2dConfig::default()).forward(&x)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [8., 12., 20., 24.]);
+    /// # Ok(())
+    /// # }
+    /// ```
     Conv2d,
     Conv2dConfig,
     "Conv2d",
@@ -95,6 +107,18 @@ layer!(
     /// A convolution over lines (N, C, L): `torch.nn.Conv1d`, and a drop-in for [`candle_nn::Conv1d`]. Made by
     /// [`conv1d`] and [`conv1d_no_bias`]. The weight has the shape (out, in / groups, kernel). In all else it is like
     /// [`Conv2d`].
+    ///
+    /// ```
+    /// # use candle_core::{Device, Module, Result, Tensor};
+    /// # fn main() -> Result<()> {
+    /// use candle_ddp_nn::{Conv1d, Conv1dConfig};
+    /// let x = Tensor::new(&[[[1f32, 2., 4., 8.]]], &Device::Cpu)?;
+    /// let weight = Tensor::new(&[[[-1f32, 1.]]], &Device::Cpu)?;
+    /// let y = Conv1d::new(weight, None, Conv1dConfig::default()).forward(&x)?;
+    /// assert_eq!(y.to_vec3::<f32>()?, [[[1., 2., 4.]]]);
+    /// # Ok(())
+    /// # }
+    /// ```
     Conv1d,
     Conv1dConfig,
     "Conv1d",
@@ -115,6 +139,19 @@ layer!(
     /// Takes (N, C, H, W) and returns (N, out, H', W') with H' = (H − 1)·stride − 2·padding + dilation·(kernel − 1) +
     /// output_padding + 1. The weight has the shape (in, out, kernel, kernel). Dtypes, devices and workspace are as
     /// in [`Conv2d`].
+    ///
+    /// ```
+    /// # use candle_core::{Device, Module, Result, Tensor};
+    /// # fn main() -> Result<()> {
+    /// use candle_ddp_nn::{ConvTranspose2d, ConvTranspose2dConfig};
+    /// let x = Tensor::new(&[[[[1f32, 2.]]]], &Device::Cpu)?;
+    /// let weight = Tensor::new(&[[[[1f32, 10.]]]], &Device::Cpu)?;
+    /// let config = ConvTranspose2dConfig { padding: 0, output_padding: 0, stride: 1, dilation: 1 };
+    /// let y = ConvTranspose2d::new(weight, None, config).forward(&x)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [1., 12., 20.]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ConvTranspose2d,
     ConvTranspose2dConfig,
     "ConvTranspose2d",
@@ -132,6 +169,19 @@ layer!(
     /// A transposed convolution over lines (N, C, L): `torch.nn.ConvTranspose1d`, and a drop-in for
     /// [`candle_nn::ConvTranspose1d`]. Made by [`conv_transpose1d`] and [`conv_transpose1d_no_bias`]. The weight has
     /// the shape (in, out / groups, kernel). In all else it is like [`ConvTranspose2d`].
+    ///
+    /// ```
+    /// # use candle_core::{Device, Module, Result, Tensor};
+    /// # fn main() -> Result<()> {
+    /// use candle_ddp_nn::{ConvTranspose1d, ConvTranspose1dConfig};
+    /// let x = Tensor::new(&[[[1f32, 2.]]], &Device::Cpu)?;
+    /// let weight = Tensor::new(&[[[1f32, 10.]]], &Device::Cpu)?;
+    /// let config = ConvTranspose1dConfig { stride: 2, ..Default::default() };
+    /// let y = ConvTranspose1d::new(weight, None, config).forward(&x)?;
+    /// assert_eq!(y.to_vec3::<f32>()?, [[[1., 10., 2., 20.]]]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ConvTranspose1d,
     ConvTranspose1dConfig,
     "ConvTranspose1d",
