@@ -108,8 +108,9 @@ pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
 pub use ddp::{
-    DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, Role, Unused, backward,
-    backward_into, backward_micro_batch, backward_micro_batch_weighted, backward_weighted, comm_hook, join,
+    DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, ReplicaCheck, Role,
+    Unused, backward, backward_into, backward_micro_batch, backward_micro_batch_weighted, backward_weighted, comm_hook,
+    join,
 };
 #[doc(inline)]
 pub use error::Failure;

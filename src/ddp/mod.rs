@@ -28,6 +28,7 @@ mod pass;
 mod reducer;
 mod reduction;
 mod registry;
+mod replica_check;
 pub(crate) mod scaled;
 mod step;
 mod sums;
@@ -45,6 +46,7 @@ pub use model::DistributedModel;
 pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
+pub use replica_check::ReplicaCheck;
 pub use step::{backward_micro_batch, backward_micro_batch_weighted};
 pub(crate) use window::delivered;
 

@@ -6,6 +6,7 @@ use super::options::DdpOptions;
 use super::pace::Pace;
 use super::parameter::{Parameter, Variables};
 use super::reducer::Reducer;
+use super::replica_check::Compared;
 use super::virtual_ranks::{self, Snapshots};
 use super::window::Window;
 use super::{sync, verify};
@@ -44,6 +45,7 @@ pub struct DistributedModel {
     /// Whether the last forward pass ran under `no_grad`.
     pub(super) ran_without_graph: AtomicBool,
     pub(super) window: Mutex<Window>,
+    pub(super) compared: Compared,
 }
 
 impl DistributedModel {
@@ -59,6 +61,7 @@ impl DistributedModel {
         let built = built.and_then(|module| {
             options.resolve(PROCESS)?;
             options.check_precision()?;
+            options.replica_check.map_or(Ok(()), |check| check.check())?;
             check_variables(&reducer, &variables)?;
             if group.world_size() > 1 {
                 preload(&variables, &options)?;
@@ -91,7 +94,7 @@ impl DistributedModel {
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
-        let (snapshots, pace, ran_without_graph, window) = Default::default();
+        let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
         let model = Self {
             reducer,
             variables,
@@ -105,6 +108,7 @@ impl DistributedModel {
             pace,
             ran_without_graph,
             window,
+            compared,
         };
         Ok((module, model))
     }

@@ -70,8 +70,11 @@ impl Parameter {
 impl Variables {
     /// The variables that are the same on all ranks, with their names.
     pub(super) fn shared(&self) -> impl Iterator<Item = (&String, &Var)> {
+        self.without_buffers().chain(self.buffers.iter().map(|Buffer { name, var }| (name, var)))
+    }
+
+    pub(super) fn without_buffers(&self) -> impl Iterator<Item = (&String, &Var)> {
         let parameters = self.parameters.iter().map(|Parameter { name, var, .. }| (name, var));
-        let frozen = self.frozen.iter().map(|Frozen { name, var, .. }| (name, var));
-        parameters.chain(frozen).chain(self.buffers.iter().map(|Buffer { name, var }| (name, var)))
+        parameters.chain(self.frozen.iter().map(|Frozen { name, var, .. }| (name, var)))
     }
 }

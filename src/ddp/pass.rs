@@ -89,6 +89,11 @@ impl<'a> Pass<'a> {
         self.models.iter().filter(|model| model.synchronises).map(|model| model.core)
     }
 
+    /// Whether some ranks may have no inputs.
+    pub(super) fn is_joined(&self) -> bool {
+        self.active.is_some()
+    }
+
     /// The rank whose values the others take over.
     pub(super) fn root(&self) -> usize {
         self.active.as_ref().map_or(0, Active::root)

@@ -62,6 +62,7 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     if let Some(mixed) = options.mixed_precision {
         lines.push(format!("mixed precision: {mixed}"));
     }
+    lines.push(format!("replica check: {:?}", options.replica_check));
     if let Some(autocast) = options.autocast {
         lines.push(format!("autocast: {autocast:?}"));
     }

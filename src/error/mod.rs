@@ -342,6 +342,25 @@ pub enum Error {
         different: Vec<String>,
     },
 
+    /// The ranks' models have parted: see [`ReplicaCheck`](crate::ReplicaCheck).
+    #[error(
+        "the models of the ranks are no longer the same: after {passes} synchronised backward passes, {} on {} {} from rank 0's. All \
+         ranks must make the same optimizer steps, with the same options and learning rate, and only with the gradients of a \
+         synchronised pass; load the same file on all ranks, or none; and let all ranks decide together what they skip. If all do, \
+         the memory of a host may be faulty. DdpOptions::replica_check says when models are compared",
+        some(names),
+        ranks_named(ranks),
+        if names.len() == 1 { "differs" } else { "differ" }
+    )]
+    ReplicasDiffer {
+        /// The ranks whose variables differ from rank 0's.
+        ranks: Vec<usize>,
+        /// The variables that differ, sorted.
+        names: Vec<String>,
+        /// The number of synchronised backward passes of the model.
+        passes: u64,
+    },
+
     /// A part of a checkpoint, or of an elastic run, that should be the same on all ranks.
     #[error(
         "the part {part:?} is not the same on all ranks: {} on {} {} from rank 0's. Reduce or broadcast values \
@@ -462,7 +481,7 @@ impl Error {
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl Engine RankFailed MonitoredBarrier InputsExhausted
             Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted Parameter Samples Replica
-            DataFile CheckpointFile CheckpointMismatch PartDiffers CheckpointPart GradScaler Kernel
+            DataFile CheckpointFile CheckpointMismatch PartDiffers ReplicasDiffer CheckpointPart GradScaler Kernel
         )
     }
 }

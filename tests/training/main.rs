@@ -64,6 +64,7 @@ mod optim_state;
 mod orders;
 mod quick_start;
 mod range_cache;
+mod replica_check;
 mod resume;
 mod sampler;
 mod several_models;

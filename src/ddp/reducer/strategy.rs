@@ -115,6 +115,11 @@ impl Reducer {
         };
     }
 
+    /// Whether a communication hook leaves each rank alone.
+    pub(crate) fn is_local(&self) -> bool {
+        self.lock().is_local()
+    }
+
     /// Whether a ZeroRedundancyOptimizer uses the gradients.
     pub(crate) fn is_sharded(&self) -> bool {
         matches!(self.lock().reduction, Reduction::Shard(_))
