@@ -39,7 +39,7 @@ fn train(
             sum += f64::from(loss.to_scalar::<f32>()?) * x.dim(0)? as f64;
             samples += x.dim(0)? as f64;
         }
-        // The mean over the samples of all ranks, of which each may have had another number.
+        // The mean over the samples of all ranks, which may differ in number.
         let [sum, samples] = pg.all_reduce_scalars([sum, samples], ReduceOp::Sum)?;
         // Rank 0 evaluates, and the others wait for its result, no longer than the group's time-out.
         let found = if pg.rank() == 0 { Some(validate(&ddp)?) } else { None };
@@ -60,7 +60,7 @@ fn train(
     Ok(Trained { varmap, history })
 }
 
-/// Without a backward pass nothing is sent, so that one rank may do this alone. Under `no_grad` no activations are kept.
+/// Forward passes send nothing, so one rank may run them alone. Under `no_grad` no activations are kept.
 fn validate(ddp: &DistributedDataParallel<Linear>) -> Result<f64> {
     let x = Tensor::arange(0f32, 24.0, ddp.process_group().device())?.reshape((4, 6))?.cos()?;
     let y = (x.narrow(1, 0, 1)? * 0.8)?;
