@@ -134,6 +134,6 @@ mod unscale;
 
 pub use crate::ddp::MixedPrecision;
 #[doc(no_inline)]
-pub use crate::nn::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
+pub use crate::nn::{Autocast, autocast, autocast_off};
 pub use grad_scaler::{GradScaler, GradScalerOptions};
 pub use opt_level::OptLevel;

@@ -6,7 +6,7 @@ use super::model::DistributedModel;
 use super::order::Member;
 use super::pass::Pass;
 use super::reducer::Gradient;
-use super::replica_check;
+use super::replicas;
 use super::scaled;
 use super::sync;
 use crate::panic::lock;
@@ -172,7 +172,7 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
         micro_batch::end(pass)?;
-        replica_check::end(pass)?;
+        replicas::compare_all(pass)?;
         if pass.micro_batch.is_none() {
             let rank = |model: &DistributedModel| model.group().rank();
             pass.models.iter().for_each(|model| lock(&model.core.window).pass(model.synchronises, rank(model.core)));

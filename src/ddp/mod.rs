@@ -29,6 +29,7 @@ mod reducer;
 mod reduction;
 mod registry;
 mod replica_check;
+mod replicas;
 pub(crate) mod scaled;
 mod step;
 mod sums;

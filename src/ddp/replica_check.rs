@@ -1,9 +1,4 @@
-//! Compares the ranks' replicas, which may part in ways that no collective notices.
-use super::model::DistributedModel;
-use super::pass::Pass;
-use crate::backend::label;
-use crate::state;
-use crate::warnings::warn_aloud;
+//! When the ranks compare their models.
 use crate::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -47,40 +42,14 @@ pub(super) struct Compared {
     has_warned: AtomicBool,
 }
 
-/// At the end of a pass, compares the models whose turn it is.
-pub(super) fn end(pass: &Pass) -> Result<()> {
-    if pass.is_joined() {
-        return Ok(());
+impl Compared {
+    /// Counts a pass. Returns its number.
+    pub(super) fn count(&self) -> u64 {
+        self.passes.fetch_add(1, Ordering::Relaxed) + 1
     }
-    pass.synchronised().try_for_each(compare)
-}
 
-fn compare(model: &DistributedModel) -> Result<()> {
-    let (group, Some(check)) = (model.group(), model.options.replica_check) else { return Ok(()) };
-    if group.world_size() == 1 || model.reducer.is_local() {
-        return Ok(());
+    /// Whether this is the first warning.
+    pub(super) fn warns(&self) -> bool {
+        !self.has_warned.swap(true, Ordering::Relaxed)
     }
-    let passes = model.compared.passes.fetch_add(1, Ordering::Relaxed) + 1;
-    if !passes.is_multiple_of(check.every) {
-        return Ok(());
-    }
-    let variables = &model.variables;
-    let variables: Vec<_> = match model.options.broadcast_buffers {
-        true => variables.shared().collect(),
-        false => variables.without_buffers().collect(),
-    };
-    let dict = variables.into_iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
-    let fingerprint = model.phase("compare replicas", || state::fingerprint(&dict))?;
-    let (ranks, names) = match label::DDP_REPLICAS.during(|| group.compare_states(&[("model", &fingerprint)])) {
-        Err(Error::PartDiffers { ranks, names, .. }) => (ranks, names),
-        result => return result,
-    };
-    let error = Error::ReplicasDiffer { ranks, names, passes };
-    if !check.warn_only {
-        return Err(error);
-    }
-    if group.rank() == 0 && !model.compared.has_warned.swap(true, Ordering::Relaxed) {
-        warn_aloud(format_args!("{error}"));
-    }
-    Ok(())
 }

@@ -1,9 +1,9 @@
 //! Autocast as an option of DistributedDataParallel, and what else it meets.
 use crate::common::{fill, ranks, tensor};
 use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
-use candle_ddp::amp::{Autocast, MixedPrecision, OptLevel, autocast, autocast_mode, autocast_off};
+use candle_ddp::amp::{Autocast, MixedPrecision, OptLevel, autocast, autocast_off};
 use candle_ddp::data_parallel::DataParallel;
-use candle_ddp::nn::{Linear, add, linear, no_grad};
+use candle_ddp::nn::{Linear, add, autocast_mode, linear, no_grad};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{VarBuilder, VarMap};
 

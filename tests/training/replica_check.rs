@@ -20,7 +20,10 @@ fn loss(ddp: &DistributedDataParallel<Linear>, seed: u64) -> Result<Tensor> {
 }
 
 /// The number of passes until all ranks get the same error, and what it says.
-fn found(options: DdpOptions, part: fn(&DistributedDataParallel<Linear>, &mut Sgd, u64) -> Result<()>) -> (u64, Vec<String>) {
+fn found(
+    options: DdpOptions,
+    part: fn(&DistributedDataParallel<Linear>, &mut Sgd, u64) -> Result<()>,
+) -> (u64, Vec<String>) {
     let found = ranks(3, |pg| {
         let ddp = model(&pg, options.clone())?;
         let mut sgd = Sgd::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
@@ -50,10 +53,7 @@ fn is_second(ddp: &DistributedDataParallel<Linear>) -> bool {
 fn ranks_that_part_are_named_with_their_variables() {
     let both = vec!["bias".to_string(), "weight".to_string()];
     // Another learning rate, from the first step on.
-    let rate: fn(&_, &mut Sgd, u64) -> _ = |ddp, sgd, _| {
-        sgd.set_learning_rate(if is_second(ddp) { 0.2 } else { 0.1 });
-        Ok(())
-    };
+    let rate: fn(&_, &mut Sgd, u64) -> _ = |ddp, sgd, _| sgd.set_learning_rate(if is_second(ddp) { 0.2 } else { 0.1 });
     assert_eq!(found(options(5), rate), (5, both.clone()));
     // One more step, in the fifth pass.
     let step: fn(&_, &mut Sgd, u64) -> _ = |ddp, sgd, pass| {
@@ -125,7 +125,8 @@ fn buffers_are_compared_if_they_are_broadcast() {
         ranks(2, |pg| {
             let varmap = VarMap::new();
             let options = DdpOptions { broadcast_buffers, ..options(1) };
-            let build = |vb: VarBuilder| Ok::<_, Error>(Net(batch_norm(3, 1e-5, vb.pp("norm"))?, linear(3, 1, vb.pp("out"))?));
+            let build =
+                |vb: VarBuilder| Ok::<_, Error>(Net(batch_norm(3, 1e-5, vb.pp("norm"))?, linear(3, 1, vb.pp("out"))?));
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
             let mut sgd = Sgd::new(&ddp, ParamsSgd::default())?;
             for seed in 0..3 {
