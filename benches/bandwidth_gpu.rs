@@ -94,10 +94,9 @@ fn optimizers(pg: &ProcessGroup, table: &Table, size: usize, dtype: DType) -> Re
     table.row("SGD with momentum", dtype, 3 * bytes + 8, || Ok(sgd.step(&grads)?))?;
     drop(sgd);
     // The norm reads all gradients; then they are read and written.
-    table.row("clip_grad_norm", dtype, 3 * bytes, || clip_grad_norm(&mut grads, &vars, 1e-3).map(drop))?;
-    let named = vars.iter().enumerate().map(|(index, var)| (index.to_string(), var.clone())).collect();
+    table.row("clip_grad_norm", dtype, 3 * bytes, || clip_grad_norm(&mut grads, vars.clone(), 1e-3).map(drop))?;
     let scaler_options = GradScalerOptions { init_scale: 1.0, ..Default::default() };
-    let mut scaler = GradScaler::new(pg, named, scaler_options)?;
+    let mut scaler = GradScaler::new(pg, vars.clone(), scaler_options)?;
     table.row("GradScaler::unscale", dtype, 2 * bytes, || {
         scaler.scale(&Tensor::zeros((), DType::F32, &Device::Cpu)?)?; // as before a backward pass
         scaler.unscale(&mut grads)?;

@@ -10,7 +10,7 @@ mod net;
 use candle_core::{DType, Tensor};
 use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
-use candle_ddp::optim::AdamW;
+use candle_ddp::optim::{AdamW, Parameters};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
@@ -206,14 +206,13 @@ impl Trainer {
             }
             Mode::After => {
                 let net = plain()?;
-                Net::Ddp(DistributedDataParallel::from_vars(pg, net, named(&varmap)?, options)?)
+                Net::Ddp(DistributedDataParallel::from_vars(pg, net, &varmap, options)?)
             }
         };
         let parameters = match &net {
             Net::Local(_) => {
-                let mut vars = named(&varmap)?;
-                vars.retain(|(name, _)| !name.contains("running_"));
-                vars.into_iter().map(|(_, var)| var).collect()
+                let trained = Parameters::from(&varmap).into_iter().filter(|(name, _)| !name.contains("running_"));
+                trained.map(|(_, var)| var).collect()
             }
             Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.parameters(),
         };
@@ -254,17 +253,6 @@ impl Trainer {
         let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
         Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now(true)?)])
     }
-}
-
-/// Returns the variables by name, in the same order on all ranks.
-fn named(varmap: &VarMap) -> Result<Vec<(String, candle_core::Var)>> {
-    let vars = varmap.data().lock().map_err(|_| Error::InvalidArgument {
-        argument: "varmap",
-        reason: "a thread panicked while holding the lock".to_string(),
-    })?;
-    let mut vars: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-    vars.sort_by(|a, b| a.0.cmp(&b.0));
-    Ok(vars)
 }
 
 /// Returns the times on the slowest rank.

@@ -70,11 +70,7 @@ impl TrainOptions {
     /// Returns the gradient scaler, which does nothing unless gradients of f16 arrive at variables of f32.
     pub(crate) fn grad_scaler<M>(&self, ddp: &DistributedDataParallel<M>) -> Result<GradScaler> {
         let enabled = matches!(self.precision(), (OptLevel::O1 | OptLevel::O2, Amp::F16));
-        GradScaler::new(
-            ddp.process_group(),
-            ddp.named_parameters(),
-            GradScalerOptions { enabled, ..Default::default() },
-        )
+        GradScaler::new(ddp.process_group(), ddp, GradScalerOptions { enabled, ..Default::default() })
     }
 
     /// Returns the checkpointer of the run, if there is a folder for it: every `every` steps or epochs.

@@ -91,11 +91,8 @@ impl Training {
         let varmap = VarMap::new();
         // The model that DDP builds later finds these variables.
         Net::new(var_builder(&varmap, options.seed, DType::F32, &Device::Cpu))?;
-        let mut named: Vec<_> =
-            varmap.data().lock().expect("no panic").iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-        named.sort_by(|(name, _), (other, _)| name.cmp(other));
         let params = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
-        let mut optimizer = AdamW::new(named, params)?;
+        let mut optimizer = AdamW::new(&varmap, params)?;
         let total_steps = options.epochs.max(1);
         let schedule = WarmupCosine::new(
             &mut optimizer,

@@ -6,6 +6,7 @@ use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};
 use crate::tensor::finite::non_finite;
+use crate::variables::Parameters;
 use crate::warnings::warn_aloud;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
@@ -107,14 +108,15 @@ impl std::fmt::Debug for GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler for the gradients of `parameters` (`ddp.named_parameters()`), which the ranks of `group` use together.
+    /// A scaler for the gradients of `parameters`, such as those of a `&DistributedDataParallel`, which the ranks of `group` use
+    /// together.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for a scale that f32 cannot carry, a growth factor that is below 1
     /// or not finite, a backoff factor that is not above 0 or is above 1, or a growth interval of 0.
-    pub fn new(group: &ProcessGroup, parameters: Vec<(String, Var)>, options: GradScalerOptions) -> Result<Self> {
+    pub fn new(group: &ProcessGroup, parameters: impl Into<Parameters>, options: GradScalerOptions) -> Result<Self> {
         let mut seen: HashSet<TensorId> = HashSet::new();
-        let parameters = parameters.into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
+        let parameters = parameters.into().into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
         options.check("init_scale")?;
         let (scale, stage) = (options.init_scale, Stage::Scaled);
         let has_scaled = AtomicBool::new(false);

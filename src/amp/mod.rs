@@ -27,7 +27,7 @@
 //!     let options = DdpOptions { mixed_precision, ..Default::default() };
 //!     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
 //!     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
-//!     let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), GradScalerOptions::default())?;
+//!     let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
 //!
 //!     let x = Tensor::ones((8, 4), DType::F32, pg.device())?;
 //!     for _ in 0..3 {

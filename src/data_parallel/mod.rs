@@ -16,7 +16,7 @@ pub use graph::backward;
 pub use replica::{Replica, replicate};
 pub use scatter_gather::{gather, scatter};
 
-use crate::optim::Parameters;
+use crate::variables::Parameters;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;

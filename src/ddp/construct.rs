@@ -5,8 +5,9 @@ use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::registry::Registry;
 use super::{DdpOptions, DistributedDataParallel, Reducer, Role};
 use crate::process_group::ProcessGroup;
+use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
-use candle_core::{DType, Var};
+use candle_core::DType;
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -80,21 +81,23 @@ impl<M> DistributedDataParallel<M> {
     /// their names. Its gradients enter the buckets only after the backward pass, so communication does not overlap it,
     /// and a `loss.backward()` instead of [`backward`](Self::backward) goes unnoticed.
     ///
-    /// The order of `vars` has no meaning: they are sorted by name, since a `VarMap` has them in another order in every process.
+    /// `vars` are all variables with their names, such as a `&VarMap`. Their order has no meaning: they are sorted by name.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
+    /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice;
+    /// [`Error::InvalidArgument`] for variables without names.
     pub fn from_vars(
         group: &ProcessGroup,
         module: M,
-        mut vars: Vec<(String, Var)>,
+        vars: impl Into<Parameters>,
         options: DdpOptions,
     ) -> Result<Self> {
+        let Parameters { variables: mut vars, named } = vars.into();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
         let reducer = reducer(group, &options);
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
-        let mut built = Ok(module);
+        let mut built = check_named(named, "DDP").map(|()| module);
         if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
             let reason = "only reduce_dtype can be set for a model built without DDP's VarBuilder, since it computes \
                           with the variables themselves: build the model with `new`, or set no other dtype";
@@ -129,4 +132,11 @@ fn reducer(group: &ProcessGroup, options: &DdpOptions) -> Arc<Reducer> {
         group.use_virtual_ranks();
     }
     Arc::new(Reducer::new(group.clone()))
+}
+
+/// All [`named_parameters`](DistributedDataParallel::named_parameters), also the ignored ones.
+impl<M> From<&DistributedDataParallel<M>> for Parameters {
+    fn from(ddp: &DistributedDataParallel<M>) -> Self {
+        ddp.named_parameters().into()
+    }
 }

@@ -177,7 +177,7 @@ fn parts_of_a_group_are_committed_with_the_others() {
     let scales = spawn(2, |pg| {
         let mut state = state(1.);
         let scaler =
-            |scale| GradScaler::new(&pg, Vec::new(), GradScalerOptions { init_scale: scale, ..Default::default() });
+            |scale| GradScaler::new(&pg, &VarMap::new(), GradScalerOptions { init_scale: scale, ..Default::default() });
         let mut first = scaler(8.)?;
         assert!(!state.restore("scaler", &mut first)?);
         if pg.rank() == 0 {

@@ -5,6 +5,7 @@ use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
+use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use std::collections::HashMap;
@@ -43,28 +44,19 @@ impl PeriodicModelAverager {
         Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None })
     }
 
-    /// Call this after every optimizer step, on every rank, with the same parameters: replaces them by their mean over
-    /// the ranks if it is due. Returns whether it did. Parameters are matched by name, whatever their order:
-    /// `ddp.named_parameters()`, or the contents of a `VarMap`. Variables of integer type are left alone.
-    ///
-    /// ```
-    /// # use candle_core::{DType, Device, Var};
-    /// # use candle_ddp::optim::PeriodicModelAverager;
-    /// # fn step(averager: &mut PeriodicModelAverager, varmap: &candle_nn::VarMap) -> candle_ddp::Result<()> {
-    /// let parameters: Vec<(String, Var)> =
-    ///     varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-    /// averager.average_parameters(&parameters)?;
-    /// # Ok(())
-    /// # }
-    /// ```
+    /// Call this after every optimizer step, on every rank, with the same [parameters](Parameters), such as a `&VarMap` or a
+    /// `&DistributedDataParallel` (whose ignored parameters are averaged as well): replaces them by their mean over the ranks
+    /// if it is due. Returns whether it did. Parameters are matched by name, whatever their order, and those without names by
+    /// their place. Variables of integer type are left alone.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] on all ranks if names, shapes or dtypes differ, and those of
     /// [`ProcessGroup::all_reduce`].
-    pub fn average_parameters(&mut self, parameters: &[(String, Var)]) -> Result<bool> {
+    pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
         let due = self.step >= self.warmup_steps && (self.step - self.warmup_steps).is_multiple_of(self.period);
         if due && self.group.world_size() > 1 {
-            let mut parameters: Vec<_> = parameters.iter().filter(|(_, var)| var.dtype().is_float()).collect();
+            let mut parameters: Vec<_> =
+                parameters.into().into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
             parameters.sort_by(|a, b| a.0.cmp(&b.0));
             self.check(&parameters)?;
             average(&self.group, &parameters)?;
@@ -74,8 +66,8 @@ impl PeriodicModelAverager {
     }
 
     /// Checks that all ranks have the same parameters.
-    fn check(&mut self, parameters: &[&(String, Var)]) -> Result<()> {
-        let line = |(name, var): &&(String, Var)| format!("{name} {}", describe(var.dtype(), var.shape()));
+    fn check(&mut self, parameters: &[(String, Var)]) -> Result<()> {
+        let line = |(name, var): &(String, Var)| format!("{name} {}", describe(var.dtype(), var.shape()));
         let described = parameters.iter().map(line).collect::<Vec<_>>().join("\n");
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
@@ -91,7 +83,7 @@ impl PeriodicModelAverager {
 }
 
 /// Replaces every parameter by its mean over the ranks, in few messages.
-fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
+fn average(group: &ProcessGroup, parameters: &[(String, Var)]) -> Result<()> {
     let scale = 1. / group.world_size() as f64;
     let mut messages = Vec::new();
     for vars in packs(parameters.iter().map(|(_, var)| var)) {

@@ -4,6 +4,7 @@ use crate::ddp::scaled;
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};
 use crate::tensor::{Element, dispatch};
+use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var, WithDType};
@@ -32,11 +33,11 @@ pub struct ClipOptions {
 /// [`clip_grad_norm_with`] for the L2 norm. [`Optimizer::clip_grad_norm`](super::Optimizer::clip_grad_norm) does this
 /// for all parameters of an optimizer, and is required with a
 /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer).
-pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
-    clip_grad_norm_with(grads, vars, max_norm, ClipOptions::default())
+pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, max_norm: f64) -> Result<f64> {
+    clip_grad_norm_with(grads, parameters, max_norm, ClipOptions::default())
 }
 
-/// Scales the gradients of `vars` by `max_norm / (norm + 1e-6)` if that is below 1, and returns the norm that all of
+/// Scales the gradients of `parameters` by `max_norm / (norm + 1e-6)` if that is below 1, and returns the norm that all of
 /// them had together: PyTorch's `clip_grad_norm_`. Variables without a gradient are ignored.
 ///
 /// Contiguous gradients are changed in place, and so is every tensor that shares their storage. With gradients from
@@ -44,10 +45,23 @@ pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Res
 /// differ between ranks: clip them separately, or the norms, and with them the averaged parameters, would differ too.)
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `vars` has a gradient, and, with
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `parameters` has a gradient, and, with
 /// `error_if_nonfinite`, for a norm that is not finite; [`Error::GradScaler`] for gradients that are still multiplied by
 /// the scale of a [`GradScaler`](crate::amp::GradScaler).
-pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
+pub fn clip_grad_norm_with(
+    grads: &mut GradStore,
+    parameters: impl Into<Parameters>,
+    max_norm: f64,
+    options: ClipOptions,
+) -> Result<f64> {
+    clip(grads, &variables(parameters), max_norm, options)
+}
+
+fn variables(parameters: impl Into<Parameters>) -> Vec<Var> {
+    parameters.into().into_iter().map(|(_, var)| var).collect()
+}
+
+pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
     check_max_norm(max_norm)?;
     scaled::check_unscaled(grads, "clip_grad_norm")?;
     check_any_gradient(grads, vars)?;
@@ -107,19 +121,20 @@ pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
     if scale >= 1. { 1. } else { scale }
 }
 
-/// Limits every element of the gradients of `vars` to the range from `-clip_value` to `clip_value`: PyTorch's
+/// Limits every element of the gradients of `parameters` to the range from `-clip_value` to `clip_value`: PyTorch's
 /// `clip_grad_value_`. Contiguous gradients are changed in place.
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`] for a negative or NaN `clip_value`, or if none of `vars` has a gradient, and
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `clip_value`, or if none of `parameters` has a gradient, and
 /// [`Error::GradScaler`] as [`clip_grad_norm_with`] does.
-pub fn clip_grad_value(grads: &mut GradStore, vars: &[Var], clip_value: f64) -> Result<()> {
+pub fn clip_grad_value(grads: &mut GradStore, parameters: impl Into<Parameters>, clip_value: f64) -> Result<()> {
+    let vars = variables(parameters);
     if clip_value.is_nan() || clip_value < 0. {
         return Err(Error::invalid("clip_value", format!("it must be at least 0, but is {clip_value}")));
     }
     scaled::check_unscaled(grads, "clip_grad_value")?;
-    check_any_gradient(grads, vars)?;
-    change(grads, vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
+    check_any_gradient(grads, &vars)?;
+    change(grads, &vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
 }
 
 #[derive(Clone, Copy)]

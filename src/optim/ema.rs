@@ -3,6 +3,7 @@ use super::rule::state_dtype;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::borrow::zip;
 use crate::tensor::{DTYPES, Element, dispatch};
+use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, WithDType};
 use std::collections::HashMap;
@@ -19,6 +20,8 @@ pub struct Ema {
     options: EmaOptions,
     updates: u64,
     slots: Vec<Slot>,
+    /// Whether the names of the parameters are the caller's.
+    named: bool,
     /// The weights that [`apply`](Self::apply) replaced.
     replaced: Option<Vec<Tensor>>,
 }
@@ -49,6 +52,9 @@ pub enum FirstUpdate {
     Averages,
 }
 
+/// For which parameters need names.
+const SAVED: &str = "an average to be saved or loaded";
+
 struct Slot {
     name: String,
     var: Var,
@@ -69,12 +75,12 @@ impl std::fmt::Debug for Ema {
 }
 
 impl Ema {
-    /// Averages `parameters`, such as those of [`named_parameters`](crate::DistributedDataParallel::named_parameters).
+    /// Averages `parameters`, such as those of a `&DistributedDataParallel` or a `&VarMap`. One of a `Vec<Var>` cannot be saved.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is
     /// given twice, whose dtype has no kernel, or that is not contiguous.
-    pub fn new(parameters: Vec<(String, Var)>, decay: f64) -> Result<Self> {
+    pub fn new(parameters: impl Into<Parameters>, decay: f64) -> Result<Self> {
         Self::with_options(parameters, EmaOptions { decay, ..Default::default() })
     }
 
@@ -82,14 +88,15 @@ impl Ema {
     ///
     /// # Errors
     /// The errors of `new`.
-    pub fn with_options(parameters: Vec<(String, Var)>, options: EmaOptions) -> Result<Self> {
+    pub fn with_options(parameters: impl Into<Parameters>, options: EmaOptions) -> Result<Self> {
+        let Parameters { variables, named } = parameters.into();
         let decay = options.decay;
         if !(0. ..=1.).contains(&decay) {
             return Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}")));
         }
         let mut names = std::collections::HashSet::new();
-        let mut slots = Vec::with_capacity(parameters.len());
-        for (name, var) in parameters {
+        let mut slots = Vec::with_capacity(variables.len());
+        for (name, var) in variables {
             if !names.insert(name.clone()) {
                 return Err(Error::parameter(name, "two parameters have this name"));
             }
@@ -111,7 +118,7 @@ impl Ema {
             let average = widen(&flat, dtype)?;
             slots.push(Slot { name, var, flat, average });
         }
-        Ok(Self { options, updates: 0, slots, replaced: None })
+        Ok(Self { options, updates: 0, slots, named, replaced: None })
     }
 
     /// Moves the average towards the current weights. Call it after the optimizer's step.
@@ -234,6 +241,7 @@ impl StateDict for Ema {
     /// twice.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         self.refuse_if_applied("state_dict")?;
+        check_named(self.named, SAVED)?;
         let mut dict = state::begin("Ema")?;
         dict.insert("updates".to_string(), state::count(self.updates)?);
         dict.extend(self.averages()?.into_iter().map(|(name, average)| (format!("average.{name}"), average)));
@@ -242,6 +250,7 @@ impl StateDict for Ema {
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         self.refuse_if_applied("load_state_dict")?;
+        check_named(self.named, SAVED)?;
         let mut loader = Loader::new(dict, "Ema")?;
         let updates = loader.count("updates")?;
         let mut averages = Vec::new();

@@ -2,7 +2,7 @@
 use super::clip;
 use super::kernel::Moment;
 use super::optimizer::{Optimizer, check_learning_rates};
-use super::parameters::{ParameterGroup, Parameters};
+use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule, limit, state_dtype};
 use super::shards::{Expected, Shards};
 use super::update::{self, Part, misfit};
@@ -11,6 +11,7 @@ use crate::error::describe;
 use crate::kernels;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::DTYPES;
+use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
@@ -40,6 +41,9 @@ struct Group<R> {
     options: R,
     slots: Vec<Slot>,
 }
+
+/// For which parameters need names.
+const SAVED: &str = "an optimizer to be saved or loaded";
 
 /// The parameters that an optimizer has already.
 #[derive(Default)]
@@ -114,8 +118,8 @@ pub(super) fn state_dtype_of<R: UpdateRule>(name: &str, var: &Var) -> Result<DTy
 }
 
 impl<R: UpdateRule> FusedOptimizer<R> {
-    /// An optimizer for the parameters of a `&DistributedDataParallel`, a `Vec<(String, Var)>`, or a `Vec<Var>`. With
-    /// the last, it cannot be saved, and error messages refer to variables by index.
+    /// An optimizer for these [parameters](Parameters), such as those of a `&DistributedDataParallel` or a `&VarMap`. With a
+    /// `Vec<Var>`, it cannot be saved, and error messages refer to variables by index.
     ///
     /// ```
     /// # use candle_ddp::DistributedDataParallel;
@@ -274,7 +278,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
 
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         let vars: Vec<Var> = self.slots().map(|slot| slot.var.clone()).collect();
-        clip::clip_grad_norm(grads, &vars, max_norm)
+        clip::clip(grads, &vars, max_norm, clip::ClipOptions::default())
     }
 }
 
@@ -309,7 +313,7 @@ impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
 /// the groups' `learning_rates`. The program must keep the other options itself.
 impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        self.check_named()?;
+        check_named(self.named, SAVED)?;
         let mut dict = state::begin(R::NAME)?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for Group { options, slots } in &self.groups {
@@ -324,7 +328,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     }
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        self.check_named()?;
+        check_named(self.named, SAVED)?;
         let mut loader = Loader::new(dict, R::NAME)?;
         let learning_rates = loader.learning_rates("learning_rates", self.groups.len())?;
         let mut steps = Vec::new();
@@ -354,7 +358,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     /// Loads the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any
     /// size.
     fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], rank: usize, _: usize) -> Result<()> {
-        self.check_named()?;
+        check_named(self.named, SAVED)?;
         let expected =
             self.groups.iter().flat_map(|group| group.slots.iter().map(|slot| (slot, group.options.states())));
         let expected = expected.map(|(slot, states)| {
@@ -364,17 +368,5 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
         let expected = expected.collect::<Result<Vec<_>>>()?;
         let whole = Shards::join::<R>(shards, rank, self.groups.len(), &expected)?.whole::<R>(&expected)?;
         self.load_state_dict(&whole)
-    }
-}
-
-impl<R> FusedOptimizer<R> {
-    fn check_named(&self) -> Result<()> {
-        if self.named {
-            return Ok(());
-        }
-        let reason = "they must have names for an optimizer to be saved or loaded, since the order of a VarMap's \
-                      variables differs from run to run: pass new() the DistributedDataParallel, or pairs of name and \
-                      variable";
-        Err(Error::invalid("parameters", reason))
     }
 }

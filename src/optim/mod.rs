@@ -4,17 +4,16 @@
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
 //! use candle_ddp::checkpoint::StateDict;
-//! use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW};
+//! use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, Parameters, ParamsAdamW};
 //! use candle_nn::{VarBuilder, VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
 //! let varmap = VarMap::new();
 //! let model = linear(4, 1, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu).pp("head"))?;
-//! // Under DDP: `ddp.named_parameters()`.
-//! let named = varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect::<Vec<_>>();
 //!
-//! // Biases without weight decay.
-//! let (biases, weights) = named.into_iter().partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));
+//! // Biases without weight decay. Under DDP: `Parameters::from(&ddp)`.
+//! let parameters = Parameters::from(&varmap).into_iter();
+//! let (biases, weights) = parameters.partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));
 //! let options = ParamsAdamW { lr: 0.01, ..Default::default() };
 //! let mut optimizer = AdamW::from_groups(vec![
 //!     ParameterGroup { parameters: weights, options: options.clone() },
@@ -51,6 +50,7 @@ mod sums;
 mod update;
 mod zero;
 
+pub use crate::variables::Parameters;
 pub use adam::ParamsAdam;
 pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
@@ -59,7 +59,7 @@ pub use ema::{Ema, EmaOptions, FirstUpdate};
 pub use fused::FusedOptimizer;
 pub use lamb::ParamsLamb;
 pub use optimizer::{KnownState, Optimizer};
-pub use parameters::{ParameterGroup, Parameters};
+pub use parameters::ParameterGroup;
 pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
 pub use rule::UpdateRule;
 pub use schedule::{

@@ -186,7 +186,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     let options = LoaderOptions { batch_size: BATCH, ..Default::default() };
     let mut loader = DataLoader::new(Samples(tensor(&[SAMPLES, 4], 1)), pg, options)?;
     let options = GradScalerOptions { init_scale: 4., growth_interval: 5, ..Default::default() };
-    let mut scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
+    let mut scaler = GradScaler::new(pg, &ddp, options)?;
     let mut schedule = StepLr::new(&mut state.optimizer, ParamsStepLr { step_size: 5, gamma: 0.9 })?;
     let mut noise = Generator::new(7);
     let parts: [(&str, &mut dyn StateDict); 4] =

@@ -67,11 +67,7 @@ impl Parts for Training {
 impl Training {
     pub(crate) fn new(rank: usize, device: &Device) -> Self {
         let varmap = variables(rank, device);
-        let vars = varmap.data().lock().unwrap();
-        let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-        drop(vars);
-        named.sort_by(|(name, _), (other, _)| name.cmp(other));
-        let mut optimizer = AdamW::new(named, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
+        let mut optimizer = AdamW::new(&varmap, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
         let schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 5, gamma: 0.7 }).unwrap();
         let progress = LoaderState { seed: 11, dataset_len: SAMPLES, ..Default::default() };
         Self { varmap, optimizer, schedule, noise: Generator::new(7), progress }

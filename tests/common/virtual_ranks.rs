@@ -103,7 +103,7 @@ pub(crate) fn train(pg: &ProcessGroup, epochs: u64, mixed_precision: Option<Mixe
     let enabled = mixed_precision.is_some();
     let scaling =
         GradScalerOptions { init_scale: 1e6, backoff_factor: 0.05, growth_interval: 3, enabled, ..Default::default() };
-    let mut scaler = GradScaler::new(pg, ddp.named_parameters(), scaling)?;
+    let mut scaler = GradScaler::new(pg, &ddp, scaling)?;
     let mut ema = Ema::new(ddp.named_weights(), 0.9)?;
     let loader_options = LoaderOptions { batch_size: 3, virtual_ranks: Some(VIRTUAL), ..Default::default() };
     let loader = DataLoader::new(Noisy, pg, loader_options)?;

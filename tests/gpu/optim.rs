@@ -131,8 +131,8 @@ pub(crate) fn clips_alike(gpu: &Device) {
                 grads.insert(&odd, transposed);
                 let vars = [vars, vec![odd]].concat();
                 let options = ClipOptions { norm_type, error_if_nonfinite: true };
-                let norm = clip_grad_norm_with(&mut grads, &vars, max_norm, options).unwrap();
-                clip_grad_value(&mut grads, &vars, 0.2).unwrap();
+                let norm = clip_grad_norm_with(&mut grads, vars.clone(), max_norm, options).unwrap();
+                clip_grad_value(&mut grads, vars.clone(), 0.2).unwrap();
                 let gradients = vars.iter().filter_map(|var| grads.get(var)).flat_map(floats).collect::<Vec<_>>();
                 (norm, gradients)
             };
@@ -149,7 +149,7 @@ pub(crate) fn clips_alike(gpu: &Device) {
         let mut grads = Var::new(0f32, &Device::Cpu).unwrap().sqr().unwrap().backward().unwrap();
         grads.insert(&var, Tensor::from_vec(values, 5000, gpu).unwrap());
         let options = ClipOptions { error_if_nonfinite: true, ..Default::default() };
-        assert!(clip_grad_norm_with(&mut grads, &[var], 1., options).is_err(), "{bad}");
+        assert!(clip_grad_norm_with(&mut grads, vec![var], 1., options).is_err(), "{bad}");
     }
 }
 

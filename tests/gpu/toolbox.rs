@@ -35,7 +35,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         let mut averager = PeriodicModelAverager::new(pg, 2, 1)?;
         for _ in 0..STEPS {
             optimizer.step(&loss(net.forward(&x)?)?.backward()?)?;
-            averager.average_parameters(&NAMES.map(|name| (name.to_string(), var(&varmap, name))))?;
+            averager.average_parameters(&varmap)?;
         }
         return Ok(values(&varmap));
     }
@@ -52,7 +52,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         _ => {}
     }
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
-    let mut ema = Ema::new(ddp.named_parameters(), 0.8)?;
+    let mut ema = Ema::new(&ddp, 0.8)?;
     for step in 0..STEPS {
         if tool == "weighted" {
             // Another count on each rank and in each step.

@@ -77,9 +77,8 @@ impl Training {
     fn new() -> Self {
         let varmap = VarMap::new();
         linear(4, 2, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-        let mut vars: Vec<_> = varmap.data().lock().unwrap().clone().into_iter().collect();
-        vars.sort_by(|(name, _), (other, _)| name.cmp(other));
-        Self { varmap, optimizer: AdamW::new(vars, ParamsAdamW::default()).unwrap(), step: 0 }
+        let optimizer = AdamW::new(&varmap, ParamsAdamW::default()).unwrap();
+        Self { varmap, optimizer, step: 0 }
     }
 }
 

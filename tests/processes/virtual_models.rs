@@ -202,7 +202,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             losses.push(f64::from(loss.to_scalar::<f32>()?));
             event("forward", own, state.commits())?;
             let Some(mut grads) = ddp.backward_micro_batch(&loss, micro_batch.number)? else { continue };
-            clip_grad_norm(&mut grads, &ddp.parameters(), 1.)?;
+            clip_grad_norm(&mut grads, &ddp, 1.)?;
             state.optimizer.step(&grads)?;
             let all = ddp.gather_micro_batches(&std::mem::take(&mut losses))?;
             let hash = all.iter().fold(state.losses as u64, |hash, loss| mix(hash, &loss.to_le_bytes()));

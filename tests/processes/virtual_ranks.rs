@@ -113,10 +113,7 @@ impl Training {
         let (varmap, generator) = (VarMap::new(), Arc::new(Mutex::new(Generator::new(0))));
         Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu), &generator).unwrap();
         fill(&varmap, 3);
-        let mut named: Vec<_> =
-            varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-        named.sort_by(|(name, _), (other, _)| name.cmp(other));
-        let optimizer = AdamW::new(named, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
+        let optimizer = AdamW::new(&varmap, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
         Self { varmap, generator, optimizer, progress: LoaderState::default() }
     }
 }
@@ -319,8 +316,7 @@ fn layers_of_another_test() {
         (0..3).map(|number| (number.to_string(), Var::from_tensor(&tensor(&[300, 500], number)).unwrap())).collect();
     let mut grads = candle_core::backprop::GradStore::default();
     vars.iter().for_each(|(_, var)| drop(grads.insert(var, tensor(&[300, 500], 5))));
-    let all_vars: Vec<Var> = vars.iter().map(|(_, var)| var.clone()).collect();
-    all.insert("norm".to_string(), vec![(clip_grad_norm(&mut grads, &all_vars, 0.1).unwrap() as f32).to_bits()]);
+    all.insert("norm".to_string(), vec![(clip_grad_norm(&mut grads, vars.clone(), 0.1).unwrap() as f32).to_bits()]);
     AdamW::new(vars.clone(), ParamsAdamW::default()).unwrap().step(&grads).unwrap();
     Lamb::new(vars.clone(), ParamsLamb::default()).unwrap().step(&grads).unwrap();
     all.extend(vars.iter().map(|(name, var)| (format!("parameter {name}"), hash(var))));

@@ -136,7 +136,8 @@ fn two_optimizers_step_together() {
     let trained = ranks(2, |pg| {
         let run = |together: bool| -> Result<Vec<f32>> {
             let vars = [Var::new(&[2f32, 3.0], pg.device())?, Var::new(&[-1f32], pg.device())?];
-            let named = vars.iter().enumerate().map(|(index, var)| (format!("w{index}"), var.clone())).collect();
+            let named: Vec<_> =
+                vars.iter().enumerate().map(|(index, var)| (format!("w{index}"), var.clone())).collect();
             let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
             let mut scaler = GradScaler::new(&pg, named, options)?;
             let mut one = sgd(vars.to_vec(), 0.25)?;
@@ -229,7 +230,10 @@ fn a_scaler_resumes_from_its_state() {
             GradScalerOptions { backoff_factor: 1.5, ..options },
             GradScalerOptions { growth_interval: 0, ..options },
         ] {
-            assert!(matches!(GradScaler::new(&pg, Vec::new(), bad), Err(Error::InvalidArgument { .. })), "{bad:?}");
+            assert!(
+                matches!(GradScaler::new(&pg, Vec::<Var>::new(), bad), Err(Error::InvalidArgument { .. })),
+                "{bad:?}"
+            );
         }
         Ok(())
     })

@@ -44,7 +44,7 @@ impl Run {
         let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(3, 2, vb))?;
         let params = ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() };
         let optimizer = ZeroRedundancyOptimizer::new(&ddp, params)?;
-        let ema = Ema::new(ddp.named_parameters(), 0.9)?;
+        let ema = Ema::new(&ddp, 0.9)?;
         let generator = Generator::for_rank(7, pg.rank());
         let (own, losses) = (PerRank(0), Serde(Vec::new()));
         Ok(Self { varmap, ddp, optimizer, ema, loader: LoaderState::default(), generator, own, losses })

@@ -77,7 +77,7 @@ impl Run {
         let params = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };
         let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
         let options = GradScalerOptions { growth_interval: 2, ..Default::default() };
-        let scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
+        let scaler = GradScaler::new(pg, &ddp, options)?;
         let (best, losses) = (f64::INFINITY, Serde(Vec::new()));
         Ok(Self { varmap, ddp, optimizer, schedule, scaler, generator, best, losses })
     }

@@ -235,7 +235,7 @@ fn an_overflow_in_compression_reaches_the_scaler_on_all_ranks() {
         ddp.register_comm_hook(Fp16Compress::default())?;
         let mut optimizer = Sgd::new(&ddp, ParamsSgd { lr: 1.0, ..Default::default() })?;
         let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
-        let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
+        let mut scaler = GradScaler::new(&pg, &ddp, options)?;
         for (gradient, stepped) in [(1.0, true), (1000.0, false), (1.0, true)] {
             // Only rank 1's gradient overflows, and only in f16.
             let gradient = if pg.rank() == 1 { gradient } else { 1.0 };

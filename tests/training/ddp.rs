@@ -628,6 +628,9 @@ fn vars_without_a_builder_are_averaged_too() {
         let twice = |other: &str| vec![("a".to_string(), a.clone()), (other.to_string(), a.clone())];
         let error = DistributedDataParallel::from_vars(&pg, (), twice("a"), tiny()).map(|_| ()).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "a"), "{error}");
+        // A batch norm's statistics are known by their names.
+        let nameless = DistributedDataParallel::from_vars(&pg, (), vec![a.clone()], tiny()).err().unwrap();
+        assert!(nameless.to_string().contains("they must have names for DDP"), "{nameless}");
         DistributedDataParallel::from_vars(&pg, (), twice("b"), tiny()).map(|_| ())
     });
     assert!(matches!(&error, Err(Error::Parameter { parameter, .. }) if parameter == "b"), "{error:?}");

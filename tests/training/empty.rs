@@ -399,7 +399,7 @@ fn optimizers_and_clipping() {
         let mut optimizer = AdamW::new(vec![empty.clone()], ParamsAdamW::default()).unwrap();
         Optimizer::step(&mut optimizer, &gradients()).unwrap();
         // PyTorch's norm of nothing is 0 as well.
-        assert_eq!(clip_grad_norm(&mut GradStore::default(), &[], 1.0).unwrap(), 0.0);
-        clip_grad_value(&mut GradStore::default(), &[], 1.0).unwrap();
+        assert_eq!(clip_grad_norm(&mut GradStore::default(), Vec::<Var>::new(), 1.0).unwrap(), 0.0);
+        clip_grad_value(&mut GradStore::default(), Vec::<Var>::new(), 1.0).unwrap();
     }
 }

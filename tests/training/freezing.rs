@@ -155,9 +155,7 @@ fn moments_stay_when_parameters_are_thawed() {
         // One optimizer over all variables, also the statistics.
         let varmap = filled();
         let ddp = wrap(&pg, &varmap, frozen())?;
-        let mut named: Vec<_> = varmap.data().lock().unwrap().iter().map(|(n, v)| (n.clone(), v.clone())).collect();
-        named.sort_by(|(name, _), (other, _)| name.cmp(other));
-        let mut optimizer = AdamW::new(named, PARAMS)?;
+        let mut optimizer = AdamW::new(&varmap, PARAMS)?;
         steps(&pg, &ddp, &mut optimizer)?;
         steps(&pg, &wrap(&pg, &varmap, DdpOptions::default())?, &mut optimizer)?;
         assert_close(&all(&varmap), &expected, 1e-5, "one optimizer");
@@ -248,9 +246,7 @@ fn frozen_variables_of_a_model_without_a_builder_get_no_gradients() {
     ranks(2, |pg| {
         let varmap = filled();
         let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
-        let named = [&FROZEN[..], &HEAD, &STATISTICS].concat();
-        let named = named.into_iter().map(|name| (name.to_string(), var(&varmap, name))).collect::<Vec<_>>();
-        let ddp = DistributedDataParallel::from_vars(&pg, net, named, frozen())?;
+        let ddp = DistributedDataParallel::from_vars(&pg, net, &varmap, frozen())?;
         assert_eq!(names(ddp.named_parameters()), ["head.bias", "head.weight"]);
         let grads = ddp.backward(&ddp.forward_t(&tensor(&[5, 4], 1), false)?.sqr()?.mean_all()?)?;
         assert!(FROZEN.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));

@@ -189,11 +189,8 @@ fn optimizers_with_states_are_brought_up_to_date() {
     let results = ranks(3, |pg| {
         let (varmap, ddp) = wrap(&pg)?;
         let mut optimizer = AdamW::new(&ddp, params.clone())?;
-        let mut scaler = GradScaler::new(
-            &pg,
-            ddp.named_parameters(),
-            GradScalerOptions { growth_interval: 2, init_scale: 8., ..Default::default() },
-        )?;
+        let mut scaler =
+            GradScaler::new(&pg, &ddp, GradScalerOptions { growth_interval: 2, init_scale: 8., ..Default::default() })?;
         let joined = ddp.join(JoinOptions::default(), || {
             for step in 0..batches[pg.rank()] {
                 let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
@@ -256,7 +253,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
         ranks(2, move |pg| {
             let (varmap, ddp) = wrap(&pg)?;
             let params = ParamsAdamW { lr: 0.05, ..Default::default() };
-            let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), GradScalerOptions::default())?;
+            let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
             let mut step_of = |optimizer: &mut dyn Optimizer, step: usize| {
                 let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
                 ddp.backward_into(&scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?, &mut grads)?;

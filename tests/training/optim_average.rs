@@ -5,6 +5,7 @@ use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
 use candle_ddp::{DistributedDataParallel, Error};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear_no_bias};
+use std::collections::HashMap;
 
 #[test]
 fn averages_are_applied_and_restored() {
@@ -71,7 +72,7 @@ fn ranks_average_in_the_same_steps_as_pytorch() {
                     let mine = Tensor::full((10 * index + pg.rank()) as f32, var.dims(), pg.device())?;
                     var.set(&mine.to_dtype(var.dtype())?)?;
                 }
-                let due = averager.average_parameters(&named)?;
+                let due = averager.average_parameters(named.clone())?;
                 if due {
                     met.push(step);
                 }
@@ -104,7 +105,7 @@ fn large_parameters_travel_in_several_messages() {
             })
             .collect::<candle_core::Result<_>>()?;
         let named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
-        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(&named)?;
+        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(named.clone())?;
         for (index, var) in vars.iter().enumerate() {
             let expected = values(5_000_000, 1 + index as u64);
             assert_close(&floats(var), &expected, 1e-6, &format!("variable {index}"));
@@ -160,7 +161,7 @@ fn post_local_sgd_averages_gradients_first_and_weights_later() {
                 false => local.forward(&x)?.sqr()?.sum_all()?.backward()?,
             };
             optimizer.step(&gradients)?;
-            averager.average_parameters(&ddp.named_parameters())?;
+            averager.average_parameters(&ddp)?;
         }
         Ok(floats(&weights[0]))
     })
@@ -175,8 +176,8 @@ fn post_local_sgd_averages_gradients_first_and_weights_later() {
 fn parameters_that_differ_are_an_error_on_all_ranks() {
     ranks(2, |pg| {
         let var = |shape: &[usize]| Var::zeros(shape, DType::F32, pg.device()).unwrap();
-        let parameters = [("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];
-        let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(&parameters).unwrap_err();
+        let parameters = vec![("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];
+        let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(parameters).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the list of parameters of rank 1 differs from that of rank 0: b f32[3] on rank 1, b f32[2] on rank 0. \
@@ -198,4 +199,14 @@ fn the_first_update_copies_or_averages() {
         ema.update().unwrap();
         assert_eq!(floats(&ema.averages().unwrap()[0].1), [expected], "{first_update:?}");
     }
+}
+
+#[test]
+fn an_average_of_variables_without_names_cannot_be_saved() {
+    let var = Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
+    let mut ema = Ema::new(vec![var], 0.9).unwrap();
+    ema.update().unwrap();
+    let saved = ema.state_dict().unwrap_err().to_string();
+    assert!(saved.contains("must have names for an average to be saved"), "{saved}");
+    assert_eq!(ema.load_state_dict(&HashMap::new()).unwrap_err().to_string(), saved);
 }

@@ -36,7 +36,7 @@ fn choose(kind: &str, ddp: &Ddp) -> Result<Box<dyn Optimizer>> {
 fn train(pg: &ProcessGroup, ddp: &Ddp, optimizer: &mut Box<dyn Optimizer>, steps: std::ops::Range<u64>) -> Result<()> {
     let mut schedule = StepLr::new(optimizer, ParamsStepLr { step_size: 1, gamma: 0.9 })?;
     let options = GradScalerOptions { init_scale: 8., ..Default::default() };
-    let mut scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
+    let mut scaler = GradScaler::new(pg, ddp, options)?;
     for step in steps {
         let x = tensor(&[4, 5], 10 * step + pg.rank() as u64);
         let loss = ddp.call(|[a, b]| b.forward(&a.forward(&x)?.tanh()?)?.sqr()?.mean_all())?;

@@ -24,7 +24,7 @@ impl Training {
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
         let schedule = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };
         let schedule = CosineAnnealingLr::new(&mut optimizer, schedule)?;
-        let scaler = GradScaler::new(pg, ddp.named_parameters(), GradScalerOptions::default())?;
+        let scaler = GradScaler::new(pg, &ddp, GradScalerOptions::default())?;
         Ok(Self { varmap, ddp, optimizer, schedule, scaler, best_loss: f64::INFINITY })
     }
 }

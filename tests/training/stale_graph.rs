@@ -150,7 +150,7 @@ fn a_graph_without_a_step_in_between_is_right() {
             let second = ddp.call(|cell| cell.next(&first))?;
             let mut grads = ddp.backward(&second.mean_all()?)?;
             ddp.backward_into(&first.sqr()?.mean_all()?, &mut grads)?;
-            let mut ema = Ema::new(ddp.named_parameters(), 0.9)?;
+            let mut ema = Ema::new(ddp, 0.9)?;
             ema.update()?;
             Optimizer::step(optimizer, &grads)?;
             ema.apply()?;
@@ -164,7 +164,7 @@ fn a_graph_without_a_step_in_between_is_right() {
 #[test]
 fn averages_that_were_applied_for_an_evaluation_are_noticed() {
     each(1, |ddp, optimizer| {
-        let mut ema = Ema::new(ddp.named_parameters(), 0.9)?;
+        let mut ema = Ema::new(ddp, 0.9)?;
         ema.update()?;
         step(ddp, optimizer, &start())?;
         let state = ddp.call(|cell| cell.next(&start()))?;

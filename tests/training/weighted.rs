@@ -216,7 +216,7 @@ fn scaled_losses_work() {
     let results = ranks(3, |pg| {
         let (varmap, ddp) = wrap(&pg, DdpOptions::default())?;
         let mut optimizer = Sgd::new(&ddp, params())?;
-        let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), GradScalerOptions::default())?;
+        let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
         for step in 0..STEPS {
             for (micro_batch, count) in counts(pg.rank(), step).into_iter().enumerate() {
                 let _guard = ddp.sync_if(micro_batch == 1);

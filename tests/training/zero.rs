@@ -98,7 +98,7 @@ fn plain<R: UpdateRule + Sync>(options: &R, biases: &R, steps: u64, max_norm: f6
         let mut optimizer = FusedOptimizer::from_groups(groups(ddp.named_parameters(), options, biases))?;
         for step in 0..steps {
             let mut grads = backward(&ddp, step, 1.)?;
-            clip_grad_norm(&mut grads, &ddp.parameters(), max_norm)?;
+            clip_grad_norm(&mut grads, &ddp, max_norm)?;
             optimizer.step(&grads)?;
         }
         Ok(values(&ddp))
@@ -226,7 +226,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         let ddp = wrap(&pg, small())?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
         let options = GradScalerOptions { init_scale: 1024., ..Default::default() };
-        let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
+        let mut scaler = GradScaler::new(&pg, &ddp, options)?;
         for (step, overflow) in [(0, false), (1, false), (2, true), (2, false)] {
             let broken = if overflow && pg.rank() == 1 { f64::INFINITY } else { 1. };
             let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, step, broken)?)?)?;

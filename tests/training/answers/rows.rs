@@ -233,7 +233,7 @@ fn training(rows: &mut Vec<Row>) {
             |t| linear_ddp(|ddp, x| ddp.cast_forward_inputs(x), t)?;
         ["candle_ddp::amp::GradScaler::scale"] "loss" => |t| {
             let loss = t.of(&[1]);
-            ranks(1, |pg| GradScaler::new(&pg, vec![], GradScalerOptions::default())?.scale(&loss))?.remove(0)
+            ranks(1, |pg| GradScaler::new(&pg, &VarMap::new(), GradScalerOptions::default())?.scale(&loss))?.remove(0)
         };
         ["candle_ddp::data_parallel::DataParallel::forward"] "xs" => |t| parallel(|dp, x| dp.forward(x), t)?;
         ["candle_ddp::data_parallel::DataParallel::forward_t"] "xs" =>

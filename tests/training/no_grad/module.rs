@@ -113,10 +113,9 @@ fn the_second_model_has_variables_of_every_role() {
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, candle_core::DType::F32, pg.device());
         let module = build(vb)?;
-        let vars = varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         let ddps = [
             DistributedDataParallel::with_options(&pg, &varmap, build, options())?,
-            DistributedDataParallel::from_vars(&pg, module, vars, options())?,
+            DistributedDataParallel::from_vars(&pg, module, &varmap, options())?,
         ];
         for ddp in ddps {
             let ddp = ddp.with_no_grad_model(build)?;
