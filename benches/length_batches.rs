@@ -20,7 +20,7 @@ use candle_ddp::data::{DataLoader, LengthBatches, LoaderOptions};
 use candle_ddp::nn::{CrossEntropyOptions, Reduction, cross_entropy_with, embedding, layer_norm, linear};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{Backward, DistributedDataParallel, ProcessGroup, Result, backward_with};
 use candle_nn::{Func, VarBuilder, VarMap, func};
 use clap::Parser;
 use std::time::Instant;
@@ -104,7 +104,11 @@ fn rank(pg: &ProcessGroup, options: &Options) -> Result<()> {
                     ..Default::default()
                 };
                 let loss = cross_entropy_with(&ddp.forward(&inputs)?.flatten(0, 1)?, &targets, sums)?;
-                optimizer.step(&ddp.backward_weighted(&loss, (real - rows) as f64)?)?;
+                optimizer.step(&backward_with(
+                    &loss,
+                    &[&ddp],
+                    Backward { count: Some((real - rows) as f64), ..Default::default() },
+                )?)?;
                 let most = pg.all_gather_object(&ids.elem_count())?.into_iter().max().unwrap_or(0);
                 counts = [counts[0] + real as f64, counts[1] + ids.elem_count() as f64, counts[2] + most as f64];
             }

@@ -48,7 +48,7 @@
 //! - [`prelude`]: the names that most programs use.
 //! - [`run`], [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
-//! - [`backward()`]: one backward pass through several models.
+//! - [`backward_with`]: backward passes through several models, of sums over samples, or of several losses before a step.
 //! - [`comm_hook`]: replacements for the all-reduce of gradients, such as compression.
 //! - [`data_parallel`]: one process that trains on several devices.
 //! - [`data`]: each rank's part of the data.
@@ -108,9 +108,8 @@ pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
 pub use ddp::{
-    DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, ReplicaCheck, Role,
-    Unused, backward, backward_into, backward_micro_batch, backward_micro_batch_weighted, backward_weighted, comm_hook,
-    join,
+    Backward, DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, ReplicaCheck,
+    Role, Unused, backward_micro_batch, backward_with, comm_hook, join,
 };
 #[doc(inline)]
 pub use error::Failure;

@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Parameters};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::median::median;
@@ -245,7 +245,7 @@ impl Trainer {
             Net::Ddp(ddp) => ddp.backward(&loss)?,
             Net::Virtual(ddp) => {
                 let number = ddp.process_group().rank();
-                ddp.backward_micro_batch(&loss, number)?.unwrap_or_default()
+                backward_micro_batch(&loss, &[ddp], number, None)?.unwrap_or_default()
             }
         };
         let backward = now(phases)?;

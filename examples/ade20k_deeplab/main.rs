@@ -31,7 +31,7 @@ use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::nn::{CrossEntropyOptions, Reduction, cross_entropy_with, no_grad};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::{Ade20k, IGNORE_INDEX, Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, Split};
-use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Backward, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::VarMap;
 use clap::builder::ArgPredicate;
 use clap::{Parser, ValueEnum};
@@ -222,7 +222,11 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             // Crops have different numbers of labelled pixels. Each pixel counts once, whatever crop it is in.
             let labelled =
                 f64::from(masks.ne(IGNORE_INDEX as u32)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
-            let mut grads = ddp.backward_weighted(&training.scaler.scale(&loss_sum)?, labelled)?;
+            let mut grads = backward_with(
+                &training.scaler.scale(&loss_sum)?,
+                &[&ddp],
+                Backward { count: Some(labelled), ..Default::default() },
+            )?;
             if micro_batch.is_last {
                 ddp.phase("optimizer", || training.scaler.step(&mut training.optimizer, &mut grads))?;
                 training.scaler.update()?;

@@ -28,7 +28,7 @@ impl Default for LengthOptions {
 ///
 /// Each epoch has other batches, in a random order, and may have some more or fewer of them. A batch has as many samples
 /// as fit into `max_tokens`; so if a loss is a mean over samples or tokens, batches of few weigh as much as those of many.
-/// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted) is the mean over all of
+/// [`Backward::count`](crate::Backward::count) is the mean over all of
 /// a step's samples or tokens.
 ///
 /// ```

@@ -8,9 +8,10 @@ use std::sync::Arc;
 /// Tells ranks without inputs that a backward pass of `models` comes next, if the models that send gradients are in a
 /// join. Returns the ranks that have inputs.
 pub(super) fn announce(models: &[Member], is_weighted: bool) -> Result<Option<Active>> {
+    // Whether gradients add up is of interest to shards alone, which do not add up weighted ones.
     let kind = match models.iter().any(|model| model.synchronises && model.adds_up) {
+        _ if is_weighted => Kind::Weighted,
         true => Kind::AddsUp,
-        false if is_weighted => Kind::Weighted,
         false => Kind::Plain,
     };
     let models: Vec<&DistributedModel> =

@@ -19,23 +19,48 @@ use std::collections::HashSet;
 use std::sync::Once;
 use std::sync::atomic::Ordering;
 
-/// Computes the gradients of a loss that depends on several models in one backward pass, and averages each model's
-/// gradients over the ranks of its group. Examples are a generator and a discriminator, an encoder and a decoder, or a
-/// student and a trained part of its teacher.
+/// How [`backward_with`] averages gradients, and whether it adds them to others.
+#[derive(Debug, Default)]
+pub struct Backward {
+    /// The number of samples, tokens or pixels of this rank over which the loss is a sum. The gradients are then those of the mean
+    /// over all samples of all ranks, `Σ loss / Σ count`. It may also be a sum of weights. A rank without samples gives a loss of
+    /// 0 and a count of 0; such a loss need not depend on the model. Default: None, and the gradients are the mean of the ranks'
+    /// gradients, in which a sample counts more on a rank that has few.
+    ///
+    /// Under [`no_sync`](crate::DistributedDataParallel::no_sync) the counts accumulate with the gradients, so micro-batches of
+    /// different sizes need no division. The count travels with the gradients, and needs no call of its own; on a GPU the call
+    /// waits for the sum of the counts. In a [`join`](crate::DistributedDataParallel::join), ranks without inputs count nothing,
+    /// whatever the options. A [communication hook](crate::comm_hook) must return a mean over the ranks, as those here do; with a
+    /// local one, each rank divides by its own count. A [`GradScaler`](crate::amp::GradScaler) scales the sum; since gradients of a
+    /// sum are larger, its scale settles lower. The mean loss itself is a quotient of two sums:
+    /// [`all_reduce_scalars`](crate::ProcessGroup::all_reduce_scalars).
+    pub count: Option<f64>,
+    /// Gradients to which the new ones are added, and which come back with them: for one step after several losses, as PyTorch's
+    /// `loss.backward()` adds to `parameter.grad`. Start with the result of `backward`, or with `GradStore::default()`. Every call
+    /// averages its own gradients. Under [`no_sync`](crate::DistributedDataParallel::no_sync) it leaves them in the buckets, and the
+    /// next call without the guard averages and adds their sum. Gradients of tensors that are not variables are dropped.
+    /// Default: None.
+    pub into: Option<GradStore>,
+}
+
+/// Computes the gradients of a loss that depends on one or several models in one backward pass, and averages each model's
+/// gradients over the ranks of its group: [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) in general.
+///
+/// # Several models
+/// Examples are an encoder and a decoder, a generator and a discriminator, or a student and a trained part of its teacher.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
-/// # use candle_ddp::{DdpOptions, DistributedDataParallel};
+/// # use candle_ddp::{Backward, DistributedDataParallel, backward_with};
 /// # use candle_nn::{Optimizer, SGD, VarMap, linear};
 /// # fn main() -> candle_ddp::Result<()> {
 /// candle_ddp::spawn(2, |pg| {
-///     let options = DdpOptions::default;
-///     let encoder = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(8, 2, vb), options())?;
-///     let decoder = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(2, 8, vb), options())?;
+///     let encoder = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(8, 2, vb))?;
+///     let decoder = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(2, 8, vb))?;
 ///     let mut optimizer = SGD::new([encoder.parameters(), decoder.parameters()].concat(), 0.1)?;
 ///     let x = Tensor::randn(0f32, 1.0, (4, 8), pg.device())?;
 ///     let loss = (decoder.forward(&encoder.forward(&x)?)? - &x)?.sqr()?.mean_all()?;
-///     let grads = candle_ddp::backward(&loss, &[&encoder, &decoder])?;
+///     let grads = backward_with(&loss, &[&encoder, &decoder], Backward::default())?;
 ///     optimizer.step(&grads)?;
 /// #   assert!(encoder.parameters().iter().chain(&decoder.parameters()).all(|var| grads.get(var).is_some()));
 ///     Ok(())
@@ -44,51 +69,89 @@ use std::sync::atomic::Ordering;
 /// # }
 /// ```
 ///
-/// Otherwise this works like [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward). Every
-/// rank must call it with the same models in the same order. Buckets are sent model by model; in the first pass with
+/// Every rank must call it with the same models in the same order. Buckets are sent model by model; in the first pass with
 /// these models, the ranks agree on the order in which rank 0's gradients become complete. (Models of different
 /// groups are sent in the given order: put the one nearest to the loss first.) A model under
 /// [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing. A variable that belongs to two of the models
 /// gets the sum of both gradients.
 ///
+/// # A sum over samples
+/// With [`count`](Backward::count), ranks and micro-batches may have different numbers of samples:
+///
+/// ```
+/// # use candle_core::{D, DType, Tensor};
+/// # use candle_ddp::{Backward, DistributedDataParallel, backward_with};
+/// # use candle_nn::{VarMap, linear};
+/// # fn main() -> candle_ddp::Result<()> {
+/// # candle_ddp::spawn(2, |pg| {
+/// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
+/// # let micro_batches = [3, 5].map(|rows| Tensor::ones((rows + pg.rank(), 4), DType::F32, pg.device()).unwrap());
+/// # let mut grads = Default::default();
+/// for (index, x) in micro_batches.iter().enumerate() {
+///     let _guard = ddp.sync_if(index + 1 == micro_batches.len());
+///     let loss_sum = ddp.forward(x)?.sqr()?.sum_all()?;
+///     let count = Some(x.dim(0)? as f64);
+///     grads = backward_with(&loss_sum, &[&ddp], Backward { count, ..Default::default() })?;
+/// }
+/// # assert!(grads.get(&ddp.parameters()[0]).is_some());
+/// # Ok(())
+/// # })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Several losses before a step
+/// With [`into`](Backward::into), the gradients are added to earlier ones:
+///
+/// ```no_run
+/// # use candle_ddp::{Backward, backward_with};
+/// # fn step(d: &candle_ddp::DistributedDataParallel<candle_nn::Linear>, real: &candle_core::Tensor, fake: &candle_core::Tensor) -> candle_ddp::Result<()> {
+/// # let bce = |x: &candle_core::Tensor, _: f64| x.mean_all();
+/// let grads = d.backward(&bce(&d.forward(real)?, 1.0)?)?;
+/// let of_fake = bce(&d.forward(&fake.detach())?, 0.0)?;
+/// let grads = backward_with(&of_fake, &[d], Backward { into: Some(grads), ..Default::default() })?;
+/// // optimizer.step(&grads)?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// Returns the errors of `DistributedDataParallel::backward`, and [`Error::InvalidArgument`] on all ranks, before any
 /// gradient is sent, if ranks gave different models or a different order.
-pub fn backward(loss: &Tensor, models: &[&DistributedModel]) -> Result<GradStore> {
-    run(loss, models, None)
-}
-
-/// Like [`backward`], for a loss that is a sum over `count` samples of this rank: see
-/// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted).
 ///
-/// # Errors
-/// Returns the errors of [`backward`] and of `DistributedDataParallel::backward_weighted`.
-pub fn backward_weighted(loss_sum: &Tensor, models: &[&DistributedModel], count: f64) -> Result<GradStore> {
-    run(loss_sum, models, Some(count))
-}
-
-/// Like [`backward`], but adds the gradients to those in `grads`; see
-/// [`DistributedDataParallel::backward_into`](crate::DistributedDataParallel::backward_into).
+/// With a count: [`Error::NothingCounted`] on every rank if the counts of all ranks add up to 0; the group still works. A count
+/// that is negative, infinite or NaN is [`Error::InvalidArgument`] on its rank and ends the group. Micro-batches of one step must
+/// all have a count or none of them; if ranks differ in that, the group ends.
 ///
-/// # Errors
-/// Returns the errors of [`backward`] and of `DistributedDataParallel::backward_into`.
-pub fn backward_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut GradStore) -> Result<()> {
-    run_into(loss, models, grads)
+/// [`Error::InvalidArgument`] if `into` holds sums of a pass under `no_sync`, since the buckets hold these too, and for `into`
+/// with a count while a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) keeps the gradients. After an error, the
+/// gradients in `into` are gone.
+pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward) -> Result<GradStore> {
+    let Backward { count, into } = options;
+    match into {
+        None => average(loss, &mut Pass::new(loss, models, None, count)),
+        Some(grads) => run_into(loss, models, grads, count),
+    }
 }
 
-/// Runs a backward pass.
-pub(super) fn run(loss: &Tensor, models: &[&DistributedModel], count: Option<f64>) -> Result<GradStore> {
-    average(loss, &mut Pass::new(loss, models, None, count))
-}
-
-/// Runs a backward pass and adds its gradients to those in `grads`, which are unchanged if it fails.
-pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut GradStore) -> Result<()> {
-    if models.iter().any(|model| model.marks().has_local(grads)) {
+/// Runs a backward pass and returns the sums of its gradients and those in `grads`.
+fn run_into(
+    loss: &Tensor,
+    models: &[&DistributedModel],
+    mut grads: GradStore,
+    count: Option<f64>,
+) -> Result<GradStore> {
+    if models.iter().any(|model| model.marks().has_local(&grads)) {
         let reason = "it holds this rank's own sums from a backward pass under no_sync. The buckets hold these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
-        return Err(Error::invalid("grads", reason));
+        return Err(Error::invalid("into", reason));
     }
-    let mut pass = Pass::new(loss, models, Some(grads), None);
+    if count.is_some() && models.iter().any(|model| model.reducer.is_sharded()) {
+        let reason = "a ZeroRedundancyOptimizer keeps the gradients, and cannot add those of a pass with a count to earlier \
+                      ones: let one pass have the sum of the losses, or use another optimizer";
+        return Err(Error::invalid("into", reason));
+    }
+    let mut pass = Pass::new(loss, models, Some(&grads), count);
     let mut new = average(loss, &mut pass)?;
     for model in pass.models.iter().filter(|model| !model.synchronises) {
         named(model.core).for_each(|(_, var)| drop(new.remove(var)));
@@ -101,8 +164,8 @@ pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut 
         let becomes_view = |(_, var): (_, &Var)| new.get(var).is_some() && grads.get(var).is_none();
         let has_views = model.reducer.is_sharded() || named(model).any(becomes_view);
         let mark = model.marks().take(&mut new).filter(|_| has_views);
-        model.marks().take(grads);
-        model.marks().put_back(grads, mark);
+        model.marks().take(&mut grads);
+        model.marks().put_back(&mut grads, mark);
     }
     let added = new.get_ids().filter(|id| added.contains(id));
     for (id, gradient) in added.filter_map(|id| Some((*id, new.get_id(*id)?))) {
@@ -112,11 +175,50 @@ pub(super) fn run_into(loss: &Tensor, models: &[&DistributedModel], grads: &mut 
         };
         grads.insert_id(id, sum);
     }
-    Ok(())
+    Ok(grads)
 }
 
-/// Runs the backward pass of a micro-batch. Returns the mean gradients after the last one of this rank.
-pub(super) fn run_micro_batch(
+/// Computes the gradients of the micro-batch `number` under [virtual ranks](crate::DdpOptions::virtual_ranks). In each step, a rank
+/// calls it for its [`micro_batches`](crate::DistributedDataParallel::micro_batches), in their order. The last one returns the mean
+/// gradients over all micro-batches of all ranks, for the optimizer's step, and the others None. The mean has the same bits on any
+/// number of ranks.
+///
+/// ```
+/// # use candle_core::{DType, Tensor};
+/// # use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
+/// # use candle_ddp::data::{DataLoader, LoaderOptions, TensorDataset};
+/// # use candle_ddp::{DdpOptions, DistributedDataParallel, backward_micro_batch};
+/// # use candle_nn::{VarMap, linear};
+/// # fn main() -> candle_ddp::Result<()> {
+/// # candle_ddp::spawn(3, |pg| {
+/// # let data = TensorDataset::new(Tensor::ones((64, 4), DType::F32, pg.device())?)?;
+/// let options = DdpOptions { virtual_ranks: Some(8), ..Default::default() };
+/// let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
+/// let mut optimizer = Sgd::new(&ddp, ParamsSgd::default())?;
+/// let options = LoaderOptions { batch_size: 4, virtual_ranks: Some(8), ..Default::default() };
+/// let loader = DataLoader::new(data, &pg, options)?;
+/// for micro_batch in loader.micro_batches()? {
+///     let micro_batch = micro_batch?;
+///     let loss = ddp.forward(&micro_batch.batch)?.sqr()?.mean_all()?;
+///     if let Some(grads) = backward_micro_batch(&loss, &[&ddp], micro_batch.number, None)? {
+///         optimizer.step(&grads)?;
+///     }
+/// }
+/// # Ok(())
+/// # })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// With a `count`, the loss is a sum over as many samples of the micro-batch, and the gradients are those of the mean over all samples
+/// of the step, as with [`Backward::count`]. The loss may depend on several models of one group, as in [`backward_with`].
+///
+/// The store has gradients of the models' parameters only. While the last micro-batch's backward pass runs, the buckets are sent.
+///
+/// # Errors
+/// Those of [`backward_with`]. [`Error::InvalidArgument`] for another number than the next one, without virtual ranks, and under
+/// [`no_sync`](crate::DistributedDataParallel::no_sync); the group then ends on all ranks.
+pub fn backward_micro_batch(
     loss: &Tensor,
     models: &[&DistributedModel],
     number: usize,
@@ -210,9 +312,9 @@ fn check_one_number(loss: &Tensor, pass: &Pass) -> Result<()> {
     if loss.elem_count() == 1 {
         return Ok(());
     }
-    let (argument, reduction) = if pass.count.is_some() { ("loss_sum", "sum_all") } else { ("loss", "mean_all") };
+    let reduction = if pass.count.is_some() { "sum_all" } else { "mean_all" };
     let shape = loss.dims();
-    Err(Error::invalid(argument, format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
+    Err(Error::invalid("loss", format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
 }
 
 /// Checks that the loss does not come from an evaluation, which has no graph.
@@ -222,7 +324,7 @@ fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
         return Ok(());
     }
     let reason = "it was computed under no_grad, so it has no graph and would train nothing: call the model and compute the loss \
-                  outside of no_grad. (A rank without samples, whose loss is a constant, calls backward_weighted with a count of 0.)";
+                  outside of no_grad. (A rank without samples, whose loss is a constant, gives a count of 0: Backward { count: Some(0.), .. }.)";
     Err(Error::invalid("loss", reason))
 }
 
@@ -302,9 +404,8 @@ fn check(pass: &Pass) -> Result<()> {
         model.reducer.check_accumulated(pass.count.is_some())?;
         match (pass.micro_batch, model.options.virtual_ranks) {
             (None, Some(_)) => {
-                let reason = "under DdpOptions.virtual_ranks, call ddp.backward_micro_batch(&loss, number) for each micro-batch, or \
-                              backward_micro_batch_weighted: `backward`, `backward_into` and `backward_weighted` do not know its \
-                              number";
+                let reason = "under DdpOptions.virtual_ranks, call backward_micro_batch(&loss, &[&ddp], number, None) for each \
+                              micro-batch: `backward` and `backward_with` do not know its number";
                 return Err(Error::invalid("models", reason));
             }
             (Some(_), None) => {
@@ -406,7 +507,7 @@ fn warn_of_lost(model: &DistributedModel) -> Result<()> {
         warn_aloud(format_args!(
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
              has changed since. If the program expects them to be added to those of the second pass: `backward` returns \
-             the gradients of its own loss, and `ddp.backward_into(&loss, &mut grads)` adds to those of an earlier one. \
+             the gradients of its own loss, and `backward_with` with `Backward {{ into: Some(grads), .. }}` adds to those of an earlier one. \
              (A skipped step, one with a learning rate of 0, or an optimizer without this parameter looks the same.)"
         ));
     }

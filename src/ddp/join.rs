@@ -69,7 +69,7 @@ impl<T: fmt::Debug> fmt::Debug for Joined<T> {
 }
 
 /// [`DistributedDataParallel::join`](crate::DistributedDataParallel::join) for several models of one group. Backward
-/// passes inside of it may train one of them, or several by [`candle_ddp::backward`](crate::backward()).
+/// passes inside of it may train one of them, or several by [`backward_with`](crate::backward_with).
 ///
 /// # Errors
 /// Returns the errors of `DistributedDataParallel::join`, and [`Error::InvalidArgument`] if the models belong to

@@ -39,7 +39,7 @@ mod verify;
 mod virtual_ranks;
 mod window;
 
-pub use backward::{backward, backward_into, backward_weighted};
+pub use backward::{Backward, backward_micro_batch, backward_with};
 pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
@@ -48,7 +48,6 @@ pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 pub use replica_check::ReplicaCheck;
-pub use step::{backward_micro_batch, backward_micro_batch_weighted};
 pub(crate) use window::delivered;
 
 #[cfg(doc)]
@@ -77,7 +76,7 @@ use std::sync::Arc;
 /// A model must not compute something from a parameter during construction and keep the result, which would not follow
 /// the parameter. It must not request variables later either.
 ///
-/// Several models in one graph are trained together by [`candle_ddp::backward`](crate::backward()), or one of them
+/// Several models in one graph are trained together by [`backward_with`], or one of them
 /// while the others are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
@@ -94,7 +93,8 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Computes the gradients of `loss` and averages them over the ranks, each bucket while the rest of the backward
-    /// pass continues. Every rank must call it equally often.
+    /// pass continues. Every rank must call it equally often. [`backward_with`] is the general form: for several models, for sums
+    /// over different numbers of samples, and for several losses before a step.
     ///
     /// The store holds, for each parameter's variable, the mean of its gradient over the ranks, or the result of the
     /// [communication hook](comm_hook). A rank that did not use the parameter counts as zero; parameters that no rank
@@ -106,7 +106,7 @@ impl<M> DistributedDataParallel<M> {
     /// gradients.)
     ///
     /// The store has the gradients of this loss only. Where PyTorch calls `backward` for several losses before one
-    /// step, use [`backward_into`](Self::backward_into). If a model's first gradients are dropped and the second ones
+    /// step, use [`backward_with`] and [`Backward::into`]. If a model's first gradients are dropped and the second ones
     /// come before any variable has changed, rank 0 warns.
     ///
     /// Under [`no_sync`](Self::no_sync) nothing is sent: gradients accumulate in the buckets, and the store holds this
@@ -114,7 +114,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// Returns [`Error::OtherModelInGraph`] if the loss depends on another DDP model: train both with
-    /// [`candle_ddp::backward`](crate::backward()), or [`freeze`](Self::freeze) the other. Returns
+    /// [`backward_with`], or [`freeze`](Self::freeze) the other. Returns
     /// [`Error::InvalidArgument`] if this model is frozen. Both are detected before anything is sent, and the group
     /// remains usable.
     ///
@@ -131,80 +131,7 @@ impl<M> DistributedDataParallel<M> {
     /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients. Nothing of the
     /// pass is left to the next one, and gradients that had accumulated under `no_sync` are dropped.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        backward::run(loss, &[&self.core], None)
-    }
-
-    /// Like [`backward`](Self::backward), for a loss that is a sum over `count` samples, tokens or pixels of this rank. The
-    /// gradients are those of the mean over all samples of all ranks, `Σ loss_sum / Σ count`, while `backward` gives
-    /// the mean of the ranks' means, in which a sample counts more on a rank that has few. `count` may also be a sum of
-    /// weights. A rank without samples gives a loss of 0 and a count of 0; such a loss need not depend on the model.
-    ///
-    /// Under [`no_sync`](Self::no_sync) the counts accumulate with the gradients, so micro-batches of different sizes
-    /// need no division:
-    ///
-    /// ```
-    /// # use candle_core::{D, DType, Tensor};
-    /// # use candle_ddp::DistributedDataParallel;
-    /// # use candle_nn::{VarMap, linear};
-    /// # fn main() -> candle_ddp::Result<()> {
-    /// # candle_ddp::spawn(2, |pg| {
-    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
-    /// # let micro_batches = [3, 5].map(|rows| Tensor::ones((rows + pg.rank(), 4), DType::F32, pg.device()).unwrap());
-    /// let (last, others) = micro_batches.split_last().expect("at least one");
-    /// let loss_sum = |x: &Tensor| ddp.forward(x)?.sqr()?.sum_all().map_err(candle_ddp::Error::from);
-    /// {
-    ///     let _guard = ddp.no_sync();
-    ///     for x in others {
-    ///         ddp.backward_weighted(&loss_sum(x)?, x.dim(0)? as f64)?;
-    ///     }
-    /// }
-    /// let grads = ddp.backward_weighted(&loss_sum(last)?, last.dim(0)? as f64)?;
-    /// # assert!(grads.get(&ddp.parameters()[0]).is_some());
-    /// # Ok(())
-    /// # })?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// The count travels with the gradients, and needs no call of its own. In a [`join`](Self::join), ranks without
-    /// inputs count nothing, whatever the options. A [communication hook](comm_hook) must return a mean over the
-    /// ranks, as those here do; with a local one, each rank divides by its own count. A
-    /// [`GradScaler`](crate::amp::GradScaler) scales `loss_sum`; since gradients of a sum are larger, its scale settles
-    /// lower. The mean loss itself is a quotient of two sums:
-    /// [`all_reduce_scalars`](ProcessGroup::all_reduce_scalars). On a GPU the call waits for the sum of the counts.
-    ///
-    /// # Errors
-    /// Returns the errors of `backward`, and on every rank [`Error::NothingCounted`] if the counts of all ranks add up
-    /// to 0; the group still works. A count that is negative, infinite or NaN is [`Error::InvalidArgument`] on its rank and
-    /// ends the group. Micro-batches of one step must all be weighted or none of them; if ranks differ in that, the
-    /// group ends.
-    pub fn backward_weighted(&self, loss_sum: &Tensor, count: f64) -> Result<GradStore> {
-        backward::run(loss_sum, &[&self.core], Some(count))
-    }
-
-    /// Like [`backward`](Self::backward), but adds the gradients to those in `grads`: for one step after several
-    /// losses, as PyTorch's `loss.backward()` adds to `parameter.grad`. Start with an empty store,
-    /// `GradStore::default()`, or with the result of `backward`. Every call averages its own gradients; under
-    /// [`no_sync`](Self::no_sync) it leaves them in the buckets, and the next call without the guard averages and adds
-    /// their sum.
-    ///
-    /// ```no_run
-    /// # fn step(d: &candle_ddp::DistributedDataParallel<candle_nn::Linear>, real: &candle_core::Tensor, fake: &candle_core::Tensor) -> candle_ddp::Result<()> {
-    /// # let bce = |x: &candle_core::Tensor, _: f64| x.mean_all();
-    /// let mut grads = d.backward(&bce(&d.forward(real)?, 1.0)?)?;
-    /// d.backward_into(&bce(&d.forward(&fake.detach())?, 0.0)?, &mut grads)?;
-    /// // optimizer.step(&grads)?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// Gradients of tensors that are not variables are dropped.
-    ///
-    /// # Errors
-    /// Returns the errors of `backward`; [`Error::InvalidArgument`] if `grads` holds sums of a pass under `no_sync`,
-    /// since the buckets hold these too. After an error, `grads` is unchanged.
-    pub fn backward_into(&self, loss: &Tensor, grads: &mut GradStore) -> Result<()> {
-        backward::run_into(loss, &[&self.core], grads)
+        backward_with(loss, &[&self.core], Backward::default())
     }
 
     /// Until the guard is dropped, this model's parameters get no gradients. This is for backward passes that go
@@ -431,7 +358,7 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-/// In lists of models, where their modules' types do not matter: see [`backward`](crate::backward()).
+/// In lists of models, where their modules' types do not matter: see [`backward_with`].
 impl<M> Deref for DistributedDataParallel<M> {
     type Target = DistributedModel;
 

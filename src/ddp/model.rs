@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::time::Instant;
 
 /// A [`DistributedDataParallel`](crate::DistributedDataParallel) model whose module has any type, for lists of models: there,
-/// `&ddp` is a reference to this. See [`backward`](crate::backward()).
+/// `&ddp` is a reference to this. See [`backward_with`](crate::backward_with).
 pub struct DistributedModel {
     pub(super) reducer: Arc<Reducer>,
     pub(super) variables: Variables,

@@ -53,7 +53,7 @@ pub struct DdpOptions {
     pub trace: Option<PathBuf>,
     /// The number of micro-batches in a global batch, a power of two and at least the number of ranks. It makes a run's bits
     /// independent of the number of ranks: each rank computes some of the micro-batches, and
-    /// [`backward_micro_batch`](crate::DistributedDataParallel::backward_micro_batch) adds their gradients in an order that
+    /// [`backward_micro_batch`](crate::backward_micro_batch) adds their gradients in an order that
     /// does not depend on the ranks (see `docs/virtual_ranks.md`). Default: None.
     pub virtual_ranks: Option<usize>,
     /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:

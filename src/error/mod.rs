@@ -219,7 +219,7 @@ pub enum Error {
     /// A backward pass of one DDP model would go through another, which the call does not name. Nothing has been sent.
     #[error(
         "the loss depends on {parameter} of another DistributedDataParallel model, whose gradients this backward pass \
-         would not average: train both models with candle_ddp::backward(&loss, &[&a, &b]), or keep the other one's \
+         would not average: train both models with backward_with(&loss, &[&a, &b], Backward::default()), or keep the other one's \
          parameters out by holding `let _frozen = b.freeze();` until the backward pass is over. Nothing was sent"
     )]
     OtherModelInGraph {
@@ -263,10 +263,10 @@ pub enum Error {
         total: usize,
     },
 
-    /// The counts that all ranks gave to [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) add up to
+    /// The counts that all ranks gave in [`Backward::count`](crate::Backward::count) add up to
     /// nothing that gradients can be divided by. All ranks return this error, and the group still works.
     #[error(
-        "the counts of all ranks in backward_weighted add up to {total}, so there is no mean: skip this step, on all ranks, if \
+        "the counts of all ranks in the backward pass add up to {total}, so there is no mean: skip this step, on all ranks, if \
          no rank has anything to count, or give the count of what loss_sum is a sum over"
     )]
     NothingCounted {

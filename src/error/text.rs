@@ -19,8 +19,8 @@ pub(super) fn on_ranks(rank: Option<usize>) -> String {
 pub(super) fn without_samples(rank: Option<usize>) -> &'static str {
     match rank {
         Some(_) => {
-            ". A rank without samples in a step calls `ddp.backward_weighted(&zero, 0.)`, and the others \
-             `ddp.backward_weighted(&loss_sum, count)`"
+            ". A rank without samples in a step calls `backward_with(&zero, &[&ddp], Backward { count: Some(0.), .. })`, \
+             and the others give their counts"
         }
         None => "",
     }

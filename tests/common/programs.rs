@@ -3,7 +3,7 @@
 use crate::common::{fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_with};
 use candle_nn::loss::{binary_cross_entropy_with_logit, mse};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 
@@ -79,7 +79,11 @@ pub(crate) fn gan(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
         let noise = batch(pg.world_size(), Some(pg.rank()), 3, 100 + step);
         let mut grads = d.backward(&bce(&d.forward(&real)?, 1.0)?)?;
         let fake = g.forward(&noise)?;
-        d.backward_into(&bce(&d.forward(&fake.detach())?, 0.0)?, &mut grads)?;
+        grads = backward_with(
+            &bce(&d.forward(&fake.detach())?, 0.0)?,
+            &[&d],
+            Backward { into: Some(grads), ..Default::default() },
+        )?;
         optimizer_d.step(&grads)?;
 
         let _frozen = d.freeze();
@@ -123,7 +127,7 @@ pub(crate) fn distillation(pg: &ProcessGroup, options: &DdpOptions, with_adapter
         let _frozen = teacher.freeze();
         let loss = mse(&adapter.forward(&student.forward(&x)?)?, &teacher.forward(&x)?)?;
         let grads = if with_adapter {
-            candle_ddp::backward(&loss, &[&student, &adapter])?
+            backward_with(&loss, &[&student, &adapter], Backward::default())?
         } else {
             let _frozen = adapter.freeze();
             student.backward(&loss)?
@@ -154,7 +158,7 @@ pub(crate) fn autoencoder(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec
     for step in 0..STEPS {
         let x = batch(pg.world_size(), Some(pg.rank()), 5, step);
         let loss = mse(&decoder.forward(&encoder.forward(&x)?)?, &x)?;
-        optimizer.step(&candle_ddp::backward(&loss, &[&encoder, &decoder])?)?;
+        optimizer.step(&backward_with(&loss, &[&encoder, &decoder], Backward::default())?)?;
     }
     Ok(all_floats(&[encoder.parameters(), decoder.parameters()].concat()))
 }

@@ -8,7 +8,7 @@ use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::nn::{BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilder, batch_norm, conv2d, linear, loss};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused, backward_micro_batch};
 use candle_nn::{Init, VarMap};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -119,7 +119,8 @@ pub(crate) fn train(pg: &ProcessGroup, epochs: u64, mixed_precision: Option<Mixe
             let logits = ddp.call(|net| net.forward(&x, is_rare))?.to_dtype(DType::F32)?;
             let loss = loss::cross_entropy(&logits, y)?;
             own_losses.push(f64::from(loss.to_scalar::<f32>()?));
-            let Some(mut grads) = ddp.backward_micro_batch(&scaler.scale(&loss)?, micro_batch.number)? else {
+            let Some(mut grads) = backward_micro_batch(&scaler.scale(&loss)?, &[&ddp], micro_batch.number, None)?
+            else {
                 continue;
             };
             all_losses.extend(ddp.gather_micro_batches(&own_losses)?);

@@ -4,7 +4,7 @@ use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{Ema, PeriodicModelAverager};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, spawn};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with, spawn};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
 /// The tools under test, with tolerances for 16-bit arithmetic and for sums in another order.
@@ -58,7 +58,11 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
             // Another count on each rank and in each step.
             let count = 1 + pg.rank() + step % 2;
             let sum = ddp.forward(&x.narrow(0, 0, count)?)?.sqr()?.sum_all()?;
-            optimizer.step(&ddp.backward_weighted(&sum, count as f64)?)?;
+            optimizer.step(&backward_with(
+                &sum,
+                &[&ddp],
+                Backward { count: Some(count as f64), ..Default::default() },
+            )?)?;
             continue;
         }
         optimizer.step(&ddp.backward(&loss(ddp.forward(&x)?)?)?)?;

@@ -5,7 +5,7 @@ use crate::{finish, floats_of};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{VarBuilder, VarMap, linear, seq};
 
 const VIRTUAL: usize = 4;
@@ -34,7 +34,7 @@ pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
                 let x = Tensor::from_vec(x, (5, 4), pg.device())?;
                 let loss = ddp.forward(&x)?.sqr()?.sum_all()?;
                 own.push(f64::from(loss.to_scalar::<f32>()?));
-                if let Some(grads) = ddp.backward_micro_batch_weighted(&loss, number, 5. + number as f64)? {
+                if let Some(grads) = backward_micro_batch(&loss, &[&ddp], number, Some(5. + number as f64))? {
                     step(&grads)?;
                 }
             }

@@ -5,7 +5,9 @@ use crate::common::{assert_close, fill, floats, free_port, tensor, test_argument
 use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
-use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_with, init_process_group,
+};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -126,7 +128,11 @@ fn train(pg: &ProcessGroup, uneven: bool) -> Result<String> {
     for _ in 0..5 {
         let squares = ddp.forward(&x)?.sqr()?;
         let grads = match uneven {
-            true => ddp.backward_weighted(&squares.sum_all()?, squares.elem_count() as f64)?,
+            true => backward_with(
+                &squares.sum_all()?,
+                &[&ddp],
+                Backward { count: Some(squares.elem_count() as f64), ..Default::default() },
+            )?,
             false => ddp.backward(&squares.mean_all()?)?,
         };
         optimizer.step(&grads)?;

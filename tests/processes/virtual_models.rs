@@ -13,7 +13,7 @@ use candle_ddp::nn::{self, AttentionOptions, Dropout, Embedding, LayerNorm, Line
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::models::{ResNet, ResNetOptions, ResNetStem, resnet18};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -201,7 +201,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             let loss = loss::cross_entropy(&ddp.call(|net| net.forward(x))?, &y.flatten_all()?)?;
             losses.push(f64::from(loss.to_scalar::<f32>()?));
             event("forward", own, state.commits())?;
-            let Some(mut grads) = ddp.backward_micro_batch(&loss, micro_batch.number)? else { continue };
+            let Some(mut grads) = backward_micro_batch(&loss, &[&ddp], micro_batch.number, None)? else { continue };
             clip_grad_norm(&mut grads, &ddp, 1.)?;
             state.optimizer.step(&grads)?;
             let all = ddp.gather_micro_batches(&std::mem::take(&mut losses))?;

@@ -15,7 +15,9 @@ use candle_ddp::nn::{
 };
 use candle_ddp::optim::{AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, clip_grad_norm};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_micro_batch, init_process_group,
+};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 use std::path::Path;
 use std::process::Command;
@@ -137,7 +139,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             micro_batch.seed(&generator);
             let loss = ddp.forward(&micro_batch.batch)?.sqr()?.mean_all()?;
             event("forward", own, state.commits())?;
-            let Some(grads) = ddp.backward_micro_batch(&loss, micro_batch.number)? else { continue };
+            let Some(grads) = backward_micro_batch(&loss, &[&ddp], micro_batch.number, None)? else { continue };
             state.optimizer.step(&grads)?;
             state.progress = loader.state();
             event("step", own, state.commits())?;

@@ -5,8 +5,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::AllReduce;
-use candle_ddp::optim::{AdamW, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
+use candle_ddp::optim::{AdamW, ParamsAdamW, ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, backward_with};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 
 fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
@@ -35,15 +35,19 @@ fn gradients_of_several_losses_add_up() {
             }
             let expected = [of_the_sum(&ddp, &pg, &[0, 1])?, of_the_sum(&ddp, &pg, &[0, 1, 2, 3])?];
             let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
-            ddp.backward_into(&loss(&ddp, &pg, 1)?, &mut grads)?;
+            grads = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
             let two = gradients(&grads, &ddp.parameters());
-            ddp.backward_into(&loss(&ddp, &pg, 2)?, &mut grads)?;
-            ddp.backward_into(&loss(&ddp, &pg, 3)?, &mut grads)?;
+            grads = backward_with(&loss(&ddp, &pg, 2)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
+            grads = backward_with(&loss(&ddp, &pg, 3)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
             let four = gradients(&grads, &ddp.parameters());
             // Accumulates into an empty store while another store is alive.
             let mut others = GradStore::default();
             for batch in 0..2 {
-                ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut others)?;
+                others = backward_with(
+                    &loss(&ddp, &pg, batch)?,
+                    &[&ddp],
+                    Backward { into: Some(others), ..Default::default() },
+                )?;
             }
             assert_eq!(gradients(&others, &ddp.parameters()), two);
             assert_eq!(gradients(&grads, &ddp.parameters()), four);
@@ -67,7 +71,8 @@ fn sums_of_no_sync_are_added_once() {
         let first = gradients(&grads, &ddp.parameters());
         for batch in 1..4 {
             let _guard = (batch < 3).then(|| ddp.no_sync());
-            ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut grads)?;
+            grads =
+                backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
             assert!(
                 batch == 3 || gradients(&grads, &ddp.parameters()) == first,
                 "unsynchronised gradients must stay in the buckets"
@@ -84,12 +89,13 @@ fn sums_of_no_sync_are_added_once() {
 fn sums_of_no_sync_cannot_be_handed_on() {
     ranks(1, |pg| {
         let ddp = ddp(&pg)?;
-        let mut local = {
+        let local = {
             let _guard = ddp.no_sync();
             ddp.backward(&loss(&ddp, &pg, 0)?)?
         };
-        let error = ddp.backward_into(&loss(&ddp, &pg, 1)?, &mut local).unwrap_err();
-        assert!(matches!(&error, Error::InvalidArgument { argument: "grads", .. }), "{error}");
+        let options = Backward { into: Some(local), ..Default::default() };
+        let error = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], options).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { argument: "into", .. }), "{error}");
         let sum = gradients(&ddp.backward(&loss(&ddp, &pg, 1)?)?, &ddp.parameters());
         assert_close(&sum, &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
         Ok(())
@@ -98,16 +104,16 @@ fn sums_of_no_sync_cannot_be_handed_on() {
 }
 
 #[test]
-fn a_failed_pass_does_not_change_the_store() {
+fn after_a_failed_pass_the_next_one_adds_to_another_store() {
     ranks(1, |pg| {
         let ddp = ddp(&pg)?;
-        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
-        let before = gradients(&grads, &ddp.parameters());
         let (_, penalty) = &ddp.named_parameters()[0];
+        let into = |grads| Backward { into: Some(grads), ..Default::default() };
         let wrong = (loss(&ddp, &pg, 1)? + penalty.sum_all()?)?;
-        ddp.backward_into(&wrong, &mut grads).unwrap_err();
-        assert_eq!(gradients(&grads, &ddp.parameters()), before);
-        ddp.backward_into(&loss(&ddp, &pg, 1)?, &mut grads)?;
+        let grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        backward_with(&wrong, &[&ddp], into(grads)).unwrap_err();
+        let grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        let grads = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], into(grads))?;
         assert_close(&gradients(&grads, &ddp.parameters()), &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
         Ok(())
     })
@@ -143,7 +149,7 @@ fn the_gradient_of_a_shared_variable_stays_whichever_model_it_came_from() {
         let of_b = |factor: f64| b.call(|shared| (shared * factor)?.sum_all());
         let mut grads = GradStore::default();
         let loss = (a.call(|(_, own)| own.sum_all())? + of_b(2.)?)?;
-        candle_ddp::backward_into(&loss, &[&a, &b], &mut grads)?;
+        grads = backward_with(&loss, &[&a, &b], Backward { into: Some(grads), ..Default::default() })?;
         let another = b.backward(&of_b(3.)?)?;
         assert_eq!(gradients(&another, &b.parameters()), [3.; 3]);
         assert_eq!(gradients(&grads, &b.parameters()), [2.; 3]);
@@ -159,7 +165,8 @@ fn a_store_does_not_grow_with_the_number_of_losses() {
         let ddp = ddp(&pg)?;
         let mut grads = GradStore::default();
         for batch in 0..5 {
-            ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut grads)?;
+            grads =
+                backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
         }
         // Sums own their memory, so the store needs no mark that the gradients are views of buckets.
         assert_eq!(grads.get_ids().count(), ddp.parameters().len());
@@ -181,15 +188,27 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
                 let mut dropped = ddp.backward(&loss(&ddp, &pg, 9)?)?;
                 if step == 3 {
                     let _guard = ddp.no_sync();
-                    ddp.backward_into(&loss(&ddp, &pg, 30)?, &mut dropped)?;
+                    dropped = backward_with(
+                        &loss(&ddp, &pg, 30)?,
+                        &[&ddp],
+                        Backward { into: Some(dropped), ..Default::default() },
+                    )?;
                 }
                 drop(dropped);
                 let mut grads = ddp.backward(&loss(&ddp, &pg, 2 * step)?)?;
                 {
                     let _guard = (step == 2).then(|| ddp.no_sync());
-                    ddp.backward_into(&loss(&ddp, &pg, 2 * step + 1)?, &mut grads)?;
+                    grads = backward_with(
+                        &loss(&ddp, &pg, 2 * step + 1)?,
+                        &[&ddp],
+                        Backward { into: Some(grads), ..Default::default() },
+                    )?;
                 }
-                ddp.backward_into(&loss(&ddp, &pg, 2 * step + 20)?, &mut grads)?;
+                grads = backward_with(
+                    &loss(&ddp, &pg, 2 * step + 20)?,
+                    &[&ddp],
+                    Backward { into: Some(grads), ..Default::default() },
+                )?;
                 match &mut shards {
                     Some(optimizer) => candle_ddp::optim::Optimizer::step(optimizer, &grads)?,
                     None => plain.step(&grads)?,
@@ -202,4 +221,26 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
     let (whole, sharded) = (weights(false), weights(true));
     assert_eq!(sharded[0], sharded[1]);
     assert_close(&sharded[0], &whole[0], 1e-5, "weights");
+}
+
+/// Each pass is divided by its own count, then they are added. Shards cannot do that.
+#[test]
+fn a_pass_with_a_count_adds_to_earlier_gradients() {
+    ranks(2, |pg| {
+        let ddp = ddp(&pg)?;
+        let pass = |batch: usize, into| {
+            let count = 1. + (batch + pg.rank()) as f64;
+            backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { count: Some(count), into })
+        };
+        let alone = [0, 1].map(|batch| gradients(&pass(batch, None).unwrap(), &ddp.parameters()));
+        let expected: Vec<f32> = alone[0].iter().zip(&alone[1]).map(|(a, b)| a + b).collect();
+        let both = pass(1, Some(pass(0, None)?))?;
+        assert_close(&gradients(&both, &ddp.parameters()), &expected, 1e-5, "sum");
+
+        let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
+        let error = pass(1, Some(pass(0, None)?)).unwrap_err().to_string();
+        assert!(error.starts_with("into: a ZeroRedundancyOptimizer keeps the gradients"), "{error}");
+        Ok(())
+    })
+    .unwrap();
 }

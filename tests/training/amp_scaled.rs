@@ -6,7 +6,9 @@ use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::optim::{
     AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm, clip_grad_value,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch, backward_with,
+};
 use candle_nn::{Linear, VarMap, linear};
 
 fn scaler(pg: &ProcessGroup, var: &Var, init_scale: f64) -> Result<GradScaler> {
@@ -104,7 +106,7 @@ fn scaled_gradients_are_clipped_and_used_only_after_unscale() {
         assert_eq!(vars.iter().flat_map(|var| floats(var)).collect::<Vec<_>>(), before);
         // The same for gradients that are added up, and for gradients of candle's own backward pass.
         let mut sum = GradStore::default();
-        ddp.backward_into(&scaler.scale(&loss(&ddp)?)?, &mut sum)?;
+        sum = backward_with(&scaler.scale(&loss(&ddp)?)?, &[&ddp], Backward { into: Some(sum), ..Default::default() })?;
         refused(optimizer.clip_grad_norm(&mut sum, 1.0), "clip_grad_norm");
         let var = Var::ones(2, DType::F32, &Device::Cpu)?;
         let mut own = scaler.scale(&var.sum_all()?)?.backward()?;
@@ -133,7 +135,7 @@ fn the_sum_of_micro_batches_is_scaled_too() {
         let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
         let mut grads = None;
         for number in ddp.micro_batches().unwrap() {
-            grads = ddp.backward_micro_batch(&scaler.scale(&loss(&ddp)?)?, number)?;
+            grads = backward_micro_batch(&scaler.scale(&loss(&ddp)?)?, &[&ddp], number, None)?;
         }
         let mut grads = grads.unwrap();
         refused(optimizer.clip_grad_norm(&mut grads, 1.0), "clip_grad_norm");
@@ -153,8 +155,16 @@ fn a_loss_that_nobody_scaled_is_an_error_on_every_rank() {
         refused(scaler.step(&mut optimizer, &mut grads), "unscale");
         // A rank without samples has nothing to scale.
         let weighted = match pg.rank() {
-            0 => ddp.backward_weighted(&scaler.scale(&loss(&ddp)?)?, 1.)?,
-            _ => ddp.backward_weighted(&Tensor::zeros((), DType::F32, &Device::Cpu)?, 0.)?,
+            0 => backward_with(
+                &scaler.scale(&loss(&ddp)?)?,
+                &[&ddp],
+                Backward { count: Some(1.), ..Default::default() },
+            )?,
+            _ => backward_with(
+                &Tensor::zeros((), DType::F32, &Device::Cpu)?,
+                &[&ddp],
+                Backward { count: Some(0.), ..Default::default() },
+            )?,
         };
         let mut grads = weighted;
         assert!(scaler.step(&mut optimizer, &mut grads)?);
@@ -171,8 +181,16 @@ fn a_zero_redundancy_optimizer_refuses_scaled_gradients() {
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         let scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
         let mut grads = match pg.rank() {
-            0 => ddp.backward_weighted(&scaler.scale(&loss(&ddp)?)?, 1.)?,
-            _ => ddp.backward_weighted(&Tensor::zeros((), DType::F32, &Device::Cpu)?, 0.)?,
+            0 => backward_with(
+                &scaler.scale(&loss(&ddp)?)?,
+                &[&ddp],
+                Backward { count: Some(1.), ..Default::default() },
+            )?,
+            _ => backward_with(
+                &Tensor::zeros((), DType::F32, &Device::Cpu)?,
+                &[&ddp],
+                Backward { count: Some(0.), ..Default::default() },
+            )?,
         };
         let clipped = optimizer.clip_grad_norm(&mut grads, 1.0);
         match pg.rank() {

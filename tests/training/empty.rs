@@ -15,7 +15,7 @@ use candle_ddp::optim::{
     clip_grad_value,
 };
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, backward_with};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -355,7 +355,11 @@ fn a_rank_without_rows_trains_in_every_dtype() {
             let rows = [2, 0][pg.rank()];
             let x = Tensor::arange(0f32, (3 * rows) as f32, &Device::Cpu)?.reshape((rows, 3))?.to_dtype(dtype)?;
             let y = ddp.call(|(norm, linear)| linear.forward(&norm.forward_t(&x, true)?))?;
-            let grads = ddp.backward_weighted(&y.sqr()?.sum_all()?, rows as f64)?;
+            let grads = backward_with(
+                &y.sqr()?.sum_all()?,
+                &[&ddp],
+                Backward { count: Some(rows as f64), ..Default::default() },
+            )?;
             let gradients: Vec<_> = ddp.parameters().iter().map(|var| floats(grads.get(var).unwrap())).collect();
             assert!(gradients.iter().flatten().all(|value| value.is_finite()), "{dtype:?}: {gradients:?}");
             Ok(gradients)

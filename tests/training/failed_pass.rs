@@ -2,7 +2,7 @@
 use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{CpuStorage, CustomOp1, Layout, Module, Shape, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, nn};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with, nn};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, OnceLock};
@@ -198,12 +198,17 @@ fn a_loss_that_is_not_one_number_is_refused_before_anything_is_sent() {
             |ddp, loss| ddp.backward(loss).map(drop),
             "loss: it has shape [4, 1]: reduce it to one number, as with mean_all()",
         ),
-        (|ddp, loss| ddp.backward_into(loss, &mut Default::default()), "loss: it has shape [4, 1]"),
         (
-            |ddp, loss| ddp.backward_weighted(loss, 4.).map(drop),
-            "loss_sum: it has shape [4, 1]: reduce it to one number, as with sum_all()",
+            |ddp, loss| {
+                backward_with(loss, &[ddp], Backward { into: Some(Default::default()), ..Default::default() }).map(drop)
+            },
+            "loss: it has shape [4, 1]",
         ),
-        (|ddp, loss| candle_ddp::backward(loss, &[ddp]).map(drop), "loss: it has shape [4, 1]"),
+        (
+            |ddp, loss| backward_with(loss, &[ddp], Backward { count: Some(4.), ..Default::default() }).map(drop),
+            "loss: it has shape [4, 1]: reduce it to one number, as with sum_all()",
+        ),
+        (|ddp, loss| backward_with(loss, &[ddp], Backward::default()).map(drop), "loss: it has shape [4, 1]"),
         (|ddp, loss| ddp.backward(&loss.narrow(0, 0, 0)?).map(drop), "loss: it has shape [0, 1]"),
     ];
     for (act, expected) in acts {

@@ -6,7 +6,8 @@ use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, ReduceOp, Result, join,
+    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, ReduceOp, Result,
+    backward_with, join,
 };
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -256,7 +257,11 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
             let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
             let mut step_of = |optimizer: &mut dyn Optimizer, step: usize| {
                 let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
-                ddp.backward_into(&scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?, &mut grads)?;
+                grads = backward_with(
+                    &scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?,
+                    &[&ddp],
+                    Backward { into: Some(grads), ..Default::default() },
+                )?;
                 scaler.step(optimizer, &mut grads)?;
                 scaler.update()
             };
@@ -397,13 +402,13 @@ fn several_models_join_together() {
                 let (a, b) = (loss(&first, pg.rank(), step)?, loss(&second, pg.rank(), step)?);
                 let grads = match step {
                     // Given in another order than to the join.
-                    0 => candle_ddp::backward(&(a + b)?, &[&second, &first])?,
+                    0 => backward_with(&(a + b)?, &[&second, &first], Backward::default())?,
                     1 => {
                         let mut grads = first.backward(&a)?;
-                        second.backward_into(&b, &mut grads)?;
+                        grads = backward_with(&b, &[&second], Backward { into: Some(grads), ..Default::default() })?;
                         grads
                     }
-                    _ => candle_ddp::backward(&(a + b)?, &[&first, &second])?,
+                    _ => backward_with(&(a + b)?, &[&first, &second], Backward::default())?,
                 };
                 one.step(&grads)?;
                 two.step(&grads)?;

@@ -3,7 +3,7 @@ use crate::common::{assert_close, floats, ranks, tensor, var};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
 use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu, sync_batch_norm};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel};
+use candle_ddp::{DdpOptions, DistributedDataParallel, backward_micro_batch};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -193,7 +193,7 @@ fn statistics(world_size: usize, virtual_ranks: Option<usize>) -> Vec<Vec<f32>> 
                 None => drop(ddp.backward(&loss(pg.rank())?)?),
                 Some(numbers) => {
                     for number in numbers {
-                        ddp.backward_micro_batch(&loss(number)?, number)?;
+                        backward_micro_batch(&loss(number)?, &[&ddp], number, None)?;
                     }
                 }
             }

@@ -5,7 +5,7 @@ use crate::programs::{
     wrap,
 };
 use candle_core::{DType, Module, Tensor, Var};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 
 /// One bucket for each parameter.
@@ -84,7 +84,7 @@ fn ranks_reduce_in_one_order_whatever_their_graphs() {
         (0..4)
             .map(|step| {
                 let loss = graph(step, pg.rank(), &|x| a.forward(x), &|x| b.forward(x))?;
-                Ok(gradients(&candle_ddp::backward(&loss, &[&a, &b])?, &vars))
+                Ok(gradients(&backward_with(&loss, &[&a, &b], Backward::default())?, &vars))
             })
             .collect::<Result<Vec<_>>>()
     })
@@ -103,10 +103,10 @@ fn no_sync_of_one_model_does_not_affect_another() {
         let loss = || loss(&b.forward(&a.forward(&x(pg.rank()))?)?);
         let local = {
             let _guard = a.no_sync();
-            let grads = candle_ddp::backward(&loss()?, &[&a, &b])?;
+            let grads = backward_with(&loss()?, &[&a, &b], Backward::default())?;
             (gradients(&grads, &a.parameters()), gradients(&grads, &b.parameters()))
         };
-        let grads = candle_ddp::backward(&loss()?, &[&a, &b])?;
+        let grads = backward_with(&loss()?, &[&a, &b], Backward::default())?;
         Ok((local, gradients(&grads, &a.parameters()), gradients(&grads, &b.parameters())))
     })
     .unwrap();
@@ -132,11 +132,11 @@ fn a_backward_pass_through_another_model_is_refused_before_anything_is_sent() {
             let error = g.backward(&loss()?).unwrap_err();
             assert!(matches!(&error, Error::OtherModelInGraph { parameter } if parameter == "out.bias"), "{error}");
             let text = error.to_string();
-            assert!(text.contains("candle_ddp::backward(&loss, &[") && text.contains("freeze()"), "{text}");
+            assert!(text.contains("backward_with(&loss, &[") && text.contains("freeze()"), "{text}");
         }
         pg.barrier()?;
         // Both remedies work for both models.
-        let both = candle_ddp::backward(&loss()?, &[&g, &d])?;
+        let both = backward_with(&loss()?, &[&g, &d], Backward::default())?;
         let of_g = gradients(&both, &g.parameters());
         let of_d = gradients(&both, &d.parameters());
         let _frozen = d.freeze();
@@ -190,15 +190,15 @@ fn models_must_be_the_same_on_all_ranks_and_each_only_once() {
         let (a, b) = two(&pg)?;
         let loss = || loss(&b.forward(&a.forward(&x(pg.rank()))?)?);
         let order: [&candle_ddp::DistributedModel; 2] = if pg.rank() == 0 { [&a, &b] } else { [&b, &a] };
-        let error = candle_ddp::backward(&loss()?, &order).unwrap_err();
+        let error = backward_with(&loss()?, &order, Backward::default()).unwrap_err();
         assert!(matches!(&error, Error::InvalidArgument { argument: "models", .. }), "{error}");
         assert!(error.to_string().contains("on rank 1") && error.to_string().contains("on rank 0"), "{error}");
         for wrong in [&[][..], &[&a as _, &b as _, &a as _]] {
-            let error = candle_ddp::backward(&loss()?, wrong).unwrap_err();
+            let error = backward_with(&loss()?, wrong, Backward::default()).unwrap_err();
             assert!(matches!(&error, Error::InvalidArgument { argument: "models", .. }), "{error}");
         }
         // The group and the models remain usable.
-        candle_ddp::backward(&loss()?, &[&b, &a])?;
+        backward_with(&loss()?, &[&b, &a], Backward::default())?;
         pg.barrier()
     })
     .unwrap();
@@ -214,7 +214,7 @@ fn a_variable_of_two_models_gets_the_sum_of_both_gradients() {
         let b = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
         fill(&varmap, 1);
         let loss = loss(&b.forward(&a.forward(&x(pg.rank()))?)?)?;
-        Ok(gradients(&candle_ddp::backward(&loss, &[&a, &b])?, &a.parameters()))
+        Ok(gradients(&backward_with(&loss, &[&a, &b], Backward::default())?, &a.parameters()))
     })
     .unwrap();
     let expected = expected(|rank, a, _| loss(&a.forward(&a.forward(&x(rank))?)?));
@@ -238,13 +238,13 @@ fn models_without_a_builder_are_told_apart_too() {
         };
         let (a, b, c) = (build("a", 1)?, build("b", 2)?, wrap(&pg, [4, 3, 2], 3, &tiny())?);
         let run = || loss(&c.forward(&b.forward(&a.forward(&x(pg.rank()))?)?)?);
-        let error = candle_ddp::backward(&run()?, &[&a, &c]).unwrap_err();
+        let error = backward_with(&run()?, &[&a, &c], Backward::default()).unwrap_err();
         assert!(matches!(&error, Error::OtherModelInGraph { parameter } if parameter == "b"), "{error}");
         let vars = [a.parameters(), b.parameters(), c.parameters()];
-        let all = candle_ddp::backward(&run()?, &[&a, &b, &c])?;
+        let all = backward_with(&run()?, &[&a, &b, &c], Backward::default())?;
         let some = {
             let _frozen = b.freeze();
-            candle_ddp::backward(&run()?, &[&c, &a])?
+            backward_with(&run()?, &[&c, &a], Backward::default())?
         };
         assert!(some.get(&vars[1][0]).is_none());
         let all = vars.each_ref().map(|vars| gradients(&all, vars));

@@ -4,7 +4,9 @@ use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch, backward_with,
+};
 use candle_nn::{Linear, RNN, VarBuilder, VarMap, linear, rnn};
 
 /// A recurrent layer: state' = tanh(W [state, x]).
@@ -149,7 +151,8 @@ fn a_graph_without_a_step_in_between_is_right() {
             ddp.call(|cell| cell.next(&tensor(&[5, 3], 2)))?;
             let second = ddp.call(|cell| cell.next(&first))?;
             let mut grads = ddp.backward(&second.mean_all()?)?;
-            ddp.backward_into(&first.sqr()?.mean_all()?, &mut grads)?;
+            grads =
+                backward_with(&first.sqr()?.mean_all()?, &[ddp], Backward { into: Some(grads), ..Default::default() })?;
             let mut ema = Ema::new(ddp, 0.9)?;
             ema.update()?;
             Optimizer::step(optimizer, &grads)?;
@@ -205,7 +208,7 @@ fn recomputed_functions_and_micro_batches_are_fresh() {
                     let layer = std::sync::Arc::clone(layer);
                     checkpoint(&[&start()], move |x| layer.forward(&x[0]))
                 })?;
-                if let Some(grads) = ddp.backward_micro_batch(&y.sqr()?.mean_all()?, number)? {
+                if let Some(grads) = backward_micro_batch(&y.sqr()?.mean_all()?, &[&ddp], number, None)? {
                     Optimizer::step(&mut optimizer, &grads)?;
                 }
             }

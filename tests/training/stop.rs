@@ -5,7 +5,7 @@ use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, Noop};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, backward_with};
 use candle_nn::{Linear, VarMap, linear};
 
 type Ddp = DistributedDataParallel<Linear>;
@@ -35,7 +35,7 @@ fn assert_agreed(prepare: impl Fn(&Ddp) -> Result<Box<dyn std::any::Any>> + Sync
             // Between the passes, nothing is known.
             seen.push(pg.stop_requested()?);
             match weighted {
-                true => ddp.backward_weighted(&loss(&ddp, &pg)?, 4.)?,
+                true => backward_with(&loss(&ddp, &pg)?, &[&ddp], Backward { count: Some(4.), ..Default::default() })?,
                 false => ddp.backward(&loss(&ddp, &pg)?)?,
             };
             seen.push(pg.stop_requested()?);

@@ -9,7 +9,10 @@ use candle_ddp::data::{
 use candle_ddp::nn::{Linear, batch_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role, comm_hook};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role,
+    backward_micro_batch, backward_with, comm_hook,
+};
 use candle_nn::VarMap;
 use std::sync::Arc;
 
@@ -95,7 +98,7 @@ fn gradients_are_the_mean_over_all_micro_batches() {
             let mut result = None;
             for number in ddp.micro_batches().unwrap() {
                 let loss = ddp.call(|w| all[number].matmul(&w.t()?)?.sqr()?.sum(1)?.mean_all())?;
-                result = ddp.backward_micro_batch(&loss, number)?;
+                result = backward_micro_batch(&loss, &[&ddp], number, None)?;
             }
             Ok(floats(result.unwrap().get(&ddp.parameters()[0]).unwrap()))
         });
@@ -116,7 +119,7 @@ fn step(ddp: &Model, numbers: impl IntoIterator<Item = usize>) -> Result<bool> {
     let mut has_gradients = false;
     for number in numbers {
         let loss = ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
-        has_gradients = ddp.backward_micro_batch(&loss, number)?.is_some();
+        has_gradients = backward_micro_batch(&loss, &[ddp], number, None)?.is_some();
     }
     Ok(has_gradients)
 }
@@ -214,15 +217,25 @@ fn what_would_depend_on_the_ranks_is_refused() {
         let loss =
             || ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all().map_err(Error::from);
         invalid(ddp.backward(&loss()?), "models", "backward_micro_batch");
-        invalid(ddp.backward_weighted(&loss()?, 1.), "models", "backward_micro_batch");
-        invalid(ddp.backward_into(&loss()?, &mut Default::default()), "models", "backward_micro_batch");
-        invalid(candle_ddp::backward(&loss()?, &[&ddp]), "models", "backward_micro_batch");
+        invalid(
+            backward_with(&loss()?, &[&ddp], Backward { count: Some(1.), ..Default::default() }),
+            "models",
+            "backward_micro_batch",
+        );
+        invalid(
+            backward_with(&loss()?, &[&ddp], Backward { into: Some(Default::default()), ..Default::default() }),
+            "models",
+            "backward_micro_batch",
+        );
+        invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "models", "backward_micro_batch");
         invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
         invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual_ranks");
         invalid(ZeroRedundancyOptimizer::new(&ddp, ParamsLamb::default()), "virtual_ranks", "no norms");
         let mut sharded = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
-        let loss_of_zero =
-            ddp.micro_batches().unwrap().try_fold(None, |_, number| ddp.backward_micro_batch(&loss()?, number));
+        let loss_of_zero = ddp
+            .micro_batches()
+            .unwrap()
+            .try_fold(None, |_, number| backward_micro_batch(&loss()?, &[&ddp], number, None));
         invalid(sharded.clip_grad_norm(&mut loss_of_zero?.unwrap(), 1.), "virtual_ranks", "no norms");
         drop(sharded);
         invalid(
@@ -251,7 +264,7 @@ fn what_would_depend_on_the_ranks_is_refused() {
         assert!(plain.micro_batches().is_none());
         invalid(plain.gather_micro_batches(&[]), "own", "no virtual ranks");
         let loss = plain.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
-        invalid(plain.backward_micro_batch(&loss, 0), "number", "no virtual ranks");
+        invalid(backward_micro_batch(&loss, &[&plain], 0, None), "number", "no virtual ranks");
         plain.backward(&loss)?;
         let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
         invalid(loader.micro_batches(), "virtual_ranks", "LoaderOptions.virtual_ranks");
@@ -268,17 +281,17 @@ fn what_would_depend_on_the_ranks_is_refused() {
     };
     let no_sync = under(|ddp, loss| {
         let _guard = ddp.no_sync();
-        ddp.backward_micro_batch(loss, 0).map(drop)
+        backward_micro_batch(loss, &[ddp], 0, None).map(drop)
     });
     invalid(no_sync, "no_sync", "virtual ranks");
     let other_generator = under(|ddp, loss| {
         candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_rank(1, 0))?;
-        ddp.backward_micro_batch(loss, 0).map(drop)
+        backward_micro_batch(loss, &[ddp], 0, None).map(drop)
     });
     invalid(other_generator, "generator", "not that of micro-batch 0");
     let other_number = under(|ddp, loss| {
         candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_micro_batch(1, 0, 0, 2))?;
-        ddp.backward_micro_batch(loss, 0).map(drop)
+        backward_micro_batch(loss, &[ddp], 0, None).map(drop)
     });
     invalid(other_number, "generator", "not that of micro-batch 0");
 }

@@ -6,10 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch,
-    backward_micro_batch_weighted,
-};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 const VIRTUAL: usize = 8;
@@ -51,7 +48,7 @@ fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
             for _ in 0..2 {
                 for number in ddp.micro_batches().unwrap() {
                     let (loss, count) = loss_sum(&ddp, number)?;
-                    if let Some(grads) = ddp.backward_micro_batch_weighted(&loss, number, count)? {
+                    if let Some(grads) = backward_micro_batch(&loss, &[&ddp], number, Some(count))? {
                         results.extend(ddp.parameters().iter().map(|var| grads.get(var).unwrap().to_dtype(DType::F64)));
                     }
                 }
@@ -93,7 +90,7 @@ fn weighted_passes_count_something_and_do_not_mix() {
         let own = ddp.micro_batches().unwrap();
         for number in own.clone() {
             let (loss, _) = loss_sum(&ddp, number)?;
-            match ddp.backward_micro_batch_weighted(&(loss * 0.)?, number, 0.) {
+            match backward_micro_batch(&(loss * 0.)?, &[&ddp], number, Some(0.)) {
                 Err(error) => {
                     assert!(number + 1 == own.end && matches!(error, Error::NothingCounted { total: 0. }), "{error}");
                 }
@@ -103,7 +100,7 @@ fn weighted_passes_count_something_and_do_not_mix() {
         // Nothing is left of that step.
         for number in own {
             let (loss, count) = loss_sum(&ddp, number)?;
-            ddp.backward_micro_batch_weighted(&loss, number, count)?;
+            backward_micro_batch(&loss, &[&ddp], number, Some(count))?;
         }
         Ok(())
     })
@@ -111,8 +108,8 @@ fn weighted_passes_count_something_and_do_not_mix() {
     let mixed = ranks(1, |pg| {
         let ddp = model(&pg, 4, 2)?;
         let (loss, count) = loss_sum(&ddp, 0)?;
-        ddp.backward_micro_batch_weighted(&loss, 0, count)?;
-        Ok(ddp.backward_micro_batch(&loss_sum(&ddp, 1)?.0, 1).unwrap_err().to_string())
+        backward_micro_batch(&loss, &[&ddp], 0, Some(count))?;
+        Ok(backward_micro_batch(&loss_sum(&ddp, 1)?.0, &[&ddp], 1, None).unwrap_err().to_string())
     });
     let mixed = mixed.unwrap().remove(0);
     assert!(mixed.contains("cannot add to gradients"), "{mixed}");
@@ -130,8 +127,8 @@ fn several_models_have_the_same_bits_on_any_number_of_ranks() {
                     let loss = second.forward(&first.forward(&x)?.tanh()?)?.sqr()?.sum_all()?;
                     let models = [&*first, &*second];
                     let grads = match weighted {
-                        true => backward_micro_batch_weighted(&loss, &models, number, weight(number))?,
-                        false => backward_micro_batch(&loss, &models, number)?,
+                        true => backward_micro_batch(&loss, &models, number, Some(weight(number)))?,
+                        false => backward_micro_batch(&loss, &models, number, None)?,
                     };
                     let Some(grads) = grads else { continue };
                     let vars = [first.parameters(), second.parameters()].concat();
@@ -163,7 +160,7 @@ fn models_of_one_pass_have_the_same_micro_batches() {
         let second = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(3, 2, vb), options)?;
         let x = Tensor::zeros((1, 4), DType::F64, &Device::Cpu)?;
         let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
-        match backward_micro_batch(&loss, &[&first, &second], 0) {
+        match backward_micro_batch(&loss, &[&first, &second], 0, None) {
             Err(Error::InvalidArgument { argument: "models", reason }) => {
                 assert!(reason.contains("same DdpOptions.virtual_ranks"), "{reason}");
             }
@@ -194,8 +191,8 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u3
             let x = Tensor::from_vec(values(12, number as u64), (3, 4), &Device::Cpu)?;
             let loss = ddp.call(|(a, b, c)| x.apply(a)?.tanh()?.apply(b)?.tanh()?.apply(c)?.sqr()?.sum_all())?;
             let grads = match weighted {
-                true => ddp.backward_micro_batch_weighted(&loss, number, weight(number))?,
-                false => ddp.backward_micro_batch(&loss, number)?,
+                true => backward_micro_batch(&loss, &[&ddp], number, Some(weight(number)))?,
+                false => backward_micro_batch(&loss, &[&ddp], number, None)?,
             };
             if let Some(grads) = grads {
                 of(&grads)?;

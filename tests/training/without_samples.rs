@@ -11,7 +11,7 @@ fn model(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParall
     DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(3, 4, vb), options)
 }
 
-const REMEDY: &str = "ddp.backward_weighted(&zero, 0.)";
+const REMEDY: &str = "backward_with(&zero, &[&ddp], Backward { count: Some(0.), .. })";
 
 #[test]
 fn a_loss_without_samples_names_the_remedy() {

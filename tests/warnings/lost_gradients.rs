@@ -1,7 +1,7 @@
 //! DDP says once, on rank 0, that the first gradients were dropped unused.
 use crate::common::{ranks, tensor};
 use crate::logger::{self, LOG};
-use candle_ddp::{DistributedDataParallel, Result};
+use candle_ddp::{Backward, DistributedDataParallel, Result, backward_with};
 use candle_nn::{Linear, Optimizer, SGD, VarMap, linear};
 
 fn warnings(work: impl Fn(&DistributedDataParallel<Linear>) -> Result<()> + Sync) -> Vec<String> {
@@ -29,7 +29,7 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
         ddp.backward(&loss(ddp)?)?;
         Ok(())
     });
-    assert!(lost.len() == 1 && lost[0].contains("backward_into") && lost[0].contains("weight"), "{lost:?}");
+    assert!(lost.len() == 1 && lost[0].contains("Backward { into") && lost[0].contains("weight"), "{lost:?}");
     assert!(lost[0].contains("an optimizer without this parameter"), "{lost:?}");
     let lost = warnings(|ddp| {
         let losses = [loss(ddp)?, loss(ddp)?];
@@ -54,8 +54,9 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
             losses.iter().try_for_each(|loss| Ok(optimizer.step(&ddp.backward(loss)?)?))
         }),
         warnings(|ddp| {
-            let mut grads = ddp.backward(&loss(ddp)?)?;
-            ddp.backward_into(&loss(ddp)?, &mut grads)
+            let grads = ddp.backward(&loss(ddp)?)?;
+            let options = Backward { into: Some(grads), ..Default::default() };
+            backward_with(&loss(ddp)?, &[ddp], options).map(drop)
         }),
         // Under no_sync they add up.
         warnings(|ddp| {

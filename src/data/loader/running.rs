@@ -54,7 +54,7 @@ where
     }
 
     /// Like [`iter`](Self::iter), with the number of each micro-batch: this rank's ones of each global batch, step by step, as
-    /// [`backward_micro_batch`](crate::DistributedDataParallel::backward_micro_batch) takes them.
+    /// [`backward_micro_batch`](crate::backward_micro_batch) takes them.
     ///
     /// The loader's [`state`](Self::state) moves on with the last micro-batch of a step. A run that resumes from a state in the
     /// middle of a step repeats the step.

@@ -139,12 +139,12 @@ impl State {
             return Ok(());
         }
         let (now, before) = match weighted {
-            true => ("backward_weighted", "backward"),
-            false => ("backward", "backward_weighted"),
+            true => ("with", "without"),
+            false => ("without", "with"),
         };
         let reason = format!(
-            "{now} cannot add to gradients that {before} has accumulated under no_sync: call the same method for all \
-             micro-batches of a step, or zero_grad() to drop the earlier ones"
+            "a pass {now} a count cannot add to gradients that passes {before} a count have accumulated under no_sync: give a \
+             count for all micro-batches of a step or for none, or call zero_grad() to drop the earlier gradients"
         );
         Err(Error::invalid("models", reason))
     }

@@ -209,19 +209,8 @@ fn training(rows: &mut Vec<Row>) {
     // A backward pass is where gradients come from.
     losses! {
         ["candle_ddp::DistributedDataParallel::backward"] "loss" "tests/training/ddp_golden.rs" "ddp.backward(";
-        ["candle_ddp::DistributedDataParallel::backward_into"] "loss" "tests/training/accumulate.rs" "ddp.backward_into(";
-        ["candle_ddp::DistributedDataParallel::backward_micro_batch"] "loss" "tests/training/virtual_ranks.rs"
-            "ddp.backward_micro_batch(";
-        ["candle_ddp::DistributedDataParallel::backward_micro_batch_weighted"] "loss_sum"
-            "tests/training/virtual_ranks_passes.rs" "backward_micro_batch_weighted(";
-        ["candle_ddp::DistributedDataParallel::backward_weighted"] "loss_sum" "tests/training/weighted.rs"
-            "ddp.backward_weighted(";
-        ["candle_ddp::backward"] "loss" "tests/training/several_models.rs" "candle_ddp::backward(";
-        ["candle_ddp::backward_into"] "loss" "tests/training/accumulate.rs" "candle_ddp::backward_into(";
+        ["candle_ddp::backward_with"] "loss" "tests/training/several_models.rs" "backward_with(";
         ["candle_ddp::backward_micro_batch"] "loss" "tests/training/virtual_ranks_passes.rs" "backward_micro_batch(";
-        ["candle_ddp::backward_micro_batch_weighted"] "loss_sum" "tests/training/virtual_ranks_passes.rs"
-            "backward_micro_batch_weighted(";
-        ["candle_ddp::backward_weighted"] "loss_sum" "tests/training/weighted.rs" " backward_weighted(";
         ["candle_ddp::data_parallel::DataParallel::backward"] "loss" "tests/training/data_parallel.rs" "dp.backward(";
         ["candle_ddp::data_parallel::backward"] "loss" "tests/training/data_parallel.rs" "data_parallel::backward(";
     }

@@ -5,7 +5,10 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::nn::{self, Dropout, enable_grad, is_grad_enabled, no_grad};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused, backward_micro_batch,
+    backward_with,
+};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -72,7 +75,7 @@ fn an_evaluation_disturbs_no_step_of_virtual_ranks() {
                 }
                 let rest = ddp.call(|net| net.forward_t(&images(number), false))?;
                 let loss = (loss(&output)? + loss(&rest)?)?;
-                if let Some(grads) = ddp.backward_micro_batch(&loss, number)? {
+                if let Some(grads) = backward_micro_batch(&loss, &[&ddp], number, None)? {
                     all = gradients(&ddp, &grads);
                 }
             }
@@ -104,11 +107,17 @@ fn a_loss_of_an_evaluation_is_an_error_that_names_the_cause() {
     ranks(1, |pg| {
         let (_, ddp) = wrap(&pg, ours, false, DdpOptions { unused: Unused::Allow, ..Default::default() })?;
         let evaluated = no_grad(|| ddp.forward_t(&images(1), false))?;
-        for result in [ddp.backward(&loss(&evaluated)?), ddp.backward_weighted(&loss(&evaluated)?, 2.)] {
+        for result in [
+            ddp.backward(&loss(&evaluated)?),
+            backward_with(&loss(&evaluated)?, &[&ddp], Backward { count: Some(2.), ..Default::default() }),
+        ] {
             assert!(matches!(result, Err(Error::InvalidArgument { argument: "loss", .. })));
         }
         let nothing = Tensor::zeros((), DType::F32, pg.device())?;
-        assert!(matches!(ddp.backward_weighted(&nothing, 0.), Err(Error::NothingCounted { .. })));
+        assert!(matches!(
+            backward_with(&nothing, &[&ddp], Backward { count: Some(0.), ..Default::default() }),
+            Err(Error::NothingCounted { .. })
+        ));
         ddp.backward(&loss(&ddp.forward_t(&images(1), false)?)?).map(drop)
     })
     .unwrap();

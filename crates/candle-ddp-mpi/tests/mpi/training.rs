@@ -3,7 +3,7 @@ use crate::digits::{Options, train};
 use crate::launch;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
 use candle_ddp_mpi::run;
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use clap::Parser;
@@ -90,7 +90,7 @@ fn virtual_ranks(pg: &ProcessGroup) -> Result<Vec<u32>> {
         let mut grads = None;
         for number in ddp.micro_batches().unwrap() {
             let x = batch(step)?.narrow(0, number, 1)?;
-            grads = ddp.backward_micro_batch(&ddp.forward(&x)?.sin()?.mean_all()?, number)?;
+            grads = backward_micro_batch(&ddp.forward(&x)?.sin()?.mean_all()?, &[&ddp], number, None)?;
         }
         let grads = grads.unwrap();
         for (_, var) in ddp.named_parameters() {

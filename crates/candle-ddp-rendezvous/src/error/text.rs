@@ -103,7 +103,7 @@ impl fmt::Display for Uneven<'_> {
         match averages(self.0) != averages(self.1) {
             true => f.write_str(
                 ". If ranks have different numbers of batches, train inside `ddp.join`; a rank that has no samples in a step must \
-                 not skip it, but call `ddp.backward_weighted(&zero, 0.)` where the others give their counts",
+                 not skip it, but call `backward_with(&zero, &[&ddp], Backward { count: Some(0.), .. })` where the others give their counts",
             ),
             false => Ok(()),
         }
