@@ -156,7 +156,8 @@ def mixed(options, program):
     hosts = harness.OneHost()
     of_ours = lambda *more: lambda model, modes: ours(options, program, model, modes, hosts, *more)
     of_peer = lambda dtype: lambda model, modes: pytorch(options, model, modes, hosts, dtype)
-    systems = {"candle-ddp, f32": of_ours(), "candle-ddp, bf16": of_ours("--amp", "bf16")}
+    autocast = lambda model, _: {"ddp": ours(options, program, model, ["autocast"], hosts, "--amp", "bf16")["autocast"]}
+    systems = {"candle-ddp, f32": of_ours(), "candle-ddp, bf16": of_ours("--amp", "bf16"), "candle-ddp, autocast": autocast}
     versions = with_peers(systems, {"PyTorch, f32": of_peer("f32"), "PyTorch, bf16": of_peer("autocast")})
     runs = rounds(options, systems, ["ddp"])
     times = lambda model, name: [run["ddp"]["step_ms"] for run in runs[model, name]]
@@ -164,25 +165,29 @@ def mixed(options, program):
     lines = [
         "# A training step with DDP in bf16, 2 ranks on one machine",
         "",
-        "*bf16*: models compute in bf16, with parameters in f32 (`MixedPrecision`; in PyTorch autocast). Fused AdamW, one thread per "
+        "*bf16*: models compute in bf16, with parameters in f32 (`MixedPrecision`; in PyTorch autocast). *autocast*: functions cast by "
+        "PyTorch's lists (`Autocast::Lists`). Fused AdamW, one thread per "
         f"rank. Times are medians in ms over {options.rounds} alternating rounds of the slower rank's median step. Ratios are medians "
         "over rounds, with the lowest and highest in brackets.",
         "",
         *about(options, "scripts/compare_step.py --dtype bf16", versions),
         "",
-        f"| DDP step | {' | '.join(systems)} | ours, bf16 / f32 | bf16, ours / PyTorch | fastest, ours / PyTorch |",
-        "|---|" + "---:|" * (len(systems) + 3),
+        f"| DDP step | {' | '.join(systems)} | ours, bf16 / f32 | ours, autocast / bf16 | bf16, ours / PyTorch | "
+        "autocast, ours / PyTorch | fastest, ours / PyTorch |",
+        "|---|" + "---:|" * (len(systems) + 5),
     ]
     for model in options.models:
         cells = [f"{median(model, name):.1f}" for name in systems]
         ratios = lambda a, b: spread([x / y for x, y in zip(a, b)], ".2f")
         fastest = lambda library: min((times(model, name) for name in systems if name.startswith(library)), key=statistics.median)
         cells.append(ratios(times(model, "candle-ddp, bf16"), times(model, "candle-ddp, f32")))
-        if len(systems) == 4:
+        cells.append(ratios(times(model, "candle-ddp, autocast"), times(model, "candle-ddp, bf16")))
+        if "PyTorch, bf16" in systems:
             cells.append(ratios(times(model, "candle-ddp, bf16"), times(model, "PyTorch, bf16")))
+            cells.append(ratios(times(model, "candle-ddp, autocast"), times(model, "PyTorch, bf16")))
             cells.append(ratios(fastest("candle-ddp"), fastest("PyTorch")))
         else:
-            cells += ["", ""]
+            cells += [""] * 3
         lines.append(f"| {MODELS[model]} | {' | '.join(cells)} |")
     for model in options.models:
         lines += ["", f"## {MODELS[model]}", "", f"| | {' | '.join(PARTS)} |", "|---|" + "---:|" * len(PARTS)]
