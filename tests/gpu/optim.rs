@@ -156,7 +156,7 @@ pub(crate) fn clips_alike(gpu: &Device) {
 /// An overflow on the last rank counts for all ranks; otherwise gradients are divided.
 pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
     let vars = vars(DType::F32, pg.device());
-    let named = vars.iter().enumerate().map(|(number, var)| (number.to_string(), var.clone())).collect();
+    let named: Vec<_> = vars.iter().enumerate().map(|(number, var)| (number.to_string(), var.clone())).collect();
     let mut scaler = GradScaler::new(pg, named, GradScalerOptions { init_scale: 4., ..Default::default() })?;
     for (step, overflow) in [(0, false), (1, true), (2, false)] {
         let mut grads = gradients(&vars, step);
