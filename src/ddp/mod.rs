@@ -3,6 +3,7 @@
 mod announce;
 mod backward;
 mod bucket;
+mod checks;
 pub mod comm_hook;
 mod construct;
 mod count;

@@ -74,7 +74,10 @@ impl Variables {
     }
 
     pub(super) fn without_buffers(&self) -> impl Iterator<Item = (&String, &Var)> {
-        let parameters = self.parameters.iter().map(|Parameter { name, var, .. }| (name, var));
-        parameters.chain(self.frozen.iter().map(|Frozen { name, var, .. }| (name, var)))
+        self.named_parameters().chain(self.frozen.iter().map(|Frozen { name, var, .. }| (name, var)))
+    }
+
+    pub(super) fn named_parameters(&self) -> impl Iterator<Item = (&String, &Var)> {
+        self.parameters.iter().map(|Parameter { name, var, .. }| (name, var))
     }
 }

@@ -1,0 +1,141 @@
+//! The checks before a backward pass sends anything.
+use super::graph::{Graph, Stale};
+use super::model::DistributedModel;
+use super::order::Member;
+use super::pass::Pass;
+use crate::warnings::warn_aloud;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, TensorId, Var};
+use std::collections::HashSet;
+use std::sync::Once;
+use std::sync::atomic::Ordering;
+
+/// Checks that the loss is one number: candle would compute the gradients of the sum of its elements.
+pub(super) fn check_one_number(loss: &Tensor, pass: &Pass) -> Result<()> {
+    if loss.elem_count() == 1 {
+        return Ok(());
+    }
+    let reduction = if pass.count.is_some() { "sum_all" } else { "mean_all" };
+    let shape = loss.dims();
+    Err(Error::invalid("loss", format!("it has shape {shape:?}: reduce it to one number, as with {reduction}()")))
+}
+
+/// Checks that the loss does not come from an evaluation, which has no graph.
+pub(super) fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
+    let ran_without_graph = |model: &Member| model.core.ran_without_graph.load(Ordering::Relaxed);
+    if loss.track_op() || pass.count == Some(0.) || !pass.models.iter().any(ran_without_graph) {
+        return Ok(());
+    }
+    let reason = "it was computed under no_grad, so it has no graph and would train nothing: call the model and compute the loss \
+                  outside of no_grad. (A rank without samples, whose loss is a constant, gives a count of 0: Backward { count: Some(0.), .. }.)";
+    Err(Error::invalid("loss", reason))
+}
+
+/// With `nan_check`, checks the loss, whose gradients may be finite: a cross entropy that ignores all targets has zeros.
+pub(super) fn check_finite(loss: &Tensor, pass: &Pass) -> Result<()> {
+    let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check == Some(true)) else {
+        return Ok(());
+    };
+    let value = loss.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+    if value.is_finite() {
+        return Ok(());
+    }
+    let rank = model.core.group().rank();
+    let reason = format!(
+        "it is {value} on rank {rank} (DdpOptions.nan_check): look at the inputs, and at the targets, of which a mean needs one that \
+         is not ignored"
+    );
+    Err(Error::invalid("loss", reason))
+}
+
+/// Checks that the loss depends on one of the models, so that no rank silently trains nothing.
+pub(super) fn check_reached(pass: &Pass) -> Result<()> {
+    let is_reached =
+        |graph: &Graph| pass.models.iter().any(|model| graph.completes(model.core.reducer.identity()).is_some());
+    if pass.graph.iter().any(is_reached) || pass.count == Some(0.) {
+        return Ok(());
+    }
+    for Member { core: model, .. } in &pass.models {
+        let refused = |(name, _): &(&String, &Var)| !model.options.unused.allows(name);
+        let unused: Vec<String> =
+            model.variables.named_parameters().filter(refused).map(|(name, _)| name.clone()).collect();
+        if !unused.is_empty() {
+            let (rank, total) = (Some(model.group().rank()), model.variables.parameters.len());
+            return Err(Error::UnusedParameters { rank, unused, total });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the graph does not reach into a step whose parameters had other values.
+pub(super) fn check_fresh(pass: &Pass) -> Result<()> {
+    match pass.graph.as_ref().and_then(Graph::stale) {
+        Some(Stale { parameter, is_certain: true }) => Err(Error::StaleGraph { parameter }),
+        Some(Stale { parameter, is_certain: false }) => {
+            static ONCE: Once = Once::new();
+            let warning = Error::StaleGraph { parameter };
+            ONCE.call_once(|| warn_aloud(format_args!("if the optimizer has stepped: {warning}")));
+            Ok(())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Checks everything that can be checked before anything is sent.
+pub(super) fn check(pass: &Pass) -> Result<()> {
+    if pass.models.is_empty() {
+        return Err(Error::invalid("models", "the list is empty: give at least one model"));
+    }
+    for (index, Member { core: model, .. }) in pass.models.iter().enumerate() {
+        if pass.models[..index].iter().any(|other| std::ptr::eq(other.core, *model)) {
+            return Err(Error::invalid(
+                "models",
+                format!(
+                    "the model with the parameter {} is given twice: give each \
+                                                         model once",
+                    model.first_name()
+                ),
+            ));
+        }
+        if model.reducer.identity().is_frozen() {
+            let reason = format!(
+                "the model with the parameter {} is frozen by a guard from its `freeze`: drop the guard before the \
+                 backward pass that trains this model",
+                model.first_name()
+            );
+            return Err(Error::invalid("models", reason));
+        }
+        model.reducer.check_accumulated(pass.count.is_some())?;
+        match (pass.micro_batch, model.options.virtual_ranks) {
+            (None, Some(_)) => {
+                let reason = "under DdpOptions.virtual_ranks, call backward_micro_batch(&loss, &[&ddp], number, None) for each \
+                              micro-batch: `backward` and `backward_with` do not know its number";
+                return Err(Error::invalid("models", reason));
+            }
+            (Some(_), None) => {
+                let reason = "the model has no virtual ranks: set DdpOptions.virtual_ranks, or call `backward`";
+                return Err(Error::invalid("number", reason));
+            }
+            (Some(_), Some(_)) => check_same_micro_batches(pass.models[0].core, model)?,
+            (None, None) => {}
+        }
+    }
+    let identities: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();
+    // The graph also contains the variables behind replicas, which may belong to another model too.
+    let own: HashSet<TensorId> =
+        pass.models.iter().flat_map(|model| model.core.variables.shared()).map(|(_, var)| var.id()).collect();
+    match pass.graph.as_ref().and_then(|graph| graph.foreign_parameter(&identities, &own)) {
+        Some(parameter) => Err(Error::OtherModelInGraph { parameter: parameter.to_string() }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that a rank computes the same micro-batches for both models.
+fn check_same_micro_batches(first: &DistributedModel, model: &DistributedModel) -> Result<()> {
+    if model.reducer.virtual_ranks() == first.reducer.virtual_ranks() && model.group().is_same(first.group()) {
+        return Ok(());
+    }
+    let reason = "the models of one backward pass need the same process group and the same DdpOptions.virtual_ranks, since a \
+                  rank computes each micro-batch for all of them";
+    Err(Error::invalid("models", reason))
+}
