@@ -24,6 +24,15 @@ fn loss(ddp: &DistributedDataParallel<Linear>) -> Result<Tensor> {
     Ok(ddp.forward(&Tensor::ones((2, 3), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?)
 }
 
+/// A pass in which only rank 0 has a sample, and so a loss to scale.
+fn of_rank_0(ddp: &DistributedDataParallel<Linear>, scaler: &GradScaler) -> Result<GradStore> {
+    let (loss, count) = match ddp.process_group().rank() {
+        0 => (scaler.scale(&loss(ddp)?)?, 1.),
+        _ => (Tensor::zeros((), DType::F32, &Device::Cpu)?, 0.),
+    };
+    backward_with(&loss, &[ddp], Backward { count: Some(count), ..Default::default() })
+}
+
 #[test]
 fn a_scale_that_sinks_never_steps_and_recovers() {
     for dtype in [DType::F32, DType::F64, DType::BF16] {
@@ -154,19 +163,7 @@ fn a_loss_that_nobody_scaled_is_an_error_on_every_rank() {
         let mut grads = ddp.backward(&loss(&ddp)?)?;
         refused(scaler.step(&mut optimizer, &mut grads), "unscale");
         // A rank without samples has nothing to scale.
-        let weighted = match pg.rank() {
-            0 => backward_with(
-                &scaler.scale(&loss(&ddp)?)?,
-                &[&ddp],
-                Backward { count: Some(1.), ..Default::default() },
-            )?,
-            _ => backward_with(
-                &Tensor::zeros((), DType::F32, &Device::Cpu)?,
-                &[&ddp],
-                Backward { count: Some(0.), ..Default::default() },
-            )?,
-        };
-        let mut grads = weighted;
+        let mut grads = of_rank_0(&ddp, &scaler)?;
         assert!(scaler.step(&mut optimizer, &mut grads)?);
         Ok(())
     })
@@ -180,18 +177,7 @@ fn a_zero_redundancy_optimizer_refuses_scaled_gradients() {
         let ddp = model(&pg)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         let scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
-        let mut grads = match pg.rank() {
-            0 => backward_with(
-                &scaler.scale(&loss(&ddp)?)?,
-                &[&ddp],
-                Backward { count: Some(1.), ..Default::default() },
-            )?,
-            _ => backward_with(
-                &Tensor::zeros((), DType::F32, &Device::Cpu)?,
-                &[&ddp],
-                Backward { count: Some(0.), ..Default::default() },
-            )?,
-        };
+        let mut grads = of_rank_0(&ddp, &scaler)?;
         let clipped = optimizer.clip_grad_norm(&mut grads, 1.0);
         match pg.rank() {
             0 => refused(clipped, "clip_grad_norm"),

@@ -7,3 +7,4 @@ mod meeting;
 mod network;
 mod rank;
 mod secret;
+mod set_by;

@@ -2,7 +2,8 @@
 //!
 //! The test binary starts itself as each rank; ranks meet in a file in a temporary folder.
 use crate::rank::Rank;
-use candle_ddp_engine::{CpuOptions, Result};
+use crate::set_by::SetBy;
+use candle_ddp_engine::CpuOptions;
 use candle_ddp_rendezvous::{FileStore, Store};
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::Path;
@@ -23,63 +24,6 @@ fn store_in(folder: &Path) -> FileStore {
     FileStore::open(folder.join("store"), PATIENCE).unwrap()
 }
 
-/// A store that kills this process once it has told the others something.
-struct Deadly(FileStore, String);
-
-impl Store for Deadly {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.set(key, value)?;
-        if key == self.1 {
-            kill_process(getpid(), Signal::KILL).unwrap();
-        }
-        Ok(())
-    }
-
-    fn get(&self, key: &str) -> Result<Vec<u8>> {
-        self.0.get(key)
-    }
-
-    fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.0.add(key, amount)
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.0.compare_set(key, expected, desired)
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
-        self.0.wait(keys, timeout)
-    }
-
-    fn check(&self, keys: &[&str]) -> Result<bool> {
-        self.0.check(keys)
-    }
-
-    fn delete(&self, key: &str) -> Result<bool> {
-        self.0.delete(key)
-    }
-
-    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.append(key, value)
-    }
-
-    fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
-        self.0.multi_get(keys)
-    }
-
-    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
-        self.0.multi_set(pairs)
-    }
-
-    fn num_keys(&self) -> Result<usize> {
-        self.0.num_keys()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.0.timeout()
-    }
-}
-
 #[test]
 #[ignore = "started by other tests"]
 fn rank_process() {
@@ -87,7 +31,16 @@ fn rank_process() {
     let rank: usize = rank.parse().unwrap();
     let store = store_in(folder.as_ref());
     let options = CpuOptions { timeout: PATIENCE, ..CpuOptions::default() };
-    let made = Rank::new(Arc::new(Deadly(store_in(folder.as_ref()), key)), rank, WORLD_SIZE, options);
+    // A store that kills this process once it has told the others something.
+    let set = move |store: &Arc<dyn Store>, this: &str, value: &[u8]| {
+        store.set(this, value)?;
+        if this == key {
+            kill_process(getpid(), Signal::KILL).unwrap();
+        }
+        Ok(())
+    };
+    let deadly = SetBy { store: Arc::new(store_in(folder.as_ref())), set };
+    let made = Rank::new(Arc::new(deadly), rank, WORLD_SIZE, options);
     let text = made.map_or_else(|error| error.to_string(), |made| format!("rank {} has made it", made.rank()));
     store.set(&format!("error/{rank}"), text.as_bytes()).unwrap();
 }

@@ -1,4 +1,5 @@
 //! Autocast, compared with PyTorch's.
+use crate::bf16::{check, wave};
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var, safetensors};
 use candle_ddp_nn::{
     AttentionOptions, Autocast, AvgPool2dOptions, BatchNorm, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
@@ -12,13 +13,6 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 type Run<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
-
-/// Input number `index` of a case, as the script makes it.
-fn wave(shape: &[usize], index: usize, dtype: DType) -> Var {
-    let number = |j: usize| 2.0 * (1.7 * j as f64 + index as f64 + 0.3).sin();
-    let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
-    Var::from_tensor(&Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap()
-}
 
 fn classes() -> Result<Tensor> {
     Tensor::new((0..6).map(|at| at * 3 % 10).collect::<Vec<u32>>(), &Device::Cpu)
@@ -61,17 +55,6 @@ fn rms_norm(x: &[Tensor]) -> Result<Tensor> {
     RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0])
 }
 
-/// As in `bf16.rs`, with results of 16 bits and of 32.
-fn check(name: &str, ours: &Tensor, theirs: &Tensor) {
-    assert_eq!((ours.dtype(), ours.dims()), (theirs.dtype(), theirs.dims()), "{name}");
-    let (ours, theirs) = (floats(ours), floats(theirs));
-    let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
-    for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
-        let bound = theirs.abs() / 64.0 + largest / 256.0;
-        assert!((ours - theirs).abs() <= bound, "{name}[{at}] is {ours}, in PyTorch {theirs}");
-    }
-}
-
 #[test]
 fn results_gradients_and_their_dtypes_are_those_of_pytorch() {
     let golden = include_bytes!("../golden/autocast.safetensors");
@@ -83,15 +66,18 @@ fn results_gradients_and_their_dtypes_are_those_of_pytorch() {
             shapes.iter().enumerate().map(|(index, shape)| wave(shape, index, dtype(index))).collect();
         let tensors: Vec<Tensor> = inputs.iter().map(|input| input.as_tensor().clone()).collect();
         let y = autocast(DType::BF16, || run(&tensors)).unwrap();
-        check(&format!("{name}: y"), &y, &golden[&format!("{name}|y")]);
+        let check = |result: &str, ours: &Tensor| {
+            let theirs = &golden[&format!("{name}|{result}")];
+            check(&format!("{name}: {result}"), theirs.dtype(), ours, theirs);
+        };
+        check("y", &y);
         let weight = |j: usize| (0.9 * j as f64 + 0.1).cos();
         let dy: Vec<f64> = (0..y.elem_count()).map(weight).collect();
         let dy = Tensor::from_vec(dy, y.shape(), &Device::Cpu).unwrap().to_dtype(y.dtype()).unwrap();
         let loss = (y.to_dtype(DType::F32).unwrap() * dy.to_dtype(DType::F32).unwrap()).unwrap().sum_all().unwrap();
         let gradients = loss.backward().unwrap();
         for (index, input) in inputs.iter().enumerate() {
-            let gradient = gradients.get(input).unwrap();
-            check(&format!("{name}: d{index}"), gradient, &golden[&format!("{name}|d{index}")]);
+            check(&format!("d{index}"), gradients.get(input).unwrap());
         }
         left -= 1 + inputs.len();
     };

@@ -5,21 +5,21 @@ use candle_ddp_nn::{
     InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, avg_pool2d, cross_entropy, gelu, gelu_erf,
     interpolate, log_softmax, max_pool2d, relu, scaled_dot_product_attention, silu, softmax,
 };
+use candle_ddp_testing::floats;
 use std::collections::HashMap;
 
 /// Input number `index` of a case, as the script makes it.
-fn wave(shape: &[usize], index: usize) -> Var {
+pub(crate) fn wave(shape: &[usize], index: usize, dtype: DType) -> Var {
     let number = |j: usize| 2.0 * (1.7 * j as f64 + index as f64 + 0.3).sin();
     let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
     let x = Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap();
-    Var::from_tensor(&x.to_dtype(DType::BF16).unwrap()).unwrap()
+    Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap()
 }
 
 /// Both results are sums in f32 which are rounded once, or, in PyTorch, twice at some places: they may be two units in
 /// the last place apart, of the element or of what it is a difference of.
-fn check(name: &str, ours: &Tensor, theirs: &Tensor) {
-    assert_eq!((ours.dtype(), ours.dims()), (DType::BF16, theirs.dims()), "{name}");
-    let floats = |x: &Tensor| x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+pub(crate) fn check(name: &str, dtype: DType, ours: &Tensor, theirs: &Tensor) {
+    assert_eq!((ours.dtype(), ours.dims()), (dtype, theirs.dims()), "{name}");
     let (ours, theirs) = (floats(ours), floats(theirs));
     let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
     for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
@@ -34,10 +34,11 @@ fn layers_in_bf16_match_pytorch() {
     let golden: HashMap<String, Tensor> = safetensors::load_buffer(golden, &Device::Cpu).unwrap();
     let mut left = golden.len();
     let mut case = |name: &str, shapes: &[&[usize]], run: &dyn Fn(&[Tensor]) -> candle_core::Result<Tensor>| {
-        let inputs: Vec<Var> = shapes.iter().enumerate().map(|(index, shape)| wave(shape, index)).collect();
+        let inputs: Vec<Var> =
+            shapes.iter().enumerate().map(|(index, shape)| wave(shape, index, DType::BF16)).collect();
         let tensors: Vec<Tensor> = inputs.iter().map(|input| input.as_tensor().clone()).collect();
         let y = run(&tensors).unwrap();
-        check(&format!("{name}: y"), &y, &golden[&format!("{name}|y")]);
+        check(&format!("{name}: y"), DType::BF16, &y, &golden[&format!("{name}|y")]);
         let weight = |j: usize| (0.9 * j as f64 + 0.1).cos();
         let dy =
             Tensor::from_vec((0..y.elem_count()).map(weight).collect::<Vec<_>>(), y.shape(), &Device::Cpu).unwrap();
@@ -46,7 +47,7 @@ fn layers_in_bf16_match_pytorch() {
         let gradients = loss.unwrap().backward().unwrap();
         for (index, input) in inputs.iter().enumerate() {
             let gradient = gradients.get(input).unwrap();
-            check(&format!("{name}: d{index}"), gradient, &golden[&format!("{name}|d{index}")]);
+            check(&format!("{name}: d{index}"), DType::BF16, gradient, &golden[&format!("{name}|d{index}")]);
         }
         left -= 1 + inputs.len();
     };

@@ -1,5 +1,6 @@
 //! Failures while a group is created.
 use super::*;
+use crate::set_by::SetBy;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
@@ -36,13 +37,12 @@ fn a_rank_that_never_comes_is_named() {
     });
 }
 
-/// A store that one rank loses when it has met all others: it cannot tell them so.
-struct Lost(Arc<dyn Store>);
-
-impl Store for Lost {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+#[test]
+fn a_network_that_fails_at_the_end_of_the_meeting_is_not_an_absent_rank() {
+    // A store that one rank loses when it has met all others: it cannot tell them so.
+    let set = |store: &Arc<dyn Store>, key: &str, value: &[u8]| {
         if key != "complete" {
-            return self.0.set(key, value);
+            return store.set(key, value);
         }
         Err(Error::StoreTimeout {
             operation: format!("set {key}"),
@@ -50,56 +50,8 @@ impl Store for Lost {
             timeout: TIMEOUT,
             reason: "the server does not answer".to_string(),
         })
-    }
-
-    fn get(&self, key: &str) -> Result<Vec<u8>> {
-        self.0.get(key)
-    }
-
-    fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.0.add(key, amount)
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.0.compare_set(key, expected, desired)
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
-        self.0.wait(keys, timeout)
-    }
-
-    fn check(&self, keys: &[&str]) -> Result<bool> {
-        self.0.check(keys)
-    }
-
-    fn delete(&self, key: &str) -> Result<bool> {
-        self.0.delete(key)
-    }
-
-    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.append(key, value)
-    }
-
-    fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
-        self.0.multi_get(keys)
-    }
-
-    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
-        self.0.multi_set(pairs)
-    }
-
-    fn num_keys(&self) -> Result<usize> {
-        self.0.num_keys()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.0.timeout()
-    }
-}
-
-#[test]
-fn a_network_that_fails_at_the_end_of_the_meeting_is_not_an_absent_rank() {
-    let store: Arc<dyn Store> = Arc::new(Lost(store()));
+    };
+    let store: Arc<dyn Store> = Arc::new(SetBy { store: store(), set });
     let hasty = CpuOptions { timeout: TIMEOUT, ..options() };
     let join = |rank| Rank::new(store.clone(), rank, 3, hasty.clone()).err().unwrap().to_string();
     let errors: Vec<String> = std::thread::scope(|scope| {
