@@ -291,7 +291,8 @@ impl GradScaler {
             self.scale = (before * self.options.backoff_factor).max(MIN_SCALE);
             self.clean_steps = 0;
             let has_sunk = |limit: f64| before >= limit && self.scale < limit;
-            let overflowed = self.overflowed.take().map_or(String::new(), |name| format!(", first that of {name}"));
+            let overflowed =
+                self.overflowed.take().map_or(String::new(), |name| format!(" (first the gradient of {name})"));
             if self.group.rank() == 0 && (has_sunk(1.0) || has_sunk(2.0 * MIN_SCALE)) {
                 warn_aloud(format_args!(
                     "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling{overflowed}, and every \

@@ -26,5 +26,5 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
     let warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
     assert!(warnings.len() == 1 && warnings[0].starts_with("GradScaler: the scale fell to 5e-1"), "{warnings:?}");
     assert!(warnings[0].contains("Lower the learning rate") && warnings[0].contains("nan_check"), "{warnings:?}");
-    assert!(warnings[0].contains("even without scaling, first that of w, and every"), "{warnings:?}");
+    assert!(warnings[0].contains("even without scaling (first the gradient of w), and every"), "{warnings:?}");
 }

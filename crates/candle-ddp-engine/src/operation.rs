@@ -15,7 +15,7 @@ pub enum Extent {
 }
 
 impl Extent {
-    /// The size of the operand, if `one` is that of as much as the call counts.
+    /// The operand's size, where `one` is the size of what the call counts.
     pub(crate) fn of(self, one: usize, world_size: usize, is_root: bool) -> Option<usize> {
         match self {
             Self::One => Some(one),

@@ -17,7 +17,7 @@ fn table(rows: &[Row]) -> String {
     table
 }
 
-/// The page with the tables of `SECTIONS` in the place of its own.
+/// The page, with its tables replaced by those of `SECTIONS`.
 fn with_tables(page: &str) -> String {
     let mut parts = page.split("\n## ");
     let mut result = parts.next().unwrap().to_string();

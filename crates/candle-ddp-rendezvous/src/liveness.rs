@@ -91,7 +91,7 @@ pub fn has_left(heartbeat: &[u8]) -> bool {
     notice(heartbeat).is_some()
 }
 
-/// What a rank has left with its [`goodbye`].
+/// The value that a rank has left with its [`goodbye`].
 pub fn notice(heartbeat: &[u8]) -> Option<&[u8]> {
     heartbeat.split_first().filter(|(kind, _)| **kind == LEFT).map(|(_, notice)| notice)
 }

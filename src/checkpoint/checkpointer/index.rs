@@ -62,7 +62,7 @@ pub(super) struct Written {
     pub(super) hash: Option<FileHash>,
 }
 
-/// What the ranks know of the files that they have written.
+/// Facts about the files that the ranks have written.
 #[derive(Default)]
 pub(super) struct Files {
     /// The hashes, by name.

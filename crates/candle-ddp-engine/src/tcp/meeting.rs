@@ -202,7 +202,7 @@ impl Connector<'_> {
             });
         }
         if handshake.rank != peer {
-            return Err(self.own.missing(&[peer], format!("its card is that of rank {}", handshake.rank)));
+            return Err(self.own.missing(&[peer], format!("its card belongs to rank {}", handshake.rank)));
         }
         Ok(Card { address, handshake, info })
     }

@@ -1,4 +1,4 @@
-//! What launchers say to ranks.
+//! The variables by which launchers tell ranks who they are.
 use crate::row::Kind::{Number, Path, Switch, Text};
 use crate::row::Row;
 
