@@ -65,9 +65,9 @@ fn ranks_that_part_are_named_with_their_variables() {
     };
     let with_sums = found(options(4), step);
     assert_eq!(with_sums, (8, both));
-    // A bit of one number.
+    // A bit of one number, right before the comparison: a step may round the difference away.
     let flip: fn(&_, &mut Sgd, u64) -> _ = |ddp, _, pass| {
-        if pass == 1 && is_second(ddp) {
+        if pass == 2 && is_second(ddp) {
             let weight = ddp.named_parameters().into_iter().find(|(name, _)| name == "weight").unwrap().1;
             let mut values = weight.flatten_all()?.to_vec1::<f32>()?;
             values[4] = f32::from_bits(values[4].to_bits() ^ 1);
