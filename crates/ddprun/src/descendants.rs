@@ -78,16 +78,22 @@ impl Descendants {
         found
     }
 
-    /// Sends `signal` to the processes of the run and to the process groups of `leaders`.
+    /// Sends `signal` to the process groups of `leaders` and to the remaining processes of the run.
+    ///
+    /// Parents come before their children. A worker that waits for its children would otherwise see them end first, and
+    /// exit as if it had finished its work.
     ///
     /// Signals go to process groups, because then no process that is just being forked escapes. Only processes of the
     /// run create these groups, so no other process is affected.
     pub(super) fn signal(&self, signal: Signal, leaders: impl Iterator<Item = Pid>) {
-        let groups: HashSet<Pid> = self.list().into_iter().filter_map(|process| process.group).chain(leaders).collect();
+        let groups = leaders.chain(self.list().into_iter().filter_map(|process| process.group));
+        let mut signalled = HashSet::new();
         // For `kill`, the group of process 1 would mean all processes.
-        for group in groups.into_iter().filter(|group| !group.is_init()) {
-            // The group may have ended in the meantime.
-            let _ = kill_process_group(group, signal);
+        for group in groups.filter(|group| !group.is_init()) {
+            if signalled.insert(group) {
+                // The group may have ended in the meantime.
+                let _ = kill_process_group(group, signal);
+            }
         }
     }
 }
