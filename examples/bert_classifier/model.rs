@@ -4,9 +4,12 @@
 //! file without the first line.
 use candle_ddp::nn as candle_nn;
 
-use candle_core::{D, DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::ops::softmax_last_dim;
-use candle_nn::{Activation, Dropout, Embedding, Init, LayerNorm, Linear, VarBuilder, add, layer_norm};
+use candle_nn::{
+    Activation, Dropout, Embedding, Init, LayerNorm, Linear, VarBuilder, add, flatten, layer_norm, matmul, narrow,
+    reshape, transpose,
+};
 use serde::Deserialize;
 
 /// The number added to the scores of padding, whose weights are then zero after the softmax, in any dtype.
@@ -102,13 +105,11 @@ impl SelfAttention {
     fn forward(&self, x: &Tensor, mask: &Tensor, train: bool) -> Result<Tensor> {
         let (batch, tokens, width) = x.dims3()?;
         let size = width / self.heads;
-        let heads = |layer: &Linear| {
-            layer.forward(x)?.reshape((batch, tokens, self.heads, size))?.transpose(1, 2)?.contiguous()
-        };
-        let scores = (heads(&self.query)?.matmul(&heads(&self.key)?.t()?)? / (size as f64).sqrt())?;
+        let heads = |layer: &Linear| transpose(&reshape(&layer.forward(x)?, (batch, tokens, self.heads, size))?, 1, 2);
+        let scores = (matmul(&heads(&self.query)?, &transpose(&heads(&self.key)?, 2, 3)?)? / (size as f64).sqrt())?;
         let weights = softmax_last_dim(&scores.broadcast_add(mask)?)?;
-        let y = self.dropout.forward(&weights, train)?.matmul(&heads(&self.value)?)?;
-        y.transpose(1, 2)?.flatten_from(D::Minus2)
+        let y = matmul(&self.dropout.forward(&weights, train)?, &heads(&self.value)?)?;
+        flatten(&transpose(&y, 1, 2)?, 2, 3)
     }
 }
 
@@ -188,7 +189,7 @@ impl BertForSequenceClassification {
         let mask = mask.to_dtype(DType::F32)?.affine(HIDDEN, -HIDDEN)?.to_dtype(x.dtype())?;
         let mask = mask.unsqueeze(1)?.unsqueeze(1)?;
         let x = self.layers.iter().try_fold(x, |x, layer| layer.forward(&x, &mask, train))?;
-        let first = x.narrow(1, 0, 1)?.squeeze(1)?;
+        let first = flatten(&narrow(&x, 1, 0, 1)?, 0, 1)?;
         let pooled = self.pooler.forward(&first)?.tanh()?;
         self.classifier.forward(&self.dropout.forward(&pooled, train)?)
     }

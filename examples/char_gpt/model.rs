@@ -2,7 +2,7 @@
 use super::block::Block;
 use super::plain::Config;
 use candle_core::{Module, Result, Tensor};
-use candle_ddp::nn::{Embedding, LayerNorm, Linear, add, layer_norm, linear_cross_entropy};
+use candle_ddp::nn::{Embedding, LayerNorm, Linear, add, layer_norm, linear_cross_entropy, narrow};
 use candle_nn::{Init, VarBuilder};
 
 pub(crate) struct Gpt {
@@ -30,7 +30,7 @@ impl Gpt {
 
     /// What the head gets.
     fn features(&self, x: &Tensor) -> Result<Tensor> {
-        let x = add(&self.tokens.forward(x)?, &self.positions.narrow(0, 0, x.dim(1)?)?)?;
+        let x = add(&self.tokens.forward(x)?, &narrow(&self.positions, 0, 0, x.dim(1)?)?)?;
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
         self.norm.forward(&x)
     }

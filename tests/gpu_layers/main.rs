@@ -88,6 +88,8 @@ on_gpu! {
     without_samples_the_mean_is_nan
     gradients_have_the_mask_of_the_forward_pass
     masks_are_the_generators_numbers
+    views_are_candles
+    products_match_the_definition
 }
 
 /// The numbers are close to each other, and far from zero, except for the first of each plane or of the batch.

@@ -3,8 +3,8 @@
 use super::LossNet;
 use candle_core::{Module, Result, Tensor};
 use candle_ddp::nn::{
-    AttentionOptions, LayerNorm, Linear, add, conv2d, embedding, gelu_erf, layer_norm, linear, linear_cross_entropy,
-    scaled_dot_product_attention_qkvpacked,
+    AttentionOptions, LayerNorm, Linear, add, conv2d, embedding, flatten, gelu_erf, layer_norm, linear,
+    linear_cross_entropy, scaled_dot_product_attention_qkvpacked, transpose,
 };
 use candle_nn::{Conv2dConfig, FuncT, Init, VarBuilder, func_t};
 
@@ -25,7 +25,7 @@ pub(super) fn vit(image_size: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
     let norm = layer_norm(WIDTH, 1e-6, vb.pp("norm"))?;
     let head = linear(WIDTH, 1000, vb.pp("head"))?;
     Ok(func_t(move |images, _| {
-        let x = patches.forward(images)?.flatten_from(2)?.transpose(1, 2)?.contiguous()?;
+        let x = transpose(&flatten(&patches.forward(images)?, 2, 3)?, 1, 2)?;
         let x = add(&x, &positions)?;
         let x = blocks.iter().try_fold(x, |x, block| block.pre_norm(&x))?;
         head.forward(&norm.forward(&x)?.mean(1)?)

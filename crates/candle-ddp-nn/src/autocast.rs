@@ -15,7 +15,8 @@ pub enum Autocast {
     /// return it; a sum has the wider dtype of its arguments. `torch.autocast`, and O1 of Apex.
     ///
     /// candle's own operations do not cast, and refuse arguments of two dtypes. A model in which they meet needs
-    /// [`add`](crate::add) for residual connections, [`Tensor::to_dtype`], or [`Products`](Self::Products).
+    /// [`add`](crate::add()) for residual connections, [`matmul`](crate::matmul()) and [`cat`](crate::cat) in place of candle's,
+    /// [`Tensor::to_dtype`], or [`Products`](Self::Products).
     Lists(DType),
     /// Products compute in the dtype, and their results have the dtype of their first argument: PyTorch's `fp32_precision = "bf16"`.
     /// No other function sees 16 bits, so any model of f32 can be trained with it.
@@ -188,8 +189,12 @@ pub(crate) fn is_widened(x: &Tensor) -> Result<bool> {
 
 /// The arguments of a sum, in the wider of their dtypes; f32 for f16 and bf16.
 pub(crate) fn widest(a: &Tensor, b: &Tensor) -> Result<[Tensor; 2]> {
-    let is_mixed = a.dtype() != b.dtype() && is_cast(a) && is_cast(b);
-    if is_mixed { Ok([wide(a)?, wide(b)?]) } else { Ok([a.clone(), b.clone()]) }
+    if is_mixed(&[a, b]) { Ok([wide(a)?, wide(b)?]) } else { Ok([a.clone(), b.clone()]) }
+}
+
+/// Whether the arguments have several dtypes, of those that autocast may change.
+pub(crate) fn is_mixed(arguments: &[&Tensor]) -> bool {
+    arguments.iter().all(|x| is_cast(x)) && arguments.windows(2).any(|two| two[0].dtype() != two[1].dtype())
 }
 
 /// Whether autocast may change the tensor's dtype.

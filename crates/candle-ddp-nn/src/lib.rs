@@ -19,6 +19,7 @@ pub mod layer_norm;
 pub mod linear;
 mod linear_cross_entropy;
 pub mod loss;
+mod matmul;
 mod max_pool;
 mod memory_format;
 mod normalise;
@@ -30,6 +31,7 @@ pub mod rotary_emb;
 mod row_norm;
 mod rows;
 mod softmax;
+mod view;
 
 // Everything that is not listed below is candle's.
 #[doc(no_inline)]
@@ -55,7 +57,9 @@ pub use interpolate::{InterpolateMode, interpolate};
 pub use layer_norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_with};
+pub use matmul::matmul;
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
 pub use memory_format::to_memory_format;
 pub use rope::{rope, rope_i, rope_thd};
 pub use softmax::{log_softmax, softmax, softmax_last_dim};
+pub use view::{cat, flatten, narrow, permute, reshape, transpose};

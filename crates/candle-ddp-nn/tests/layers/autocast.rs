@@ -4,9 +4,9 @@ use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var, safetenso
 use candle_ddp_nn::{
     AttentionOptions, Autocast, AvgPool2dOptions, BatchNorm, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
     ConvTranspose1d, ConvTranspose1dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding, InterpolateMode,
-    LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, autocast, autocast_mode, autocast_off, avg_pool2d, checkpoint,
-    cross_entropy, gelu, interpolate, linear_cross_entropy, log_softmax, loss, max_pool2d, no_grad, relu, rope,
-    scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, set_autocast, silu, softmax,
+    LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, autocast, autocast_mode, autocast_off, avg_pool2d, cat,
+    checkpoint, cross_entropy, gelu, interpolate, linear_cross_entropy, log_softmax, loss, matmul, max_pool2d, no_grad,
+    relu, rope, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, set_autocast, silu, softmax,
 };
 use candle_ddp_testing::floats;
 use std::collections::HashMap;
@@ -97,6 +97,9 @@ fn results_gradients_and_their_dtypes_are_those_of_pytorch() {
     case("rms_norm", &[&[5, 24], &[24]], &[0], &rms_norm);
     case("cross_entropy", &[&[6, 10]], &[0], &|x| cross_entropy(&x[0], &classes()?));
     case("mse_loss", &[&[6, 10][..]; 2], &[0, 1], &|x| loss::mse(&x[0], &x[1]));
+    case("matmul", &[&[2, 3, 5, 7], &[2, 3, 7, 4]], &[], &|x| matmul(&x[0], &x[1]));
+    case("matmul of 16 bits", &[&[2, 5, 7], &[7, 4]], &[0], &|x| matmul(&x[0], &x[1]));
+    case("cat", &[&[3, 17], &[3, 5]], &[1], &|x| cat(&[&x[0], &x[1]], 1));
     case("add", &[&[3, 17][..]; 2], &[1], &|x| add(&x[0], &x[1]));
     assert_eq!(left, 0, "cases of the file without a test");
 }
@@ -136,6 +139,8 @@ fn each_function_is_on_pytorchs_list() {
         }
     };
     run(&["linear", "matmul", "addmm"], &[&[5, 37], &[18, 37], &[18]], 2, &linear);
+    run(&["matmul", "bmm"], &[&[2, 5, 7], &[2, 7, 3]], 0, &|x| matmul(&x[0], &x[1]));
+    run(&["cat"], &[&[3, 17][..]; 2], 0, &|x| cat(&[&x[0], &x[1]], 0));
     run(&["conv1d"], &[&[2, 5, 8], &[6, 5, 3], &[6]], 2, &conv1d);
     run(&["conv2d"], &[&[2, 5, 8, 8], &[6, 5, 3, 3], &[6]], 2, &conv2d);
     run(&["conv_transpose1d"], &[&[2, 4, 5], &[4, 3, 3], &[3]], 2, &conv_transpose1d);

@@ -9,3 +9,4 @@ mod functions;
 mod loss;
 mod norms;
 mod pool;
+mod views;

@@ -12,11 +12,13 @@
 //! A token is a tensor without elements that represents a result in candle's graph, so that candle visits a function
 //! after everything that uses its result. A result's gradient is collected in a `GradientSum`, by the functions that
 //! use the result, and by `Attach`, to which candle passes what its own operations contribute. A result in channels_last is candle's
-//! view of what `Attach` makes, and has the same token. Sums belong to one backward
+//! view of what `Attach` makes, and has the same token. A result of candle's own operations may have a token
+//! too (`adopt.rs`), so that views between functions cost nothing. Sums belong to one backward
 //! pass (`pass.rs`): a pass that fails leaves none to the next. An argument that was not
 //! made by a function of this module is lifted: its gradient leaves the sum for candle's graph, once for all functions that
 //! use it.
 mod add;
+mod adopt;
 mod grad_mode;
 mod leaf;
 mod operation;
@@ -27,6 +29,8 @@ mod token;
 pub use add::add;
 #[doc(hidden)]
 pub use add::added;
+#[doc(hidden)]
+pub use adopt::adopt;
 #[doc(hidden)]
 pub use grad_mode::{argument, is_tracked};
 pub use grad_mode::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};

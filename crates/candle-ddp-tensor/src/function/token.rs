@@ -9,7 +9,7 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, TensorId,
 };
 use parking_lot::Mutex;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, LazyLock, Weak};
 
 /// A function's backward pass.
@@ -48,10 +48,21 @@ pub(super) fn apply_edges(
     result: (Storage, Shape),
     function: impl Function,
 ) -> Result<Tensor> {
-    let tokens: Vec<Tensor> = edges.iter().filter_map(|edge| edge.token.clone()).collect();
-    if tokens.is_empty() {
+    if edges.iter().all(|edge| edge.token.is_none()) {
         return format.view(&Tensor::from_storage(result.0, result.1, BackpropOp::none(), false));
     }
+    let (token, sum) = token_of(edges, format, function)?;
+    attach(format, result, token, sum)
+}
+
+/// The token of a result whose gradient, of the memory format `format`, flows through `function` along `edges`, and the sum that
+/// collects it. At least one of the edges has a token.
+pub(super) fn token_of(
+    edges: Vec<Edge>,
+    format: MemoryFormat,
+    function: impl Function,
+) -> Result<(Tensor, Arc<GradientSum>)> {
+    let tokens: Vec<Tensor> = edges.iter().filter_map(|edge| edge.token.clone()).collect();
     let sum = Arc::new(GradientSum::default());
     let needed = edges.iter().map(|edge| edge.token.is_some()).collect();
     let backward = Backward { function, format, sum: Arc::clone(&sum), edges, needed };
@@ -61,29 +72,51 @@ pub(super) fn apply_edges(
         [a, b, c] => a.apply_op3(b, c, backward)?,
         _ => candle_core::bail!("a function has one to three tokens after joining"),
     };
-    attach(format, result, token, sum)
+    Ok((token, sum))
 }
 
 /// A tensor with a token, while it lives: a result of this module, or another argument of its functions.
 #[derive(Debug)]
-struct Node {
+pub(super) struct Node {
     id: TensorId,
     token: Tensor,
     sum: Arc<GradientSum>,
+    /// The nodes of what candle's operations made of the tensor, the latest last.
+    results: Mutex<VecDeque<Arc<Node>>>,
 }
+
+/// How many of its results a node holds. Their users hold them too, so a result only needs this until the function that uses it is
+/// called. A variable's copy has more results in each pass, and lives for many.
+const HELD_RESULTS: usize = 64;
 
 impl Node {
     /// Makes the token known as the one of the tensor `id`.
     fn list(id: TensorId, token: Tensor, sum: Arc<GradientSum>) -> Arc<Self> {
-        let node = Arc::new(Self { id, token, sum });
+        let node = Arc::new(Self { id, token, sum, results: Mutex::default() });
         NODES.lock().insert(id, Arc::downgrade(&node));
         node
     }
 
-    fn find(id: TensorId) -> Option<Arc<Self>> {
+    pub(super) fn find(id: TensorId) -> Option<Arc<Self>> {
         // Bound first: this may be the last reference to the node, whose drop locks the nodes.
         let node = NODES.lock().get(&id).cloned();
         node.and_then(|node| node.upgrade())
+    }
+
+    /// An edge to the tensor.
+    pub(super) fn edge(&self) -> Edge {
+        Edge::to(self.token.clone(), Arc::clone(&self.sum))
+    }
+
+    /// Makes `token` known as the one of `result`, which candle's operations made of this node's tensor, and so holds it.
+    pub(super) fn hold(&self, result: &Tensor, token: Tensor, sum: Arc<GradientSum>) {
+        let node = Self::list(result.id(), token, sum);
+        let mut results = self.results.lock();
+        let oldest = if results.len() == HELD_RESULTS { results.pop_front() } else { None };
+        results.push_back(node);
+        // The drop of a node may drop others, which lock their results.
+        drop(results);
+        drop(oldest);
     }
 }
 

@@ -4,10 +4,12 @@ mod functions;
 mod golden;
 mod heads;
 mod norms;
+mod views;
 
 pub use functions::*;
 pub use heads::*;
 pub use norms::{add_norm_is_add_and_norm, layer_norm_matches_pytorch, rms_norm_matches_pytorch};
+pub use views::{products_match_the_definition, views_are_candles};
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp_nn::{
