@@ -13,7 +13,10 @@ mod median;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{linear, relu};
-use candle_ddp::{Context, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{
+    Context, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, backward_micro_batch,
+    init_process_group,
+};
 use candle_nn::{FuncT, Module, VarBuilder, VarMap, func_t};
 use clap::Parser;
 use median::median;
@@ -46,9 +49,10 @@ const WIDTH: usize = 512;
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    candle_ddp::run(|pg| {
+    let pg = init_process_group(InitOptions { virtual_ranks: Some(options.virtual_ranks), ..Default::default() })?;
+    pg.abort_on_error(|| {
         let mut throttle = if pg.rank() + 1 == pg.world_size() { Some(throttled()?) } else { None };
-        let result = measure(pg, &options);
+        let result = measure(&pg, &options);
         if let Some(throttle) = &mut throttle {
             throttle.kill().context("ending the throttle")?;
             throttle.wait().context("ending the throttle")?;
@@ -69,9 +73,8 @@ fn net(vb: VarBuilder) -> candle_core::Result<FuncT<'static>> {
     Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))))
 }
 
-fn model(pg: &ProcessGroup, options: &Options) -> Result<Model> {
-    let options = DdpOptions { virtual_ranks: Some(options.virtual_ranks), ..Default::default() };
-    DistributedDataParallel::with_options(pg, &VarMap::new(), net, options)
+fn model(pg: &ProcessGroup) -> Result<Model> {
+    DistributedDataParallel::new(pg, &VarMap::new(), net)
 }
 
 /// The milliseconds of a step of the slowest rank.
@@ -88,12 +91,12 @@ fn step(pg: &ProcessGroup, model: &Model, x: &Tensor) -> Result<f64> {
 
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let x = Tensor::randn(0f32, 1., (options.batch_size, WIDTH), pg.device())?.to_dtype(DType::F32)?;
-    let equal = model(pg, options)?;
+    let equal = model(pg)?;
     (0..20).try_for_each(|_| step(pg, &equal, &x).map(drop))?;
     let reason = "the ranks have measured no speed: run on CPUs".to_string();
     let own = equal.micro_batches_per_second().ok_or(Error::InvalidArgument { argument: "device", reason })?;
     pg.share_by_speed(own)?;
-    let by_speed = model(pg, options)?;
+    let by_speed = model(pg)?;
     (0..2).try_for_each(|_| step(pg, &by_speed, &x).map(drop))?;
     let (mut of_equal, mut of_speed) = (Vec::new(), Vec::new());
     for _ in 0..options.steps {

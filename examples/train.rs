@@ -8,10 +8,7 @@
 //! it save first, in the middle of an epoch.
 //!
 //! ci: target/train
-use candle_ddp::StopSignals;
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::nn::{Activation, Conv2dConfig, Sequential, conv2d, cross_entropy, linear, max_pool2d, seq};
-use candle_ddp::optim::{ParamsWarmupCosine, WarmupCosine};
 use candle_ddp::prelude::*;
 
 const EPOCHS: u64 = 20;

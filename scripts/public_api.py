@@ -33,11 +33,11 @@ DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|Parti
 # The most lines that each listing may have, without those of derived traits. These numbers may only be lowered: do so whenever a listing has become shorter.
 # candle_ddp_nn's also rises by the functions of PyTorch that it gains.
 BUDGETS = {
-    "candle_ddp": 576,
+    "candle_ddp": 575,
     "candle_ddp_nn": 270,
     "candle_ddp_tensor": 38,
     "candle_ddp_engine": 106,
-    "candle_ddp_rendezvous": 77,
+    "candle_ddp_rendezvous": 75,
     "candle_ddp_vision": 83,
 }
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}

@@ -28,14 +28,14 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// Returns an error for a config that [`candle_nn::BatchNorm`] refuses too, the errors of `vb`, and
-/// [`Error::InvalidArgument`] in a model with [virtual ranks](crate::DdpOptions::virtual_ranks).
+/// [`Error::InvalidArgument`] in a group with [virtual ranks](crate::InitOptions::virtual_ranks).
 pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     group: &ProcessGroup,
     num_features: usize,
     config: C,
     vb: VarBuilder,
 ) -> Result<BatchNorm> {
-    if group.has_virtual_ranks() {
+    if group.virtual_ranks().is_some() {
         return Err(virtual_ranks().into());
     }
     Ok(batch_norm(num_features, config, vb)?.synchronised(Arc::new(group.clone())))
@@ -80,7 +80,7 @@ impl BatchNormGroup for ProcessGroup {
             )
             .into());
         }
-        if self.has_virtual_ranks() {
+        if self.virtual_ranks().is_some() {
             return Err(virtual_ranks().into());
         }
         if self.current_join().is_some() {

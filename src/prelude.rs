@@ -1,24 +1,21 @@
 //! The names that most programs use: `use candle_ddp::prelude::*;`.
 //!
-//! It has candle's types that every model needs, this crate's basic types (process group, model, data, optimizer, checkpoints),
-//! [`no_grad`] for evaluation, and no layers: take those from [`nn`](crate::nn). `Optimizer` is this crate's trait.
-//! `docs/migrating.md` lists the names.
+//! It has what `examples/train.rs` and the quick start use of this crate and of candle, apart from layers: take those from
+//! [`nn`](crate::nn). `Optimizer` is this crate's trait. `docs/migrating.md` lists the names.
 #[doc(no_inline)]
-pub use crate::checkpoint::{self, Parts, StateDict};
+pub use crate::checkpoint::{self, Checkpointer, CheckpointerOptions, Parts, StateDict};
 #[doc(no_inline)]
-pub use crate::data::{
-    DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TensorDataset,
-};
+pub use crate::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions, TensorDataset};
 #[doc(no_inline)]
 pub use crate::nn::no_grad;
 #[doc(no_inline)]
-pub use crate::optim::{Adam, AdamW, Optimizer, ParamsAdam, ParamsAdamW, ParamsSgd, Sgd};
+pub use crate::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine};
 #[doc(no_inline)]
 pub use crate::{
-    DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
+    DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, StopSignals, init_process_group,
 };
 #[doc(no_inline)]
-pub use candle_core::{D, DType, Device, Module, ModuleT, Tensor};
+pub use candle_core::{D, DType, Device, Tensor};
 #[doc(no_inline)]
 pub use candle_nn::{VarBuilder, VarMap};
 
@@ -39,6 +36,17 @@ mod tests {
             }
         })
         .collect()
+    }
+
+    #[test]
+    fn it_has_what_the_examples_use() {
+        let (train, minimal) = (include_str!("../examples/train.rs"), include_str!("../examples/minimal.rs"));
+        let imports = train.lines().filter(|line| line.starts_with("use candle_ddp::") && !line.contains("::nn::"));
+        assert_eq!(imports.collect::<Vec<_>>(), ["use candle_ddp::prelude::*;"]);
+        let words = |text: &'static str| text.split(|c: char| !c.is_alphanumeric() && c != '_');
+        let used: BTreeSet<&str> = words(train).chain(words(minimal)).collect();
+        // The trait is used by its methods.
+        assert_eq!(names().difference(&used).collect::<Vec<_>>(), [&"Optimizer"]);
     }
 
     #[test]

@@ -26,11 +26,9 @@ pub(crate) struct Leaf {
 }
 
 impl VirtualRanks {
-    /// `speeds` are those of the ranks, which are finite and above 0; without them, all are equal.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if `count` is not a power of two, or below the number of ranks.
-    pub(crate) fn new(count: usize, rank: usize, world_size: usize, speeds: Option<&[f64]>) -> Result<Self> {
+    /// Returns an error if there is a `count` that so many ranks cannot have: not a power of two, or below the number of ranks.
+    pub(crate) fn check(count: Option<usize>, world_size: usize) -> Result<()> {
+        let Some(count) = count else { return Ok(()) };
         if !count.is_power_of_two() {
             let reason =
                 format!("it must be a power of two, such as {}, not {count}", count.max(1).next_power_of_two());
@@ -43,6 +41,12 @@ impl VirtualRanks {
             );
             return Err(Error::invalid("virtual_ranks", reason));
         }
+        Ok(())
+    }
+
+    /// `count` has been [checked](Self::check). `speeds` are those of the ranks, which are finite and above 0; without them, all
+    /// are equal.
+    pub(crate) fn new(count: usize, rank: usize, world_size: usize, speeds: Option<&[f64]>) -> Self {
         let starts: Vec<usize> = match speeds {
             // Up to 2^32 virtual ranks on 64-bit machines; a micro-batch is at least one sample in memory.
             None => (0..=world_size).map(|rank| (rank as u128 * count as u128 / world_size as u128) as usize).collect(),
@@ -54,7 +58,7 @@ impl VirtualRanks {
                 [0].into_iter().chain(ends).collect()
             }
         };
-        Ok(Self { count, rank, starts: starts.into() })
+        Self { count, rank, starts: starts.into() }
     }
 
     fn world_size(&self) -> usize {
@@ -137,7 +141,7 @@ mod tests {
     #[test]
     fn blocks_cover_all_micro_batches_and_differ_by_one() {
         for (count, world_size) in [(1, 1), (8, 3), (16, 16), (16, 5), (16, 7), (16, 12), (1024, 1000)] {
-            let ranks = |rank| VirtualRanks::new(count, rank, world_size, None).unwrap();
+            let ranks = |rank| VirtualRanks::new(count, rank, world_size, None);
             let blocks: Vec<_> = (0..world_size).map(|rank| ranks(rank).own()).collect();
             assert_eq!(blocks.iter().flat_map(Clone::clone).collect::<Vec<_>>(), (0..count).collect::<Vec<_>>());
             assert!(blocks.iter().all(|block| [count / world_size, count.div_ceil(world_size)].contains(&block.len())));
@@ -147,7 +151,7 @@ mod tests {
     #[test]
     fn a_fast_rank_gets_more() {
         let blocks = |count, speeds: &[f64]| {
-            let ranks = VirtualRanks::new(count, 0, speeds.len(), Some(speeds)).unwrap();
+            let ranks = VirtualRanks::new(count, 0, speeds.len(), Some(speeds));
             (0..speeds.len()).map(|rank| ranks.block(rank)).collect::<Vec<_>>()
         };
         assert_eq!(blocks(16, &[1., 1.]), [0..8, 8..16]);
@@ -164,13 +168,13 @@ mod tests {
     #[test]
     fn a_power_of_two_of_micro_batches_per_rank_is_one_subtree() {
         for world_size in [1, 2, 4, 8, 16] {
-            let ranks = VirtualRanks::new(16, 0, world_size, None).unwrap();
+            let ranks = VirtualRanks::new(16, 0, world_size, None);
             assert_eq!(ranks.rounds(), 1);
         }
         // As docs/virtual_ranks.md says.
-        let rounds = |world_size| VirtualRanks::new(16, 0, world_size, None).unwrap().rounds();
+        let rounds = |world_size| VirtualRanks::new(16, 0, world_size, None).rounds();
         assert_eq!([3, 5, 6, 7, 12].map(rounds), [3, 2, 2, 2, 1]);
-        let ranks = VirtualRanks::new(16, 1, 3, None).unwrap();
+        let ranks = VirtualRanks::new(16, 1, 3, None);
         assert_eq!(ranks.own(), 5..10);
         assert_eq!(ranks.subtrees(1), [5..6, 6..8, 8..10]);
         assert_eq!(ranks.rounds(), 3);
@@ -183,7 +187,7 @@ mod tests {
         let tree = |world_size: usize| {
             let mut all: Vec<(Range<usize>, String)> = Vec::new();
             for rank in 0..world_size {
-                let ranks = VirtualRanks::new(16, rank, world_size, None).unwrap();
+                let ranks = VirtualRanks::new(16, rank, world_size, None);
                 let mut stack: Vec<String> = Vec::new();
                 for number in ranks.own() {
                     let leaf = ranks.leaf(number);
@@ -222,7 +226,7 @@ mod tests {
     #[test]
     fn other_numbers_are_refused() {
         for (count, world_size) in [(0, 1), (3, 1), (12, 4), (8, 9), (1, 2)] {
-            assert!(matches!(VirtualRanks::new(count, 0, world_size, None), Err(Error::InvalidArgument { .. })));
+            assert!(matches!(VirtualRanks::check(Some(count), world_size), Err(Error::InvalidArgument { .. })));
         }
     }
 }

@@ -11,7 +11,10 @@ use candle_core::{DType, Tensor};
 use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Parameters};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, backward_micro_batch,
+    init_process_group,
+};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::median::median;
@@ -201,8 +204,10 @@ impl Trainer {
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
             Mode::Virtual => {
-                let options = DdpOptions { dtype, virtual_ranks: Some(pg.world_size()), ..options };
-                Net::Virtual(DistributedDataParallel::with_options(pg, &varmap, build, options)?)
+                let (virtual_ranks, device) = (Some(pg.world_size()), Some(device.clone()));
+                let pg = init_process_group(InitOptions { virtual_ranks, device, ..Default::default() })?;
+                let options = DdpOptions { dtype, ..options };
+                Net::Virtual(DistributedDataParallel::with_options(&pg, &varmap, build, options)?)
             }
             Mode::After => {
                 let net = plain()?;

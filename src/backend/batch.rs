@@ -37,13 +37,11 @@ impl From<P2pOp> for Collective {
 }
 
 impl P2pOp {
-    /// Makes the checks of this crate's engines on a batch, as [`Collective::check`] does on one call: those of each message,
-    /// and that no tensor is received that overlaps another one of the batch.
-    ///
-    /// # Errors
-    /// Returns an error that names the call and the tensor, and says what to do.
-    pub fn check(batch: &[Self], rank: usize, world_size: usize, device: &Device) -> Result<()> {
-        check_batch(rank, world_size, &|tensor| on_device(tensor, device), batch).map(drop)
+    /// Checks a batch, as [`Collective::check`] checks one call: each message, and that no tensor is received that overlaps another
+    /// one of the batch.
+    pub(crate) fn check(batch: &[Self], rank: usize, world_size: usize, device: &Device) -> Result<()> {
+        check_batch(rank, world_size, &|tensor| on_device(tensor, device), batch)?;
+        check_overlaps(rank, batch)
     }
 
     pub(crate) fn tensor(&self) -> &Tensor {
@@ -72,13 +70,11 @@ pub(super) fn check_batch(
     batch: &[P2pOp],
 ) -> Result<Vec<(Call, Channel)>> {
     let of = |message: &P2pOp| check(rank, world_size, check_device, &message.clone().into());
-    let calls = Label::BATCH.during(|| batch.iter().map(of).collect::<Result<Vec<_>>>())?;
-    check_overlaps(rank, batch)?;
-    Ok(calls)
+    Label::BATCH.during(|| batch.iter().map(of).collect())
 }
 
 /// Checks that no tensor is received that overlaps another one of the batch: which of the two is first is not determined.
-pub(super) fn check_overlaps(rank: usize, batch: &[P2pOp]) -> Result<()> {
+fn check_overlaps(rank: usize, batch: &[P2pOp]) -> Result<()> {
     let extents: Vec<_> = batch.iter().map(|message| extent(message.tensor())).collect();
     for (index, (storage, bytes)) in extents.iter().enumerate() {
         for (before, (other, others)) in extents[..index].iter().enumerate() {

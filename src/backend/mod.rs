@@ -79,13 +79,13 @@ pub trait Communicator: Send + Sync {
         self.start(collective)?.wait()
     }
 
-    /// Starts `batch`, whose messages progress together: [`ProcessGroup::batch_isend_irecv`]. By default, each message is
-    /// [started](Self::start) as a call, those that are sent first; this suits an engine whose messages of different ranks
-    /// and directions do not wait for each other. Gradients end here, as in [`start`](Self::start).
+    /// Starts `batch`, whose messages progress together: [`ProcessGroup::batch_isend_irecv`], which has checked them as
+    /// [`Collective::check`] does. By default, each message is [started](Self::start) as a call, those that are sent first; this
+    /// suits an engine whose messages of different ranks and directions do not wait for each other. Gradients end here, as in
+    /// [`start`](Self::start).
     ///
     /// [`ProcessGroup::batch_isend_irecv`]: crate::ProcessGroup::batch_isend_irecv
     fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
-        batch::check_overlaps(self.rank(), &batch)?;
         let (sends, recvs): (Vec<_>, Vec<_>) = batch.into_iter().partition(|message| !message.is_recv());
         let works = sends.into_iter().chain(recvs).map(|message| self.start(message.into()));
         Ok(Work::all(works.collect::<Result<_>>()?))

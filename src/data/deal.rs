@@ -1,7 +1,6 @@
 //! How ranks take turns in an order: each takes every `world_size`-th of its places.
-use super::{LoaderOptions, Remainder};
+use super::{LoaderOptions, Remainder, SamplerOptions};
 use crate::ProcessGroup;
-use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 
 /// A rank's part of an order. The places of an order are those of its samples, or of its batches where it makes them itself.
@@ -40,18 +39,15 @@ impl Deal {
     /// rank. Then every global batch is full.
     pub(super) fn of(options: &LoaderOptions, group: &ProcessGroup) -> Result<Self> {
         let (rank, world_size) = (group.rank(), group.world_size());
-        let LoaderOptions { batch_size, drop_last, sampler, virtual_ranks, .. } = *options;
-        let Some(count) = virtual_ranks else { return Self::new(rank, world_size, sampler.remainder) };
+        let LoaderOptions { batch_size, drop_last, sampler: SamplerOptions { remainder, .. }, .. } = *options;
+        // All micro-batches have as many samples.
+        let Some(ranks) = group.micro_batches().filter(|_| remainder != Remainder::Uneven) else {
+            return Self::new(rank, world_size, remainder);
+        };
         options.check()?;
-        let ranks = VirtualRanks::new(count, rank, world_size, group.speeds().as_deref())?;
-        if sampler.remainder == Remainder::Uneven {
-            let reason =
-                "with virtual_ranks, it must be Remainder::Pad or Drop: all micro-batches have as many samples";
-            return Err(Error::invalid("remainder", reason));
-        }
-        let drop_last = drop_last || sampler.remainder == Remainder::Drop;
+        let drop_last = drop_last || remainder == Remainder::Drop;
         let block = Block { virtual_ranks: ranks.own().len(), batch_size, drop_last };
-        Ok(Self { block: Some(block), ..Self::new(ranks.own().start, count, sampler.remainder)? })
+        Ok(Self { block: Some(block), ..Self::new(ranks.own().start, ranks.count(), remainder)? })
     }
 
     /// How many batches this rank has in a step.
@@ -77,7 +73,7 @@ impl Deal {
         if let Some(Block { batch_size, .. }) = self.block {
             let global = world_size.checked_mul(batch_size).filter(|global| len.checked_add(*global).is_some());
             if global.is_none() {
-                let reason = format!("virtual_ranks × batch_size, {world_size} × {batch_size}, is too large");
+                let reason = format!("virtual ranks × batch_size, {world_size} × {batch_size}, is too large");
                 return Err(Error::invalid("batch_size", reason));
             }
         }
@@ -88,6 +84,27 @@ impl Deal {
             return Err(Error::invalid("len", reason));
         }
         Ok(())
+    }
+
+    /// Checks that some rank has a batch of `len` places, which are at least one.
+    pub(super) fn check_batches(&self, len: usize, options: &LoaderOptions) -> Result<()> {
+        let samples = self.most_after(len, 0);
+        if options.num_batches(samples) > 0 {
+            return Ok(());
+        }
+        let LoaderOptions { batch_size, .. } = options;
+        let reason = match self.block {
+            None => format!(
+                "drop_last leaves no batch at all: this rank has {samples} samples, fewer than a batch of {batch_size}. Make \
+                 batch_size {samples} or less, set drop_last to false, or use fewer ranks"
+            ),
+            Some(_) => format!(
+                "drop_last leaves no batch at all: the dataset has fewer samples than a global batch of {} × {batch_size}. Make \
+                 batch_size smaller, set drop_last to false and use Remainder::Pad, or use fewer virtual ranks",
+                self.world_size
+            ),
+        };
+        Err(Error::invalid("batch_size", reason))
     }
 
     /// How many of `len` places this rank gets after all ranks have consumed `consumed`.

@@ -179,15 +179,16 @@ where
 
     /// The loader, if all ranks have made one of the same description.
     fn compared(loader: Result<Self>, group: &ProcessGroup, describe: impl Fn(&Self) -> String) -> Result<Self> {
-        let described = loader.as_ref().map(describe);
+        let virtual_ranks = group.virtual_ranks();
+        let described = loader.as_ref().map(|loader| format!("virtual ranks: {virtual_ranks:?}\n{}", describe(loader)));
         match label::LOADER_NEW.during(|| group.compare(described, "it could not make its DataLoader"))? {
             None => loader.inspect(|loader| loader.warn_of_no_batch()),
             Some((rank, difference)) => Err(Error::Mismatch { what: "data loader", rank, difference }),
         }
     }
 
-    /// A loader of the samples that `sampler` gives, beginning with the sampler's epoch. It communicates with no other rank, and
-    /// batches stay where `collate` makes them.
+    /// A loader of the samples that `sampler` gives, beginning with the sampler's epoch. It communicates with no other rank, knows
+    /// no virtual ranks, and batches stay where `collate` makes them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for invalid options (see [`new`](Self::new)), for a sampler of a dataset of another length,
@@ -199,10 +200,6 @@ where
         if options.sampler != SamplerOptions::default() {
             let reason = "the options of a loader that is given its sampler must not have sampler options: give them to the sampler";
             return Err(Error::invalid("options", reason));
-        }
-        if options.virtual_ranks.is_some() {
-            let reason = "a loader of virtual ranks makes its sampler itself: use `DataLoader::new` or `with_collate`";
-            return Err(Error::invalid("virtual_ranks", reason));
         }
         Self::of_sampler(dataset, sampler, options, None, collate)
     }
@@ -218,13 +215,11 @@ where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,
     {
         let (deal, seed, epoch) = (sampler.deal(), sampler.seed(), sampler.epoch());
-        let most = deal.most_after(sampler.dataset_len(), 0);
+        let len = sampler.dataset_len();
         let loader =
             Self::make(dataset, ("sampler", Arc::new(sampler)), (deal, seed, epoch), options, device, collate)?;
         // With Remainder::Uneven, some ranks may have fewer batches than rank 0, or none.
-        if options.num_batches(most) == 0 {
-            return Err(options.no_batch(most));
-        }
+        deal.check_batches(len, &options)?;
         Ok(loader)
     }
 

@@ -32,12 +32,19 @@ pub enum Remainder {
     /// Give the first ranks one sample more than the others. Each sample is there exactly once, as an evaluation needs it.
     ///
     /// Some ranks may then have one batch less than others, so nothing that all ranks do together, such as
-    /// [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward), may happen once per batch.
+    /// [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward), may happen once per batch. In a group with
+    /// [virtual ranks](crate::InitOptions::virtual_ranks), the samples are those of the ranks, not of micro-batches.
     Uneven,
 }
 
 /// How a [`DataLoader`](super::DataLoader) makes batches. The defaults are those of PyTorch's `DataLoader` with a
 /// `DistributedSampler`.
+///
+/// In a group with [virtual ranks](crate::InitOptions::virtual_ranks), the batches are micro-batches of
+/// [`batch_size`](Self::batch_size) samples, and [`DataLoader::micro_batches`](super::DataLoader::micro_batches) gives them with their
+/// numbers. Their samples do not depend on the number of ranks. Every global batch is full: the last one is filled from the head of
+/// the epoch, or dropped with [`drop_last`](Self::drop_last) or [`Remainder::Drop`]. A loader with [`Remainder::Uneven`], for
+/// evaluation, has no micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
     /// How many samples a batch has, on each rank. Default: 1.
@@ -49,12 +56,6 @@ pub struct LoaderOptions {
     pub num_workers: usize,
     /// How many batches for each worker are begun before they are asked for. Default: 2. Without workers it has no effect.
     pub prefetch_factor: usize,
-    /// The number of micro-batches in a global batch, the same as [`DdpOptions::virtual_ranks`](crate::DdpOptions). The batches are
-    /// then micro-batches of [`batch_size`](Self::batch_size) samples, and [`DataLoader::micro_batches`](super::DataLoader::micro_batches)
-    /// gives them with their numbers. Their samples do not depend on the number of ranks. Every global batch is full: the last one
-    /// is filled from the head of the epoch, or dropped with [`drop_last`](Self::drop_last) or
-    /// [`Remainder::Drop`](super::Remainder::Drop). Default: None.
-    pub virtual_ranks: Option<usize>,
     /// Which samples each rank gets, and in which order. Default: shuffled anew in each epoch, and padded so that every rank
     /// gets the same number.
     pub sampler: SamplerOptions,
@@ -62,14 +63,7 @@ pub struct LoaderOptions {
 
 impl Default for LoaderOptions {
     fn default() -> Self {
-        Self {
-            batch_size: 1,
-            drop_last: false,
-            num_workers: 0,
-            prefetch_factor: 2,
-            virtual_ranks: None,
-            sampler: SamplerOptions::default(),
-        }
+        Self { batch_size: 1, drop_last: false, num_workers: 0, prefetch_factor: 2, sampler: SamplerOptions::default() }
     }
 }
 
@@ -86,23 +80,6 @@ impl LoaderOptions {
             return Err(Error::invalid("prefetch_factor", "num_workers × prefetch_factor overflows usize"));
         }
         Ok(())
-    }
-
-    /// Why `samples`, which are at least one, make no batch.
-    pub(super) fn no_batch(&self, samples: usize) -> Error {
-        let batch_size = self.batch_size;
-        let reason = format!(
-            "drop_last leaves no batch at all: this rank has {samples} samples, fewer than a batch of {batch_size}. Make \
-             batch_size {samples} or less, set drop_last to false, or use fewer ranks"
-        );
-        if let Some(virtual_ranks) = self.virtual_ranks {
-            let reason = format!(
-                "drop_last leaves no batch at all: the dataset has fewer samples than a global batch of {virtual_ranks} × \
-                 {batch_size}. Make batch_size smaller, set drop_last to false and use Remainder::Pad, or use fewer virtual ranks"
-            );
-            return Error::invalid("batch_size", reason);
-        }
-        Error::invalid("batch_size", reason)
     }
 
     /// How many batches an order of `len` indices makes.

@@ -171,11 +171,7 @@ impl EpochOrder {
             }
         }
         deal.check(self.places(), "epoch", if self.ends.is_some() { "batch(es)" } else { "sample(s)" })?;
-        let most = deal.most_after(self.places(), 0);
-        if options.num_batches(most) == 0 {
-            return Err(options.no_batch(most));
-        }
-        Ok(())
+        deal.check_batches(self.places(), options)
     }
 }
 

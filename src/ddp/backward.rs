@@ -20,7 +20,7 @@ use std::collections::HashSet;
 
 /// How [`backward_with`] averages gradients, and whether it adds them to others.
 #[derive(Debug, Default)]
-pub struct Backward {
+pub struct Backward<'a> {
     /// The number of samples, tokens or pixels of this rank over which the loss is a sum. The gradients are then those of the mean
     /// over all samples of all ranks, `Σ loss / Σ count`. It may also be a sum of weights. A rank without samples gives a loss of
     /// 0 and a count of 0; such a loss need not depend on the model. Default: None, and the gradients are the mean of the ranks'
@@ -34,12 +34,12 @@ pub struct Backward {
     /// sum are larger, its scale settles lower. The mean loss itself is a quotient of two sums:
     /// [`all_reduce_scalars`](crate::ProcessGroup::all_reduce_scalars).
     pub count: Option<f64>,
-    /// Gradients to which the new ones are added, and which come back with them: for one step after several losses, as PyTorch's
-    /// `loss.backward()` adds to `parameter.grad`. Start with the result of `backward`, or with `GradStore::default()`. Every call
-    /// averages its own gradients. Under [`no_sync`](crate::DistributedDataParallel::no_sync) it leaves them in the buckets, and the
-    /// next call without the guard averages and adds their sum. Gradients of tensors that are not variables are dropped.
-    /// Default: None.
-    pub into: Option<GradStore>,
+    /// Gradients to which the new ones are added: for one step after several losses, as PyTorch's `loss.backward()` adds to
+    /// `parameter.grad`. Start with the result of `backward`, or with `GradStore::default()`. The sums are then in this store, and in
+    /// the one that the call returns; after an error, this store is as before. Every call averages its own gradients. Under
+    /// [`no_sync`](crate::DistributedDataParallel::no_sync) it leaves them in the buckets, and the next call without the guard averages
+    /// and adds their sum. Gradients of tensors that are not variables are not added. Default: None.
+    pub into: Option<&'a mut GradStore>,
 }
 
 /// Computes the gradients of a loss that depends on one or several models in one backward pass, and averages each model's
@@ -106,9 +106,9 @@ pub struct Backward {
 /// # use candle_ddp::{Backward, backward_with};
 /// # fn step(d: &candle_ddp::DistributedDataParallel<candle_nn::Linear>, real: &candle_core::Tensor, fake: &candle_core::Tensor) -> candle_ddp::Result<()> {
 /// # let bce = |x: &candle_core::Tensor, _: f64| x.mean_all();
-/// let grads = d.backward(&bce(&d.forward(real)?, 1.0)?)?;
+/// let mut grads = d.backward(&bce(&d.forward(real)?, 1.0)?)?;
 /// let of_fake = bce(&d.forward(&fake.detach())?, 0.0)?;
-/// let grads = backward_with(&of_fake, &[d], Backward { into: Some(grads), ..Default::default() })?;
+/// backward_with(&of_fake, &[d], Backward { into: Some(&mut grads), ..Default::default() })?;
 /// // optimizer.step(&grads)?;
 /// # Ok(())
 /// # }
@@ -122,10 +122,10 @@ pub struct Backward {
 /// that is negative, infinite or NaN is [`Error::InvalidArgument`] on its rank and ends the group. Micro-batches of one step must
 /// all have a count or none of them; if ranks differ in that, the group ends.
 ///
-/// [`Error::InvalidArgument`] if `into` holds sums of a pass under `no_sync`, since the buckets hold these too, and for `into`
-/// with a count while a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) keeps the gradients. After an error, the
-/// gradients in `into` are gone.
-pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward) -> Result<GradStore> {
+/// [`Error::InvalidArgument`] if `into` holds sums of a pass under `no_sync`, since the buckets hold these too; and, while a
+/// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) keeps the gradients, for `into` with a count, or with gradients
+/// that a step has used.
+pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward<'_>) -> Result<GradStore> {
     let Backward { count, into } = options;
     match into {
         None => average(loss, &mut Pass::new(loss, models, None, count)),
@@ -133,14 +133,14 @@ pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backw
     }
 }
 
-/// Runs a backward pass and returns the sums of its gradients and those in `grads`.
+/// Runs a backward pass and adds its gradients to those in `grads`. Returns a store of the same tensors.
 fn run_into(
     loss: &Tensor,
     models: &[&DistributedModel],
-    mut grads: GradStore,
+    grads: &mut GradStore,
     count: Option<f64>,
 ) -> Result<GradStore> {
-    if models.iter().any(|model| model.marks().has_local(&grads)) {
+    if models.iter().any(|model| model.marks().has_local(grads)) {
         let reason = "it holds this rank's own sums from a backward pass under no_sync. The buckets hold these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
         return Err(Error::invalid("into", reason));
@@ -150,34 +150,37 @@ fn run_into(
                       ones: let one pass have the sum of the losses, or use another optimizer";
         return Err(Error::invalid("into", reason));
     }
-    let mut pass = Pass::new(loss, models, Some(&grads), count);
+    let mut pass = Pass::new(loss, models, Some(grads), count);
     let mut new = average(loss, &mut pass)?;
     for model in pass.models.iter().filter(|model| !model.synchronises) {
         model.core.variables.named_parameters().for_each(|(_, var)| drop(new.remove(var)));
     }
     // candle also returns gradients of inputs, which would accumulate with every pass.
     let mut added: HashSet<TensorId> = pass.graph.iter().flat_map(Graph::variables).collect();
+    added.extend(pass.synchronised().flat_map(|model| model.variables.named_parameters()).map(|(_, var)| var.id()));
+    let added = new.get_ids().filter(|id| added.contains(id));
+    let sum = |(id, gradient): (TensorId, &Tensor)| match grads.get_id(id) {
+        Some(earlier) => Ok((id, (earlier + gradient)?.detach())),
+        None => Ok((id, gradient.clone())),
+    };
+    let sums = added.filter_map(|id| Some((*id, new.get_id(*id)?))).map(sum).collect::<Result<Vec<_>>>()?;
+    // From here on, nothing fails.
     for model in pass.synchronised() {
-        added.extend(model.variables.named_parameters().map(|(_, var)| var.id()));
         // Sums have their own memory, so the buckets can be reused.
         let becomes_view = |(_, var): (_, &Var)| new.get(var).is_some() && grads.get(var).is_none();
         let has_views = model.reducer.is_sharded() || model.variables.named_parameters().any(becomes_view);
         let mark = model.marks().take(&mut new).filter(|_| has_views);
-        model.marks().take(&mut grads);
-        model.marks().put_back(&mut grads, mark);
+        model.marks().take(grads);
+        model.marks().put_back(grads, mark);
     }
-    let added = new.get_ids().filter(|id| added.contains(id));
-    for (id, gradient) in added.filter_map(|id| Some((*id, new.get_id(*id)?))) {
-        let sum = match grads.get_id(id) {
-            Some(earlier) => (earlier + gradient)?.detach(),
-            None => gradient.clone(),
-        };
-        grads.insert_id(id, sum);
-    }
-    Ok(grads)
+    sums.into_iter().for_each(|(id, sum)| drop(grads.insert_id(id, sum)));
+    let mut same = GradStore::default();
+    let all = grads.get_ids().filter_map(|id| Some((*id, grads.get_id(*id)?.clone())));
+    all.for_each(|(id, gradient)| drop(same.insert_id(id, gradient)));
+    Ok(same)
 }
 
-/// Computes the gradients of the micro-batch `number` under [virtual ranks](crate::DdpOptions::virtual_ranks). In each step, a rank
+/// Computes the gradients of the micro-batch `number` under [virtual ranks](crate::InitOptions::virtual_ranks). In each step, a rank
 /// calls it for its [`micro_batches`](crate::DistributedDataParallel::micro_batches), in their order. The last one returns the mean
 /// gradients over all micro-batches of all ranks, for the optimizer's step, and the others None. The mean has the same bits on any
 /// number of ranks.
@@ -186,16 +189,16 @@ fn run_into(
 /// # use candle_core::{DType, Tensor};
 /// # use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
 /// # use candle_ddp::data::{DataLoader, LoaderOptions, TensorDataset};
-/// # use candle_ddp::{DdpOptions, DistributedDataParallel, backward_micro_batch};
+/// # use candle_ddp::{DistributedDataParallel, SpawnOptions, backward_micro_batch};
 /// # use candle_nn::{VarMap, linear};
 /// # fn main() -> candle_ddp::Result<()> {
-/// # candle_ddp::spawn(3, |pg| {
+/// # let options = SpawnOptions { world_size: 3, virtual_ranks: Some(8), ..Default::default() };
+/// # candle_ddp::spawn_with(options, |pg| {
 /// # let data = TensorDataset::new(Tensor::ones((64, 4), DType::F32, pg.device())?)?;
-/// let options = DdpOptions { virtual_ranks: Some(8), ..Default::default() };
-/// let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
+/// // `pg` was made with `InitOptions { virtual_ranks: Some(8), .. }`.
+/// let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
 /// let mut optimizer = Sgd::new(&ddp, ParamsSgd::default())?;
-/// let options = LoaderOptions { batch_size: 4, virtual_ranks: Some(8), ..Default::default() };
-/// let loader = DataLoader::new(data, &pg, options)?;
+/// let loader = DataLoader::new(data, &pg, LoaderOptions { batch_size: 4, ..Default::default() })?;
 /// for micro_batch in loader.micro_batches()? {
 ///     let micro_batch = micro_batch?;
 ///     let loss = ddp.forward(&micro_batch.batch)?.sqr()?.mean_all()?;
@@ -280,7 +283,10 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         }
         pass.models.iter().filter_map(|model| model.core.reducer.trace()).for_each(|trace| trace.flush());
         match beside {
-            None => Ok(grads),
+            None => {
+                put_marks(&mut grads, pass)?;
+                Ok(grads)
+            }
             Some(name) => Err(Error::parameter(
                 name,
                 "the loss also uses its variable directly, not only through the model, and that gradient would not be \
@@ -332,14 +338,19 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
             grads.insert(var, gradient);
         }
         if *synchronises {
-            model.marks().put_averaged(grads)?;
             model.reducer.identity().has_gradients();
             model.first_gradients().come(&model.variables.parameters);
-        } else {
-            model.marks().put_local(grads)?;
         }
     }
     Ok(())
+}
+
+/// Marks `grads` as the gradients of a pass that has succeeded.
+fn put_marks(grads: &mut GradStore, pass: &Pass) -> Result<()> {
+    pass.models.iter().try_for_each(|Member { core, synchronises, .. }| match synchronises {
+        true => core.marks().put_averaged(grads),
+        false => core.marks().put_local(grads),
+    })
 }
 
 /// Finishes the buffers' broadcasts, and checks the counts and the used flags, once the gradients are there.
@@ -377,7 +388,7 @@ fn warn_of_lost(model: &DistributedModel) -> Result<()> {
         warn_aloud(format_args!(
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
              has changed since. If the program expects them to be added to those of the second pass: `backward` returns \
-             the gradients of its own loss, and `backward_with` with `Backward {{ into: Some(grads), .. }}` adds to those of an earlier one. \
+             the gradients of its own loss, and `backward_with` with `Backward {{ into: Some(&mut grads), .. }}` adds to those of an earlier one. \
              (A skipped step, one with a learning rate of 0, or an optimizer without this parameter looks the same.)"
         ));
     }

@@ -106,14 +106,15 @@ pub(super) fn check(pass: &Pass) -> Result<()> {
             return Err(Error::invalid("models", reason));
         }
         model.reducer.check_accumulated(pass.count.is_some())?;
-        match (pass.micro_batch, model.options.virtual_ranks) {
+        match (pass.micro_batch, model.group().virtual_ranks()) {
             (None, Some(_)) => {
-                let reason = "under DdpOptions.virtual_ranks, call backward_micro_batch(&loss, &[&ddp], number, None) for each \
+                let reason = "under virtual ranks, call backward_micro_batch(&loss, &[&ddp], number, None) for each \
                               micro-batch: `backward` and `backward_with` do not know its number";
                 return Err(Error::invalid("models", reason));
             }
             (Some(_), None) => {
-                let reason = "the model has no virtual ranks: set DdpOptions.virtual_ranks, or call `backward`";
+                let reason =
+                    "the process group has no virtual ranks: set InitOptions.virtual_ranks, or call `backward`";
                 return Err(Error::invalid("number", reason));
             }
             (Some(_), Some(_)) => check_same_micro_batches(pass.models[0].core, model)?,
@@ -135,7 +136,7 @@ fn check_same_micro_batches(first: &DistributedModel, model: &DistributedModel) 
     if model.reducer.virtual_ranks() == first.reducer.virtual_ranks() && model.group().is_same(first.group()) {
         return Ok(());
     }
-    let reason = "the models of one backward pass need the same process group and the same DdpOptions.virtual_ranks, since a \
-                  rank computes each micro-batch for all of them";
+    let reason = "the models of one backward pass need the same process group, and no share_by_speed between the making of one and \
+                  of the next, since a rank computes each micro-batch for all of them";
     Err(Error::invalid("models", reason))
 }

@@ -68,7 +68,7 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
-        let reducer = reducer(group, &options);
+        let reducer = Arc::new(Reducer::new(group.clone()));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
@@ -94,7 +94,7 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let Parameters { variables: mut vars, named } = vars.into();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let reducer = reducer(group, &options);
+        let reducer = Arc::new(Reducer::new(group.clone()));
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = check_named(named, "DDP").map(|()| module);
@@ -125,13 +125,6 @@ impl<M> DistributedDataParallel<M> {
         let (module, core) = DistributedModel::connect(reducer, built, variables, options)?;
         Ok(Self { module, no_grad_module: None, core: Box::new(core) })
     }
-}
-
-fn reducer(group: &ProcessGroup, options: &DdpOptions) -> Arc<Reducer> {
-    if options.virtual_ranks.is_some() {
-        group.use_virtual_ranks();
-    }
-    Arc::new(Reducer::new(group.clone()))
 }
 
 /// All [`named_parameters`](DistributedDataParallel::named_parameters), also the ignored ones.

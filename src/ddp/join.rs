@@ -169,7 +169,7 @@ fn check<'a>(models: &[&'a DistributedModel]) -> Result<&'a ProcessGroup> {
     if models.iter().any(|model| !model.group().is_same(group)) {
         return Err(Error::invalid("models", "all models of a join must belong to the same process group"));
     }
-    if models.iter().any(|model| model.options.virtual_ranks.is_some()) {
+    if group.virtual_ranks().is_some() {
         let reason = "a join is for ranks with different numbers of batches, and cannot be combined with virtual ranks, of which \
                       each has a micro-batch in every step";
         return Err(Error::invalid("join", reason));

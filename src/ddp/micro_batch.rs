@@ -11,7 +11,7 @@ use std::time::Instant;
 pub(super) fn gather(model: &DistributedModel, own: &[f64]) -> Result<Vec<f64>> {
     let group = model.group();
     let Some(ranks) = model.reducer.virtual_ranks() else {
-        return Err(Error::invalid("own", "the model has no virtual ranks: set DdpOptions.virtual_ranks"));
+        return Err(Error::invalid("own", "the process group has no virtual ranks: set InitOptions.virtual_ranks"));
     };
     let own = Tensor::from_slice(own, own.len(), group.device())?;
     let all = group.all_gather_varied(&own, 0)?;

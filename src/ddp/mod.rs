@@ -217,7 +217,7 @@ impl<M> DistributedDataParallel<M> {
     /// step has used them. Every rank must call it. (Gradients in a `GradStore` end with the store.) PyTorch's
     /// `zero_grad`.
     pub fn zero_grad(&self) {
-        self.core.reducer.discard();
+        self.core.reducer.zero_grad();
     }
 
     /// Runs `body`, this rank's training loop, when ranks have different numbers of batches: PyTorch's `with

@@ -66,7 +66,10 @@ impl DistributedModel {
             if group.world_size() > 1 {
                 preload(&variables, &options)?;
             }
-            let ranks = virtual_ranks::check_options(&options, &variables, group)?;
+            let ranks = group.micro_batches();
+            if ranks.is_some() {
+                virtual_ranks::check_options(&options, &variables)?;
+            }
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);
             }
@@ -151,7 +154,7 @@ impl DistributedModel {
     fn refresh(&self, only_converted: bool) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
         // Without a graph, no backward pass follows.
-        if self.options.virtual_ranks.is_some() && is_grad_enabled() {
+        if self.group().virtual_ranks().is_some() && is_grad_enabled() {
             lock(&self.pace).begin(Instant::now());
             if self.reducer.is_between_steps() {
                 lock(&self.snapshots).keep(&self.variables.buffers)?;

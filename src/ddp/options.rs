@@ -51,11 +51,6 @@ pub struct DdpOptions {
     /// folder that the environment variable `CANDLE_DDP_TRACE` names, if any. Without a folder, or with an empty path, there is
     /// no tracing and no cost.
     pub trace: Option<PathBuf>,
-    /// The number of micro-batches in a global batch, a power of two and at least the number of ranks. It makes a run's bits
-    /// independent of the number of ranks: each rank computes some of the micro-batches, and
-    /// [`backward_micro_batch`](crate::backward_micro_batch) adds their gradients in an order that
-    /// does not depend on the ranks (see `docs/virtual_ranks.md`). Default: None.
-    pub virtual_ranks: Option<usize>,
     /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:
     /// PyTorch's `TORCH_NCCL_NAN_CHECK`. Every bucket is checked before it is sent, which on a GPU waits for the gradients
     /// in it. Do not use it with a [`GradScaler`](crate::amp::GradScaler), which expects infinities. When it is off, it costs
@@ -76,7 +71,6 @@ impl Default for DdpOptions {
             autocast: None,
             replica_check: Some(ReplicaCheck::default()),
             init_seed: None,
-            virtual_ranks: None,
             trace: None,
             nan_check: None,
         }
@@ -138,7 +132,6 @@ impl fmt::Debug for DdpOptions {
             .field("replica_check", &self.replica_check)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
-            .field("virtual_ranks", &self.virtual_ranks)
             .field("nan_check", &self.nan_check)
             .finish_non_exhaustive()
     }

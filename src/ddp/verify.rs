@@ -14,7 +14,9 @@ pub(super) fn same_model(
     options: &DdpOptions,
     model: std::result::Result<&Variables, &Error>,
 ) -> Result<()> {
-    let report = model.map(|variables| describe_model(options, variables));
+    let virtual_ranks = group.virtual_ranks();
+    let report =
+        model.map(|variables| format!("virtual ranks: {virtual_ranks:?}\n{}", describe_model(options, variables)));
     match label::DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "model", rank, difference }),
@@ -57,8 +59,6 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
         "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
         options.bucket_cap_mb, options.first_bucket_mb, options.broadcast_buffers
     )];
-    let virtual_ranks = options.virtual_ranks.map_or("none".to_string(), |count| count.to_string());
-    lines.push(format!("virtual ranks: {virtual_ranks}"));
     if let Some(mixed) = options.mixed_precision {
         lines.push(format!("mixed precision: {mixed}"));
     }

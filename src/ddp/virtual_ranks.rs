@@ -1,23 +1,16 @@
 //! What a model needs for virtual ranks: options that allow them, and buffers that do not depend on the number of ranks.
 use super::options::DdpOptions;
 use super::parameter::{Buffer, Variables};
-use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
-use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
 /// Checks what the options and the model must fulfil for results that do not depend on the number of ranks.
-pub(super) fn check_options(
-    options: &DdpOptions,
-    variables: &Variables,
-    group: &ProcessGroup,
-) -> Result<Option<VirtualRanks>> {
-    let Some(count) = options.virtual_ranks else { return Ok(None) };
+pub(super) fn check_options(options: &DdpOptions, variables: &Variables) -> Result<()> {
     let refuse = |reason: String| Err(Error::invalid("virtual_ranks", reason));
     if !options.broadcast_buffers && !variables.buffers.is_empty() {
         return refuse(
-            "it needs broadcast_buffers, since each rank's own buffers depend on the number of ranks".to_string(),
+            "they need broadcast_buffers, since each rank's own buffers depend on the number of ranks".to_string(),
         );
     }
     if let Some(Buffer { name, .. }) = variables.ignored.first() {
@@ -26,7 +19,7 @@ pub(super) fn check_options(
              give it another role"
         ));
     }
-    VirtualRanks::new(count, group.rank(), group.world_size(), group.speeds().as_deref()).map(Some)
+    Ok(())
 }
 
 /// Values of the buffers, such as running means. Every micro-batch begins with those before the step, and the step leaves

@@ -52,7 +52,7 @@ mod zero;
 
 pub use crate::variables::Parameters;
 pub use adam::ParamsAdam;
-pub use averager::PeriodicModelAverager;
+pub use averager::{PeriodicModelAverager, PeriodicModelAveragerOptions};
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
 pub use ema::{Ema, EmaOptions, FirstUpdate};

@@ -36,6 +36,7 @@ impl ProcessGroup {
             self.failed()?;
         }
         graph::check_batch(self.rank(), batch)?;
+        P2pOp::check(batch, self.rank(), self.world_size(), self.device())?;
         let started = CallSite::during(Location::caller(), || self.0.communicator.start_batch(batch.to_vec()));
         Ok(self.0.place.noting(started.map_err(|error| self.note(error))?))
     }

@@ -5,6 +5,7 @@ use super::job::Job;
 use super::place::Place;
 use crate::backend::Communicator;
 use crate::rendezvous::Store;
+use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::Device;
 use std::sync::Arc;
@@ -22,11 +23,14 @@ pub struct CustomOptions {
     pub local_rank: usize,
     /// The number of processes of the job on this host. Default: 1.
     pub local_world_size: usize,
+    /// See [`InitOptions::virtual_ranks`](crate::InitOptions::virtual_ranks). Default: None.
+    pub virtual_ranks: Option<usize>,
 }
 
 impl Default for CustomOptions {
     fn default() -> Self {
-        Self { device: Device::Cpu, timeout: Duration::from_secs(600), local_rank: 0, local_world_size: 1 }
+        let timeout = Duration::from_secs(600);
+        Self { device: Device::Cpu, timeout, local_rank: 0, local_world_size: 1, virtual_ranks: None }
     }
 }
 
@@ -41,20 +45,23 @@ impl ProcessGroup {
     /// require that method or [`Communicator::duplicate`]. The flight recorder does not see its calls.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] if `local_rank` is not below `local_world_size`.
+    /// Returns [`Error::InvalidArgument`] if `local_rank` is not below `local_world_size`, or for a wrong number of virtual ranks.
     pub fn with_communicator(
         store: Arc<dyn Store>,
         communicator: Box<dyn Communicator>,
         options: CustomOptions,
     ) -> Result<Self> {
-        let CustomOptions { device, timeout, local_rank, local_world_size } = options;
+        let CustomOptions { device, timeout, local_rank, local_world_size, virtual_ranks } = options;
         if local_rank >= local_world_size {
             let reason = format!("it must be below local_world_size ({local_world_size}), but is {local_rank}");
             return Err(Error::invalid("local_rank", reason));
         }
         let backend = Backend::Custom;
-        let settings = Settings { backend, device, timeout, local_rank, local_world_size, address: None, secret: None };
+        let (address, secret) = (None, None);
+        let settings =
+            Settings { backend, device, timeout, local_rank, local_world_size, address, secret, virtual_ranks };
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
+        VirtualRanks::check(virtual_ranks, world_size)?;
         let place = Place::of_all(Job::without_launcher(world_size), rank, world_size);
         Ok(Self::around(communicator, store, place, settings, None))
     }

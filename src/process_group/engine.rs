@@ -36,6 +36,7 @@ pub(super) struct Settings {
     pub(super) local_world_size: usize,
     pub(super) address: Option<IpAddr>,
     pub(super) secret: Option<Secret>,
+    pub(super) virtual_ranks: Option<usize>,
 }
 
 /// The part of a group's store that its engine uses.

@@ -51,6 +51,13 @@ pub struct InitOptions {
     /// launcher's variables is set. By default, the process is a world of one rank, so that `cargo run` works, and a
     /// warning says so.
     pub require_launcher: bool,
+    /// The number of micro-batches in a global batch, a power of two and at least the number of ranks. It makes a run's bits
+    /// independent of the number of ranks: each rank computes some of the micro-batches, which its
+    /// [`DataLoader::micro_batches`](crate::data::DataLoader::micro_batches) gives, and
+    /// [`backward_micro_batch`](crate::backward_micro_batch) adds their gradients in an order that does not depend on the ranks
+    /// (see `docs/virtual_ranks.md`). It holds for all models and loaders of the group, and of those that are split off. In an
+    /// elastic run it stays when ranks come and go. All ranks must give the same. Default: None.
+    pub virtual_ranks: Option<usize>,
 }
 
 impl Default for InitOptions {
@@ -67,6 +74,7 @@ impl Default for InitOptions {
             secret: None,
             stop_signals: StopSignals::default(),
             require_launcher: false,
+            virtual_ranks: None,
         }
     }
 }
@@ -124,6 +132,7 @@ pub(crate) struct Joining {
     device: Option<Device>,
     timeout: Duration,
     flight_recorder: FlightRecorderOptions,
+    virtual_ranks: Option<usize>,
 }
 
 impl Joining {
@@ -139,6 +148,7 @@ impl Joining {
             device: options.device.clone(),
             timeout: options.timeout,
             flight_recorder: options.flight_recorder.clone(),
+            virtual_ranks: options.virtual_ranks,
         })
     }
 
@@ -169,6 +179,7 @@ impl Joining {
             local_world_size: found.local_world_size,
             address: found.address,
             secret: found.secret,
+            virtual_ranks: self.virtual_ranks,
         };
         let cancelled = || watcher.check();
         let recorder = FlightRecorder::new(self.flight_recorder.clone(), rank, world_size)?;

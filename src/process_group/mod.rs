@@ -42,6 +42,7 @@ use crate::backend::{CallSite, Collective, Communicator, Construction, Work};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::rendezvous::{PrefixStore, Store};
+use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::Device;
 use engine::Settings;
@@ -109,8 +110,6 @@ struct Inner {
     cpu: Mutex<Option<ProcessGroup>>,
     /// Whether the program itself has ended the group.
     was_aborted: AtomicBool,
-    /// Whether a model with virtual ranks was made in it.
-    has_virtual_ranks: AtomicBool,
     /// What the ranks have said of their speeds.
     speeds: Mutex<Option<Arc<[f64]>>>,
     stop: Stop,
@@ -127,6 +126,7 @@ impl ProcessGroup {
         settings: Settings,
         job: Job,
     ) -> Result<Self> {
+        VirtualRanks::check(settings.virtual_ranks, world_size)?;
         let (place, recording) = (Place::of_all(job, rank, world_size), construction.recording.cloned());
         let communicator = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings)?;
         Ok(Self::around(communicator, store, place, settings, recording))
@@ -151,7 +151,6 @@ impl ProcessGroup {
             companion: Mutex::default(),
             cpu: Mutex::default(),
             was_aborted: AtomicBool::new(false),
-            has_virtual_ranks: AtomicBool::new(false),
             speeds: Mutex::default(),
             stop: Stop::default(),
         }))
@@ -197,6 +196,11 @@ impl ProcessGroup {
         self.0.settings.timeout
     }
 
+    /// The number of [virtual ranks](InitOptions::virtual_ranks). Groups that are split off have the same.
+    pub fn virtual_ranks(&self) -> Option<usize> {
+        self.0.settings.virtual_ranks
+    }
+
     /// A key-value store that the ranks of this group share, for the program's own keys.
     pub fn store(&self) -> PrefixStore {
         PrefixStore::new("user", Arc::clone(&self.0.store))
@@ -225,15 +229,6 @@ impl ProcessGroup {
     /// Whether this rank has called [`abort`](Self::abort) before the group had failed.
     pub(crate) fn was_aborted(&self) -> bool {
         self.0.was_aborted.load(Ordering::Relaxed)
-    }
-
-    /// Records that a model with virtual ranks is made in this group, which excludes layers that communicate.
-    pub(crate) fn use_virtual_ranks(&self) {
-        self.0.has_virtual_ranks.store(true, Ordering::Relaxed);
-    }
-
-    pub(crate) fn has_virtual_ranks(&self) -> bool {
-        self.0.has_virtual_ranks.load(Ordering::Relaxed)
     }
 
     /// A handle that does not keep the group alive.

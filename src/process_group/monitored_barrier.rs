@@ -9,16 +9,16 @@ use std::time::Duration;
 impl ProcessGroup {
     /// Waits until every rank has come here, for at most `timeout` (`None`: the group's), and otherwise names the ranks
     /// that have not: PyTorch's `monitored_barrier`. It works with any engine, and is for finding out where ranks part.
-    /// Every rank must call it, with the same arguments.
+    /// Every rank must call it.
     ///
     /// It goes through the group's store and leaves the engine alone: work in flight need not be complete, and the
     /// group still works after an error. It takes much longer than [`barrier`](Self::barrier).
     ///
     /// # Errors
-    /// Returns [`Error::MonitoredBarrier`] on every rank that came. With `wait_all_ranks` it names all missing ranks,
-    /// otherwise the lowest of them. A rank that comes after others have given up gets their error. If the group has
-    /// failed, returns its failure at once.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
+    /// Returns [`Error::MonitoredBarrier`] on every rank that came, with all missing ranks, as PyTorch's does with
+    /// `wait_all_ranks`. A rank that comes after others have given up gets their error. If the group has failed, returns its failure
+    /// at once.
+    pub fn monitored_barrier(&self, timeout: Option<Duration>) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let number = self.0.barriers.fetch_add(1, Ordering::Relaxed);
         let key = |number: u64, rank: usize| format!("monitored_barrier/{number}/{rank}");
@@ -44,10 +44,7 @@ impl ProcessGroup {
             }
             Err(error) => return Err(error.into()),
         };
-        let Some(mut missing) = missing else { return Ok(()) };
-        if !wait_all_ranks {
-            missing.truncate(1);
-        }
+        let Some(missing) = missing else { return Ok(()) };
         Err(self.note(Error::MonitoredBarrier { rank: self.rank(), missing, timeout }))
     }
 }

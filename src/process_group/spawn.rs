@@ -23,11 +23,13 @@ pub struct SpawnOptions {
     pub world_size: usize,
     /// How long a collective may take. Default: 10 minutes.
     pub timeout: Duration,
+    /// See [`InitOptions::virtual_ranks`](crate::InitOptions::virtual_ranks). Default: None.
+    pub virtual_ranks: Option<usize>,
 }
 
 impl Default for SpawnOptions {
     fn default() -> Self {
-        Self { world_size: 1, timeout: Duration::from_secs(600) }
+        Self { world_size: 1, timeout: Duration::from_secs(600), virtual_ranks: None }
     }
 }
 
@@ -47,7 +49,7 @@ pub fn spawn<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T
 
 /// Like [`spawn`], with options.
 pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let SpawnOptions { world_size, timeout } = options;
+    let SpawnOptions { world_size, timeout, virtual_ranks } = options;
     if world_size == 0 {
         return Err(Error::invalid("world_size", "it must be at least 1, not 0"));
     }
@@ -67,6 +69,7 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             local_world_size: world_size,
             address: None,
             secret: Some(secret.clone()),
+            virtual_ranks,
         };
         let cancelled = || cancellation.check();
         let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size).map_err(Error::from);

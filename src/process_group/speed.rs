@@ -2,25 +2,25 @@
 use super::ProcessGroup;
 use crate::backend::label;
 use crate::panic::lock;
+use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use std::sync::Arc;
 
 impl ProcessGroup {
-    /// Divides the micro-batches of [virtual ranks](crate::DdpOptions::virtual_ranks) by the ranks' speeds: a rank that is twice as
+    /// Divides the micro-batches of [virtual ranks](crate::InitOptions::virtual_ranks) by the ranks' speeds: a rank that is twice as
     /// fast gets twice as many, so that none waits for a slow one. Results do not change by a bit. It holds for models and
     /// loaders that are made in this group afterwards. Every rank must call it, with its own speed in any unit, such as the
     /// measured [`micro_batches_per_second`](crate::DistributedDataParallel::micro_batches_per_second).
     ///
     /// ```
-    /// # use candle_ddp::{DdpOptions, DistributedDataParallel};
+    /// # use candle_ddp::{DistributedDataParallel, SpawnOptions};
     /// # use candle_nn::{VarMap, linear};
     /// # fn main() -> candle_ddp::Result<()> {
-    /// candle_ddp::spawn(2, |pg| {
+    /// # let options = SpawnOptions { world_size: 2, virtual_ranks: Some(8), ..Default::default() };
+    /// candle_ddp::spawn_with(options, |pg| {
     ///     // Rank 0 has a GPU of the last generation.
     ///     pg.share_by_speed(if pg.rank() == 0 { 3. } else { 1. })?;
-    ///     let options = DdpOptions { virtual_ranks: Some(8), ..Default::default() };
-    ///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
+    ///     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
     ///     assert_eq!(ddp.micro_batches(), Some(if pg.rank() == 0 { 0..6 } else { 6..8 }));
     ///     Ok(())
     /// })?;
@@ -29,8 +29,15 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on every rank if a speed is not a finite number above 0; errors of the group.
+    /// [`Error::InvalidArgument`] on every rank if a speed is not a finite number above 0, or the group has no virtual ranks; errors
+    /// of the group.
     pub fn share_by_speed(&self, speed: f64) -> Result<()> {
+        if self.virtual_ranks().is_none() {
+            return Err(Error::invalid(
+                "speed",
+                "the group has no virtual ranks to share: set InitOptions.virtual_ranks",
+            ));
+        }
         let own = Tensor::new(&[speed], self.device())?;
         let all = Tensor::zeros(self.world_size(), own.dtype(), self.device())?;
         label::SPEED.during(|| self.all_gather(&all, &own))?;
@@ -43,8 +50,10 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// The ranks' speeds, if they are known.
-    pub(crate) fn speeds(&self) -> Option<Arc<[f64]>> {
-        lock(&self.0.speeds).clone()
+    /// Which micro-batches each rank computes, if the group has virtual ranks.
+    pub(crate) fn micro_batches(&self) -> Option<VirtualRanks> {
+        let speeds = lock(&self.0.speeds).clone();
+        let deal = |count| VirtualRanks::new(count, self.rank(), self.world_size(), speeds.as_deref());
+        self.virtual_ranks().map(deal)
     }
 }

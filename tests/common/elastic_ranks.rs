@@ -187,13 +187,22 @@ pub(crate) fn run_as_rank<S: Parts>(
     new: impl Fn(usize, &Device) -> State<S>,
     train: impl Fn(&ProcessGroup, &mut State<S>, usize) -> Result<Vec<f32>>,
 ) {
+    run_with(InitOptions::default(), new, train);
+}
+
+/// The same with further options.
+pub(crate) fn run_with<S: Parts>(
+    init: InitOptions,
+    new: impl Fn(usize, &Device) -> State<S>,
+    train: impl Fn(&ProcessGroup, &mut State<S>, usize) -> Result<Vec<f32>>,
+) {
     let own: usize = std::env::var("RANK").or_else(|_| std::env::var("SLURM_PROCID")).unwrap().parse().unwrap();
     event("start", own, 0).unwrap();
     let min_world_size = std::env::var(MIN).ok().map(|min| min.parse().unwrap());
     let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
     let last_call = std::env::var(LAST_CALL).map_or(10, |seconds| seconds.parse().unwrap());
     let (timeout, device) = (Duration::from_secs(12 * last_call), device());
-    let init = InitOptions { init_method, timeout, device: Some(device.clone()), ..Default::default() };
+    let init = InitOptions { init_method, timeout, device: Some(device.clone()), ..init };
     let last_call_timeout = Duration::from_secs(last_call);
     let options = ElasticOptions { init, min_world_size, last_call_timeout, start_over: !all_lost("end") };
     let mut state = new(own, &device);

@@ -20,7 +20,16 @@ pub(crate) use skip::{skip, skip_unless};
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
-    spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300) }, work)
+    spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300), ..Default::default() }, work)
+}
+
+/// The same in a group with `count` virtual ranks.
+pub(crate) fn with_virtual_ranks<T: Send>(
+    count: usize,
+    world_size: usize,
+    work: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300), virtual_ranks: Some(count) }, work)
 }
 
 /// Returns the model that `build` makes, and its variables: [`fill`] has set them.

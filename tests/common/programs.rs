@@ -82,7 +82,7 @@ pub(crate) fn gan(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
         grads = backward_with(
             &bce(&d.forward(&fake.detach())?, 0.0)?,
             &[&d],
-            Backward { into: Some(grads), ..Default::default() },
+            Backward { into: Some(&mut grads), ..Default::default() },
         )?;
         optimizer_d.step(&grads)?;
 

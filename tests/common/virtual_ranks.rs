@@ -77,21 +77,12 @@ pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
 }
 
 fn options(mixed_precision: Option<MixedPrecision>) -> DdpOptions {
-    let (bucket_cap_mb, first_bucket_mb) = (0.001, 0.0005);
-    let (virtual_ranks, init_seed) = (Some(VIRTUAL), Some(3));
+    let (bucket_cap_mb, first_bucket_mb, init_seed) = (0.001, 0.0005, Some(3));
     let unused = Unused::Allow;
-    DdpOptions {
-        bucket_cap_mb,
-        first_bucket_mb,
-        virtual_ranks,
-        init_seed,
-        mixed_precision,
-        unused,
-        ..Default::default()
-    }
+    DdpOptions { bucket_cap_mb, first_bucket_mb, init_seed, mixed_precision, unused, ..Default::default() }
 }
 
-/// Trains for some epochs of four steps, and returns all that a run leaves: parameters, buffers, losses, and the states of the
+/// Trains for some epochs of four steps in a group with [`VIRTUAL`] virtual ranks, and returns all that a run leaves: parameters, buffers, losses, and the states of the
 /// optimizer, the average of weights and the loader.
 pub(crate) fn train(pg: &ProcessGroup, epochs: u64, mixed_precision: Option<MixedPrecision>) -> Result<Bits> {
     let generator = Arc::new(Mutex::new(Generator::new(0)));
@@ -105,8 +96,7 @@ pub(crate) fn train(pg: &ProcessGroup, epochs: u64, mixed_precision: Option<Mixe
         GradScalerOptions { init_scale: 1e6, backoff_factor: 0.05, growth_interval: 3, enabled, ..Default::default() };
     let mut scaler = GradScaler::new(pg, &ddp, scaling)?;
     let mut ema = Ema::new(ddp.named_weights(), 0.9)?;
-    let loader_options = LoaderOptions { batch_size: 3, virtual_ranks: Some(VIRTUAL), ..Default::default() };
-    let loader = DataLoader::new(Noisy, pg, loader_options)?;
+    let loader = DataLoader::new(Noisy, pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
     let (mut all_losses, mut own_losses, mut kept) = (Vec::new(), Vec::new(), None);
     for epoch in 0..epochs {
         loader.set_epoch(epoch);

@@ -5,7 +5,7 @@ use candle_core::{DType, Module, Tensor};
 use candle_ddp::backend::{Collective, Communicator, Split};
 use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{HashStore, Store};
-use candle_ddp::{Backend, CustomOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Work};
+use candle_ddp::{Backend, CustomOptions, DistributedDataParallel, Error, P2pOp, ProcessGroup, ReduceOp, Result, Work};
 use candle_nn::{VarMap, linear};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -262,6 +262,27 @@ fn ddp_trains_over_an_engine_from_outside() {
     for (here, there) in here.iter().zip(ranks(3, |pg| train(&pg)).unwrap()) {
         assert_close(here, &there, 1e-5, "as with the crate's own engine");
     }
+}
+
+/// An engine sends the messages of a batch one by one, so it gets only batches of which none is refused.
+#[test]
+fn of_a_batch_that_is_refused_an_engine_from_outside_sends_nothing() {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
+    let communicator = Box::new(StoreCommunicator::new(store.clone(), 0, 2));
+    let pg = ProcessGroup::with_communicator(store.clone(), communicator, CustomOptions::default()).unwrap();
+    let (whole, other) = (tensor(&[4], 1), tensor(&[4], 2));
+    let send = |tensor: &Tensor| P2pOp::Send { tensor: tensor.clone(), peer: 1 };
+    let cases = [
+        (P2pOp::Recv { tensor: other, peer: 2 }, "rank 2 is outside of a world of 2"),
+        (P2pOp::Recv { tensor: whole.narrow(0, 1, 2).unwrap(), peer: 1 }, "one of them is written"),
+    ];
+    for (wrong, expected) in cases {
+        let error = pg.batch_isend_irecv(&[send(&whole), wrong]).map(drop).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(store.num_keys().unwrap(), 0);
+    }
+    pg.batch_isend_irecv(&[send(&whole)]).unwrap().wait().unwrap();
+    assert_eq!(store.num_keys().unwrap(), 1);
 }
 
 #[test]

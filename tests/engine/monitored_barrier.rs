@@ -12,14 +12,14 @@ fn all_ranks_pass_together_again_and_again() {
     ranks(3, |pg| {
         for round in 0..5 {
             std::thread::sleep(Duration::from_millis(10 * ((round + pg.rank() as u64) % 3)));
-            pg.monitored_barrier(None, round % 2 == 0)?;
+            pg.monitored_barrier(None)?;
         }
         pg.barrier()?;
         // Only the keys of the last barrier are left.
         let keys = pg.store().num_keys()?;
         pg.barrier()?;
         for _ in 0..3 {
-            pg.monitored_barrier(None, true)?;
+            pg.monitored_barrier(None)?;
         }
         pg.barrier()?;
         assert_eq!(pg.store().num_keys()?, keys);
@@ -30,32 +30,30 @@ fn all_ranks_pass_together_again_and_again() {
 
 #[test]
 fn the_missing_ranks_are_named_and_the_group_goes_on() {
-    for (wait_all_ranks, expected) in [(true, vec![1, 3]), (false, vec![1])] {
-        ranks(4, |pg| {
-            // All ranks are there.
-            pg.barrier()?;
-            if pg.rank() % 2 == 0 {
-                let error = pg.monitored_barrier(SHORT, wait_all_ranks).unwrap_err();
-                let Error::MonitoredBarrier { rank, missing, .. } = &error else { panic!("{error}") };
-                assert_eq!((*rank, missing), (pg.rank(), &expected));
-                assert!(error.to_string().contains("did not come to monitored_barrier within 3s"), "{error}");
-            }
-            pg.barrier()?;
-            if pg.rank() % 2 == 1 {
-                // This rank is too late for the others, and the others for it.
-                let error = pg.monitored_barrier(SHORT, wait_all_ranks).unwrap_err();
-                assert!(matches!(&error, Error::MonitoredBarrier { missing, .. } if *missing == expected), "{error}");
-            }
-            pg.monitored_barrier(None, wait_all_ranks)
-        })
-        .unwrap();
-    }
+    ranks(4, |pg| {
+        // All ranks are there.
+        pg.barrier()?;
+        if pg.rank() % 2 == 0 {
+            let error = pg.monitored_barrier(SHORT).unwrap_err();
+            let Error::MonitoredBarrier { rank, missing, .. } = &error else { panic!("{error}") };
+            assert_eq!((*rank, &missing[..]), (pg.rank(), &[1, 3][..]));
+            assert!(error.to_string().contains("did not come to monitored_barrier within 3s"), "{error}");
+        }
+        pg.barrier()?;
+        if pg.rank() % 2 == 1 {
+            // This rank is too late for the others, and the others for it.
+            let error = pg.monitored_barrier(SHORT).unwrap_err();
+            assert!(matches!(&error, Error::MonitoredBarrier { missing, .. } if *missing == [1, 3]), "{error}");
+        }
+        pg.monitored_barrier(None)
+    })
+    .unwrap();
 }
 
 #[test]
 fn a_failure_of_the_group_ends_the_wait() {
     let error = ranks(2, |pg| match pg.rank() {
-        0 => pg.monitored_barrier(Some(Duration::from_secs(600)), true),
+        0 => pg.monitored_barrier(Some(Duration::from_secs(600))),
         _ => Err(Error::RankFailed { rank: 1, reason: "no data".to_string() }),
     });
     assert!(error.unwrap_err().to_string().contains("no data"));

@@ -47,7 +47,7 @@ fn two_ranks_need_an_engine() {
 
 #[test]
 fn a_timeout_may_be_infinite() {
-    let options = SpawnOptions { world_size: 2, timeout: Duration::MAX };
+    let options = SpawnOptions { world_size: 2, timeout: Duration::MAX, ..Default::default() };
     let work = |pg: ProcessGroup| {
         let (now, later) = (mine(&pg, 2), mine(&pg, 3));
         let under_way = pg.all_reduce_async(&later, ReduceOp::Sum)?;

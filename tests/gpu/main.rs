@@ -41,7 +41,7 @@ use std::time::Duration;
 
 /// Runs `cases` of the conformance suite as one of the ranks.
 fn conforms(worker: &Worker, cases: &[Case]) {
-    let pg = group(worker, Duration::from_secs(60));
+    let pg = group(worker, Duration::from_secs(60), None);
     let communicator = |name: &str| {
         let store: Arc<dyn Store> = Arc::new(FileStore::open(worker.store(), Duration::from_secs(60)).unwrap());
         let store = Arc::new(PrefixStore::new(name, store));
@@ -62,9 +62,9 @@ fn matrix() -> Vec<Case> {
 const STORE: &str = "CANDLE_DDP_TEST_STORE";
 
 /// Returns this rank's group.
-fn group(worker: &Worker, timeout: Duration) -> ProcessGroup {
+fn group(worker: &Worker, timeout: Duration, virtual_ranks: Option<usize>) -> ProcessGroup {
     let init_method = std::env::var(STORE).unwrap_or_else(|_| format!("file://{}", worker.store().display()));
-    let options = InitOptions { backend: Backend::Nccl, init_method, timeout, ..Default::default() };
+    let options = InitOptions { backend: Backend::Nccl, init_method, timeout, virtual_ranks, ..Default::default() };
     init_process_group(options).unwrap()
 }
 
@@ -73,7 +73,8 @@ fn group(worker: &Worker, timeout: Duration) -> ProcessGroup {
 #[ignore = "started by other tests"]
 fn rank_of_another_test() {
     let worker = Worker::of_this_process();
-    let pg = |seconds| group(&worker, Duration::from_secs(seconds));
+    let pg = |seconds| group(&worker, Duration::from_secs(seconds), None);
+    let with_virtual_ranks = || group(&worker, Duration::from_secs(60), Some(virtual_ranks::VIRTUAL));
     match worker.job.as_str() {
         "matrix" => conforms(&worker, &matrix()),
         "messages" => conforms(&worker, &[Case::MessagesPassCollectives, Case::LargeMessages]),
@@ -103,8 +104,10 @@ fn rank_of_another_test() {
         "killed" => worker.report(&all_reduces(&worker, &pg(300))),
         "desync" => worker.report(&disagree(&pg(SHORT))),
         "wrong device" => wrong_device(&pg(20)),
-        "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&pg(60), false).unwrap()),
-        "virtual ranks with shards" => report_floats(&worker, &virtual_ranks::train(&pg(60), true).unwrap()),
+        "virtual ranks" => report_floats(&worker, &virtual_ranks::train(&with_virtual_ranks(), false).unwrap()),
+        "virtual ranks with shards" => {
+            report_floats(&worker, &virtual_ranks::train(&with_virtual_ranks(), true).unwrap())
+        }
         "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
         _ if hazards::run(&worker, pg) || batch::run(&worker, pg) || late::run(&worker, pg) => {}
         other => {

@@ -3,7 +3,7 @@ use super::common::{assert_close, fill, floats, tensor, var};
 use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
-use candle_ddp::optim::{Ema, PeriodicModelAverager};
+use candle_ddp::optim::{Ema, PeriodicModelAverager, PeriodicModelAveragerOptions};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with, spawn};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
@@ -32,7 +32,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
         fill(&varmap, 3);
         let mut optimizer = SGD::new(vars(&varmap).to_vec(), 0.3)?;
-        let mut averager = PeriodicModelAverager::new(pg, 2, 1)?;
+        let mut averager = PeriodicModelAverager::new(pg, PeriodicModelAveragerOptions { period: 2, warmup_steps: 1 })?;
         for _ in 0..STEPS {
             optimizer.step(&loss(net.forward(&x)?)?.backward()?)?;
             averager.average_parameters(&varmap)?;

@@ -3,6 +3,7 @@
 //! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (default: python3); otherwise skipped with a message.
 use candle_ddp::rendezvous::{Error, PrefixStore, Result, Store, TcpStore, TcpStoreServer};
 use std::io::{BufRead, BufReader};
+use std::net::Ipv6Addr;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +33,7 @@ fn as_torch_sends() -> Vec<u8> {
 #[test]
 fn torch_client_on_our_server() -> Result<()> {
     let Some(python) = python("torch_client_on_our_server") else { return Ok(()) };
-    let server = TcpStoreServer::bind(0)?;
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default())?;
     let store = Arc::new(TcpStore::connect("localhost", server.port(), TIMEOUT)?);
     let room = PrefixStore::new("room", store.clone());
     store.set("from_rust", &bytes())?;
@@ -71,7 +72,7 @@ fn our_client_on_torchs_server() -> Result<()> {
 #[test]
 fn torch_process_group_on_our_server() -> Result<()> {
     let Some(python) = python("torch_process_group_on_our_server") else { return Ok(()) };
-    let server = TcpStoreServer::bind(0)?;
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default())?;
     let rank = |rank: usize| {
         let mut command = python(&["group"]);
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env("WORLD_SIZE", "2");

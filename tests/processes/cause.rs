@@ -101,7 +101,7 @@ fn subgroup(pg: &ProcessGroup) -> Result<()> {
     let timeout = Duration::from_secs(3);
     let sub = pg.new_group(&[2, 3])?;
     match pg.rank() {
-        2 => sub.unwrap().monitored_barrier(Some(timeout), true),
+        2 => sub.unwrap().monitored_barrier(Some(timeout)),
         3 => loop {
             std::thread::park();
         },

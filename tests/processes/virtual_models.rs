@@ -4,7 +4,7 @@
 //! `CANDLE_DDP_TEST_STEPS=1000 cargo test --release --test processes virtual_models -- --nocapture` is the long version, with more
 //! numbers of ranks and ten deaths.
 use crate::common::{fill, tensor};
-use crate::elastic_ranks::{MIN, Run, event, folder, run_as_rank};
+use crate::elastic_ranks::{MIN, Run, event, folder, run_with};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState, TensorDataset};
@@ -13,7 +13,7 @@ use candle_ddp::nn::{self, AttentionOptions, Dropout, Embedding, LayerNorm, Line
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::models::{ResNet, ResNetOptions, ResNetStem, resnet18};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -183,10 +183,9 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     let steps: u64 = std::env::var(STEPS).unwrap().parse().unwrap();
     let (varmap, random) = (state.varmap.clone(), Arc::clone(&state.random));
     // Several buckets of each model.
-    let (bucket_cap_mb, first_bucket_mb, virtual_ranks) = (0.05, 0.01, Some(VIRTUAL));
-    let options = DdpOptions { bucket_cap_mb, first_bucket_mb, virtual_ranks, ..Default::default() };
+    let options = DdpOptions { bucket_cap_mb: 0.05, first_bucket_mb: 0.01, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(&name, &random, vb), options)?;
-    let options = LoaderOptions { batch_size: BATCH, virtual_ranks, ..Default::default() };
+    let options = LoaderOptions { batch_size: BATCH, ..Default::default() };
     let mut loader = DataLoader::new(data(&name)?, pg, options)?;
     if state.commits() > 0 {
         loader.resume(state.progress)?;
@@ -232,7 +231,8 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
 #[ignore = "started by other tests"]
 fn rank_of_another_test() {
     let name = std::env::var(MODEL).unwrap();
-    run_as_rank(|_, _| State::new(Training::new(&name)), train);
+    let init = InitOptions { virtual_ranks: Some(VIRTUAL), ..Default::default() };
+    run_with(init, |_, _| State::new(Training::new(&name)), train);
 }
 
 /// For each tensor of the state, its size and the hash of its values.

@@ -3,7 +3,7 @@
 //!
 //! The processes are this test binary itself.
 use crate::common::{fill, floats, tensor, test_arguments, test_process};
-use crate::elastic_ranks::{Run, append, event, folder, result, run_as_rank};
+use crate::elastic_ranks::{Run, append, event, folder, result, run_with};
 use crate::virtual_run::{self, Bits, bits};
 use candle_core::{DType, Device, Module, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::checkpoint::{Parts, StateDict};
@@ -16,7 +16,7 @@ use candle_ddp::nn::{
 use candle_ddp::optim::{AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_micro_batch, init_process_group,
+    DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_micro_batch, init_process_group,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 use std::path::Path;
@@ -40,7 +40,8 @@ fn read(path: &Path) -> Bits {
 #[test]
 #[ignore = "started by other tests"]
 fn rank_of_another_test() {
-    let pg = init_process_group(InitOptions::default()).unwrap();
+    let options = InitOptions { virtual_ranks: Some(virtual_run::VIRTUAL), ..Default::default() };
+    let pg = init_process_group(options).unwrap();
     let speed = std::env::var(SPEED).ok().map(|speed| speed.parse().unwrap());
     let train = || {
         speed.map_or(Ok(()), |speed| pg.share_by_speed(speed))?;
@@ -124,12 +125,10 @@ impl Training {
 fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
     event("begin", own, state.commits())?;
     append(&format!("worlds-{own}"), &pg.world_size().to_string());
-    let options = DdpOptions { virtual_ranks: Some(8), ..Default::default() };
     let (varmap, generator) = (state.varmap.clone(), Arc::clone(&state.generator));
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb, &generator), options)?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| Net::new(vb, &generator))?;
     let data = TensorDataset::new(tensor(&[62, 4], 1))?;
-    let options = LoaderOptions { batch_size: 2, virtual_ranks: Some(8), ..Default::default() };
-    let mut loader = DataLoader::new(data, pg, options)?;
+    let mut loader = DataLoader::new(data, pg, LoaderOptions { batch_size: 2, ..Default::default() })?;
     if state.commits() > 0 {
         loader.resume(state.progress)?;
     }
@@ -158,7 +157,8 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
 #[test]
 #[ignore = "started by other tests"]
 fn rank_of_an_elastic_run() {
-    run_as_rank(|_, _| State::new(Training::new()), train);
+    let init = InitOptions { virtual_ranks: Some(8), ..Default::default() };
+    run_with(init, |_, _| State::new(Training::new()), train);
 }
 
 #[test]

@@ -18,6 +18,11 @@ fn loss(ddp: &Ddp, pg: &ProcessGroup, batch: usize) -> Result<Tensor> {
     Ok(ddp.forward(&tensor(&[3, 4], (10 * batch + pg.rank()) as u64))?.sqr()?.mean_all()?)
 }
 
+/// Adds the gradients of `loss` to `grads`.
+fn add(loss: &Tensor, ddp: &Ddp, grads: &mut GradStore) -> Result<GradStore> {
+    backward_with(loss, &[ddp], Backward { into: Some(grads), ..Default::default() })
+}
+
 /// The averaged gradients of the sum of the losses of `batches`.
 fn of_the_sum(ddp: &Ddp, pg: &ProcessGroup, batches: &[usize]) -> Result<Vec<f32>> {
     let losses = batches.iter().map(|batch| loss(ddp, pg, *batch)).collect::<Result<Vec<_>>>()?;
@@ -35,19 +40,15 @@ fn gradients_of_several_losses_add_up() {
             }
             let expected = [of_the_sum(&ddp, &pg, &[0, 1])?, of_the_sum(&ddp, &pg, &[0, 1, 2, 3])?];
             let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
-            grads = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
+            add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
             let two = gradients(&grads, &ddp.parameters());
-            grads = backward_with(&loss(&ddp, &pg, 2)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
-            grads = backward_with(&loss(&ddp, &pg, 3)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
+            add(&loss(&ddp, &pg, 2)?, &ddp, &mut grads)?;
+            add(&loss(&ddp, &pg, 3)?, &ddp, &mut grads)?;
             let four = gradients(&grads, &ddp.parameters());
             // Accumulates into an empty store while another store is alive.
             let mut others = GradStore::default();
             for batch in 0..2 {
-                others = backward_with(
-                    &loss(&ddp, &pg, batch)?,
-                    &[&ddp],
-                    Backward { into: Some(others), ..Default::default() },
-                )?;
+                add(&loss(&ddp, &pg, batch)?, &ddp, &mut others)?;
             }
             assert_eq!(gradients(&others, &ddp.parameters()), two);
             assert_eq!(gradients(&grads, &ddp.parameters()), four);
@@ -71,8 +72,7 @@ fn sums_of_no_sync_are_added_once() {
         let first = gradients(&grads, &ddp.parameters());
         for batch in 1..4 {
             let _guard = (batch < 3).then(|| ddp.no_sync());
-            grads =
-                backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
+            add(&loss(&ddp, &pg, batch)?, &ddp, &mut grads)?;
             assert!(
                 batch == 3 || gradients(&grads, &ddp.parameters()) == first,
                 "unsynchronised gradients must stay in the buckets"
@@ -89,11 +89,11 @@ fn sums_of_no_sync_are_added_once() {
 fn sums_of_no_sync_cannot_be_handed_on() {
     ranks(1, |pg| {
         let ddp = ddp(&pg)?;
-        let local = {
+        let mut local = {
             let _guard = ddp.no_sync();
             ddp.backward(&loss(&ddp, &pg, 0)?)?
         };
-        let options = Backward { into: Some(local), ..Default::default() };
+        let options = Backward { into: Some(&mut local), ..Default::default() };
         let error = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], options).unwrap_err();
         assert!(matches!(&error, Error::InvalidArgument { argument: "into", .. }), "{error}");
         let sum = gradients(&ddp.backward(&loss(&ddp, &pg, 1)?)?, &ddp.parameters());
@@ -108,13 +108,121 @@ fn after_a_failed_pass_the_next_one_adds_to_another_store() {
     ranks(1, |pg| {
         let ddp = ddp(&pg)?;
         let (_, penalty) = &ddp.named_parameters()[0];
-        let into = |grads| Backward { into: Some(grads), ..Default::default() };
         let wrong = (loss(&ddp, &pg, 1)? + penalty.sum_all()?)?;
-        let grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
-        backward_with(&wrong, &[&ddp], into(grads)).unwrap_err();
-        let grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
-        let grads = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], into(grads))?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        add(&wrong, &ddp, &mut grads).unwrap_err();
+        grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
         assert_close(&gradients(&grads, &ddp.parameters()), &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The call returns a store of the same tensors, so it does not matter which of both the program uses.
+#[test]
+fn the_sums_are_in_both_stores() {
+    ranks(2, |pg| {
+        let ddp = ddp(&pg)?;
+        let mut grads = GradStore::default();
+        for batch in 0..3 {
+            let same = add(&loss(&ddp, &pg, batch)?, &ddp, &mut grads)?;
+            let sum = of_the_sum(&ddp, &pg, &[0, 1, 2][..=batch])?;
+            assert_close(&gradients(&grads, &ddp.parameters()), &sum, 1e-5, "sum");
+            assert_eq!(gradients(&same, &ddp.parameters()), gradients(&grads, &ddp.parameters()));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn after_an_error_the_earlier_gradients_are_as_before() {
+    // On all ranks, before and after the collectives.
+    ranks(2, |pg| {
+        let ddp = ddp(&pg)?;
+        let expected = of_the_sum(&ddp, &pg, &[0, 1])?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        let first = gradients(&grads, &ddp.parameters());
+        let nothing = (loss(&ddp, &pg, 7)? * 0.)?;
+        let options = Backward { count: Some(0.), into: Some(&mut grads) };
+        let error = backward_with(&nothing, &[&ddp], options).unwrap_err();
+        assert!(matches!(error, Error::NothingCounted { .. }), "{error}");
+        assert_eq!(gradients(&grads, &ddp.parameters()), first);
+        add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
+        assert_close(&gradients(&grads, &ddp.parameters()), &expected, 1e-5, "sum");
+        Ok(())
+    })
+    .unwrap();
+    // A single rank may try again.
+    ranks(1, |pg| {
+        let ddp = ddp(&pg)?;
+        let (_, penalty) = &ddp.named_parameters()[0];
+        let expected = of_the_sum(&ddp, &pg, &[0, 1])?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        let first = gradients(&grads, &ddp.parameters());
+        for wrong in [(loss(&ddp, &pg, 1)? + penalty.sum_all()?)?, tensor(&[2], 1)] {
+            add(&wrong, &ddp, &mut grads).unwrap_err();
+            assert_eq!(gradients(&grads, &ddp.parameters()), first);
+        }
+        add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
+        assert_close(&gradients(&grads, &ddp.parameters()), &expected, 1e-5, "sum");
+        // Their shapes do not fit, which shows once the pass has ended.
+        let mut other = GradStore::default();
+        let last = ddp.parameters().pop().unwrap();
+        other.insert(&last, tensor(&[7], 1));
+        add(&loss(&ddp, &pg, 1)?, &ddp, &mut other).unwrap_err();
+        assert_eq!(other.get_ids().count(), 1);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The same where an optimizer keeps the gradients in shards, and not the store.
+#[test]
+fn after_an_error_the_earlier_gradients_are_in_their_shards() {
+    let weights = |fails: bool, under_no_sync: bool, retries: bool| {
+        let found = ranks(1, |pg| {
+            let ddp = ddp(&pg)?;
+            let (_, penalty) = &ddp.named_parameters()[0];
+            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
+            let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+            if fails {
+                let _guard = under_no_sync.then(|| ddp.no_sync());
+                let wrong = (loss(&ddp, &pg, 1)? + penalty.sum_all()?)?;
+                add(&wrong, &ddp, &mut grads).unwrap_err();
+            }
+            if retries {
+                add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
+            }
+            candle_ddp::optim::Optimizer::step(&mut optimizer, &grads)?;
+            // A step has used them.
+            let error = add(&loss(&ddp, &pg, 2)?, &ddp, &mut grads).unwrap_err().to_string();
+            assert!(error.starts_with("into: ") && error.contains("already used or dropped"), "{error}");
+            Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect::<Vec<_>>())
+        });
+        found.unwrap().remove(0)
+    };
+    for retries in [false, true] {
+        let expected = weights(false, false, retries);
+        for under_no_sync in [false, true] {
+            assert_eq!(weights(true, under_no_sync, retries), expected, "no_sync: {under_no_sync}, retries: {retries}");
+        }
+    }
+    assert_ne!(weights(false, false, false), weights(false, false, true));
+    // Dropped gradients stay dropped.
+    ranks(1, |pg| {
+        let ddp = ddp(&pg)?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        let guard = ddp.no_sync();
+        add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
+        drop(guard);
+        ddp.zero_grad();
+        let error = candle_ddp::optim::Optimizer::step(&mut optimizer, &grads).unwrap_err().to_string();
+        assert!(error.contains("there are no new gradients"), "{error}");
+        let error = add(&loss(&ddp, &pg, 2)?, &ddp, &mut grads).unwrap_err().to_string();
+        assert!(error.contains("already used or dropped"), "{error}");
         Ok(())
     })
     .unwrap();
@@ -149,7 +257,7 @@ fn the_gradient_of_a_shared_variable_stays_whichever_model_it_came_from() {
         let of_b = |factor: f64| b.call(|shared| (shared * factor)?.sum_all());
         let mut grads = GradStore::default();
         let loss = (a.call(|(_, own)| own.sum_all())? + of_b(2.)?)?;
-        grads = backward_with(&loss, &[&a, &b], Backward { into: Some(grads), ..Default::default() })?;
+        grads = backward_with(&loss, &[&a, &b], Backward { into: Some(&mut grads), ..Default::default() })?;
         let another = b.backward(&of_b(3.)?)?;
         assert_eq!(gradients(&another, &b.parameters()), [3.; 3]);
         assert_eq!(gradients(&grads, &b.parameters()), [2.; 3]);
@@ -165,8 +273,7 @@ fn a_store_does_not_grow_with_the_number_of_losses() {
         let ddp = ddp(&pg)?;
         let mut grads = GradStore::default();
         for batch in 0..5 {
-            grads =
-                backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { into: Some(grads), ..Default::default() })?;
+            add(&loss(&ddp, &pg, batch)?, &ddp, &mut grads)?;
         }
         // Sums own their memory, so the store needs no mark that the gradients are views of buckets.
         assert_eq!(grads.get_ids().count(), ddp.parameters().len());
@@ -188,27 +295,15 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
                 let mut dropped = ddp.backward(&loss(&ddp, &pg, 9)?)?;
                 if step == 3 {
                     let _guard = ddp.no_sync();
-                    dropped = backward_with(
-                        &loss(&ddp, &pg, 30)?,
-                        &[&ddp],
-                        Backward { into: Some(dropped), ..Default::default() },
-                    )?;
+                    add(&loss(&ddp, &pg, 30)?, &ddp, &mut dropped)?;
                 }
                 drop(dropped);
                 let mut grads = ddp.backward(&loss(&ddp, &pg, 2 * step)?)?;
                 {
                     let _guard = (step == 2).then(|| ddp.no_sync());
-                    grads = backward_with(
-                        &loss(&ddp, &pg, 2 * step + 1)?,
-                        &[&ddp],
-                        Backward { into: Some(grads), ..Default::default() },
-                    )?;
+                    add(&loss(&ddp, &pg, 2 * step + 1)?, &ddp, &mut grads)?;
                 }
-                grads = backward_with(
-                    &loss(&ddp, &pg, 2 * step + 20)?,
-                    &[&ddp],
-                    Backward { into: Some(grads), ..Default::default() },
-                )?;
+                add(&loss(&ddp, &pg, 2 * step + 20)?, &ddp, &mut grads)?;
                 match &mut shards {
                     Some(optimizer) => candle_ddp::optim::Optimizer::step(optimizer, &grads)?,
                     None => plain.step(&grads)?,
@@ -228,17 +323,17 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
 fn a_pass_with_a_count_adds_to_earlier_gradients() {
     ranks(2, |pg| {
         let ddp = ddp(&pg)?;
-        let pass = |batch: usize, into| {
+        let pass = |batch: usize, into: Option<&mut GradStore>| {
             let count = 1. + (batch + pg.rank()) as f64;
             backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { count: Some(count), into })
         };
         let alone = [0, 1].map(|batch| gradients(&pass(batch, None).unwrap(), &ddp.parameters()));
         let expected: Vec<f32> = alone[0].iter().zip(&alone[1]).map(|(a, b)| a + b).collect();
-        let both = pass(1, Some(pass(0, None)?))?;
+        let both = pass(1, Some(&mut pass(0, None)?))?;
         assert_close(&gradients(&both, &ddp.parameters()), &expected, 1e-5, "sum");
 
         let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
-        let error = pass(1, Some(pass(0, None)?)).unwrap_err().to_string();
+        let error = pass(1, Some(&mut pass(0, None)?)).unwrap_err().to_string();
         assert!(error.starts_with("into: a ZeroRedundancyOptimizer keeps the gradients"), "{error}");
         Ok(())
     })

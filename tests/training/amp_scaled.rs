@@ -1,14 +1,12 @@
 //! Gradients that are still scaled reach no optimizer, and a scale that sinks never makes a step.
-use crate::common::{floats, ranks};
+use crate::common::{floats, ranks, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::optim::{
     AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm, clip_grad_value,
 };
-use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch, backward_with,
-};
+use candle_ddp::{Backward, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch, backward_with};
 use candle_nn::{Linear, VarMap, linear};
 
 fn scaler(pg: &ProcessGroup, var: &Var, init_scale: f64) -> Result<GradScaler> {
@@ -115,7 +113,11 @@ fn scaled_gradients_are_clipped_and_used_only_after_unscale() {
         assert_eq!(vars.iter().flat_map(|var| floats(var)).collect::<Vec<_>>(), before);
         // The same for gradients that are added up, and for gradients of candle's own backward pass.
         let mut sum = GradStore::default();
-        sum = backward_with(&scaler.scale(&loss(&ddp)?)?, &[&ddp], Backward { into: Some(sum), ..Default::default() })?;
+        sum = backward_with(
+            &scaler.scale(&loss(&ddp)?)?,
+            &[&ddp],
+            Backward { into: Some(&mut sum), ..Default::default() },
+        )?;
         refused(optimizer.clip_grad_norm(&mut sum, 1.0), "clip_grad_norm");
         let var = Var::ones(2, DType::F32, &Device::Cpu)?;
         let mut own = scaler.scale(&var.sum_all()?)?.backward()?;
@@ -137,9 +139,8 @@ fn scaled_gradients_are_clipped_and_used_only_after_unscale() {
 
 #[test]
 fn the_sum_of_micro_batches_is_scaled_too() {
-    ranks(2, |pg| {
-        let options = DdpOptions { virtual_ranks: Some(4), ..Default::default() };
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(3, 1, vb), options)?;
+    with_virtual_ranks(4, 2, |pg| {
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(3, 1, vb))?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
         let mut grads = None;

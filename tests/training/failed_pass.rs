@@ -200,7 +200,8 @@ fn a_loss_that_is_not_one_number_is_refused_before_anything_is_sent() {
         ),
         (
             |ddp, loss| {
-                backward_with(loss, &[ddp], Backward { into: Some(Default::default()), ..Default::default() }).map(drop)
+                backward_with(loss, &[ddp], Backward { into: Some(&mut Default::default()), ..Default::default() })
+                    .map(drop)
             },
             "loss: it has shape [4, 1]",
         ),

@@ -260,7 +260,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
                 grads = backward_with(
                     &scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?,
                     &[&ddp],
-                    Backward { into: Some(grads), ..Default::default() },
+                    Backward { into: Some(&mut grads), ..Default::default() },
                 )?;
                 scaler.step(optimizer, &mut grads)?;
                 scaler.update()
@@ -405,7 +405,8 @@ fn several_models_join_together() {
                     0 => backward_with(&(a + b)?, &[&second, &first], Backward::default())?,
                     1 => {
                         let mut grads = first.backward(&a)?;
-                        grads = backward_with(&b, &[&second], Backward { into: Some(grads), ..Default::default() })?;
+                        grads =
+                            backward_with(&b, &[&second], Backward { into: Some(&mut grads), ..Default::default() })?;
                         grads
                     }
                     _ => backward_with(&(a + b)?, &[&first, &second], Backward::default())?,

@@ -124,7 +124,7 @@ fn the_statistics_of_a_batch_norm_are_named() {
 #[test]
 fn a_batch_norm_that_trains_on_one_rank_only_is_named() {
     let is_over = Barrier::new(2);
-    let options = SpawnOptions { world_size: 2, timeout: Duration::from_secs(5) };
+    let options = SpawnOptions { world_size: 2, timeout: Duration::from_secs(5), ..Default::default() };
     let errors = spawn_with(options, |pg| {
         let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device());
         let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb)?;

@@ -3,7 +3,7 @@ use crate::common::{assert_close, floats, ranks, tensor, var};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
 use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu, sync_batch_norm};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, backward_micro_batch};
+use candle_ddp::{DdpOptions, DistributedDataParallel, SpawnOptions, backward_micro_batch, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -175,11 +175,12 @@ fn plain_statistics(is_synchronised: bool) -> Vec<f32> {
 /// a second time.
 fn statistics(world_size: usize, virtual_ranks: Option<usize>) -> Vec<Vec<f32>> {
     type Normed = (Linear, candle_nn::BatchNorm);
-    let run = ranks(world_size, |pg| {
+    let options = SpawnOptions { world_size, virtual_ranks, ..Default::default() };
+    let run = spawn_with(options, |pg| {
         let build = |vb: VarBuilder| -> Result<Normed> {
             Ok((linear(6, 4, vb.pp("linear"))?, candle_nn::batch_norm(4, 1e-5, vb.pp("norm"))?))
         };
-        let options = DdpOptions { init_seed: Some(7), virtual_ranks, ..Default::default() };
+        let options = DdpOptions { init_seed: Some(7), ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let forward = |seed: u64| {
             ddp.call(|(linear, norm): &Normed| {

@@ -1,6 +1,6 @@
 //! Graphs that reach into an earlier step: an error that names the remedy, and no error for graphs whose parameters have not
 //! changed.
-use crate::common::{filled, floats, ranks, tensor};
+use crate::common::{filled, floats, ranks, tensor, with_virtual_ranks};
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
@@ -151,8 +151,11 @@ fn a_graph_without_a_step_in_between_is_right() {
             ddp.call(|cell| cell.next(&tensor(&[5, 3], 2)))?;
             let second = ddp.call(|cell| cell.next(&first))?;
             let mut grads = ddp.backward(&second.mean_all()?)?;
-            grads =
-                backward_with(&first.sqr()?.mean_all()?, &[ddp], Backward { into: Some(grads), ..Default::default() })?;
+            grads = backward_with(
+                &first.sqr()?.mean_all()?,
+                &[ddp],
+                Backward { into: Some(&mut grads), ..Default::default() },
+            )?;
             let mut ema = Ema::new(ddp, 0.9)?;
             ema.update()?;
             Optimizer::step(optimizer, &grads)?;
@@ -197,10 +200,9 @@ fn views_from_the_construction_are_the_models_own() {
 
 #[test]
 fn recomputed_functions_and_micro_batches_are_fresh() {
-    ranks(2, |pg| {
-        let options = DdpOptions { virtual_ranks: Some(4), ..Default::default() };
+    with_virtual_ranks(4, 2, |pg| {
         let build = |vb: VarBuilder| Ok::<_, candle_core::Error>(std::sync::Arc::new(nn::linear(3, 3, vb)?));
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         for _ in 0..3 {
             for number in ddp.micro_batches().unwrap() {

@@ -1,20 +1,28 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
-use crate::common::{assert_close, floats, ranks, values};
-use crate::virtual_run::{Noisy, train};
+use crate::common::{assert_close, floats, values, with_virtual_ranks};
+use crate::virtual_run::{Noisy, VIRTUAL, train};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::MixedPrecision;
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::data::{
-    DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions,
+    DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions, default_collate,
 };
 use candle_ddp::nn::{Linear, batch_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::rendezvous::HashStore;
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, Role,
-    backward_micro_batch, backward_with, comm_hook,
+    Backend, Backward, CustomOptions, DdpOptions, DistributedDataParallel, Error, InitOptions, JoinOptions,
+    ProcessGroup, Result, Role, backward_micro_batch, backward_with, comm_hook, init_process_group,
 };
 use candle_nn::VarMap;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Ranks of a group with [`VIRTUAL`] virtual ranks.
+fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
+    with_virtual_ranks(VIRTUAL, world_size, work)
+}
 
 fn assert_same(mixed_precision: Option<MixedPrecision>, worlds: &[usize]) {
     let one = ranks(1, |pg| train(&pg, 2, mixed_precision)).unwrap().remove(0);
@@ -51,7 +59,7 @@ fn so_it_has_while_fast_ranks_compute_more() {
     ] {
         let found = ranks(speeds.len(), |pg| {
             pg.share_by_speed(speeds[pg.rank()])?;
-            assert_eq!(model(&pg, 8)?.micro_batches(), Some(blocks[pg.rank()].clone()));
+            assert_eq!(model(&pg)?.micro_batches(), Some(blocks[pg.rank()].clone()));
             train(&pg, 2, None)
         });
         assert!(found.unwrap().iter().all(|other| *other == one), "{speeds:?}");
@@ -60,7 +68,7 @@ fn so_it_has_while_fast_ranks_compute_more() {
         ranks(2, |pg| {
             invalid(pg.share_by_speed(if pg.rank() == 1 { wrong } else { 1. }), "speed", "on rank 1");
             // As before.
-            assert_eq!(model(&pg, 8)?.micro_batches(), Some(4 * pg.rank()..4 * pg.rank() + 4));
+            assert_eq!(model(&pg)?.micro_batches(), Some(4 * pg.rank()..4 * pg.rank() + 4));
             Ok(())
         })
         .unwrap();
@@ -70,7 +78,7 @@ fn so_it_has_while_fast_ranks_compute_more() {
 #[test]
 fn the_pace_is_known_after_the_second_step() {
     ranks(2, |pg| {
-        let ddp = model(&pg, 8)?;
+        let ddp = model(&pg)?;
         assert!(step(&ddp, ddp.micro_batches().unwrap())?);
         assert!(ddp.micro_batches_per_second().is_none());
         assert!(step(&ddp, ddp.micro_batches().unwrap())?);
@@ -91,10 +99,9 @@ fn gradients_are_the_mean_over_all_micro_batches() {
     let mean = whole.matmul(&var.t().unwrap()).unwrap().sqr().unwrap().sum(1).unwrap().mean_all().unwrap();
     let expected = floats(mean.backward().unwrap().get(&var).unwrap());
     for world_size in [1, 3, 5, 12, 16] {
-        let found = ranks(world_size, |pg| {
+        let found = with_virtual_ranks(16, world_size, |pg| {
             let vars = vec![("weight".to_string(), Var::from_tensor(&weight)?)];
-            let options = DdpOptions { virtual_ranks: Some(16), ..Default::default() };
-            let ddp = DistributedDataParallel::from_vars(&pg, vars[0].1.clone(), vars, options)?;
+            let ddp = DistributedDataParallel::from_vars(&pg, vars[0].1.clone(), vars, DdpOptions::default())?;
             let mut result = None;
             for number in ddp.micro_batches().unwrap() {
                 let loss = ddp.call(|w| all[number].matmul(&w.t()?)?.sqr()?.sum(1)?.mean_all())?;
@@ -110,9 +117,8 @@ fn gradients_are_the_mean_over_all_micro_batches() {
 
 type Model = DistributedDataParallel<Linear>;
 
-fn model(pg: &ProcessGroup, virtual_ranks: usize) -> Result<Model> {
-    let options = DdpOptions { virtual_ranks: Some(virtual_ranks), ..Default::default() };
-    DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(4, 1, vb), options)
+fn model(pg: &ProcessGroup) -> Result<Model> {
+    DistributedDataParallel::new(pg, &VarMap::new(), |vb| linear(4, 1, vb))
 }
 
 fn step(ddp: &Model, numbers: impl IntoIterator<Item = usize>) -> Result<bool> {
@@ -139,7 +145,7 @@ fn a_wrong_number_is_an_error_on_every_rank() {
     // Rank 1 computes 2 and 3 of 8; one it has left out, and one that it repeats.
     for wrong in [vec![3], vec![2, 2], vec![2, 4], vec![0]] {
         let results = ranks(4, |pg| {
-            let ddp = model(&pg, 8)?;
+            let ddp = model(&pg)?;
             let own = ddp.micro_batches().unwrap();
             let then = if pg.rank() == 1 { wrong.clone() } else { own.clone().collect() };
             // The end of the group may reach another rank in its first step.
@@ -163,7 +169,7 @@ fn a_wrong_number_is_an_error_on_every_rank() {
 #[test]
 fn a_step_that_was_left_begins_again_after_zero_grad() {
     ranks(2, |pg| {
-        let ddp = model(&pg, 8)?;
+        let ddp = model(&pg)?;
         let own = ddp.micro_batches().unwrap();
         assert!(!step(&ddp, own.start..own.start + 3)?);
         ddp.zero_grad();
@@ -172,8 +178,8 @@ fn a_step_that_was_left_begins_again_after_zero_grad() {
     })
     .unwrap();
     // In a world of one, a failed pass leaves nothing behind.
-    ranks(1, |pg| {
-        let ddp = model(&pg, 4)?;
+    with_virtual_ranks(4, 1, |pg| {
+        let ddp = model(&pg)?;
         invalid(step(&ddp, [0, 1, 3]), "number", "micro-batch 2 comes next on rank 0, not 3");
         assert!(step(&ddp, 2..4)?);
         assert!(step(&ddp, 0..4)?);
@@ -187,33 +193,114 @@ fn numbers_of_virtual_ranks_that_cannot_be_are_errors_on_every_rank() {
     for (virtual_ranks, part) in
         [(0, "power of two"), (3, "power of two"), (6, "power of two"), (2, "number of ranks, 3")]
     {
-        let results = ranks(3, |pg| {
-            let loader = LoaderOptions { virtual_ranks: Some(virtual_ranks), ..Default::default() };
-            let loader = DataLoader::new(Noisy, &pg, loader).err().unwrap().to_string();
-            assert!(loader.contains(part), "{loader}");
-            Ok(model(&pg, virtual_ranks).err().unwrap().to_string())
-        });
-        for error in results.unwrap() {
-            assert!(error.contains(part), "{error}");
+        let alone = with_virtual_ranks(virtual_ranks, 3, |_| Ok(()));
+        invalid(alone, "virtual_ranks", part);
+        for error in meet([virtual_ranks; 3], |_| Ok(())) {
+            invalid(error, "virtual_ranks", part);
+        }
+        let store = Arc::new(HashStore::new(Duration::from_secs(60)));
+        let engine = Box::new(CpuCommunicator::new(store.clone(), 0, 1, CpuOptions::default()).unwrap());
+        let options = CustomOptions { virtual_ranks: Some(virtual_ranks), ..Default::default() };
+        if virtual_ranks != 2 {
+            invalid(ProcessGroup::with_communicator(store, engine, options), "virtual_ranks", part);
         }
     }
-    for error in ranks(2, |pg| Ok(model(&pg, 8 << pg.rank()).err().unwrap())).unwrap() {
-        let Error::Mismatch { what: "model", rank: 1, difference } = error else { panic!("{error}") };
-        assert_eq!(difference, "virtual ranks: 16 on rank 1, virtual ranks: 8 on rank 0");
-    }
-    let unequal = |pg: ProcessGroup| {
-        let options = LoaderOptions { virtual_ranks: Some(8 << pg.rank()), ..Default::default() };
-        Ok(DataLoader::new(Noisy, &pg, options).err().unwrap())
+}
+
+/// What each rank gets that meets the others in a process group with its number of virtual ranks.
+fn meet<T: Send, const N: usize>(
+    virtual_ranks: [usize; N],
+    work: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let folder = tempfile::tempdir().unwrap();
+    let rank = |rank: usize| {
+        let pg = init_process_group(InitOptions {
+            backend: Backend::Cpu,
+            init_method: format!("file://{}/store", folder.path().display()),
+            rank: Some(rank),
+            world_size: Some(N),
+            timeout: Duration::from_secs(60),
+            virtual_ranks: Some(virtual_ranks[rank]),
+            ..Default::default()
+        })?;
+        work(pg)
     };
-    for error in ranks(2, unequal).unwrap() {
-        assert!(matches!(error, Error::Mismatch { what: "data loader", rank: 1, .. }), "{error}");
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..N).map(|number| scope.spawn(move || rank(number))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn ranks_with_other_numbers_of_virtual_ranks_get_an_error() {
+    let unequal = "virtual ranks: Some(16) on rank 1, virtual ranks: Some(8) on rank 0";
+    let of_model = meet([8, 16], |pg| model(&pg));
+    let of_loader = meet([8, 16], |pg| DataLoader::new(Noisy, &pg, LoaderOptions::default()));
+    let errors =
+        of_model.into_iter().map(|result| result.err()).chain(of_loader.into_iter().map(|result| result.err()));
+    for error in errors {
+        let Some(Error::Mismatch { what: "model" | "data loader", rank: 1, difference }) = error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(difference, unequal);
     }
+}
+
+/// They belong to the group, and to the groups that are split off from it.
+#[test]
+fn groups_that_are_split_off_have_the_same_virtual_ranks() {
+    ranks(3, |pg| {
+        assert_eq!(pg.virtual_ranks(), Some(VIRTUAL));
+        assert_eq!(pg.cpu_group()?.virtual_ranks(), Some(VIRTUAL));
+        let Some(half) = pg.new_group(&[0, 2])? else { return Ok(()) };
+        assert_eq!(half.virtual_ranks(), Some(VIRTUAL));
+        let ddp = model(&half)?;
+        assert_eq!(ddp.micro_batches(), Some(4 * half.rank()..4 * half.rank() + 4));
+        let loader = DataLoader::new(Noisy, &half, LoaderOptions { batch_size: 3, ..Default::default() })?;
+        let numbers: Vec<_> = loader.micro_batches()?.take(4).map(|batch| batch.unwrap().number).collect();
+        assert_eq!(numbers, ddp.micro_batches().unwrap().collect::<Vec<_>>());
+        let error = sync_batch_norm(&half, 3, 1e-5, candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu));
+        assert!(error.err().unwrap().to_string().contains("SyncBatchNorm cannot be combined"));
+        Ok(())
+    })
+    .unwrap();
+    // Without virtual ranks, there is nothing to share.
+    crate::common::ranks(2, |pg| {
+        assert_eq!(pg.virtual_ranks(), None);
+        invalid(pg.share_by_speed(1.), "speed", "set InitOptions.virtual_ranks");
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// An evaluation counts each sample once, so the ranks share the samples, as without virtual ranks.
+#[test]
+fn a_loader_for_evaluation_has_no_micro_batches() {
+    let seen = ranks(2, |pg| {
+        let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
+        let options = LoaderOptions { batch_size: 10, sampler, ..Default::default() };
+        let loader = DataLoader::new(Indices, &pg, options)?;
+        invalid(loader.micro_batches(), "virtual_ranks", "with Remainder::Pad or Drop");
+        let mut seen = Vec::new();
+        for batch in &loader {
+            seen.extend(batch?.0.to_vec1::<u32>()?);
+        }
+        assert_eq!(seen.len(), 23 - pg.rank());
+        // Neither has one that is given its sampler.
+        let sampler = DistributedSampler::new(45, 0, 1, SamplerOptions::default())?;
+        let alone = DataLoader::from_sampler(Indices, sampler, LoaderOptions::default(), default_collate)?;
+        invalid(alone.micro_batches(), "virtual_ranks", "not from a sampler");
+        Ok(seen)
+    });
+    let mut seen = seen.unwrap().concat();
+    seen.sort_unstable();
+    assert_eq!(seen, (0..45).collect::<Vec<u32>>());
 }
 
 #[test]
 fn what_would_depend_on_the_ranks_is_refused() {
-    ranks(2, |pg| {
-        let ddp = model(&pg, 4)?;
+    with_virtual_ranks(4, 2, |pg| {
+        let ddp = model(&pg)?;
         let loss =
             || ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all().map_err(Error::from);
         invalid(ddp.backward(&loss()?), "models", "backward_micro_batch");
@@ -223,13 +310,13 @@ fn what_would_depend_on_the_ranks_is_refused() {
             "backward_micro_batch",
         );
         invalid(
-            backward_with(&loss()?, &[&ddp], Backward { into: Some(Default::default()), ..Default::default() }),
+            backward_with(&loss()?, &[&ddp], Backward { into: Some(&mut Default::default()), ..Default::default() }),
             "models",
             "backward_micro_batch",
         );
         invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "models", "backward_micro_batch");
         invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
-        invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual_ranks");
+        invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual ranks");
         invalid(ZeroRedundancyOptimizer::new(&ddp, ParamsLamb::default()), "virtual_ranks", "no norms");
         let mut sharded = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let loss_of_zero = ddp
@@ -246,20 +333,22 @@ fn what_would_depend_on_the_ranks_is_refused() {
         assert!(step(&ddp, ddp.micro_batches().unwrap())?);
 
         let sync = |vb| sync_batch_norm(&pg, 3, 1e-5, vb);
-        let options = || DdpOptions { virtual_ranks: Some(4), ..Default::default() };
-        let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), sync, options()).err().unwrap();
+        let error = DistributedDataParallel::new(&pg, &VarMap::new(), sync).err().unwrap();
         assert!(error.to_string().contains("SyncBatchNorm cannot be combined"), "{error}");
-        let own = DdpOptions { broadcast_buffers: false, ..options() };
+        let own = DdpOptions { broadcast_buffers: false, ..Default::default() };
         let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| batch_norm(3, 1e-5, vb), own)
             .err()
             .unwrap();
         assert!(error.to_string().contains("broadcast_buffers"), "{error}");
         let role = Arc::new(|name: &str| if name == "bias" { Role::Ignored } else { Role::Parameter });
-        let own = DdpOptions { role, ..options() };
+        let own = DdpOptions { role, ..Default::default() };
         let error =
             DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), own).err().unwrap();
         assert!(error.to_string().contains("the variable bias has Role::Ignored"), "{error}");
-
+        Ok(())
+    })
+    .unwrap();
+    crate::common::ranks(2, |pg| {
         let plain = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
         assert!(plain.micro_batches().is_none());
         invalid(plain.gather_micro_batches(&[]), "own", "no virtual ranks");
@@ -267,13 +356,13 @@ fn what_would_depend_on_the_ranks_is_refused() {
         invalid(backward_micro_batch(&loss, &[&plain], 0, None), "number", "no virtual ranks");
         plain.backward(&loss)?;
         let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
-        invalid(loader.micro_batches(), "virtual_ranks", "LoaderOptions.virtual_ranks");
+        invalid(loader.micro_batches(), "virtual_ranks", "InitOptions.virtual_ranks");
         Ok(())
     })
     .unwrap();
     let under = |case: fn(&Model, &Tensor) -> Result<()>| {
-        let result = ranks(1, |pg| {
-            let ddp = model(&pg, 4)?;
+        let result = with_virtual_ranks(4, 1, |pg| {
+            let ddp = model(&pg)?;
             let loss = ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
             Ok(case(&ddp, &loss))
         });
@@ -319,8 +408,7 @@ fn dealt(
     start: Option<LoaderState>,
 ) -> Vec<(usize, Vec<u32>, Vec<f64>)> {
     let of_rank = |pg: ProcessGroup| {
-        let options =
-            LoaderOptions { batch_size: 3, virtual_ranks: Some(4), num_workers, drop_last, ..Default::default() };
+        let options = LoaderOptions { batch_size: 3, num_workers, drop_last, ..Default::default() };
         let mut loader = DataLoader::new(Indices, &pg, options)?;
         if let Some(start) = start {
             loader.resume(start)?;
@@ -338,7 +426,7 @@ fn dealt(
         assert_eq!((loader.current_epoch(), loader.state().consumed), (1, 0));
         Ok(dealt)
     };
-    let mut all = ranks(world_size, of_rank).unwrap().concat();
+    let mut all = with_virtual_ranks(4, world_size, of_rank).unwrap().concat();
     all.sort_by_key(|(consumed, number, ..)| (*consumed, *number));
     all.into_iter().map(|(_, number, indices, drawn)| (number, indices, drawn)).collect()
 }
@@ -369,9 +457,8 @@ fn micro_batches_do_not_depend_on_the_ranks() {
 
 #[test]
 fn a_loader_in_the_middle_of_a_step_is_before_it() {
-    ranks(2, |pg| {
-        let options = LoaderOptions { batch_size: 3, virtual_ranks: Some(4), ..Default::default() };
-        let loader = DataLoader::new(Indices, &pg, options)?;
+    with_virtual_ranks(4, 2, |pg| {
+        let loader = DataLoader::new(Indices, &pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
         let mut micro_batches = loader.micro_batches()?;
         for consumed in [0, 12, 12, 24] {
             micro_batches.next().unwrap()?;
@@ -381,15 +468,9 @@ fn a_loader_in_the_middle_of_a_step_is_before_it() {
     })
     .unwrap();
     let refused = |options: LoaderOptions| {
-        ranks(1, |pg| {
-            Ok(DataLoader::new(Indices, &pg, LoaderOptions { virtual_ranks: Some(4), ..options }).err().unwrap())
-        })
-        .unwrap()
-        .remove(0)
-        .to_string()
+        let result = with_virtual_ranks(4, 1, |pg| Ok(DataLoader::new(Indices, &pg, options).err().unwrap()));
+        result.unwrap().remove(0).to_string()
     };
-    let sampler = SamplerOptions { remainder: Remainder::Uneven, ..Default::default() };
-    assert!(refused(LoaderOptions { sampler, ..Default::default() }).contains("Remainder::Pad or Drop"));
     let large = refused(LoaderOptions { batch_size: 12, drop_last: true, ..Default::default() });
     assert!(large.contains("a global batch of 4 × 12"), "{large}");
     assert!(refused(LoaderOptions { batch_size: usize::MAX, ..Default::default() }).contains("too large"));

@@ -1,6 +1,6 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
-use crate::common::{assert_close, floats, ranks, values};
+use crate::common::{assert_close, floats, values, with_virtual_ranks};
 use crate::virtual_run::bits;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
@@ -14,9 +14,12 @@ const VIRTUAL: usize = 8;
 type Model = DistributedDataParallel<Linear>;
 
 fn model(pg: &ProcessGroup, inputs: usize, outputs: usize) -> Result<Model> {
-    let options =
-        DdpOptions { dtype: DType::F64, virtual_ranks: Some(VIRTUAL), init_seed: Some(7), ..Default::default() };
+    let options = DdpOptions { dtype: DType::F64, init_seed: Some(7), ..Default::default() };
     DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(inputs, outputs, vb), options)
+}
+
+fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
+    with_virtual_ranks(VIRTUAL, world_size, work)
 }
 
 /// The samples of a micro-batch: some have more than others, and one has none.
@@ -154,18 +157,31 @@ fn several_models_have_the_same_bits_on_any_number_of_ranks() {
 
 #[test]
 fn models_of_one_pass_have_the_same_micro_batches() {
+    let check = |result: Result<Option<GradStore>>| match result {
+        Err(Error::InvalidArgument { argument: "models", reason }) => {
+            assert!(reason.contains("the same process group, and no share_by_speed"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    };
     ranks(1, |pg| {
         let first = model(&pg, 4, 3)?;
-        let options = DdpOptions { dtype: DType::F64, virtual_ranks: Some(4), ..Default::default() };
-        let second = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(3, 2, vb), options)?;
+        let another = pg.new_group(&[0])?.unwrap();
+        let second = model(&another, 3, 2)?;
         let x = Tensor::zeros((1, 4), DType::F64, &Device::Cpu)?;
         let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
-        match backward_micro_batch(&loss, &[&first, &second], 0, None) {
-            Err(Error::InvalidArgument { argument: "models", reason }) => {
-                assert!(reason.contains("same DdpOptions.virtual_ranks"), "{reason}");
-            }
-            other => panic!("{other:?}"),
-        }
+        check(backward_micro_batch(&loss, &[&first, &second], 0, None));
+        Ok(())
+    })
+    .unwrap();
+    // In one group, the second model has other shares.
+    ranks(2, |pg| {
+        let first = model(&pg, 4, 3)?;
+        pg.share_by_speed(1. + pg.rank() as f64)?;
+        let second = model(&pg, 3, 2)?;
+        let x = Tensor::zeros((1, 4), DType::F64, &Device::Cpu)?;
+        let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
+        let number = first.micro_batches().unwrap().start;
+        check(backward_micro_batch(&loss, &[&first, &second], number, None));
         Ok(())
     })
     .unwrap();
@@ -175,13 +191,8 @@ fn models_of_one_pass_have_the_same_micro_batches() {
 /// of the optimizer's state.
 fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u32>> {
     // Buckets of some parameters, none of which the ranks divide evenly.
-    let options = DdpOptions {
-        bucket_cap_mb: 0.0002,
-        first_bucket_mb: 0.0001,
-        virtual_ranks: Some(VIRTUAL),
-        init_seed: Some(7),
-        ..Default::default()
-    };
+    let options =
+        DdpOptions { bucket_cap_mb: 0.0002, first_bucket_mb: 0.0001, init_seed: Some(7), ..Default::default() };
     let build = |vb: VarBuilder| -> candle_core::Result<_> {
         Ok((linear(4, 13, vb.pp("a"))?, linear(13, 7, vb.pp("b"))?, linear(7, 1, vb.pp("c"))?))
     };

@@ -54,8 +54,8 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
             losses.iter().try_for_each(|loss| Ok(optimizer.step(&ddp.backward(loss)?)?))
         }),
         warnings(|ddp| {
-            let grads = ddp.backward(&loss(ddp)?)?;
-            let options = Backward { into: Some(grads), ..Default::default() };
+            let mut grads = ddp.backward(&loss(ddp)?)?;
+            let options = Backward { into: Some(&mut grads), ..Default::default() };
             backward_with(&loss(ddp)?, &[ddp], options).map(drop)
         }),
         // Under no_sync they add up.

@@ -2,6 +2,7 @@
 use crate::logger::{self, LOG};
 
 use candle_ddp::rendezvous::{Error, Secret, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 #[test]
@@ -14,7 +15,7 @@ fn the_host_hears_of_every_client_that_its_secret_keeps_out() {
         (None, secret("2"), "it has a secret, but this job has none"),
     ] {
         let options = TcpStoreServerOptions { secret: own, ..Default::default() };
-        let server = TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), options).unwrap();
+        let server = TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), options).unwrap();
         LOG.0.lock().unwrap().clear();
         let options = TcpStoreOptions { timeout: Duration::from_secs(30), secret: theirs };
         let refused = TcpStore::connect_with("127.0.0.1", server.port(), options);

@@ -8,7 +8,7 @@ use crate::queues::{Channel, Outcome};
 use candle_core::Device;
 use candle_ddp::backend::{Collective, Communicator, Completion, Split};
 use candle_ddp::rendezvous::Store;
-use candle_ddp::{Error, Failure, P2pOp, Result, Work};
+use candle_ddp::{Error, Failure, Result, Work};
 use mpi::ffi::MPI_Comm;
 use mpi::raw::AsRaw;
 use std::sync::{Arc, Mutex};
@@ -118,13 +118,6 @@ impl Communicator for MpiCommunicator {
     fn run(&self, collective: Collective) -> Result<()> {
         let outcome = self.put(collective)?;
         self.group.wait(&outcome)
-    }
-
-    fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
-        // All are accepted before the first is sent.
-        P2pOp::check(&batch, self.rank(), self.world_size(), &Device::Cpu)?;
-        let works = batch.into_iter().map(|message| self.start(message.into()));
-        Ok(Work::all(works.collect::<Result<_>>()?))
     }
 
     fn failure(&self) -> Option<Error> {

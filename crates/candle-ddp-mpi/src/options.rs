@@ -13,10 +13,13 @@ pub struct MpiOptions {
     /// store is. Default: `MASTER_ADDR`; otherwise the loopback address if all ranks are on one host, or else the name
     /// of the host.
     pub address: Option<String>,
+    /// For [`init_process_group`](crate::init_process_group): see
+    /// [`InitOptions::virtual_ranks`](candle_ddp::InitOptions::virtual_ranks). Default: None.
+    pub virtual_ranks: Option<usize>,
 }
 
 impl Default for MpiOptions {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), piece_bytes: 1 << 20, address: None }
+        Self { timeout: Duration::from_secs(600), piece_bytes: 1 << 20, address: None, virtual_ranks: None }
     }
 }

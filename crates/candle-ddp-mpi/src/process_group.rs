@@ -12,7 +12,7 @@ use candle_ddp::rendezvous::{
 use candle_ddp_env::PROCESS;
 use candle_ddp::{CustomOptions, Error, ProcessGroup, Result};
 use std::fmt::Display;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex};
 pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
     /// Distinguishes the groups of this process, which all ranks make in the same order.
     static CALLS: AtomicU64 = AtomicU64::new(0);
-    let (timeout, address) = (options.timeout, options.address.clone());
+    let (timeout, address, virtual_ranks) = (options.timeout, options.address.clone(), options.virtual_ranks);
     let engine = MpiCommunicator::world(options)?;
     let (rank, world_size) = (engine.rank(), engine.world_size());
     if let Some(tasks) = tasks_without_mpi(world_size, |name| PROCESS.raw(name)) {
@@ -59,7 +59,7 @@ pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let store: Arc<dyn Store> = Arc::new(PrefixStore::new(format!("candle_ddp_mpi/{call}"), Arc::new(store)));
     log::info!("rank {rank} of {world_size}: over MPI, with the store at {name}:{port}");
-    let options = CustomOptions { device: Device::Cpu, timeout, local_rank, local_world_size };
+    let options = CustomOptions { device: Device::Cpu, timeout, local_rank, local_world_size, virtual_ranks };
     ProcessGroup::with_communicator(store, Box::new(engine), options)
 }
 
@@ -107,7 +107,7 @@ fn host(address: Option<String>, is_one_host: bool) -> Result<String> {
             };
             let options = TcpStoreServerOptions { secret: Some(secret.clone()), ..Default::default() };
             let here = if is_one_host { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
-            empty.insert((TcpStoreServer::bind_with(SocketAddr::from((here, 0)), options)?, secret))
+            empty.insert((TcpStoreServer::bind((here, 0), options)?, secret))
         }
     };
     Ok(format!("{}\n{name}\n{}", server.port(), secret.reveal()))

@@ -60,10 +60,12 @@ where
     /// middle of a step repeats the step.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a loader without [`virtual_ranks`](crate::data::LoaderOptions::virtual_ranks).
+    /// [`Error::InvalidArgument`] for a loader without micro-batches: its group has no
+    /// [virtual ranks](crate::InitOptions::virtual_ranks), or it has no group, or [`Remainder::Uneven`].
     pub fn micro_batches(&self) -> Result<MicroBatches<T>> {
         if !self.deal.is_virtual() {
-            let reason = "the loader has none, so its batches have no numbers: set LoaderOptions.virtual_ranks";
+            let reason = "the loader has no micro-batches: make its group with InitOptions.virtual_ranks, and the loader in this \
+                          group (not from a sampler), with Remainder::Pad or Drop";
             return Err(Error::invalid("virtual_ranks", reason));
         }
         Ok(MicroBatches::new(self.iter(), self.deal.rank, self.seed, self.dataset.len()))

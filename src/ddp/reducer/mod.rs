@@ -155,18 +155,30 @@ impl Reducer {
         })
     }
 
-    /// Ends the backward pass, if one is running. The buckets keep what they hold.
+    /// Ends a backward pass that has succeeded. The buckets keep what they hold.
     pub(crate) fn end(&self) {
-        *lock(&self.part) = None;
-        self.lock().buckets.iter_mut().for_each(Bucket::reset);
+        self.close().reduction.end();
     }
 
-    /// Ends the backward pass, and discards all gradients that no step has used.
+    /// Ends the backward pass, if one is running, and discards its gradients and those that have accumulated.
     pub(crate) fn discard(&self) {
-        self.end();
-        let mut state = self.lock();
+        let mut state = self.close();
         state.clear_accumulated();
         state.reduction.discard();
+    }
+
+    /// Discards all gradients that no step has used.
+    pub(crate) fn zero_grad(&self) {
+        self.discard();
+        // Without shards, there are none.
+        let _ = self.clear_pending();
+    }
+
+    fn close(&self) -> MutexGuard<'_, State> {
+        *lock(&self.part) = None;
+        let mut state = self.lock();
+        state.buckets.iter_mut().for_each(Bucket::reset);
+        state
     }
 
     /// Whether a pass that is weighted, or not, may add to what has accumulated under `no_sync`.

@@ -22,8 +22,8 @@ impl Reducer {
                  use another optimizer, or no hook"
             }
             Reduction::Tree(_) => {
-                "DdpOptions.virtual_ranks adds gradients along a fixed tree, and cannot be combined with a communication hook: use \
-                 no hook, or no virtual ranks"
+                "virtual ranks add gradients along a fixed tree, and cannot be combined with a communication hook: use no hook, or \
+                 a group without virtual ranks"
             }
             Reduction::AllReduce if state.begun => "it must be registered before the first backward pass",
             Reduction::AllReduce => return Ok(()),

@@ -74,7 +74,14 @@ impl Reduction {
         }
     }
 
-    /// Discards gradients in flight, and those that no step has used.
+    /// Call when a backward pass has succeeded.
+    pub(super) fn end(&mut self) {
+        if let Self::Shard(shard) = self {
+            shard.end();
+        }
+    }
+
+    /// Discards the gradients of a backward pass that has failed.
     pub(super) fn discard(&mut self) {
         match self {
             Self::AllReduce => {}

@@ -135,14 +135,28 @@ impl ShardReduction {
             // The pass is about to overwrite the buckets.
             let parts = self.shards.iter().map(|shard| shard.own.copy()).collect::<candle_core::Result<_>>()?;
             self.earlier = Some((pending, parts));
+        } else if self.earlier.is_none() {
+            let reason = "a ZeroRedundancyOptimizer keeps the gradients, and has already used or dropped the earlier ones: begin with \
+                          GradStore::default() after each step";
+            return Err(Error::invalid("into", reason));
         }
         Ok(())
     }
 
+    /// Call when a pass has succeeded.
+    pub(crate) fn end(&mut self) {
+        // After a pass without synchronisation, they wait for the next one.
+        self.earlier.take_if(|_| self.pending.is_some());
+    }
+
+    /// Discards the gradients of a pass that has failed. Those to which they would have been added are as they were.
     pub(crate) fn discard(&mut self) {
         self.in_flight.clear();
         self.tree.iter_mut().for_each(TreeReduction::discard);
-        (self.pending, self.earlier) = (None, None);
+        self.pending = self.earlier.take().and_then(|(earlier, parts)| {
+            let mut parts = self.shards.iter().zip(&parts);
+            parts.try_for_each(|(shard, part)| copy::copy(&shard.own, part)).ok().map(|()| earlier)
+        });
     }
 
     pub(crate) fn launch(
@@ -211,8 +225,8 @@ impl ShardReduction {
 
     /// Records that the shards hold the gradients of the `present` parameters, to be multiplied by `scale`.
     pub(crate) fn set_pending(&mut self, mut present: Vec<bool>, scale: f64) {
-        if let Some((earlier, _)) = self.earlier.take() {
-            present.iter_mut().zip(earlier.present).for_each(|(now, earlier)| *now |= earlier);
+        if let Some((earlier, _)) = &self.earlier {
+            present.iter_mut().zip(&earlier.present).for_each(|(now, earlier)| *now |= earlier);
         }
         self.pending = Some(PendingGradients { present, scale });
     }

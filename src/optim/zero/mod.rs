@@ -81,7 +81,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if the rule is not
     /// element-wise, if `ddp` has a communication hook or another optimizer of this kind, if ranks give different
-    /// options, or if the rule needs norms and `ddp` has [virtual ranks](crate::DdpOptions::virtual_ranks).
+    /// options, or if the rule needs norms and `ddp` has [virtual ranks](crate::InitOptions::virtual_ranks).
     pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
         let parameters = ddp.averaged_parameters();
         Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
@@ -338,7 +338,7 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     ///
     /// # Errors
     /// Returns the errors of [`step`](Self::step), and [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and
-    /// under [virtual ranks](crate::DdpOptions::virtual_ranks).
+    /// under [virtual ranks](crate::InitOptions::virtual_ranks).
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
         let unscaled = scaled::check_unscaled(grads, "clip_grad_norm");
@@ -405,7 +405,7 @@ fn check_norms(reducer: &Reducer) -> Result<()> {
     if reducer.virtual_ranks().is_none() {
         return Ok(());
     }
-    let reason = "under DdpOptions.virtual_ranks, a ZeroRedundancyOptimizer can compute no norms, whose last bits would depend on \
+    let reason = "under virtual ranks, a ZeroRedundancyOptimizer can compute no norms, whose last bits would depend on \
                   the number of ranks: use no clipping by norm and no Lamb, or an optimizer that has the whole state on each rank";
     Err(Error::invalid("virtual_ranks", reason))
 }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 fn ranks<T: Send>(timeout: Duration, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Vec<T> {
-    spawn_with(SpawnOptions { world_size: 2, timeout }, work).unwrap()
+    spawn_with(SpawnOptions { world_size: 2, timeout, ..Default::default() }, work).unwrap()
 }
 
 const LONG: Duration = Duration::from_secs(120);
@@ -136,6 +136,7 @@ pub(crate) fn queued(work: impl Fn(ProcessGroup) + Sync) {
             local_world_size: 2,
             address: None,
             secret: None,
+            virtual_ranks: None,
         };
         let place = Place::of_all(Job::without_launcher(2), rank, 2);
         ProcessGroup::around(Box::new(communicator), store.clone(), place, settings, None)

@@ -1,6 +1,6 @@
 //! Backward passes, and evaluations between them.
 use super::{Build, bits, candles, images, ours, wrap};
-use crate::common::{ranks, tensor, var};
+use crate::common::{ranks, tensor, var, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
@@ -63,10 +63,9 @@ fn an_evaluation_disturbs_no_pending_pass() {
 /// Neither do evaluations within a step of micro-batches, whose buffers begin with the values from before the step.
 #[test]
 fn an_evaluation_disturbs_no_step_of_virtual_ranks() {
-    ranks(2, |pg| {
+    with_virtual_ranks(4, 2, |pg| {
         let run = |evaluates: bool| {
-            let options = DdpOptions { virtual_ranks: Some(4), ..Default::default() };
-            let (varmap, ddp) = wrap(&pg, ours, true, options)?;
+            let (varmap, ddp) = wrap(&pg, ours, true, DdpOptions::default())?;
             let mut all = Vec::new();
             for number in [2 * pg.rank(), 2 * pg.rank() + 1] {
                 let output = ddp.call(|net| net.norm.forward_t(&net.conv.forward(&images(number))?, true))?;

@@ -3,8 +3,8 @@ use crate::digits::{Options, train};
 use crate::launch;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
-use candle_ddp_mpi::run;
+use candle_ddp::{DistributedDataParallel, ProcessGroup, Result, SpawnOptions, backward_micro_batch};
+use candle_ddp_mpi::{MpiOptions, init_process_group, run};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use clap::Parser;
 
@@ -83,8 +83,7 @@ const VIRTUAL: usize = 4;
 /// The bits of the weights after three steps of four micro-batches.
 fn virtual_ranks(pg: &ProcessGroup) -> Result<Vec<u32>> {
     let varmap = VarMap::new();
-    let options = DdpOptions { virtual_ranks: Some(VIRTUAL), ..Default::default() };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, build)?;
     set_weights(&varmap)?;
     for step in 0..3 {
         let mut grads = None;
@@ -105,8 +104,10 @@ fn virtual_ranks(pg: &ProcessGroup) -> Result<Vec<u32>> {
 fn virtual_ranks_give_the_bits_of_one_process() {
     for count in [2, 3, 4] {
         launch::ranks("training::virtual_ranks_give_the_bits_of_one_process", count, || {
-            let alone = candle_ddp::spawn(1, |pg| virtual_ranks(&pg))?.remove(0);
-            assert_eq!(run(virtual_ranks)?, alone);
+            let alone = SpawnOptions { virtual_ranks: Some(VIRTUAL), ..Default::default() };
+            let alone = candle_ddp::spawn_with(alone, |pg| virtual_ranks(&pg))?.remove(0);
+            let pg = init_process_group(MpiOptions { virtual_ranks: Some(VIRTUAL), ..Default::default() })?;
+            assert_eq!(pg.abort_on_error(|| virtual_ranks(&pg))?, alone);
             Ok(())
         });
     }

@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 ///
 /// With [`TcpStoreServerOptions::secret`], clients and the server prove to each other that they know it, and nobody else
 /// can read or write the job's keys. Without, it is as in PyTorch: anyone who reaches the port can. Keep it inside the
-/// cluster in any case, since nothing is encrypted, and give [`TcpStoreServer::bind_address`] the address at which the
+/// cluster in any case, since nothing is encrypted, and give [`TcpStoreServer::bind`] the address at which the
 /// ranks reach it instead of listening on all interfaces.
 pub struct TcpStoreServer {
     addresses: Vec<SocketAddr>,
@@ -34,19 +34,10 @@ pub struct TcpStoreServer {
 }
 
 impl TcpStoreServer {
-    /// Listens on `port` of all interfaces, IPv6 and IPv4. Port 0 means any free port.
-    pub fn bind(port: u16) -> Result<Self> {
-        Self::serve(&[all_interfaces(port)], TcpStoreServerOptions::default(), &[])
-    }
-
-    /// Listens on `address` only.
-    pub fn bind_address(address: SocketAddr) -> Result<Self> {
-        Self::bind_with(address, TcpStoreServerOptions::default())
-    }
-
-    /// Listens on `address` only, with options.
-    pub fn bind_with(address: SocketAddr, options: TcpStoreServerOptions) -> Result<Self> {
-        Self::serve(&[address], options, &[])
+    /// Listens on `address`, such as `(Ipv4Addr::LOCALHOST, 29500)`. `Ipv6Addr::UNSPECIFIED` means all interfaces, IPv6 and IPv4, and
+    /// port 0 any free port.
+    pub fn bind(address: impl Into<SocketAddr>, options: TcpStoreServerOptions) -> Result<Self> {
+        Self::serve(&[address.into()], options, &[])
     }
 
     /// Listens on all of `addresses`, which have the same port, and starts with the keys of `pairs`.

@@ -2,7 +2,7 @@
 use crate::server::{TIMEOUT, server};
 use candle_ddp_rendezvous::{Error, Store, TcpStore, TcpStoreServer};
 use std::io::Write;
-use std::net::TcpListener;
+use std::net::{Ipv6Addr, TcpListener};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -18,7 +18,7 @@ fn the_client_waits_for_its_server() {
     std::thread::scope(|scope| {
         let client = scope.spawn(|| TcpStore::connect("localhost", port, TIMEOUT)?.set("k", b"v"));
         std::thread::sleep(Duration::from_millis(100));
-        let _server = TcpStoreServer::bind(port).unwrap();
+        let _server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, port), Default::default()).unwrap();
         client.join().unwrap().unwrap();
     });
     let error = TcpStore::connect("no-such-host.invalid", 1, Duration::from_millis(300)).err().unwrap();

@@ -4,7 +4,7 @@ use crate::process::test_process;
 use candle_ddp_rendezvous::Failure;
 use candle_ddp_rendezvous::{Error, Result};
 use candle_ddp_rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
-use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -252,7 +252,7 @@ fn two_jobs_on_one_port_do_not_disturb_each_other() {
 
 #[test]
 fn two_jobs_on_one_external_store_use_separate_keys() {
-    let server = TcpStoreServer::bind(0).unwrap();
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default()).unwrap();
     let rank = |run: &str, rank| {
         let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RUN_ID", run.to_string())];
         start(&[launched(rank, 2, server.port()), agent.to_vec()].concat())
@@ -288,7 +288,7 @@ fn processes_without_a_launchers_store() {
 #[test]
 fn processes_on_a_launchers_store_that_survives_restarts() {
     // Rank 0 would fail if it tried to bind this port, and so would the second attempt if it saw the first one's keys.
-    let server = TcpStoreServer::bind(0).unwrap();
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default()).unwrap();
     for attempt in 0..2 {
         let agent =
             [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RESTART_COUNT", attempt.to_string())];
@@ -320,7 +320,7 @@ fn processes_under_slurm() {
 
 #[test]
 fn a_duplicate_rank_is_an_error_on_all() {
-    let server = TcpStoreServer::bind(0).unwrap();
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default()).unwrap();
     let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string())];
     let start_time = Instant::now();
     let ranks = [0, 1, 1].map(|rank| start(&[launched(rank, 3, server.port()), agent.to_vec()].concat()));

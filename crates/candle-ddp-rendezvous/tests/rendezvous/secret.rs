@@ -4,7 +4,7 @@ use candle_ddp_rendezvous::{
     RendezvousOptions, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions, rendezvous,
 };
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ fn secret() -> Secret {
 }
 
 fn serve(options: TcpStoreServerOptions) -> TcpStoreServer {
-    TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), options).unwrap()
+    TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), options).unwrap()
 }
 
 fn server() -> TcpStoreServer {

@@ -2,7 +2,7 @@
 use crate::process::test_arguments;
 use candle_ddp_rendezvous::{Listening, Result, Store, TcpStore, TcpStoreServer, TcpStoreServerOptions, host_store};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -12,13 +12,13 @@ const PING: [u8; 5] = [0x0d, 4, 3, 2, 1];
 const PONG: [u8; 4] = [4, 3, 2, 1];
 
 pub(crate) fn server() -> (TcpStoreServer, TcpStore) {
-    let server = TcpStoreServer::bind(0).unwrap();
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default()).unwrap();
     let store = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
     (server, store)
 }
 
 fn bounded(options: TcpStoreServerOptions) -> TcpStoreServer {
-    TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), options).unwrap()
+    TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), options).unwrap()
 }
 
 fn raw(server: &TcpStoreServer) -> TcpStream {
@@ -286,7 +286,7 @@ fn only_the_handshake_has_a_deadline() {
 #[test]
 #[ignore = "started by another test"]
 fn server_process() {
-    let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap()).unwrap();
+    let server = TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), Default::default()).unwrap();
     println!("\nport {}", server.port());
     for line in std::io::stdin().lines().map(|line| line.unwrap()) {
         let files: Vec<_> = (0..20).map(|_| std::fs::File::open("/dev/null")).collect();
@@ -425,7 +425,7 @@ fn dropping_the_server_is_reported_by_its_clients_at_once() {
     assert!(store.set("a", b"").unwrap_err().to_string().contains("the server is gone"));
     assert!(start.elapsed() < TIMEOUT / 2);
     // The port is free again.
-    drop(TcpStoreServer::bind(port).unwrap());
+    drop(TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, port), Default::default()).unwrap());
 }
 
 #[test]
@@ -447,7 +447,10 @@ fn requests_sent_before_the_end_are_executed() {
 fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    for error in [TcpStoreServer::bind(port), TcpStoreServer::bind_address(taken.local_addr().unwrap())] {
+    for error in [
+        TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, port), Default::default()),
+        TcpStoreServer::bind(taken.local_addr().unwrap(), Default::default()),
+    ] {
         let error = error.unwrap_err().to_string();
         for part in [&port.to_string(), "another program uses it", "MASTER_PORT"] {
             assert!(error.contains(part), "{error}");
@@ -457,7 +460,7 @@ fn a_port_in_use_is_named() {
 
 #[test]
 fn all_interfaces_are_served() {
-    let server = TcpStoreServer::bind(0).unwrap();
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default()).unwrap();
     let mut hosts = vec!["127.0.0.1", "localhost"];
     if server.local_addr().is_ipv6() {
         hosts.extend(["::1", "[::1]"]);

@@ -1,6 +1,7 @@
 //! The same tests for every kind of store.
 use candle_ddp_rendezvous::{Error, Result};
 use candle_ddp_rendezvous::{FileStore, HashStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -26,14 +27,14 @@ fn prefix() -> Stores {
 }
 
 fn tcp() -> Stores {
-    let server = TcpStoreServer::bind(0).unwrap();
+    let server = TcpStoreServer::bind((Ipv6Addr::UNSPECIFIED, 0), Default::default()).unwrap();
     let client = || Arc::new(TcpStore::connect("localhost", server.port(), TIMEOUT).unwrap()) as Arc<dyn Store>;
     Stores { clients: (0..3).map(|_| client()).collect(), _keep: Box::new(server) }
 }
 
 /// A single client that all threads share.
 fn tcp_shared() -> Stores {
-    let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap()).unwrap();
+    let server = TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), Default::default()).unwrap();
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap());
     Stores { clients: vec![store; 3], _keep: Box::new(server) }
 }
@@ -260,7 +261,7 @@ every_store!(hash, prefix, tcp, tcp_shared, file, file_shared);
 #[test]
 fn a_timeout_may_be_endless() -> Result<()> {
     let folder = tempfile::tempdir().unwrap();
-    let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap())?;
+    let server = TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), Default::default())?;
     let stores: [Box<dyn Store>; 3] = [
         Box::new(HashStore::new(Duration::MAX)),
         Box::new(FileStore::open(folder.path().join("store"), Duration::MAX)?),

@@ -1,6 +1,7 @@
 //! `ddprun status`, of programs that know nothing of it.
 use crate::{Ran, Sandbox, free_port, wait_until};
 use candle_ddp_rendezvous::TcpStoreServer;
+use std::net::Ipv4Addr;
 
 const SECRET: &str = "a secret that the user has given to all";
 
@@ -50,7 +51,7 @@ fn a_restart_is_shown_with_what_has_caused_it() {
 #[test]
 fn what_is_no_run_says_so() {
     let sandbox = Sandbox::new();
-    let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap()).unwrap();
+    let server = TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0), Default::default()).unwrap();
     let ran = status(&sandbox, server.port());
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""), "{ran:?}");
     ran.says("no ddprun has written the status of a run there");
