@@ -75,11 +75,11 @@ impl ReadRange for Local {
 /// The shards of the folder.
 fn open(folder: &Path, options: &Options) -> Result<TarShards> {
     if !options.cached {
-        return TarShards::in_folder(folder);
+        return Ok(TarShards::in_folder(folder)?);
     }
     let cache = RangeCache::new(Local(folder.into()), folder.join("blocks"), RangeCacheOptions::default())?;
     let names = (0..options.shards).map(|shard| format!("{shard:05}.tar"));
-    TarShards::remote(names, cache, folder)
+    Ok(TarShards::remote(names, cache, folder)?)
 }
 
 fn main() -> Result<()> {

@@ -28,17 +28,19 @@ LISTINGS = {
     "candle_ddp_engine": ROOT / "docs" / "public-api-engine.txt",
     "candle_ddp_rendezvous": ROOT / "docs" / "public-api-rendezvous.txt",
     "candle_ddp_vision": ROOT / "docs" / "public-api-vision.txt",
+    "candle_ddp_webdataset": ROOT / "docs" / "public-api-webdataset.txt",
 }
 DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|PartialEq|PartialOrd)(<.*>)? for ")
 # The most lines that each listing may have, without those of derived traits. These numbers may only be lowered: do so whenever a listing has become shorter.
 # candle_ddp_nn's also rises by the functions of PyTorch that it gains.
 BUDGETS = {
-    "candle_ddp": 575,
+    "candle_ddp": 563,
     "candle_ddp_nn": 270,
     "candle_ddp_tensor": 38,
     "candle_ddp_engine": 106,
     "candle_ddp_rendezvous": 75,
     "candle_ddp_vision": 83,
+    "candle_ddp_webdataset": 24,
 }
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}
 # Lists of what rustdoc adds to a page by itself, or repeats from another page.

@@ -1,40 +1,14 @@
-//! Hashes that are the same in every process and every version, unlike the standard library's.
+//! Hashes by which ranks compare values and files.
+use candle_ddp_rendezvous::hash::{self, CONTENT_PART, content_of_parts, content_part};
 use rayon::prelude::*;
 
-/// A 64-bit hash of many bytes, at about the speed of memory. It finds accidental differences; it does not protect
-/// against someone who constructs two contents with the same hash.
+/// The hash [`content_64`](hash::content_64), by rayon's threads.
 pub(crate) fn content_64(bytes: &[u8]) -> u64 {
-    /// The number of bytes that a thread hashes at a time.
-    const PART: usize = 1 << 20;
-    let parts: Vec<u64> = match bytes.len() {
-        0..=PART => vec![part(bytes)],
-        _ => bytes.par_chunks(PART).map(part).collect(),
-    };
-    let length = bytes.len() as u64;
-    parts.into_iter().fold(mix(length), |hash, part| mix(hash ^ part))
-}
-
-/// Every step is a bijection of the lane, so a change of one word always changes the result.
-fn part(bytes: &[u8]) -> u64 {
-    const LANES: usize = 4;
-    let mut lanes = [1, 2, 3, 4].map(mix);
-    let (blocks, rest) = bytes.as_chunks::<{ LANES * 8 }>();
-    let mut last = [0; LANES * 8];
-    last[..rest.len()].copy_from_slice(rest);
-    for block in blocks.iter().chain([&last]) {
-        for (lane, word) in lanes.iter_mut().zip(block.as_chunks::<8>().0) {
-            let word = u64::from_le_bytes(*word);
-            *lane = (*lane ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-        }
+    if bytes.len() <= CONTENT_PART {
+        return hash::content_64(bytes);
     }
-    lanes.into_iter().fold(mix(rest.len() as u64), |hash, lane| mix(hash ^ lane))
-}
-
-/// SplitMix64's finaliser.
-fn mix(number: u64) -> u64 {
-    let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    number ^ (number >> 31)
+    let parts: Vec<u64> = bytes.par_chunks(CONTENT_PART).map(content_part).collect();
+    content_of_parts(bytes.len(), parts)
 }
 
 #[cfg(test)]
@@ -42,22 +16,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_bit_and_every_length_counts() {
-        let mut seen = std::collections::HashSet::new();
-        for length in 0..100 {
-            assert!(seen.insert(content_64(&vec![0; length])), "{length}");
+    fn threads_compute_the_same_hash() {
+        let bytes: Vec<u8> = (0..3 * CONTENT_PART + 13).map(|at| (at % 251) as u8).collect();
+        for length in [0, 1, CONTENT_PART, CONTENT_PART + 1, bytes.len()] {
+            assert_eq!(content_64(&bytes[..length]), hash::content_64(&bytes[..length]), "{length}");
         }
-        // More than one part, the last of which is not a whole block.
-        let mut bytes = vec![0; (2 << 20) + 13];
-        for place in [0, 7, 31, 32, (1 << 20) - 1, 1 << 20, (2 << 20) + 3, (2 << 20) + 12] {
-            for bit in 0..8 {
-                bytes[place] = 1 << bit;
-                assert!(seen.insert(content_64(&bytes)), "bit {bit} of byte {place}");
-            }
-            bytes[place] = 0;
-        }
-        // Parts that change places change the hash too.
-        let halves = |a: u8, b: u8| [vec![a; 1 << 20], vec![b; 1 << 20]].concat();
-        assert_ne!(content_64(&halves(1, 2)), content_64(&halves(2, 1)));
     }
 }

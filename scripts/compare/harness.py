@@ -28,7 +28,7 @@ def say(*words):
 
 
 def skip(what, reason):
-    """Reports that a part is skipped, as tests/common/skip.rs does."""
+    """Reports that a part is skipped, as `skip` in candle-ddp-testing does."""
     say(f"SKIPPED {what}: {reason}")
     if path := os.environ.get("CANDLE_DDP_SKIPPED"):
         with open(path, "a") as collected:

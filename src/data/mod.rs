@@ -14,12 +14,10 @@ mod micro_batch;
 mod options;
 mod order;
 mod randperm;
-mod range_cache;
-mod read_range;
 mod recipe;
 mod sampler;
+mod shards;
 mod state;
-mod tar;
 mod tensor_dataset;
 #[cfg(feature = "cuda")]
 mod upload;
@@ -28,6 +26,10 @@ mod workers;
 
 pub use batch::Batch;
 pub use blocks::{BlockOptions, BlockShuffle};
+#[doc(no_inline)]
+pub use candle_ddp_webdataset::{
+    FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarOptions, TarSample, TarShards,
+};
 pub use collate::{Collate, default_collate};
 pub use dataset::Dataset;
 pub use iter::LoaderIter;
@@ -37,10 +39,7 @@ pub use micro_batch::{MicroBatch, MicroBatches};
 pub use options::{LoaderOptions, Remainder, SamplerOptions};
 pub use order::{EpochOrder, Order};
 pub use randperm::{Permutation, randperm};
-pub use range_cache::{RangeCache, RangeCacheOptions};
-pub use read_range::{FileVersion, ReadRange};
 pub use sampler::{DistributedSampler, SamplerIter};
 pub use state::LoaderState;
-pub use tar::{TarOptions, TarSample, TarShards};
 pub use tensor_dataset::{Row, TensorDataset};
 pub use weighted::WeightedSampler;

@@ -2,7 +2,7 @@
 mod safetensors;
 
 pub(crate) use candle_ddp_rendezvous::file::{
-    PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, replace_unsynced, temporary_name,
+    PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name,
 };
 pub(crate) use safetensors::{
     Contents, Readable, WriteJob, parse_safetensors, read_hashed_safetensors, read_safetensors, read_tensor,

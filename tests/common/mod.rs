@@ -6,17 +6,13 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Resul
 use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
-mod port;
 mod process;
-mod skip;
 #[allow(unused_imports)] // as above
-pub(crate) use candle_ddp_testing::{assert_close, fill, floats, tensor, values, var};
+pub(crate) use candle_ddp_testing::{
+    assert_close, fill, floats, free_port, skip, skip_unless, tensor, test_arguments, test_process, values, var,
+};
 #[allow(unused_imports)]
-pub(crate) use port::free_port;
-#[allow(unused_imports)]
-pub(crate) use process::{ddprun, example, test_arguments, test_process};
-#[allow(unused_imports)]
-pub(crate) use skip::{skip, skip_unless};
+pub(crate) use process::{ddprun, example};
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {

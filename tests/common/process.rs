@@ -4,23 +4,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Returns a command that runs the test `name` of the module `module` (`module_path!()`) in a separate process. Such a test
-/// is ignored otherwise.
-pub(crate) fn test_process(module: &str, name: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(test_arguments(module, name));
-    command
-}
-
-/// Returns the arguments with which this test binary runs only the test `name` of the module `module`.
-pub(crate) fn test_arguments(module: &str, name: &str) -> [String; 5] {
-    let name = match module.split_once("::") {
-        Some((_, module)) => format!("{module}::{name}"),
-        None => name.to_string(),
-    };
-    ["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"].map(str::to_string)
-}
-
 /// The launcher: next to this program where scripts/gpu_suite.sh has packed both. Otherwise cargo builds it, since it is
 /// another package than these tests.
 pub(crate) fn ddprun() -> &'static Path {

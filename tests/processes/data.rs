@@ -2,7 +2,6 @@
 //!
 //! The processes are this test binary itself.
 use crate::common::test_arguments;
-use crate::tar_files::{files, shard};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::data::{
     BlockOptions, BlockShuffle, DataLoader, Dataset, LengthBatches, LoaderOptions, SamplerOptions, TarShards,
@@ -10,6 +9,7 @@ use candle_ddp::data::{
 };
 use candle_ddp::seed::Generator;
 use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp_testing::tar_files::{files, shard};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;

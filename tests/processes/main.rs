@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod allreduce;
 mod bert_classifier;
-mod cache;
 mod cause;
 mod char_gpt;
 mod checkpointer;
@@ -31,8 +30,6 @@ mod programs;
 mod small_data;
 mod status;
 mod stop;
-#[path = "../common/tar_files.rs"]
-mod tar_files;
 mod virtual_models;
 mod virtual_ranks;
 #[path = "../common/virtual_ranks.rs"]

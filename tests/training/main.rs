@@ -1,17 +1,11 @@
 //! Models, gradients, optimizers, data and checkpoints, with ranks as threads.
 #![allow(clippy::unwrap_used)] // a failed test may panic
-mod cache_files;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../common/http_server.rs"]
-mod http_server;
 #[path = "../golden/model.rs"]
 mod model;
 #[path = "../common/programs.rs"]
 mod programs;
-mod tar_archives;
-#[path = "../common/tar_files.rs"]
-mod tar_files;
 #[path = "../common/weights.rs"]
 mod weights;
 
@@ -63,7 +57,6 @@ mod optim_own;
 mod optim_state;
 mod orders;
 mod quick_start;
-mod range_cache;
 mod replica_check;
 mod resume;
 mod sampler;

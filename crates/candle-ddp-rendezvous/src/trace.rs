@@ -1,4 +1,9 @@
-//! Merging the timelines of all ranks.
+//! The timelines of ranks, and merging them.
+mod timeline;
+
+#[doc(hidden)]
+pub use timeline::{Row, Trace};
+
 use crate::file::{PreparedFile, Progress};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};

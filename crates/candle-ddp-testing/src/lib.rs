@@ -1,56 +1,19 @@
 //! What the tests of several packages share. It does not depend on `candle-ddp`, so that the tests of the layers and of the images
-//! are built without it.
+//! are built without it, and on candle only with the feature `candle`.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 
+pub mod http_server;
+#[cfg(feature = "candle")]
 pub mod layers;
+mod port;
+mod process;
+mod skip;
+pub mod tar_files;
+#[cfg(feature = "candle")]
+mod tensors;
 
-use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::VarMap;
-
-/// Returns reproducible values in -1..1, different for every seed.
-pub fn values(count: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x1234_5678_9abc_def1);
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    next();
-    (0..count).map(|_| next()).collect()
-}
-
-/// Returns a tensor of [`values`].
-pub fn tensor(shape: &[usize], seed: u64) -> Tensor {
-    Tensor::from_vec(values(shape.iter().product(), seed), shape, &Device::Cpu).unwrap()
-}
-
-/// Fills the variables of `varmap` with values that depend on `seed` and on each variable's name.
-pub fn fill(varmap: &VarMap, seed: u64) {
-    for (name, var) in varmap.data().lock().unwrap().iter() {
-        let seed = name.bytes().fold(seed, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)));
-        let value = (tensor(var.dims(), seed) * 0.3).unwrap().to_dtype(var.dtype()).unwrap();
-        let value = value.to_device(var.device()).unwrap();
-        var.set(&value).unwrap();
-    }
-}
-
-/// Returns the elements in f32, whatever the dtype and the shape are.
-pub fn floats(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// Returns the variable `name` of `varmap`.
-pub fn var(varmap: &VarMap, name: &str) -> Var {
-    varmap.data().lock().unwrap()[name].clone()
-}
-
-/// Asserts that two lists of values are equal within a tolerance relative to the largest value.
-#[track_caller]
-pub fn assert_close(actual: &[f32], expected: &[f32], tolerance: f32, what: &str) {
-    assert_eq!(actual.len(), expected.len(), "{what}");
-    let largest = expected.iter().fold(1e-6f32, |largest, value| largest.max(value.abs()));
-    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
-        assert!((a - e).abs() <= tolerance * largest, "{what}: element {index} is {a}, expected {e}");
-    }
-}
+pub use port::free_port;
+pub use process::{test_arguments, test_process};
+pub use skip::{skip, skip_unless};
+#[cfg(feature = "candle")]
+pub use tensors::{assert_close, fill, floats, tensor, values, var};

@@ -1,13 +1,9 @@
 //! The bucket against a server, as an HTTP store and as an S3 store: one that answers, one that fails and one that is slow.
-#[path = "../../../tests/common/http_server.rs"]
-mod http_server;
-#[path = "../../../tests/common/tar_files.rs"]
-mod tar_files;
-
 use candle_ddp::data::{Dataset, FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarShards};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};
-use http_server::{Mood, Server};
+use candle_ddp_testing::http_server::{Mood, Server};
+use candle_ddp_testing::tar_files;
 use object_store::aws::AmazonS3Builder;
 use object_store::path::Path;
 use object_store::{ClientOptions, RetryConfig};
@@ -48,7 +44,7 @@ const PATIENT: Duration = Duration::from_secs(60);
 
 fn cached(bucket: Bucket, folder: &std::path::Path) -> Result<TarShards> {
     let options = RangeCacheOptions { block_bytes: 4096, retries: 2, pause: Duration::ZERO, ..Default::default() };
-    TarShards::remote(NAMES, RangeCache::new(bucket, folder.join("blocks"), options)?, folder)
+    Ok(TarShards::remote(NAMES, RangeCache::new(bucket, folder.join("blocks"), options)?, folder)?)
 }
 
 fn text(shards: &TarShards, index: usize) -> Result<String> {

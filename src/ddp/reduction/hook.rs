@@ -5,7 +5,7 @@ use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
 use crate::ddp::groups::Groups;
 use crate::ddp::usage::Usage;
 use crate::process_group::ProcessGroup;
-use crate::trace::Trace;
+use crate::trace::{self, Trace};
 use candle_core::Tensor;
 use std::collections::HashMap;
 
@@ -120,7 +120,7 @@ impl<H: CommHook> RunningHook for Running<H> {
                 for work in &works {
                     work.wait()?;
                     if let Some(trace) = trace {
-                        trace.collective(work, format_args!("hook, stage {stage} of bucket {}", bucket.index));
+                        trace::collective(trace, work, format_args!("hook, stage {stage} of bucket {}", bucket.index));
                     }
                 }
                 if let Some(then) = then {

@@ -8,7 +8,7 @@ use super::bucket::{Bucket, Message, ParameterInfo};
 use super::groups::Groups;
 use super::usage::Usage;
 use crate::process_group::ProcessGroup;
-use crate::trace::Trace;
+use crate::trace::{self, Trace};
 use crate::{ReduceOp, Result};
 use hook::HookReduction;
 use shard::ShardReduction;
@@ -144,7 +144,7 @@ impl Reduction {
                     work.wait()?;
                     let bytes = bucket.tensor.elem_count() * bucket.tensor.dtype().size_in_bytes();
                     if let Some(trace) = trace {
-                        trace.collective(work, format_args!("all-reduce of bucket {number}, {bytes} bytes"));
+                        trace::collective(trace, work, format_args!("all-reduce of bucket {number}, {bytes} bytes"));
                     }
                 }
                 Ok(None)

@@ -8,7 +8,7 @@ use crate::kernels::Assignment;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
-use crate::trace::Trace;
+use crate::trace::{self, Trace};
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::VecDeque;
@@ -185,7 +185,7 @@ impl ShardReduction {
         let Some((number, staged, work)) = self.in_flight.pop_front() else { return Ok(()) };
         work.wait()?;
         if let Some(trace) = trace {
-            trace.collective(&work, format_args!("reduce-scatter of bucket {number}"));
+            trace::collective(trace, &work, format_args!("reduce-scatter of bucket {number}"));
         }
         copy::copy(&self.shards[number].own, &staged.part)?;
         self.staging.give_back(staged);

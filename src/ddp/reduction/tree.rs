@@ -7,7 +7,7 @@ use crate::ddp::bucket::{Bucket, Message};
 use crate::ddp::groups::Groups;
 use crate::ddp::usage::Usage;
 use crate::process_group::ProcessGroup;
-use crate::trace::Trace;
+use crate::trace::{self, Trace};
 use crate::virtual_ranks::VirtualRanks;
 use candle_core::Tensor;
 
@@ -104,7 +104,7 @@ impl TreeReduction {
         for (number, work) in gathers.iter().enumerate() {
             work.wait()?;
             if let Some(trace) = trace {
-                trace.collective(work, format_args!("all-gather of bucket {number}"));
+                trace::collective(trace, work, format_args!("all-gather of bucket {number}"));
             }
         }
         usage.wait()?;
@@ -132,7 +132,7 @@ impl TreeReduction {
             for work in &works {
                 work.wait()?;
                 if let Some(trace) = trace {
-                    trace.collective(work, format_args!("all-to-all of bucket {number}"));
+                    trace::collective(trace, work, format_args!("all-to-all of bucket {number}"));
                 }
             }
             let bucket = &buckets[number];

@@ -1,6 +1,6 @@
 //! File stores after a crash, after an earlier run, and with files of other users or kinds.
-use crate::process::test_process;
 use candle_ddp_rendezvous::{FileStore, Store};
+use candle_ddp_testing::test_process;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;

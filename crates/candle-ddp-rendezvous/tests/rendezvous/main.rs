@@ -3,13 +3,7 @@
 mod client;
 mod file_store;
 mod meeting;
-#[path = "../../../../tests/common/port.rs"]
-mod port;
-#[path = "../../../../tests/common/process.rs"]
-mod process;
 mod secret;
 mod server;
-#[path = "../../../../tests/common/skip.rs"]
-mod skip;
 mod starting;
 mod store;

@@ -1,9 +1,8 @@
 //! Ranks that rendezvous: threads of this process, and processes with a launcher's environment.
-use crate::port::free_port;
-use crate::process::test_process;
 use candle_ddp_rendezvous::Failure;
 use candle_ddp_rendezvous::{Error, Result};
 use candle_ddp_rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
+use candle_ddp_testing::{free_port, test_process};
 use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 //! The server with misbehaving clients, over raw sockets.
-use crate::process::test_arguments;
 use candle_ddp_rendezvous::{Listening, Result, Store, TcpStore, TcpStoreServer, TcpStoreServerOptions, host_store};
+use candle_ddp_testing::test_arguments;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, TcpListener, TcpStream};
 use std::process::{Command, Stdio};

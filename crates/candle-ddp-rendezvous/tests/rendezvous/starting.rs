@@ -1,7 +1,7 @@
 //! Processes as users start them: without a launcher, by an MPI, with too few file descriptors, with an address that cannot work.
 use crate::meeting::{all_succeed, launched, start, start_in};
-use crate::process::test_process;
-use crate::skip::skip;
+use candle_ddp_testing::skip;
+use candle_ddp_testing::test_process;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
@@ -66,17 +66,20 @@ fn ranks_that_do_not_come_are_named_with_the_variables_that_promise_them() {
             "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4 (set by Open MPI)",
         ),
         (
-            [owned(&[("PMI_RANK", "0"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "0")]), at(crate::port::free_port())]
-                .concat(),
+            [
+                owned(&[("PMI_RANK", "0"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "0")]),
+                at(candle_ddp_testing::free_port()),
+            ]
+            .concat(),
             "PMI_RANK=0 and PMI_SIZE=4 (set by MPICH or Intel MPI)",
         ),
         (
-            [owned(&[("RANK", "0"), ("WORLD_SIZE", "4")]), at(crate::port::free_port())].concat(),
+            [owned(&[("RANK", "0"), ("WORLD_SIZE", "4")]), at(candle_ddp_testing::free_port())].concat(),
             "RANK=0 and WORLD_SIZE=4 (set by ddprun, torchrun or a script)",
         ),
         // Nobody hosts the store.
         (
-            [owned(&[("RANK", "1"), ("WORLD_SIZE", "4")]), at(crate::port::free_port())].concat(),
+            [owned(&[("RANK", "1"), ("WORLD_SIZE", "4")]), at(candle_ddp_testing::free_port())].concat(),
             "RANK=1 and WORLD_SIZE=4 (set by ddprun, torchrun or a script)",
         ),
     ];
@@ -98,7 +101,7 @@ fn ranks_that_do_not_come_are_named_with_the_variables_that_promise_them() {
 
 #[test]
 fn blanks_in_an_address_do_not_count() {
-    let port = crate::port::free_port();
+    let port = candle_ddp_testing::free_port();
     let blank = |rank: usize| {
         let mut variables = launched(rank, 2, port);
         variables.extend([("MASTER_ADDR", " 127.0.0.1".to_string()), ("MASTER_PORT", format!("{port} "))]);
@@ -129,7 +132,7 @@ fn after(before: &str, variables: &[(&str, String)]) -> Child {
 
 #[test]
 fn the_soft_limit_of_descriptors_is_raised() {
-    let port = crate::port::free_port();
+    let port = candle_ddp_testing::free_port();
     let others = (1..8).map(|rank| start(&launched(rank, 8, port)));
     let ranks = std::iter::once(after("ulimit -Sn 16", &launched(0, 8, port))).chain(others);
     all_succeed(ranks.collect());
@@ -138,7 +141,7 @@ fn the_soft_limit_of_descriptors_is_raised() {
 #[test]
 fn too_low_a_limit_of_descriptors_is_an_error_at_once() {
     // No other rank ever comes.
-    let text = error_of(after("ulimit -n 64", &launched(0, 16, crate::port::free_port())));
+    let text = error_of(after("ulimit -n 64", &launched(0, 16, candle_ddp_testing::free_port())));
     let needed = "must be at least 80: this process needs 64 for the store of 16 rank(s)";
     assert!(text.contains("ulimit -n: it is 64 ") && text.contains(needed), "{text}");
 }

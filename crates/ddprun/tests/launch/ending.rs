@@ -1,6 +1,6 @@
 //! How runs end: exit codes, failures and signals, and that no process is left behind.
-use crate::skip::skip;
 use crate::{AFTER, Ran, Running, Sandbox, is_alive, wait_until};
+use candle_ddp_testing::skip;
 use rustix::process::Signal;
 use std::io::{BufRead, BufReader, Read};
 use std::time::Duration;

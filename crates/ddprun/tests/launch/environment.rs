@@ -1,8 +1,8 @@
 //! The environment that workers start with.
 use crate::nodes::{Nodes, finish};
-use crate::skip::skip;
 use crate::{Ran, Running, Sandbox, free_port};
 use candle_ddp_rendezvous::{Store, TcpStore};
+use candle_ddp_testing::skip;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;

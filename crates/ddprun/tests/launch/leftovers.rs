@@ -1,6 +1,6 @@
 //! Every process that workers started ends with the run, however it detached itself, and no other process does.
-use crate::skip::skip;
 use crate::{Ran, Running, Sandbox, is_alive, wait_until};
+use candle_ddp_testing::skip;
 use rustix::process::{Pid, Signal, kill_process};
 use std::process::Stdio;
 

@@ -9,19 +9,15 @@ mod leftovers;
 mod modes;
 mod nodes;
 mod output;
-#[path = "../../../../tests/common/port.rs"]
-mod port;
 mod restarts;
 mod secret;
-#[path = "../../../../tests/common/skip.rs"]
-mod skip;
 mod status;
 mod surroundings;
 mod terminal;
 mod unread;
 mod usage;
 
-use port::free_port;
+use candle_ddp_testing::free_port;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};

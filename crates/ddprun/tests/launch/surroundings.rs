@@ -1,7 +1,7 @@
 //! Surroundings in which schedulers, supervisors and containers may start `ddprun`: signals that are blocked or ignored, no folder
 //! for files, and system calls that are forbidden.
-use crate::skip::skip;
 use crate::{Ran, Running, Sandbox};
+use candle_ddp_testing::skip;
 use rustix::process::Signal;
 use std::process::{Command, Stdio};
 

@@ -1,6 +1,6 @@
 //! Invalid command lines, and programs that do not exist.
-use crate::skip::skip;
 use crate::{Ran, Sandbox};
+use candle_ddp_testing::skip;
 
 fn run(sandbox: &Sandbox, args: &[&str]) -> Ran {
     Ran::new(&mut sandbox.ddprun(args))

@@ -1,8 +1,7 @@
 //! The files of a `RangeCache`: whose they are, which version they hold, and what happens when they are damaged.
-use crate::tar_files::{files, shard};
-use candle_ddp::data::{Dataset, FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarShards};
-use candle_ddp::seed::Generator;
-use candle_ddp::{Error, Result};
+use crate::random::Random;
+use candle_ddp_testing::tar_files::{files, shard};
+use candle_ddp_webdataset::{Error, FileVersion, RangeCache, RangeCacheOptions, ReadRange, Result, TarShards};
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -72,7 +71,7 @@ impl ReadRange for Source {
 }
 
 fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    let mut random = Generator::new(seed);
+    let mut random = Random(seed);
     (0..len).map(|_| random.below(256) as u8).collect()
 }
 
@@ -91,7 +90,7 @@ fn tar(samples: Range<usize>) -> Vec<u8> {
 }
 
 fn keys(shards: &TarShards) -> Result<Vec<String>> {
-    (0..shards.len()).map(|index| Ok(shards.get(index, &mut Generator::new(0))?.key().to_string())).collect()
+    (0..shards.num_samples()).map(|index| Ok(shards.sample(index)?.key().to_string())).collect()
 }
 
 fn expected(samples: Range<usize>) -> Vec<String> {
@@ -168,7 +167,7 @@ fn damaged_blocks_are_read_again() {
         blocks(cache.path()).into_iter().map(|path| (path.clone(), fs::read(path).unwrap())).collect();
     assert_eq!((good.len(), source.reads()), (3, 3));
     let (path, whole) = &good[0];
-    let mut random = Generator::new(5);
+    let mut random = Random(5);
     for damage in 0..60 {
         let mut damaged = whole.clone();
         match damage {

@@ -1,22 +1,8 @@
-//! A timeline of the training steps, for Perfetto or Chrome's `about:tracing`.
-//!
-//! Each rank writes one file, `rank<N>.trace.json`, in the [trace event format]. It shows the phases of the training
-//! thread and, next to them, the all-reduces. On GPUs, times are measured on the GPU, and each phase of a step waits
-//! for the GPU, so a step takes longer than without a trace; a bucket is shown as ready when the host has reached that
-//! point. `ddprun merge-traces FOLDER` merges the files of all ranks.
-//!
-//! A run replaces the files of an earlier one in the same folder; each generation of an elastic run replaces the files
-//! of the one before.
-//! The calls of a failed run are in the files of the [flight recorder](crate::flight_recorder).
-//!
-//! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-use crate::backend::Work;
+//! Writing the timeline of a rank.
+use crate::file::{PreparedFile, Progress};
 use crate::panic::lock;
-use crate::state::file::{PreparedFile, Progress};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
-#[doc(inline)]
-pub use candle_ddp_rendezvous::trace::merge;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::File;
@@ -25,12 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// The environment variable for the trace folder, used if the options do not set one.
-pub(crate) const FOLDER_VARIABLE: &str = "CANDLE_DDP_TRACE";
-
 /// A row of a rank's timeline.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Row {
+pub enum Row {
     /// The thread that calls forward, backward and the optimizer.
     Training = 0,
     /// The engine's collectives.
@@ -38,7 +21,8 @@ pub(crate) enum Row {
 }
 
 /// The trace file of one rank. Events reach the file at the end of each step and when the trace is dropped.
-pub(crate) struct Trace {
+#[derive(Debug)]
+pub struct Trace {
     rank: usize,
     path: PathBuf,
     /// An instant, and the same time in microseconds since 1970, which all ranks of a host share.
@@ -50,7 +34,7 @@ pub(crate) struct Trace {
 
 impl Trace {
     /// Returns the trace of `rank` in `folder`, which all models of the rank share. Creates both if necessary.
-    pub(crate) fn open(folder: &Path, rank: usize) -> Result<Arc<Self>> {
+    pub fn open(folder: &Path, rank: usize) -> Result<Arc<Self>> {
         static OPEN: Mutex<BTreeMap<PathBuf, Weak<Trace>>> = Mutex::new(BTreeMap::new());
         let path = folder.join(format!("rank{rank}.trace.json"));
         let mut open = lock(&OPEN);
@@ -89,7 +73,7 @@ impl Trace {
     }
 
     /// Records a span from `start` to `end`. `name` must not need escapes in JSON.
-    pub(crate) fn span(&self, row: Row, name: impl Display, start: Instant, end: Instant) {
+    pub fn span(&self, row: Row, name: impl Display, start: Instant, end: Instant) {
         let (rank, row, at) = (self.rank, row as u8, self.microseconds(start));
         let duration = end.saturating_duration_since(start).as_secs_f64() * 1e6;
         self.write(format_args!(
@@ -97,17 +81,8 @@ impl Trace {
         ));
     }
 
-    /// Records a collective, after waiting for its end on a GPU.
-    pub(crate) fn collective(&self, work: &Work, name: impl Display) {
-        if work.synchronize().is_ok()
-            && let Some((start, end)) = work.span()
-        {
-            self.span(Row::Communication, name, start, end);
-        }
-    }
-
     /// Records an event at `at`.
-    pub(crate) fn instant(&self, row: Row, name: impl Display, at: Instant) {
+    pub fn instant(&self, row: Row, name: impl Display, at: Instant) {
         let (rank, row, at) = (self.rank, row as u8, self.microseconds(at));
         self.write(format_args!(
             ",\n{{\"name\":\"{name}\",\"ph\":\"i\",\"s\":\"t\",\"ts\":{at:.1},\"pid\":{rank},\"tid\":{row}}}"
@@ -115,7 +90,7 @@ impl Trace {
     }
 
     /// Flushes all events to the operating system.
-    pub(crate) fn flush(&self) {
+    pub fn flush(&self) {
         self.with_file(|file| file.flush());
     }
 
@@ -156,7 +131,7 @@ impl Drop for Trace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_ddp_rendezvous::trace::merge_newest;
+    use crate::trace::{merge, merge_newest};
     use std::time::{Duration, Instant};
 
     #[test]

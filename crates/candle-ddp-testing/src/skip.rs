@@ -1,5 +1,4 @@
 //! Tests that cannot run on this machine.
-#![allow(dead_code)] // each test program uses only some helpers
 use std::fmt::Display;
 use std::fs::File;
 use std::io::Write;
@@ -12,7 +11,7 @@ const COLLECTED: &str = "CANDLE_DDP_SKIPPED";
 /// The line goes to the real standard error, since the test harness would capture `eprintln!`, and to the file that
 /// `CANDLE_DDP_SKIPPED` names.
 #[track_caller]
-pub(crate) fn skip(test: &str, reason: impl Display) {
+pub fn skip(test: &str, reason: impl Display) {
     let line = format!("{test}: {reason}").replace('\n', " ");
     let _ = std::io::stderr().lock().write_all(format!("SKIPPED {line}\n").as_bytes());
     if let Some(path) = std::env::var_os(COLLECTED) {
@@ -25,7 +24,7 @@ pub(crate) fn skip(test: &str, reason: impl Display) {
 
 /// Like [`skip`], but fails if the variable `require` is set.
 #[track_caller]
-pub(crate) fn skip_unless(require: &str, test: &str, reason: impl Display) {
+pub fn skip_unless(require: &str, test: &str, reason: impl Display) {
     assert!(std::env::var_os(require).is_none(), "{test}: {reason}, and {require} is set");
     skip(test, reason);
 }

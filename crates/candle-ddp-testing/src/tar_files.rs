@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 
 /// Writes a shard of these files.
-pub(crate) fn shard<N: AsRef<str>, C: AsRef<[u8]>>(path: &Path, files: &[(N, C)]) {
+pub fn shard<N: AsRef<str>, C: AsRef<[u8]>>(path: &Path, files: &[(N, C)]) {
     let mut tar = tar::Builder::new(File::create(path).unwrap());
     for (name, content) in files {
         let mut header = tar::Header::new_ustar();
@@ -15,7 +15,7 @@ pub(crate) fn shard<N: AsRef<str>, C: AsRef<[u8]>>(path: &Path, files: &[(N, C)]
 }
 
 /// The files of samples of these numbers: a text and a class.
-pub(crate) fn files(samples: Range<usize>) -> Vec<(String, String)> {
+pub fn files(samples: Range<usize>) -> Vec<(String, String)> {
     let files = samples.flat_map(|number| {
         [(format!("{number:05}.txt"), format!("content of {number:05}")), (format!("{number:05}.cls"), "3".to_string())]
     });

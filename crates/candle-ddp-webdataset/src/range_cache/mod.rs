@@ -2,12 +2,11 @@
 mod block;
 mod folder;
 
-use super::read_range::{location_of, version_of};
-use super::{FileVersion, ReadRange};
-use crate::panic::lock;
-use crate::warnings::Warnings;
-use crate::{Error, Result};
+use crate::read_range::{location_of, version_of};
+use crate::{Error, FileVersion, ReadRange, Result};
 use block::{Block, KeptBlock, Miss};
+use candle_ddp_rendezvous::panic::lock;
+use candle_ddp_rendezvous::warnings::Warnings;
 use folder::Folder;
 use std::collections::HashMap;
 use std::fmt;

@@ -1,10 +1,7 @@
 //! `TarShards::remote` and `RangeCache`: shards behind an HTTP server with ranges, one that fails, and one that is too slow.
-use crate::common::ranks;
-use crate::http_server::{Mood, Server};
-use crate::tar_files::{files, shard};
-use candle_ddp::data::{Dataset, FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarShards};
-use candle_ddp::seed::Generator;
-use candle_ddp::{Error, Result};
+use candle_ddp_testing::http_server::{Mood, Server};
+use candle_ddp_testing::tar_files::{files, shard};
+use candle_ddp_webdataset::{Error, FileVersion, RangeCache, RangeCacheOptions, ReadRange, Result, TarShards};
 use std::fs;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -92,7 +89,7 @@ fn open(server: &Server, cache: &Path, indices: &Path) -> Result<TarShards> {
 }
 
 fn text(shards: &TarShards, index: usize) -> Result<String> {
-    let sample = shards.get(index, &mut Generator::new(0))?;
+    let sample = shards.sample(index)?;
     Ok(String::from_utf8(sample.get("txt").unwrap().to_vec()).unwrap())
 }
 
@@ -103,21 +100,23 @@ fn bytes_in(folder: &Path) -> u64 {
 #[test]
 fn shards_behind_http_are_read_once_by_all_ranks() {
     let (server, cache, indices) = (server(), tempdir().unwrap(), tempdir().unwrap());
-    // No rank is done before all have read.
-    ranks(3, |pg| {
-        let shards = open(&server, cache.path(), indices.path())?;
-        for index in (0..40).skip(pg.rank()).step_by(3) {
-            assert_eq!(text(&shards, index)?, format!("content of {index:05}"));
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (server, cache, indices) = (&server, cache.path(), indices.path());
+            scope.spawn(move || {
+                let shards = open(server, cache, indices).unwrap();
+                for index in (0..40).skip(rank).step_by(3) {
+                    assert_eq!(text(&shards, index).unwrap(), format!("content of {index:05}"));
+                }
+            });
         }
-        pg.barrier()
-    })
-    .unwrap();
+    });
     // 11 blocks of each shard, and the version before them and after each; the ranks' caches are not the same one.
     assert!((2 * 23..=3 * 2 * 23).contains(&server.requests()), "{} requests", server.requests());
     // Whoever comes later reads nothing again, and asks for the versions of the shards that it reads.
     server.in_mood(Mood::Well);
     let shards = open(&server, cache.path(), indices.path()).unwrap();
-    assert_eq!((shards.len(), server.requests()), (40, 0));
+    assert_eq!((shards.num_samples(), server.requests()), (40, 0));
     (20..40).for_each(|index| assert_eq!(text(&shards, index).unwrap(), format!("content of {index:05}")));
     assert_eq!(server.requests(), 1);
 }
@@ -134,7 +133,7 @@ fn reads_that_fail_are_tried_again_and_end() {
         let empty = tempdir().unwrap();
         let source = RangeCache::new(Http { timeout, ..http(&server) }, empty.path(), options()).unwrap();
         let shards = TarShards::remote(NAMES, source, indices.path()).unwrap();
-        match shards.get(25, &mut Generator::new(0)) {
+        match shards.sample(25) {
             Err(Error::DataFile { path, reason }) => {
                 assert_eq!(path, Path::new("train/1.tar"));
                 assert!(text.iter().all(|text| reason.contains(text)), "{reason}");

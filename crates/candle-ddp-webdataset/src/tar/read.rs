@@ -1,9 +1,8 @@
 //! Bytes of shards.
 use super::entries::{Fault, ReadAt};
-use crate::data::ReadRange;
-use crate::data::read_range::{location_of, version_of};
-use crate::hash::content_64;
-use crate::{Error, Result};
+use crate::read_range::{location_of, version_of};
+use crate::{Error, ReadRange, Result};
+use candle_ddp_rendezvous::hash::content_64;
 use std::fmt::Display;
 use std::fs::File;
 use std::io;

@@ -1,9 +1,9 @@
 //! The folder of a cache, which several processes may share.
 use super::block::{SUFFIX, is_block};
-use crate::data::tar::is_index;
-use crate::panic::lock;
-use crate::state::file::{is_temporary, lock_leftover};
+use crate::tar::is_index;
 use crate::{Error, Result};
+use candle_ddp_rendezvous::file::{is_temporary, lock_leftover};
+use candle_ddp_rendezvous::panic::lock;
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// How a server answers.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Mood {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Mood {
+    /// As it should.
     Well,
     /// The first so many requests for data fail.
     Failing(usize),
@@ -19,14 +20,17 @@ pub(crate) enum Mood {
 }
 
 /// An HTTP server of files with ranges. It ends with the test's process.
-pub(crate) struct Server {
-    pub(crate) address: SocketAddr,
+#[derive(Debug)]
+pub struct Server {
+    /// Its address.
+    pub address: SocketAddr,
     mood: Arc<Mutex<Mood>>,
     requests: Arc<AtomicUsize>,
 }
 
 impl Server {
-    pub(crate) fn start(files: HashMap<String, Vec<u8>>) -> Self {
+    /// Serves these files, by their names.
+    pub fn start(files: HashMap<String, Vec<u8>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let server = Self {
             address: listener.local_addr().unwrap(),
@@ -43,12 +47,14 @@ impl Server {
         server
     }
 
-    pub(crate) fn in_mood(&self, mood: Mood) {
+    /// Answers like this from now on, and counts requests anew.
+    pub fn in_mood(&self, mood: Mood) {
         *self.mood.lock().unwrap() = mood;
         self.requests.store(0, Ordering::SeqCst);
     }
 
-    pub(crate) fn requests(&self) -> usize {
+    /// The number of requests since [`in_mood`](Self::in_mood).
+    pub fn requests(&self) -> usize {
         self.requests.load(Ordering::SeqCst)
     }
 }

@@ -2,9 +2,9 @@
 use super::entries::Fault;
 use super::read::{Indexed, Shard, Stamp};
 use super::scan::scan;
-use crate::hash::content_64;
-use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
+use candle_ddp_rendezvous::file::{PreparedFile, Progress};
+use candle_ddp_rendezvous::hash::content_64;
 use rayon::prelude::*;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -37,7 +37,7 @@ impl Index {
 }
 
 /// Whether a file is an index, of whatever shard.
-pub(in crate::data) fn is_index(path: &Path) -> bool {
+pub(crate) fn is_index(path: &Path) -> bool {
     let mut begin = [0; MARK.len()];
     path.extension().is_some_and(|extension| extension == "index")
         && File::open(path).and_then(|mut file| file.read_exact(&mut begin)).is_ok()

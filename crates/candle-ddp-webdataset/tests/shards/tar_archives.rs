@@ -1,15 +1,14 @@
 //! `TarShards` of archives that GNU tar and bsdtar have made, and of those that are not whole.
-use crate::tar_files::{files, shard};
-use candle_ddp::data::{Dataset, TarOptions, TarSample, TarShards};
-use candle_ddp::seed::Generator;
-use candle_ddp::{Error, Result};
+use crate::random::Random;
+use candle_ddp_testing::tar_files::{files, shard};
+use candle_ddp_webdataset::{Error, Result, TarOptions, TarSample, TarShards};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 use tempfile::{TempDir, tempdir};
 
 fn golden(name: &str) -> Vec<u8> {
-    fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tar").join(name)).unwrap()
+    fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)).unwrap()
 }
 
 /// A folder with a shard.
@@ -43,10 +42,6 @@ fn set_modified(path: &Path, time: SystemTime) {
     fs::File::options().write(true).open(path).unwrap().set_modified(time).unwrap();
 }
 
-fn sample(shards: &TarShards, index: usize) -> Result<TarSample> {
-    shards.get(index, &mut Generator::new(0))
-}
-
 /// All samples with their files, or the first error.
 fn all(shards: Result<TarShards>) -> Result<Vec<(String, Vec<String>)>> {
     let shards = shards?;
@@ -54,7 +49,7 @@ fn all(shards: Result<TarShards>) -> Result<Vec<(String, Vec<String>)>> {
         let files = sample.files().map(|(name, content)| format!("{name}={}", String::from_utf8_lossy(content)));
         (sample.key().to_string(), files.collect())
     };
-    (0..shards.len()).map(|index| sample(&shards, index).map(of_sample)).collect()
+    (0..shards.num_samples()).map(|index| shards.sample(index).map(of_sample)).collect()
 }
 
 fn refused<T: std::fmt::Debug>(result: Result<T>, what: &str, texts: &[&str]) {
@@ -186,14 +181,14 @@ fn no_sample_comes_without_one_of_its_files() {
             let opened = made.open(&whole).unwrap();
             made.change(&damaged);
             for (index, expected) in good.iter().enumerate() {
-                match sample(&opened, index) {
+                match opened.sample(index) {
                     Ok(sample) => {
                         assert_eq!(sample.files().count(), expected.1.len(), "{blocks} from {first}: {expected:?}")
                     }
                     Err(error) => assert!(error.to_string().contains("a.tar.index"), "{error}"),
                 }
             }
-            let sample = sample(&opened, first / 2048);
+            let sample = opened.sample(first / 2048);
             refused(sample, &format!("{blocks} from {first}"), &["says otherwise", "has changed"]);
         }
     }
@@ -221,7 +216,7 @@ fn nothing_but_zeros_follows_the_end() {
 #[test]
 fn a_damaged_archive_is_an_error_or_whole() {
     let made = Made::new();
-    let mut random = Generator::new(7);
+    let mut random = Random(7);
     for name in ["pax_gnu.tar", "pax_bsdtar.tar", "sparse_posix_1.0.tar"] {
         let content = golden(name);
         let samples = all(made.open(&content)).ok();

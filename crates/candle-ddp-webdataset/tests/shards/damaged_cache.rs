@@ -1,11 +1,10 @@
 //! Processes that read shards through one cache, while its files and the indices are damaged and processes are killed.
 //!
 //! The processes are this test binary itself.
-use crate::common::test_process;
-use crate::tar_files::{files, shard};
-use candle_ddp::Result;
-use candle_ddp::data::{Dataset, FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarShards};
-use candle_ddp::seed::Generator;
+use crate::random::Random;
+use candle_ddp_testing::tar_files::{files, shard};
+use candle_ddp_testing::test_process;
+use candle_ddp_webdataset::{FileVersion, RangeCache, RangeCacheOptions, ReadRange, Result, TarShards};
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
@@ -45,7 +44,7 @@ impl ReadRange for Elsewhere {
 #[ignore = "started by other tests"]
 fn reader_of_another_test() {
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
-    let mut random = Generator::new(u64::from(std::process::id()));
+    let mut random = Random(u64::from(std::process::id()));
     loop {
         // Other programs' files are an error, and so is an index that can no longer be recognised as one.
         if let Ok(shards) = open(&folder) {
@@ -60,12 +59,12 @@ fn open(folder: &Path) -> Result<TarShards> {
     TarShards::remote((0..SHARDS).map(|number| format!("{number}.tar")), cache, folder.join("indices"))
 }
 
-fn read(shards: &TarShards, random: &mut Generator) {
-    assert_eq!(shards.len(), SHARDS * SAMPLES);
+fn read(shards: &TarShards, random: &mut Random) {
+    assert_eq!(shards.num_samples(), SHARDS * SAMPLES);
     for _ in 0..500 {
-        let index = random.below(shards.len() as u64) as usize;
+        let index = random.below(shards.num_samples() as u64) as usize;
         // The source is intact, so that every sample can be read.
-        let sample = shards.get(index, random).unwrap();
+        let sample = shards.sample(index).unwrap();
         let text = format!("content of {index:05}");
         assert_eq!((sample.files().count(), sample.get("cls")), (2, Some(&b"3"[..])));
         assert_eq!(sample.get("txt").map(|text| String::from_utf8_lossy(text).into_owned()), Some(text));
@@ -78,7 +77,7 @@ fn reader(folder: &Path) -> Child {
 }
 
 /// Damages a file of these folders, or makes two change places.
-fn damage(folders: &[PathBuf], random: &mut Generator) -> io::Result<()> {
+fn damage(folders: &[PathBuf], random: &mut Random) -> io::Result<()> {
     let folder = &folders[random.below(folders.len() as u64) as usize];
     let files: Vec<PathBuf> = folder.read_dir()?.map(|file| Ok(file?.path())).collect::<io::Result<_>>()?;
     if files.is_empty() {
@@ -108,7 +107,7 @@ fn readers_get_the_sources_samples_whatever_happens_to_the_cache() {
         shard(&of("shards").join(format!("{number}.tar")), &files(SAMPLES * number..SAMPLES * (number + 1)));
     }
     let damages: usize = std::env::var(DAMAGES).map_or(300, |count| count.parse().unwrap());
-    let mut random = Generator::new(damages as u64);
+    let mut random = Random(damages as u64);
     let mut readers: Vec<Child> = (0..3).map(|_| reader(folder.path())).collect();
     for number in 0..damages {
         std::thread::sleep(Duration::from_millis(random.below(8)));

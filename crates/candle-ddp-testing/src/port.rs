@@ -1,8 +1,9 @@
+//! Ports for servers.
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Returns a port outside the ephemeral range, so that no other process takes it in the meantime.
-pub(crate) fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let offset = std::process::id() * 31 + NEXT.fetch_add(1, Ordering::Relaxed);

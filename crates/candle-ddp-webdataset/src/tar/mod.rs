@@ -6,12 +6,10 @@ mod read;
 mod sample;
 mod scan;
 
-pub(super) use index::is_index;
+pub(crate) use index::is_index;
 pub use sample::TarSample;
 
-use super::{Dataset, ReadRange};
-use crate::seed::Generator;
-use crate::{Error, Result};
+use crate::{Error, ReadRange, Result};
 use index::Index;
 use read::Shard;
 use std::fmt;
@@ -29,9 +27,9 @@ pub struct TarOptions {
 /// next to each other and share their path up to the first dot of the file name. `0001.jpg` and `0001.cls` are the files `jpg`
 /// and `cls` of the sample `0001`. `tar --sort=name -cf shard-000.tar FOLDER` makes such a shard.
 ///
-/// It is a [`Dataset`] of [`TarSample`]s, read by their positions, so order, workers, and runs that resume in the middle of an epoch
-/// are those of every [`DataLoader`](super::DataLoader). [`BlockShuffle`](super::BlockShuffle) is an order that keeps reads nearly
-/// sequential. Memory: 16 bytes for each sample; ranks on one host share what the system has cached of the shards.
+/// In `candle_ddp::data`, it is a `Dataset` of [`TarSample`]s, read by their positions, so order, workers, and runs that resume in the
+/// middle of an epoch are those of every `DataLoader`. `BlockShuffle` is an order that keeps reads nearly sequential. Memory: 16 bytes
+/// for each sample; ranks on one host share what the system has cached of the shards.
 ///
 /// **Indices.** The first opening reads the headers of all shards, on rayon's threads, and writes an index for each shard. Ranks
 /// that open at once share the work; an index appears as a whole or not at all. An index identifies its shard, and holds the size
@@ -42,41 +40,6 @@ pub struct TarOptions {
 /// as another archive, is an error, since samples could lack files otherwise. So are sparse files.
 ///
 /// **Names.** As in WebDataset, folders and links, and files without a dot in their name or with one at its beginning, are left out.
-///
-/// ```
-/// use candle_ddp::data::{BlockShuffle, DataLoader, LoaderOptions, TarShards};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let folder = std::env::temp_dir().join(format!("tar-shards-{}", std::process::id()));
-/// # std::fs::create_dir_all(&folder)?;
-/// # for shard in 0..2 {
-/// #     let mut tar = tar::Builder::new(std::fs::File::create(folder.join(format!("{shard}.tar")))?);
-/// #     for sample in 0..10 {
-/// #         for (extension, content) in [("cls", b"7"), ("txt", b"x")] {
-/// #             let mut header = tar::Header::new_ustar();
-/// #             header.set_size(1);
-/// #             tar.append_data(&mut header, format!("{shard}-{sample}.{extension}"), &content[..])?;
-/// #         }
-/// #     }
-/// #     tar.finish()?;
-/// # }
-/// candle_ddp::spawn(2, |pg| {
-///     let shards = TarShards::in_folder(&folder)?;
-///     let order = BlockShuffle::new(shards.num_samples(), Default::default())?;
-///     let options = LoaderOptions { batch_size: 5, num_workers: 2, ..Default::default() };
-///     // Decoding goes here; the workers do it.
-///     let collate = |samples: Vec<_>| Ok(samples.iter().map(|sample: &candle_ddp::data::TarSample| sample.key().to_string()).collect());
-///     let loader = DataLoader::with_order(shards, order, &pg, options, collate)?;
-///     for batch in &loader {
-///         let keys: Vec<String> = batch?;
-///         assert_eq!(keys.len(), 5);
-///     }
-///     Ok(())
-/// })?;
-/// # std::fs::remove_dir_all(folder)?;
-/// # Ok(())
-/// # }
-/// ```
 pub struct TarShards {
     shards: Vec<Shard>,
     /// The number of each shard's first sample, and of all samples.
@@ -123,11 +86,11 @@ impl TarShards {
     }
 
     /// Shards that lie elsewhere, under the names `names`, with their indices in a folder here. Ranks on one host may share it.
-    /// To make the indices, all headers are read once, which for small samples means all bytes: [`RangeCache`](super::RangeCache)
+    /// To make the indices, all headers are read once, which for small samples means all bytes: [`RangeCache`](crate::RangeCache)
     /// keeps what was read. Copy the indices to other hosts to read the headers once only.
     ///
     /// An index belongs to a [location](ReadRange::location) and a version, so that sources may share the folder. The version is
-    /// compared when a shard is first read; without a [`RangeCache`](super::RangeCache), which compares it after every block, a
+    /// compared when a shard is first read; without a [`RangeCache`](crate::RangeCache), which compares it after every block, a
     /// shard must not change after that. A sample whose headers are not what the index says is [read again](ReadRange::read_again)
     /// past the caches of the source.
     ///
@@ -183,16 +146,12 @@ impl TarShards {
     pub fn samples_of_shards(&self) -> impl ExactSizeIterator<Item = std::ops::Range<usize>> + '_ {
         self.firsts.windows(2).map(|pair| pair[0]..pair[1])
     }
-}
 
-impl Dataset for TarShards {
-    type Sample = TarSample;
-
-    fn len(&self) -> usize {
-        self.num_samples()
-    }
-
-    fn get(&self, index: usize, _: &mut Generator) -> Result<TarSample> {
+    /// The sample `index` of all shards, in the order of the shards' paths.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such sample; [`Error::DataFile`] if it cannot be read, or its shard has changed.
+    pub fn sample(&self, index: usize) -> Result<TarSample> {
         let shard = self.firsts.partition_point(|first| *first <= index).saturating_sub(1);
         let place = self.indices.get(shard).and_then(|of_shard| of_shard.place(index - self.firsts[shard]));
         let Some((offset, len)) = place else {
