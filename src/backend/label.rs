@@ -27,6 +27,9 @@ labels! {
     LOADER_NEW = "DataLoader::new";
     BATCH_NORM = "SyncBatchNorm's statistics";
     BATCH_NORM_BACKWARD = "SyncBatchNorm's gradients";
+    WITH_GRAD = "a collective with a gradient";
+    WITH_GRAD_BACKWARD = "the gradient of a collective";
+    ALL_TO_ALL_VARIED = "all_to_all_varied";
     UNSCALE = "GradScaler::unscale";
     STOP = "agree_on_stop";
     SPEED = "share_by_speed";

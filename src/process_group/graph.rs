@@ -39,7 +39,8 @@ pub(super) fn check_tensor(
         ),
         Access::Read => format!(
             "`{argument}` was computed from variables, and its gradient would end here: none comes back through a \
-             collective. If only the values are to be sent, pass `{argument}.detach()`"
+             collective. If only the values are to be sent, pass `{argument}.detach()`. Gradients flow through the functions of \
+             `with_grad`"
         ),
     };
     Err(Error::InvalidTensor { rank, operation: operation.to_string(), reason })

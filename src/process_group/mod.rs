@@ -23,6 +23,7 @@ mod subgroups;
 mod tensors;
 mod threads;
 mod varied;
+mod with_grad;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;
@@ -37,6 +38,7 @@ pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 pub(crate) use stop::Stop;
 pub use stop::StopSignals;
+pub use with_grad::WithGrad;
 
 use crate::backend::{CallSite, Collective, Communicator, Construction, Work};
 use crate::error::Failure;
@@ -62,7 +64,7 @@ use std::time::Duration;
 /// size 1 do not count, and a one-dimensional tensor fits every shape with as many elements. They are changed in place, and so is
 /// every other tensor that shares their storage. No gradient flows through a collective, so a tensor through which gradients flow,
 /// such as a loss or the output of a model, is refused, wherever a collective would read or change it: pass `z.detach()` to be
-/// read, `loss.detach().copy()?` to be changed. A variable stands for its values, as with `Var::set`.
+/// read, `loss.detach().copy()?` to be changed, or use [`with_grad`](Self::with_grad), through which gradients flow. A variable stands for its values, as with `Var::set`.
 ///
 /// Where a tensor holds a part for each rank, the parts are equally many rows: dimension 0 divides by the number of ranks.
 /// Part and rows have the same shape, apart from dimensions of size 1, or one of the two tensors is one-dimensional, and

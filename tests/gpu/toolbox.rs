@@ -1,14 +1,17 @@
 //! Other parts of training with DistributedDataParallel on GPUs, compared with the CPU.
 use super::common::{assert_close, fill, floats, tensor, var};
 use super::training::{NAMES, Net};
-use candle_core::{DType, Device, IndexOp, Module, Var};
+use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{Ema, PeriodicModelAverager, PeriodicModelAveragerOptions};
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with, spawn};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, WithGrad, backward_with,
+    spawn,
+};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
 /// The tools under test, with tolerances for 16-bit arithmetic and for sums in another order.
-pub(crate) const TOOLS: [(&str, f32); 7] = [
+pub(crate) const TOOLS: [(&str, f32); 8] = [
     ("fp16", 3e-3),
     ("bf16", 2e-2),
     ("PowerSGD", 1e-3),
@@ -16,6 +19,7 @@ pub(crate) const TOOLS: [(&str, f32); 7] = [
     ("averager", 1e-4),
     ("weighted", 1e-4),
     ("varied", 1e-4),
+    ("with_grad", 1e-4),
 ];
 const STEPS: usize = 6;
 const PER_RANK: usize = 4;
@@ -25,7 +29,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
     let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
-    let loss = |y: candle_core::Tensor| y.sqr()?.mean_all();
+    let loss = |y: Tensor| y.sqr()?.mean_all();
     let vars = |varmap: &VarMap| NAMES.map(|name| var(varmap, name));
     let values = |varmap: &VarMap| NAMES.map(|name| floats(&var(varmap, name))).concat();
     if tool == "averager" {
@@ -51,6 +55,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         }
         _ => {}
     }
+    let functions = pg.with_grad()?;
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
     let mut ema = Ema::new(&ddp, 0.8)?;
     for step in 0..STEPS {
@@ -65,6 +70,10 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
             )?)?;
             continue;
         }
+        if tool == "with_grad" {
+            optimizer.step(&ddp.backward(&exchanged(&functions, pg, &ddp.forward(&x)?)?)?)?;
+            continue;
+        }
         optimizer.step(&ddp.backward(&loss(ddp.forward(&x)?)?)?)?;
         ema.update()?;
     }
@@ -75,6 +84,33 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let averages = ema.averages()?;
     let averages = averages.iter().flat_map(|(_, average)| floats(average));
     Ok(values(&varmap).into_iter().chain(averages).collect())
+}
+
+/// A loss of what all ranks have computed, by every collective with a gradient.
+fn exchanged(functions: &WithGrad, pg: &ProcessGroup, y: &Tensor) -> Result<Tensor> {
+    let (rank, world) = (pg.rank(), pg.world_size());
+    let square = |y: Tensor| y.sqr()?.mean_all();
+    let rows: Vec<usize> = (0..world).map(|peer| if peer == rank { PER_RANK - world + 1 } else { 1 }).collect();
+    let all = functions.all_gather(y)?;
+    let recv = |after| functions.recv(y.shape(), y.dtype(), (rank + world - 1) % world, after);
+    let send = |after| functions.send(y, (rank + 1) % world, after);
+    let message = if rank % 2 == 0 {
+        let sent = send(None)?;
+        square(recv(Some(&sent))?)?
+    } else {
+        let received = recv(None)?;
+        let sent = send(Some(&received))?;
+        (square(received)? + sent)?
+    };
+    let losses = [
+        square(functions.reduce_scatter(&all, ReduceOp::Avg)?)?,
+        square(functions.all_gather_varied(&y.narrow(0, 0, 1 + rank)?, 0)?)?,
+        square(functions.all_reduce(y, ReduceOp::Sum)?)?,
+        square(functions.broadcast(y, world - 1)?)?,
+        square(functions.all_to_all_varied(y, &rows)?.0)?,
+        message,
+    ];
+    Ok(Tensor::stack(&losses, 0)?.sum_all()?)
 }
 
 pub(crate) fn assert_like_the_cpu(tool: &str, tolerance: f32, reports: &[Vec<f32>]) {

@@ -34,3 +34,4 @@ mod virtual_models;
 mod virtual_ranks;
 #[path = "../common/virtual_ranks.rs"]
 mod virtual_run;
+mod with_grad;

@@ -74,6 +74,7 @@ mod virtual_run;
 mod vision_errors;
 mod vision_models;
 mod weighted;
+mod with_grad;
 mod without_samples;
 mod zero;
 mod zero_and_plain;
