@@ -53,7 +53,7 @@ impl ProcessGroup {
     /// for all.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] in a group with [virtual ranks](crate::DdpOptions::virtual_ranks), whose micro-batches a rank
+    /// Returns [`Error::InvalidArgument`] in a group with [virtual ranks](crate::InitOptions::virtual_ranks), whose micro-batches a rank
     /// calculates one after the other; and an error if ranks do not arrive within the time-out.
     pub fn with_grad(&self) -> Result<WithGrad> {
         let companion = if self.world_size() == 1 { self.clone() } else { self.companion()? };
@@ -277,7 +277,7 @@ impl WithGrad {
     }
 
     fn check(&self) -> Result<()> {
-        if self.group.has_virtual_ranks() {
+        if self.group.virtual_ranks().is_some() {
             let reason = "collectives with a gradient cannot be combined with virtual ranks, since a rank computes its \
                           micro-batches one after the other";
             return Err(Error::invalid("virtual_ranks", reason));

@@ -2,7 +2,7 @@
 use crate::common::{ranks, tensor};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_ddp::nn::{checkpoint, log_softmax, no_grad};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ReduceOp, WithGrad};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ReduceOp, SpawnOptions, WithGrad, spawn_with};
 use candle_nn::{Init, VarBuilder, VarMap};
 
 fn values(shape: &[usize], seed: usize) -> Tensor {
@@ -268,6 +268,9 @@ fn what_cannot_be_done_is_refused_on_all_ranks() {
         Ok(())
     })
     .unwrap();
+    let options = SpawnOptions { world_size: 2, virtual_ranks: Some(4), ..Default::default() };
+    let refused = spawn_with(options, |pg| pg.with_grad().map(drop)).unwrap_err().to_string();
+    assert!(refused.contains("cannot be combined with virtual ranks"), "{refused}");
     let failed = ranks(2, |pg| {
         let rows = if pg.rank() == 1 { vec![1, 3] } else { vec![1, 2] };
         pg.with_grad()?.all_to_all_varied(&Tensor::ones((3, 2), DType::F32, pg.device())?, &rows).map(drop)
