@@ -98,7 +98,9 @@ impl Ema {
         let mut slots = Vec::with_capacity(variables.len());
         for (name, var) in variables {
             if !names.insert(name.clone()) {
-                return Err(Error::parameter(name, "two parameters have this name"));
+                let reason = "two parameters have this name: build each model under a prefix, such as vb.pp(\"encoder\"), \
+                              or make an Ema for each";
+                return Err(Error::parameter(name, reason));
             }
             if !var.dtype().is_float() {
                 continue;

@@ -178,7 +178,9 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let mut slots = Vec::with_capacity(parameters.len());
         for (name, var) in parameters {
             if !seen.names.insert(name.clone()) {
-                return Err(Error::parameter(name, "two parameters have this name"));
+                let reason = "two parameters have this name: build each model under a prefix, such as vb.pp(\"encoder\"), \
+                              or make an optimizer for each";
+                return Err(Error::parameter(name, reason));
             }
             if !seen.variables.insert(var.id()) {
                 return Err(Error::parameter(name, "its variable is given twice, and would be updated twice"));
