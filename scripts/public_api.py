@@ -26,6 +26,7 @@ LISTINGS = {
     "candle_ddp_nn": ROOT / "docs" / "public-api-nn.txt",
     "candle_ddp_tensor": ROOT / "docs" / "public-api-tensor.txt",
     "candle_ddp_engine": ROOT / "docs" / "public-api-engine.txt",
+    "candle_ddp_pickle": ROOT / "docs" / "public-api-pickle.txt",
     "candle_ddp_rendezvous": ROOT / "docs" / "public-api-rendezvous.txt",
     "candle_ddp_vision": ROOT / "docs" / "public-api-vision.txt",
     "candle_ddp_webdataset": ROOT / "docs" / "public-api-webdataset.txt",
@@ -38,6 +39,7 @@ BUDGETS = {
     "candle_ddp_nn": 270,
     "candle_ddp_tensor": 38,
     "candle_ddp_engine": 106,
+    "candle_ddp_pickle": 7,
     "candle_ddp_rendezvous": 75,
     "candle_ddp_vision": 83,
     "candle_ddp_webdataset": 24,
@@ -148,7 +150,7 @@ def over_budget(crate, count):
 
 def compare(crate, path, lines):
     """Returns whether a crate's listing differs from the source, unless it is written anew."""
-    if len(lines) < 20:
+    if len(lines) < 5:
         sys.exit(f"this script finds almost no items in rustdoc's pages of {crate}: its parser must be adapted to the new layout")
     text = "\n".join(lines) + "\n"
     if "--update" in sys.argv[1:]:

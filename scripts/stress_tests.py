@@ -2,7 +2,7 @@
 """Repeats tests next to busy loops, to find those that depend on the machine's speed.
 
     python3 scripts/stress_tests.py                                           # the whole suite, 8 times
-    python3 scripts/stress_tests.py --test ranks::network::a_reset --runs 50  # one test, or all of a module
+    python3 scripts/stress_tests.py --test ranks::broken_network::a_reset --runs 50  # one test, or all of a module
     python3 scripts/stress_tests.py --test lib::process_group                 # unit tests
 
 Everything is built before the busy loops start. The table has one row for each run; the output of

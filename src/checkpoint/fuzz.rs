@@ -1,36 +1,12 @@
 //! Reads arbitrary bytes as files of weights; run by `crate::fuzzing`.
 use super::read;
 use candle_core::{DType, Tensor};
-use std::io::{Cursor, Result, Write};
+use std::io::{Result, Write};
 use std::path::PathBuf;
-use zip::write::SimpleFileOptions;
-use zip::{CompressionMethod, ZipWriter};
 
 /// A whole file: safetensors, or an archive of `torch.save`.
 pub(crate) fn checkpoint_file(data: &[u8]) {
     load(data);
-}
-
-/// The pickle in an archive of `torch.save`, whose checksums are right, with two storages of 64 and 1024 bytes.
-pub(crate) fn pickle(data: &[u8]) {
-    let archive = archive(&[
-        ("data.pkl", data),
-        ("byteorder", b"little"),
-        ("data/0", &[1; 64]),
-        ("data/1", &[2; 1024]),
-        ("version", b"3\n"),
-    ]);
-    load(&archive.expect("an archive in memory can be written"));
-}
-
-fn archive(parts: &[(&str, &[u8])]) -> Result<Vec<u8>> {
-    let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
-    let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
-    for (name, bytes) in parts {
-        zip.start_file(format!("archive/{name}"), options)?;
-        zip.write_all(bytes)?;
-    }
-    Ok(zip.finish()?.into_inner())
 }
 
 /// Reads the file and every element of its tensors.

@@ -55,7 +55,6 @@ mod error;
 mod fuzz;
 mod load;
 mod model;
-mod pickle;
 
 pub use crate::state::{Parts, PerRank, RankZero, Serde, StateDict};
 #[cfg(any(test, fuzzing))]
@@ -63,7 +62,7 @@ pub(crate) use checkpointer::fuzz_index;
 pub use checkpointer::{Checkpointer, CheckpointerOptions, SaveHandle};
 pub use distributed::{load_distributed, save_distributed};
 #[cfg(any(test, fuzzing))]
-pub(crate) use fuzz::{checkpoint_file as fuzz_checkpoint_file, pickle as fuzz_pickle};
+pub(crate) use fuzz::checkpoint_file as fuzz_checkpoint_file;
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 
 use crate::panic::lock;
@@ -166,7 +165,10 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
         return Ok(tensors);
     }
     if start.starts_with(b"PK") {
-        return pickle::read(path, file, key);
+        return candle_ddp_pickle::read(file, key).map_err(|error| match error {
+            candle_ddp_pickle::Error::Io(error) => io(error),
+            error => unreadable(path, error.to_string()),
+        });
     }
     let reason = if start.is_empty() {
         "it is empty"

@@ -9,7 +9,8 @@ use std::time::Duration;
 mod process;
 #[allow(unused_imports)] // as above
 pub(crate) use candle_ddp_testing::{
-    assert_close, fill, floats, free_port, skip, skip_unless, tensor, test_arguments, test_process, values, var,
+    assert_close, fill, floats, free_port, peak_memory, skip, skip_unless, tensor, test_arguments, test_process,
+    values, var,
 };
 #[allow(unused_imports)]
 pub(crate) use process::{ddprun, example};
@@ -42,20 +43,6 @@ where
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     fill(&varmap, seed);
     Ok((ddp, varmap))
-}
-
-/// Returns the peak memory of `work` in addition to the memory that this process already uses.
-pub(crate) fn peak_memory<T>(work: impl FnOnce() -> T) -> u64 {
-    let kilobytes = |field: &str| -> u64 {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
-        line.trim_start_matches(':').trim_end_matches("kB").trim().parse().unwrap()
-    };
-    let before = kilobytes("VmRSS");
-    let result = work();
-    let peak = kilobytes("VmHWM").saturating_sub(before) * 1024;
-    drop(result);
-    peak
 }
 
 /// Adds the number of previous forward passes to its input, and counts this one.

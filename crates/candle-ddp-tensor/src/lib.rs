@@ -20,6 +20,7 @@ mod math;
 mod memory_format;
 #[doc(hidden)]
 pub mod pack;
+mod read;
 pub mod seed;
 mod sum;
 
@@ -31,3 +32,5 @@ pub use memory_format::MemoryFormat;
 pub use candle_ddp_simd::{pulp, vectorise};
 #[doc(hidden)]
 pub use element::{DTYPES, accumulator};
+#[doc(hidden)]
+pub use read::{Readable, read_tensor};

@@ -5,15 +5,22 @@
 pub mod http_server;
 #[cfg(feature = "candle")]
 pub mod layers;
+mod memory;
 mod port;
 mod process;
+mod random;
 mod skip;
+#[cfg(feature = "tar")]
 pub mod tar_files;
 #[cfg(feature = "candle")]
 mod tensors;
+#[cfg(feature = "candle")]
+pub mod torch_file;
 
+pub use memory::peak_memory;
 pub use port::free_port;
 pub use process::{test_arguments, test_process};
+pub use random::Random;
 pub use skip::{skip, skip_unless};
 #[cfg(feature = "candle")]
 pub use tensors::{assert_close, fill, floats, tensor, values, var};

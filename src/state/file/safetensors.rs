@@ -2,10 +2,10 @@
 use super::{PreparedFile, Progress};
 use crate::state::fingerprint::{FileHash, of_bytes, of_tensor, summary};
 use crate::{Error, Result};
-use bytemuck::Pod;
 use candle_core::safetensors::Load;
-use candle_core::{DType, Device, Tensor, WithDType};
-use half::{bf16, f16};
+use candle_core::{DType, Device, Tensor};
+pub(crate) use candle_ddp_tensor::Readable;
+use candle_ddp_tensor::read_tensor;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView, View};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -13,8 +13,6 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// A tensor of a file, or why it cannot be read.
-pub(crate) type Readable = std::result::Result<Tensor, String>;
 /// The contents of a file, or what is wrong with it.
 pub(crate) type Parsed = std::result::Result<Contents, Flaw>;
 
@@ -244,33 +242,4 @@ fn read(file: &mut File, info: &TensorInfo) -> io::Result<Readable> {
             Err(_) => Ok(Err(format!("candle has no dtype for {dtype}"))),
         },
     }
-}
-
-/// Reads a tensor from the next bytes of `source`, directly into its memory.
-pub(crate) fn read_tensor(source: &mut impl Read, dtype: DType, shape: &[usize]) -> io::Result<Readable> {
-    fn typed<T: WithDType + Pod>(source: &mut impl Read, shape: &[usize]) -> io::Result<candle_core::Result<Tensor>> {
-        let mut values = vec![T::zeroed(); shape.iter().product()];
-        source.read_exact(bytemuck::cast_slice_mut(&mut values))?;
-        Ok(Tensor::from_vec(values, shape, &Device::Cpu))
-    }
-    let tensor = match dtype {
-        DType::U8 => typed::<u8>(source, shape),
-        DType::U32 => typed::<u32>(source, shape),
-        DType::I16 => typed::<i16>(source, shape),
-        DType::I32 => typed::<i32>(source, shape),
-        DType::I64 => typed::<i64>(source, shape),
-        DType::BF16 => typed::<bf16>(source, shape),
-        DType::F16 => typed::<f16>(source, shape),
-        DType::F32 => typed::<f32>(source, shape),
-        DType::F64 => typed::<f64>(source, shape),
-        DType::F8E4M3 => {
-            let mut bytes = vec![0; shape.iter().product()];
-            source.read_exact(&mut bytes)?;
-            Ok(Tensor::from_raw_buffer(&bytes, dtype, shape, &Device::Cpu))
-        }
-        _ => {
-            return Ok(Err(format!("tensors of dtype {} cannot be read", dtype.as_str())));
-        }
-    };
-    Ok(tensor?.map_err(|error| error.to_string()))
 }

@@ -1,5 +1,5 @@
 //! The files of a `RangeCache`: whose they are, which version they hold, and what happens when they are damaged.
-use crate::random::Random;
+use candle_ddp_testing::Random;
 use candle_ddp_testing::tar_files::{files, shard};
 use candle_ddp_webdataset::{Error, FileVersion, RangeCache, RangeCacheOptions, ReadRange, Result, TarShards};
 use std::fs;
@@ -71,8 +71,7 @@ impl ReadRange for Source {
 }
 
 fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    let mut random = Random(seed);
-    (0..len).map(|_| random.below(256) as u8).collect()
+    Random(seed).bytes(len)
 }
 
 fn blocks(folder: &Path) -> Vec<PathBuf> {

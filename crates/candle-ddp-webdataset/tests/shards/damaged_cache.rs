@@ -1,7 +1,7 @@
 //! Processes that read shards through one cache, while its files and the indices are damaged and processes are killed.
 //!
 //! The processes are this test binary itself.
-use crate::random::Random;
+use candle_ddp_testing::Random;
 use candle_ddp_testing::tar_files::{files, shard};
 use candle_ddp_testing::test_process;
 use candle_ddp_webdataset::{FileVersion, RangeCache, RangeCacheOptions, ReadRange, Result, TarShards};

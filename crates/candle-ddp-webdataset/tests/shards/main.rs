@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod cache_files;
 mod damaged_cache;
-mod random;
 mod range_cache;
 mod tar_archives;
 mod tar_shards;

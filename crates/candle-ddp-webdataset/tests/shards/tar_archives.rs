@@ -1,5 +1,5 @@
 //! `TarShards` of archives that GNU tar and bsdtar have made, and of those that are not whole.
-use crate::random::Random;
+use candle_ddp_testing::Random;
 use candle_ddp_testing::tar_files::{files, shard};
 use candle_ddp_webdataset::{Error, Result, TarOptions, TarSample, TarShards};
 use std::fs;

@@ -1,36 +1,59 @@
-//! Files that `torch.save` writes: a zip archive of a pickle, which describes the contents, and of the tensors'
-//! storages.
+#![doc = include_str!("../README.md")]
+
 mod archive;
 mod checked;
+#[cfg(any(test, fuzzing))]
+mod fuzz;
 mod reader;
 mod view;
 
-use super::error::unreadable;
-use crate::state::file::Readable;
-use crate::{Error, Result};
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use fuzz::pickle as fuzz_pickle;
+
+pub use candle_ddp_tensor::Readable;
+
 use archive::{Archive, Budget};
 use checked::Checked;
 use reader::{Id, Pickle, Value};
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
-use std::path::Path;
+use std::io::{Read, Seek, SeekFrom};
 use view::View;
+
+/// The reason why a file cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused something.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+
+    /// The file is damaged, is of another kind, or would take too much memory.
+    #[error("{0}")]
+    File(String),
+}
 
 /// Keys under which larger files hold state dicts: those of PyTorch Lightning, PyTorch's tutorials, and others.
 const KEYS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "net"];
 
-/// The tensors of the state dict under `key`, or in one of the usual places.
-pub(super) fn read(path: &Path, file: File, key: Option<&str>) -> Result<HashMap<String, Readable>> {
-    let metadata = file.metadata().map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
-    let mut budget = Budget::of_file(metadata.len());
-    Archive::open(file, metadata.len())
-        .and_then(|mut archive| {
-            let bytes = archive.bytes("data.pkl")?;
-            let pickle = Pickle::parse(&bytes).map_err(|reason| format!("its pickle cannot be read: {reason}"))?;
-            let views = views(&pickle, state_dict(&pickle, key)?, &mut budget)?;
-            archive.load(views, &mut budget)
-        })
-        .map_err(|reason| unreadable(path, reason))
+/// Returns the tensors of the state dict under `key`, or in one of the usual places: the whole file, or `state_dict`,
+/// `model_state_dict`, `model`, `module` or `net` in it. Values that are no tensors are ignored.
+///
+/// # Errors
+/// [`Error::Io`] if the file's length cannot be found out; [`Error::File`] if it cannot be read, or has no such dict. A single tensor that
+/// candle cannot represent is an error in its place.
+pub fn read(mut file: impl Read + Seek, key: Option<&str>) -> Result<HashMap<String, Readable>, Error> {
+    let length = file.seek(SeekFrom::End(0))?;
+    tensors(file, length, key).map_err(Error::File)
+}
+
+fn tensors(file: impl Read + Seek, length: u64, key: Option<&str>) -> Checked<HashMap<String, Readable>> {
+    let mut budget = Budget::of_file(length);
+    let mut archive = Archive::open(file, length)?;
+    let bytes = archive.bytes("data.pkl")?;
+    let pickle = Pickle::parse(&bytes).map_err(|reason| format!("its pickle cannot be read: {reason}"))?;
+    let views = views(&pickle, state_dict(&pickle, key)?, &mut budget)?;
+    archive.load(views, &mut budget)
 }
 
 /// The entries of the state dict.

@@ -1,17 +1,16 @@
 //! The zip archive that a file of `torch.save` is: its parts, and the tensors that are views of its storages.
-use super::checked::Checked;
-use super::view::{Extent, View};
-use crate::state::file::{Readable, read_tensor};
+use crate::checked::Checked;
+use crate::view::{Extent, View};
 use candle_core::{Device, Tensor};
+use candle_ddp_tensor::{Readable, read_tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::fs::File;
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader, Read, Seek};
 use zip::result::ZipError;
 use zip::{CompressionMethod, ZipArchive};
 
 /// A limit for the tensors' memory, since many small entries of a file may refer to the same large one.
-pub(super) struct Budget {
+pub(crate) struct Budget {
     all: u64,
     left: u64,
 }
@@ -19,13 +18,13 @@ pub(super) struct Budget {
 impl Budget {
     const TIMES: u64 = 16;
 
-    pub(super) fn of_file(length: u64) -> Self {
+    pub(crate) fn of_file(length: u64) -> Self {
         // The tensors of a small file may be small, and yet many times larger than the file.
         let all = length.saturating_mul(Self::TIMES).saturating_add(1 << 20);
         Self { all, left: all }
     }
 
-    pub(super) fn take(&mut self, bytes: u64) -> Checked<()> {
+    pub(crate) fn take(&mut self, bytes: u64) -> Checked<()> {
         let (times, all) = (Self::TIMES, self.all);
         self.left = self.left.checked_sub(bytes).ok_or_else(|| {
             format!(
@@ -37,16 +36,16 @@ impl Budget {
     }
 }
 
-pub(super) struct Archive {
-    zip: ZipArchive<BufReader<File>>,
+pub(crate) struct Archive<R> {
+    zip: ZipArchive<BufReader<R>>,
     /// The folder within the archive, with a slash at its end.
     folder: String,
     /// The file's length in bytes: no entry can be longer.
     length: u64,
 }
 
-impl Archive {
-    pub(super) fn open(file: File, length: u64) -> Checked<Self> {
+impl<R: Read + Seek> Archive<R> {
+    pub(crate) fn open(file: R, length: u64) -> Checked<Self> {
         let zip = ZipArchive::new(BufReader::new(file)).map_err(|error| {
             format!("it begins like a file of torch.save, but cannot be read: {error}. Is it complete?")
         })?;
@@ -94,7 +93,7 @@ impl Archive {
         result.map_err(|error| damaged(&name, error))
     }
 
-    pub(super) fn bytes(&mut self, name: &str) -> Checked<Vec<u8>> {
+    pub(crate) fn bytes(&mut self, name: &str) -> Checked<Vec<u8>> {
         self.part(name, |part, length| {
             let mut bytes = vec![0; length];
             part.read_exact(&mut bytes)?;
@@ -103,7 +102,7 @@ impl Archive {
     }
 
     /// Reads each storage once, and makes the tensors that are views of it.
-    pub(super) fn load(
+    pub(crate) fn load(
         &mut self,
         views: HashMap<&str, Checked<View>>,
         budget: &mut Budget,

@@ -1,6 +1,6 @@
 //! Tensors as pickles describe them: as views of storages.
-use super::checked::Checked;
-use super::reader::{Id, Pickle, Value};
+use crate::checked::Checked;
+use crate::reader::{Id, Pickle, Value};
 use candle_core::DType;
 
 /// The largest number of dimensions: PyTorch's own limit for most operations.
@@ -10,28 +10,28 @@ const MOST_DIMENSIONS: usize = 64;
 const LONGEST_KEY: usize = 255;
 
 /// A tensor's view of a storage: `torch.as_strided`'s arguments, in elements.
-pub(super) struct View<'a> {
-    pub(super) storage: &'a str,
-    pub(super) dtype: DType,
-    pub(super) shape: Vec<usize>,
+pub(crate) struct View<'a> {
+    pub(crate) storage: &'a str,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
     offset: usize,
     strides: Vec<usize>,
 }
 
 /// The extent of a view in its storage, in elements.
-pub(super) struct Extent {
-    pub(super) start: usize,
+pub(crate) struct Extent {
+    pub(crate) start: usize,
     /// The position after the last element.
-    pub(super) end: usize,
+    pub(crate) end: usize,
     /// The number of elements in the view.
-    pub(super) count: usize,
+    pub(crate) count: usize,
     /// Whether the elements are contiguous in the storage.
-    pub(super) is_contiguous: bool,
+    pub(crate) is_contiguous: bool,
 }
 
 impl<'a> View<'a> {
     /// The tensor that the value `id` describes, if it describes one.
-    pub(super) fn of(pickle: &Pickle<'a>, id: Id) -> Checked<Option<Self>> {
+    pub(crate) fn of(pickle: &Pickle<'a>, id: Id) -> Checked<Option<Self>> {
         let Value::Object { mut callable, mut args } = pickle[id] else { return Ok(None) };
         // A tensor may be wrapped, as a parameter or a subclass, possibly more than once, but not often.
         for _ in 0..8 {
@@ -124,12 +124,12 @@ impl<'a> View<'a> {
     }
 
     /// The approximate memory of a view and its tensor, without the values.
-    pub(super) fn description_bytes(&self) -> u64 {
+    pub(crate) fn description_bytes(&self) -> u64 {
         512 + 32 * self.shape.len() as u64
     }
 
     /// Its extent in a storage of `held` bytes. The tensor may have `limit` bytes.
-    pub(super) fn extent(&self, held: u64, limit: u64) -> Checked<Extent> {
+    pub(crate) fn extent(&self, held: u64, limit: u64) -> Checked<Extent> {
         let size = self.dtype.size_in_bytes();
         // candle multiplies dimensions without overflow checks, even if one of them is zero.
         let all = self.shape.iter().try_fold(1usize, |all, dim| all.checked_mul((*dim).max(1)));
@@ -162,7 +162,7 @@ impl<'a> View<'a> {
     }
 
     /// The elements in the order of their indices, of a view that is not empty; `bytes` begin with the first.
-    pub(super) fn gather(&self, bytes: &[u8], count: usize) -> Vec<u8> {
+    pub(crate) fn gather(&self, bytes: &[u8], count: usize) -> Vec<u8> {
         let size = self.dtype.size_in_bytes();
         let mut gathered = Vec::with_capacity(count * size);
         let mut index = vec![0usize; self.shape.len()];

@@ -3,14 +3,14 @@
 //!
 //! Values refer to each other by index. So a dict that is mentioned twice is one dict with all its entries, a deeply
 //! nested pickle needs no stack, and all values together take memory in proportion to the pickle.
-use super::checked::Checked;
+use crate::checked::Checked;
 use std::collections::HashMap;
 use std::ops::Index;
 
 /// The index of a value.
-pub(super) type Id = usize;
+pub(crate) type Id = usize;
 
-pub(super) enum Value<'a> {
+pub(crate) enum Value<'a> {
     Int(i64),
     Text(&'a str),
     Class {
@@ -33,13 +33,13 @@ pub(super) enum Value<'a> {
     Other,
 }
 
-pub(super) struct Pickle<'a> {
+pub(crate) struct Pickle<'a> {
     values: Vec<Value<'a>>,
     root: Id,
 }
 
 impl<'a> Pickle<'a> {
-    pub(super) fn parse(bytes: &'a [u8]) -> Checked<Self> {
+    pub(crate) fn parse(bytes: &'a [u8]) -> Checked<Self> {
         let length = bytes.len();
         let mut reader = Reader { rest: bytes, ..Default::default() };
         loop {
@@ -51,11 +51,11 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    pub(super) fn root(&self) -> Id {
+    pub(crate) fn root(&self) -> Id {
         self.root
     }
 
-    pub(super) fn text(&self, id: Id) -> Option<&'a str> {
+    pub(crate) fn text(&self, id: Id) -> Option<&'a str> {
         match self[id] {
             Value::Text(text) => Some(text),
             _ => None,
