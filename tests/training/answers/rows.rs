@@ -187,8 +187,24 @@ fn groups(rows: &mut Vec<Row>) {
     for name in ["all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"] {
         refuses(&[name, &format!("{name}_async")], &["output", "input"]);
     }
-    refuses(&["all_gather_varied", "send", "isend", "recv", "irecv"], &["tensor"]);
+    refuses(&["all_gather_varied", "all_to_all_varied", "send", "isend", "recv", "irecv"], &["tensor"]);
     refuses(&["batch_isend_irecv"], &["batch"]);
+    for (name, argument) in [
+        ("all_gather", "x"),
+        ("all_gather_varied", "x"),
+        ("all_reduce", "x"),
+        ("all_to_all", "x"),
+        ("all_to_all_varied", "x"),
+        ("broadcast", "x"),
+        ("recv", "after"),
+        ("reduce_scatter", "x"),
+        ("send", "after"),
+        ("send", "x"),
+    ] {
+        let call = format!(".{name}(");
+        let paths = vec![format!("candle_ddp::WithGrad::{name}")];
+        rows.push(Row(paths, argument, Test { file: "tests/training/with_grad.rs", call }));
+    }
     ends! { rows:
         "src/backend/mod.rs": [
             "candle_ddp::backend::Communicator::start" "collective",
@@ -413,6 +429,14 @@ fn functions(rows: &mut Vec<Row>) {
         Tensor::new(&[0u32, 2, 1], &Device::Cpu).unwrap()
     }
     carries! { rows:
+        ["candle_ddp_nn::cat"] "tensors" => |t| cat(&[&c(&[2, 3]), &t.of(&[4, 3])], 0)?;
+        ["candle_ddp_nn::flatten"] "x" => |t| flatten(&t.of(&[4, 3, 2]), 0, 1)?;
+        ["candle_ddp_nn::matmul"] "a" => |t| matmul(&t.of(&[4, 3]), &c(&[3, 2]))?;
+        ["candle_ddp_nn::matmul"] "b" => |t| matmul(&c(&[4, 3]), &t.of(&[3, 2]))?;
+        ["candle_ddp_nn::narrow"] "x" => |t| narrow(&t.of(&[4, 3]), 1, 1, 2)?;
+        ["candle_ddp_nn::permute"] "x" => |t| permute(&t.of(&[4, 3, 2]), (2, 0, 1))?;
+        ["candle_ddp_nn::reshape"] "x" => |t| reshape(&t.of(&[4, 3]), (2, ()))?;
+        ["candle_ddp_nn::transpose"] "x" => |t| transpose(&t.of(&[4, 3]), 0, 1)?;
         ["candle_ddp_nn::activation::gelu"] "x" => |t| nn::activation::gelu(&t.of(&[4]))?;
         ["candle_ddp_nn::activation::gelu_erf"] "x" => |t| nn::activation::gelu_erf(&t.of(&[4]))?;
         ["candle_ddp_nn::activation::mish"] "x" => |t| nn::activation::mish(&t.of(&[4]))?;
