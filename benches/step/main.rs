@@ -12,7 +12,7 @@ use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Parameters};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, backward_micro_batch,
+    DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReplicaCheck, Result, backward_micro_batch,
     init_process_group,
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
@@ -79,6 +79,8 @@ enum Mode {
     Autocast,
     /// The same, but only products compute in it.
     Products,
+    /// DistributedDataParallel whose ranks compare their models in every pass.
+    Checked,
 }
 
 /// The number of unmeasured steps of each mode: the first steps allocate, and DDP rebuilds its buckets after the first.
@@ -104,7 +106,8 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let ddp = DdpOptions { bucket_cap_mb, ..default };
     let build = |vb: VarBuilder| options.model.build(options.image_size, vb);
     let new = |mode: &Mode| {
-        let ddp = mode.precision(options.amp, ddp.clone())?;
+        let replica_check = matches!(mode, Mode::Checked).then(|| ReplicaCheck { every: 1, ..Default::default() });
+        let ddp = DdpOptions { replica_check, ..mode.precision(options.amp, ddp.clone())? };
         Trainer::new(*mode, &build, options.dtype, pg, ddp)
     };
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
@@ -155,6 +158,7 @@ impl Mode {
             Self::Virtual => "virtual",
             Self::Autocast => "autocast",
             Self::Products => "products",
+            Self::Checked => "checked",
         }
     }
 
@@ -200,7 +204,7 @@ impl Trainer {
         let plain = || build(VarBuilder::from_varmap(&varmap, dtype, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
-            Mode::Ddp | Mode::Autocast | Mode::Products => {
+            Mode::Ddp | Mode::Autocast | Mode::Products | Mode::Checked => {
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
             Mode::Virtual => {

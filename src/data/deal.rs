@@ -117,6 +117,17 @@ impl Deal {
         self.rank_len_after(0, len, consumed)
     }
 
+    /// On rank 0, how many places come a second time after all ranks have consumed `consumed`.
+    pub(super) fn padding_after(&self, len: usize, consumed: usize, options: &LoaderOptions) -> usize {
+        let most = self.most_after(len, consumed);
+        // The padding is at the end.
+        let is_dropped = options.drop_last && !most.is_multiple_of(options.batch_size);
+        if self.rank > 0 || self.remainder != Remainder::Pad || is_dropped {
+            return 0;
+        }
+        most.saturating_mul(self.world_size).saturating_sub(len.saturating_sub(consumed))
+    }
+
     pub(super) fn rank_len_after(&self, rank: usize, len: usize, consumed: usize) -> usize {
         let left = len.saturating_sub(consumed);
         if let Some(Block { batch_size, drop_last, .. }) = self.block {

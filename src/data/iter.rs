@@ -3,7 +3,7 @@ use super::deal::Deal;
 use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
-use crate::ddp::delivered;
+use crate::ddp::origin;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -79,13 +79,16 @@ pub(super) struct Progress {
     per_step: usize,
     /// How many of them it has delivered in this step.
     delivered: usize,
+    /// On rank 0, how many places at the end come a second time, so that all ranks have as many.
+    padding: usize,
 }
 
 impl Progress {
     pub(super) fn new(order: &EpochOrder, consumed: usize, deal: &Deal, options: &LoaderOptions) -> Self {
         let most = deal.most_after(order.places(), consumed);
-        let per_step = deal.batches_per_step();
-        Self { consumed, most, batch_size: options.batch_size, world_size: deal.world_size, per_step, delivered: 0 }
+        let (per_step, padding) = (deal.batches_per_step(), deal.padding_after(order.places(), consumed, options));
+        let (batch_size, world_size) = (options.batch_size, deal.world_size);
+        Self { consumed, most, batch_size, world_size, per_step, delivered: 0, padding }
     }
 
     /// This rank has delivered another batch. Returns whether it was the last one of a step.
@@ -121,7 +124,8 @@ impl<T> LoaderIter<T> {
 
     /// An error in place of the batches.
     pub(super) fn failed(failure: Error, start: Position, position: Arc<Mutex<Position>>) -> Self {
-        let progress = Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0, per_step: 1, delivered: 0 };
+        let progress =
+            Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0, per_step: 1, delivered: 0, padding: 0 };
         let here = Position { resume: false, ..start };
         Self { batches: None, failure: Some(failure), remaining: 1, progress, here, position, restart: None }
     }
@@ -155,6 +159,18 @@ impl<T> LoaderIter<T> {
         if position.epoch == self.here.epoch && position.consumed == self.here.consumed {
             *position = Position::begin(self.here.epoch + 1);
         }
+        if let Progress { padding: padding @ 1.., .. } = self.progress
+            && let Some(order) = &self.here.order
+            && origin::is_evaluation(self.number(), self.here.epoch)
+        {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| warn_of_padding(padding, order));
+        }
+    }
+
+    /// A number that no other loader has.
+    fn number(&self) -> usize {
+        Arc::as_ptr(&self.position).addr()
     }
 
     /// Where the loader was before the step of the next batch.
@@ -179,7 +195,7 @@ impl<T> Iterator for LoaderIter<T> {
         match self.batches.as_mut()?.next() {
             Some(batch) => {
                 self.remaining -= 1;
-                delivered(Arc::as_ptr(&self.position).addr(), self.here.epoch);
+                origin::delivered(self.number(), self.here.epoch);
                 if let Some(order) = &self.here.order
                     && self.progress.advance(order)
                 {
@@ -207,6 +223,15 @@ impl<T> Drop for LoaderIter<T> {
             self.finish();
         }
     }
+}
+
+fn warn_of_padding(padding: usize, order: &EpochOrder) {
+    warn_aloud(format_args!(
+        "an evaluation has read an epoch with padding: {padding} of {} {} came twice, so that all ranks had the same number, and \
+         sums over the ranks count them twice. Evaluate with SamplerOptions {{ shuffle: false, remainder: Remainder::Uneven, .. }}",
+        order.places(),
+        if order.num_batches().is_some() { "batches" } else { "samples" }
+    ));
 }
 
 fn warn_of_restart(epoch: u64, consumed: usize) {

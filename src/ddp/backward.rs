@@ -5,6 +5,7 @@ use super::graph::Graph;
 use super::micro_batch;
 use super::model::DistributedModel;
 use super::order::Member;
+use super::origin;
 use super::pass::Pass;
 use super::reducer::Gradient;
 use super::replicas;
@@ -249,6 +250,7 @@ pub fn backward_micro_batch(
 
 /// Runs `pass`, which begins at `loss`, and returns the averaged gradients.
 fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
+    origin::trains();
     check(pass)?;
     let counted = pass.count.map_or(Ok(()), count::check);
     let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_one_number(loss, pass));

@@ -1,6 +1,8 @@
 //! Detects whether the program still holds the gradients of a backward pass, which candle's `GradStore` cannot tell:
 //! the store gets an additional tensor, the mark, whose operation holds a reference.
-use crate::Result;
+use super::parameter::Variables;
+use super::steps::Steps;
+use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, Var};
 use std::sync::{Arc, Weak};
@@ -11,6 +13,8 @@ pub(super) struct Marks {
     key: Var,
     /// The last mark of averaged gradients.
     last: Option<(TensorId, Weak<()>)>,
+    /// What optimizers have done with the gradients.
+    pub(super) steps: Arc<Steps>,
 }
 
 /// The kind of a model's gradients in a store.
@@ -23,8 +27,10 @@ enum Kind {
 }
 
 impl Marks {
-    pub(super) fn new() -> Result<Self> {
-        Ok(Self { key: Var::zeros((), DType::F32, &Device::Cpu)?, last: None })
+    pub(super) fn new(variables: &Variables) -> Result<Self> {
+        let key = Var::zeros((), DType::F32, &Device::Cpu)?;
+        let steps = Steps::new(&key, variables.named_parameters().map(|(_, var)| var));
+        Ok(Self { key, last: None, steps })
     }
 
     /// Marks `grads` as the holder of the averaged gradients of the pass that has just ended.
@@ -65,8 +71,34 @@ impl Marks {
     }
 
     pub(super) fn has_local(&self, grads: &GradStore) -> bool {
-        grads.get(&self.key).is_some_and(|mark| mark.elem_count() == Kind::Local as usize)
+        is_local(grads, &self.key)
     }
+}
+
+/// Whether the mark that `grads` has under `key` is one of sums that are not averaged.
+fn is_local(grads: &GradStore, key: &Var) -> bool {
+    grads.get(key).is_some_and(|mark| mark.elem_count() == Kind::Local as usize)
+}
+
+/// Refuses sums of a pass under `no_sync`, before an optimizer's step on these parameters.
+pub(crate) fn check_averaged<'a>(
+    grads: &GradStore,
+    parameters: impl Iterator<Item = (&'a String, &'a Var)>,
+) -> Result<()> {
+    let is_local = |model: &Arc<Steps>| is_local(grads, &model.mark);
+    let models: Vec<_> = Steps::of(grads).into_iter().filter(is_local).collect();
+    let is_sum = |var: &Var| models.iter().any(|model| model.has(var)) && grads.get(var).is_some();
+    match parameters.filter(|_| !models.is_empty()).find(|(_, var)| is_sum(var)) {
+        Some((name, _)) => Err(own_gradient(name)),
+        None => Ok(()),
+    }
+}
+
+/// The error of a step with a gradient that was not averaged.
+pub(crate) fn own_gradient(parameter: &str) -> Error {
+    let reason = "its gradient is this rank's own sum of passes under no_sync, and the next synchronised pass averages that sum: make \
+                  the step with the gradients of that pass, `ddp.backward(&loss)` outside of no_sync";
+    Error::parameter(parameter, reason)
 }
 
 /// The operation of a mark. A mark contains zeros, so that summing all tensors of a store is still right.

@@ -112,6 +112,8 @@ pub(crate) fn run<T, C>(
         for model in models {
             let shared = model.variables.shared().map(|(_, var)| var);
             sync::broadcast(model.reducer.groups(), shared, last)?.finish()?;
+            // The ranks have made different numbers of steps.
+            model.marks().steps.forget();
         }
     }
     let last = join.last();

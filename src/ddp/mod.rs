@@ -23,6 +23,7 @@ mod model;
 mod no_grad;
 mod options;
 mod order;
+pub(crate) mod origin;
 mod pace;
 mod parameter;
 mod pass;
@@ -33,6 +34,7 @@ mod replica_check;
 mod replicas;
 pub(crate) mod scaled;
 mod step;
+pub(crate) mod steps;
 mod sums;
 mod sync;
 mod usage;
@@ -41,6 +43,7 @@ mod virtual_ranks;
 mod window;
 
 pub use backward::{Backward, backward_micro_batch, backward_with};
+pub(crate) use gradients::{check_averaged, own_gradient};
 pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
@@ -49,7 +52,6 @@ pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 pub use replica_check::ReplicaCheck;
-pub(crate) use window::delivered;
 
 #[cfg(doc)]
 use crate::Error;
@@ -160,7 +162,8 @@ impl<M> DistributedDataParallel<M> {
 
     /// Until the guard is dropped, `backward` sends nothing and gradients accumulate in the buckets; the first
     /// `backward` after that averages the sums. As in PyTorch, n accumulated passes give the sum of their gradients:
-    /// divide the losses by n to get the gradient of the large batch. Meanwhile, buffers are not broadcast.
+    /// divide the losses by n to get the gradient of the large batch. Meanwhile, buffers are not broadcast. The stores of these
+    /// passes hold this rank's sums, with which an [`Optimizer`](crate::optim::Optimizer) of this crate refuses to make a step.
     ///
     /// ```no_run
     /// # fn step<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, micro_batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {

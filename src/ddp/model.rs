@@ -9,7 +9,7 @@ use super::reducer::Reducer;
 use super::replica_check::Compared;
 use super::virtual_ranks::{self, Snapshots};
 use super::window::Window;
-use super::{sync, verify};
+use super::{origin, sync, verify};
 use crate::backend;
 use crate::backend::label;
 use crate::kernels;
@@ -96,7 +96,7 @@ impl DistributedModel {
         }
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
-        let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
+        let (marks, first) = (Mutex::new(Marks::new(&variables)?), Mutex::default());
         let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
         let model = Self {
             reducer,
@@ -146,6 +146,9 @@ impl DistributedModel {
     /// Prepares a forward pass, with the model's own tensors or the tensors of its model for `no_grad`.
     pub(super) fn begin_forward(&self, of_no_grad_model: bool) -> Result<()> {
         self.ran_without_graph.store(!is_grad_enabled(), Ordering::Relaxed);
+        if !is_grad_enabled() {
+            origin::evaluates();
+        }
         self.phase("refresh", || self.refresh(of_no_grad_model))
     }
 

@@ -5,11 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// How often ranks compare their models, bit for bit, by hashes. An option of [`DdpOptions`](crate::DdpOptions).
 ///
 /// The parameters of all ranks are the same as long as all make the same steps with the same averaged gradients. A rank that makes a
-/// step more or less, has another learning rate, applies sums of [`no_sync`](crate::DistributedDataParallel::no_sync), or loads a file
+/// step more or less, has another learning rate, or loads a file
 /// that the others do not load, parts from them without an error of any collective. So does one whose memory flips a bit.
 ///
 /// The ranks compare parameters, frozen variables, and buffers if they are [broadcast](crate::DdpOptions::broadcast_buffers), at the end
-/// of a backward pass. Passes under `no_sync` or in a join do not count, nor do those of a communication hook that averages no gradients.
+/// of a backward pass; and of the last step of an [optimizer](crate::optim::Optimizer) of this crate its options and its number, if the
+/// optimizer has a state. They do so in the second pass, since most causes are there from the first step on, and then every `every` passes.
+/// Passes under `no_sync` or in a join do not count, nor do those of a communication hook that averages no gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicaCheck {
     /// The number of synchronised backward passes from one comparison to the next; at least 1. Default: 1000.

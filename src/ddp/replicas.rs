@@ -20,7 +20,8 @@ fn compare(model: &DistributedModel) -> Result<()> {
         return Ok(());
     }
     let passes = model.compared.count();
-    if !passes.is_multiple_of(check.every) {
+    // Most causes are there from the first step on.
+    if passes != 2 && !passes.is_multiple_of(check.every) {
         return Ok(());
     }
     let variables = &model.variables;
@@ -29,7 +30,8 @@ fn compare(model: &DistributedModel) -> Result<()> {
         false => variables.without_buffers().collect(),
     };
     let dict = variables.into_iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
-    let fingerprint = model.phase("compare replicas", || state::fingerprint(&dict))?;
+    let mut fingerprint = model.phase("compare replicas", || state::fingerprint(&dict))?;
+    fingerprint.extend(model.marks().steps.fingerprint());
     let (ranks, names) = match label::DDP_REPLICAS.during(|| group.compare_states(&[("model", &fingerprint)])) {
         Err(Error::PartDiffers { ranks, names, .. }) => (ranks, names),
         result => return result,

@@ -1,24 +1,6 @@
 //! Accumulation of gradients over the end of an epoch.
+use super::origin::{self, Origin};
 use crate::warnings::warn_aloud;
-use std::cell::Cell;
-
-/// Where a batch came from.
-#[derive(Clone, Copy, Default)]
-struct Origin {
-    /// A number of its loader.
-    loader: usize,
-    epoch: u64,
-}
-
-thread_local! {
-    /// The origin of the batch that this thread has got last.
-    static LAST: Cell<Option<Origin>> = const { Cell::new(None) };
-}
-
-/// A loader has given the program a batch.
-pub(crate) fn delivered(loader: usize, epoch: u64) {
-    LAST.set(Some(Origin { loader, epoch }));
-}
 
 /// The passes whose gradients add up to the gradients of one step.
 #[derive(Default)]
@@ -37,7 +19,7 @@ impl Window {
     /// epoch leaves some passes at its end, and its next step has these in addition to its own n: rank 0 says so. A loop that
     /// counts across epochs has n each time.
     pub(super) fn pass(&mut self, is_last: bool, rank: usize) {
-        if let Some([passes, previous]) = self.count(LAST.get(), is_last).filter(|_| rank == 0) {
+        if let Some([passes, previous]) = self.count(origin::last(), is_last).filter(|_| rank == 0) {
             warn_aloud(format_args!(
                 "a step has the gradients of {passes} passes, and the one before it had {previous}: what was left of an epoch under \
                  no_sync has gone into the first step of the next one. Make a step at the end of each epoch too, divided by the number \

@@ -355,7 +355,7 @@ pub enum Error {
     ReplicasDiffer {
         /// The ranks whose variables differ from rank 0's.
         ranks: Vec<usize>,
-        /// The variables that differ, sorted.
+        /// The variables that differ, sorted; also `the optimizer's options` and `the optimizer's number of steps`.
         names: Vec<String>,
         /// The number of synchronised backward passes of the model.
         passes: u64,

@@ -6,7 +6,8 @@ use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule, limit, state_dtype};
 use super::shards::{Expected, Shards};
 use super::update::{self, Part, misfit};
-use crate::ddp::scaled;
+use crate::ddp::steps::Steps;
+use crate::ddp::{check_averaged, scaled};
 use crate::error::describe;
 use crate::kernels;
 use crate::state::{self, Loader, StateDict};
@@ -97,6 +98,11 @@ impl Slot {
     fn key(&self, part: &str) -> String {
         format!("state.{}.{part}", self.name)
     }
+}
+
+/// The number of steps, if the next one depends on it.
+pub(super) fn number<R: UpdateRule>(options: &R, steps: u64) -> Option<u64> {
+    (!options.states().is_empty()).then_some(steps)
 }
 
 /// The dtype of `R`'s state for a parameter, if `R` can update it.
@@ -230,6 +236,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
 
     fn apply(&mut self, grads: &GradStore) -> Result<()> {
         scaled::check_unscaled(grads, "step")?;
+        check_averaged(grads, self.slots().map(|slot| (&slot.name, &slot.var)))?;
         // Check everything before changing anything.
         let gradients: Vec<Vec<Option<Tensor>>> = self
             .groups
@@ -256,6 +263,10 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let slots = self.groups.iter_mut().flat_map(|group| &mut group.slots);
         for (slot, gradient) in slots.zip(gradients.iter().flatten()) {
             slot.steps += u64::from(gradient.is_some());
+        }
+        for model in Steps::of(grads) {
+            let slots = self.groups.iter().flat_map(|group| group.slots.iter().map(|slot| (&group.options, slot)));
+            model.made(slots.map(|(options, slot)| (options, &slot.var, number(options, slot.steps))));
         }
         Ok(())
     }

@@ -47,6 +47,7 @@ mod schedule;
 mod sgd;
 mod shards;
 mod sums;
+pub(crate) mod unsaved;
 mod update;
 mod zero;
 

@@ -49,7 +49,8 @@ pub trait Optimizer: StateDict {
     /// Updates every parameter that has a gradient in `grads`, the result of `backward`.
     ///
     /// # Errors
-    /// Returns [`Error::Parameter`] for a gradient that does not fit its parameter, an error of the device, and with
+    /// Returns [`Error::Parameter`] for a gradient that does not fit its parameter, or is this rank's sum of passes under
+    /// [`no_sync`](crate::DistributedDataParallel::no_sync); an error of the device; and with
     /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) also those listed there.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 

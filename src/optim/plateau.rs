@@ -2,6 +2,7 @@
 use super::optimizer::Optimizer;
 use super::rule::not_negative;
 use super::schedule::Scheduler;
+use super::unsaved;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -103,6 +104,7 @@ impl ReduceLrOnPlateau {
 
     /// Like [`step`](Self::step), for types that do not implement [`Optimizer`]: reduces the given learning rates.
     pub fn update(&mut self, learning_rates: &mut [f64], metric: f64) -> bool {
+        unsaved::stepped();
         if self.is_better(metric) {
             self.best = metric;
             self.bad_steps = 0;
@@ -148,6 +150,7 @@ impl Scheduler for ReduceLrOnPlateau {
 /// the options itself.
 impl StateDict for ReduceLrOnPlateau {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        unsaved::saved();
         let mut dict = state::begin("ReduceLrOnPlateau")?;
         dict.insert("best".to_string(), state::list(&[self.best])?);
         dict.insert("bad_steps".to_string(), state::count(self.bad_steps)?);

@@ -1,6 +1,7 @@
 //! Learning rates as functions of the number of steps.
 use super::optimizer::Optimizer;
 use super::rule::{fraction, not_negative};
+use super::unsaved;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -120,6 +121,7 @@ impl<S: Schedule> LrScheduler<S> {
 
     /// Advances to the next step, without an optimizer.
     pub fn advance(&mut self) {
+        unsaved::stepped();
         self.step += 1;
     }
 
@@ -139,6 +141,7 @@ impl<S: Schedule> LrScheduler<S> {
 /// itself.
 impl<S: Schedule> StateDict for LrScheduler<S> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        unsaved::saved();
         let mut dict = state::begin(self.schedule.name())?;
         dict.insert("step".to_string(), state::count(self.step)?);
         dict.insert("base".to_string(), state::list(&self.base)?);

@@ -1,10 +1,15 @@
 //! Replicas that part are noticed.
 use crate::common::{ranks, tensor};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, linear};
-use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, ReplicaCheck, Result};
+use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, ReplicaCheck, Result, Role};
 use candle_nn::{VarBuilder, VarMap};
+use std::sync::Arc;
+
+const OPTIONS: &str = "the optimizer's options";
+const STEPS: &str = "the optimizer's number of steps";
 
 fn options(every: u64) -> DdpOptions {
     DdpOptions { replica_check: Some(ReplicaCheck { every, warn_only: false }), ..Default::default() }
@@ -51,20 +56,22 @@ fn is_second(ddp: &DistributedDataParallel<Linear>) -> bool {
 
 #[test]
 fn ranks_that_part_are_named_with_their_variables() {
-    let both = vec!["bias".to_string(), "weight".to_string()];
-    // Another learning rate, from the first step on.
+    let both_and = |own: &str| vec!["bias".to_string(), own.to_string(), "weight".to_string()];
+    // Another learning rate, from the second step on.
     let rate: fn(&_, &mut Sgd, u64) -> _ = |ddp, sgd, _| sgd.set_learning_rate(if is_second(ddp) { 0.2 } else { 0.1 });
-    assert_eq!(found(options(5), rate), (5, both.clone()));
+    assert_eq!(found(options(5), rate), (5, both_and(OPTIONS)));
     // One more step, in the fifth pass.
     let step: fn(&_, &mut Sgd, u64) -> _ = |ddp, sgd, pass| {
         if pass == 5 && is_second(ddp) {
-            let _guard = ddp.no_sync();
-            sgd.step(&ddp.backward(&loss(ddp, 99)?)?)?;
+            let mut ones = GradStore::default();
+            for var in ddp.parameters() {
+                ones.insert(&var, var.ones_like()?);
+            }
+            sgd.step(&ones)?;
         }
         Ok(())
     };
-    let with_sums = found(options(4), step);
-    assert_eq!(with_sums, (8, both));
+    assert_eq!(found(options(4), step), (8, vec!["bias".to_string(), "weight".to_string()]));
     // A bit of one number, right before the comparison: a step may round the difference away.
     let flip: fn(&_, &mut Sgd, u64) -> _ = |ddp, _, pass| {
         if pass == 2 && is_second(ddp) {
@@ -81,6 +88,100 @@ fn ranks_that_part_are_named_with_their_variables() {
     assert_eq!(found(DdpOptions { replica_check: None, ..options(1) }, flip).0, 0);
     let warns = ReplicaCheck { every: 1, warn_only: true };
     assert_eq!(found(DdpOptions { replica_check: Some(warns), ..options(1) }, flip).0, 0);
+}
+
+/// What the ranks find in the second pass, when optimizers have made one step and `again`.
+fn found_after<O: Optimizer>(
+    new: fn(&DistributedDataParallel<Linear>) -> Result<O>,
+    again: fn(&mut O, &GradStore) -> Result<()>,
+) -> Vec<String> {
+    let found = ranks(2, |pg| {
+        let ddp = model(&pg, DdpOptions::default())?;
+        let mut optimizer = new(&ddp)?;
+        let grads = ddp.backward(&loss(&ddp, 1)?)?;
+        optimizer.step(&grads)?;
+        if is_second(&ddp) {
+            again(&mut optimizer, &grads)?;
+        }
+        drop(grads);
+        match ddp.backward(&loss(&ddp, 2)?).map(drop) {
+            Err(Error::ReplicasDiffer { names, passes: 2, ranks }) if ranks == [1] => Ok(names),
+            other => panic!("{other:?}"),
+        }
+    });
+    let [first, second] = found.unwrap().try_into().unwrap();
+    assert_eq!(first, second);
+    first
+}
+
+/// Also where it does not show in the variables: in the second pass, although the models are compared every 1000 passes.
+#[test]
+fn optimizers_that_differ_are_named() {
+    fn adamw(lr: f64) -> ParamsAdamW {
+        ParamsAdamW { lr, weight_decay: 0., ..Default::default() }
+    }
+    fn rate(ddp: &DistributedDataParallel<Linear>) -> f64 {
+        if is_second(ddp) { 0.2 } else { 0.1 }
+    }
+    let all = ["bias", OPTIONS, "weight"];
+    assert_eq!(found_after(|ddp| AdamW::new(ddp, adamw(rate(ddp))), |_, _| Ok(())), all);
+    // At a learning rate of 0, only the number of steps differs.
+    assert_eq!(found_after(|ddp| AdamW::new(ddp, adamw(0.)), Optimizer::step), [STEPS]);
+    // Each rank updates its shard by its own learning rate, and all get the same model.
+    let zero: fn(&DistributedDataParallel<Linear>) -> _ = |ddp| {
+        let mut zero = ZeroRedundancyOptimizer::new(ddp, adamw(0.1))?;
+        zero.set_learning_rate(rate(ddp))?;
+        Ok(zero)
+    };
+    assert_eq!(found_after(zero, |_, _| Ok(())), [OPTIONS]);
+    // Ranks may differ in what is not averaged.
+    ranks(2, |pg| {
+        let role = Arc::new(|name: &str| if name == "bias" { Role::Ignored } else { Role::Parameter });
+        let ddp = model(&pg, DdpOptions { role, ..options(1) })?;
+        let group = |(name, var), lr| ParameterGroup {
+            parameters: vec![(name, var)],
+            options: ParamsSgd { lr, ..Default::default() },
+        };
+        let groups = ddp.named_parameters().into_iter().map(|own| {
+            let lr = if own.0 == "bias" { rate(&ddp) } else { 0.1 };
+            group(own, lr)
+        });
+        let mut sgd = Sgd::from_groups(groups.collect())?;
+        (0..4).try_for_each(|seed| sgd.step(&ddp.backward(&loss(&ddp, seed)?)?))
+    })
+    .unwrap();
+}
+
+/// They are in the buckets as well, and the next synchronised pass averages them.
+#[test]
+fn no_optimizer_steps_with_sums_of_no_sync() {
+    let refused = |result: Result<()>| {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains("sum of passes under no_sync"), "{text}");
+    };
+    ranks(2, |pg| {
+        let (ddp, other) = (model(&pg, options(1))?, model(&pg, options(1))?);
+        let sgd = |ddp| Sgd::new(ddp, ParamsSgd { lr: 0.1, ..Default::default() });
+        let (mut of_ddp, mut of_other) = (sgd(&ddp)?, sgd(&other)?);
+        let pass = || {
+            let both = (loss(&ddp, 1)? + loss(&other, 2)?)?;
+            candle_ddp::backward_with(&both, &[&ddp, &other], Default::default())
+        };
+        let guard = ddp.no_sync();
+        let grads = pass()?;
+        refused(of_ddp.step(&grads));
+        // The gradients of the other model are averaged.
+        of_other.step(&grads)?;
+        drop((guard, grads));
+        let grads = pass()?;
+        of_ddp.step(&grads)?;
+        drop(grads);
+        let mut zero = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
+        let _guard = ddp.no_sync();
+        refused(zero.step(&ddp.backward(&loss(&ddp, 3)?)?));
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]
@@ -100,19 +201,17 @@ fn options_must_be_usable_and_the_same() {
 fn passes_under_no_sync_and_in_a_join_do_not_count() {
     ranks(2, |pg| {
         let ddp = model(&pg, options(2))?;
-        let mut sgd = Sgd::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
-        let mut pass = |ddp: &DistributedDataParallel<Linear>, seed| sgd.step(&ddp.backward(&loss(ddp, seed)?)?);
-        pass(&ddp, 0)?;
+        let mut sgd = Sgd::new(&ddp, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() })?;
+        let pass = |sgd: &mut Sgd, seed| sgd.step(&ddp.backward(&loss(&ddp, seed)?)?);
+        pass(&mut sgd, 0)?;
         for _ in 0..3 * pg.rank() {
             let _guard = ddp.no_sync();
             ddp.backward(&loss(&ddp, 1)?)?;
         }
-        // The learning rate is the only state of the optimizer.
-        ddp.join(JoinOptions::default(), || (0..2 + pg.rank() as u64).try_for_each(|seed| pass(&ddp, seed)))?;
-        for seed in 10..15 {
-            pass(&ddp, seed)?;
-        }
-        Ok(())
+        let joined =
+            ddp.join(JoinOptions::default(), || (0..2 + pg.rank() as u64).try_for_each(|seed| pass(&mut sgd, seed)))?;
+        joined.sync(&mut sgd)?;
+        (10..15).try_for_each(|seed| pass(&mut sgd, seed))
     })
     .unwrap();
 }

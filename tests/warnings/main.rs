@@ -14,5 +14,6 @@ mod logger;
 mod lost_gradients;
 mod no_batch;
 mod places;
+mod replicas;
 mod secrets;
 mod shm_fallback;

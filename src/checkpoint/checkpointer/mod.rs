@@ -11,6 +11,7 @@ pub use handle::SaveHandle;
 pub(crate) use index::fuzz_index;
 
 use crate::backend::label;
+use crate::optim::unsaved;
 use crate::process_group::ProcessGroup;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -165,6 +166,8 @@ impl Checkpointer {
         }
         label::CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
         let background = group.background_group()?;
+        // Schedules of an earlier training do not count.
+        unsaved::watch(|| ());
         Ok(Self {
             group: group.clone(),
             background,

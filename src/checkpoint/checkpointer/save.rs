@@ -5,6 +5,7 @@ use super::index::{self, Files, Index};
 use super::snapshot::{Kind, PartSnapshot};
 use super::{Checkpointer, Skipped};
 use crate::backend::label;
+use crate::optim::unsaved;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
@@ -14,8 +15,8 @@ use crate::{Error, Result, thread};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 
 impl Checkpointer {
     /// Saves `parts` as the checkpoint of `step`, the number of steps (or epochs) that the run has made. All ranks
@@ -114,7 +115,19 @@ impl Checkpointer {
         if is_first && self.newest.is_none_or(|newest| step < newest) {
             self.check_step(step)?;
         }
-        self.buffers.snapshot(parts, is_first)
+        let (snapshot, is_left_out) = unsaved::watch(|| self.buffers.snapshot(parts, is_first));
+        let snapshot = snapshot?;
+        let is_optimizer = |part: &PartSnapshot| part.tensors.iter().any(|dict| dict.contains_key("learning_rates"));
+        if is_first && is_left_out && snapshot.iter().any(is_optimizer) {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                warn_aloud(format_args!(
+                    "the checkpoint of step {step} has an optimizer, but not the schedule of its learning rates: a run that resumes would \
+                     begin the schedule anew. Add it to the parts, as in (\"schedule\", &mut schedule), unless the program restores it"
+                ));
+            });
+        }
+        Ok(snapshot)
     }
 
     /// A later checkpoint would be the newest one after a restart, and this one would be removed.

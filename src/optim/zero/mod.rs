@@ -5,6 +5,7 @@ mod layout;
 mod shards;
 
 use super::clip::{self, NormType};
+use super::fused::number;
 use super::kernel::{Fused, Moment, Sums};
 use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::ParameterGroup;
@@ -12,7 +13,8 @@ use super::rule::{UpdateRule, limit, max_grad_norm};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::{Work, label};
-use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging, scaled};
+use crate::ddp::steps::Steps;
+use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging, own_gradient, scaled};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::tensor::copy;
@@ -145,8 +147,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Checks that `grads` holds no gradients of the parameters: their means are in the shards.
     fn check_synchronised(&self, grads: &GradStore) -> Result<()> {
         let Some(own) = self.parameters.iter().find(|own| grads.get(&own.var).is_some()) else { return Ok(()) };
-        let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
-        Err(Error::parameter(&own.name, reason))
+        Err(own_gradient(&own.name))
     }
 
     fn update(&mut self, grads: &GradStore) -> Result<()> {
@@ -171,6 +172,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
         for (parameter, pending) in self.parameters.iter_mut().zip(pending) {
             parameter.steps += u64::from(pending);
+        }
+        for model in Steps::of(grads) {
+            model.made(
+                self.parameters
+                    .iter()
+                    .map(|own| (&self.options[own.group], &own.var, number(&self.options[own.group], own.steps))),
+            );
         }
         self.reducer.clear_pending()
     }
