@@ -22,6 +22,7 @@ MOMENTS = {
     "construction": "construction",
     "forward": "forward",
     "all_reduce": "in an all-reduce",
+    "comparison": "while the others compare a checkpoint",
     "checkpoint": "in a checkpoint write",
 }
 ENGINES = {"shm": "CPU, shared memory", "tcp": "CPU, TCP", "hosts": "CPU, two hosts", "nccl": "NCCL"}
@@ -65,6 +66,8 @@ def meaningless(engine, fault, moment):
         return "the ranks of one host have no connections to each other"
     if (engine, fault, moment) == ("nccl", "descriptors", "construction"):
         return "the emulated GPU loads its kernels from files then"
+    if (fault, moment) == ("descriptors", "comparison"):
+        return "a comparison opens nothing"
     if fault == "memory" and engine != "shm":
         return "only shared memory has segments"
     if fault == "memory" and moment not in ["rendezvous", "construction"]:
@@ -90,6 +93,7 @@ def quick_cases():
     chosen = [
         ("shm", 4, "kill", "all_reduce", 2),
         ("tcp", 2, "kill", "checkpoint", 1),
+        ("shm", 4, "kill", "comparison", 1),
         ("tcp", 4, "stop", "forward", 0),
         ("shm", 2, "pause", "all_reduce", 1),
         ("shm", 4, "panic", "construction", 3),

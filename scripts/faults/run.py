@@ -121,7 +121,7 @@ def each(run, case, act):
         taken = [stack.enter_context(sockets.take(owner, fd)) for owner, connections in chosen for fd, *_ in connections]
         # Between the ranks of this engine, data waits for a header at these moments only: elsewhere, garbage would be a
         # part of the payload.
-        in_data = case.engine != "shm" and case.moment in ["construction", "forward"]
+        in_data = case.engine != "shm" and case.moment in ["construction", "forward", "comparison"]
         for sock in taken:
             if case.fault != "garbage" or case.moment == "rendezvous" or sockets.is_control(sock) != in_data:
                 act(sock)
@@ -137,7 +137,7 @@ def judge(programs, case, references):
             then = cause(run, case)
             verdict = follow(run, case, then, references)
             nothing_is_left(run, case, before)
-        if case.moment == "checkpoint":
+        if case.moment in ["comparison", "checkpoint"]:
             resume(programs, case, folder)
         return verdict
     finally:

@@ -1,16 +1,19 @@
 //! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that are killed.
 //!
 //! The processes are this test binary itself.
+use crate::bad_batches_ranks::bad_batches;
 use crate::common::{assert_close, fill, floats, free_port, tensor, test_arguments, var};
 use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_with, init_process_group,
+    Backward, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReplicaCheck, Result, Role,
+    backward_with, init_process_group,
 };
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The variable that names a rank's job.
@@ -63,6 +66,10 @@ fn rank_of_another_test() {
         "init" => report(&pg.barrier().map_or_else(|error| error.to_string(), |()| "all is well".to_string())),
         "train" => report(&train(&pg, false).unwrap()),
         "weighted" => report(&train(&pg, true).unwrap()),
+        "bad-batches" => {
+            let weights = bad_batches(&pg).unwrap();
+            report(&weights.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
+        }
         "gan" => {
             let weights = gan(&pg, &DdpOptions::default()).unwrap();
             report(&weights.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
@@ -73,6 +80,7 @@ fn rank_of_another_test() {
                 return report(&error.to_string());
             }
         },
+        "comparing" => report(&compare_again_and_again(&pg, &folder).unwrap_err().to_string()),
         // Runs until its parent dies.
         "orphan" | "left_alone" => {
             report(&std::process::id().to_string());
@@ -150,6 +158,22 @@ fn exchange(pg: &ProcessGroup, folder: &str) -> Result<()> {
     Ok(())
 }
 
+/// Most of the time, the ranks hash a large variable or wait for the other ranks' hashes.
+fn compare_again_and_again(pg: &ProcessGroup, folder: &str) -> Result<()> {
+    let role = Arc::new(|name: &str| if name == "frozen" { Role::Frozen } else { Role::Parameter });
+    let check = ReplicaCheck { every: 1, ..Default::default() };
+    let options = DdpOptions { role, replica_check: Some(check), ..Default::default() };
+    let build = |vb: VarBuilder| {
+        vb.get(8 << 20, "frozen")?;
+        linear(4, 2, vb)
+    };
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+    loop {
+        ddp.backward(&ddp.forward(&tensor(&[1, 4], 1))?.sum_all()?)?;
+        std::fs::write(format!("{folder}/running-rank{}", pg.rank()), "").map_err(candle_core::Error::msg)?;
+    }
+}
+
 fn rank_command(program: &Path, job: &str, folder: &Path) -> Command {
     let mut command = Command::new(program);
     command.env(JOB, job).env(FOLDER, folder).env("RAYON_NUM_THREADS", "1");
@@ -214,6 +238,13 @@ fn launched(job: &str, world: usize) -> Vec<f32> {
 }
 
 #[test]
+fn processes_under_the_launcher_skip_batches_together() {
+    for world in [2, 3] {
+        launched("bad-batches", world);
+    }
+}
+
+#[test]
 fn a_gan_under_the_launcher_trains_like_one_process() {
     assert_close(&launched("gan", 2), &plain_gan(2), 1e-5, "two processes");
 }
@@ -267,7 +298,7 @@ fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
 
 #[test]
 fn the_death_of_a_rank_is_an_error_that_names_it_on_all_others() {
-    for job in ["killed", "joining"] {
+    for job in ["killed", "comparing", "joining"] {
         let reports = survivors(job, |child| {
             let pid = rustix::process::Pid::from_child(child);
             rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();

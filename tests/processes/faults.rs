@@ -99,7 +99,7 @@ impl Plan {
             "exit" => std::process::exit(0),
             "error" => candle_core::bail!("the fault that was asked for"),
             // The script acts while the other ranks wait for this one; in the other moments, this one is in a call then.
-            "outside" if ["construction", "forward"].contains(&moment) => self.wait_for("go"),
+            "outside" if ["construction", "forward", "comparison"].contains(&moment) => self.wait_for("go"),
             _ => {}
         }
         Ok(())
@@ -252,6 +252,7 @@ fn train(pg: &ProcessGroup, plan: &Plan) -> Result<()> {
         plan.lift_limits();
         let mut mine = own(plan, step);
         if step == CHECKPOINT {
+            plan.at("comparison")?;
             plan.limit("checkpoint");
         }
         let save =

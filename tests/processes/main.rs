@@ -1,6 +1,8 @@
 //! Ranks as processes: under the real launcher, and killed.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod allreduce;
+#[path = "../common/bad_batches.rs"]
+mod bad_batches_ranks;
 mod bert_classifier;
 mod cause;
 mod char_gpt;

@@ -18,6 +18,9 @@ mod amp_scaled;
 mod answers;
 mod autocast;
 mod autocast_options;
+mod bad_batches;
+#[path = "../common/bad_batches.rs"]
+mod bad_batches_ranks;
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_file;

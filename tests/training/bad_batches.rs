@@ -1,0 +1,15 @@
+//! The recipe in docs/troubleshooting.md for batches that one rank cannot use.
+use crate::bad_batches_ranks::bad_batches;
+use crate::common::ranks;
+
+#[test]
+fn what_one_rank_cannot_use_is_skipped_on_all_ranks() {
+    for world_size in [2, 3] {
+        ranks(world_size, |pg| bad_batches(&pg)).unwrap();
+    }
+}
+
+#[test]
+fn the_page_shows_this_recipe() {
+    assert!(include_str!("../../docs/troubleshooting.md").contains(include_str!("bad_batches_recipe.rs")));
+}
