@@ -21,7 +21,8 @@
 #     models     steps of ResNet-50, ViT-S, BERT-base, a small GPT and one of GPT-2's size, in f32 without and with TF32, and in bf16
 #     profile    the kernels and the calls of a step, also of PyTorch's
 #     allreduce  collectives over NCCL, and the cost of a call beyond NCCL's own
-#     multi      the same, steps of models and a timeline with a rank on each GPU, where there are several
+#     multi      where there are several GPUs, with a rank on each: their topology, NCCL's own log, the tests, the same collectives, steps of
+#                models, next to each other with one setting changed, and a timeline. It comes first on such a machine
 #     switches   steps with one setting changed: kept memory, cuDNN, its attention and its workspace, lazy loading, queues, PTX
 #     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
 #     quick      all tests, and something of each measurement, in at most six minutes
@@ -404,11 +405,19 @@ multi() {
   fi
   local sizes=(--sizes 1M,4M,25M,256M) calls=(--calls 50) count=20
   local runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 gpt 32" "f32 mlp 4096")
-  local ranks=("$bin/ddprun" --nproc-per-node "$gpus") arguments=()
+  local ranks=("$bin/ddprun" --nproc-per-node "$gpus") arguments=() tests=(--test-threads=1) tests_limit=900 ab=(gpt2 8) name setting
   case $size in
     quick) sizes=(--sizes 1M,25M,256M --iters 5) calls=(--calls 10 --rounds 3) count=5 runs=("bf16 resnet50 128" "bf16 gpt2 8") ;;
-    tiny) sizes=(--sizes 1K,16K --iters 2) calls=(--sizes 0.001 --calls 2 --rounds 1) count=1 runs=("f32 mlp 16") ;;
+    tiny)
+      sizes=(--sizes 1K,16K --iters 2) calls=(--sizes 0.001 --calls 2 --rounds 1) count=1 runs=("f32 mlp 16") ab=(mlp 16)
+      tests=(--test-threads=2 several::)
+      ;;
   esac
+  # How the GPUs are connected, and what NCCL makes of it. If this fails, nothing else can pass.
+  if command -v nvidia-smi >/dev/null; then step multi-topology 20 nvidia-smi topo -m || true; fi
+  step multi-info 60 env NCCL_DEBUG=INFO "${ranks[@]}" "$bin/allreduce" --sizes 1K,16K --iters 2 || true
+  # The tests take a GPU for each of two or three ranks.
+  step multi-tests "$tests_limit" "$bin/gpu" "${tests[@]}" || true
   step multi-allreduce 60 "${ranks[@]}" "$bin/allreduce" "${sizes[@]}" || true
   step multi-allreduce-calls 60 "${ranks[@]}" "$bin/nccl_call" --bench "${calls[@]}" || true
   for of in "${runs[@]}"; do
@@ -416,7 +425,16 @@ multi() {
     arguments=(--model "$model" --steps "$count" --dtype "$dtype" --batch-size "$batch" --modes local,ddp)
     step "multi-$model-$dtype" 60 "${ranks[@]}" "$bin/step" "${arguments[@]}" || true
   done
-  step multi-timeline 60 env CANDLE_DDP_TRACE="$results/multi-trace" "${ranks[@]}" "$bin/step" --model mlp --steps 3 --modes ddp || true
+  # One setting changed: the default is above. NCCL's kernels on fewer multiprocessors leave more to the backward pass.
+  arguments=(--model "${ab[0]}" --steps "$count" --batch-size "${ab[1]}" --modes local,ddp)
+  [ "$size" = tiny ] || arguments+=(--dtype bf16)
+  step multi-low-priority 60 "${ranks[@]}" "$bin/step" "${arguments[@]}" --low-priority || true
+  for setting in NCCL_MAX_CTAS=8 NCCL_MAX_CTAS=16 NCCL_MAX_CTAS=32 NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=8; do
+    name=${setting,,}
+    step "multi-${name//[=_]/-}" 60 env "$setting" "${ranks[@]}" "$bin/step" "${arguments[@]}" || true
+  done
+  step multi-timeline 60 env CANDLE_DDP_TRACE="$results/multi-trace" "${ranks[@]}" "$bin/step" --model "${ab[0]}" --batch-size "${ab[1]}" \
+    --steps 3 --modes ddp || true
 }
 
 # Steps of a model with one setting changed, next to each other. The first of a pair is the default.

@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// buckets become ready at different moments on different ranks. (On GPUs, NCCL promises that two communicators do
 /// not wait for each other only if all ranks start their calls on both in one order. Ranks that run the same layers
 /// do. Those that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once:
-/// leave `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
+/// with `CUDA_DEVICE_MAX_CONNECTIONS` below 8, the layer is an error.)
 ///
 /// # Errors
 /// Returns an error for a config that [`candle_nn::BatchNorm`] refuses too, the errors of `vb`, and

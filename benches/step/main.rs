@@ -9,6 +9,7 @@ mod net;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::amp::{Autocast, MixedPrecision};
+use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Parameters};
 use candle_ddp::{
@@ -60,6 +61,9 @@ struct Options {
     /// The bucket size in MiB. [default: as in DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
+    /// On GPUs, let collectives wait until running kernels have no more blocks to place.
+    #[arg(long)]
+    low_priority: bool,
     /// Set by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -91,7 +95,13 @@ const LEARNING_RATE: f64 = 1e-5;
 type Times = [f64; 3];
 
 fn main() -> ExitCode {
-    common::main(measure)
+    common::main_with(
+        |options: &Options| {
+            let nccl = NcclOptions { high_priority: !options.low_priority, ..Default::default() };
+            InitOptions { nccl, ..Default::default() }
+        },
+        measure,
+    )
 }
 
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {

@@ -24,9 +24,17 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Reads the command line, joins the other ranks and runs `program`. If it fails on this rank, the others end with its
 /// error instead of waiting for it.
 pub(crate) fn main<O: Parser>(program: impl FnOnce(&ProcessGroup, &O) -> Result<()>) -> ExitCode {
+    main_with(|_| InitOptions::default(), program)
+}
+
+/// The same, with options for the group that depend on the command line.
+pub(crate) fn main_with<O: Parser>(
+    init: impl FnOnce(&O) -> InitOptions,
+    program: impl FnOnce(&ProcessGroup, &O) -> Result<()>,
+) -> ExitCode {
     let options = O::parse();
     let run = || {
-        let pg = init_process_group(InitOptions::default())?;
+        let pg = init_process_group(init(&options))?;
         pg.abort_on_error(|| program(&pg, &options))
     };
     exit_code(run())

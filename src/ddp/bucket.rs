@@ -175,15 +175,17 @@ impl Bucket {
         let (dtype, device) = (first.dtype, &first.device);
         let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
         let flags = members.len() + usize::from(number == 0);
-        let (with_flags, in_parts) = (elements + flags, elements.next_multiple_of(world_size));
+        let align = |count: usize| if device.is_cuda() { aligned(count, dtype, world_size) } else { count };
+        let (with_flags, in_parts) = (align(elements + flags), elements.next_multiple_of(world_size));
         let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
-        let storage = Tensor::zeros((with_flags + for_count).max(in_parts), dtype, device)?;
+        let with_count = align(with_flags + for_count);
+        let storage = Tensor::zeros(with_count.max(in_parts), dtype, device)?;
         let tensor = storage.narrow(0, 0, with_flags)?;
         let shapes = members.iter().map(|index| &parameters[*index].shape);
         let sum = Sum::new(&storage, elements, in_parts, shapes)?;
         let count = (number == 0).then(|| -> Result<_> {
             let slots = storage.narrow(0, with_flags, for_count)?;
-            Ok(CountRoom { slots, sent: storage.narrow(0, 0, with_flags + for_count)? })
+            Ok(CountRoom { slots, sent: storage.narrow(0, 0, with_count)? })
         });
         Ok(Self {
             sum,
@@ -301,6 +303,12 @@ impl Bucket {
     }
 }
 
+/// The length, with zeros behind, at which the parts of all ranks begin at addresses that GPUs read best.
+fn aligned(count: usize, dtype: DType, world_size: usize) -> usize {
+    const BYTES: usize = 16;
+    count.next_multiple_of(BYTES / dtype.size_in_bytes() * world_size)
+}
+
 /// Whether every number of the dtype `from` exists in `to`.
 fn is_exact(from: DType, to: DType) -> bool {
     from == to || to == DType::F64 || (to == DType::F32 && from != DType::F64)
@@ -359,6 +367,12 @@ mod tests {
         // f32 closes at its second member (position 2); bf16 (20 bytes each) stays open until the end.
         let plan = plan(&parameters, &[0, 1, 2, 3, 4], caps(80, 80));
         assert_eq!(plan, [vec![0, 2], vec![1, 3], vec![4]]);
+    }
+
+    #[test]
+    fn parts_of_all_ranks_are_aligned() {
+        let lengths = [(1001, DType::F32, 3), (1001, DType::BF16, 8), (1024, DType::F64, 4)];
+        assert_eq!(lengths.map(|(count, dtype, ranks)| aligned(count, dtype, ranks)), [1008, 1024, 1024]);
     }
 
     #[test]

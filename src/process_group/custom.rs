@@ -57,9 +57,9 @@ impl ProcessGroup {
             return Err(Error::invalid("local_rank", reason));
         }
         let backend = Backend::Custom;
-        let (address, secret) = (None, None);
+        let (address, secret, nccl) = (None, None, Default::default());
         let settings =
-            Settings { backend, device, timeout, local_rank, local_world_size, address, secret, virtual_ranks };
+            Settings { backend, device, timeout, nccl, local_rank, local_world_size, address, secret, virtual_ranks };
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         VirtualRanks::check(virtual_ranks, world_size)?;
         let place = Place::of_all(Job::without_launcher(world_size), rank, world_size);

@@ -32,6 +32,7 @@ pub(super) struct Settings {
     pub(super) backend: Backend,
     pub(super) device: Device,
     pub(super) timeout: Duration,
+    pub(super) nccl: nccl::NcclOptions,
     pub(super) local_rank: usize,
     pub(super) local_world_size: usize,
     pub(super) address: Option<IpAddr>,
@@ -79,7 +80,7 @@ pub(super) fn communicator(
         return Ok(Box::new(SingleCommunicator::new(settings.device.clone())));
     }
     if settings.backend == Backend::Nccl {
-        let options = nccl::NcclOptions { timeout, ..Default::default() };
+        let options = nccl::NcclOptions { timeout, ..settings.nccl.clone() };
         let (recording, device) = (construction.recording.cloned(), &settings.device);
         return Ok(Box::new(nccl::NcclCommunicator::within(recording, store, rank, world_size, device, options)?));
     }

@@ -27,6 +27,8 @@ pub struct InitOptions {
     pub world_size: Option<usize>,
     /// How long to wait for the other ranks, and how long each collective may take. Default: 10 minutes.
     pub timeout: Duration,
+    /// Options of NCCL, in which `timeout` replaces theirs. Default: [`NcclOptions::default`](nccl::NcclOptions).
+    pub nccl: nccl::NcclOptions,
     /// The device of this rank's tensors. Default: chosen by the engine.
     pub device: Option<Device>,
     /// Whether the kernel kills this process when its parent dies, in whatever way. This is for launchers such as
@@ -68,6 +70,7 @@ impl Default for InitOptions {
             rank: None,
             world_size: None,
             timeout: Duration::from_secs(600),
+            nccl: nccl::NcclOptions::default(),
             device: None,
             die_with_parent: false,
             flight_recorder: FlightRecorderOptions::default(),
@@ -131,6 +134,7 @@ pub(crate) struct Joining {
     backend: Backend,
     device: Option<Device>,
     timeout: Duration,
+    nccl: nccl::NcclOptions,
     flight_recorder: FlightRecorderOptions,
     virtual_ranks: Option<usize>,
 }
@@ -147,6 +151,7 @@ impl Joining {
             backend,
             device: options.device.clone(),
             timeout: options.timeout,
+            nccl: options.nccl.clone(),
             flight_recorder: options.flight_recorder.clone(),
             virtual_ranks: options.virtual_ranks,
         })
@@ -175,6 +180,7 @@ impl Joining {
             backend,
             device,
             timeout,
+            nccl: self.nccl.clone(),
             local_rank: found.local_rank,
             local_world_size: found.local_world_size,
             address: found.address,

@@ -65,6 +65,7 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             backend: Backend::Cpu,
             device: Device::Cpu,
             timeout,
+            nccl: Default::default(),
             local_rank: rank,
             local_world_size: world_size,
             address: None,

@@ -271,9 +271,11 @@ fn calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver() {
 /// Rank 0's thread ends while NCCL still has to launch its call, in which rank 1 does not take part. Then the group ends.
 fn thread_ends(worker: &Worker, pg: &ProcessGroup) {
     if pg.rank() == 1 {
+        worker.report("it is in the group");
         worker.await_report(0);
         return;
     }
+    worker.await_report(1);
     let start = || pg.all_reduce_async(&ones(pg.device()), ReduceOp::Sum).unwrap();
     let work = std::thread::scope(|scope| scope.spawn(start).join().unwrap());
     pg.abort("the test ends it");
@@ -288,7 +290,10 @@ fn a_thread_may_end_before_its_call_is_launched() {
     }
     // Only the emulated NCCL has several versions.
     for version in ["22702", "22703"] {
-        let mut ranks = Ranks::start_in(2, "thread ends", |_| Some(("EMULATED_NCCL_VERSION", version)));
+        let mut ranks = Ranks::start_in(2, "thread ends", |_| {
+            // Otherwise the ranks would be connected already.
+            [("EMULATED_NCCL_VERSION", version), ("CANDLE_DDP_LINK_TEST", "0")]
+        });
         let report = ranks.reports(&[0, 1]).swap_remove(0);
         assert!(report.contains("the test ends it"), "{report}");
     }

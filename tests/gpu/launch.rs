@@ -119,6 +119,9 @@ fn sign_of(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("sign{rank}"))
 }
 
+/// An environment variable and its value.
+type Variable = (&'static str, &'static str);
+
 /// The ranks of a job.
 pub(crate) struct Ranks {
     children: Vec<Child>,
@@ -130,31 +133,28 @@ const PATIENCE: Duration = Duration::from_secs(300);
 impl Ranks {
     /// Starts the ranks, on one GPU each if there are enough.
     pub(crate) fn start(world_size: usize, job: &str) -> Self {
-        Self::start_in(world_size, job, |_| None)
+        Self::start_in(world_size, job, |_| [])
     }
 
-    pub(crate) fn start_without_sharing(
-        world_size: usize,
-        job: &str,
-        variable: Option<(&'static str, &'static str)>,
-    ) -> Self {
+    pub(crate) fn start_without_sharing(world_size: usize, job: &str, variable: Option<Variable>) -> Self {
         Self::start_with(world_size, job, false, |_| variable)
     }
 
-    /// Starts the ranks, each with the environment variable that `variable` returns for it.
-    pub(crate) fn start_in(
+    /// Starts the ranks, each with the environment variables that `variables` returns for it.
+    pub(crate) fn start_in<V: IntoIterator<Item = Variable>>(
         world_size: usize,
         job: &str,
-        variable: impl Fn(usize) -> Option<(&'static str, &'static str)>,
+        variables: impl Fn(usize) -> V,
     ) -> Self {
-        Self::start_with(world_size, job, device_count().unwrap_or(0) < world_size, variable)
+        Self::start_with(world_size, job, device_count().unwrap_or(0) < world_size, variables)
     }
 
-    fn start_with(
+    /// The same. `shared` says whether several of them use one GPU.
+    pub(crate) fn start_with<V: IntoIterator<Item = Variable>>(
         world_size: usize,
         job: &str,
         shared: bool,
-        variable: impl Fn(usize) -> Option<(&'static str, &'static str)>,
+        variables: impl Fn(usize) -> V,
     ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let start = |rank: usize| {
@@ -166,7 +166,7 @@ impl Ranks {
             if shared {
                 command.envs(SHARED).env("NCCL_HOSTID", format!("rank{rank}"));
             }
-            command.envs(variable(rank));
+            command.envs(variables(rank));
             command.stdout(output.try_clone().unwrap()).stderr(output).spawn().unwrap()
         };
         let children = (0..world_size).map(start).collect();
@@ -192,6 +192,13 @@ impl Ranks {
     pub(crate) fn finish(mut self) -> Vec<String> {
         let ranks: Vec<usize> = (0..self.children.len()).collect();
         self.reports(&ranks)
+    }
+
+    /// Waits until all ranks have succeeded and returns their output.
+    pub(crate) fn finish_with_outputs(mut self) -> Vec<String> {
+        let ranks: Vec<usize> = (0..self.children.len()).collect();
+        self.reports(&ranks);
+        self.outputs()
     }
 
     /// Waits until these ranks have succeeded and returns their reports.

@@ -5,8 +5,8 @@
 #![allow(unsafe_code)] // the driver's function is called through its address
 use candle_core::Device;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 /// The variable that says which fences a rank leaves out.
 pub(crate) const VARIABLE: &str = "CANDLE_DDP_TEST_LEFT_OUT";
@@ -52,25 +52,40 @@ pub(crate) fn waits() -> usize {
     WAITS.load(Ordering::Relaxed)
 }
 
+/// The priorities of the streams that were created with one.
+static PRIORITIES: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+pub(crate) fn priorities() -> Vec<c_int> {
+    PRIORITIES.lock().unwrap().clone()
+}
+
 type WaitEvent = unsafe extern "C" fn(*mut c_void, *mut c_void, c_uint) -> c_int;
+type CreateStream = unsafe extern "C" fn(*mut *mut c_void, c_uint, c_int) -> c_int;
 
 unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
 /// The function of the driver, or of an emulated GPU.
-fn driver() -> WaitEvent {
+fn driver(name: &CStr) -> *mut c_void {
     /// `RTLD_NEXT`: the first definition after this program's own.
     const NEXT: *mut c_void = usize::MAX as *mut c_void;
-    const NAME: &CStr = c"cuStreamWaitEvent";
-    static FOUND: OnceLock<WaitEvent> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        // SAFETY: the name ends with a zero.
-        let found = unsafe { dlsym(NEXT, NAME.as_ptr()) };
-        assert!(!found.is_null(), "there is no {NAME:?} in the driver");
-        // SAFETY: this is the type of the driver's function.
-        unsafe { std::mem::transmute::<*mut c_void, WaitEvent>(found) }
-    })
+    // SAFETY: the name ends with a zero.
+    let found = unsafe { dlsym(NEXT, name.as_ptr()) };
+    assert!(!found.is_null(), "there is no {name:?} in the driver");
+    found
+}
+
+/// # Safety
+/// The requirements are those of the driver's function of the same name.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreateWithPriority(stream: *mut *mut c_void, flags: c_uint, priority: c_int) -> c_int {
+    PRIORITIES.lock().unwrap().push(priority);
+    // SAFETY: this is the type of the driver's function; the rest is guaranteed by the caller.
+    unsafe {
+        let create = std::mem::transmute::<*mut c_void, CreateStream>(driver(c"cuStreamCreateWithPriority"));
+        create(stream, flags, priority)
+    }
 }
 
 /// # Safety
@@ -82,6 +97,11 @@ unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, 
     if LEFT_OUT.load(Ordering::Relaxed) == if is_candles { 1 } else { 2 } {
         return 0; // CUDA_SUCCESS
     }
+    static DRIVER: OnceLock<WaitEvent> = OnceLock::new();
+    let wait = *DRIVER.get_or_init(|| {
+        // SAFETY: this is the type of the driver's function.
+        unsafe { std::mem::transmute::<*mut c_void, WaitEvent>(driver(c"cuStreamWaitEvent")) }
+    });
     // SAFETY: guaranteed by the caller.
-    unsafe { driver()(stream, event, flags) }
+    unsafe { wait(stream, event, flags) }
 }

@@ -26,6 +26,7 @@ mod layers;
 mod left_out;
 mod norms;
 mod optim;
+mod several;
 mod toolbox;
 mod training;
 mod virtual_ranks;
@@ -109,7 +110,10 @@ fn rank_of_another_test() {
             report_floats(&worker, &virtual_ranks::train(&with_virtual_ranks(), true).unwrap())
         }
         "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
-        _ if hazards::run(&worker, pg) || batch::run(&worker, pg) || late::run(&worker, pg) => {}
+        _ if hazards::run(&worker, pg)
+            || batch::run(&worker, pg)
+            || late::run(&worker, pg)
+            || several::run(&worker, pg) => {}
         other => {
             let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
             report_floats(&worker, &toolbox::train(&pg(60), tool).unwrap());

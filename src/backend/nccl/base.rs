@@ -1,12 +1,14 @@
 //! What a rank does before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
-use super::comm::{BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
+use super::comm::{self, BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
 use super::comm_streams::{CommStreams, abort_timeout};
-use super::identity::{self, Identity, Version};
-use super::status::{NcclFailure, version};
+use super::device::check_queues;
+use super::identity::{self, Identity};
+use super::links;
+use super::status::{NcclFailure, Version, version};
 use super::stream::Streams;
 use super::threads::{join, spawn};
+use super::wait::{PATIENCE, cancellation_check};
 use super::{NcclOptions, cuda_failure};
-use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::warnings::warn_aloud;
@@ -16,13 +18,13 @@ use candle_ddp_engine::liveness::{self, Group, HealthStore, HeartbeatMonitor, Su
 use candle_ddp_env::PROCESS;
 use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::Duration;
 
 /// The key of NCCL's id; its value is empty if rank 0 could not create one.
 const ID: &str = "id";
 
 /// Opens the device and determines this rank's identity.
-pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
+pub(super) fn open(device: &Device, rank: usize, options: &NcclOptions, limit: Limit) -> Result<(Streams, Identity)> {
     let nccl_version = version()?;
     if nccl_version < OLDEST_VERSION {
         return Err(Error::Unavailable {
@@ -37,9 +39,21 @@ pub(super) fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> 
         return Err(blocking().into_error(rank));
     }
     abort_timeout()?;
-    let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
-    let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
-    Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id, process: identity::process()? }))
+    comm::check(options)?;
+    if limit == Limit::Few {
+        check_queues()?;
+    }
+    let driver = |error| cuda_failure(error).into_error(rank);
+    let streams = Streams::new(device.as_cuda_device()?, options.high_priority).map_err(driver)?;
+    let pci_bus_id = streams.pci_bus_id().map_err(driver)?;
+    let (gpu, uuid) = streams.name_and_uuid().unwrap_or_else(|error| {
+        log::debug!("the driver does not name the GPU: {}", super::cuda_error(error));
+        Default::default()
+    });
+    // A companion has the links of its group.
+    let tests_links = limit == Limit::None && PROCESS.switch(links::VARIABLE)? != Some(false);
+    let (host, process) = (host_identity(), identity::process()?);
+    Ok((streams, Identity { nccl_version, host, pci_bus_id, process, gpu, uuid, tests_links }))
 }
 
 /// Whether NCCL, which reads numbers as C does, reads 1.
@@ -61,25 +75,12 @@ fn warn_of_old(version: i32) {
     }
 }
 
-/// A check that ends a wait if the group has failed or its time-out has expired.
-pub(super) fn cancellation_check(
-    group: &Group,
-    what: String,
-    reason: &'static str,
-) -> impl FnMut() -> std::result::Result<(), Failure> {
-    let deadline = deadline_after(group.timeout);
-    move || {
-        if let Some(failure) = group.failure() {
-            return Err(failure);
-        }
-        if Instant::now() < deadline {
-            return Ok(());
-        }
-        let Group { rank, timeout, .. } = *group;
-        let reason = format!("{reason}: look for the first error in the output of the others");
-        let waiting_for = Vec::new();
-        Err(Failure::TimedOut { rank, call: what.clone(), sequence: 0, timeout, waiting_for, reason })
-    }
+/// Why ranks that have met do not come into NCCL.
+fn absence(id: &UniqueId) -> String {
+    let address = id.address().map_or(String::new(), |address| {
+        format!(" at {address}, the address that NCCL chose on rank 0: if other hosts cannot reach it, set NCCL_SOCKET_IFNAME there")
+    });
+    format!("not all ranks came into NCCL{address}")
 }
 
 /// What a rank has before its communicator is connected.
@@ -90,6 +91,10 @@ pub(super) struct Base {
     pub(super) device: Device,
     pub(super) options: NcclOptions,
     pub(super) limit: Limit,
+    /// How long a rank may be silent.
+    pub(super) lost_after: Duration,
+    /// Whether the links between the GPUs are to be tested.
+    pub(super) tests_links: bool,
 }
 
 impl Base {
@@ -99,6 +104,7 @@ impl Base {
         let cannot =
             |error: rendezvous::Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
+        self.streams.trim_pool();
         if group.rank == 0 {
             let id = UniqueId::new();
             // Empty if there is no id, so that the others fail too.
@@ -107,18 +113,21 @@ impl Base {
             id?;
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
-        let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        let comm = Comm::connect(&id, group.rank, group.world_size, self.limit, &mut check)?;
+        let mut check = cancellation_check(group, "init_process_group".to_string(), absence(&id), PATIENCE);
+        let mut comm = Comm::connect(&id, group.rank, group.world_size, &self.options, self.limit, &mut check)?;
         // All ranks have come into NCCL, so they have read these.
         if group.rank == 0 {
             discard(&*self.store, ID);
         }
         discard(&*self.store, &identity::reports(&*self.store, group.rank, group.world_size).key(group.rank));
+        if self.tests_links && group.world_size > 1 {
+            links::test(&mut comm, &self.streams, group)?;
+        }
         Ok(comm)
     }
 
     pub(super) fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
-        let (group, lost_after) = (self.group.clone(), self.options.lost_after);
+        let (group, lost_after) = (self.group.clone(), self.lost_after);
         spawn(&self.group, "heartbeat_monitor", move || {
             HeartbeatMonitor { group: &group, health_store: &health_store, lost_after }.run();
         })
@@ -167,7 +176,18 @@ impl Base {
 
 #[cfg(test)]
 mod tests {
-    use super::is_one;
+    use super::*;
+
+    #[test]
+    fn a_wait_for_nccl_names_the_address_of_rank_0() {
+        let mut bytes = [0; 128];
+        bytes[8..10].copy_from_slice(&2u16.to_ne_bytes());
+        bytes[10..16].copy_from_slice(&[0x1f, 0x90, 172, 17, 0, 1]);
+        let group = Group::new(1, 2, Duration::ZERO, None);
+        let reason = absence(&UniqueId::from_bytes(&bytes).unwrap());
+        let error = cancellation_check(&group, "a test".to_string(), reason, PATIENCE)().unwrap_err().to_string();
+        assert!(error.contains("at 172.17.0.1:8080") && error.contains("NCCL_SOCKET_IFNAME"), "{error}");
+    }
 
     #[test]
     fn numbers_are_read_as_c_does() {

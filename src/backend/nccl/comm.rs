@@ -1,14 +1,18 @@
 //! An owned NCCL communicator: creating it, waiting for it, splitting it, and ending it.
-use super::status::{CallResult, NcclFailure, Status, int, status};
-use crate::Error;
+use super::NcclOptions;
+use super::status::{CallResult, NcclFailure, Status, Version, int, status, version};
 use crate::error::Failure;
+use crate::{Error, Result};
 use candle_ddp_engine::liveness::{Group, SuspectedFailure};
 use cudarc::nccl::{result, sys};
-use std::ffi::{c_char, c_int};
+use std::ffi::{CString, c_char, c_int};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 /// The oldest version of NCCL that provides what this engine needs (`ncclCommSplit`), in NCCL's numbering.
 pub(super) const OLDEST_VERSION: i32 = 21_800;
+/// The first version whose configuration has a traffic class.
+const TRAFFIC_CLASS: i32 = 22_600;
 /// NCCL's variable that overrides whether communicators are blocking.
 pub(super) const BLOCKING: &str = "NCCL_COMM_BLOCKING";
 /// The color of a rank that takes part in a split, but belongs to none of the new communicators.
@@ -25,6 +29,20 @@ impl UniqueId {
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         self.0.internal.iter().map(|byte| u8::from_ne_bytes(byte.to_ne_bytes())).collect()
+    }
+
+    /// Where the rank that made it waits for the others. NCCL keeps that as a `sockaddr` behind a number of eight bytes.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        const INET: u16 = 2;
+        const INET6: u16 = 10;
+        let bytes = self.to_bytes();
+        let [a, b, high, low, ref rest @ ..] = bytes[8..] else { return None };
+        let ip = match u16::from_ne_bytes([a, b]) {
+            INET => IpAddr::from(*rest.first_chunk::<4>()?),
+            INET6 => IpAddr::from(*rest.get(4..)?.first_chunk::<16>()?),
+            _ => return None,
+        };
+        Some(SocketAddr::new(ip, u16::from_be_bytes([high, low])))
     }
 
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
@@ -113,25 +131,47 @@ pub(super) enum Limit {
 
 impl Config {
     /// With this, calls return at once, even if peers do not come.
-    fn nonblocking(limit: Limit) -> Self {
+    fn nonblocking(options: &NcclOptions, limit: Limit) -> Self {
+        /// The most blocks of kernels that run next to others.
+        const FEW: c_int = 4;
         const UNDEFINED: c_int = c_int::MIN;
+        let number = |own: Option<u32>| own.map_or(UNDEFINED, |own| c_int::try_from(own).unwrap_or(c_int::MAX));
         let [min_ctas, max_ctas] = match limit {
-            Limit::None => [UNDEFINED; 2],
-            Limit::Few => [1, 4],
+            Limit::None => [number(options.min_ctas), number(options.max_ctas)],
+            Limit::Few => [1, options.max_ctas.map_or(FEW, |_| number(options.max_ctas).min(FEW))],
         };
+        let net_name = options.net_name.as_ref().and_then(|name| CString::new(name.as_str()).ok());
+        // NCCL ignores the fields that this version did not have.
+        let version = options.traffic_class.map_or(OLDEST_VERSION, |_| TRAFFIC_CLASS);
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
-            version: OLDEST_VERSION.cast_unsigned(),
+            version: version.cast_unsigned(),
             blocking: 0,
-            cga_cluster_size: UNDEFINED,
+            cga_cluster_size: number(options.cga_cluster_size),
             min_ctas,
             max_ctas,
-            net_name: std::ptr::null(),
+            // It is never freed, since NCCL does not say how long it reads it.
+            net_name: net_name.map_or(std::ptr::null(), |name| name.into_raw().cast_const()),
             split_share: UNDEFINED,
-            traffic_class: UNDEFINED,
+            traffic_class: number(options.traffic_class),
         }
     }
+}
+
+/// Refuses options that NCCL would ignore without a word. It refuses others itself.
+pub(super) fn check(options: &NcclOptions) -> Result<()> {
+    if options.net_name.as_ref().is_some_and(|name| name.contains('\0')) {
+        return Err(Error::invalid("net_name", "it must be a name, such as Socket, or None"));
+    }
+    let version = version()?;
+    if options.traffic_class.is_some() && version < TRAFFIC_CLASS {
+        return Err(Error::Unavailable {
+            what: format!("NcclOptions::traffic_class with NCCL {}", Version(version)),
+            hint: format!("{} or later has it: install a newer libnccl.so.2, or set None", Version(TRAFFIC_CLASS)),
+        });
+    }
+    Ok(())
 }
 
 /// A nonblocking communicator. `&mut self` ensures that one thread at a time uses it; the device's context must be
@@ -147,11 +187,12 @@ impl Comm {
         id: &UniqueId,
         rank: usize,
         world_size: usize,
+        options: &NcclOptions,
         limit: Limit,
         check: CancellationCheck,
     ) -> std::result::Result<Self, WaitError> {
         const CALL: &str = "ncclCommInitRankConfig";
-        let mut config = Config::nonblocking(limit);
+        let mut config = Config::nonblocking(options, limit);
         let mut comm: sys::ncclComm_t = std::ptr::null_mut();
         let (ranks, rank) = (int(CALL, world_size)?, int(CALL, rank)?);
         // SAFETY: `comm` is written before the call returns. `config` is a prefix of the struct that NCCL knows, says
@@ -246,16 +287,20 @@ impl Comm {
         Ok(())
     }
 
-    /// Ends the communicator in good order: waits for calls in flight and frees everything. Ranks of one host wait for
-    /// each other.
-    pub(super) fn finalize(mut self, check: CancellationCheck) -> std::result::Result<(), WaitError> {
+    /// Begins the end in good order: waits for calls in flight. Ranks of one host wait for each other.
+    pub(super) fn finalize(&mut self, check: CancellationCheck) -> std::result::Result<(), WaitError> {
         // SAFETY: the communicator is valid.
         status("ncclCommFinalize", unsafe { result::comm_finalize(self.0) })?;
-        self.settle("ncclCommFinalize", check)?;
+        self.settle("ncclCommFinalize", &mut *check)?;
+        // The time may be over for the next step, in which nothing ends the wait.
+        check().map_err(WaitError::Group)
+    }
+
+    /// Frees a finalized communicator. From NCCL 2.31 on, this waits, without an end, until all ranks of this host do the same.
+    pub(super) fn destroy(mut self) -> CallResult {
         let comm = std::mem::replace(&mut self.0, std::ptr::null_mut());
         // SAFETY: the communicator is valid and finalized, and nothing has it any more.
-        status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })?;
-        Ok(())
+        status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })
     }
 }
 
@@ -281,6 +326,34 @@ mod tests {
         assert_ne!(a, b);
         assert_eq!(UniqueId::from_bytes(&a).unwrap().to_bytes(), a);
         assert!(UniqueId::from_bytes(&a[1..]).is_none());
+        assert!(UniqueId::from_bytes(&a).unwrap().address().is_some());
+    }
+
+    #[test]
+    fn an_id_has_the_address_of_its_rank() {
+        let id = |sockaddr: &[u8]| {
+            let mut bytes = [7; 128];
+            bytes[8..8 + sockaddr.len()].copy_from_slice(sockaddr);
+            UniqueId::from_bytes(&bytes).unwrap().address().map(|address| address.to_string())
+        };
+        let [inet, inet6] = [2u16, 10].map(u16::to_ne_bytes);
+        let v4 = [&inet[..], &[0xa1, 0x0f, 172, 17, 0, 1]].concat();
+        assert_eq!(id(&v4).as_deref(), Some("172.17.0.1:41231"));
+        let v6 = [&inet6[..], &[0, 80, 0, 0, 0, 0, 0xfe, 0x80], &[0; 13], &[1]].concat();
+        assert_eq!(id(&v6).as_deref(), Some("[fe80::1]:80"));
+        assert_eq!(id(b"some other version's"), None);
+    }
+
+    #[test]
+    fn communicators_that_run_next_to_others_have_few_blocks() {
+        let options = NcclOptions { min_ctas: Some(2), max_ctas: Some(8), ..Default::default() };
+        let blocks = |limit| {
+            let Config { min_ctas, max_ctas, version, .. } = Config::nonblocking(&options, limit);
+            (min_ctas, max_ctas, version)
+        };
+        assert_eq!([Limit::None, Limit::Few].map(blocks), [(2, 8, 21_800), (1, 4, 21_800)]);
+        let name = Some("a\0b".to_string());
+        assert!(check(&NcclOptions { net_name: name, ..Default::default() }).is_err());
     }
 
     /// The fields of the configuration have the same offsets as in the bindings.

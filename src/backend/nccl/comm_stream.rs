@@ -3,12 +3,14 @@ use super::comm::{CancellationCheck, Comm, WaitError};
 use super::prepared::Prepared;
 use super::status::Status;
 use super::stream::{Done, Event, Streams};
+use super::threads::spawn;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
 use crate::panic::{lock, wait};
 use candle_ddp_engine::liveness::{Fence, Group};
 use std::sync::{Arc, Condvar, Mutex, TryLockError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A call that is to be launched.
@@ -144,12 +146,25 @@ impl CommStream {
         }
     }
 
-    /// Leaves in good order, or aborts after an error or if the group's other ranks on this host do not leave.
-    pub(super) fn finalize(&self, check: CancellationCheck) {
-        let Some(Open { comm, stranded }) = lock(&self.open).take() else { return };
+    /// Leaves in good order, or aborts after an error or if the group's other ranks on this host do not leave. Returns the thread of the
+    /// last step: one rank of this host that does not make it may hold it up for ever, as it would the end of all other communicators.
+    pub(super) fn finalize(self: &Arc<Self>, group: &Arc<Group>, check: CancellationCheck) -> Option<JoinHandle<()>> {
+        let Open { mut comm, stranded } = lock(&self.open).take()?;
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
         match finalized {
-            Ok(Ok(())) => {}
+            Ok(Ok(())) => {
+                let own = Arc::clone(self);
+                let destroy = move || {
+                    let destroyed = own.streams.bind().map_err(cuda_failure).and_then(|()| comm.destroy());
+                    if let Err(failure) = destroyed {
+                        log::debug!("leaving: {failure}");
+                    }
+                    own.end();
+                    own.release(stranded);
+                };
+                let thread = spawn(group, "destroy", destroy);
+                return thread.inspect_err(|error| log::debug!("leaving: {error}")).ok();
+            }
             Ok(Err(WaitError::Nccl(failure))) => log::debug!("leaving: {failure}"),
             Ok(Err(WaitError::Group(_))) => {
                 log::debug!("leaving: the other ranks of this host do not, so the remaining communicators are aborted")
@@ -158,6 +173,7 @@ impl CommStream {
         }
         self.end();
         self.release(stranded);
+        None
     }
 }
 

@@ -1,4 +1,4 @@
-use super::base::{Base, cancellation_check, open};
+use super::base::{Base, open};
 use super::calls::Buffer;
 use super::comm::{Comm, Limit, WaitError};
 use super::comm_stream::{CommStream, Job};
@@ -9,6 +9,7 @@ use super::p2p::{P2p, Pair};
 use super::prepared::{Member, Prepared};
 use super::stream::{Clock, Done, Streams};
 use super::threads::{join_until, spawn};
+use super::wait::cancellation_check;
 use super::work::{NcclWork, Shared};
 use super::{NcclOptions, batch, cuda_failure, device};
 use crate::backend::batch::check_batch;
@@ -19,6 +20,7 @@ use crate::flight_recorder::Recording;
 use crate::kernels;
 use crate::panic::lock;
 use crate::rendezvous::Store;
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp_engine::liveness::{Fence, Group, HealthStore, Watched};
@@ -65,6 +67,8 @@ pub struct NcclCommunicator {
     device: Device,
     store: Arc<dyn Store>,
     options: NcclOptions,
+    /// How long a rank may be silent.
+    lost_after: Duration,
     /// For barriers.
     token: Buffer,
     /// The memory of the token.
@@ -133,11 +137,20 @@ impl NcclCommunicator {
             // A program may use none of them.
             log::warn!("a kernel that is loaded during a collective may wait for other ranks: {error}");
         }
-        let opened = open(device, rank);
+        let opened = open(device, rank, &options, limit);
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed()?)?;
+        if rank == 0
+            && limit == Limit::None
+            && let Some(difference) = identity::difference(&identities)
+        {
+            warn_aloud(format_args!("{difference}"));
+        }
+        let lost_after = options.lost_after.unwrap_or_else(|| identity::lost_after(&identities));
+        // All ranks take part, or none.
+        let tests_links = identities.iter().all(|identity| identity.tests_links);
         let group = Group::new(rank, world_size, options.timeout, recording);
-        let base = Base { group, streams, store, device: device.clone(), options, limit };
+        let base = Base { group, streams, store, device: device.clone(), options, limit, lost_after, tests_links };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let comm = base.connect();
         Self::assemble(base, comm, heartbeat_monitor)
@@ -163,7 +176,7 @@ impl NcclCommunicator {
         };
         let threads = vec![base.start_watchdog(&comm_streams)?, base.start_poller(&comm_streams)?, heartbeat_monitor];
         let address = base.streams.address(&token);
-        let Base { group, store, device, options, .. } = base;
+        let Base { group, store, device, options, lost_after, .. } = base;
         Ok(Self {
             group,
             comm_stream,
@@ -174,6 +187,7 @@ impl NcclCommunicator {
             device,
             store,
             options,
+            lost_after,
             token: Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 },
             _token: token,
             clock: Mutex::default(),
@@ -247,7 +261,7 @@ impl NcclCommunicator {
         };
         let streams = self.comm_stream.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
         let (group, comm_streams, store) = (self.group.clone(), self.comm_streams.clone(), self.store.clone());
-        P2p::start(Pair { group, comm_streams, store, from, to, streams })
+        P2p::start(Pair { group, comm_streams, store, from, to, streams, options: self.options.clone() })
     }
 
     fn recording_of(&self, name: &str, ranks: &[usize]) -> Option<Recording> {
@@ -257,6 +271,7 @@ impl NcclCommunicator {
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         // NCCL can only split a communicator without calls in flight, and no new call may begin before the split.
         let turn = lock(&self.turn);
+        self.comm_stream.streams.trim_pool();
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
         }
@@ -267,7 +282,8 @@ impl NcclCommunicator {
         let prepared = member.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
         let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
-        let mut check = cancellation_check(&self.group, what, "not all ranks of the group called it");
+        let reason = "not all ranks of the group called it".to_string();
+        let mut check = cancellation_check(&self.group, what, reason, Duration::MAX);
         let split = self.comm_stream.split(&self.group, member.is_some(), member.unwrap_or(0), &mut check);
         drop(turn);
         let comm = split.map_err(|error| error.end_group(&self.group))?;
@@ -278,8 +294,9 @@ impl NcclCommunicator {
         let streams = self.comm_stream.streams.another().map_err(driver)?;
         let group = Group::new(rank, ranks.len(), self.options.timeout, recording);
         // A split communicator has its parent's limit.
-        let (device, options, limit) = (self.device.clone(), self.options, Limit::None);
-        let base = Base { group, streams, store, device, options, limit };
+        let (device, options, limit) = (self.device.clone(), self.options.clone(), Limit::None);
+        let lost_after = self.lost_after;
+        let base = Base { group, streams, store, device, options, limit, lost_after, tests_links: false };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         Ok(Split::Member(Box::new(Self::assemble(base, Ok(comm), heartbeat_monitor)?)))
     }
@@ -345,7 +362,7 @@ impl Communicator for NcclCommunicator {
         let Group { rank, world_size, .. } = *self.group;
         let recording = self.recording_of("companion", &(0..world_size).collect::<Vec<_>>());
         // Its calls run next to those of this group.
-        let (device, options, limit) = (&self.device, self.options, Limit::Few);
+        let (device, options, limit) = (&self.device, self.options.clone(), Limit::Few);
         Ok(Split::Member(Box::new(Self::connect(recording, store, rank, world_size, device, options, limit)?)))
     }
 }
@@ -363,8 +380,8 @@ impl Drop for NcclCommunicator {
         self.group.end();
         self.threads.drain(..).for_each(|thread| join_until(thread, deadline));
         // On a separate thread, since an abort may hang in NCCL.
-        let (rank, patience, comm_streams) =
-            (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.comm_streams));
+        let (rank, patience) = (self.group.rank, LEAVING.min(self.group.timeout));
+        let (group, comm_streams) = (Arc::clone(&self.group), Arc::clone(&self.comm_streams));
         let end = move || {
             if failed {
                 comm_streams.abort();
@@ -372,9 +389,11 @@ impl Drop for NcclCommunicator {
             }
             let deadline = Instant::now() + patience;
             let late = Failure::PeerFailed { peer: rank, reason: "it left".to_string() };
-            for comm_stream in comm_streams.all() {
-                comm_stream.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
-            }
+            let in_time = &mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) };
+            let all = comm_streams.all();
+            let last = all.iter().filter_map(|comm_stream| comm_stream.finalize(&group, in_time)).collect::<Vec<_>>();
+            // A rank that does not come to its end must not hold up the process.
+            last.into_iter().for_each(|thread| join_until(thread, deadline));
         };
         match spawn(&self.group, "end", end) {
             Ok(thread) => join_until(thread, Instant::now() + ENDING),

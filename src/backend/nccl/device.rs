@@ -8,6 +8,10 @@ use cudarc::driver::CudaContext;
 const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
 /// NCCL's own variable for the same purpose, from 2.30 on.
 const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+/// CUDA's variable for the number of queues of a GPU's streams.
+const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// How many there are by default.
+const DEFAULT_QUEUES: u64 = 8;
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// Returns the number of GPUs that this process sees, which `CUDA_VISIBLE_DEVICES` may limit.
@@ -65,6 +69,21 @@ pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Resu
 /// Whether several ranks may work on one GPU.
 pub(super) fn shared_gpus_allowed() -> Result<bool> {
     Ok([PROCESS.switch(ALLOW_SHARED)?, PROCESS.switch(NCCL_ALLOW_SHARED)?].contains(&Some(true)))
+}
+
+/// Refuses settings with which two streams of a group may share a queue. Ranks start calls of different communicators in different
+/// orders: in one queue, each call would wait behind another that waits for the other rank.
+pub(super) fn check_queues() -> Result<()> {
+    let few = |count: u64| {
+        let reason = "messages and collectives inside a model, such as SyncBatchNorm's, could wait for the buckets of gradients for \
+                      ever, since their streams would share a queue: unset it, or set 32";
+        rendezvous::Error::InvalidEnvironment {
+            variable: QUEUES.to_string(),
+            value: count.to_string(),
+            reason: reason.to_string(),
+        }
+    };
+    PROCESS.number(QUEUES)?.filter(|count| *count < DEFAULT_QUEUES).map_or(Ok(()), |count| Err(few(count).into()))
 }
 
 fn choose(count: usize, visible: Option<&str>, local_rank: usize, shared: bool) -> Result<usize> {

@@ -1,14 +1,14 @@
 //! The ranks' identities, exchanged before they connect: if NCCL would only refuse or hang, an error from here names
 //! the ranks.
 use super::comm::{UniqueId, WaitError};
-use super::status::NcclFailure;
+use super::status::{NcclFailure, Version};
 use crate::error::Failure;
 use crate::random::random_bytes;
 use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
 use candle_ddp_engine::liveness::Group;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -23,6 +23,11 @@ pub(super) struct Identity {
     pub(super) pci_bus_id: String,
     /// The same for all ranks of a process, and for no other rank. Numbers of processes repeat in containers.
     pub(super) process: u64,
+    /// The kind of GPU, and its number, which differs between instances (MIG) of one GPU. Empty if the driver does not say.
+    pub(super) gpu: String,
+    pub(super) uuid: String,
+    /// Whether its environment lets the links between GPUs be tested.
+    pub(super) tests_links: bool,
 }
 
 /// Tells the other ranks this one's identity, or why it cannot take part, and returns all ranks' identities. If any of
@@ -59,6 +64,27 @@ pub(super) fn process() -> Result<u64> {
     static PROCESS: OnceLock<u64> = OnceLock::new();
     let drawn = u64::from_le_bytes(random_bytes()?);
     Ok(*PROCESS.get_or_init(|| drawn))
+}
+
+/// How long a rank may be silent before it is considered dead.
+pub(super) fn lost_after(identities: &[Identity]) -> Duration {
+    let (alone, among_hosts) = (Duration::from_secs(10), Duration::from_secs(30));
+    match identities.iter().map(|identity| &identity.host).collect::<HashSet<_>>().len() {
+        0 | 1 => alone,
+        // Page faults, core dumps and file servers hold up more ranks of a large job, and a store serves more of them.
+        _ => among_hosts + Duration::from_secs(identities.len() as u64 / 16),
+    }
+}
+
+/// A warning if the ranks have different GPUs.
+pub(super) fn difference(identities: &[Identity]) -> Option<String> {
+    let first = identities.first()?;
+    let rank = identities.iter().position(|other| other.gpu != first.gpu)?;
+    Some(format!(
+        "rank 0 has a GPU {}, rank {rank} a GPU {}: every step takes as long as on the slowest, and results are not the same \
+         bits as on GPUs of one kind, also with virtual ranks",
+        first.gpu, identities[rank].gpu
+    ))
 }
 
 /// The keys of the exchange.
@@ -101,11 +127,17 @@ pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
     let mut owners: HashMap<(&str, &str), usize> = HashMap::new();
     for (rank, identity) in identities.iter().enumerate() {
         if let Some(other) = owners.insert((&identity.host, &identity.pci_bus_id), rank) {
+            let cure = if identities[other].uuid == identity.uuid {
+                "give each rank its own GPU (start no more ranks than GPUs on a host, and let LOCAL_RANK or \
+                 CUDA_VISIBLE_DEVICES choose)"
+            } else {
+                "on instances (MIG) of it, which NCCL does not connect: give each rank a whole GPU (`nvidia-smi -mig 0` ends \
+                 MIG), or start one rank"
+            };
             return Err(Error::invalid(
                 "device",
                 format!(
-                    "ranks {other} and {rank} are both on the GPU {} of host {}: give each rank its own GPU (start \
-                     no more ranks than GPUs on a host, and let LOCAL_RANK or CUDA_VISIBLE_DEVICES choose)",
+                    "ranks {other} and {rank} are both on the GPU {} of host {}: {cure}",
                     identity.pci_bus_id,
                     identity.host_name()
                 ),
@@ -119,6 +151,7 @@ impl Identity {
     fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         writer.u32(self.nccl_version.cast_unsigned()).text(&self.host).text(&self.pci_bus_id).u64(self.process);
+        writer.text(&self.gpu).text(&self.uuid).u32(u32::from(self.tests_links));
         writer.0
     }
 
@@ -129,28 +162,15 @@ impl Identity {
             host: reader.text()?,
             pci_bus_id: reader.text()?,
             process: reader.u64()?,
+            gpu: reader.text()?,
+            uuid: reader.text()?,
+            tests_links: reader.u32()? != 0,
         })
     }
 
     /// The host's name, without the part that makes it unique.
     fn host_name(&self) -> &str {
         self.host.split(' ').next().unwrap_or(&self.host)
-    }
-}
-
-/// A version of NCCL, displayed in the usual form.
-pub(super) struct Version(pub(super) i32);
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(version) = *self;
-        // Up to NCCL 2.8, minor versions had one digit.
-        let (major, rest, base) = if version < 10_000 {
-            (version / 1000, version % 1000, 100)
-        } else {
-            (version / 10_000, version % 10_000, 100)
-        };
-        write!(f, "{major}.{}.{}", rest / base, rest % base)
     }
 }
 
@@ -180,7 +200,9 @@ mod tests {
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {
         static PROCESSES: AtomicU64 = AtomicU64::new(0);
         let process = PROCESSES.fetch_add(1, Ordering::Relaxed);
-        Identity { nccl_version: version, host: host.to_string(), pci_bus_id: gpu.to_string(), process }
+        let (nccl_version, host, pci_bus_id) = (version, host.to_string(), gpu.to_string());
+        let (gpu, uuid) = ("H100".to_string(), "1".to_string());
+        Identity { nccl_version, host, pci_bus_id, process, gpu, uuid, tests_links: true }
     }
 
     const TIMEOUT: Duration = Duration::from_secs(5);
@@ -247,7 +269,7 @@ mod tests {
         let versions = [identity(22809, "a 1", "x"), identity(22809, "a 1", "y"), identity(22605, "b 2", "x")];
         let error = check(&versions, true).unwrap_err().to_string();
         assert!(error.contains("rank 0 on a has NCCL 2.28.9, rank 2 on b has 2.26.5"), "{error}");
-        let shared = [
+        let mut shared = [
             identity(22809, "a 1", "0000:3b:00"),
             identity(22809, "b 1", "0000:3b:00"),
             identity(22809, "a 1", "0000:3b:00"),
@@ -255,6 +277,13 @@ mod tests {
         let error = check(&shared, false).unwrap_err().to_string();
         assert!(error.contains("ranks 0 and 2 are both on the GPU 0000:3b:00 of host a"), "{error}");
         check(&shared, true).unwrap();
+        shared[2].uuid = "2".to_string();
+        let error = check(&shared, false).unwrap_err().to_string();
+        assert!(error.contains("of host a: on instances (MIG) of it"), "{error}");
+        assert_eq!(difference(&shared), None);
+        shared[1].gpu = "A100".to_string();
+        let warning = difference(&shared).unwrap();
+        assert!(warning.contains("rank 0 has a GPU H100, rank 1 a GPU A100"), "{warning}");
         let mut threads = [0, 1, 2].map(|gpu| identity(22809, "a 1", &gpu.to_string()));
         threads[2].process = threads[0].process;
         let error = check(&threads, true).unwrap_err().to_string();
@@ -262,8 +291,11 @@ mod tests {
     }
 
     #[test]
-    fn versions_are_written_as_usual() {
-        let texts = [22809, 21800, 2708, 23000].map(|version| Version(version).to_string());
-        assert_eq!(texts, ["2.28.9", "2.18.0", "2.7.8", "2.30.0"]);
+    fn ranks_of_several_hosts_may_be_silent_for_longer() {
+        let seconds = |hosts: u64, ranks: u64| {
+            let ranks: Vec<_> = (0..ranks).map(|rank| identity(22809, &(rank % hosts).to_string(), "x")).collect();
+            lost_after(&ranks).as_secs()
+        };
+        assert_eq!([seconds(1, 8), seconds(2, 16), seconds(64, 512)], [10, 31, 62]);
     }
 }

@@ -17,12 +17,14 @@ mod communicator;
 mod device;
 mod identity;
 mod launcher;
+mod links;
 mod options;
 mod p2p;
 mod prepared;
 mod status;
 mod stream;
 mod threads;
+mod wait;
 mod work;
 
 pub use communicator::NcclCommunicator;

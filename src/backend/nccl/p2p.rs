@@ -4,9 +4,11 @@
 //! then receive would wait for each other, and a message behind a collective would wait for all ranks; neither may
 //! happen. So each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends
 //! messages. A thread creates them with the first message, since both ranks must take part.
+use super::NcclOptions;
 use super::comm::{Comm, Limit, UniqueId, WaitError};
 use super::comm_stream::CommStream;
 use super::comm_streams::CommStreams;
+use super::device::check_queues;
 use super::identity::await_id;
 use super::launcher::Launcher;
 use super::status::NcclFailure;
@@ -30,6 +32,7 @@ pub(super) struct Pair {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) streams: Streams,
+    pub(super) options: NcclOptions,
 }
 
 impl P2p {
@@ -48,7 +51,9 @@ impl Pair {
         let cannot = |error: rendezvous::Error| {
             WaitError::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()))
         };
+        check_queues().map_err(|error| NcclFailure::other("meeting the peer of a message", &error.to_string()))?;
         self.streams.bind().map_err(super::cuda_failure)?;
+        self.streams.trim_pool();
         let id = if sends {
             let id = UniqueId::new()?;
             self.store.set(&key, &id.to_bytes()).map_err(cannot)?;
@@ -59,7 +64,7 @@ impl Pair {
             id
         };
         let mut check = || self.group.failure().map_or(Ok(()), Err);
-        let comm = Comm::connect(&id, usize::from(!sends), 2, Limit::Few, &mut check)?;
+        let comm = Comm::connect(&id, usize::from(!sends), 2, &self.options, Limit::Few, &mut check)?;
         let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
         self.comm_streams.add(self.from, self.to, Arc::clone(&comm_stream))?;
         Ok(comm_stream)

@@ -12,6 +12,22 @@ pub fn version() -> Result<i32> {
     })
 }
 
+/// A version of NCCL, displayed in the usual form.
+pub(super) struct Version(pub(super) i32);
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(version) = *self;
+        // Up to NCCL 2.8, minor versions had one digit.
+        let (major, rest, base) = if version < 10_000 {
+            (version / 1000, version % 1000, 100)
+        } else {
+            (version / 10_000, version % 10_000, 100)
+        };
+        write!(f, "{major}.{}.{}", rest / base, rest % base)
+    }
+}
+
 /// An error of NCCL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NcclFailure {
@@ -37,7 +53,8 @@ impl NcclFailure {
         let last = text(unsafe { sys::ncclGetLastError(std::ptr::null_mut()) });
         let last = if last.is_empty() { last } else { format!(" (NCCL's last message: {last})") };
         let is_remote = error.0 == sys::ncclResult_t::ncclRemoteError;
-        Self { operation, reason: format!("{:?}, {name}{last}", error.0), is_remote }
+        let hint = hint(error.0, &last);
+        Self { operation, reason: format!("{:?}, {name}{last}{hint}", error.0), is_remote }
     }
 
     /// An error that NCCL does not report itself.
@@ -59,6 +76,19 @@ impl fmt::Display for NcclFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.operation, self.reason)
     }
+}
+
+/// What to try after an error of the system or of CUDA.
+fn hint(code: sys::ncclResult_t, last: &str) -> &'static str {
+    use sys::ncclResult_t::{ncclSystemError, ncclUnhandledCudaError};
+    if !matches!(code, ncclSystemError | ncclUnhandledCudaError) {
+        return "";
+    }
+    if last.contains("out of memory") {
+        return ". NCCL takes its memory from what tensors leave: make smaller batches, or set CANDLE_DDP_KEEP_GPU_MEMORY=0";
+    }
+    ". NCCL_DEBUG=INFO shows more. If it happens at the first large call, in a container or a virtual machine, try NCCL_NVLS_ENABLE=0, \
+     and among hosts with NVLink between them NCCL_MNNVL_ENABLE=0"
 }
 
 /// Whether a call is complete. Only then does a communicator accept the next one.
@@ -96,6 +126,20 @@ mod tests {
     fn nccl_tells_its_version() {
         let version = version().unwrap();
         assert!(version >= crate::backend::nccl::comm::OLDEST_VERSION, "{version}");
+    }
+
+    #[test]
+    fn errors_of_the_system_and_of_cuda_come_with_a_remedy() {
+        use sys::ncclResult_t::{ncclInvalidUsage, ncclSystemError, ncclUnhandledCudaError};
+        assert!(hint(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'").contains("KEEP_GPU_MEMORY"));
+        assert!(hint(ncclSystemError, "").contains("NCCL_NVLS_ENABLE=0"));
+        assert_eq!(hint(ncclInvalidUsage, "out of memory"), "");
+    }
+
+    #[test]
+    fn versions_are_written_as_usual() {
+        let texts = [22809, 21800, 2708, 23000].map(|version| Version(version).to_string());
+        assert_eq!(texts, ["2.28.9", "2.18.0", "2.7.8", "2.30.0"]);
     }
 
     #[test]

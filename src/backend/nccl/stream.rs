@@ -3,8 +3,8 @@ use super::calls::Target;
 use crate::panic::lock;
 use candle_core::CudaDevice;
 use candle_ddp_engine::liveness::Fence;
-use cudarc::driver::sys::{CUevent_flags, CUresult};
-use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError};
+use cudarc::driver::sys::{self, CUevent_flags, CUresult};
+use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, result};
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -43,25 +43,26 @@ pub(super) struct Streams {
     /// stream, it would track every tensor with events, which does not order tensors across streams anyway.
     context: Arc<CudaContext>,
     candle: Arc<CudaStream>,
-    nccl: Arc<CudaStream>,
+    pub(super) nccl: Arc<CudaStream>,
+    high_priority: bool,
     /// For events without times.
     unused: Unused,
 }
 
 impl Streams {
-    pub(super) fn new(device: &CudaDevice) -> Result<Self, DriverError> {
+    pub(super) fn new(device: &CudaDevice, high_priority: bool) -> Result<Self, DriverError> {
         let candle = device.cuda_stream();
         let context = CudaContext::new(candle.context().ordinal())?;
         // SAFETY: this engine orders its streams itself. Without it, the first stream would wait for everything on the GPU, such as
         // calls of another group.
         unsafe { context.disable_event_tracking() };
-        let nccl = context.new_stream()?;
-        Ok(Self { context, candle, nccl, unused: Unused::default() })
+        let nccl = new_stream(&context, high_priority)?;
+        Ok(Self { context, candle, nccl, high_priority, unused: Unused::default() })
     }
 
     /// The same device with another stream for NCCL.
     pub(super) fn another(&self) -> Result<Self, DriverError> {
-        Ok(Self { nccl: self.context.new_stream()?, ..self.clone() })
+        Ok(Self { nccl: new_stream(&self.context, self.high_priority)?, ..self.clone() })
     }
 
     /// The number of the device.
@@ -83,13 +84,33 @@ impl Streams {
         Ok(format!("{domain:04x}:{bus:02x}:{device:02x}"))
     }
 
+    /// The kind of GPU, and the number by which the driver tells it, or an instance of it, from all others.
+    pub(super) fn name_and_uuid(&self) -> Result<(String, String), DriverError> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: the device exists, and the number is written before the call returns. The older function does not tell instances.
+        unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, self.context.cu_device()) }.result()?;
+        let uuid = uuid.bytes.map(|byte| format!("{:02x}", u8::from_ne_bytes(byte.to_ne_bytes())));
+        Ok((self.context.name()?, uuid.concat()))
+    }
+
+    /// Returns memory that the driver keeps for tensors, and that none uses, to the GPU: NCCL's does not come from there.
+    pub(super) fn trim_pool(&self) {
+        // SAFETY: the device exists, and its pool lives as long as the process.
+        let trimmed = unsafe {
+            result::device::get_mem_pool(self.context.cu_device()).and_then(|pool| result::mem_pool::trim_to(pool, 0))
+        };
+        if let Err(error) = trimmed {
+            log::debug!("the driver's pool of memory is not trimmed: {}", super::cuda_error(error));
+        }
+    }
+
     /// One element of zero, used on NCCL's stream only.
     pub(super) fn token(&self) -> Result<CudaSlice<f32>, DriverError> {
         self.nccl.alloc_zeros(1)
     }
 
-    pub(super) fn address(&self, token: &CudaSlice<f32>) -> u64 {
-        token.device_ptr(&self.nccl).0
+    pub(super) fn address<T>(&self, memory: &CudaSlice<T>) -> u64 {
+        memory.device_ptr(&self.nccl).0
     }
 
     pub(super) fn target(&self) -> Target {
@@ -157,6 +178,15 @@ impl Streams {
     pub(super) fn hand_over(&self, done: &CudaEvent) -> Result<(), DriverError> {
         self.candle.wait(done)
     }
+}
+
+fn new_stream(context: &Arc<CudaContext>, high_priority: bool) -> Result<Arc<CudaStream>, DriverError> {
+    if !high_priority {
+        return context.new_stream();
+    }
+    context.bind_to_thread()?;
+    let (_, highest) = result::stream::get_priority_range()?;
+    context.new_stream_with_priority(highest)
 }
 
 /// An event on the GPU, and when the host saw the GPU pass it.

@@ -51,7 +51,7 @@ pub(crate) struct Part {
     pub(crate) active: Active,
     /// The reducer whose buckets are sent after this one's.
     pub(crate) successor: Option<Arc<Reducer>>,
-    /// Whether the buckets of all models before this one have been sent.
+    /// Whether the buckets of all models before this one have been sent, and full ones need not wait for the end of the pass.
     pub(crate) is_open: bool,
     /// The next bucket to be sent.
     pub(crate) next: usize,
@@ -196,7 +196,8 @@ impl Reducer {
     /// Call when all models before this one have sent their buckets: this one's may now be sent as they fill up.
     pub(crate) fn open(&self) -> Result<()> {
         self.advance(|part, state| {
-            part.is_open = true;
+            // In its first pass, a GPU loads kernels, for which the driver may wait for calls that wait for another rank.
+            part.is_open = state.trained || self.world_size() == 1 || !state.is_on_gpu();
             self.launch_full_buckets(part, state)
         })
     }
@@ -298,6 +299,8 @@ impl Reducer {
                 return Ok(());
             }
             part.used = vec![true; state.parameters.len()];
+            part.is_open = true;
+            self.launch_full_buckets(part, state)?;
             while part.next < state.buckets.len() {
                 self.complete(part, state)?;
                 self.launch_full_buckets(part, state)?;

@@ -116,6 +116,11 @@ impl State {
         }
     }
 
+    /// Whether a gradient is on a GPU.
+    pub(super) fn is_on_gpu(&self) -> bool {
+        self.parameters.iter().any(|parameter| parameter.device.is_cuda())
+    }
+
     /// Whether a communication hook leaves each rank alone.
     pub(super) fn is_local(&self) -> bool {
         matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local())

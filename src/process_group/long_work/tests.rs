@@ -132,6 +132,7 @@ pub(crate) fn queued(work: impl Fn(ProcessGroup) + Sync) {
             backend: Backend::Cpu,
             device,
             timeout,
+            nccl: Default::default(),
             local_rank: rank,
             local_world_size: 2,
             address: None,

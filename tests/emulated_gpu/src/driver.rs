@@ -1,6 +1,6 @@
 //! CUDA's driver: devices, contexts and errors.
 use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A `CUresult`.
@@ -104,17 +104,18 @@ pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Answ
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
     let answer = match attribute {
-        1 => 1024,          // MAX_THREADS_PER_BLOCK
-        2 | 3 => 1024,      // MAX_BLOCK_DIM_X, _Y
-        4 => 64,            // MAX_BLOCK_DIM_Z
-        8 => 48 << 10,      // MAX_SHARED_MEMORY_PER_BLOCK
-        10 => 32,           // WARP_SIZE
-        16 => 16,           // MULTIPROCESSOR_COUNT
-        33 => physical + 1, // PCI_BUS_ID
-        34 | 50 => 0,       // PCI_DEVICE_ID, PCI_DOMAIN_ID
-        75 => 9,            // COMPUTE_CAPABILITY_MAJOR
-        76 => 0,            // COMPUTE_CAPABILITY_MINOR
-        115 => 1,           // MEMORY_POOLS_SUPPORTED
+        1 => 1024,             // MAX_THREADS_PER_BLOCK
+        2 | 3 => 1024,         // MAX_BLOCK_DIM_X, _Y
+        4 => 64,               // MAX_BLOCK_DIM_Z
+        8 => 48 << 10,         // MAX_SHARED_MEMORY_PER_BLOCK
+        10 => 32,              // WARP_SIZE
+        16 => 16,              // MULTIPROCESSOR_COUNT
+        33 if is_split() => 1, // PCI_BUS_ID
+        33 => physical + 1,
+        34 | 50 => 0, // PCI_DEVICE_ID, PCI_DOMAIN_ID
+        75 => 9,      // COMPUTE_CAPABILITY_MAJOR
+        76 => 0,      // COMPUTE_CAPABILITY_MINOR
+        115 => 1,     // MEMORY_POOLS_SUPPORTED
         other => fatal(&format!("cuDeviceGetAttribute: attribute {other} is not supported")),
     };
     // SAFETY: guaranteed by the caller.
@@ -126,12 +127,30 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) -> Answer {
-    const NAME: &CStr = c"Emulated GPU";
-    if !known(device) || (length as usize) < NAME.count_bytes() + 1 {
+    let Some(physical) = visible().get(device as usize) else { return INVALID_VALUE };
+    let names = std::env::var("EMULATED_GPU_NAMES").unwrap_or_default();
+    let own = names.split(',').nth(*physical as usize).filter(|own| !own.is_empty()).unwrap_or("Emulated GPU");
+    let Ok(own) = CString::new(own) else { return INVALID_VALUE };
+    if (length as usize) < own.count_bytes() + 1 {
         return INVALID_VALUE;
     }
     // SAFETY: there is room for the name.
-    unsafe { name.copy_from_nonoverlapping(NAME.as_ptr(), NAME.count_bytes() + 1) };
+    unsafe { name.copy_from_nonoverlapping(own.as_ptr(), own.count_bytes() + 1) };
+    SUCCESS
+}
+
+/// Whether the devices are instances (MIG) of one GPU, if `EMULATED_GPU_MIG` is set.
+fn is_split() -> bool {
+    std::env::var_os("EMULATED_GPU_MIG").is_some()
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> Answer {
+    let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
+    // SAFETY: guaranteed by the caller.
+    unsafe { uuid.write([*physical as u8 + 1; 16]) };
     SUCCESS
 }
 

@@ -132,8 +132,9 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
     // Allocating zero bytes succeeds, because programs rely on that, although it is an error of `cuMemAlloc`.
     let start = if bytes == 0 { Some(0) } else { allocate(bytes) };
     let Some(start) = start else { return OUT_OF_MEMORY };
-    if start != 0 {
-        crate::pool::took(start, bytes);
+    if start != 0 && !crate::pool::took(start, bytes) {
+        free(start);
+        return OUT_OF_MEMORY;
     }
     // SAFETY: guaranteed by the caller.
     unsafe { *address = start as u64 };

@@ -46,7 +46,7 @@ impl Module {
 }
 
 /// Waits for everything on the GPU, if `EMULATED_GPU_LOADS_WAIT` is set, as loading code may.
-fn await_gpu() {
+pub(crate) fn await_gpu() {
     static WANTED: OnceLock<bool> = OnceLock::new();
     if let Some(device) = context_device()
         && *WANTED.get_or_init(|| std::env::var_os("EMULATED_GPU_LOADS_WAIT").is_some())

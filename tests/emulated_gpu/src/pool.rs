@@ -1,10 +1,10 @@
 //! The memory pool of the device: how much memory it holds. All devices share one.
 //!
-//! Memory that was freed stays in the pool until a synchronisation, which returns what exceeds the release threshold.
+//! With `EMULATED_GPU_MEMORY`, it and NCCL's communicators share so many bytes. Memory that was freed stays in the pool until a synchronisation, which returns what exceeds the release threshold.
 use crate::driver::{Answer, INVALID_VALUE, SUCCESS};
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 const RELEASE_THRESHOLD: c_int = 4;
 const RESERVED_CURRENT: c_int = 5;
@@ -15,21 +15,50 @@ struct Pool {
     threshold: u64,
     reserved: u64,
     used: u64,
+    /// What does not come from the pool.
+    outside: u64,
     /// The sizes of what is in use, by address.
     live: Option<HashMap<usize, u64>>,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool { threshold: 0, reserved: 0, used: 0, live: None });
+static POOL: Mutex<Pool> = Mutex::new(Pool { threshold: 0, reserved: 0, used: 0, outside: 0, live: None });
 
 fn pool() -> MutexGuard<'static, Pool> {
     POOL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub(crate) fn took(address: usize, bytes: usize) {
+fn limit() -> u64 {
+    static LIMIT: OnceLock<u64> = OnceLock::new();
+    *LIMIT.get_or_init(|| {
+        std::env::var("EMULATED_GPU_MEMORY").ok().and_then(|bytes| bytes.parse().ok()).unwrap_or(u64::MAX)
+    })
+}
+
+/// Whether there was room in the pool, or on the GPU, for an allocation at `address`.
+pub(crate) fn took(address: usize, bytes: usize) -> bool {
     let mut pool = pool();
-    pool.used += bytes as u64;
-    pool.reserved = pool.reserved.max(pool.used);
-    pool.live.get_or_insert_default().insert(address, bytes as u64);
+    let reserved = pool.reserved.max(pool.used + bytes as u64);
+    let fits = reserved.saturating_add(pool.outside) <= limit();
+    if fits {
+        pool.used += bytes as u64;
+        pool.reserved = reserved;
+        pool.live.get_or_insert_default().insert(address, bytes as u64);
+    }
+    fits
+}
+
+/// Whether there was room on the GPU for memory that does not come from the pool.
+pub(crate) fn took_outside(bytes: u64) -> bool {
+    let mut pool = pool();
+    let fits = pool.reserved.saturating_add(pool.outside + bytes) <= limit();
+    if fits {
+        pool.outside += bytes;
+    }
+    fits
+}
+
+pub(crate) fn gave_back_outside(bytes: u64) {
+    pool().outside -= bytes;
 }
 
 pub(crate) fn gave_back(address: usize) {
@@ -72,6 +101,15 @@ pub unsafe extern "C" fn cuMemPoolSetAttribute(_pool: *mut c_void, attribute: c_
     }
     // SAFETY: guaranteed by the caller, for this attribute.
     pool().threshold = unsafe { value.cast::<u64>().read() };
+    SUCCESS
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemPoolTrimTo(_pool: *mut c_void, bytes: usize) -> Answer {
+    let mut pool = pool();
+    pool.reserved = pool.reserved.min(pool.used.max(bytes as u64));
     SUCCESS
 }
 

@@ -194,6 +194,30 @@ pub unsafe extern "C" fn cuStreamCreate(handle: *mut *mut c_void, _flags: c_uint
 /// # Safety
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamCreateWithPriority(
+    handle: *mut *mut c_void,
+    flags: c_uint,
+    _priority: c_int,
+) -> Answer {
+    // SAFETY: guaranteed by the caller. All streams run at the same time.
+    unsafe { cuStreamCreate(handle, flags) }
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> Answer {
+    if context_device().is_none() {
+        return INVALID_CONTEXT;
+    }
+    // SAFETY: guaranteed by the caller. The numbers are those of an H100.
+    unsafe { (*least, *greatest) = (0, -5) };
+    SUCCESS
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamDestroy_v2(handle: *mut c_void) -> Answer {
     if streams().created.remove(&(handle as usize)).is_some() { SUCCESS } else { INVALID_HANDLE }
 }

@@ -128,7 +128,7 @@ fn the_store_exists_during_the_whole_run() {
 }
 
 /// mimalloc keeps the memory of a step for the next one, CUDA loads kernels before a call can wait for another rank, and streams have
-/// queues of their own, and a worker that hangs in the driver ends itself; unless the user wants something else.
+/// queues of their own, GPUs the order of their slots, and a worker that hangs in the driver ends itself; unless the user wants something else.
 #[test]
 fn workers_get_settings_of_allocators_and_cuda() {
     let sandbox = Sandbox::new();
@@ -136,6 +136,7 @@ fn workers_get_settings_of_allocators_and_cuda() {
         ("MIMALLOC_PURGE_DELAY", "10000"),
         ("CUDA_MODULE_LOADING", "EAGER"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         ("CANDLE_DDP_ABORT_TIMEOUT", "300"),
     ];
     for (name, default) in defaults {

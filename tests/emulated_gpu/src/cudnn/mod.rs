@@ -150,6 +150,8 @@ unsafe fn candidates(
     if !problem.fits() {
         return BAD_PARAM;
     }
+    // The kernels of a shape are loaded when it is first asked for.
+    crate::module::await_gpu();
     // As cuDNN may, this refuses some convolutions in one format: of odd channels all in f64, and the weights' gradient in f16.
     let is_odd = problem.x.is_nhwc && problem.x.sizes[1] % 2 == 1;
     match problem.x.dtype {

@@ -5,6 +5,7 @@ use super::{Code, Failure, Outcome, die, failure, lock, set_last_error};
 use std::collections::BTreeMap;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -16,6 +17,9 @@ const UNSEEN: Duration = Duration::from_millis(50);
 
 /// How many blocks a GPU runs at once. A kernel of NCCL takes a whole multiprocessor for each of its blocks.
 const BLOCKS: usize = 132;
+
+/// The memory of a communicator on the GPU, in bytes.
+pub(super) const MEMORY: u64 = 64 << 20;
 
 /// The number of blocks of kernels that are running, by device.
 static OCCUPIED: Mutex<BTreeMap<i32, usize>> = Mutex::new(BTreeMap::new());
@@ -35,9 +39,9 @@ pub(super) struct Communicator {
     pub(super) rank: usize,
     pub(super) size: usize,
     pub(super) peer_info: PeerInfo,
-    pub(super) blocking: bool,
-    /// The number of blocks of each of its kernels.
-    pub(super) blocks: usize,
+    pub(super) wishes: Wishes,
+    /// How many communicators this process made before.
+    pub(super) number: usize,
     /// The name of the hub.
     pub(super) hub: String,
     /// The thread that uses the communicator, and its nesting depth: NCCL allows one thread at a time.
@@ -60,6 +64,10 @@ pub(super) struct State {
     pub(super) orphaned: bool,
     /// Whether the hub has ended in that state.
     pub(super) alone: bool,
+    /// Whether all ranks of this host are being destroyed.
+    pub(super) destroyed: bool,
+    /// Whether it has memory on the GPU.
+    pub(super) has_memory: bool,
     /// Whether the communicator was aborted or destroyed.
     ended: bool,
     /// Whether all ranks have made their first call.
@@ -80,8 +88,9 @@ impl Communicator {
     pub(super) fn new(hub: String, rank: usize, size: usize, peer_info: PeerInfo, wishes: Wishes) -> Arc<Self> {
         let state = State { in_progress: Some(0), ..State::default() };
         let (user, changed) = (Mutex::new(None), Condvar::new());
-        let Wishes { blocking, blocks } = wishes;
-        Arc::new(Self { rank, size, peer_info, blocking, blocks, hub, user, state: Mutex::new(state), changed })
+        static MADE: AtomicUsize = AtomicUsize::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Self { rank, size, peer_info, wishes, number, hub, user, state: Mutex::new(state), changed })
     }
 
     /// Changes the state and wakes all waiting threads.
@@ -215,7 +224,7 @@ impl Communicator {
 
     /// Called by the thread of an operation: waits until a nonblocking caller has seen the operation in progress.
     pub(super) fn be_seen(&self) {
-        if !self.blocking {
+        if !self.wishes.blocking {
             self.wait_until(Some(Instant::now() + UNSEEN), |state| {
                 state.in_progress.is_none_or(|looks| looks >= LOOKS).then_some(())
             });
@@ -259,7 +268,7 @@ impl Communicator {
     /// Occupies a part of the GPU, as soon as there is room, while `kernel` runs. Does nothing if the communicator ends before.
     pub(super) fn resident(&self, kernel: impl FnOnce()) {
         let Some(device) = self.peer_info.context else { return kernel() };
-        while !occupy(device, self.blocks) {
+        while !occupy(device, self.wishes.blocks) {
             std::thread::sleep(Duration::from_millis(2));
             if lock(&self.state).ended {
                 return;
@@ -267,7 +276,7 @@ impl Communicator {
         }
         kernel();
         if let Some(occupied) = lock(&OCCUPIED).get_mut(&device) {
-            *occupied -= self.blocks;
+            *occupied -= self.wishes.blocks;
         }
     }
 
@@ -292,6 +301,9 @@ impl Communicator {
 
     /// Frees its memory, for which the driver waits for everything on the GPU: kernels of other communicators too.
     pub(super) fn free(&self) {
+        if self.change(|state| std::mem::take(&mut state.has_memory)) {
+            crate::pool::gave_back_outside(MEMORY);
+        }
         self.peer_info.context.into_iter().for_each(crate::stream::synchronize_device);
     }
 

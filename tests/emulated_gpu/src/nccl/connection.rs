@@ -1,5 +1,5 @@
 //! The threads of a communicator: one that connects it and reads from its hub, and one per operation.
-use super::communicator::Communicator;
+use super::communicator::{Communicator, MEMORY};
 use super::ffi::Wishes;
 use super::handles::{self, Handle};
 use super::wire::{Greeting, Message};
@@ -31,8 +31,13 @@ fn connect(communicator: &Communicator) -> Outcome<Arc<UnixStream>> {
         })?;
         Ok(Arc::new(stream))
     };
+    if !crate::pool::took_outside(MEMORY) {
+        return Err(failure(Code::UnhandledCudaError, "Cuda failure 2 'out of memory'"));
+    }
     let (control, data) = (connect(false)?, connect(true)?);
-    communicator.unless_ended(|state| (state.control, state.data) = (Some(control.clone()), Some(data)))?;
+    communicator.unless_ended(|state| {
+        (state.control, state.data, state.has_memory) = (Some(control.clone()), Some(data), true);
+    })?;
     let join = Message::Join { device: peer_info.device, may_share: peer_info.may_share, host: peer_info.host.clone() };
     // If the hub does not receive it, later steps of the connection report the reason.
     let _ = join.send(&control);
@@ -52,6 +57,7 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
             Some(Message::Child(child)) => communicator.change(|state| state.child = Some(child)),
             Some(Message::Connected) => communicator.change(|state| state.connected = true),
             Some(Message::Finalized) => communicator.change(|state| state.finalized = true),
+            Some(Message::Destroyed) => communicator.change(|state| state.destroyed = true),
             Some(Message::Orphaned) => communicator.change(|state| state.orphaned = true),
             other => {
                 communicator.fail(failure(Code::InternalError, format!("unexpected message from the hub: {other:?}")))
@@ -60,6 +66,7 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
     }
     let expected = communicator.change(|state| {
         state.alone = state.orphaned;
+        state.destroyed = true;
         state.orphaned || state.finalized
     });
     if !expected {
@@ -88,6 +95,12 @@ pub(super) fn await_connection(communicator: &Communicator) -> Outcome<()> {
         communicator.wait_for(|state| state.connected.then_some(()))?;
     }
     Ok(())
+}
+
+/// Called by the end of a finalized communicator: waits until the other ranks of this host end it too, by no abort.
+pub(super) fn await_others_at_end(communicator: &Communicator) -> Outcome<()> {
+    tell(communicator, &Message::Destroy);
+    communicator.wait_for(|state| state.destroyed.then_some(()))
 }
 
 /// Executes an operation in a separate thread. Its failure becomes the communicator's.

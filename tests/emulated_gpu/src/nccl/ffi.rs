@@ -5,14 +5,36 @@ use super::connection::{self, Slot};
 use super::handles::{self, Handle};
 use super::peer_info::{PeerInfo, Pretences, pretences};
 use super::{Code, Outcome, failure, group, log, set_last_error};
-use std::ffi::{c_char, c_int, c_uint};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// `ncclUniqueId`: the name of a hub, padded with zeros.
+/// `ncclUniqueId`: a number, the address of a socket as in NCCL, and the name of a hub, padded with zeros.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId {
     internal: [u8; 128],
+}
+
+/// Where the name begins.
+const NAME: usize = 40;
+
+impl UniqueId {
+    pub(super) fn new(name: &str) -> Self {
+        /// A `sockaddr` of the family `AF_INET`, with the address 127.0.0.1:1.
+        const ADDRESS: [u8; 6] = [0, 1, 127, 0, 0, 1];
+        let mut internal = [0; 128];
+        internal[..8].copy_from_slice(b"emulated");
+        internal[8..10].copy_from_slice(&2u16.to_ne_bytes());
+        internal[10..16].copy_from_slice(&ADDRESS);
+        internal[NAME..NAME + name.len()].copy_from_slice(name.as_bytes());
+        Self { internal }
+    }
+
+    pub(super) fn name(&self) -> Option<&str> {
+        let name = &self.internal[NAME..];
+        let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+        std::str::from_utf8(&name[..end]).ok().filter(|name| !name.is_empty())
+    }
 }
 
 /// The beginning of `ncclConfig_t`, as far as it is used.
@@ -61,16 +83,20 @@ pub(super) struct Wishes {
     pub(super) blocking: bool,
     /// The number of blocks of each kernel.
     pub(super) blocks: usize,
+    pub(super) least_blocks: c_int,
+    pub(super) net_name: &'static str,
+    pub(super) traffic_class: c_int,
 }
 
 impl Wishes {
     /// Of a communicator without a configuration.
-    const DEFAULT: Self = Self { blocking: true, blocks: 32 };
+    const DEFAULT: Self =
+        Self { blocking: true, blocks: 32, least_blocks: UNDEFINED, net_name: "Socket", traffic_class: UNDEFINED };
 
     /// What the environment says counts more.
     fn overridden(self) -> Self {
         let Pretences { blocking, max_ctas, .. } = *pretences();
-        Self { blocking: blocking.unwrap_or(self.blocking), blocks: max_ctas.unwrap_or(self.blocks) }
+        Self { blocking: blocking.unwrap_or(self.blocking), blocks: max_ctas.unwrap_or(self.blocks), ..self }
     }
 }
 
@@ -88,8 +114,8 @@ unsafe fn wishes(config: *const Config, otherwise: Wishes) -> Outcome<Wishes> {
         return Err(invalid("the ncclConfig_t was not initialized"));
     }
     // SAFETY: guaranteed by the caller; the checks above show that the struct is initialized and long enough.
-    let Config { blocking, max_ctas, traffic_class, .. } = unsafe { config.read() };
-    if traffic_class != UNDEFINED {
+    let Config { blocking, min_ctas, max_ctas, net_name, traffic_class, version, .. } = unsafe { config.read() };
+    if traffic_class != UNDEFINED && version < 22_600 {
         return Err(invalid(format!(
             "the ncclConfig_t has trafficClass = {traffic_class}, or it is padding that nobody wrote"
         )));
@@ -100,7 +126,16 @@ unsafe fn wishes(config: *const Config, otherwise: Wishes) -> Outcome<Wishes> {
         1 => true,
         other => return Err(invalid(format!("the ncclConfig_t has blocking = {other}"))),
     };
-    Ok(Wishes { blocking, blocks: usize::try_from(max_ctas).unwrap_or(otherwise.blocks) }.overridden())
+    let net_name = if net_name.is_null() {
+        otherwise.net_name
+    } else {
+        // SAFETY: guaranteed by the caller.
+        let name = unsafe { CStr::from_ptr(net_name) };
+        let known = ["Socket", "IB"].into_iter().find(|known| name.to_str() == Ok(known));
+        known.ok_or_else(|| failure(Code::InvalidUsage, format!("there is no network {name:?}")))?
+    };
+    let blocks = usize::try_from(max_ctas).unwrap_or(otherwise.blocks);
+    Ok(Wishes { blocking, blocks, least_blocks: min_ctas, net_name, traffic_class }.overridden())
 }
 
 #[unsafe(no_mangle)]
@@ -126,11 +161,9 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
         if id.is_null() {
             return Err(invalid("ncclGetUniqueId: null"));
         }
-        let name = connection::new_hub()?;
-        let mut internal = [0; 128];
-        internal[..name.len()].copy_from_slice(name.as_bytes());
+        let new = UniqueId::new(&connection::new_hub()?);
         // SAFETY: the caller provides memory for an id.
-        unsafe { id.write(UniqueId { internal }) };
+        unsafe { id.write(new) };
         Ok(Code::Success)
     })
 }
@@ -156,9 +189,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
             (Ok(size), Ok(rank)) if rank < size && !comm.is_null() => (size, rank),
             _ => return Err(invalid(format!("ncclCommInitRankConfig: rank {rank} of {nranks} does not exist"))),
         };
-        let end = id.internal.iter().position(|byte| *byte == 0).unwrap_or(id.internal.len());
-        let name = std::str::from_utf8(&id.internal[..end]).ok().filter(|name| !name.is_empty());
-        let hub = name.ok_or_else(|| invalid("ncclCommInitRankConfig: this is not an id"))?.to_string();
+        let hub = id.name().ok_or_else(|| invalid("ncclCommInitRankConfig: this is not an id"))?.to_string();
         let communicator = Communicator::new(hub, rank, size, PeerInfo::here(), wishes);
         let handle = handles::add(communicator.clone());
         // SAFETY: the caller provides memory for a communicator.
@@ -191,7 +222,7 @@ pub unsafe extern "C" fn ncclCommSplit(
             return Err(invalid(format!("ncclCommSplit: the color {color} is invalid, or newcomm is null")));
         }
         // SAFETY: guaranteed by the caller.
-        let wishes = unsafe { wishes(config, Wishes { blocking: visit.0.blocking, blocks: visit.0.blocks }) }?;
+        let wishes = unsafe { wishes(config, visit.0.wishes) }?;
         // SAFETY: the caller provides memory for a communicator.
         unsafe { newcomm.write(std::ptr::null_mut()) };
         group::join(visit, |communicator| {
@@ -236,6 +267,16 @@ pub unsafe extern "C" fn ncclCommDestroy(comm: Handle) -> c_int {
         if !visit.0.is_finalizing() {
             connection::finalize(&visit.0);
             visit.0.await_settled()?;
+        }
+        if pretences().abort_at_end == Some(visit.0.number) {
+            visit.0.end();
+            visit.0.free();
+            log::end(&visit.0, "Abort");
+            handles::remove(comm);
+            return Ok(Code::Success);
+        }
+        if pretences().version >= 23_102 {
+            connection::await_others_at_end(&visit.0)?;
         }
         visit.0.end();
         visit.0.free();

@@ -80,8 +80,10 @@ fn launch(group: Group) -> Outcome<Code> {
             parts.push((communicator.clone(), own.map(|(_, stream, queued)| (stream, queued)).collect()));
         }
     }
-    let Some(blocking) = parts.first().map(|(communicator, _)| communicator.blocking) else { return Ok(Code::Success) };
-    if parts.iter().any(|(communicator, _)| communicator.blocking != blocking) {
+    let Some(blocking) = parts.first().map(|(communicator, _)| communicator.wishes.blocking) else {
+        return Ok(Code::Success);
+    };
+    if parts.iter().any(|(communicator, _)| communicator.wishes.blocking != blocking) {
         let text = "a group has blocking and nonblocking communicators";
         return Err(failure(Code::InvalidArgument, text));
     }

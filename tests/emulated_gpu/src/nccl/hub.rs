@@ -64,6 +64,7 @@ struct Seat {
     split: Option<(i32, i32)>,
     connects: bool,
     finalized: bool,
+    destroys: bool,
     /// Whether the rank knows that it is finalized and may close its connections.
     dismissed: bool,
 }
@@ -173,6 +174,10 @@ impl Hub {
                     seat.finalized = true;
                     state.dismiss();
                 }
+                Some(Message::Destroy) => {
+                    seat.destroys = true;
+                    state.release(rank);
+                }
                 other => {
                     state.fail(failure(Code::InternalError, format!("unexpected message from rank {rank}: {other:?}")))
                 }
@@ -269,6 +274,16 @@ impl State {
             for (new_rank, (_, rank)) in members.iter().enumerate() {
                 self.seats[*rank].tell(&Message::Child(Some((new_rank, members.len(), name.clone()))));
             }
+        }
+    }
+
+    /// Lets the ranks on the host of `rank` go if all of them are being destroyed.
+    fn release(&self, rank: usize) {
+        let host = |seat: &Seat| seat.joined.as_ref().map(|joined| joined.host.clone());
+        let host_of_rank = host(&self.seats[rank]);
+        let here = || self.seats.iter().filter(|seat| host(seat) == host_of_rank);
+        if here().all(|seat| seat.destroys) {
+            here().for_each(|seat| seat.tell(&Message::Destroyed));
         }
     }
 

@@ -115,7 +115,11 @@ fn exchange(communicator: &Communicator, mut connection: &UnixStream, calls: &[Q
         if bytes > 0 {
             // SAFETY: NCCL's caller provides a buffer of this size, which nothing else uses until the stream has
             // executed this job. No slice of a send buffer, which may be the same memory, exists any more.
-            connection.read_exact(unsafe { std::slice::from_raw_parts_mut(queued.receive as *mut u8, bytes) })?;
+            let received = unsafe { std::slice::from_raw_parts_mut(queued.receive as *mut u8, bytes) };
+            connection.read_exact(received)?;
+            if pretences().corrupt {
+                received[bytes / 2] ^= 1;
+            }
         }
     }
     Ok(())

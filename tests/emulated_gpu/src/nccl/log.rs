@@ -1,5 +1,6 @@
 //! The output of `NCCL_DEBUG=INFO` about communicators: their beginnings and ends, in NCCL's words.
 use super::communicator::Communicator;
+use super::ffi::Wishes;
 use super::lock;
 use std::fs::File;
 use std::io::{Write, stdout};
@@ -10,7 +11,9 @@ static LOG: OnceLock<Option<Mutex<Box<dyn Write + Send>>>> = OnceLock::new();
 /// A communicator can be used.
 pub(super) fn init(communicator: &Communicator) {
     let at = at(communicator);
-    write(communicator, &format!("ncclCommInitRankConfig {at} commId {} - Init COMPLETE", communicator.hub));
+    let Wishes { blocks, least_blocks, net_name, traffic_class, .. } = communicator.wishes;
+    let config = format!("minCTAs {least_blocks} maxCTAs {blocks} netName {net_name} trafficClass {traffic_class}");
+    write(communicator, &format!("ncclCommInitRankConfig {at} commId {} {config} - Init COMPLETE", communicator.hub));
 }
 
 /// A communicator has ended; `how` is `Abort` or `Destroy`.

@@ -52,6 +52,10 @@ pub(super) struct Pretences {
     pub(super) blocking: Option<bool>,
     /// The number of blocks of the kernels of all communicators.
     pub(super) max_ctas: Option<usize>,
+    /// Whether data arrives damaged.
+    pub(super) corrupt: bool,
+    /// The communicator of this process, from 0, that ends by an abort after its finalization.
+    pub(super) abort_at_end: Option<usize>,
 }
 
 pub(super) fn pretences() -> &'static Pretences {
@@ -64,6 +68,8 @@ pub(super) fn pretences() -> &'static Pretences {
         stuck_aborts: std::env::var_os("EMULATED_NCCL_STUCK_ABORTS").is_some(),
         blocking: number("NCCL_COMM_BLOCKING").map(|blocking: i32| blocking == 1),
         max_ctas: number("NCCL_MAX_CTAS"),
+        corrupt: std::env::var_os("EMULATED_NCCL_CORRUPT").is_some(),
+        abort_at_end: number("EMULATED_NCCL_ABORT_AT_END"),
     })
 }
 

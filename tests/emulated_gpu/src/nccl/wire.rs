@@ -79,6 +79,10 @@ pub(super) enum Message {
     /// The rank's position after a split: rank, size, and the name of the new hub.
     Child(Option<(usize, usize, String)>),
     Finalized,
+    /// A rank ends its communicator.
+    Destroy,
+    /// All ranks of its host do.
+    Destroyed,
     /// The ranks in the hub's process have finalized, so the hub may end.
     Orphaned,
 }
@@ -98,6 +102,8 @@ impl Message {
             Self::Child(None) => "childless".to_string(),
             Self::Child(Some((rank, size, name))) => format!("child {rank} {size} {name}"),
             Self::Finalized => "finalized".to_string(),
+            Self::Destroy => "destroy".to_string(),
+            Self::Destroyed => "destroyed".to_string(),
             Self::Orphaned => "orphaned".to_string(),
         };
         stream.write_all(format!("{}\n", text.replace('\n', " ")).as_bytes())
@@ -124,6 +130,8 @@ impl Message {
                 Self::Child(Some((rank.parse().ok()?, size.parse().ok()?, name.to_string())))
             }
             ("finalized", _) => Self::Finalized,
+            ("destroy", _) => Self::Destroy,
+            ("destroyed", _) => Self::Destroyed,
             ("orphaned", _) => Self::Orphaned,
             _ => return None,
         })

@@ -114,6 +114,9 @@ pub unsafe extern "C" fn cudnnBackendFinalize(descriptor: *mut c_void) -> Status
     }
     // SAFETY: the descriptors that it names exist, as the program guarantees to cuDNN.
     let status = unsafe { program::verify(this) };
+    if matches!(this.kind, Kind::Plan) {
+        crate::module::await_gpu();
+    }
     this.is_finalized = status == SUCCESS;
     status
 }

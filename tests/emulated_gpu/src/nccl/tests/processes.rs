@@ -35,16 +35,11 @@ fn process(job: &str) -> Command {
 }
 
 fn name(id: &UniqueId) -> String {
-    // SAFETY: an id consists of bytes.
-    let bytes: [u8; 128] = unsafe { std::mem::transmute_copy(id) };
-    String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_string()
+    id.name().unwrap().to_string()
 }
 
 fn id_of(name: &str) -> UniqueId {
-    let mut bytes = [0; 128];
-    bytes[..name.len()].copy_from_slice(name.as_bytes());
-    // SAFETY: an id consists of bytes.
-    unsafe { std::mem::transmute(bytes) }
+    UniqueId::new(name)
 }
 
 /// Waits for a line of the process that contains `word` and returns the rest of the line.
