@@ -108,8 +108,8 @@ pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
 pub use ddp::{
-    Backward, DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, ReplicaCheck,
-    Role, Unused, backward_micro_batch, backward_with, comm_hook, join,
+    Backward, DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, OnNonFinite,
+    ReplicaCheck, Role, Unused, backward_micro_batch, backward_with, comm_hook, join,
 };
 #[doc(inline)]
 pub use error::Failure;

@@ -13,8 +13,8 @@ use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Parameters};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReplicaCheck, Result, backward_micro_batch,
-    init_process_group,
+    DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, ProcessGroup, ReplicaCheck, Result,
+    backward_micro_batch, init_process_group,
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
@@ -77,6 +77,8 @@ enum Mode {
     Ddp,
     /// The same, but gradients are averaged after the backward pass.
     After,
+    /// DistributedDataParallel that leaves out steps whose gradients are not finite.
+    Skip,
     /// DistributedDataParallel with virtual ranks: one micro-batch per rank, so their number is that of the ranks.
     Virtual,
     /// DistributedDataParallel whose functions cast to the dtype of `--amp`, by PyTorch's lists.
@@ -117,7 +119,8 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let build = |vb: VarBuilder| options.model.build(options.image_size, vb);
     let new = |mode: &Mode| {
         let replica_check = matches!(mode, Mode::Checked).then(|| ReplicaCheck { every: 1, ..Default::default() });
-        let ddp = DdpOptions { replica_check, ..mode.precision(options.amp, ddp.clone())? };
+        let on_non_finite = matches!(mode, Mode::Skip).then_some(OnNonFinite::Skip { at_most: 10 });
+        let ddp = DdpOptions { replica_check, on_non_finite, ..mode.precision(options.amp, ddp.clone())? };
         Trainer::new(*mode, &build, options.dtype, pg, ddp)
     };
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
@@ -165,6 +168,7 @@ impl Mode {
             Self::Local => "local",
             Self::Ddp => "ddp",
             Self::After => "after",
+            Self::Skip => "skip",
             Self::Virtual => "virtual",
             Self::Autocast => "autocast",
             Self::Products => "products",
@@ -214,7 +218,7 @@ impl Trainer {
         let plain = || build(VarBuilder::from_varmap(&varmap, dtype, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
-            Mode::Ddp | Mode::Autocast | Mode::Products | Mode::Checked => {
+            Mode::Ddp | Mode::Autocast | Mode::Products | Mode::Checked | Mode::Skip => {
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
             Mode::Virtual => {

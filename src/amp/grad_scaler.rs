@@ -297,7 +297,7 @@ impl GradScaler {
                 warn_aloud(format_args!(
                     "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling{overflowed}, and every \
                      such step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
-                     learning rate, or check the inputs; in a run without the scaler, DdpOptions.nan_check names the rank too",
+                     learning rate, or check the inputs; in a run without the scaler, OnNonFinite::Stop names the rank too",
                     self.scale
                 ));
             }

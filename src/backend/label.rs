@@ -20,6 +20,7 @@ labels! {
     DDP_BUFFERS = "rank 0's variables, which DistributedDataParallel broadcasts";
     DDP_ORDER = "the order of DistributedDataParallel's buckets";
     DDP_REPLICAS = "the comparison of DistributedDataParallel's replicas";
+    DDP_NON_FINITE = "which gradient was not finite";
     DDP_USED = "the used flags of DistributedDataParallel's parameters";
     JOIN = "a join, in which the program must call no collectives itself";
     JOIN_NEW = "join";

@@ -253,7 +253,6 @@ impl<T> fmt::Debug for LoaderIter<T> {
 }
 
 impl<T> ExactSizeIterator for LoaderIter<T> {}
-impl<T> std::iter::FusedIterator for LoaderIter<T> {}
 
 /// Makes a batch when it is asked for, on the thread that asks.
 pub(super) struct Inline<D, F> {

@@ -77,4 +77,3 @@ impl<T> fmt::Debug for MicroBatches<T> {
 }
 
 impl<T> ExactSizeIterator for MicroBatches<T> {}
-impl<T> std::iter::FusedIterator for MicroBatches<T> {}

@@ -177,4 +177,3 @@ impl Iterator for SamplerIter {
 }
 
 impl ExactSizeIterator for SamplerIter {}
-impl std::iter::FusedIterator for SamplerIter {}

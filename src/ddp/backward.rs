@@ -1,15 +1,17 @@
 //! Backward passes of one model or of several models in one graph.
-use super::checks::{check, check_finite, check_fresh, check_one_number, check_reached, check_recorded};
+use super::checks::{check, check_fresh, check_one_number, check_reached, check_recorded, not_finite};
 use super::count;
 use super::graph::Graph;
 use super::micro_batch;
 use super::model::DistributedModel;
+use super::non_finite;
 use super::order::Member;
 use super::origin;
 use super::pass::Pass;
 use super::reducer::Gradient;
 use super::replicas;
 use super::scaled;
+use super::settle;
 use super::sync;
 use crate::panic::lock;
 use crate::process_group::{Active, Kind};
@@ -153,6 +155,13 @@ fn run_into(
     }
     let mut pass = Pass::new(loss, models, Some(grads), count);
     let mut new = average(loss, &mut pass)?;
+    if non_finite::is_skipped(&new) {
+        *grads = copy_of(&new);
+        return Ok(new);
+    }
+    if non_finite::is_skipped(grads) {
+        return Ok(copy_of(grads));
+    }
     for model in pass.models.iter().filter(|model| !model.synchronises) {
         model.core.variables.named_parameters().for_each(|(_, var)| drop(new.remove(var)));
     }
@@ -175,10 +184,15 @@ fn run_into(
         model.marks().put_back(grads, mark);
     }
     sums.into_iter().for_each(|(id, sum)| drop(grads.insert_id(id, sum)));
+    Ok(copy_of(grads))
+}
+
+/// A store of the same tensors.
+fn copy_of(grads: &GradStore) -> GradStore {
     let mut same = GradStore::default();
     let all = grads.get_ids().filter_map(|id| Some((*id, grads.get_id(*id)?.clone())));
     all.for_each(|(id, gradient)| drop(same.insert_id(id, gradient)));
-    Ok(same)
+    same
 }
 
 /// Computes the gradients of the micro-batch `number` under [virtual ranks](crate::InitOptions::virtual_ranks). In each step, a rank
@@ -233,6 +247,9 @@ pub fn backward_micro_batch(
     if !is_last {
         return Ok(None);
     }
+    if non_finite::is_skipped(&all) {
+        return Ok(Some(all));
+    }
     // Gradients of anything else are those of this micro-batch alone.
     let mut grads = GradStore::default();
     for model in models {
@@ -259,9 +276,7 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         .and_then(|()| check_reached(pass))
         .and_then(|()| check_fresh(pass));
     checked.inspect_err(|error| pass.abort(&error.to_string()))?;
-    // Gradients that are not finite come first, since their error names a parameter.
-    let finite = check_finite(loss, pass);
-    pass.is_withheld = finite.is_err();
+    pass.loss = not_finite(loss, pass)?;
     pass.announce()?;
     pass.run(|pass| {
         pass.begin()?;
@@ -273,11 +288,13 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         for model in &pass.models {
             model.core.reducer.launch_remaining()?;
         }
-        finite?;
         let buffers = broadcast_buffers(pass)?;
         collect(&mut grads, pass)?;
         finish(buffers, pass)?;
         micro_batch::end(pass)?;
+        if !settle::settle(pass, &mut grads)? {
+            pass.synchronised().for_each(|model| model.first_gradients().come(&model.variables.parameters));
+        }
         replicas::compare_all(pass)?;
         if pass.micro_batch.is_none() {
             let rank = |model: &DistributedModel| model.group().rank();
@@ -341,7 +358,6 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
         }
         if *synchronises {
             model.reducer.identity().has_gradients();
-            model.first_gradients().come(&model.variables.parameters);
         }
     }
     Ok(())

@@ -124,6 +124,8 @@ fn label(parameters: &[ParameterInfo], number: usize, members: &[usize]) -> Labe
 pub(super) struct Message {
     /// Whether it was asked to stop.
     pub(super) is_stop_asked: bool,
+    /// Whether it has a number that is not finite, if anybody looks.
+    pub(super) is_non_finite: Option<bool>,
     /// Its count, in a weighted pass.
     pub(super) count: Option<f64>,
 }
@@ -147,10 +149,10 @@ pub(super) struct Bucket {
     pub(super) stack: Vec<Sum>,
     /// Whether gradients arrive in a dtype whose numbers all exist in the bucket's.
     pub(super) is_exact: bool,
-    /// A view of `tensor` after the gradients: the used flags, and in the first bucket one more flag, which says whether
-    /// this rank was asked to stop.
+    /// A view of `tensor` after the gradients: the used flags, and in the first bucket two more, which say whether this rank was
+    /// asked to stop, and whether its loss is not finite.
     flags: Tensor,
-    /// The flags of a rank that used all members and was not asked to stop, which is the common case; made once.
+    /// The flags of a rank that used all members and has nothing else to say, which is the common case; made once.
     usual_flags: Tensor,
     /// The room for the count of a weighted pass, which only the first bucket has.
     count: Option<CountRoom>,
@@ -174,7 +176,7 @@ impl Bucket {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
-        let flags = members.len() + usize::from(number == 0);
+        let flags = members.len() + if number == 0 { 2 } else { 0 };
         let align = |count: usize| if device.is_cuda() { aligned(count, dtype, world_size) } else { count };
         let (with_flags, in_parts) = (align(elements + flags), elements.next_multiple_of(world_size));
         let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
@@ -219,17 +221,18 @@ impl Bucket {
         if self.tensor.device().is_cpu() || self.missing == 0 { self.flush() } else { Ok(()) }
     }
 
-    /// Writes what the bucket carries besides the gradients: which members this rank `used` (None: all), whether it was
-    /// asked to stop, and the count of a weighted pass. Returns what is to be sent.
+    /// Writes what the bucket carries besides the gradients: which members this rank `used` (None: all), and its message. Returns
+    /// what is to be sent.
     pub(super) fn seal(&self, used: Option<&[bool]>, message: Message, group: &ProcessGroup) -> Result<&Tensor> {
         let (rank, world_size) = (group.rank(), group.world_size());
         let (dtype, device) = (self.tensor.dtype(), self.tensor.device());
-        let Message { is_stop_asked, count } = message;
-        if used.is_none() && !is_stop_asked {
+        let Message { is_stop_asked, is_non_finite, count } = message;
+        let is_non_finite = is_non_finite == Some(true);
+        if used.is_none() && !is_stop_asked && !is_non_finite {
             copy::copy(&self.flags, &self.usual_flags)?;
         } else {
             let used = (0..self.members.len()).map(|slot| used.is_none_or(|used| used[slot]));
-            let flags = used.chain([is_stop_asked]).take(self.flags.elem_count());
+            let flags = used.chain([is_stop_asked, is_non_finite]).take(self.flags.elem_count());
             copy::copy(&self.flags, &flag_tensor(flags, world_size, dtype, device)?)?;
         }
         let (Some(room), Some(count)) = (&self.count, count) else { return Ok(&self.tensor) };
@@ -242,6 +245,11 @@ impl Bucket {
         Ok(self.flags.narrow(0, self.members.len(), 1)?)
     }
 
+    /// In the first bucket after the all-reduce: whether the loss of any rank is not finite.
+    pub(super) fn non_finite_flag(&self) -> Result<bool> {
+        self.is_set(self.members.len() + 1)
+    }
+
     /// The count of all ranks, after the all-reduce of a weighted pass.
     pub(super) fn total_count(&self) -> Result<f64> {
         self.count.as_ref().map_or(Ok(0.), |room| count::decode(&room.slots))
@@ -249,7 +257,11 @@ impl Bucket {
 
     /// Whether any rank used the member `slot`, after the all-reduce.
     pub(super) fn anybody_used(&self, slot: usize) -> Result<bool> {
-        Ok(self.flags.narrow(0, slot, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
+        self.is_set(slot)
+    }
+
+    fn is_set(&self, flag: usize) -> Result<bool> {
+        Ok(self.flags.narrow(0, flag, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
     }
 
     /// Copies all gradients that have arrived into the bucket.

@@ -1,11 +1,13 @@
 //! The checks before a backward pass sends anything.
 use super::graph::{Graph, Stale};
 use super::model::DistributedModel;
+use super::non_finite::OnNonFinite;
 use super::order::Member;
 use super::pass::Pass;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, TensorId, Var};
+use candle_ddp_nn::take_nothing_counted;
 use std::collections::HashSet;
 use std::sync::Once;
 use std::sync::atomic::Ordering;
@@ -31,21 +33,29 @@ pub(super) fn check_recorded(loss: &Tensor, pass: &Pass) -> Result<()> {
     Err(Error::invalid("loss", reason))
 }
 
-/// With `nan_check`, checks the loss, whose gradients may be finite: a cross entropy that ignores all targets has zeros.
-pub(super) fn check_finite(loss: &Tensor, pass: &Pass) -> Result<()> {
-    let Some(model) = pass.models.iter().find(|model| model.core.options.nan_check == Some(true)) else {
-        return Ok(());
-    };
-    let value = loss.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-    if value.is_finite() {
-        return Ok(());
+/// The loss if it is not finite, and [`OnNonFinite::Stop`] is to end the run. Its gradients may be finite: a cross entropy that ignores
+/// all targets has zeros.
+///
+/// Without a question to a GPU, it is also known whether a mean is NaN because no target counted, which a warning says once.
+pub(super) fn not_finite(loss: &Tensor, pass: &Pass) -> Result<Option<f64>> {
+    let is_stop = |model: &Member| model.core.options.policy() == OnNonFinite::Stop;
+    let (stops, nothing_counted) = (pass.models.iter().any(is_stop), take_nothing_counted());
+    if !stops && !nothing_counted {
+        return Ok(None);
     }
-    let rank = model.core.group().rank();
-    let reason = format!(
-        "it is {value} on rank {rank} (DdpOptions.nan_check): look at the inputs, and at the targets, of which a mean needs one that \
-         is not ignored"
-    );
-    Err(Error::invalid("loss", reason))
+    let value = loss.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+    if nothing_counted && value.is_nan() {
+        static ONCE: Once = Once::new();
+        let rank = pass.models[0].core.group().rank();
+        ONCE.call_once(|| {
+            warn_aloud(format_args!(
+                "the loss on rank {rank} is NaN, since no target of a cross entropy counted: all have ignore_index, or classes of \
+                 weight 0. The mean over none is 0/0, as in PyTorch. Its gradients are zeros, and count as those of a whole batch. Leave out such batches \
+                 when you make them, or give the sum of the losses and its count: `Backward {{ count: Some(n), .. }}`"
+            ));
+        });
+    }
+    Ok((stops && !value.is_finite()).then_some(value))
 }
 
 /// Checks that the loss depends on one of the models, so that no rank silently trains nothing.
@@ -121,6 +131,7 @@ pub(super) fn check(pass: &Pass) -> Result<()> {
             (None, None) => {}
         }
     }
+    check_policy(pass)?;
     let identities: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();
     // The graph also contains the variables behind replicas, which may belong to another model too.
     let own: HashSet<TensorId> =
@@ -129,6 +140,20 @@ pub(super) fn check(pass: &Pass) -> Result<()> {
         Some(parameter) => Err(Error::OtherModelInGraph { parameter: parameter.to_string() }),
         None => Ok(()),
     }
+}
+
+/// Checks that all ranks leave out the steps of all models together.
+fn check_policy(pass: &Pass) -> Result<()> {
+    let first = pass.models[0].core;
+    let same = |model: &Member| model.core.options.policy() == first.options.policy();
+    let together = |model: &Member| model.core.group().is_same(first.group());
+    let is_on = |model: &Member| model.core.options.policy().is_on();
+    if pass.models.iter().all(|model| same(model) && (together(model) || !is_on(model))) {
+        return Ok(());
+    }
+    let reason = "the models of one backward pass must have the same DdpOptions::on_non_finite, and, unless that is Ignore, the same \
+                  process group, since a step is left out for all of them or for none";
+    Err(Error::invalid("models", reason))
 }
 
 /// Checks that a rank computes the same micro-batches for both models.

@@ -2,6 +2,7 @@
 use super::model::DistributedModel;
 use super::{backward, sync, verify};
 use crate::backend::label;
+use crate::panic::lock;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::warnings::warn_aloud;
@@ -116,6 +117,8 @@ pub(crate) fn run<T, C>(
             model.marks().steps.forget();
         }
     }
+    // Ranks without inputs have counted nothing.
+    models.iter().for_each(|model| lock(&model.skipped).in_a_row = 0);
     let last = join.last();
     Ok(Joined { value, last: last.root(), was_uneven: last.count() < group.world_size(), group: group.clone() })
 }

@@ -65,5 +65,5 @@ pub(super) fn end(pass: &Pass) -> Result<()> {
         return Ok(());
     }
     let mut unfinished = pass.models.iter().filter(|model| !model.synchronises).map(|model| model.core);
-    unfinished.try_for_each(|model| lock(&model.snapshots).restore(&model.variables.buffers))
+    unfinished.try_for_each(|model| lock(&model.snapshots).restore(&model.variables.buffers, "virtual_ranks"))
 }

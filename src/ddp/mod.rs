@@ -21,6 +21,7 @@ mod micro_batch;
 mod mixed_precision;
 mod model;
 mod no_grad;
+pub(crate) mod non_finite;
 mod options;
 mod order;
 pub(crate) mod origin;
@@ -33,6 +34,7 @@ mod registry;
 mod replica_check;
 mod replicas;
 pub(crate) mod scaled;
+mod settle;
 mod step;
 pub(crate) mod steps;
 mod sums;
@@ -48,6 +50,7 @@ pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
 pub use model::DistributedModel;
+pub use non_finite::OnNonFinite;
 pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
@@ -56,6 +59,7 @@ pub use replica_check::ReplicaCheck;
 #[cfg(doc)]
 use crate::Error;
 use crate::Result;
+use crate::panic::lock;
 use crate::process_group::{Active, Operation, ProcessGroup};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -127,6 +131,8 @@ impl<M> DistributedDataParallel<M> {
     /// Returns [`Error::StaleGraph`] if the graph reaches a tensor that was computed before the parameters changed, such as
     /// the state of a recurrent layer that an earlier step has left without `detach`; the group then ends on all ranks. (On
     /// GPUs, and with [`from_vars`](Self::from_vars), nobody compares values: there it is a warning, once.)
+    ///
+    /// Returns [`Error::NonFinite`] on all ranks if [`DdpOptions::on_non_finite`] allows no more steps whose gradients are not finite.
     ///
     /// Returns [`Error::InvalidArgument`] if `loss` is not one number, or if another backward pass of this model is running, in
     /// an operation of the graph or on another thread.
@@ -354,6 +360,12 @@ impl<M> DistributedDataParallel<M> {
     /// arrived in the first.
     pub fn buckets(&self) -> Vec<Vec<String>> {
         self.core.reducer.bucket_names()
+    }
+
+    /// The number of steps that [`OnNonFinite::Skip`] has left out since the model was built: DeepSpeed's `skipped_steps`. The same on
+    /// all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
+    pub fn skipped_steps(&self) -> u64 {
+        lock(&self.core.skipped).total
     }
 
     /// The group over which gradients are averaged.

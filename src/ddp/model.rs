@@ -2,6 +2,7 @@
 use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
+use super::non_finite::{OnNonFinite, Skipped};
 use super::options::DdpOptions;
 use super::pace::Pace;
 use super::parameter::{Parameter, Variables};
@@ -46,6 +47,7 @@ pub struct DistributedModel {
     pub(super) ran_without_graph: AtomicBool,
     pub(super) window: Mutex<Window>,
     pub(super) compared: Compared,
+    pub(super) skipped: Mutex<Skipped>,
 }
 
 impl DistributedModel {
@@ -62,6 +64,7 @@ impl DistributedModel {
             options.resolve(PROCESS)?;
             options.check_precision()?;
             options.replica_check.map_or(Ok(()), |check| check.check())?;
+            options.policy().check()?;
             check_variables(&reducer, &variables)?;
             if group.world_size() > 1 {
                 preload(&variables, &options)?;
@@ -86,7 +89,7 @@ impl DistributedModel {
         let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
         let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
         let parameters = variables.parameters.iter().map(info).collect();
-        reducer.set_parameters(parameters, caps, options.nan_check == Some(true))?;
+        reducer.set_parameters(parameters, caps, options.policy())?;
         if let Some(ranks) = ranks {
             reducer.set_virtual_ranks(ranks)?;
         }
@@ -97,7 +100,7 @@ impl DistributedModel {
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new(&variables)?), Mutex::default());
-        let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
+        let (snapshots, pace, ran_without_graph, window, compared, skipped) = Default::default();
         let model = Self {
             reducer,
             variables,
@@ -112,6 +115,7 @@ impl DistributedModel {
             ran_without_graph,
             window,
             compared,
+            skipped,
         };
         Ok((module, model))
     }
@@ -162,6 +166,8 @@ impl DistributedModel {
             if self.reducer.is_between_steps() {
                 lock(&self.snapshots).keep(&self.variables.buffers)?;
             }
+        } else if matches!(self.options.policy(), OnNonFinite::Skip { .. }) && is_grad_enabled() {
+            lock(&self.snapshots).keep_first(&self.variables.buffers)?;
         }
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
         // optimizer has just written them, and the model reads the first ones first.

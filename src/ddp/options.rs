@@ -1,4 +1,5 @@
 use super::mixed_precision::MixedPrecision;
+use super::non_finite::OnNonFinite;
 use super::replica_check::ReplicaCheck;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::{Error, Result, trace};
@@ -52,11 +53,10 @@ pub struct DdpOptions {
     /// folder that the environment variable `CANDLE_DDP_TRACE` names, if any. Without a folder, or with an empty path, there is
     /// no tracing and no cost.
     pub trace: Option<PathBuf>,
-    /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:
-    /// PyTorch's `TORCH_NCCL_NAN_CHECK`. Every bucket is checked before it is sent, which on a GPU waits for the gradients
-    /// in it. Do not use it with a [`GradScaler`](crate::amp::GradScaler), which expects infinities. When it is off, it costs
-    /// nothing. Default: whether the environment variable `CANDLE_DDP_NAN_CHECK` is on.
-    pub nan_check: Option<bool>,
+    /// What happens to a step whose averaged gradients contain a NaN or an infinity: all ranks leave it out, or all get an error that
+    /// names the rank and the parameter. Default: [`OnNonFinite::Stop`] if the environment variable `CANDLE_DDP_NAN_CHECK` is on, and
+    /// otherwise [`OnNonFinite::Ignore`], which costs nothing.
+    pub on_non_finite: Option<OnNonFinite>,
 }
 
 impl Default for DdpOptions {
@@ -73,7 +73,7 @@ impl Default for DdpOptions {
             replica_check: Some(ReplicaCheck::default()),
             init_seed: None,
             trace: None,
-            nan_check: None,
+            on_non_finite: None,
         }
     }
 }
@@ -83,8 +83,13 @@ impl DdpOptions {
     pub(super) fn resolve(&mut self, environment: Variables) -> Result<()> {
         let folder = self.trace.take().or_else(|| environment.path(trace::FOLDER_VARIABLE));
         self.trace = folder.filter(|folder| !folder.as_os_str().is_empty());
-        self.nan_check = self.nan_check.or(environment.switch("CANDLE_DDP_NAN_CHECK")?);
+        let stops = environment.switch("CANDLE_DDP_NAN_CHECK")? == Some(true);
+        self.on_non_finite = self.on_non_finite.or(stops.then_some(OnNonFinite::Stop));
         Ok(())
+    }
+
+    pub(super) fn policy(&self) -> OnNonFinite {
+        self.on_non_finite.unwrap_or_default()
     }
 
     /// Runs a forward pass.
@@ -133,7 +138,7 @@ impl fmt::Debug for DdpOptions {
             .field("replica_check", &self.replica_check)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
-            .field("nan_check", &self.nan_check)
+            .field("on_non_finite", &self.on_non_finite)
             .finish_non_exhaustive()
     }
 }
@@ -201,21 +206,21 @@ mod tests {
     use super::*;
     use std::ffi::OsString;
 
-    fn resolve(options: DdpOptions, value: &str) -> Result<(Option<PathBuf>, Option<bool>)> {
+    fn resolve(options: DdpOptions, value: &str) -> Result<(Option<PathBuf>, OnNonFinite)> {
         let mut options = options;
         options.resolve(Variables::new(&|_| Some(OsString::from(value))))?;
-        Ok((options.trace, options.nan_check))
+        Ok((options.trace.clone(), options.policy()))
     }
 
     #[test]
     fn the_program_takes_precedence_over_the_environment() {
         let unset = DdpOptions::default;
-        assert_eq!(resolve(unset(), "1").unwrap(), (Some("1".into()), Some(true)));
-        assert_eq!(resolve(unset(), "").unwrap(), (None, None));
-        let off = DdpOptions { trace: Some(PathBuf::new()), nan_check: Some(false), ..unset() };
-        assert_eq!(resolve(off, "1").unwrap(), (None, Some(false)));
-        let on = DdpOptions { trace: Some("a".into()), nan_check: Some(true), ..unset() };
-        assert_eq!(resolve(on, "0").unwrap(), (Some("a".into()), Some(true)));
+        assert_eq!(resolve(unset(), "1").unwrap(), (Some("1".into()), OnNonFinite::Stop));
+        assert_eq!(resolve(unset(), "").unwrap(), (None, OnNonFinite::Ignore));
+        let off = DdpOptions { trace: Some(PathBuf::new()), on_non_finite: Some(OnNonFinite::Ignore), ..unset() };
+        assert_eq!(resolve(off, "1").unwrap(), (None, OnNonFinite::Ignore));
+        let on = DdpOptions { trace: Some("a".into()), on_non_finite: Some(OnNonFinite::Stop), ..unset() };
+        assert_eq!(resolve(on, "0").unwrap(), (Some("a".into()), OnNonFinite::Stop));
         let error = resolve(unset(), "maybe").unwrap_err().to_string();
         assert_eq!(error, "CANDLE_DDP_NAN_CHECK=\"maybe\": it must be 1 or 0");
     }

@@ -1,10 +1,11 @@
 //! The state of one backward pass.
 use super::graph::Graph;
 use super::model::DistributedModel;
+use super::non_finite::{Findings, OnNonFinite};
 use super::order::Member;
 use super::reducer::{Part, Reducer};
-use super::{announce, order};
-use crate::panic::panic_message;
+use super::{announce, order, scaled};
+use crate::panic::{lock, panic_message};
 use crate::process_group::{Active, Kind};
 use crate::rendezvous::count_step;
 use crate::tensor::function;
@@ -25,8 +26,8 @@ pub(super) struct Pass<'a> {
     pub(super) count: Option<f64>,
     /// Under virtual ranks, the number of the micro-batch.
     pub(super) micro_batch: Option<usize>,
-    /// Whether this rank sends nothing, since its loss is not finite.
-    pub(super) is_withheld: bool,
+    /// This rank's loss, if it is not finite and that counts.
+    pub(super) loss: Option<f64>,
     /// The ranks that have inputs. None outside of a join, where all have.
     active: Option<Active>,
     /// The reducers in which this pass has begun.
@@ -80,8 +81,8 @@ impl<'a> Pass<'a> {
 
     fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, count: Option<f64>, active: Option<Active>) -> Self {
         let (micro_batch, begun, has_succeeded) = (None, Vec::new(), false);
-        let (is_withheld, _sums) = (false, function::Pass::begin());
-        Self { models, graph, count, micro_batch, is_withheld, active, begun, has_succeeded, _sums }
+        let (loss, _sums) = (None, function::Pass::begin());
+        Self { models, graph, count, micro_batch, loss, active, begun, has_succeeded, _sums }
     }
 
     /// The models that send gradients.
@@ -118,7 +119,12 @@ impl<'a> Pass<'a> {
         match &result {
             Ok(Ok(_)) if self.synchronised().next().is_some() => count_step(),
             // All ranks have this error, after their last collective.
-            Ok(Ok(_) | Err(Error::UnusedParameters { rank: None, .. } | Error::NothingCounted { .. })) => {}
+            Ok(
+                Ok(_)
+                | Err(
+                    Error::UnusedParameters { rank: None, .. } | Error::NothingCounted { .. } | Error::NonFinite { .. },
+                ),
+            ) => {}
             Ok(Err(error)) => self.abort(&format!("backward failed: {error}")),
             Err(panic) => self.abort(&format!("backward failed: {}", panic_message(&**panic))),
         }
@@ -133,7 +139,7 @@ impl<'a> Pass<'a> {
             let of_all = || Active::all(core.group().world_size());
             reducer.begin(Part {
                 synchronises,
-                is_withheld: self.is_withheld,
+                findings: self.findings(core),
                 adds_up,
                 leaf: self.micro_batch.and_then(|number| reducer.leaf(number)),
                 count: self.count,
@@ -150,6 +156,18 @@ impl<'a> Pass<'a> {
         }
         self.begun.iter().try_for_each(|reducer| reducer.prepare_for_backward())?;
         successor.map_or(Ok(()), |first| first.open())
+    }
+
+    /// What the reducer of `model` is to look for.
+    fn findings(&self, model: &DistributedModel) -> Findings {
+        let policy = model.options.policy();
+        // A rank without inputs knows nothing of the others' losses.
+        if !policy.is_on() || self.graph.as_ref().is_none_or(|graph| graph.variables().any(scaled::is_key)) {
+            return Findings::default();
+        }
+        // Which rank it was is only asked if there are too many such steps.
+        let looks_before = policy == OnNonFinite::Stop || lock(&model.skipped).in_a_row > 0;
+        Findings { looks: true, looks_before, loss: self.loss, ..Findings::default() }
     }
 
     /// Ends the groups whose other ranks wait for this one, now or, for the sum of its micro-batches, later. In a world of

@@ -7,7 +7,7 @@ use crate::tensor::copy::snapshot;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Device, Layout, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Device, Layout, Shape, Tensor, TensorId, Var};
 use std::sync::Mutex;
 
 /// One key for each device.
@@ -29,6 +29,11 @@ pub(crate) fn mark(loss: &Tensor) -> candle_core::Result<Tensor> {
         return Ok(loss.clone());
     }
     loss.apply_op2(key(loss.device())?.as_tensor(), Marked)
+}
+
+/// Whether `id` is the key's: the graph of a scaled loss contains it.
+pub(super) fn is_key(id: TensorId) -> bool {
+    lock(&KEYS).iter().any(|key| key.id() == id)
 }
 
 fn is_scaled(grads: &GradStore) -> bool {

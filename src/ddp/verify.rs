@@ -63,6 +63,7 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
         lines.push(format!("mixed precision: {mixed}"));
     }
     lines.push(format!("replica check: {:?}", options.replica_check));
+    lines.push(format!("on_non_finite: {:?}", options.policy()));
     if let Some(autocast) = options.autocast {
         lines.push(format!("autocast: {autocast:?}"));
     }

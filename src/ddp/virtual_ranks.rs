@@ -39,6 +39,16 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Keeps the values before a step, unless they are kept already.
+    pub(super) fn keep_first(&mut self, buffers: &[Buffer]) -> Result<()> {
+        if self.before.is_some() { Ok(()) } else { self.keep(buffers) }
+    }
+
+    /// The step is over.
+    pub(super) fn forget(&mut self) {
+        self.before = None;
+    }
+
     /// Keeps the values after micro-batch 0. After this rank's last micro-batch, when rank 0 sends the buffers, they get these
     /// values.
     pub(super) fn take(&mut self, buffers: &[Buffer], number: usize, is_last: bool) -> Result<()> {
@@ -50,15 +60,15 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Gives the buffers the values from before the step.
-    pub(super) fn restore(&self, buffers: &[Buffer]) -> Result<()> {
+    /// Gives the buffers the values from before the step, which `option` needs.
+    pub(super) fn restore(&self, buffers: &[Buffer], option: &'static str) -> Result<()> {
         match &self.before {
             _ if buffers.is_empty() => Ok(()),
             Some(before) => set(buffers, before),
             None => {
                 let reason = "the model has buffers, and must run its forward passes through ddp.forward, ddp.forward_t or ddp.call, \
-                              which keep their values before each step of micro-batches";
-                Err(Error::invalid("virtual_ranks", reason))
+                              which keep their values before each step";
+                Err(Error::invalid(option, reason))
             }
         }
     }

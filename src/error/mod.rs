@@ -17,7 +17,7 @@ use candle_ddp_rendezvous::error::{Printable, others};
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
-use text::{by_prefix, list, on_ranks, ranks_named, samples, without_samples};
+use text::{by_prefix, list, non_finite, on_ranks, ranks_named, samples, without_samples};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -274,6 +274,20 @@ pub enum Error {
         total: f64,
     },
 
+    /// A step that must not be made, since its gradients or a loss are not finite: see [`OnNonFinite`](crate::OnNonFinite). All ranks
+    /// return this error, and the group still works.
+    #[error("{}", non_finite(parameter.as_deref(), *rank, value, *steps))]
+    NonFinite {
+        /// The first parameter whose gradient is not finite; None if it is the loss.
+        parameter: Option<String>,
+        /// The rank that had it; None if the gradients of each rank are finite, and their mean is not.
+        rank: Option<usize>,
+        /// The value, such as `a NaN`.
+        value: String,
+        /// The number of such steps in a row, with this one.
+        steps: u64,
+    },
+
     /// A parameter that DDP cannot handle as asked.
     #[error("parameter {parameter}: {}", Printable(reason))]
     Parameter {
@@ -480,7 +494,7 @@ impl Error {
         }
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl Engine RankFailed MonitoredBarrier InputsExhausted
-            Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted Parameter Samples Replica
+            Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted NonFinite Parameter Samples Replica
             DataFile CheckpointFile CheckpointMismatch PartDiffers ReplicasDiffer CheckpointPart GradScaler Kernel
         )
     }

@@ -26,6 +26,25 @@ pub(super) fn without_samples(rank: Option<usize>) -> &'static str {
     }
 }
 
+/// What is not finite, where, and what to do.
+pub(super) fn non_finite(parameter: Option<&str>, rank: Option<usize>, value: &str, steps: u64) -> String {
+    let what = match (parameter, rank) {
+        (Some(parameter), Some(rank)) => format!("the gradient of {parameter} on rank {rank} contains {value}"),
+        (Some(parameter), None) => format!(
+            "the mean of the gradients of {parameter} over all ranks contains {value}, although the gradients of each rank are finite, \
+             so it is too large for the dtype in which they are sent"
+        ),
+        (None, Some(rank)) => format!(
+            "the loss on rank {rank} is {value}, although its gradients are finite, as when all targets of a cross entropy are ignored"
+        ),
+        (None, None) => format!("the gradients contain {value}"),
+    };
+    let row = if steps > 1 { format!(", and {steps} steps in a row were not finite") } else { String::new() };
+    let place =
+        rank.map_or("the inputs and the loss".to_string(), |rank| format!("the inputs and the loss of rank {rank}"));
+    format!("{what}{row} (DdpOptions::on_non_finite): look at {place}, or lower the learning rate")
+}
+
 /// Few names as they are; many names as their longest common prefixes, as long as these are few: `encoder.0.* (16),
 /// encoder.1.* (16), head`.
 pub(super) fn by_prefix(names: &[String]) -> String {

@@ -1,5 +1,6 @@
 //! Gradient clipping.
 use super::sums::{largest, sum_of_squares};
+use crate::ddp::non_finite::is_skipped;
 use crate::ddp::scaled;
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};
@@ -64,6 +65,9 @@ fn variables(parameters: impl Into<Parameters>) -> Vec<Var> {
 pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
     check_max_norm(max_norm)?;
     scaled::check_unscaled(grads, "clip_grad_norm")?;
+    if is_skipped(grads) {
+        return finite_norm(f64::NAN, options);
+    }
     check_any_gradient(grads, vars)?;
     if !options.error_if_nonfinite
         && let Some(norm) = clip_on_gpu(grads, vars, max_norm, options.norm_type)?
@@ -71,16 +75,22 @@ pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: 
         return Ok(norm);
     }
     let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
+    let norm = finite_norm(norm, options)?;
+    let scale = coefficient(norm, max_norm);
+    if scale != 1. {
+        change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))?;
+    }
+    Ok(norm)
+}
+
+/// Refuses a norm that is not finite, if the options ask for that.
+fn finite_norm(norm: f64, options: ClipOptions) -> Result<f64> {
     if options.error_if_nonfinite && !norm.is_finite() {
         let reason = format!(
             "the norm of the gradients is {norm}, so they cannot be clipped: skip this step, or lower the learning rate \
              or the loss scale"
         );
         return Err(Error::invalid("grads", reason));
-    }
-    let scale = coefficient(norm, max_norm);
-    if scale != 1. {
-        change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))?;
     }
     Ok(norm)
 }
@@ -133,6 +143,9 @@ pub fn clip_grad_value(grads: &mut GradStore, parameters: impl Into<Parameters>,
         return Err(Error::invalid("clip_value", format!("it must be at least 0, but is {clip_value}")));
     }
     scaled::check_unscaled(grads, "clip_grad_value")?;
+    if is_skipped(grads) {
+        return Ok(());
+    }
     check_any_gradient(grads, &vars)?;
     change(grads, &vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
 }

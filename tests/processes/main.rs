@@ -27,6 +27,7 @@ mod elastic_zero_ranks;
 mod faults;
 mod image_programs;
 mod load;
+mod non_finite;
 #[path = "../common/programs.rs"]
 mod programs;
 mod small_data;

@@ -2,7 +2,9 @@
 use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{CpuStorage, CustomOp1, Layout, Module, Shape, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with, nn};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, OnNonFinite, ProcessGroup, Result, backward_with, nn,
+};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, OnceLock};
@@ -123,8 +125,12 @@ fn nothing_is_left_after_an_operation_has_failed() {
 #[test]
 fn a_nan_does_not_survive_the_pass_that_it_failed() {
     ranks(1, |pg| {
-        let options =
-            DdpOptions { nan_check: Some(true), bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let options = DdpOptions {
+            on_non_finite: Some(OnNonFinite::Stop),
+            bucket_cap_mb: 0.,
+            first_bucket_mb: 0.,
+            ..Default::default()
+        };
         let build = |vb: VarBuilder| nn::linear(3, 2, vb.pp("a"));
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let pass = |x: &Tensor| -> Result<Vec<Vec<f32>>> {

@@ -66,7 +66,7 @@ fn a_desync_names_what_each_rank_was_doing() {
     const SAVE: &str = "all_gather(i64[1]) for save_distributed";
     const GATHER: &str = "all_gather(i64[1]) for all_gather_object";
     const GRADIENTS: &str =
-        "all_reduce(f32[33]) for the gradients of fc2.bias, fc2.weight and 4 more parameters (bucket 0)";
+        "all_reduce(f32[34]) for the gradients of fc2.bias, fc2.weight and 4 more parameters (bucket 0)";
     let cases: [(Act, Act, &str, &str); 3] = [
         (|job| job.save(), |job| job.backward(), SAVE, GRADIENTS),
         // Without the purpose, these calls would look alike.
@@ -98,7 +98,7 @@ fn a_bucket_is_named_by_its_parameters() {
         ddp.backward(&loss).map(drop)
     });
     let error = errors.unwrap_err().to_string();
-    let bucket = "all_reduce(f32[25]) for the gradients of fc2.bias, fc2.weight and 2 more parameters";
+    let bucket = "all_reduce(f32[26]) for the gradients of fc2.bias, fc2.weight and 2 more parameters";
     assert!(error.contains(bucket) && error.contains("for save_distributed"), "{error}");
 }
 

@@ -2,7 +2,7 @@
 use crate::common::{floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::nn::{BatchNorm, batch_norm, cross_entropy};
+use candle_ddp::nn::{BatchNorm, batch_norm};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
 use candle_nn::{Linear, ModuleT, VarMap, linear};
@@ -44,20 +44,6 @@ fn a_skipped_step_names_the_remedy() {
     });
     for error in errors.unwrap() {
         assert!(error.contains(REMEDY), "{error}");
-    }
-}
-
-#[test]
-fn a_mean_over_ignored_targets_is_found_by_the_check() {
-    let errors = ranks(2, |pg| {
-        let ddp = model(&pg, DdpOptions { nan_check: Some(true), ..Default::default() })?;
-        let class = if pg.rank() == 1 { -100i64 } else { 2 };
-        let targets = Tensor::new(&[class, class], &Device::Cpu)?;
-        let loss = cross_entropy(&ddp.forward(&tensor(&[2, 3], 1))?, &targets)?;
-        Ok(ddp.backward(&loss).map(drop).unwrap_err().to_string())
-    });
-    for error in errors.unwrap() {
-        assert!(error.contains("NaN on rank 1") && error.contains("ignored"), "{error}");
     }
 }
 

@@ -25,6 +25,9 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
     .unwrap();
     let warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
     assert!(warnings.len() == 1 && warnings[0].starts_with("GradScaler: the scale fell to 5e-1"), "{warnings:?}");
-    assert!(warnings[0].contains("Lower the learning rate") && warnings[0].contains("nan_check"), "{warnings:?}");
+    assert!(
+        warnings[0].contains("Lower the learning rate") && warnings[0].contains("OnNonFinite::Stop"),
+        "{warnings:?}"
+    );
     assert!(warnings[0].contains("even without scaling (first the gradient of w), and every"), "{warnings:?}");
 }

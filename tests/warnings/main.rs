@@ -13,6 +13,7 @@ mod evaluation_graph;
 mod logger;
 mod lost_gradients;
 mod no_batch;
+mod nothing_counted;
 mod places;
 mod replicas;
 mod secrets;

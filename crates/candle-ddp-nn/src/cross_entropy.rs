@@ -13,6 +13,7 @@ use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
@@ -89,6 +90,17 @@ pub(crate) fn check(targets: &Tensor, classes: usize, options: &CrossEntropyOpti
     Ok(())
 }
 
+thread_local! {
+    /// Whether this thread has computed a mean over no targets.
+    static NOTHING_COUNTED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread has computed a cross entropy on a CPU whose mean no target counted in, since the last call.
+#[doc(hidden)]
+pub fn take_nothing_counted() -> bool {
+    NOTHING_COUNTED.take()
+}
+
 /// Stands for the target of a sample that is ignored.
 const IGNORED: u32 = u32::MAX;
 
@@ -151,6 +163,9 @@ impl CrossEntropy {
         };
         let total: f64 = targets.iter().filter_map(|target| weights.get(*target as usize)).sum();
         let scale = if options.reduction == Reduction::Mean { 1.0 / total } else { 1.0 };
+        if total == 0. && options.reduction == Reduction::Mean {
+            NOTHING_COUNTED.set(true);
+        }
         Ok(Self { targets, weights, smoothing: options.label_smoothing, scale, normalisers: OnceLock::new() })
     }
 

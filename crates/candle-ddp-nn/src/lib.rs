@@ -50,6 +50,8 @@ pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
+#[doc(hidden)]
+pub use cross_entropy::take_nothing_counted;
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding};

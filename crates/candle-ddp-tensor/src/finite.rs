@@ -1,6 +1,6 @@
 //! Infinities and NaNs in tensors.
 use crate::borrow::with_slice;
-use crate::{Element, Result, dispatch, vectorise};
+use crate::{Element, Result, dispatch, kernels, vectorise};
 use candle_core::{DType, Tensor, WithDType};
 
 /// `a NaN` if there is one in `tensor`, `an infinity` if there is only that, and otherwise None, as for integers. On a GPU this waits for
@@ -24,11 +24,33 @@ pub fn non_finite(tensor: &Tensor) -> Result<Option<&'static str>> {
     Ok(Some(if is_nan { "a NaN" } else { "an infinity" }))
 }
 
+/// Whether a NaN or an infinity is in any of the tensors. On a GPU this waits once, if they are contiguous.
+pub fn any_non_finite(tensors: &[&Tensor]) -> Result<bool> {
+    let by_kernel = |tensor: &&&Tensor| kernels::take(tensor.device(), tensor.dtype()) && tensor.is_contiguous();
+    let tensors = tensors.iter().filter(|tensor| tensor.elem_count() > 0);
+    let (on_gpu, others): (Vec<&Tensor>, Vec<&Tensor>) = tensors.partition(by_kernel);
+    if !on_gpu.is_empty() && !kernels::measure(&on_gpu)?.largest.is_finite() {
+        return Ok(true);
+    }
+    for tensor in others {
+        if non_finite(tensor)?.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 fn among<E: Element>(values: &[E]) -> Option<&'static str> {
     // A block is judged at once, without branches.
     const BLOCK: usize = 1024;
     let is_finite = |block: &[E]| {
-        vectorise!(move || block.iter().fold(true, |finite, value| finite & value.widen().to_f64().is_finite()))
+        vectorise!(move || {
+            block.iter().fold(true, |finite, value| {
+                // Zero times any other value is NaN.
+                let zero = E::Real::default();
+                finite & (value.widen() * zero == zero)
+            })
+        })
     };
     let first = values.chunks(BLOCK).position(|block| !is_finite(block))?;
     let is_nan = values[first * BLOCK..].iter().any(|value| value.widen().to_f64().is_nan());

@@ -207,7 +207,7 @@ impl Job {
         {
             warn_aloud(format_args!(
                 "the checkpoint of step {} has {what}: the last finite checkpoint stays, and a run that resumes takes that one. The \
-                 training has diverged, or an input was not finite; DdpOptions.nan_check names the rank and the first parameter. If it \
+                 training has diverged, or an input was not finite; OnNonFinite::Stop names the rank and the first parameter. If it \
                  is intended, set CheckpointerOptions::allow_non_finite",
                 self.step
             ));

@@ -88,12 +88,14 @@
 //!   ones for the same bucket, and one bucket's next stage is computed while others are in flight. Only first stages
 //!   overlap the backward pass.
 //! - **Parameters that a rank did not use** are zeros in its bucket. DDP sends which rank used which parameter
-//!   separately: one small all-reduce per backward pass, with one byte per parameter and one more. So a parameter that no rank used
+//!   separately: one small all-reduce per backward pass, with one byte per parameter and one or two more. So a parameter that no rank used
 //!   has no gradient with any hook, and the hook's result for it is dropped.
 //! - **Buckets change once**, after the first synchronised backward pass, when the order of the gradients is known.
 //!   Keep state between passes by parameter name ([`GradBucket::names`]), as the hooks here do; PyTorch's hooks start
 //!   anew.
 //! - **Under `no_sync`** no hook runs; the next synchronised pass gives it the sum.
+//! - **Gradients that are not finite** are zeros in the bucket if [`DdpOptions::on_non_finite`](crate::DdpOptions::on_non_finite) is set. All
+//!   ranks leave out such a step, or a step in which the result of one rank's hook is not finite.
 //! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype` if set.
 //! - **Errors** end the group on all ranks, with the reason.
 //! - **Deadlock**: a hook must not call its own DDP model.
@@ -275,8 +277,8 @@ impl GradBucket {
 pub struct CommHookTraffic {
     /// The size in bytes of all gradients passed to the hook since it was registered.
     pub gradient_bytes: u64,
-    /// The bytes that this rank passed to collectives for them, including one byte per parameter for the used flags, and one for
-    /// requests to stop.
+    /// The bytes that this rank passed to collectives for them, including one byte per parameter for the used flags, one for
+    /// requests to stop, and one if [`DdpOptions::on_non_finite`](crate::DdpOptions::on_non_finite) is set.
     /// None if the hook does not count them.
     pub bytes_sent: Option<u64>,
 }

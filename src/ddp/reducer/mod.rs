@@ -10,6 +10,7 @@ use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
 use crate::ddp::count;
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
+use crate::ddp::non_finite::{Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::sums::Write;
 use crate::panic::lock;
@@ -36,8 +37,8 @@ pub(crate) struct Reducer {
 /// A reducer's part of the running backward pass.
 pub(crate) struct Part {
     pub(crate) synchronises: bool,
-    /// Whether the buckets are only checked, since the pass will fail.
-    pub(crate) is_withheld: bool,
+    /// The search for gradients that are not finite.
+    pub(crate) findings: Findings,
     pub(crate) adds_up: bool,
     /// Under virtual ranks, the place of this pass's micro-batch in the tree.
     pub(crate) leaf: Option<Leaf>,
@@ -89,10 +90,10 @@ impl Reducer {
         &self,
         parameters: Vec<ParameterInfo>,
         caps: BucketCaps,
-        nan_check: bool,
+        policy: OnNonFinite,
     ) -> Result<()> {
         let mut state = self.lock();
-        (state.caps, state.nan_check) = (caps, nan_check);
+        (state.caps, state.policy) = (caps, policy);
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
@@ -276,12 +277,8 @@ impl Reducer {
         if let Some(leaf) = part.leaf {
             state.buckets[number].merge(leaf)?;
         }
-        if state.nan_check {
-            state.check_finite(number, self.groups.main().rank())?;
-        }
-        if part.is_withheld {
-            part.next += 1;
-            return Ok(());
+        if part.findings.looks {
+            state.look_before(number, self.groups.main().rank(), &mut part.findings)?;
         }
         let message = self.message(part, state);
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
@@ -335,6 +332,7 @@ impl Reducer {
             if let Some(flag) = state.stop_flag(usage.as_ref())? {
                 self.groups.main().carry_stop(flag);
             }
+            let is_flagged = part.findings.looks && state.non_finite_flag(usage.as_ref(), message)?;
             part.total = message.count.map(|own| state.total_count(usage.as_ref(), own)).transpose()?;
             let factor = self.factor(part, &state);
             self.agree_on_order(part, &mut state)?;
@@ -342,17 +340,47 @@ impl Reducer {
                 // Only a rank that did not contribute must read the flags.
                 *used = *used || state.anybody_used(usage.as_ref(), index)?;
             }
-            if let Reduction::Shard(reduction) = &mut state.reduction {
+            part.findings.is_agreed = is_flagged;
+            let State { reduction, parameters, .. } = &mut *state;
+            if let Reduction::Shard(reduction) = reduction {
                 reduction.set_pending(part.used.clone(), factor);
+                if is_flagged {
+                    part.findings.averaged = reduction.first_not_finite(parameters)?;
+                }
                 return Ok(part.used.iter().map(|_| Gradient::Absent).collect());
             }
-            state.gradients(&part.used, factor)
+            let gradients = state.gradients(&part.used, factor)?;
+            if part.findings.looks {
+                state.look(&gradients, &mut part.findings)?;
+            }
+            Ok(gradients)
         })
     }
 
     /// What this rank tells the others.
     fn message(&self, part: &Part, state: &State) -> Message {
-        Message { is_stop_asked: self.groups.main().is_stop_asked(), count: state.own_count(part.count) }
+        let Findings { loss, own, .. } = &part.findings;
+        // What a hook gets instead of its gradients is finite.
+        let is_here = loss.is_some() || (own.is_some() && matches!(state.reduction, Reduction::Hook(_)));
+        Message {
+            is_stop_asked: self.groups.main().is_stop_asked(),
+            is_non_finite: state.policy.is_on().then_some(is_here),
+            count: state.own_count(part.count),
+        }
+    }
+
+    /// What the pass has found, once all buckets are reduced.
+    pub(crate) fn findings(&self) -> Result<Findings> {
+        self.with_part(|part| Ok(part.findings.clone()))
+    }
+
+    /// Drops what the pass has left to a ZeroRedundancyOptimizer, which then changes nothing.
+    pub(crate) fn leave_out(&self) {
+        let mut state = self.lock();
+        let State { reduction, parameters, .. } = &mut *state;
+        if let Reduction::Shard(reduction) = reduction {
+            reduction.leave_out(parameters.len());
+        }
     }
 
     /// The factor that makes the reduced gradients the mean over everything that was counted; 1 if nothing was.

@@ -1,15 +1,16 @@
 //! The state of a reducer that outlives a backward pass: its buckets and what they hold.
-use crate::ddp::bucket::{self, Bucket, BucketCaps, ParameterInfo};
+use crate::ddp::bucket::{self, Bucket, BucketCaps, Message, ParameterInfo};
+use crate::ddp::non_finite::{Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::usage::Usage;
+use crate::tensor::finite::{any_non_finite, non_finite};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) caps: BucketCaps,
-    /// Whether gradients that are not finite are an error.
-    pub(super) nan_check: bool,
+    pub(super) policy: OnNonFinite,
     pub(super) parameters: Vec<ParameterInfo>,
     pub(super) buckets: Vec<Bucket>,
     /// For each parameter, its bucket and its index among that bucket's members.
@@ -46,6 +47,15 @@ pub(crate) enum Gradient {
     Present(Tensor),
     /// No rank has used the parameter.
     Absent,
+}
+
+impl Gradient {
+    fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Present(tensor) => Some(tensor),
+            Self::Absent => None,
+        }
+    }
 }
 
 impl State {
@@ -91,16 +101,40 @@ impl State {
         Ok(self.slot_of.iter().zip(present).map(gradient).collect())
     }
 
-    /// Returns an error if a gradient in the bucket `number` of this rank is not finite.
-    pub(super) fn check_finite(&self, number: usize, rank: usize) -> Result<()> {
+    /// Looks at this rank's gradients in the bucket `number`, which is about to be sent. A communication hook gets zeros instead of
+    /// gradients that are not finite, which it might keep and add to those of later passes.
+    pub(super) fn look_before(&self, number: usize, rank: usize, findings: &mut Findings) -> Result<()> {
+        let (bucket, is_hook) = (&self.buckets[number], matches!(self.reduction, Reduction::Hook(_)));
+        if !is_hook && (!findings.looks_before || findings.own.is_some()) {
+            return Ok(());
+        }
         let sums = self.virtual_ranks().map_or(1, |ranks| ranks.subtrees(rank).len());
-        let found = (0..sums).find_map(|depth| self.buckets[number].first_not_finite(depth).transpose()).transpose()?;
+        let found = (0..sums).find_map(|depth| bucket.first_not_finite(depth).transpose()).transpose()?;
         let Some((parameter, value)) = found else { return Ok(()) };
-        let reason = format!(
-            "its gradient on rank {rank} contains {value} (DdpOptions.nan_check): look at the inputs and the loss of \
-             that rank, or lower the learning rate"
-        );
-        Err(Error::parameter(&self.parameters[parameter].name, reason))
+        findings.own.get_or_insert_with(|| (self.parameters[parameter].name.clone(), value));
+        if is_hook {
+            bucket.sum.flat.zero_set()?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the averaged `gradients`, unless the ranks have told each other already.
+    pub(super) fn look(&self, gradients: &[Gradient], findings: &mut Findings) -> Result<()> {
+        let is_told = matches!(self.reduction, Reduction::Hook(_)) && !self.is_local();
+        if is_told && !findings.is_agreed {
+            return Ok(());
+        }
+        if !any_non_finite(&gradients.iter().filter_map(Gradient::tensor).collect::<Vec<_>>())? {
+            return Ok(());
+        }
+        findings.is_agreed = true;
+        for index in self.buckets.iter().flat_map(|bucket| &bucket.members) {
+            if let Some(value) = gradients[*index].tensor().map_or(Ok(None), non_finite)? {
+                findings.averaged = Some((self.parameters[*index].name.clone(), value));
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Returns an error if no rank `used` a parameter that the options do not allow to be unused.
@@ -169,6 +203,15 @@ impl State {
         match (&self.reduction, usage) {
             (Reduction::AllReduce, _) => self.buckets.first().map(Bucket::stop_flag).transpose(),
             (_, usage) => usage.map(Usage::stop_flag).transpose(),
+        }
+    }
+
+    /// Whether a rank has found a number that is not finite, of those that not all ranks can see.
+    pub(super) fn non_finite_flag(&self, usage: Option<&Usage>, own: Message) -> Result<bool> {
+        match (&self.reduction, usage) {
+            (Reduction::AllReduce, _) => self.buckets.first().map_or(Ok(false), Bucket::non_finite_flag),
+            (_, Some(usage)) => usage.non_finite_flag(),
+            (_, None) => Ok(own.is_non_finite == Some(true)),
         }
     }
 

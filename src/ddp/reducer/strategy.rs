@@ -100,7 +100,7 @@ impl Reducer {
             Reduction::Tree(tree) => Some(tree),
             _ => None,
         };
-        let reduction = ShardReduction::new(shards, tree);
+        let reduction = ShardReduction::new(self.groups.main().rank(), shards, tree);
         let shards = reduction.shards();
         state.reduction = Reduction::Shard(reduction);
         Ok(shards)

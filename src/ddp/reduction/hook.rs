@@ -5,6 +5,7 @@ use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
 use crate::ddp::groups::Groups;
 use crate::ddp::usage::Usage;
 use crate::process_group::ProcessGroup;
+use crate::tensor::finite::any_non_finite;
 use crate::trace::{self, Trace};
 use candle_core::Tensor;
 use std::collections::HashMap;
@@ -51,9 +52,21 @@ impl HookReduction {
         }
         // The used flags of all buckets travel together, separately from the hook, which may replace a bucket's
         // contents.
-        let usage = Usage::send(used, message, groups.main())?;
+        let usage = match message.is_non_finite {
+            None => {
+                let usage = Usage::send(used, message, groups.main())?;
+                self.hook.finish(&self.buckets, groups, trace)?;
+                usage
+            }
+            // A hook's result may differ from rank to rank, so they tell each other once it is there.
+            Some(own) => {
+                self.hook.finish(&self.buckets, groups, trace)?;
+                let buffers: Vec<&Tensor> = self.buckets.iter().map(GradBucket::buffer).collect();
+                let is_non_finite = Some(own || any_non_finite(&buffers)?);
+                Usage::send(used, Message { is_non_finite, ..message }, groups.main())?
+            }
+        };
         self.used_bytes += usage.bytes();
-        self.hook.finish(&self.buckets, groups, trace)?;
         usage.wait()?;
         Ok(Some(usage))
     }

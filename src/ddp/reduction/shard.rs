@@ -1,13 +1,15 @@
 //! Reduction under ZeRO-1: each rank gets only the mean of its own part of each bucket.
 use super::tree::TreeReduction;
 use crate::backend::Work;
-use crate::ddp::bucket::{Bucket, Message};
+use crate::ddp::bucket::{Bucket, Message, ParameterInfo};
 use crate::ddp::groups::Groups;
+use crate::ddp::non_finite::Finding;
 use crate::ddp::usage::Usage;
 use crate::kernels::Assignment;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
+use crate::tensor::finite::{any_non_finite, non_finite};
 use crate::trace::{self, Trace};
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
@@ -48,6 +50,13 @@ impl Shard {
             offset += elements;
         }
         Ok(Self { whole, own, members })
+    }
+
+    /// This rank's part without what lies beyond the gradients.
+    fn gradients(&self, rank: usize) -> Result<Tensor> {
+        let (start, all) =
+            (self.own.elem_count() * rank, self.members.iter().map(|member| member.elements).sum::<usize>());
+        Ok(self.own.narrow(0, 0, all.saturating_sub(start).min(self.own.elem_count()))?)
     }
 }
 
@@ -95,6 +104,7 @@ impl Staging {
 
 /// Reduction of buckets under ZeRO-1.
 pub(crate) struct ShardReduction {
+    rank: usize,
     shards: Vec<Shard>,
     staging: Arc<Staging>,
     /// Under virtual ranks, gradients are added along its tree.
@@ -107,8 +117,8 @@ pub(crate) struct ShardReduction {
 }
 
 impl ShardReduction {
-    pub(crate) fn new(shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
-        Self { shards, staging: Arc::default(), tree, in_flight: VecDeque::new(), pending: None, earlier: None }
+    pub(crate) fn new(rank: usize, shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
+        Self { rank, shards, staging: Arc::default(), tree, in_flight: VecDeque::new(), pending: None, earlier: None }
     }
 
     pub(crate) fn tree(&self) -> Option<&TreeReduction> {
@@ -201,18 +211,13 @@ impl ShardReduction {
         groups: &Groups,
         trace: Option<&Trace>,
     ) -> Result<Usage> {
-        let usage = match &mut self.tree {
-            Some(tree) => {
-                let usage = tree.send_usage(used, message, groups)?;
-                tree.add_up(buckets, groups, trace, |_, _| Ok(()))?;
-                usage
-            }
-            None => Usage::send(used, message, groups.main())?,
-        };
+        let early = message.is_non_finite.is_none().then(|| self.send_usage(used, message, groups)).transpose()?;
+        if let Some(tree) = &mut self.tree {
+            tree.add_up(buckets, groups, trace, |_, _| Ok(()))?;
+        }
         while !self.in_flight.is_empty() {
             self.receive(trace)?;
         }
-        usage.wait()?;
         if let Some((earlier, parts)) = &self.earlier {
             let add = |(shard, part)| {
                 let Shard { own: destination, .. }: &Shard = shard;
@@ -220,7 +225,42 @@ impl ShardReduction {
             };
             copy::assign(&self.shards.iter().zip(parts).map(add).collect::<Vec<_>>())?;
         }
+        let usage = match (early, message.is_non_finite) {
+            (Some(usage), _) => usage,
+            // Each rank sees its own part of the gradients.
+            (None, own) => {
+                let parts = self.shards.iter().map(|shard| shard.gradients(self.rank));
+                let parts = parts.collect::<Result<Vec<_>>>()?;
+                let is_non_finite = Some(own == Some(true) || any_non_finite(&parts.iter().collect::<Vec<_>>())?);
+                self.send_usage(used, Message { is_non_finite, ..message }, groups)?
+            }
+        };
+        usage.wait()?;
         Ok(usage)
+    }
+
+    fn send_usage(&mut self, used: &[bool], message: Message, groups: &Groups) -> Result<Usage> {
+        match &mut self.tree {
+            Some(tree) => tree.send_usage(used, message, groups),
+            None => Usage::send(used, message, groups.main()),
+        }
+    }
+
+    /// The first parameter whose gradient is not finite in this rank's part.
+    pub(crate) fn first_not_finite(&self, parameters: &[ParameterInfo]) -> Result<Option<Finding>> {
+        for shard in &self.shards {
+            let (own, start) = (shard.gradients(self.rank)?, shard.own.elem_count() * self.rank);
+            for Member { parameter, offset, elements } in &shard.members {
+                let range = (*offset).max(start)..(offset + elements).min(start + own.elem_count());
+                if range.is_empty() {
+                    continue;
+                }
+                if let Some(value) = non_finite(&own.narrow(0, range.start - start, range.len())?)? {
+                    return Ok(Some((parameters[*parameter].name.clone(), value)));
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Records that the shards hold the gradients of the `present` parameters, to be multiplied by `scale`.
@@ -229,6 +269,12 @@ impl ShardReduction {
             present.iter_mut().zip(&earlier.present).for_each(|(now, earlier)| *now |= earlier);
         }
         self.pending = Some(PendingGradients { present, scale });
+    }
+
+    /// Drops the gradients, of which the optimizer then uses none.
+    pub(crate) fn leave_out(&mut self, parameters: usize) {
+        self.earlier = None;
+        self.pending = Some(PendingGradients { present: vec![false; parameters], scale: 1. });
     }
 
     pub(crate) fn pending(&mut self) -> Result<&mut PendingGradients> {

@@ -117,7 +117,7 @@ impl TreeReduction {
         // One for each micro-batch, so that ranks add numbers to zeros: the order of their sum depends on no rank.
         let mut counts = if message.count.is_some() { vec![0.; self.ranks.count()] } else { Vec::new() };
         counts.iter_mut().skip(self.ranks.own().start).zip(own_counts).for_each(|(count, own)| *count = own);
-        Usage::send_counts(used, message.is_stop_asked, &counts, groups.main())
+        Usage::send_counts(used, message, &counts, groups.main())
     }
 
     /// Waits until this rank's part of each bucket in flight holds the mean over all micro-batches, and calls `then` with both.

@@ -13,6 +13,7 @@ use super::rule::{UpdateRule, limit, max_grad_norm};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::{Work, label};
+use crate::ddp::non_finite::is_skipped;
 use crate::ddp::steps::Steps;
 use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging, own_gradient, scaled};
 use crate::process_group::{Operation, ProcessGroup};
@@ -324,6 +325,9 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// Returns [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] if `grads` holds gradients
     /// of the parameters, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
+        if is_skipped(grads) {
+            return self.reducer.clear_pending();
+        }
         let checked = scaled::check_unscaled(grads, "step").and_then(|()| self.lead_step());
         let result = checked.and_then(|()| label::ZERO_STEP.during(|| self.update(grads)));
         self.end_on_error(&result);
@@ -352,6 +356,9 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
         let unscaled = scaled::check_unscaled(grads, "clip_grad_norm");
         self.end_on_error(&unscaled);
         unscaled?;
+        if is_skipped(grads) {
+            return Ok(f64::NAN);
+        }
         check_norms(&self.reducer)?;
         self.check_synchronised(grads)?;
         let pending = self.reducer.pending()?;
