@@ -86,16 +86,11 @@ pub fn cat(tensors: &[&Tensor], dim: impl Dim) -> Result<Tensor> {
     let part = |x: &&Tensor| if is_mixed { autocast::wide(x) } else { Ok((*x).clone()) };
     let tensors = tensors.iter().map(part).collect::<Result<Vec<Tensor>>>()?;
     let arguments: Vec<Tensor> = tensors.iter().map(argument).collect();
-    match &arguments[..] {
-        // candle returns a single tensor as it is.
-        [] | [_] => Tensor::cat(&arguments, dim),
-        [first, ..] => {
-            let dim = dim.to_index(first.shape(), "cat")?;
-            let y = Tensor::cat(&arguments, dim)?;
-            let lengths = tensors.iter().map(|tensor| tensor.dims()[dim]).collect();
-            adopt(y, &tensors.iter().collect::<Vec<_>>(), Cat { dim, lengths })
-        }
-    }
+    let Some(first) = arguments.first() else { return Tensor::cat(&arguments, dim) };
+    let dim = dim.to_index(first.shape(), "cat")?;
+    let y = Tensor::cat(&arguments, dim)?;
+    let lengths = tensors.iter().map(|tensor| tensor.dims()[dim]).collect();
+    adopt(y, &tensors.iter().collect::<Vec<_>>(), Cat { dim, lengths })
 }
 
 /// The argument's shape.

@@ -7,9 +7,10 @@ use candle_core::{Result, Tensor};
 /// Makes functions find a token for `result`, which candle's own operations made of `arguments`: the gradients that they contribute
 /// go through `function`. Those of candle's operations go through candle's graph as before, which adds each to zeros.
 ///
-/// If no function has made one of the arguments, candle's graph has the whole gradient.
+/// If no function has made one of the arguments, candle's graph has the whole gradient. If the result is an argument itself, as the
+/// whole of a tensor, there is nothing to do.
 pub fn adopt(result: Tensor, arguments: &[&Tensor], function: impl Function) -> Result<Tensor> {
-    if !is_tracked(&result) {
+    if !is_tracked(&result) || arguments.iter().any(|argument| argument.id() == result.id()) {
         return Ok(result);
     }
     let nodes: Vec<_> = arguments.iter().map(|argument| Node::find(argument.id())).collect();
@@ -42,6 +43,18 @@ mod tests {
         fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
             Ok(vec![Some(gradient.clone()); needed.len()])
         }
+    }
+
+    /// candle returns some views of a whole tensor as that tensor, whose token stays what it is: it may be a variable's copy, which lives
+    /// for many passes.
+    #[test]
+    fn a_tensor_that_is_its_own_view_keeps_its_token() {
+        let x = Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
+        let sum = add(&x, &x).unwrap();
+        let token = || Node::find(sum.id()).unwrap().edge().token.unwrap().id();
+        let before = token();
+        let whole = adopt(sum.narrow(0, 0, 3).unwrap(), &[&sum], Same).unwrap();
+        assert_eq!((whole.id(), token()), (sum.id(), before));
     }
 
     /// Nodes that held each other would keep a graph for ever.

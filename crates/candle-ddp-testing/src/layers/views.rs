@@ -18,13 +18,18 @@ fn loss(y: &Tensor, both: bool) -> Result<Tensor> {
 
 /// Views of a variable, of a result of this crate, and of candle's have candle's values and gradients.
 pub fn views_are_candles(device: &Device) {
-    let cases: [(&str, Run, Run); 9] = [
+    let cases: [(&str, Run, Run); 10] = [
         ("reshape", &|x| reshape(x, (4, ())), &|x| x.reshape((4, ()))),
         ("flatten", &|x| flatten(x, 1, D::Minus1), &|x| x.flatten(1, D::Minus1)),
         ("transpose", &|x| transpose(x, 0, D::Minus1), &|x| x.transpose(0, D::Minus1)),
         ("permute", &|x| permute(x, (2, 0, 1)), &|x| x.permute((2, 0, 1))),
         ("narrow", &|x| narrow(x, 1, 1, 2), &|x| x.narrow(1, 1, 2)),
         ("nothing", &|x| narrow(x, 1, 1, 0), &|x| x.narrow(1, 1, 0)),
+        (
+            "the whole",
+            &|x| transpose(&narrow(&flatten(&reshape(&cat(&[x], 0)?, (2, 3, 4))?, 1, 1)?, 2, 0, 4)?, 1, 1),
+            &|x| Ok(x.clone()),
+        ),
         ("cat", &|x| cat(&[x, &silu(x)?, x], 1), &|x| Tensor::cat(&[x, &silu(x)?, x], 1)),
         (
             "views of views",
