@@ -283,7 +283,8 @@ impl Group {
     /// other hosts have read it, also those that are just connecting, or after a short while: if the connections closed earlier,
     /// the system might discard it.
     pub(crate) fn leave(&self) {
-        const PATIENCE: Duration = Duration::from_secs(2);
+        // On a busy machine, a peer's monitor may not run for seconds.
+        const PATIENCE: Duration = Duration::from_secs(5);
         self.look_around();
         let mut state = lock(&self.state);
         state.leaving = true;
