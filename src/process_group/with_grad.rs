@@ -5,7 +5,7 @@ use crate::{Error, ReduceOp, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape, Tensor, Var};
 use candle_ddp_tensor::copy::snapshot_tensor;
-use candle_ddp_tensor::function::{Function, apply, is_grad_enabled};
+use candle_ddp_tensor::function::{Function, apply, is_grad_enabled, is_tracked};
 use std::panic::Location;
 
 /// The collectives of a group as differentiable functions: `torch.distributed.nn.functional`. [`ProcessGroup::with_grad`] makes it.
@@ -268,12 +268,17 @@ impl WithGrad {
         if !is_grad_enabled() || !y.dtype().is_float() {
             return Ok(y);
         }
-        // The other ranks may need a gradient from this one, even if its tensor needs none.
-        let anchor = Var::zeros(1, y.dtype(), y.device())?;
-        let after = after.unwrap_or(&anchor).clone();
+        let after = match after {
+            Some(after) => Some(after.clone()),
+            None if is_tracked(x) => None,
+            // The other ranks may need a gradient from this one, even if its tensor needs none.
+            None => Some(Var::zeros(1, y.dtype(), y.device())?.into_inner()),
+        };
+        let arguments: Vec<&Tensor> = std::iter::once(x).chain(&after).collect();
         let result = snapshot_tensor(&y, y.dtype())?;
-        let function = Exchange { name, group: self.companion.clone(), at, after: after.detach(), backward };
-        Ok(apply(&[x, &after], result, function)?)
+        let group = self.companion.clone();
+        let function = Exchange { name, group, at, after: after.as_ref().map(Tensor::detach), backward };
+        Ok(apply(&arguments, result, function)?)
     }
 
     fn check(&self) -> Result<()> {
@@ -322,7 +327,7 @@ struct Exchange<B> {
     group: ProcessGroup,
     at: &'static Location<'static>,
     /// The result of an earlier function, whose backward pass begins once it has a gradient.
-    after: Tensor,
+    after: Option<Tensor>,
     backward: B,
 }
 
@@ -333,6 +338,8 @@ impl<B: Backward> Function for Exchange<B> {
 
     fn backward(&self, gradient: &Tensor, _: &[bool]) -> candle_core::Result<Vec<Option<Tensor>>> {
         let backward = || label::WITH_GRAD_BACKWARD.during(|| (self.backward)(&self.group, gradient));
-        Ok(vec![Some(CallSite::during(self.at, backward)?), Some(self.after.zeros_like()?)])
+        let gradient = CallSite::during(self.at, backward)?;
+        let of_after = self.after.iter().map(Tensor::zeros_like);
+        std::iter::once(Ok(gradient)).chain(of_after).map(|gradient| gradient.map(Some)).collect()
     }
 }
