@@ -6,8 +6,8 @@
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example contrastive -- --objective clip
 //! ```
 //!
-//! Each rank calculates the mean loss of its own samples, against the features of all ranks, which `with_grad().all_gather` brings
-//! together with their gradients. The backward pass adds up what the losses of all ranks contribute to a rank's features, and
+//! Each rank calculates the mean loss of its own samples against the features of all ranks. `with_grad().all_gather` gathers these, and
+//! returns their gradients. The backward pass adds up what the losses of all ranks contribute to a rank's features, and
 //! DistributedDataParallel averages the parameters' gradients. Together, that is the gradient of the mean loss of the whole batch,
 //! without a factor: any number of ranks trains as one.
 //!
@@ -34,7 +34,7 @@ enum Objective {
 /// Learn features of pictures without labels.
 #[derive(Parser)]
 struct Options {
-    /// What to compare a picture with: another view of it, or its caption.
+    /// Compare a picture with another view of it, or with its caption.
     #[arg(long, value_enum, default_value = "simclr")]
     objective: Objective,
     /// The number of steps.

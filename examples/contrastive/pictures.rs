@@ -14,7 +14,7 @@ pub(crate) struct Pictures {
     pub(crate) device: Device,
 }
 
-/// What a picture shows, which follows from its number.
+/// The words for a picture. They follow from its number.
 fn content(number: usize) -> [usize; WORDS] {
     let mut generator = Generator::with_sequence(1, number as u64);
     std::array::from_fn(|_| generator.below(VALUES as u64) as usize)

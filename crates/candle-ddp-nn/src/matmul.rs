@@ -144,7 +144,7 @@ fn narrow_products<T: Element>(
     })
 }
 
-/// What is stored of [`matrices`], and how each of them lies in it.
+/// The stored elements of [`matrices`], and the layout of each matrix in them.
 fn stored(x: &Tensor) -> Result<(Tensor, Strides)> {
     let (_, rows, columns) = x.dims3()?;
     if x.is_contiguous() {

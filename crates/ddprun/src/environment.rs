@@ -21,7 +21,7 @@ const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 /// CUDA's settings for programs whose communication waits on the GPU. Kernels are loaded when the program starts: a kernel that is
 /// loaded later may wait for everything on the GPU, including a call that waits for another rank. And streams get queues of their
 /// own, 32 instead of 8: streams that share one wait for each other. GPUs have the order of their slots, as in nvidia-smi and where
-/// ddprun looks up their NUMA nodes; otherwise, GPUs of several kinds have that of their speed.
+/// ddprun looks up their NUMA nodes; otherwise, CUDA numbers GPUs of several kinds by their speed.
 const CUDA: [(&str, &str); 3] =
     [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")];
 

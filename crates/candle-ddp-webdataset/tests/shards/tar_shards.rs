@@ -87,12 +87,12 @@ fn an_index_is_made_once_and_again_if_it_is_damaged() {
         assert_eq!(fs::read(index()).unwrap(), content);
     }
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-    // The default is beside the shard.
+    // By default, the index lies next to the shard.
     TarShards::new([&path]).unwrap();
     assert!(folder.path().join("a.tar.index").exists());
 }
 
-/// What is wrong with a shard, and where.
+/// A fault of a shard, and its place.
 fn assert_shard_error<T: std::fmt::Debug>(result: Result<T>, shard: &Path, texts: &[&str]) {
     match result {
         Err(Error::DataFile { path, reason }) => {
