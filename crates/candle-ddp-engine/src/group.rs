@@ -283,11 +283,15 @@ impl Group {
     /// other hosts have read it, also those that are just connecting, or after a short while: if the connections closed earlier,
     /// the system might discard it.
     pub(crate) fn leave(&self) {
-        // On a busy machine, a peer's monitor may not run for seconds.
-        const PATIENCE: Duration = Duration::from_secs(5);
         self.look_around();
         let mut state = lock(&self.state);
         state.leaving = true;
+        let patience = Duration::from_secs(match &state.failure {
+            // A stopped process reads nothing, and its peers have waited long enough. The groups of a process leave in turn.
+            None | Some(Failure::TimedOut { .. }) => 2,
+            // On a busy machine, a peer's monitor may not run for seconds.
+            Some(_) => 5,
+        });
         let mut goodbyes = Vec::new();
         if let Some(shm) = &self.shm {
             shm.board.leave();
@@ -297,7 +301,7 @@ impl Group {
         }
         drop(state);
         goodbyes.iter().for_each(|(peer, goodbye)| self.control.send(*peer, goodbye));
-        self.wait_until(Instant::now() + PATIENCE, |state| {
+        self.wait_until(Instant::now() + patience, |state| {
             let has_read = |peer: usize| state.peers[peer].acknowledged || state.peers[peer].closed;
             (!state.is_connecting && self.linked().all(has_read)).then_some(())
         });
