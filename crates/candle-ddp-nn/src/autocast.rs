@@ -63,7 +63,8 @@ thread_local! {
 /// threads.
 ///
 /// A parameter that several products use is cast once in a region, unless its gradient has been calculated in between. A program that
-/// sets a parameter by other means than a step of training should do so outside of the region.
+/// sets a parameter by other means than a step of training should do so outside of the region. On the CPU, linear layers round their
+/// weights in f32 while they multiply, and never cast them; their gradients are sums in f32, not rounded to 16 bits.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Module, Tensor};
@@ -160,6 +161,19 @@ impl Casts {
         let cast = cast(parameter, self.0.mode.dtype(), Some(Arc::downgrade(&self.0)))?;
         self.0.parameters().insert(parameter.id(), cast.clone());
         Ok(cast)
+    }
+
+    /// A parameter of a product that rounds it while it packs it, which costs nothing; otherwise as [`parameter`](Self::parameter).
+    pub(crate) fn packed(&self, parameter: &Tensor) -> Result<Tensor> {
+        match parameter.device().is_cpu() && parameter.dtype() == DType::F32 {
+            true => Ok(parameter.clone()),
+            false => self.parameter(parameter),
+        }
+    }
+
+    /// The dtype in which a product computes with this argument.
+    pub(crate) fn dtype_of(&self, x: &Tensor) -> DType {
+        if is_cast(x) { self.0.mode.dtype() } else { x.dtype() }
     }
 
     /// The result `y` of a product whose first argument was `x`.

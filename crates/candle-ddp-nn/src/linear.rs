@@ -6,15 +6,16 @@ mod uneven;
 pub(crate) use uneven::is_uneven;
 
 use super::autocast::Casts;
-use super::gemm::{Strides, product, threads};
-use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
-use candle_ddp_tensor::Error;
+use super::gemm::{self, Strides, threads};
+use candle_core::{D, DType, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
 use candle_ddp_tensor::column_sums::column_sums;
 use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::{Element, Error};
 use candle_nn::{Init, VarBuilder};
+use product::Extents;
 
 /// y = x · Wᵀ + b: `torch.nn.Linear`, and a drop-in for [`candle_nn::Linear`] with the same names in the `VarMap`
 /// (`weight` of shape (out, in), `bias` of shape (out)). Made by [`linear`] and [`linear_no_bias`].
@@ -92,26 +93,37 @@ impl Module for Linear {
     /// floating-point.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Self { weight, bias } = self;
-        if let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? {
-            let bias = bias.as_ref().map(|bias| casts.parameter(bias)).transpose()?;
-            let layer = Self { weight: casts.parameter(weight)?, bias };
-            return casts.result(layer.forward(&casts.input(x)?)?, x);
-        }
-        check(["the input of Linear", "the bias of Linear"], x, weight, bias.as_ref())?;
-        let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-        let product = Product { x: x.detach(), weight: weight.detach() };
-        let result = product.forward(bias.as_ref())?;
-        match bias {
-            Some(bias) => apply(&[&x, &weight, bias], result, product),
-            None => apply(&[&x, &weight], result, product),
-        }
+        let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
+            return multiply(x, (weight, weight.dtype()), bias.as_ref());
+        };
+        let bias = bias.as_ref().map(|bias| casts.parameter(bias)).transpose()?;
+        let y = multiply(&casts.input(x)?, (&casts.packed(weight)?, casts.dtype_of(weight)), bias.as_ref())?;
+        casts.result(y, x)
     }
 }
 
-/// Refuses arguments that do not fit each other; `names` are those of the input and of the bias.
-pub(crate) fn check(names: [&'static str; 2], x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+/// x · Wᵀ + b, with the weight and the dtype that it is rounded to.
+fn multiply(x: &Tensor, (weight, dtype): (&Tensor, DType), bias: Option<&Tensor>) -> Result<Tensor> {
+    check(["the input of Linear", "the bias of Linear"], x, (weight, dtype), bias)?;
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let product = Product { x: x.detach(), weight: weight.detach() };
+    let result = product.forward(bias)?;
+    match bias {
+        Some(bias) => apply(&[&x, &weight, bias], result, product),
+        None => apply(&[&x, &weight], result, product),
+    }
+}
+
+/// Refuses arguments that do not fit each other; `names` are those of the input and of the bias. `dtype` is the one that the weight is
+/// rounded to.
+pub(crate) fn check(
+    names: [&'static str; 2],
+    x: &Tensor,
+    (weight, dtype): (&Tensor, DType),
+    bias: Option<&Tensor>,
+) -> Result<()> {
     let (out, features) = weight.dims2()?;
-    let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
+    let alike = |other: &Tensor| other.dtype() == dtype && other.device().same_device(weight.device());
     if x.rank() == 0 || x.dim(D::Minus1)? != features || !alike(x) {
         let reason = format!(
             "it is {}, and the weight is {}: it must be (…, {features}) of the same dtype and on the same device",
@@ -136,12 +148,13 @@ pub(crate) fn check(names: [&'static str; 2], x: &Tensor, weight: &Tensor, bias:
 /// The product, with the tensors that its gradients need.
 struct Product {
     x: Tensor,
+    /// Of the dtype of `x`; on the CPU it may also be f32, and is rounded while it is packed.
     weight: Tensor,
 }
 
 impl Product {
     /// Rows, inputs and outputs.
-    fn extents(&self) -> Result<(usize, usize, usize)> {
+    fn extents(&self) -> Result<Extents> {
         let (out, features) = self.weight.dims2()?;
         let rows = self.x.dims()[..self.x.rank() - 1].iter().product();
         Ok((rows, features, out))
@@ -158,16 +171,46 @@ impl Product {
             return Ok(cuda::forward((rows, features, out), &self.x, &self.weight, bias, shape)?.into_result());
         }
         let storage = dispatch!(self.x.dtype(), "Linear", T => {
-            with_slice::<T, _>(&self.x, |x| with_slice::<T, _>(&self.weight, |weight| {
-                let (x, weight) = ((x, Strides::rows(features)), (weight, Strides::transposed(features)));
+            let b = Strides::transposed(features);
+            with_slice::<T, _>(&self.x, |x| {
                 let y = match bias {
-                    Some(bias) => with_slice::<T, _>(bias, |bias| product(extents, x, weight, Some(bias), threads()))?,
-                    None => product(extents, x, weight, None, threads())?,
+                    Some(bias) => {
+                        with_slice::<T, _>(bias, |bias| self.by_weight(extents, (x, Strides::rows(features)), b, Some(bias)))?
+                    }
+                    None => self.by_weight(extents, (x, Strides::rows(features)), b, None)?,
                 };
                 Ok(T::to_cpu_storage_owned(y))
-            }))
+            })
         })?;
         Ok((Storage::Cpu(storage), Shape::from(shape)))
+    }
+
+    /// a · b + bias, where b is the weight, or its transpose, in the CPU's memory.
+    fn by_weight<T: Element>(
+        &self,
+        extents: Extents,
+        a: (&[T], Strides),
+        b: Strides,
+        bias: Option<&[T]>,
+    ) -> Result<Vec<T>> {
+        match self.weight.dtype() == T::DTYPE {
+            true => with_slice::<T, _>(&self.weight, |weight| gemm::product(extents, a, (weight, b), bias, threads())),
+            false => {
+                with_slice::<T::Real, _>(&self.weight, |weight| gemm::product(extents, a, (weight, b), bias, threads()))
+            }
+        }
+    }
+
+    /// The weight's gradient, dyᵀ · x, in the weight's dtype.
+    fn d_weight<T: Element>(&self, extents: Extents, dy: &[T], x: &[T]) -> Result<Tensor> {
+        let (dy, x) = ((dy, Strides::transposed(extents.0)), (x, Strides::rows(extents.1)));
+        let shape = self.weight.shape();
+        if self.weight.dtype() == T::DTYPE {
+            return Ok(slice_tensor(gemm::product(extents, dy, x, None, threads())?, shape));
+        }
+        let mut d_weight = vec![T::Real::default(); shape.elem_count()];
+        gemm::gemm(extents, &mut d_weight, false, dy, x, threads())?;
+        Ok(slice_tensor(d_weight, shape))
     }
 }
 
@@ -189,18 +232,12 @@ impl Function for Product {
         }
         dispatch!(dy.dtype(), "Linear", T => with_slice::<T, _>(dy, |dy| {
             if needed[0] {
-                let dx = with_slice::<T, _>(&self.weight, |weight| {
-                    let (dy, weight) = ((dy, Strides::rows(out)), (weight, Strides::rows(features)));
-                    product((rows, features, out), dy, weight, None, threads())
-                })?;
+                let (dy, weight) = ((dy, Strides::rows(out)), Strides::rows(features));
+                let dx = self.by_weight((rows, features, out), dy, weight, None)?;
                 gradients[0] = Some(slice_tensor(dx, self.x.shape()));
             }
             if needed[1] {
-                let d_weight = with_slice::<T, _>(&self.x, |x| {
-                    let (dy, x) = ((dy, Strides::transposed(out)), (x, Strides::rows(features)));
-                    product((out, features, rows), dy, x, None, threads())
-                })?;
-                gradients[1] = Some(slice_tensor(d_weight, self.weight.shape()));
+                gradients[1] = Some(with_slice::<T, _>(&self.x, |x| self.d_weight((out, features, rows), dy, x))?);
             }
             Ok(gradients)
         }))

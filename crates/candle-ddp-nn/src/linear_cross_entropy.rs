@@ -6,7 +6,7 @@ mod head;
 use crate::autocast::Casts;
 use crate::cross_entropy::{CrossEntropyOptions, check};
 use crate::linear;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::error::describe;
 use head::Head;
@@ -66,13 +66,25 @@ pub fn linear_cross_entropy_with(
     targets: &Tensor,
     options: LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
-    if let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? {
-        let bias = bias.map(|bias| casts.parameter(bias)).transpose()?;
-        let (x, weight) = (casts.input(x)?, casts.parameter(weight)?);
-        // The loss is f32 in any case.
-        return linear_cross_entropy_with(&x, &weight, bias.as_ref(), targets, options);
-    }
-    linear::check(["the input of linear_cross_entropy", "the bias of linear_cross_entropy"], x, weight, bias)?;
+    let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
+        return with_head(x, (weight, weight.dtype()), bias, targets, options);
+    };
+    let bias = bias.map(|bias| casts.parameter(bias)).transpose()?;
+    let (x, dtype) = (casts.input(x)?, casts.dtype_of(weight));
+    // The loss is f32 in any case.
+    with_head(&x, (&casts.packed(weight)?, dtype), bias.as_ref(), targets, options)
+}
+
+/// The loss, with the weight and the dtype that it is rounded to.
+fn with_head(
+    x: &Tensor,
+    (weight, dtype): (&Tensor, DType),
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    options: LinearCrossEntropyOptions,
+) -> Result<Tensor> {
+    let names = ["the input of linear_cross_entropy", "the bias of linear_cross_entropy"];
+    linear::check(names, x, (weight, dtype), bias)?;
     let (classes, _) = weight.dims2()?;
     if targets.dims() != &x.dims()[..x.rank() - 1] || classes == 0 {
         let [x, weight, targets] = [x, weight, targets].map(|tensor| describe(tensor.dtype(), tensor.shape()));

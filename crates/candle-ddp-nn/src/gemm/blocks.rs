@@ -1,7 +1,7 @@
 //! Products of bf16 block by block, so that what is packed stays in a core's cache.
 //!
 //! Each element of a result is summed in f32 in one order, whatever the number of threads.
-use super::bf16::{self, Avx512};
+use super::bf16::{self, Avx512, Source};
 use super::strides::Strides;
 use candle_ddp_tensor::vectorise;
 use rayon::prelude::*;
@@ -12,16 +12,16 @@ const COLUMNS: usize = 384;
 const DEPTH: usize = 512;
 
 /// A matrix and its layout.
-type Factor<'a> = (&'a [half::bf16], Strides);
+type Factor<'a, E> = (&'a [E], Strides);
 
 /// result = a · b, or result + a · b if `accumulate`. The slices must span the matrices.
-pub(super) fn sums(
+pub(super) fn sums<B: Source>(
     unit: Avx512,
     (m, n, k): (usize, usize, usize),
     result: &mut [f32],
     accumulate: bool,
-    a: Factor,
-    b: Factor,
+    a: Factor<half::bf16>,
+    b: Factor<B>,
     threads: usize,
 ) {
     if k == 0 {
@@ -42,12 +42,12 @@ pub(super) fn sums(
 }
 
 /// result = a · b + bias, rounded once. The slices must span the matrices.
-pub(super) fn rounded(
+pub(super) fn rounded<B: Source>(
     unit: Avx512,
     (m, n, k): (usize, usize, usize),
     result: &mut [half::bf16],
-    a: Factor,
-    b: Factor,
+    a: Factor<half::bf16>,
+    b: Factor<B>,
     bias: Option<&[half::bf16]>,
     threads: usize,
 ) {
@@ -117,13 +117,13 @@ fn each_rows<E: Send>(
 }
 
 /// result = a · b, or result + a · b if `accumulate`, with rows some distance apart, a block of the depth at a time.
-fn deep(
+fn deep<B: Source>(
     unit: Avx512,
     (m, n, k): (usize, usize, usize),
     (result, distance): (&mut [f32], usize),
     accumulate: bool,
-    (a, a_strides): Factor,
-    (b, b_strides): Factor,
+    (a, a_strides): Factor<half::bf16>,
+    (b, b_strides): Factor<B>,
     packed: &mut bf16::Packed,
 ) {
     // Blocks of the depth are about equal.

@@ -19,14 +19,15 @@ pub(super) fn threads() -> usize {
     rayon::current_num_threads().max(1)
 }
 
-/// a · b, row by row, and to each row `bias` is added if there is one. Sums are in f32 (f64 for f64), and rounded once.
+/// a · b, row by row, and to each row `bias` is added if there is one. Sums are in f32 (f64 for f64), and rounded once. If `b` is wider
+/// than `T`, its elements are rounded to `T` first.
 ///
 /// # Errors
 /// As [`gemm`].
-pub(super) fn product<T: Element>(
+pub(super) fn product<T: Element, B: Element<Real = T::Real>>(
     (m, n, k): (usize, usize, usize),
     a: (&[T], Strides),
-    b: (&[T], Strides),
+    b: (&[B], Strides),
     bias: Option<&[T]>,
     threads: usize,
 ) -> Result<Vec<T>> {
@@ -34,55 +35,62 @@ pub(super) fn product<T: Element>(
     if bias.is_some_and(|bias| bias.len() != n) {
         candle_core::bail!("the bias of a product with {n} columns must have as many elements")
     }
-    if let Some(unit) = unit::<T>()?
-        && let (Some(of_a), Some(of_b)) = (same(a.0), same(b.0))
-    {
+    if let (Some(unit), Some(of_a)) = (unit::<T>()?, same(a.0)) {
         let mut result = vec![T::from_f64(0.0); m * n];
-        if let Some(result) = same_mut(&mut result) {
-            blocks::rounded(unit, (m, n, k), result, (of_a, a.1), (of_b, b.1), bias.and_then(same), threads);
+        let (of_a, bias) = ((of_a, a.1), bias.and_then(same));
+        match (same_mut(&mut result), same(b.0), same(b.0)) {
+            (Some(result), Some(of_b), _) => {
+                blocks::rounded::<half::bf16>(unit, (m, n, k), result, of_a, (of_b, b.1), bias, threads)
+            }
+            (Some(result), _, Some(of_b)) => {
+                blocks::rounded::<f32>(unit, (m, n, k), result, of_a, (of_b, b.1), bias, threads)
+            }
+            _ => candle_core::bail!("a product of {:?} cannot have a factor of {:?}", T::DTYPE, B::DTYPE),
         }
         return Ok(result);
     }
     if !is_wide::<T>() {
-        let (of_a, of_b, bias) = (wide(a.0), wide(b.0), bias.map(wide));
+        let (of_a, of_b, bias) = (wide(a.0), rounded::<T, B>(b.0), bias.map(wide));
         let (a, b) = ((&of_a[..], a.1), (&of_b[..], b.1));
         return Ok(narrow_vec::<T>(product((m, n, k), a, b, bias.as_deref(), threads)?));
     }
+    let (of_a, of_b) = (wide(a.0), wide(b.0));
+    let (a, b) = ((&of_a[..], a.1), (&of_b[..], b.1));
     if let Some(bias) = bias {
-        let mut result = bias.repeat(m);
-        // SAFETY: the slices span the matrices, as checked above, and `T` is f32 or f64.
+        let mut result = wide(bias).repeat(m);
+        // SAFETY: the slices span the matrices, as checked above, and the type of sums is f32 or f64.
         unsafe { multiply((m, n, k), result.as_mut_ptr(), true, a, b, threads) };
-        return Ok(result);
+        return Ok(narrow_vec::<T>(result));
     }
     let mut result = Vec::with_capacity(m * n);
     if k == 0 {
-        result.resize(m * n, T::from_f64(0.0));
-        return Ok(result);
+        result.resize(m * n, T::Real::from_f64(0.0));
+        return Ok(narrow_vec::<T>(result));
     }
     // SAFETY: the result has room for m × n elements, and a product that does not accumulate writes all of them
-    // before they count as initialised. The factors were checked, and `T` is f32 or f64.
+    // before they count as initialised. The factors were checked, and the type of sums is f32 or f64.
     unsafe {
         multiply((m, n, k), result.as_mut_ptr(), false, a, b, threads);
         result.set_len(m * n);
     }
-    Ok(result)
+    Ok(narrow_vec::<T>(result))
 }
 
 /// result = a · b, or result + a · b if `accumulate`; `a` has `m` rows and `k` columns, `b` has `k` rows and `n`
-/// columns, the result has `m` consecutive rows.
+/// columns, the result has `m` consecutive rows. If `b` is wider than `T`, its elements are rounded to `T` first.
 ///
 /// # Errors
 /// Returns an error for a slice that is too short for its matrix.
-pub(super) fn gemm<T: Element>(
+pub(super) fn gemm<T: Element, B: Element<Real = T::Real>>(
     (m, n, k): (usize, usize, usize),
     result: &mut [T::Real],
     accumulate: bool,
     a: (&[T], Strides),
-    b: (&[T], Strides),
+    b: (&[B], Strides),
     threads: usize,
 ) -> Result<()> {
     check((m, n, k), result.len(), a, b)?;
-    match (T::as_reals(a.0), T::as_reals(b.0)) {
+    match (T::as_reals(a.0), B::as_reals(b.0)) {
         // SAFETY: the slices span the matrices, as checked above, and the result is borrowed mutably, so it overlaps
         // with neither factor.
         (Some(wide_a), Some(wide_b)) => unsafe {
@@ -90,11 +98,20 @@ pub(super) fn gemm<T: Element>(
         },
         _ => {
             if let Some(unit) = unit::<T>()?
-                && let (Some(of_a), Some(of_b), Some(result)) = (same(a.0), same(b.0), same_mut(result))
+                && let (Some(of_a), Some(result)) = (same(a.0), same_mut(result))
             {
-                blocks::sums(unit, (m, n, k), result, accumulate, (of_a, a.1), (of_b, b.1), threads);
+                let of_a = (of_a, a.1);
+                match (same(b.0), same(b.0)) {
+                    (Some(of_b), _) => {
+                        blocks::sums::<half::bf16>(unit, (m, n, k), result, accumulate, of_a, (of_b, b.1), threads)
+                    }
+                    (_, Some(of_b)) => {
+                        blocks::sums::<f32>(unit, (m, n, k), result, accumulate, of_a, (of_b, b.1), threads)
+                    }
+                    _ => candle_core::bail!("a product of {:?} cannot have a factor of {:?}", T::DTYPE, B::DTYPE),
+                }
             } else {
-                let (of_a, of_b) = (wide(a.0), wide(b.0));
+                let (of_a, of_b) = (wide(a.0), rounded::<T, B>(b.0));
                 return gemm((m, n, k), result, accumulate, (&of_a[..], a.1), (&of_b[..], b.1), threads);
             }
         }
@@ -108,6 +125,14 @@ pub(super) fn wide<T: Element>(values: &[T]) -> Cow<'_, [T::Real]> {
         Some(values) => Cow::Borrowed(values),
         None => vectorise!(|| values.iter().map(|value| value.widen()).collect()),
     }
+}
+
+/// The elements, rounded to `T`, in the type that they are computed in.
+fn rounded<T: Element, B: Element<Real = T::Real>>(values: &[B]) -> Cow<'_, [T::Real]> {
+    if B::DTYPE == T::DTYPE {
+        return wide(values);
+    }
+    vectorise!(|| values.iter().map(|value| T::narrow(value.widen()).widen()).collect())
 }
 
 /// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them.
@@ -142,11 +167,11 @@ pub(super) fn same_mut<A: 'static, B: 'static>(values: &mut [A]) -> Option<&mut 
         .then(|| unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })
 }
 
-fn check<T: WithDType>(
+fn check<A: WithDType, B: WithDType>(
     (m, n, k): (usize, usize, usize),
     result: usize,
-    (a, a_strides): (&[T], Strides),
-    (b, b_strides): (&[T], Strides),
+    (a, a_strides): (&[A], Strides),
+    (b, b_strides): (&[B], Strides),
 ) -> Result<()> {
     if result < m * n || a.len() < a_strides.span(m, k) || b.len() < b_strides.span(k, n) {
         candle_core::bail!(

@@ -6,29 +6,40 @@ use candle_core::{DType, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
 use candle_ddp_tensor::function::{Function, apply};
 use candle_ddp_tensor::{Element, dispatch, vectorise};
+use std::marker::PhantomData;
 
 /// The arguments have been checked.
 pub(super) fn linear_cross_entropy(head: &Head, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     let losses = CrossEntropy::new(targets, head.weight.dim(0)?, options)?;
     dispatch!(head.x.dtype(), "linear_cross_entropy", T => {
         type Real = <T as Element>::Real;
-        let (loss, gradients) = with_slice::<T, _>(head.x, |x| with_slice::<T, _>(head.weight, |weight| match head.bias {
-            Some(bias) => with_slice::<T, _>(bias, |bias| run(head, &losses, x, weight, Some(bias))),
-            None => run(head, &losses, x, weight, None),
-        }))?;
-        let loss = Storage::Cpu(Real::to_cpu_storage_owned(vec![Real::from_f64(loss)]));
-        apply(&head.arguments(), (loss, Shape::from(())), gradients)
+        match head.weight.dtype() == head.x.dtype() {
+            true => apply_with::<T, T>(head, &losses),
+            false => apply_with::<T, Real>(head, &losses),
+        }
     })
 }
 
+/// A weight of another type than `T` is rounded to `T` when it is multiplied.
+fn apply_with<T: Element, W: Element<Real = T::Real>>(head: &Head, losses: &CrossEntropy) -> Result<Tensor> {
+    let (loss, gradients) = with_slice::<T, _>(head.x, |x| {
+        with_slice::<W, _>(head.weight, |weight| match head.bias {
+            Some(bias) => with_slice::<T, _>(bias, |bias| run(head, losses, x, weight, Some(bias))),
+            None => run(head, losses, x, weight, None),
+        })
+    })?;
+    let loss = Storage::Cpu(T::Real::to_cpu_storage_owned(vec![T::Real::from_f64(loss)]));
+    apply(&head.arguments(), (loss, Shape::from(())), gradients)
+}
+
 /// Returns the loss, and its gradients as far as they are needed.
-fn run<T: Element>(
+fn run<T: Element, W: Element<Real = T::Real>>(
     head: &Head,
     losses: &CrossEntropy,
     x: &[T],
-    weight: &[T],
+    weight: &[W],
     bias: Option<&[T]>,
-) -> Result<(f64, Gradients<T>)> {
+) -> Result<(f64, Gradients<T, W>)> {
     let (rows, features, classes) = head.extents()?;
     let needed = head.needed();
     // In f16, gradients of the logits that are divided by the number of samples would vanish. But an infinite factor, of a mean of no
@@ -68,17 +79,19 @@ fn run<T: Element>(
         }
     }
     let shapes = head.arguments().into_iter().map(|argument| argument.shape().clone()).collect();
-    Ok((loss * losses.scale, Gradients { sums, shapes, factor }))
+    Ok((loss * losses.scale, Gradients { sums, shapes, factor, types: PhantomData }))
 }
 
 /// The gradients of the arguments for a loss with the gradient 1, without the factor.
-struct Gradients<T: Element> {
+struct Gradients<T: Element, W> {
     sums: [Option<Vec<T::Real>>; 3],
     shapes: Vec<Shape>,
     factor: f64,
+    /// Of the arguments, and of the weight.
+    types: PhantomData<(T, W)>,
 }
 
-impl<T: Element> Function for Gradients<T> {
+impl<T: Element, W: Element<Real = T::Real>> Function for Gradients<T, W> {
     fn name(&self) -> &'static str {
         "linear_cross_entropy"
     }
@@ -86,12 +99,16 @@ impl<T: Element> Function for Gradients<T> {
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let gradient = gradient.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         let factor = T::Real::from_f64(gradient * self.factor);
-        let scaled =
-            |sums: &[T::Real]| -> Vec<T> { vectorise!(|| sums.iter().map(|sum| T::narrow(*sum * factor)).collect()) };
-        let gradients = self.sums.iter().zip(&self.shapes).zip(needed);
-        let gradient = |((sums, shape), needed): ((&Option<Vec<_>>, &Shape), &bool)| {
-            sums.as_ref().filter(|_| *needed).map(|sums| slice_tensor(scaled(sums), shape))
+        let gradients = self.sums.iter().zip(&self.shapes).zip(needed).enumerate();
+        let gradient = |(index, ((sums, shape), needed)): (usize, ((&Option<Vec<_>>, &Shape), &bool))| {
+            let sums = sums.as_ref().filter(|_| *needed)?;
+            Some(if index == 1 { scaled::<W>(sums, factor, shape) } else { scaled::<T>(sums, factor, shape) })
         };
         Ok(gradients.map(gradient).collect())
     }
+}
+
+fn scaled<E: Element>(sums: &[E::Real], factor: E::Real, shape: &Shape) -> Tensor {
+    let values: Vec<E> = vectorise!(|| sums.iter().map(|sum| E::narrow(*sum * factor)).collect());
+    slice_tensor(values, shape)
 }

@@ -258,13 +258,13 @@ fn the_state_is_nested_belongs_to_its_thread_and_ends_with_a_panic() {
 
 /// Its own weight twice, so that its gradient is the sum of two.
 fn twice(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let y = linear(&[x.clone(), weight.clone()])?;
-    linear(&[relu(&y)?, weight.clone()])
+    let convolution = Conv1d::new(weight.clone(), None, Conv1dConfig::default());
+    convolution.forward(&relu(&convolution.forward(x)?)?)
 }
 
 #[test]
 fn a_weight_that_changes_in_the_region_is_cast_again() {
-    let (x, weight) = (wave(&[3, 4], 0, DType::F32), wave(&[4, 4], 1, DType::F32));
+    let (x, weight) = (wave(&[3, 4, 1], 0, DType::F32), wave(&[4, 4, 1], 1, DType::F32));
     let run = || twice(&x, &weight).unwrap();
     let (first, second) = autocast(DType::BF16, || {
         // Without a gradient, nothing is kept, nor taken later by a pass with one.
@@ -288,10 +288,36 @@ fn a_weight_that_changes_in_the_region_is_cast_again() {
     assert_eq!(floats(&stays), floats(&autocast(DType::BF16, run)));
 }
 
+/// Exactly as if they had been cast before, in all products. Their gradients have the bits of sums in f32.
+#[test]
+fn linear_layers_and_heads_round_their_weights() {
+    let arguments = [wave(&[37, 45], 0, DType::F32), wave(&[51, 45], 1, DType::F32), wave(&[51], 2, DType::F32)];
+    let targets = Tensor::arange(0u32, 37, &Device::Cpu).unwrap();
+    let head = |x: &[Tensor]| linear_cross_entropy(&x[0], &x[1], x.get(2), &targets);
+    for (name, run) in [("linear", &linear as Run), ("linear_cross_entropy", &head)] {
+        for dtype in [DType::BF16, DType::F16] {
+            let tensors = |vars: &[Var]| vars.iter().map(|var| var.as_tensor().clone()).collect::<Vec<_>>();
+            let y = autocast(dtype, || run(&tensors(&arguments))).unwrap();
+            let narrow = arguments.each_ref().map(|t| Var::from_tensor(&t.to_dtype(dtype).unwrap()).unwrap());
+            let y16 = run(&tensors(&narrow)).unwrap();
+            assert_eq!(floats(&y), floats(&y16), "{name}, {dtype:?}");
+            let gradients = [(y, &arguments), (y16, &narrow)].map(|(y, arguments)| {
+                let gradients = y.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap().backward().unwrap();
+                arguments.each_ref().map(|argument| gradients.get(argument).unwrap().clone())
+            });
+            let [[dx, d_weight, _], [dx16, d_weight16, _]] = &gradients;
+            assert_eq!(floats(dx), floats(dx16), "{name}, {dtype:?}");
+            let rounded = d_weight.to_dtype(dtype).unwrap();
+            assert_eq!(floats(&rounded), floats(d_weight16), "{name}, {dtype:?}: rounded, they are the same");
+            assert_ne!(floats(d_weight), floats(d_weight16), "{name}, {dtype:?}: the first are not rounded");
+        }
+    }
+}
+
 /// The backward pass runs outside of the region, and inside of another one.
 #[test]
 fn a_checkpoint_casts_again_as_before() {
-    let (x, weight) = (wave(&[3, 4], 0, DType::F32), wave(&[4, 4], 1, DType::F32));
+    let (x, weight) = (wave(&[3, 4, 1], 0, DType::F32), wave(&[4, 4, 1], 1, DType::F32));
     let results = |y: &Tensor, outside: Option<Autocast>| {
         let loss = y.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap();
         let gradients = set_autocast(outside, || loss.backward()).unwrap();

@@ -1,5 +1,5 @@
 //! In place of the instructions of x86-64, on other processors.
-use super::Unit;
+use super::{Source, Unit};
 use half::bf16;
 
 /// There is none.
@@ -12,8 +12,15 @@ impl Avx512 {
     }
 }
 
+/// Elements that can be packed.
+pub(crate) trait Load {}
+
+impl Load for bf16 {}
+
+impl Load for f32 {}
+
 impl Unit for Avx512 {
-    fn transpose(self, _: &[bf16], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
+    fn transpose<E: Source>(self, _: &[E], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
         match self {}
     }
 
@@ -21,7 +28,7 @@ impl Unit for Avx512 {
         match self {}
     }
 
-    fn interleave(self, _: &[bf16], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
+    fn interleave<E: Source>(self, _: &[E], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
         match self {}
     }
 

@@ -33,6 +33,23 @@ pub(crate) fn pair(first: bf16, second: bf16) -> u32 {
     u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
 }
 
+/// The elements of a factor: bf16, or f32 that is rounded when it is packed.
+pub(crate) trait Source: avx512::Load + Copy + Send + Sync + 'static {
+    fn rounded(self) -> bf16;
+}
+
+impl Source for bf16 {
+    fn rounded(self) -> bf16 {
+        self
+    }
+}
+
+impl Source for f32 {
+    fn rounded(self) -> bf16 {
+        bf16::from_f32(self)
+    }
+}
+
 /// What a processor can do. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
 ///
 /// Packed factors lie in panels of lines (rows of a, columns of b): pair by pair, and the pairs of all lines side by side.
@@ -45,13 +62,29 @@ pub(crate) trait Unit: Copy + Send + Sync {
     /// Writes a panel, to[pair × width + line], from `lines` ≤ 16 lines of `depth` elements. `from` has neighbours along
     /// the depth side by side, and lines `distance` apart. 16 pairs are written at each place, so `to` must have room for
     /// them after the last, and a place's surplus is overwritten by the next.
-    fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize);
+    fn transpose<E: Source>(
+        self,
+        from: &[E],
+        distance: usize,
+        lines: usize,
+        depth: usize,
+        to: &mut [u32],
+        width: usize,
+    );
 
     /// The same, where `from` has `pairs` pairs in each line.
     fn transpose_pairs(self, from: &[u32], distance: usize, lines: usize, pairs: usize, to: &mut [u32], width: usize);
 
     /// The same, where `from` has lines side by side, and neighbours along the depth `distance` apart.
-    fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize);
+    fn interleave<E: Source>(
+        self,
+        from: &[E],
+        distance: usize,
+        lines: usize,
+        depth: usize,
+        to: &mut [u32],
+        width: usize,
+    );
 
     /// result = a · b, or result + a · b if `accumulate`, of a panel of `rows` ≤ [`ROWS`] rows and one of 1 to [`VECTORS`]
     /// vectors, whose pairs lie `LANES * VECTORS` apart. Rows of the result are `distance` apart; only `columns` of each
@@ -180,13 +213,13 @@ pub(super) struct Packed {
 }
 
 /// result = a · b, or result + a · b if `accumulate`. Rows of the result are `distance` apart.
-pub(super) fn multiply<U: Unit>(
+pub(super) fn multiply<U: Unit, B: Source>(
     unit: U,
     (m, n, k): (usize, usize, usize),
     result: (&mut [f32], usize),
     accumulate: bool,
     (a, a_strides): (&[bf16], Strides),
-    (b, b_strides): (&[bf16], Strides),
+    (b, b_strides): (&[B], Strides),
     packed: &mut Packed,
 ) {
     let pairs = k.div_ceil(2);
@@ -203,9 +236,9 @@ pub(super) fn multiply<U: Unit>(
 }
 
 /// Writes a panel of `lines` lines: `by_line` and `by_depth` are the distances in `from`.
-fn pack<U: Unit>(
+fn pack<U: Unit, E: Source>(
     unit: U,
-    from: &[bf16],
+    from: &[E],
     [by_line, by_depth]: [usize; 2],
     lines: usize,
     depth: usize,
@@ -225,7 +258,7 @@ fn pack<U: Unit>(
     }
     for (first, to) in (0..depth).step_by(2).zip(to.chunks_mut(width)) {
         for (line, to) in to.iter_mut().take(lines).enumerate() {
-            let at = |depth: usize| from[line * by_line + depth * by_depth];
+            let at = |depth: usize| from[line * by_line + depth * by_depth].rounded();
             *to = pair(at(first), if first + 1 < depth { at(first + 1) } else { bf16::ZERO });
         }
     }

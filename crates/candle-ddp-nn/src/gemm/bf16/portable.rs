@@ -1,12 +1,20 @@
 //! What AVX512-BF16 does, for tests on every processor.
-use super::{LANES, Unit, VECTORS, pair};
+use super::{LANES, Source, Unit, VECTORS, pair};
 use half::bf16;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
 impl Unit for Portable {
-    fn transpose(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
+    fn transpose<E: Source>(
+        self,
+        from: &[E],
+        distance: usize,
+        lines: usize,
+        depth: usize,
+        to: &mut [u32],
+        width: usize,
+    ) {
         place([distance, 1], from, lines, depth, to, width);
     }
 
@@ -18,7 +26,15 @@ impl Unit for Portable {
         }
     }
 
-    fn interleave(self, from: &[bf16], distance: usize, lines: usize, depth: usize, to: &mut [u32], width: usize) {
+    fn interleave<E: Source>(
+        self,
+        from: &[E],
+        distance: usize,
+        lines: usize,
+        depth: usize,
+        to: &mut [u32],
+        width: usize,
+    ) {
         place([1, distance], from, lines, depth, to, width);
     }
 
@@ -59,12 +75,19 @@ impl Unit for Portable {
     }
 }
 
-fn place([by_line, by_depth]: [usize; 2], from: &[bf16], lines: usize, depth: usize, to: &mut [u32], width: usize) {
+fn place<E: Source>(
+    [by_line, by_depth]: [usize; 2],
+    from: &[E],
+    lines: usize,
+    depth: usize,
+    to: &mut [u32],
+    width: usize,
+) {
     for first in (0..depth).step_by(2) {
         let to = &mut to[first / 2 * width..][..LANES];
         to.fill(0);
         for (line, to) in to.iter_mut().enumerate().take(lines) {
-            let at = |depth: usize| from[line * by_line + depth * by_depth];
+            let at = |depth: usize| from[line * by_line + depth * by_depth].rounded();
             *to = pair(at(first), if first + 1 < depth { at(first + 1) } else { bf16::ZERO });
         }
     }

@@ -37,8 +37,13 @@ fn each_layout<U: Unit>(unit: U, (m, n, k): (usize, usize, usize), mut f: impl F
         for (accumulate, distance) in [(false, n), (true, n + 5)] {
             const BEFORE: f32 = 0.75;
             let mut result = vec![BEFORE; (m - 1) * distance + n];
-            let factors = ((&a[..], a_strides), (&b[..], b_strides));
-            multiply(unit, (m, n, k), (&mut result, distance), accumulate, factors.0, factors.1, &mut packed);
+            let (a, to) = ((&a[..], a_strides), (m, n, k));
+            multiply(unit, to, (&mut result, distance), accumulate, a, (&b[..], b_strides), &mut packed);
+            // f32 a little off, which rounding brings back.
+            let wide: Vec<f32> = b.iter().map(|b| b.to_f32() * 1.001).collect();
+            let mut again = vec![BEFORE; result.len()];
+            multiply(unit, to, (&mut again, distance), accumulate, a, (&wide[..], b_strides), &mut packed);
+            assert_eq!(again, result, "rounded while packed, {to:?}, {b_strides:?}");
             let rows = result.chunks(distance);
             assert!(rows.clone().all(|row| row[n..].iter().all(|outside| *outside == BEFORE)));
             let inside: Vec<f32> = rows.flat_map(|row| row[..n].to_vec()).collect();
