@@ -12,13 +12,6 @@ impl Avx512 {
     }
 }
 
-/// Elements that can be packed.
-pub(crate) trait Load {}
-
-impl Load for bf16 {}
-
-impl Load for f32 {}
-
 impl Unit for Avx512 {
     fn transpose<E: Source>(self, _: &[E], _: usize, _: usize, _: usize, _: &mut [u32], _: usize) {
         match self {}

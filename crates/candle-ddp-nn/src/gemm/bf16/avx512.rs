@@ -33,57 +33,6 @@ impl Avx512 {
     }
 }
 
-/// Elements that can be loaded as bf16.
-pub(crate) trait Load {
-    /// Up to 32 elements, in order.
-    ///
-    /// # Safety
-    /// The processor must have AVX512-BF16, and `from` must be valid for the elements in the mask.
-    unsafe fn line(from: *const Self, mask: u32) -> __m512i;
-
-    /// Up to 16 elements.
-    ///
-    /// # Safety
-    /// As for `line`.
-    unsafe fn lines(from: *const Self, mask: u16) -> __m256i;
-}
-
-impl Load for bf16 {
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    #[inline]
-    unsafe fn line(from: *const Self, mask: u32) -> __m512i {
-        // SAFETY: as the caller promises.
-        unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    #[inline]
-    unsafe fn lines(from: *const Self, mask: u16) -> __m256i {
-        // SAFETY: as the caller promises.
-        unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) }
-    }
-}
-
-impl Load for f32 {
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    #[inline]
-    unsafe fn line(from: *const Self, mask: u32) -> __m512i {
-        // SAFETY: as the caller promises; both types of the result are 512 bits of anything.
-        unsafe {
-            let first = _mm512_maskz_loadu_ps(mask as u16, from);
-            let second = _mm512_maskz_loadu_ps((mask >> LANES) as u16, from.wrapping_add(LANES));
-            transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(second, first))
-        }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    #[inline]
-    unsafe fn lines(from: *const Self, mask: u16) -> __m256i {
-        // SAFETY: as the caller promises; both types of the result are 256 bits of anything.
-        unsafe { transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from))) }
-    }
-}
-
 /// Checks that `from` has the lines, and `to` has room for 16 pairs at each of the places.
 fn check<E>(from: &[E], last: usize, lines: usize, places: usize, to: &[u32], width: usize) {
     assert!((1..=LANES).contains(&lines) && places > 0 && last < from.len());
@@ -243,7 +192,14 @@ unsafe fn tile<const R: usize, const V: usize>(
 /// `from` must be valid for `lines` ≤ 16 lines of `depth` elements, `distance` apart, and `to` for 16 elements at each
 /// multiple of `width`, one for each pair.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn transpose<E: Load>(from: *const E, distance: usize, lines: usize, depth: usize, to: *mut u32, width: usize) {
+unsafe fn transpose<E: Source>(
+    from: *const E,
+    distance: usize,
+    lines: usize,
+    depth: usize,
+    to: *mut u32,
+    width: usize,
+) {
     let pairs = depth.div_ceil(2);
     for start in (0..pairs).step_by(LANES) {
         let left = depth - 2 * start;
@@ -251,7 +207,7 @@ unsafe fn transpose<E: Load>(from: *const E, distance: usize, lines: usize, dept
         let mut block = [_mm512_setzero_si512(); LANES];
         for (line, block) in block.iter_mut().enumerate().take(lines) {
             // SAFETY: the line has `left` more elements, and the mask leaves out the rest of the vector.
-            *block = unsafe { E::line(from.add(line * distance + 2 * start), mask) };
+            *block = unsafe { E::load_32(from.add(line * distance + 2 * start), mask) };
         }
         let block = transposed(block);
         for (pair, block) in block.iter().enumerate().take(pairs - start) {
@@ -265,11 +221,18 @@ unsafe fn transpose<E: Load>(from: *const E, distance: usize, lines: usize, dept
 /// `from` must be valid for `depth` runs of `lines` ≤ 16 elements, `distance` apart, and `to` for 16 elements at each
 /// multiple of `width`, one for each pair.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn interleave<E: Load>(from: *const E, distance: usize, lines: usize, depth: usize, to: *mut u32, width: usize) {
+unsafe fn interleave<E: Source>(
+    from: *const E,
+    distance: usize,
+    lines: usize,
+    depth: usize,
+    to: *mut u32,
+    width: usize,
+) {
     let mask = if lines >= LANES { !0 } else { (1 << lines) - 1 };
     for pair in 0..depth.div_ceil(2) {
         // SAFETY: the mask leaves out what is beyond the lines.
-        let load = |at: usize| unsafe { _mm512_cvtepu16_epi32(E::lines(from.add(at * distance), mask)) };
+        let load = |at: usize| unsafe { _mm512_cvtepu16_epi32(E::load_16(from.add(at * distance), mask)) };
         let mut both = load(2 * pair);
         if 2 * pair + 1 < depth {
             both = _mm512_or_si512(both, _mm512_slli_epi32::<16>(load(2 * pair + 1)));

@@ -10,6 +10,7 @@ mod avx512;
 pub(crate) mod emulated_tiles;
 #[cfg(test)]
 pub(crate) mod portable;
+mod source;
 #[cfg(target_arch = "x86_64")]
 mod transposed;
 
@@ -17,6 +18,7 @@ use super::strides::Strides;
 pub(crate) use avx512::Avx512;
 use half::bf16;
 use rayon::prelude::*;
+pub(crate) use source::Source;
 use std::ops::Range;
 
 /// The numbers of rows, and of vectors of 16 columns, whose sums a processor holds in its registers.
@@ -31,23 +33,6 @@ pub(crate) const WIDTH: usize = LANES * VECTORS;
 #[inline(always)]
 pub(crate) fn pair(first: bf16, second: bf16) -> u32 {
     u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
-}
-
-/// The elements of a factor: bf16, or f32 that is rounded when it is packed.
-pub(crate) trait Source: avx512::Load + Copy + Send + Sync + 'static {
-    fn rounded(self) -> bf16;
-}
-
-impl Source for bf16 {
-    fn rounded(self) -> bf16 {
-        self
-    }
-}
-
-impl Source for f32 {
-    fn rounded(self) -> bf16 {
-        bf16::from_f32(self)
-    }
 }
 
 /// What a processor can do. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
