@@ -17,7 +17,7 @@ fn sum(tensor: &Tensor) -> Collective {
 
 /// With a GPU engine, waiting for a later work on the GPU does not mean that this one is complete.
 fn assert_over(rank: &Rank, work: &crate::Work) -> Outcome {
-    if !rank.options.device.is_cpu() || work.is_completed() {
+    if !rank.device.is_cpu() || work.is_completed() {
         return Ok(());
     }
     Err(Fault::new("a call completed before one that was started earlier"))

@@ -1,9 +1,91 @@
-//! Checks every collective against closed forms.
+//! The cases of the conformance suite, and its checks of every collective against closed forms.
 use super::rank::{Fault, Outcome, Rank};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{DType, Tensor};
+use std::fmt;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+/// Passes all cases, each with the function that tests it, to the macro `$then`.
+macro_rules! with_cases {
+    ($then:ident) => {
+        $then! {
+            /// [`Collective::AllReduce`](crate::backend::Collective::AllReduce).
+            AllReduce = matrix::all_reduce,
+            /// [`Collective::Broadcast`](crate::backend::Collective::Broadcast), from several roots.
+            Broadcast = matrix::broadcast,
+            /// [`Collective::Reduce`](crate::backend::Collective::Reduce): the other ranks' tensors do not change.
+            Reduce = matrix::reduce,
+            /// [`Collective::AllGather`](crate::backend::Collective::AllGather), including an input that is a part of the
+            /// output.
+            AllGather = matrix::all_gather,
+            /// [`Collective::ReduceScatter`](crate::backend::Collective::ReduceScatter).
+            ReduceScatter = matrix::reduce_scatter,
+            /// [`Collective::AllToAll`](crate::backend::Collective::AllToAll).
+            AllToAll = matrix::all_to_all,
+            /// [`Collective::Gather`](crate::backend::Collective::Gather), then
+            /// [`Collective::Scatter`](crate::backend::Collective::Scatter) of the result.
+            GatherAndScatter = matrix::gather_and_scatter,
+            /// [`Collective::Send`](crate::backend::Collective::Send) and
+            /// [`Collective::Recv`](crate::backend::Collective::Recv) around the ring of ranks.
+            SendAndRecv = matrix::send_and_recv,
+            /// [`Communicator::start_batch`](crate::backend::Communicator::start_batch), with messages to and from both neighbours in
+            /// the ring.
+            Batches = batches::batches,
+            /// [`Collective::Barrier`](crate::backend::Collective::Barrier): no rank leaves before all have arrived, which only
+            /// [`run`](super::run) can check.
+            Barrier = matrix::barrier,
+            /// Reducing a view of some rows does not change the other rows.
+            Views = matrix::views,
+            /// Sums have the same bits on all ranks, in repeated calls, and in another group of the same ranks; otherwise a
+            /// model's replicas would drift apart.
+            SameBits = matrix::same_bits,
+            /// Calls run in the order in which they were started and may be waited for in any order. This case, and those of
+            /// large messages and slices, are tested in worlds of two and three ranks.
+            InOrder = in_flight::in_order,
+            /// A call runs even if its `Work` is dropped.
+            DroppedWork = in_flight::dropped_work,
+            /// [`Communicator::run`](crate::backend::Communicator::run) comes after all calls started before it.
+            RunAfterStart = in_flight::run_after_start,
+            /// Messages between two ranks do not wait for collectives that were started before them.
+            MessagesPassCollectives = in_flight::messages_pass_collectives,
+            /// Large messages in both directions, all sent before any is received, as calls and in a batch.
+            LargeMessages = in_flight::large_messages,
+            /// Parts of one tensor are sent and received at the same time.
+            Halos = slices::halos,
+            /// The halves of one tensor are reduced in two groups, which ranks use in different orders.
+            TwoGroups = slices::two_groups,
+        }
+    };
+}
+pub(super) use with_cases;
+
+macro_rules! define {
+    ($($(#[$doc:meta])* $case:ident = $module:ident::$name:ident),+ $(,)?) => {
+        /// A requirement that an engine must meet.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Case {
+            $($(#[$doc])* $case,)+
+        }
+
+        impl Case {
+            /// All cases.
+            pub const ALL: &[Self] = &[$(Self::$case),+];
+        }
+
+        /// Writes the name, such as `all_reduce`.
+        impl fmt::Display for Case {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$case => stringify!($name),)+
+                })
+            }
+        }
+    };
+}
+
+with_cases!(define);
 
 /// The number of elements after which [`value`] and [`reduced`] repeat.
 const VALUES: usize = 10;
@@ -199,8 +281,8 @@ fn random(seed: usize, count: usize) -> Vec<f32> {
 }
 
 pub(super) fn same_bits(rank: &Rank) -> Outcome {
-    let count = rank.options.counts.iter().copied().max().unwrap_or(1).clamp(1, 40_000);
-    let values = Tensor::from_vec(random(rank.number() + 1, count), count, &rank.options.device)?;
+    let count = rank.counts.iter().copied().max().unwrap_or(1).clamp(1, 40_000);
+    let values = Tensor::from_vec(random(rank.number() + 1, count), count, rank.device)?;
     let world_size = rank.world_size();
     for dtype in [DType::F32, DType::BF16] {
         let sum = |group: usize| -> Outcome<Tensor> {
@@ -209,7 +291,7 @@ pub(super) fn same_bits(rank: &Rank) -> Outcome {
             Ok(tensor)
         };
         let first = sum(0)?;
-        let all = Tensor::zeros(count * world_size, dtype, &rank.options.device)?;
+        let all = Tensor::zeros(count * world_size, dtype, rank.device)?;
         rank.run(Collective::AllGather { output: all.clone(), input: first.clone() })?;
         for number in 0..world_size {
             let other = all.narrow(0, number * count, count)?;

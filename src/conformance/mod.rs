@@ -27,7 +27,8 @@ mod options;
 mod rank;
 mod slices;
 
-pub use options::{Case, ConformanceOptions};
+pub use matrix::Case;
+pub use options::ConformanceOptions;
 
 use crate::backend::Communicator;
 use crate::process_group::spawn::on_ranks;
@@ -86,7 +87,9 @@ fn check(options: &ConformanceOptions) -> Result<()> {
 }
 
 fn run_cases(options: &ConformanceOptions, groups: [&dyn Communicator; 2], come: Option<&AtomicUsize>) -> Result<()> {
-    let rank = Rank { options, groups, come };
+    let ConformanceOptions { dtypes, counts, reductions, average_is_rounded_once, device, .. } = options;
+    let rank =
+        Rank { dtypes, counts, reductions, average_is_rounded_once: *average_is_rounded_once, device, groups, come };
     for case in &options.cases {
         if let Err(fault) = test(*case, &rank) {
             let error = failed(rank.number(), rank.world_size(), case, fault);
@@ -108,7 +111,7 @@ macro_rules! define_test {
     };
 }
 
-options::with_cases!(define_test);
+matrix::with_cases!(define_test);
 
 fn failed(rank: usize, world_size: usize, case: &dyn fmt::Display, fault: Fault) -> Error {
     match fault.error {

@@ -1,7 +1,7 @@
-//! Options and cases of the conformance suite.
+//! Options of the conformance suite.
+use super::matrix::Case;
 use crate::backend::ReduceOp;
 use candle_core::{DType, Device};
-use std::fmt;
 use std::time::Duration;
 
 /// Options of the conformance suite.
@@ -45,84 +45,3 @@ impl Default for ConformanceOptions {
         }
     }
 }
-
-/// Passes all cases, each with the function that tests it, to the macro `$then`.
-macro_rules! with_cases {
-    ($then:ident) => {
-        $then! {
-            /// [`Collective::AllReduce`](crate::backend::Collective::AllReduce).
-            AllReduce = matrix::all_reduce,
-            /// [`Collective::Broadcast`](crate::backend::Collective::Broadcast), from several roots.
-            Broadcast = matrix::broadcast,
-            /// [`Collective::Reduce`](crate::backend::Collective::Reduce): the other ranks' tensors do not change.
-            Reduce = matrix::reduce,
-            /// [`Collective::AllGather`](crate::backend::Collective::AllGather), including an input that is a part of the
-            /// output.
-            AllGather = matrix::all_gather,
-            /// [`Collective::ReduceScatter`](crate::backend::Collective::ReduceScatter).
-            ReduceScatter = matrix::reduce_scatter,
-            /// [`Collective::AllToAll`](crate::backend::Collective::AllToAll).
-            AllToAll = matrix::all_to_all,
-            /// [`Collective::Gather`](crate::backend::Collective::Gather), then
-            /// [`Collective::Scatter`](crate::backend::Collective::Scatter) of the result.
-            GatherAndScatter = matrix::gather_and_scatter,
-            /// [`Collective::Send`](crate::backend::Collective::Send) and
-            /// [`Collective::Recv`](crate::backend::Collective::Recv) around the ring of ranks.
-            SendAndRecv = matrix::send_and_recv,
-            /// [`Communicator::start_batch`](crate::backend::Communicator::start_batch), with messages to and from both neighbours in
-            /// the ring.
-            Batches = batches::batches,
-            /// [`Collective::Barrier`](crate::backend::Collective::Barrier): no rank leaves before all have arrived, which only
-            /// [`run`](super::run) can check.
-            Barrier = matrix::barrier,
-            /// Reducing a view of some rows does not change the other rows.
-            Views = matrix::views,
-            /// Sums have the same bits on all ranks, in repeated calls, and in another group of the same ranks; otherwise a
-            /// model's replicas would drift apart.
-            SameBits = matrix::same_bits,
-            /// Calls run in the order in which they were started and may be waited for in any order. This case, and those of
-            /// large messages and slices, are tested in worlds of two and three ranks.
-            InOrder = in_flight::in_order,
-            /// A call runs even if its `Work` is dropped.
-            DroppedWork = in_flight::dropped_work,
-            /// [`Communicator::run`](crate::backend::Communicator::run) comes after all calls started before it.
-            RunAfterStart = in_flight::run_after_start,
-            /// Messages between two ranks do not wait for collectives that were started before them.
-            MessagesPassCollectives = in_flight::messages_pass_collectives,
-            /// Large messages in both directions, all sent before any is received, as calls and in a batch.
-            LargeMessages = in_flight::large_messages,
-            /// Parts of one tensor are sent and received at the same time.
-            Halos = slices::halos,
-            /// The halves of one tensor are reduced in two groups, which ranks use in different orders.
-            TwoGroups = slices::two_groups,
-        }
-    };
-}
-pub(super) use with_cases;
-
-macro_rules! define {
-    ($($(#[$doc:meta])* $case:ident = $module:ident::$name:ident),+ $(,)?) => {
-        /// A requirement that an engine must meet.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        #[non_exhaustive]
-        pub enum Case {
-            $($(#[$doc])* $case,)+
-        }
-
-        impl Case {
-            /// All cases.
-            pub const ALL: &[Self] = &[$(Self::$case),+];
-        }
-
-        /// Writes the name, such as `all_reduce`.
-        impl fmt::Display for Case {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self {
-                    $(Self::$case => stringify!($name),)+
-                })
-            }
-        }
-    };
-}
-
-with_cases!(define);

@@ -1,5 +1,4 @@
 //! One rank under test: its tensors, its calls, and the comparison of results.
-use super::options::ConformanceOptions;
 use crate::backend::{Collective, Communicator, P2pOp, ReduceOp, Work};
 use crate::error::describe;
 use candle_core::{DType, Device, Tensor};
@@ -39,7 +38,11 @@ impl From<candle_core::Error> for Fault {
 }
 
 pub(super) struct Rank<'a> {
-    pub(super) options: &'a ConformanceOptions,
+    pub(super) dtypes: &'a [DType],
+    pub(super) counts: &'a [usize],
+    pub(super) reductions: &'a [ReduceOp],
+    pub(super) average_is_rounded_once: bool,
+    pub(super) device: &'a Device,
     /// Two groups of all ranks.
     pub(super) groups: [&'a dyn Communicator; 2],
     /// The number of ranks that have reached barriers, if ranks are threads.
@@ -75,7 +78,7 @@ impl Rank<'_> {
 
     /// Calls `body` with every dtype and count.
     pub(super) fn moves(&self, body: impl Fn(DType, usize) -> Outcome) -> Outcome {
-        for &dtype in &self.options.dtypes {
+        for &dtype in self.dtypes {
             for count in self.counts(dtype) {
                 body(dtype, count).map_err(|fault| fault.at(format_args!("{}[{count}]", dtype.as_str())))?;
             }
@@ -85,10 +88,10 @@ impl Rank<'_> {
 
     /// Calls `body` with every dtype and reduction for small counts, and with the first reduction only for large ones.
     pub(super) fn reductions(&self, body: impl Fn(DType, ReduceOp, usize) -> Outcome) -> Outcome {
-        for &op in &self.options.reductions {
+        for &op in self.reductions {
             self.moves(|dtype, count| {
                 let is_undefined = op == ReduceOp::Avg && !dtype.is_float();
-                if is_undefined || count > 1000 && Some(&op) != self.options.reductions.first() {
+                if is_undefined || count > 1000 && Some(&op) != self.reductions.first() {
                     return Ok(());
                 }
                 body(dtype, op, count).map_err(|fault| fault.at(format_args!("{op}")))
@@ -99,8 +102,8 @@ impl Rank<'_> {
 
     fn counts(&self, dtype: DType) -> impl Iterator<Item = usize> {
         let most = if matches!(dtype, DType::F32 | DType::BF16) { usize::MAX } else { 10_000 };
-        let least = usize::from(!self.options.device.is_cpu());
-        self.options.counts.iter().copied().filter(move |count| (least..=most).contains(count))
+        let least = usize::from(!self.device.is_cpu());
+        self.counts.iter().copied().filter(move |count| (least..=most).contains(count))
     }
 
     /// Whether the world is small enough for a case that moves much data but does not depend on the number of ranks.
@@ -110,7 +113,7 @@ impl Rank<'_> {
 
     /// More elements than the largest count.
     pub(super) fn many(&self) -> usize {
-        4 * self.options.counts.iter().max().copied().unwrap_or(1).max(1)
+        4 * self.counts.iter().max().copied().unwrap_or(1).max(1)
     }
 
     /// `value` of the indices from 0 up to `count`. It repeats after `period` elements, so that candle does the work
@@ -131,18 +134,18 @@ impl Rank<'_> {
         } else {
             first
         };
-        Ok(tensor.to_device(&self.options.device)?)
+        Ok(tensor.to_device(self.device)?)
     }
 
     pub(super) fn full(&self, dtype: DType, count: usize, value: f64) -> Outcome<Tensor> {
-        Ok(Tensor::full(value, count, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.options.device)?)
+        Ok(Tensor::full(value, count, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?)
     }
 
     /// The relative tolerance of averages.
     pub(super) fn tolerance(&self, op: ReduceOp, dtype: DType) -> f64 {
         match (op, dtype) {
-            (ReduceOp::Avg, DType::F16) if !self.options.average_is_rounded_once => 3e-3,
-            (ReduceOp::Avg, DType::BF16) if !self.options.average_is_rounded_once => 2e-2,
+            (ReduceOp::Avg, DType::F16) if !self.average_is_rounded_once => 3e-3,
+            (ReduceOp::Avg, DType::BF16) if !self.average_is_rounded_once => 2e-2,
             (ReduceOp::Avg, _) => 1e-6,
             _ => 0.0,
         }

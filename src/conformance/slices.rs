@@ -11,7 +11,7 @@ fn counts(rank: &Rank) -> [usize; 2] {
 /// `from`, `from` + 1, ….
 fn ramp(rank: &Rank, from: usize, count: usize) -> Outcome<Tensor> {
     let ramp = Tensor::arange(0, count as u32, &candle_core::Device::Cpu)?;
-    Ok((ramp.to_dtype(DType::F32)? + from as f64)?.to_device(&rank.options.device)?)
+    Ok((ramp.to_dtype(DType::F32)? + from as f64)?.to_device(rank.device)?)
 }
 
 /// Each rank sends the inner part of its tensor to the next rank, which receives it into the part before its own.
