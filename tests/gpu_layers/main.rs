@@ -13,6 +13,7 @@ mod channels_last;
 mod channels_last_models;
 #[path = "../common/mod.rs"]
 mod common;
+mod masks;
 mod operations;
 mod sizes;
 

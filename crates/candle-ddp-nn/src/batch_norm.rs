@@ -1,7 +1,7 @@
 //! Batch normalisation of the local batch, or of the batches of all ranks together.
 use super::autocast::widest;
 use super::channels::cuda::{self, Parameters, Source};
-use super::channels::{self, After};
+use super::channels::{self, After, Passed};
 pub use super::normalise::BatchNormGroup;
 use super::normalise::{Batch, Normalise, Statistics, combine};
 use candle_core::{DType, ModuleT, Result, Tensor, Var};
@@ -194,7 +194,7 @@ impl BatchNorm {
         let on = if is_cuda { Self::statistics_on_gpu } else { Self::statistics_by_candle };
         let Statistics { mean, inverse_deviation, scale, shift, batch } = on(self, &images, train)?;
         let parameters = self.weight_and_bias.as_ref();
-        let normalised = |after| Normalise {
+        let normalised = Normalise {
             format,
             shape: x.shape().clone(),
             x: images,
@@ -203,19 +203,20 @@ impl BatchNorm {
             scale,
             shift,
             batch,
-            after,
+            passed: Passed::Nothing,
             parameters: parameters.map(|(weight, bias)| [weight.dtype(), bias.dtype()]),
         };
         let mut arguments = vec![x];
         arguments.extend(parameters.into_iter().flat_map(|(weight, bias)| [weight, bias]));
-        match fused {
-            Fused::Nothing => normalised(After::Nothing).apply(&arguments),
-            Fused::Relu => normalised(After::Relu).apply(&arguments),
+        let after = match fused {
+            Fused::Nothing => After::Nothing,
+            Fused::Relu => After::Relu,
             Fused::AddRelu(z) => {
                 arguments.push(z);
-                normalised(After::AddRelu(channels::batch_of(format, z)?)).apply(&arguments)
+                After::AddRelu(channels::batch_of(format, z)?)
             }
-        }
+        };
+        normalised.apply(after, &arguments)
     }
 
     fn statistics_by_candle(&self, x: &Tensor, train: bool) -> Result<Statistics> {

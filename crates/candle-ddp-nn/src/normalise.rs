@@ -1,9 +1,9 @@
 //! Normalising each channel with given statistics, of one batch or of the batches of all ranks.
-use super::channels::cuda::{self, Through};
-use super::channels::{self, After, Gate};
-use candle_core::{DType, Result, Shape, Storage, Tensor};
+use super::channels::cuda::{self, Gated, Through};
+use super::channels::{self, After, Gate, Passed};
+use candle_core::{DType, Result, Shape, Tensor};
 use candle_ddp_tensor::MemoryFormat;
-use candle_ddp_tensor::function::{Function, apply_in};
+use candle_ddp_tensor::function::{Function, apply_in, is_tracked};
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -82,19 +82,17 @@ pub(super) struct Normalise {
     pub(super) shift: Tensor,
     /// None in evaluation, where the statistics are constants.
     pub(super) batch: Option<Batch>,
-    pub(super) after: After,
+    pub(super) passed: Passed,
     /// The dtypes of weight and bias.
     pub(super) parameters: Option<[DType; 2]>,
 }
 
 impl Normalise {
-    pub(super) fn apply(self, arguments: &[&Tensor]) -> Result<Tensor> {
-        let (storage, _) = self.forward()?;
-        apply_in(self.format, arguments, (storage, self.format.stored_shape(&self.shape)), self)
-    }
-
-    fn forward(&self) -> Result<(Storage, Shape)> {
-        channels::normalise(&self.x, [&self.mean, &self.scale, &self.shift], &self.after)
+    pub(super) fn apply(self, after: After, arguments: &[&Tensor]) -> Result<Tensor> {
+        let may_be = arguments.iter().any(|argument| is_tracked(argument));
+        let numbers = [&self.mean, &self.scale, &self.shift];
+        let ((storage, _), passed) = channels::normalise(&self.x, numbers, after, may_be)?;
+        apply_in(self.format, arguments, (storage, self.format.stored_shape(&self.shape)), Self { passed, ..self })
     }
 }
 
@@ -104,15 +102,15 @@ impl Function for Normalise {
     }
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let Self { format, shape, x, mean, scale, shift, after, .. } = self;
+        let Self { format, shape, x, mean, scale, shift, passed, .. } = self;
         let dy = &channels::batch_of(*format, dy)?;
-        let gate = matches!(after, After::Relu).then_some(Gate { scale, shift });
+        let gate = matches!(passed, Passed::Relu).then_some(Gate { scale, shift });
         let on = if x.device().is_cuda() { Self::slopes_on_gpu } else { Self::slopes_by_candle };
         let (dy, [a, b], of_parameters) = on(self, dy, gate)?;
         let dx = channels::input_gradient(x, &dy, [mean, scale, &a, &b], gate)?;
         let mut gradients = vec![Some(channels::tensor_of(*format, &dx, shape)?)];
         gradients.extend(of_parameters.into_iter().map(Some));
-        if let After::AddRelu(_) = after {
+        if let Passed::AddRelu(_) | Passed::Mask(_) = passed {
             gradients.push(Some(channels::tensor_of(*format, &dy, shape)?));
         }
         Ok(gradients)
@@ -123,9 +121,9 @@ impl Normalise {
     /// The gradient of the normalisation and what is added to it, except for the `gate`; the numbers a and b of
     /// [`channels::input_gradient`], and the gradients of weight and bias, if there are any.
     fn slopes_by_candle(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters, .. } = self;
-        let dy = match after {
-            After::AddRelu(z) => channels::add_relu_gradient(x, z, dy, [mean, scale, shift])?,
+        let Self { x, mean, inverse_deviation, scale, shift, batch, passed, parameters, .. } = self;
+        let dy = match passed {
+            Passed::AddRelu(z) => channels::add_relu_gradient(x, z, dy, [mean, scale, shift])?,
             _ => dy.clone(),
         };
         let local = channels::gradient_sums(x, &dy, mean, gate)?;
@@ -152,17 +150,17 @@ impl Normalise {
     }
 
     fn slopes_on_gpu(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, scale, shift, batch, after, parameters, .. } = self;
+        let Self { x, mean, inverse_deviation, batch, passed, parameters, .. } = self;
         let through = batch.as_ref().map_or(Through::Constants, |batch| Through::Batch { centred: batch.centred });
         let channels = [mean, inverse_deviation];
         let of = |gated| cuda::gradient_totals(x, dy, channels, gated, *parameters, through);
-        let (dy, (rows, gradients)) = match after {
-            After::AddRelu(z) => {
+        let (dy, (rows, gradients)) = match passed {
+            Passed::Mask(mask) => {
                 let dz = cuda::unfilled_like(x)?;
-                let totals = of((Some(Gate { scale, shift }), Some([z, &dz])))?;
+                let totals = of(Gated::Mask(mask, &dz))?;
                 (dz, totals)
             }
-            _ => (dy.clone(), of((gate, None))?),
+            _ => (dy.clone(), of(Gated::By(gate))?),
         };
         if let Some(Batch { count: Some(count), group: Some(group), .. }) = batch {
             group.all_reduce(&rows.narrow(0, 0, 2)?)?;

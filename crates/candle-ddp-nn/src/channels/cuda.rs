@@ -1,6 +1,6 @@
 //! The same operations as CUDA kernels.
 use super::extents::Extents;
-use super::fused::{After, Gate};
+use super::fused::{After, Gate, Passed};
 use candle_core::{CudaDevice, DType, Result, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, written_address};
@@ -140,32 +140,20 @@ impl<'a> Batch<'a> {
         Ok(Output::new(self.device, accumulator(self.dtype), (count, self.extents.channels))?)
     }
 
-    /// Lets `kernel` fill a tensor like `x`, tensor 1 of its `tensors`. Besides these two, `batches` are like the batch.
-    fn map(
-        &self,
-        kernel: Kernel,
-        x: &Tensor,
-        tensors: &[Address],
-        batches: &[Address],
-        more: &[usize],
-    ) -> Result<Output> {
-        let y = Output::new(self.device, self.dtype, x.shape())?;
-        let own = [address(x)?, y.address()?];
-        let vector = self.vector(&[&own, batches].concat());
+    /// Lets `kernel` fill a tensor like the batch, tensor 1 of its `tensors`. Each thread takes `vector` elements at once.
+    fn map(&self, kernel: Kernel, tensors: &[Address], vector: usize, more: &[usize]) -> Result<()> {
         let Extents { samples, channels, spatial } = self.extents;
         if self.is_pixels() {
             let [width, blocks] = self.width(vector);
             let length = MAPPED_SAMPLES * (THREADS / width);
             let steps = Steps { length, vector, vectors: width, step: [0; 2] };
             let grid = Grid::Blocks(blocks * samples.div_ceil(length));
-            self.launch(of_pixels(kernel), grid, &[&own, tensors].concat(), (steps, more, &[]))?;
-            return Ok(y);
+            return self.launch(of_pixels(kernel), grid, tensors, (steps, more, &[]));
         }
         let (planes, columns) = (THREADS * vector / spatial.max(1), THREADS * vector % spatial.max(1));
         let steps = Steps { vector, step: [planes % channels.max(1), columns], ..Steps::default() };
-        let grid = Grid::Threads(x.elem_count().div_ceil(MAPPED * vector));
-        self.launch(kernel, grid, &[&own, tensors].concat(), (steps, more, &[]))?;
-        Ok(y)
+        let grid = Grid::Threads((samples * channels * spatial).div_ceil(MAPPED * vector));
+        self.launch(kernel, grid, tensors, (steps, more, &[]))
     }
 }
 
@@ -180,6 +168,12 @@ fn of_pixels(kernel: Kernel) -> Kernel {
         Kernel::InputGradient => Kernel::PixelInputGradient,
         other => other,
     }
+}
+
+/// Which elements a ReLU has let through: a bit for each, in bytes for `per` elements.
+pub(crate) struct Mask {
+    bytes: Output,
+    per: usize,
 }
 
 fn gate_addresses<'a>(gate: Option<Gate<'a>>) -> Result<[Address<'a>; 2]> {
@@ -258,16 +252,22 @@ pub(crate) enum Through {
     Batch { centred: bool },
 }
 
-/// Of a normalisation: its gate, if a ReLU follows, and what is added before the ReLU, and memory for that tensor's gradient.
-pub(crate) type Gated<'a> = (Option<Gate<'a>>, Option<[&'a Tensor; 2]>);
+/// What lets gradients pass to a normalisation.
+#[derive(Clone, Copy)]
+pub(crate) enum Gated<'a> {
+    /// A ReLU that follows, or nothing.
+    By(Option<Gate<'a>>),
+    /// A ReLU behind a sum, and memory for what it lets pass.
+    Mask(&'a Mask, &'a Tensor),
+}
 
-/// The gradients of weight and bias, of these dtypes, and a tensor (4, channels): Σ dy and Σ dy·(x − mean), with a `gate` only of
-/// the dy that pass it, and the numbers a and b of [`input_gradient`].
+/// The gradients of weight and bias, of these dtypes, and a tensor (4, channels): Σ dy and Σ dy·(x − mean), only of the dy that
+/// pass, and the numbers a and b of [`input_gradient`].
 pub(crate) fn gradient_totals(
     x: &Tensor,
     dy: &Tensor,
     [mean, inverse_deviation]: [&Tensor; 2],
-    (gate, added): Gated,
+    gated: Gated,
     dtypes: Option<[DType; 2]>,
     through: Through,
 ) -> Result<(Tensor, Vec<Tensor>)> {
@@ -275,14 +275,16 @@ pub(crate) fn gradient_totals(
     let (rows, pairs) = if batch.is_empty() {
         (Output::zeros(batch.device, accumulator(x.dtype()), (4, batch.extents.channels))?, None)
     } else {
-        let [scale, shift] = gate_addresses(gate)?;
-        let tensors = [address(x)?, address(dy)?, address(mean)?, scale, shift];
-        let pairs = match added {
-            None => batch.pairs(Kernel::GradientSums, &tensors, &tensors[..2], &[])?,
-            Some([z, dz]) => {
-                let more = [address(z)?, written_address(dz)?];
-                let batches = [&tensors[..2], &more].concat();
-                batch.pairs(Kernel::AddReluGradient, &[&tensors[..], &more].concat(), &batches, &[])?
+        let [x, dy, mean] = [address(x)?, address(dy)?, address(mean)?];
+        let pairs = match gated {
+            Gated::By(gate) => {
+                let [scale, shift] = gate_addresses(gate)?;
+                batch.pairs(Kernel::GradientSums, &[x, dy, mean, scale, shift], &[x, dy], &[])?
+            }
+            Gated::Mask(Mask { bytes, per }, dz) => {
+                let dz = written_address(dz)?;
+                let tensors = [x, dy, mean, bytes.address()?, dz];
+                batch.pairs(Kernel::AddReluGradient, &tensors, &[x, dy, dz], &[*per])?
             }
         };
         (batch.rows(4)?, Some(pairs))
@@ -342,14 +344,31 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
     Ok(result.into_tensor())
 }
 
-pub(super) fn normalise(x: &Tensor, [mean, scale, shift]: [&Tensor; 3], after: &After) -> Result<Output> {
-    let (relu, z) = match after {
-        After::Nothing => (0, Address::NONE),
-        After::Relu => (1, Address::NONE),
-        After::AddRelu(z) => (1, address(z)?),
+pub(super) fn normalise(
+    x: &Tensor,
+    [mean, scale, shift]: [&Tensor; 3],
+    after: &After,
+    may_be: bool,
+) -> Result<(Output, Passed)> {
+    let (batch, y) = (Batch::new(x)?, Output::new(x.device().as_cuda_device()?, x.dtype(), x.shape())?);
+    let (relu, z, passed) = match after {
+        After::Nothing => (0, Address::NONE, Passed::Nothing),
+        After::Relu => (1, Address::NONE, Passed::Relu),
+        After::AddRelu(z) => (1, address(z)?, Passed::Nothing),
     };
-    let tensors = [address(mean)?, address(scale)?, address(shift)?, z];
-    Batch::new(x)?.map(Kernel::Normalise, x, &tensors, &[z], &[relu])
+    let (x_address, y_address) = (address(x)?, y.address()?);
+    let per = batch.vector(&[x_address, y_address, z]);
+    let mask = match after {
+        After::AddRelu(_) if may_be => {
+            let bytes = Output::new(batch.device, DType::U8, x.elem_count().div_ceil(per))?;
+            Some(Mask { bytes, per })
+        }
+        _ => None,
+    };
+    let mask_address = mask.as_ref().map_or(Ok(Address::NONE), |mask| mask.bytes.address())?;
+    let tensors = [x_address, y_address, address(mean)?, address(scale)?, address(shift)?, z, mask_address];
+    batch.map(Kernel::Normalise, &tensors, per, &[relu])?;
+    Ok((y, mask.map_or(passed, Passed::Mask)))
 }
 
 /// Memory for a tensor like `x`, which a kernel fills.
@@ -363,7 +382,10 @@ pub(super) fn input_gradient(
     [mean, scale, a, b]: [&Tensor; 4],
     gate: Option<Gate>,
 ) -> Result<Tensor> {
+    let (batch, dx) = (Batch::new(x)?, unfilled_like(x)?);
     let [_, shift] = gate_addresses(gate)?;
-    let tensors = [address(mean)?, address(scale)?, address(a)?, address(b)?, address(dy)?, shift];
-    Ok(Batch::new(x)?.map(Kernel::InputGradient, x, &tensors, &tensors[4..5], &[])?.into_tensor())
+    let [x, dx_address, dy] = [address(x)?, written_address(&dx)?, address(dy)?];
+    let tensors = [x, dx_address, address(mean)?, address(scale)?, address(a)?, address(b)?, dy, shift];
+    batch.map(Kernel::InputGradient, &tensors, batch.vector(&[x, dx_address, dy]), &[])?;
+    Ok(dx)
 }

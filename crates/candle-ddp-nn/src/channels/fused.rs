@@ -1,4 +1,5 @@
 //! The operations that a normalisation fuses into its pass over memory.
+use super::cuda::Mask;
 use candle_core::{Result, Tensor, WithDType};
 
 /// The operation after a normalisation, in the same pass over memory.
@@ -7,6 +8,16 @@ pub(crate) enum After {
     Relu,
     /// A tensor of the same shape and dtype, contiguous, is added first.
     AddRelu(Tensor),
+}
+
+/// What the backward pass of a normalisation needs to know of the operation after it.
+pub(crate) enum Passed {
+    Nothing,
+    Relu,
+    /// What was added, of which the ReLU is computed again.
+    AddRelu(Tensor),
+    /// On a GPU, a bit for each element instead.
+    Mask(Mask),
 }
 
 /// A ReLU after the normalisation: gradients pass where (x − mean) × scale + shift is positive.

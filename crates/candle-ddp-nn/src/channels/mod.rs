@@ -6,7 +6,7 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
-pub(super) use fused::{After, Gate};
+pub(super) use fused::{After, Gate, Passed};
 
 use super::row_norm::fold;
 use candle_core::backend::BackendStorage;
@@ -141,12 +141,28 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
 }
 
 /// (x − mean) × scale + shift with each channel's own numbers, followed by the operation `after`; the storage of a
-/// tensor like `x`.
-pub(super) fn normalise(x: &Tensor, channels: [&Tensor; 3], after: &After) -> Result<(Storage, Shape)> {
+/// tensor like `x`, and what a backward pass needs, if there `may_be` one.
+pub(super) fn normalise(
+    x: &Tensor,
+    channels: [&Tensor; 3],
+    after: After,
+    may_be: bool,
+) -> Result<((Storage, Shape), Passed)> {
     let (storage, layout) = x.storage_and_layout();
     match &*storage {
-        Storage::Cpu(storage) => normalise_on_cpu(storage, layout, channels, after),
-        Storage::Cuda(_) => Ok(cuda::normalise(x, channels, after)?.into_result()),
+        Storage::Cpu(storage) => {
+            let result = normalise_on_cpu(storage, layout, channels, &after)?;
+            let passed = match after {
+                After::Nothing => Passed::Nothing,
+                After::Relu => Passed::Relu,
+                After::AddRelu(z) => Passed::AddRelu(z),
+            };
+            Ok((result, passed))
+        }
+        Storage::Cuda(_) => {
+            let (result, passed) = cuda::normalise(x, channels, &after, may_be)?;
+            Ok((result.into_result(), passed))
+        }
         Storage::Metal(_) => candle_core::bail!("batch normalisation: Metal is not supported"),
     }
 }
@@ -194,7 +210,7 @@ fn relu<A: Real>(value: A, zero: A) -> A {
     if value < zero { zero } else { value }
 }
 
-/// The part of `dy` that passes the ReLU of an [`After::AddRelu`].
+/// The part of `dy` that passes the ReLU of a [`Passed::AddRelu`].
 /// On the CPU; [`cuda::gradient_totals`] computes more at once.
 pub(super) fn add_relu_gradient(
     x: &Tensor,

@@ -18,7 +18,7 @@ fn channels_do_not_depend_on_each_other() {
             let [x, dy] = [&x, &dy].map(|t| t.narrow(1, from, count).unwrap().contiguous().unwrap());
             let [mean, scale, a, b] =
                 [&mean, &scale, &a, &b].map(|t| t.narrow(0, from, count).unwrap().contiguous().unwrap());
-            let (storage, shape) = normalise(&x, [&mean, &scale, &a], &After::Nothing).unwrap();
+            let ((storage, shape), _) = normalise(&x, [&mean, &scale, &a], After::Nothing, true).unwrap();
             [
                 moments(&x, true).unwrap(),
                 moments(&x, false).unwrap(),

@@ -17,3 +17,14 @@ template <typename T> __device__ inline double first_of(const Batch &b, const T 
 
 // What a ReLU leaves of a gradient.
 template <typename Real> __device__ inline Real gated(Real value, Real gradient) { return value > 0 ? gradient : 0; }
+
+// Of `count` elements from `first` on, those that a ReLU has let through, a bit for each. `mask` has a byte for every `per` elements:
+// `count` or 1, or any number if `count` is 1.
+template <typename Index>
+__device__ inline unsigned passed(const unsigned char *mask, unsigned per, unsigned count, Index first) {
+    if (per == count) return mask[first / count];
+    if (count == 1) return mask[first / per] >> first % per & 1;
+    unsigned bits = 0;
+    for (unsigned k = 0; k < count; k++) bits |= (unsigned)mask[first + k] << k;
+    return bits;
+}

@@ -70,14 +70,14 @@ template <typename T, typename By> struct Place {
 };
 
 // Calls `use` for each of this thread's vectors from `place` on, with those of all tensors, a bit for each element that is the
-// channel's, and the index of the first one.
-template <typename T, typename By, int tensors, typename Use>
-__device__ inline void for_each_vector(Place<T, By> place, const T *const (&from)[tensors], Use use) {
+// channel's, the index of the first one, and what `more` has loaded for it.
+template <typename T, typename By, int tensors, typename More, typename Use>
+__device__ inline void for_each_vector(Place<T, By> place, const T *const (&from)[tensors], More more, Use use) {
     typedef typename By::Index Index;
     const unsigned count = place.count, at_once = tensors == 1 ? 4 : 2;
     for (Index at = threadIdx.x; at < place.end; at += at_once * THREADS) {
         Few<T> few[at_once][tensors];
-        unsigned bits[at_once];
+        unsigned bits[at_once], others[at_once];
         Index firsts[at_once];
 #pragma unroll
         for (unsigned n = 0; n < at_once; n++) {
@@ -88,13 +88,20 @@ __device__ inline void for_each_vector(Place<T, By> place, const T *const (&from
             if (!exists) bits[n] = 0;
 #pragma unroll
             for (int i = 0; i < tensors; i++) few[n][i].load(from[i] + (exists ? first : 0), By::is_vector);
+            others[n] = more(exists ? first : 0);
             place.advance();
         }
 #pragma unroll
         for (unsigned n = 0; n < at_once; n++) {
-            if (bits[n]) use(few[n], bits[n], firsts[n]);
+            if (bits[n]) use(few[n], bits[n], firsts[n], others[n]);
         }
     }
+}
+
+template <typename T, typename By, int tensors, typename Use>
+__device__ inline void for_each_vector(Place<T, By> place, const T *const (&from)[tensors], Use use) {
+    for_each_vector(place, from, [](auto) { return 0u; },
+                    [&](const Few<T>(&few)[tensors], unsigned bits, auto, unsigned) { use(few, bits); });
 }
 
 // Loops over those elements of a vector that are the channel's.
@@ -116,7 +123,7 @@ template <typename T, typename By> __device__ inline void moments_of(const Argum
         origin = Element<T>::load(x[min(max(place.first(), place.start), place.start + place.spatial - 1)]);
         shift = origin - first_of(b, x, place.channel);
     }
-    for_each_vector(place, {x}, [&](const Few<T>(&few)[1], unsigned bits, auto) {
+    for_each_vector(place, {x}, [&](const Few<T>(&few)[1], unsigned bits) {
         count += __popc(bits);
         FOR_EACH_OF_CHANNEL(T, By, bits, k) {
             const Real distance = few[0].at[k] - origin;
@@ -217,7 +224,7 @@ LAYER(statistics)
 // tensors: x, and pairs (f64) for each channel and part: the part's sum, and 0.
 template <typename T, typename By> __device__ inline void channel_sums_of(const Arguments &by) {
     typename Element<T>::Real sum = 0;
-    for_each_vector(Place<T, By>(BATCH), {TENSOR(const T, 0)}, [&](const Few<T>(&few)[1], unsigned bits, auto) {
+    for_each_vector(Place<T, By>(BATCH), {TENSOR(const T, 0)}, [&](const Few<T>(&few)[1], unsigned bits) {
         FOR_EACH_OF_CHANNEL(T, By, bits, k) sum += few[0].at[k];
     });
     reduce_block<Add, Add>(sum, 0, TENSOR(double, 1) + 2 * blockIdx.x);
@@ -236,7 +243,7 @@ template <typename T, typename By> __device__ inline void gradient_sums_of(const
     const Real scale = gate ? TENSOR(const Real, 4)[channel] : 0, shift = gate ? TENSOR(const Real, 5)[channel] : 0;
     Real plain = 0, weighted = 0;
     const T *const from[2] = {TENSOR(const T, 0), TENSOR(const T, 2)};
-    for_each_vector(place, from, [&](const Few<T>(&few)[2], unsigned bits, auto) {
+    for_each_vector(place, from, [&](const Few<T>(&few)[2], unsigned bits) {
         FOR_EACH_OF_CHANNEL(T, By, bits, k) {
             const Real distance = few[0].at[k] - mean, dy = few[1].at[k];
             const Real gradient = gate ? gated(distance * scale + shift, dy) : dy;
@@ -248,23 +255,24 @@ template <typename T, typename By> __device__ inline void gradient_sums_of(const
 }
 CHANNELS(gradient_sums)
 
-// tensors: as of `gradient_sums`, for a normalisation to which z, tensor 6, is added before the ReLU; tensor 7 becomes what the ReLU
-// leaves of dy, the gradient of z.
+// tensors: x, pairs, dy and mean as of `gradient_sums`, for a normalisation to which a tensor is added before the ReLU; the mask of
+// what the ReLU has let through, with a byte for numbers[9] elements; and what the ReLU leaves of dy, the gradient of the added one.
 template <typename T, typename By> __device__ inline void add_relu_gradient_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Place<T, By> place(BATCH);
-    const Real mean = TENSOR(const Real, 3)[place.channel], scale = TENSOR(const Real, 4)[place.channel];
-    const Real shift = TENSOR(const Real, 5)[place.channel];
+    const Real mean = TENSOR(const Real, 3)[place.channel];
     Real plain = 0, weighted = 0;
-    const T *const from[3] = {TENSOR(const T, 0), TENSOR(const T, 6), TENSOR(const T, 2)};
-    T *to = TENSOR(T, 7);
-    for_each_vector(place, from, [&](const Few<T>(&few)[3], unsigned bits, typename By::Index first) {
+    const T *const from[2] = {TENSOR(const T, 0), TENSOR(const T, 2)};
+    const unsigned char *mask = TENSOR(const unsigned char, 4);
+    const unsigned per = by.numbers[9];
+    T *to = TENSOR(T, 5);
+    const auto load_mask = [=](typename By::Index first) { return passed(mask, per, Place<T, By>::count, first); };
+    const auto use = [&](const Few<T>(&few)[2], unsigned bits, typename By::Index first, unsigned through) {
         Few<T> gradients;
         FOR_EACH_OF_CHANNEL(T, By, bits, k) {
-            const Real distance = few[0].at[k] - mean;
-            gradients.at[k] = gated(distance * scale + shift + few[1].at[k], few[2].at[k]);
+            gradients.at[k] = through >> k & 1 ? few[1].at[k] : 0;
             plain += gradients.at[k];
-            weighted += gradients.at[k] * distance;
+            weighted += gradients.at[k] * (few[0].at[k] - mean);
         }
         // The elements around those of the channel are other blocks'.
         if (bits + 1 == 1u << place.count) {
@@ -272,7 +280,8 @@ template <typename T, typename By> __device__ inline void add_relu_gradient_of(c
         } else {
             FOR_EACH_OF_CHANNEL(T, By, bits, k) to[first + k] = Element<T>::store(gradients.at[k]);
         }
-    });
+    };
+    for_each_vector(place, from, load_mask, use);
     reduce_block<Add, Add>(plain, weighted, TENSOR(double, 1) + 2 * blockIdx.x);
 }
 CHANNELS(add_relu_gradient)
@@ -317,10 +326,12 @@ LAYER(gradient_totals)
 // The vectors that a thread maps.
 #define MAPPED 2
 
-// Fills `to` with what `function` makes of the inputs' elements and the numbers of their channel.
+// Fills `to` with what `function` makes of the inputs' elements and the numbers of their channel; and `mask`, unless it is null, with a
+// byte for each vector, which has a bit for each element: whether it is positive.
 template <typename T, typename By, int inputs, int rows, typename Function>
 __device__ inline void map(const Batch &b, const T *const (&from)[inputs],
-                           const typename Element<T>::Real *const (&numbers)[rows], T *to, Function function) {
+                           const typename Element<T>::Real *const (&numbers)[rows], T *to, unsigned char *mask,
+                           Function function) {
     typedef typename Element<T>::Real Real;
     typedef typename By::Index Index;
     const unsigned count = By::is_vector ? Few<T>::most : 1;
@@ -355,6 +366,7 @@ __device__ inline void map(const Batch &b, const T *const (&from)[inputs],
         const Index at = begin + n * THREADS * count;
         if (at >= end) return;
         Few<T> result;
+        unsigned positive = 0;
         FOR_EACH_OF(T, By::is_vector, k) {
             Real values[inputs], of_channel[rows];
             for (int i = 0; i < inputs; i++) values[i] = few[n][i].at[k];
@@ -362,12 +374,15 @@ __device__ inline void map(const Batch &b, const T *const (&from)[inputs],
                 of_channel[row] = By::spans && k >= split[n] ? second[n][row] : first[n][row];
             }
             result.at[k] = function(values, of_channel);
+            positive |= (result.at[k] > 0) << k;
         }
         result.store(to + at, By::is_vector);
+        if (mask) mask[at / count] = positive;
     }
 }
 
-// tensors: x, y, mean, scale, shift, and null or z: y = (x − mean) × scale + shift (+ z), with a ReLU if numbers[9].
+// tensors: x, y, mean, scale, shift, and null or z: y = (x − mean) × scale + shift (+ z), with a ReLU if numbers[9]; and with z, null or
+// a mask of the positive results.
 template <typename T, typename By> __device__ inline void normalise_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const bool relu = by.numbers[9];
@@ -376,11 +391,11 @@ template <typename T, typename By> __device__ inline void normalise_of(const Arg
     // NaN stays NaN.
     const auto after = [=](Real value) { return relu && value < 0 ? 0 : value; };
     if (z) {
-        map<T, By>(BATCH, {x, z}, numbers, TENSOR(T, 1), [=](const Real(&of)[2], const Real(&c)[3]) {
+        map<T, By>(BATCH, {x, z}, numbers, TENSOR(T, 1), TENSOR(unsigned char, 6), [=](const Real(&of)[2], const Real(&c)[3]) {
             return after((of[0] - c[0]) * c[1] + c[2] + of[1]);
         });
     } else {
-        map<T, By>(BATCH, {x}, numbers, TENSOR(T, 1), [=](const Real(&of)[1], const Real(&c)[3]) {
+        map<T, By>(BATCH, {x}, numbers, TENSOR(T, 1), nullptr, [=](const Real(&of)[1], const Real(&c)[3]) {
             return after((of[0] - c[0]) * c[1] + c[2]);
         });
     }
@@ -394,7 +409,7 @@ template <typename T, typename By> __device__ inline void input_gradient_of(cons
     const bool gate = by.tensors[7];
     const Real *mean = TENSOR(const Real, 2), *shift = gate ? TENSOR(const Real, 7) : mean;
     map<T, By>(BATCH, {TENSOR(const T, 0), TENSOR(const T, 6)},
-           {mean, TENSOR(const Real, 3), TENSOR(const Real, 4), TENSOR(const Real, 5), shift}, TENSOR(T, 1),
+           {mean, TENSOR(const Real, 3), TENSOR(const Real, 4), TENSOR(const Real, 5), shift}, TENSOR(T, 1), nullptr,
            [=](const Real(&of)[2], const Real(&c)[5]) {
                const Real distance = of[0] - c[0];
                const Real gradient = gate ? gated(distance * c[1] + c[4], of[1]) : of[1];

@@ -20,25 +20,35 @@ template <typename T, typename By> struct Place {
     __device__ unsigned samples() const { return first < end ? (end - first + lines - 1) / lines : 0; }
 };
 
-// Calls `use` for each of this thread's samples, with the vectors of all tensors, and the index of the first element.
-template <typename T, typename By, int tensors, typename Use>
-__device__ inline void for_each_sample(const Batch &b, const Place<T, By> &place, const T *const (&from)[tensors], Use use) {
+// Calls `use` for each of this thread's samples, with the vectors of all tensors, the index of the first element, and what `more` has
+// loaded for it.
+template <typename T, typename By, int tensors, typename More, typename Use>
+__device__ inline void for_each_sample(const Batch &b, const Place<T, By> &place, const T *const (&from)[tensors], More more,
+                                       Use use) {
     const unsigned at_once = tensors == 1 ? 4 : 2;
     const unsigned long long step = place.lines * b.channels;
     unsigned long long element = place.first * b.channels + place.channel;
     for (unsigned long long at = place.first; at < place.end; at += at_once * place.lines, element += at_once * step) {
         Few<T> few[at_once][tensors];
+        unsigned others[at_once];
 #pragma unroll
         for (unsigned n = 0; n < at_once; n++) {
             const unsigned long long i = element + (at + n * place.lines < place.end ? n * step : 0);
 #pragma unroll
             for (int t = 0; t < tensors; t++) few[n][t].load(from[t] + i, By::is_vector);
+            others[n] = more(i);
         }
 #pragma unroll
         for (unsigned n = 0; n < at_once; n++) {
-            if (at + n * place.lines < place.end) use(few[n], element + n * step);
+            if (at + n * place.lines < place.end) use(few[n], element + n * step, others[n]);
         }
     }
+}
+
+template <typename T, typename By, int tensors, typename Use>
+__device__ inline void for_each_sample(const Batch &b, const Place<T, By> &place, const T *const (&from)[tensors], Use use) {
+    for_each_sample(b, place, from, [](auto) { return 0u; },
+                    [&](const Few<T>(&few)[tensors], unsigned long long first, unsigned) { use(few, first); });
 }
 
 // Adds up the pairs of the threads with the same channels, into those of the block's part. The order is fixed.
@@ -170,18 +180,19 @@ template <typename T, typename By> __device__ inline void pixel_add_relu_gradien
     typedef typename Element<T>::Real Real;
     const Batch &b = BATCH;
     const Place<T, By> place(b);
-    const Few<T> mean = of_channels(b, place, by.tensors[3]), scale = of_channels(b, place, by.tensors[4]);
-    const Few<T> shift = of_channels(b, place, by.tensors[5]);
+    const Few<T> mean = of_channels(b, place, by.tensors[3]);
     Few<T> plain = {}, weighted = {};
-    const T *const from[3] = {TENSOR(const T, 0), TENSOR(const T, 6), TENSOR(const T, 2)};
-    T *to = TENSOR(T, 7);
-    for_each_sample(b, place, from, [&](const Few<T>(&few)[3], unsigned long long first) {
+    const T *const from[2] = {TENSOR(const T, 0), TENSOR(const T, 2)};
+    const unsigned char *mask = TENSOR(const unsigned char, 4);
+    const unsigned per = by.numbers[9];
+    T *to = TENSOR(T, 5);
+    const auto load_mask = [=](unsigned long long first) { return passed(mask, per, By::is_vector ? Few<T>::most : 1, first); };
+    for_each_sample(b, place, from, load_mask, [&](const Few<T>(&few)[2], unsigned long long first, unsigned through) {
         Few<T> gradients;
         FOR_EACH_OF(T, By::is_vector, k) {
-            const Real distance = few[0].at[k] - mean.at[k];
-            gradients.at[k] = gated(distance * scale.at[k] + shift.at[k] + few[1].at[k], few[2].at[k]);
+            gradients.at[k] = through >> k & 1 ? few[1].at[k] : 0;
             plain.at[k] += gradients.at[k];
-            weighted.at[k] += gradients.at[k] * distance;
+            weighted.at[k] += gradients.at[k] * (few[0].at[k] - mean.at[k]);
         }
         gradients.store(to + first, By::is_vector);
     });
@@ -197,15 +208,19 @@ template <typename T, typename By> __device__ inline void pixel_normalise_of(con
     const bool relu = by.numbers[9];
     const T *x = TENSOR(const T, 0), *z = TENSOR(const T, 5);
     T *y = TENSOR(T, 1);
+    unsigned char *mask = z ? TENSOR(unsigned char, 6) : nullptr;
     const Few<T> mean = of_channels(b, place, by.tensors[2]), scale = of_channels(b, place, by.tensors[3]);
     const Few<T> shift = of_channels(b, place, by.tensors[4]);
     const auto put_result = [&](const Few<T> &x, const auto &added, unsigned long long first) {
         Few<T> result;
+        unsigned positive = 0;
         FOR_EACH_OF(T, By::is_vector, k) {
             const Real value = (x.at[k] - mean.at[k]) * scale.at[k] + shift.at[k] + added(k);
             result.at[k] = relu && value < 0 ? 0 : value; // NaN stays NaN
+            positive |= (result.at[k] > 0) << k;
         }
         result.store(y + first, By::is_vector);
+        if (mask) mask[first / (By::is_vector ? Few<T>::most : 1)] = positive;
     };
     if (z) {
         for_each_sample(b, place, {x, z}, [&](const Few<T>(&few)[2], unsigned long long first) {
