@@ -8,6 +8,7 @@
 //! Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod attention_parts;
 mod autocast;
 mod channels_last;
 mod channels_last_models;

@@ -102,6 +102,7 @@ fn asked(what: &str, mut step: impl FnMut() -> Result<()>) -> Option<Asked> {
     let mut counts = take_counts()?;
     counts.sort_by_key(|(_, count)| Reverse(*count));
     println!("{what}: {counts:#?}");
+    counts.retain(|(name, _)| !name.starts_with("wait for "));
     let (allocations, operations): (Vec<_>, Vec<_>) = counts.into_iter().partition(|(name, _)| name == "allocation");
     let sum = |counts: Vec<(String, usize)>| counts.iter().map(|(_, count)| count).sum();
     Some(Asked { operations: sum(operations), allocations: sum(allocations) })
@@ -235,7 +236,7 @@ fn biases_ask_for_nothing() {
     });
 }
 
-fn has_cudnns_attention() -> bool {
+pub(crate) fn has_cudnns_attention() -> bool {
     cfg!(feature = "cudnn") && is_on("CANDLE_DDP_CUDNN") && is_on("CANDLE_DDP_CUDNN_ATTENTION")
 }
 

@@ -44,7 +44,8 @@ fn whole(inputs: &[&Tensor], problem: Problem) -> Result<std::result::Result<Ten
     let (dtype, device) = (inputs[0].dtype(), inputs[0].device().as_cuda_device()?);
     let Problem { batch, heads, group, queries, keys, size, value_size, is_causal, .. } = problem;
     let (key_heads, is_packed) = (heads / group, inputs.len() == 1);
-    let shape = AttendShape { batch, heads, key_heads, queries, keys, size, value_size, is_causal, is_packed };
+    let side_by_side = is_packed.then_some(heads);
+    let shape = AttendShape { batch, heads, key_heads, queries, keys, size, value_size, is_causal, side_by_side };
     if problem.mask.is_some() || !kernels::may_attend(dtype, &shape)? {
         return Ok(Err(problem));
     }
@@ -87,7 +88,7 @@ fn parts<'a, T>(
 
 impl Function for Attention {
     fn name(&self) -> &'static str {
-        if self.shape.is_packed { PACKED } else { APART }
+        if self.shape.side_by_side.is_some() { PACKED } else { APART }
     }
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {

@@ -188,9 +188,9 @@ pub struct AttendShape {
     pub value_size: usize,
     /// Whether query i sees only the keys up to i.
     pub is_causal: bool,
-    /// Whether the heads of a token are side by side: queries, keys and values in one tensor (batch, tokens, 3 × heads × size),
-    /// and results in one (batch, tokens, heads × size). Otherwise, a tensor is (batch, heads, tokens, size).
-    pub is_packed: bool,
+    /// How many heads of a token are side by side, of which `heads` may be some: queries, keys and values in one tensor (batch, tokens,
+    /// 3 × heads × size), and results in one (batch, tokens, heads × size). None: a tensor is (batch, heads, tokens, size).
+    pub side_by_side: Option<usize>,
 }
 
 /// The tensors of attention.

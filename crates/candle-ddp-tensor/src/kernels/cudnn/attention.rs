@@ -2,7 +2,7 @@
 //! of queries are sums over blocks of keys. cuDNN either adds them up with atomic operations, in any order, or keeps their terms;
 //! a graph that names no memory for the sums gets the latter, whose results are the same in every run.
 use super::backend::{Descriptor, Failure, Value};
-use super::graph::{Gpu, Graph, Id, Plan, Tensor, contiguous, swapped};
+use super::graph::{Found, Gpu, Graph, Id, Plan, Tensor, contiguous, swapped};
 use crate::Result;
 use crate::kernels::launches::{Address, AttendShape, AttendTensors};
 use candle_core::DType;
@@ -37,7 +37,8 @@ const BLOCK: usize = 128;
 /// Warns once if a newer version would serve the backward pass that this version does not.
 pub(super) fn warn_of_old(version: usize, capability: i32, is_backward: bool, shape: &AttendShape) {
     static SAID: Once = Once::new();
-    if is_backward && version >= OLDEST && is_served(WHOLE_BLOCKS + 1, capability, is_backward, shape) {
+    let is_served = |version| is_served(version, capability, is_backward, shape);
+    if is_backward && version >= OLDEST && !is_served(version) && is_served(WHOLE_BLOCKS + 1) {
         SAID.call_once(|| {
             log::warn!(
                 "attention's backward pass over {} keys runs without cuDNN, several times as long: cuDNN {}.{}.{} is right for \
@@ -54,9 +55,9 @@ pub(super) fn warn_of_old(version: usize, capability: i32, is_backward: bool, sh
 /// Whether this version of cuDNN computes attention on this GPU, of a major compute capability. Newer GPUs have another kind of
 /// kernel, whose gradients are the same in every run only with settings that cuDNN calls knobs.
 pub(super) fn is_served(version: usize, capability: i32, is_backward: bool, shape: &AttendShape) -> bool {
-    let AttendShape { batch, heads, queries, keys, size, value_size, .. } = *shape;
+    let AttendShape { batch, heads, queries, keys, size, value_size, side_by_side, .. } = *shape;
     // As in convolutions, elements have numbers of 31 bits.
-    let elements = [batch, 3 * heads, queries.max(keys), size.max(value_size)];
+    let elements = [batch, 3 * side_by_side.unwrap_or(heads), queries.max(keys), size.max(value_size)];
     let is_small = i32::try_from(elements.iter().product::<usize>()).is_ok();
     let backward = matches!(capability, 8 | 9)
         && (version > WHOLE_BLOCKS || keys.is_multiple_of(BLOCK))
@@ -90,11 +91,11 @@ impl Layout {
 }
 
 impl AttendShape {
-    /// Of a tensor with heads of its own, or, packed, with all heads of `parts` tensors side by side.
+    /// Of a tensor with heads of its own, or with all heads of `parts` tensors side by side.
     fn layout(&self, heads: usize, rows: usize, size: usize, parts: usize) -> Layout {
         let sizes = [self.batch, heads, rows, size];
-        let row = parts * heads * size;
-        Layout(sizes, if self.is_packed { [rows * row, size, row, 1] } else { contiguous(sizes) })
+        let row = |all: usize| parts * all * size;
+        Layout(sizes, self.side_by_side.map_or(contiguous(sizes), |all| [rows * row(all), size, row(all), 1]))
     }
 
     fn queries(&self) -> Layout {
@@ -228,15 +229,48 @@ fn of_keys(graph: &mut Graph, dtype: Type, [a, b]: [&Tensor; 2], to: &Tensor) ->
     graph.reduce_to(Reduction::CUDNN_REDUCE_TENSOR_ADD, &apart, to)
 }
 
-/// The plan of a pass; `None` where cuDNN has none whose workspace is small enough.
-pub(super) fn plan(
-    gpu: Gpu,
-    limit: usize,
-    (dtype, is_backward, shape): (DType, bool, &AttendShape),
-) -> Result<Option<Plan>> {
-    let Some(dtype) = data_type(dtype) else { return Ok(None) };
+/// The plan of a pass.
+pub(super) fn plan(gpu: Gpu, limit: usize, (dtype, is_backward, shape): (DType, bool, &AttendShape)) -> Result<Found> {
+    let Some(dtype) = data_type(dtype) else { return Ok(Err(None)) };
     let found = graph(dtype, is_backward, shape).and_then(|graph| graph.plan(gpu, limit));
-    Ok(Failure::or_nothing(found)?.flatten())
+    Ok(Failure::or_nothing(found)?.unwrap_or(Err(None)))
+}
+
+/// In what equal parts attention may be computed, one after the other, the largest first: all of it, some of its samples, and of one
+/// sample some heads.
+pub(super) fn parts(shape: &AttendShape) -> impl Iterator<Item = AttendShape> {
+    let whole = *shape;
+    let divisors = |count: usize| (2..=count).filter(move |parts| count.is_multiple_of(*parts));
+    let samples = divisors(whole.batch).map(move |parts| AttendShape { batch: whole.batch / parts, ..whole });
+    let heads = divisors(whole.key_heads).map(move |parts| AttendShape {
+        batch: 1,
+        heads: whole.heads / parts,
+        key_heads: whole.key_heads / parts,
+        ..whole
+    });
+    std::iter::once(whole).chain(samples).chain(heads)
+}
+
+impl<'a> AttendTensors<'a> {
+    /// Those of the part of `whole` that begins at this sample and this head of keys.
+    pub(super) fn part(&self, (whole, dtype): (&AttendShape, DType), sample: usize, key_head: usize) -> Self {
+        let head = key_head * (whole.heads / whole.key_heads);
+        let from = |address: Address<'a>, Layout(_, strides): Layout, head: usize, dtype: DType| {
+            address.skip(sample * strides[0] + head * strides[1], dtype)
+        };
+        let of_qkv = |[q, k, v]: [Address<'a>; 3]| {
+            let (k, v) = (from(k, whole.keys(), key_head, dtype), from(v, whole.values(), key_head, dtype));
+            [from(q, whole.queries(), head, dtype), k, v]
+        };
+        let of_results = |address| from(address, whole.results(), head, dtype);
+        let per_query = Layout(whole.per_query(), contiguous(whole.per_query()));
+        Self {
+            qkv: of_qkv(self.qkv),
+            y: of_results(self.y),
+            normalisers: from(self.normalisers, per_query, head, DType::F32),
+            backward: self.backward.map(|(dy, gradients)| (of_results(dy), of_qkv(gradients))),
+        }
+    }
 }
 
 /// Enqueues a pass on the handle's stream. Does not wait.
@@ -294,7 +328,7 @@ mod tests {
         size: 64,
         value_size: 64,
         is_causal: true,
-        is_packed: true,
+        side_by_side: Some(12),
     };
 
     #[test]
@@ -309,6 +343,18 @@ mod tests {
         assert_eq!([91_500, 91_501].map(|version| served(version, 9, odd)), [[true, false], [true, true]]);
         assert_eq!(served(92_800, 9, AttendShape { queries: 1, keys: 1, ..SHAPE }), [true, false]);
         assert_eq!(served(92_800, 9, AttendShape { batch: 1000, ..SHAPE }), [false; 2]);
+    }
+
+    #[test]
+    fn parts_are_equal_and_become_smaller() {
+        let sizes = |shape: AttendShape| {
+            let parts = parts(&shape).map(|part| (part.batch, part.heads, part.key_heads));
+            parts.collect::<Vec<_>>()
+        };
+        let shape = AttendShape { batch: 6, heads: 8, key_heads: 4, ..SHAPE };
+        let samples = [6, 3, 2, 1].map(|batch| (batch, 8, 4));
+        assert_eq!(sizes(shape), [&samples[..], &[(1, 4, 2), (1, 2, 1)]].concat());
+        assert_eq!(sizes(AttendShape { batch: 1, heads: 3, key_heads: 1, ..SHAPE }), [(1, 3, 1)]);
     }
 
     /// A GPU of NVIDIA's, as cuDNN would describe it.
@@ -332,7 +378,7 @@ mod tests {
     fn cudnn_has_plans_for_the_graphs() {
         println!("cuDNN {}", cudarc::cudnn::result::get_version());
         let gpus = [described("A100", 800, 108, 166_912), described("H100", 900, 132, 232_448)];
-        let apart = AttendShape { is_packed: false, ..SHAPE };
+        let apart = AttendShape { side_by_side: None, ..SHAPE };
         let cases = [
             ("packed", SHAPE, [true; 2]),
             ("apart", apart, [true; 2]),
@@ -343,6 +389,7 @@ mod tests {
             ("rows of 72", AttendShape { size: 72, value_size: 72, ..SHAPE }, [true; 2]),
             ("rows of 8", AttendShape { size: 8, value_size: 8, ..SHAPE }, [true; 2]),
             ("other values", AttendShape { value_size: 32, ..apart }, [true; 2]),
+            ("two heads of twelve", AttendShape { batch: 1, heads: 2, key_heads: 2, ..SHAPE }, [true; 2]),
             ("odd lengths", AttendShape { queries: 77, keys: 130, ..apart }, [true; 2]),
             ("more queries", AttendShape { queries: 130, keys: 77, ..apart }, [true; 2]),
             ("one query", AttendShape { queries: 1, is_causal: false, ..apart }, [true; 2]),
@@ -356,7 +403,7 @@ mod tests {
                     "{dtype:?}, {name}: workspaces {:?}",
                     plans.each_ref().map(|plan| plan.as_ref().map(|plan| plan.workspace))
                 );
-                assert_eq!(plans.map(|plan| plan.is_some()), expected, "{dtype:?}, {name}");
+                assert_eq!(plans.map(|plan| plan.is_ok()), expected, "{dtype:?}, {name}");
             }
         }
     }

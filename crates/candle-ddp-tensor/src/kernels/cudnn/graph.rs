@@ -227,8 +227,9 @@ impl Graph {
         Ok(y)
     }
 
-    /// Returns the first plan whose workspace has at most `limit` bytes, if there is one.
-    pub(super) fn plan(self, gpu: Gpu, limit: usize) -> Outcome<Option<Plan>> {
+    /// Returns the first plan whose workspace has at most `limit` bytes.
+    pub(super) fn plan(self, gpu: Gpu, limit: usize) -> Outcome<Found> {
+        let mut least: Option<usize> = None;
         let operations: Vec<_> = self.operations.iter().collect();
         let mut attributes = vec![(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, Value::Descriptors(&operations))];
         attributes.extend(gpu.attribute(Some(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE), None));
@@ -253,14 +254,18 @@ impl Graph {
                 let Some(plan) = Failure::or_nothing(plan).map_err(Failure::Other)? else { continue };
                 let workspace = plan.workspace()?;
                 if workspace <= limit {
-                    return Ok(Some(Plan { plan, workspace, _uses: (candidate, graph, self) }));
+                    return Ok(Ok(Plan { plan, workspace, _uses: (candidate, graph, self) }));
                 }
+                least = Some(least.map_or(workspace, |least| least.min(workspace)));
                 log::debug!("a plan of cuDNN's needs a workspace of {workspace} bytes, and may use {limit}");
             }
         }
-        Ok(None)
+        Ok(Err(least))
     }
 }
+
+/// A plan, or the smallest workspace with which there would be one, if cuDNN has plans at all.
+pub(super) type Found = std::result::Result<Plan, Option<usize>>;
 
 /// A plan, and the size of its workspace in bytes.
 #[derive(Debug)]

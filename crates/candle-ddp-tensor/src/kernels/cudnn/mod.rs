@@ -40,6 +40,9 @@ struct Plan {
     workspace: usize,
 }
 
+/// A plan of attention, and the part that it computes.
+type InParts = (Rc<graph::Plan>, AttendShape);
+
 /// cuDNN's handle for a stream, which one thread at a time may use.
 struct Handle {
     raw: cudnnHandle_t,
@@ -49,8 +52,8 @@ struct Handle {
     limit: usize,
     /// None where cuDNN has no algorithm.
     plans: HashMap<Key, Option<Rc<Plan>>>,
-    /// Of attention: whether it is the backward pass; none where cuDNN has no plan.
-    attention: HashMap<(bool, DType, AttendShape), Option<Rc<graph::Plan>>>,
+    /// Of attention, by whether it is the backward pass: a plan for equal parts of it; none where cuDNN has no plan.
+    attention: HashMap<(bool, DType, AttendShape), Option<InParts>>,
 }
 
 impl Drop for Handle {
@@ -100,7 +103,7 @@ impl Handle {
         Ok(plan)
     }
 
-    fn attention(&mut self, is_backward: bool, dtype: DType, shape: &AttendShape) -> Result<Option<Rc<graph::Plan>>> {
+    fn attention(&mut self, is_backward: bool, dtype: DType, shape: &AttendShape) -> Result<Option<InParts>> {
         let key = (is_backward, dtype, *shape);
         if let Some(plan) = self.attention.get(&key) {
             return Ok(plan.clone());
@@ -111,22 +114,35 @@ impl Handle {
             operation: "asking for the compute capability".into(),
             reason: error.to_string(),
         })?;
-        let plan = match attention::is_served(self.version, capability, is_backward, shape) {
-            true => attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, is_backward, shape))?,
-            false => {
-                attention::warn_of_old(self.version, capability, is_backward, shape);
-                None
+        // The workspace grows with the heads of all samples together, of which this is the most that has room.
+        let (mut plan, mut most) = (None, usize::MAX);
+        for part in attention::parts(shape) {
+            let heads = part.batch * part.heads;
+            if heads > most || !attention::is_served(self.version, capability, is_backward, &part) {
+                continue;
             }
-        };
-        let (pass, whose) = (
-            if is_backward { "backward" } else { "forward" },
-            plan.as_ref().map_or("kernels without cuDNN", |_| "cuDNN"),
-        );
-        log::debug!("attention's {pass} pass of {shape:?} in {dtype:?} by {whose}");
+            match attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, is_backward, &part))? {
+                Ok(found) => {
+                    plan = Some((Rc::new(found), part));
+                    break;
+                }
+                Err(Some(least)) => most = heads * self.limit / least,
+                Err(None) => break,
+            }
+        }
+        if plan.is_none() {
+            attention::warn_of_old(self.version, capability, is_backward, shape);
+        }
+        let pass = if is_backward { "backward" } else { "forward" };
+        match &plan {
+            Some((_, part)) => {
+                log::debug!("attention's {pass} pass of {shape:?} in {dtype:?} by cuDNN, in parts of {part:?}")
+            }
+            None => log::debug!("attention's {pass} pass of {shape:?} in {dtype:?} by kernels without cuDNN"),
+        }
         if self.attention.len() >= PLANS {
             self.attention.clear();
         }
-        let plan = plan.map(Rc::new);
         self.attention.insert(key, plan.clone());
         Ok(plan)
     }
@@ -184,13 +200,18 @@ pub(super) fn attend(
 ) -> Result<bool> {
     let is_backward = tensors.backward.is_some();
     with_handle(device, |handle| {
-        let Some(plan) = handle.attention(is_backward, dtype, shape)? else { return Ok(false) };
+        let Some((plan, part)) = handle.attention(is_backward, dtype, shape)? else { return Ok(false) };
         // The numbers that the backward pass keeps for each query, and then the workspace.
-        let sums = if is_backward { shape.batch * shape.heads * shape.queries } else { 0 };
+        let sums = if is_backward { part.batch * part.heads * part.queries } else { 0 };
         let sums = (sums * DType::F32.size_in_bytes()).next_multiple_of(ALIGNMENT);
         let memory = Temporary::new(device, DType::U8, sums + plan.workspace)?;
         let memory = [memory.address()?, memory.address()?.skip(sums, DType::U8)];
-        attention::run(handle.raw, &plan, (shape, scale), tensors, memory)?;
+        for sample in (0..shape.batch).step_by(part.batch) {
+            for key_head in (0..shape.key_heads).step_by(part.key_heads) {
+                let tensors = tensors.part((shape, dtype), sample, key_head);
+                attention::run(handle.raw, &plan, (&part, scale), &tensors, memory)?;
+            }
+        }
         Ok(true)
     })
 }

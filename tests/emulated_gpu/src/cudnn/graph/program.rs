@@ -113,10 +113,18 @@ pub(super) unsafe fn plan_of(plan: &Descriptor) -> Plan<'_> {
         let configuration = &*(plan.one(PLAN_CONFIGURATION) as *const Descriptor);
         let graph = &*(configuration.one(CONFIGURATION_GRAPH) as *const Descriptor);
         let candidate = configuration.one(CONFIGURATION_NUMBER);
-        let largest = operations(graph).iter().map(|operation| operation.output().count()).max().unwrap_or_default();
-        let workspace = if candidate == LARGE { 8 << 30 } else { 2 * largest + 12 };
+        let operations = operations(graph);
+        // As cuDNN's: the backward pass keeps two bytes for each pair of a query and a key.
+        let weights = operations.iter().map(|operation| operation.output().count()).max().unwrap_or_default();
+        let kept = if is_forward(&operations) { 0 } else { weights };
+        let workspace = if candidate == LARGE { 8 << 30 } else { 2 * kept + 12 };
         Plan { graph, candidate, workspace }
     }
+}
+
+/// Whether these are the operations of attention's forward pass: there are more products in its backward pass.
+fn is_forward(operations: &[Operation]) -> bool {
+    operations.iter().filter(|operation| operation.is_product()).count() == 2
 }
 
 /// The operations of a plan, with the addresses of tensors, and the values of scalars.
@@ -159,10 +167,7 @@ impl Program {
 
     /// For counts. The backward pass has five products.
     pub(super) fn name(&self) -> &'static str {
-        match self.operations.iter().filter(|operation| operation.is_product()).count() {
-            2 => "attention forward",
-            _ => "attention backward",
-        }
+        if is_forward(&self.operations) { "attention forward" } else { "attention backward" }
     }
 
     /// Ends the process if a tensor is not allocated.
