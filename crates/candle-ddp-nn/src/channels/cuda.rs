@@ -1,6 +1,6 @@
 //! The same operations as CUDA kernels.
 use super::extents::Extents;
-use super::fused::{After, Gate, Passed};
+use super::fused::{After, Gate, Mask, Passed};
 use candle_core::{CudaDevice, DType, Result, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary, address, written_address};
@@ -168,12 +168,6 @@ fn of_pixels(kernel: Kernel) -> Kernel {
         Kernel::InputGradient => Kernel::PixelInputGradient,
         other => other,
     }
-}
-
-/// Which elements a ReLU has let through: a bit for each, in bytes for `per` elements.
-pub(crate) struct Mask {
-    bytes: Output,
-    per: usize,
 }
 
 fn gate_addresses<'a>(gate: Option<Gate<'a>>) -> Result<[Address<'a>; 2]> {

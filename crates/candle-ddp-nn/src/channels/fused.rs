@@ -1,6 +1,6 @@
 //! The operations that a normalisation fuses into its pass over memory.
-use super::cuda::Mask;
 use candle_core::{Result, Tensor, WithDType};
+use candle_ddp_tensor::kernels::Output;
 
 /// The operation after a normalisation, in the same pass over memory.
 pub(crate) enum After {
@@ -18,6 +18,12 @@ pub(crate) enum Passed {
     AddRelu(Tensor),
     /// On a GPU, a bit for each element instead.
     Mask(Mask),
+}
+
+/// Which elements a ReLU has let through: a bit for each, in bytes for `per` elements.
+pub(crate) struct Mask {
+    pub(super) bytes: Output,
+    pub(super) per: usize,
 }
 
 /// A ReLU after the normalisation: gradients pass where (x − mean) × scale + shift is positive.
