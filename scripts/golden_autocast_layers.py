@@ -76,6 +76,15 @@ case("matmul", torch.matmul, (2, 3, 5, 7), (2, 3, 7, 4))
 case("matmul of 16 bits", torch.matmul, (2, 5, 7), (7, 4), sixteen=[0])
 case("cat", lambda x, y: torch.cat([x, y], 1), (3, 17), (3, 5), sixteen=[1])
 case("add", torch.add, (3, 17), (3, 17), sixteen=[1])
+
+
+def lstm(x, h, c, w_ih, w_hh, b_ih, b_hh):
+    y = torch._VF.lstm(x, (h, c), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)
+    return torch.cat([y.flatten() for y in y])
+
+
+# On CPUs, gates of GRU are f32. On CUDA, both return 16 bits.
+case("lstm", lstm, (3, 5, 9), (1, 5, 6), (1, 5, 6), (24, 9), (24, 6), (24,), (24,))
 save_file(tensors, FOLDER / "autocast.safetensors", {"torch": torch.__version__})
 (FOLDER / "autocast.txt").write_text("".join(f"{name}: {' '.join(functions)}\n" for name, functions in lists().items()))
 (FOLDER / "autocast.safetensors").chmod(0o644)

@@ -59,4 +59,16 @@ case("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), (2, 3, 7, 8))
 case("avg_pool2d", lambda x: F.avg_pool2d(x, 3, 2, 1), (2, 3, 7, 8))
 case("bilinear", lambda x: F.interpolate(x, (7, 9), mode="bilinear"), (1, 2, 4, 5))
 case("add", torch.add, (3, 17), (3, 17))
+
+
+def recurrent(run, *inputs):
+    x, *states, w_ih, w_hh, b_ih, b_hh = inputs
+    states = tuple(states) if len(states) > 1 else states[0]
+    y = run(x, states, [w_ih / 2, w_hh / 2, b_ih, b_hh], True, 1, 0.0, True, False, False)
+    return torch.cat([y.flatten() for y in y])
+
+
+state = (1, 5, 6)
+case("lstm", lambda *inputs: recurrent(torch._VF.lstm, *inputs), (3, 5, 9), state, state, (24, 9), (24, 6), (24,), (24,))
+case("gru", lambda *inputs: recurrent(torch._VF.gru, *inputs), (3, 5, 9), state, (18, 9), (18, 6), (18,), (18,))
 save_file(tensors, OUTPUT, {"torch": torch.__version__})

@@ -12,6 +12,7 @@ import pathlib
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 OUTPUT = pathlib.Path(__file__).parent.parent / "crates" / "candle-ddp-nn" / "tests" / "golden" / "layers.safetensors"
 
@@ -185,6 +186,45 @@ for shape in [(5, 1), (6, 20), (2, 3, 4), (3, 4, 6, 7), (2, 2, 2, 2, 3)]:
         case("batch_norm_relu", lambda *inputs: normalise(*inputs).relu(), [shape] + affine, train=train)
         run = lambda x, weight, bias, z: (normalise(x, weight, bias) + z).relu()
         case("batch_norm_add_relu", run, [shape] + affine + [shape], train=train)
+
+# Steps, batch, input size, hidden size, layers, biases, both directions, batch_first, initial state, lengths.
+RECURRENT = [
+    (1, 1, 1, 1, 1, 1, 0, 0, 0, None),
+    (4, 3, 2, 3, 1, 1, 0, 0, 1, None),
+    (3, 2, 2, 3, 2, 0, 0, 1, 1, None),
+    (3, 2, 3, 2, 2, 1, 1, 1, 1, None),
+    (5, 4, 2, 2, 2, 1, 1, 0, 1, (3, 5, 1, 3)),
+    (4, 3, 2, 3, 1, 1, 0, 1, 0, (4, 2, 1)),
+    (4, 3, 2, 3, 1, 0, 1, 1, 1, (1, 3, 2)),
+    (2, 12, 3, 17, 1, 1, 0, 0, 1, None),
+]
+for length, batch, size, hidden, layers, bias, both, batch_first, state, lengths in RECURRENT:
+    for function, gates, states in [("lstm", 4, 2), ("gru", 3, 1)]:
+        shapes = [(batch, length, size) if batch_first else (length, batch, size)]
+        shapes += [(layers * (1 + both), batch, hidden)] * (states if state else 0)
+        for layer in range(layers):
+            for _ in range(1 + both):
+                inputs = size if layer == 0 else (1 + both) * hidden
+                shapes += [(gates * hidden, inputs), (gates * hidden, hidden)] + [(gates * hidden,)] * (2 * bias)
+
+        def run(x, *rest):
+            zeros = torch.zeros(layers * (1 + both), batch, hidden).double()
+            given, weights = (rest[:states], rest[states:]) if state else ([zeros] * states, rest)
+            hx = given if states > 1 else given[0]
+            run, options = getattr(torch._VF, function), (bool(bias), layers, 0.0, True, bool(both))
+            if lengths is None:
+                return torch.cat([y.flatten() for y in run(x, hx, weights, *options, bool(batch_first))])
+            packed = pack_padded_sequence(x, lengths, bool(batch_first), enforce_sorted=False)
+            sort = lambda state: state.index_select(1, packed.sorted_indices)
+            hx = tuple(map(sort, hx)) if states > 1 else sort(hx)
+            y, *last = run(packed.data, packed.batch_sizes, hx, weights, *options)
+            packed = PackedSequence(y, *packed[1:])
+            y, _ = pad_packed_sequence(packed, bool(batch_first), total_length=length)
+            last = [state.index_select(1, packed.unsorted_indices) for state in last]
+            return torch.cat([y.flatten() for y in [y, *last]])
+
+        case(function, run, shapes, size=size, hidden=hidden, layers=layers, bias=bias, both=both, batch_first=batch_first,
+             state=state, lengths=lengths)
 
 save_file(tensors, OUTPUT)
 print(f"{OUTPUT}: {len(tensors)} tensors, {OUTPUT.stat().st_size} bytes")

@@ -99,6 +99,22 @@ impl ModuleT for Candles {
     }
 }
 
+/// The mean output of recurrent layers.
+struct Recurrent(nn::StackedLSTM);
+
+impl Recurrent {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        let options = nn::RNNOptions { num_layers: 3, ..Default::default() };
+        Ok(Self(nn::StackedLSTM::new(64, 64, options, vb)?))
+    }
+}
+
+impl ModuleT for Recurrent {
+    fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        self.0.forward(x, None, train)?.0.mean_all()
+    }
+}
+
 #[test]
 fn an_evaluation_keeps_no_activations() {
     candle_ddp::spawn(1, |pg| {
@@ -109,6 +125,7 @@ fn an_evaluation_keeps_no_activations() {
             for has_no_grad_model in [false, true] {
                 check(&pg, "train", train, &[64, 1, 32, 32], has_no_grad_model);
                 check(&pg, "ResNet-18", resnet, &[2, 3, 96, 96], has_no_grad_model);
+                check(&pg, "LSTM", |vb| Recurrent::new(vb), &[200, 16, 64], has_no_grad_model);
             }
             check(&pg, "candle_nn", Candles::new, &[4, 8, 32, 32], true);
         });

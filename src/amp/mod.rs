@@ -48,7 +48,7 @@
 //!
 //! | list | functions |
 //! |---|---|
-//! | 16 bits | [`Linear`](crate::nn::Linear), convolutions, [`scaled_dot_product_attention`](crate::nn::scaled_dot_product_attention), [`linear_cross_entropy`](crate::nn::linear_cross_entropy) (its loss is f32) |
+//! | 16 bits | [`Linear`](crate::nn::Linear), convolutions, [`scaled_dot_product_attention`](crate::nn::scaled_dot_product_attention), [`linear_cross_entropy`](crate::nn::linear_cross_entropy) (its loss is f32), [`StackedLSTM`](crate::nn::StackedLSTM), [`StackedGRU`](crate::nn::StackedGRU) |
 //! | f32 | [`softmax`](crate::nn::softmax), [`log_softmax`](crate::nn::log_softmax), [`LayerNorm`](crate::nn::LayerNorm), [`RmsNorm`](crate::nn::RmsNorm), [`cross_entropy`](crate::nn::cross_entropy), the functions of [`loss`](crate::nn::loss) |
 //! | the wider dtype | [`add`](crate::nn::add), [`rope`](crate::nn::rope), the sum of [`forward_add_relu_t`](crate::nn::BatchNorm::forward_add_relu_t) |
 //! | none: the dtype of the input | [`BatchNorm`](crate::nn::BatchNorm) (its parameters stay f32), activations, pools, dropout, `interpolate`, `embedding` |
@@ -88,7 +88,7 @@
 //!
 //! | | computes in | returns |
 //! |---|---|---|
-//! | `linear`, convolutions, attention of [`nn`](crate::nn) | products of `param_dtype`, sums in f32 | `param_dtype` |
+//! | `linear`, convolutions, attention, LSTM and GRU of [`nn`](crate::nn) | products of `param_dtype`, sums in f32 | `param_dtype` |
 //! | norms, softmax, activations, pools, dropout, rope, `interpolate`, [`add`](crate::nn::add) | f32 | the dtype of the input |
 //! | `cross_entropy` and the functions of [`loss`](crate::nn::loss) | f32 | f32, as under PyTorch's autocast |
 //! | `embedding` | copies rows | `param_dtype` |

@@ -92,6 +92,7 @@ on_gpu! {
     masks_are_the_generators_numbers
     views_are_candles
     products_match_the_definition
+    recurrent_layers_match_pytorch
 }
 
 /// The numbers are close to each other, and far from zero, except for the first of each plane or of the batch.

@@ -4,11 +4,11 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d,
-    CrossEntropyOptions, Embedding, InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, Reduction, RmsNorm,
-    adaptive_avg_pool2d, add, avg_pool2d, checkpoint, cross_entropy, cross_entropy_with, dropout, gelu, gelu_erf,
-    interpolate, linear, log_softmax, loss, max_pool2d, ops, relu, rope, rope_i, rope_thd,
-    scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, silu, softmax, softmax_last_dim,
-    sync_batch_norm,
+    CrossEntropyOptions, Embedding, InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RNNOptions, Reduction,
+    RmsNorm, StackedGRU, StackedLSTM, adaptive_avg_pool2d, add, avg_pool2d, checkpoint, cross_entropy,
+    cross_entropy_with, dropout, gelu, gelu_erf, interpolate, linear, log_softmax, loss, max_pool2d, ops, relu, rope,
+    rope_i, rope_thd, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, silu, softmax,
+    softmax_last_dim, sync_batch_norm,
 };
 use candle_ddp::optim::{
     AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm,
@@ -309,6 +309,32 @@ fn attention() {
             scaled_dot_product_attention_qkvpacked(&x[0], 2, AttentionOptions::default())
         });
     }
+    all.assert_none();
+}
+
+/// A batch may be empty, a sequence must not.
+#[test]
+fn sequences() {
+    fn vb(x: &[Tensor]) -> VarBuilder<'static> {
+        let names = ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"].map(String::from);
+        VarBuilder::from_tensors(names.into_iter().zip(x[1..].iter().cloned()).collect(), x[0].dtype(), &Device::Cpu)
+    }
+    let lstm = |x: &[Tensor]| {
+        let (y, state) = StackedLSTM::new(x[0].dim(2)?, 5, RNNOptions::default(), vb(x))?.forward(&x[0], None, true)?;
+        Tensor::cat(&[y, state.h, state.c], 0)
+    };
+    let gru = |x: &[Tensor]| {
+        let layers = StackedGRU::new(x[0].dim(2)?, 5, RNNOptions::default(), vb(x))?;
+        let (y, state) = layers.forward_with_lengths(&x[0], &vec![1; x[0].dim(1)?], None, true)?;
+        Tensor::cat(&[y, state.h], 0)
+    };
+    let mut all = Failures::default();
+    all.case("lstm", &[&[3, 0, 6], &[20, 6], &[20, 5], &[20], &[20]], Shape(&[5, 0, 5]), lstm);
+    all.case("lstm", &[&[3, 2, 0], &[20, 0], &[20, 5], &[20], &[20]], Shape(&[5, 2, 5]), lstm);
+    all.case("lstm", &[&[0, 2, 6], &[20, 6], &[20, 5], &[20], &[20]], Refused, lstm);
+    all.case("gru", &[&[3, 0, 6], &[15, 6], &[15, 5], &[15], &[15]], Shape(&[4, 0, 5]), gru);
+    all.case("gru", &[&[3, 2, 0], &[15, 0], &[15, 5], &[15], &[15]], Shape(&[4, 2, 5]), gru);
+    all.case("gru", &[&[0, 2, 6], &[15, 6], &[15, 5], &[15], &[15]], Refused, gru);
     all.assert_none();
 }
 

@@ -222,7 +222,7 @@ impl Operation {
 }
 
 #[inline(always)]
-fn sigmoid<R: Real>(x: R) -> R {
+pub(crate) fn sigmoid<R: Real>(x: R) -> R {
     let one = R::from_f64(1.0);
     one / (one + (-x).exp())
 }

@@ -26,6 +26,7 @@ mod normalise;
 pub mod ops;
 mod pool;
 mod resample;
+pub mod rnn;
 mod rope;
 pub mod rotary_emb;
 mod row_norm;
@@ -62,6 +63,7 @@ pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, 
 pub use matmul::matmul;
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
 pub use memory_format::to_memory_format;
+pub use rnn::{GRU, LSTM, RNNOptions, StackedGRU, StackedLSTM, gru, lstm};
 pub use rope::{rope, rope_i, rope_thd};
 pub use softmax::{log_softmax, softmax, softmax_last_dim};
 pub use view::{cat, flatten, narrow, permute, reshape, transpose};

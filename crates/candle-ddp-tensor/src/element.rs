@@ -23,6 +23,8 @@ pub trait Real: Element<Real = Self> + Neg<Output = Self> + Default {
     fn ln(self) -> Self;
     /// The standard normal distribution function.
     fn normal_cdf(self) -> Self;
+    /// The hyperbolic tangent.
+    fn tanh(self) -> Self;
 
     /// This plus `value` times `decay`. Without decay, `value` has no effect even if it is infinite.
     #[inline(always)]
@@ -79,7 +81,7 @@ macro_rules! element {
 }
 
 macro_rules! real {
-    ($kind:ident, $variant:ident, $exp:expr, $normal_cdf:expr) => {
+    ($kind:ident, $variant:ident, $exp:expr, $normal_cdf:expr, $tanh:expr) => {
         element!($kind, $variant, $kind, std::convert::identity, std::convert::identity, Some);
 
         impl Real for $kind {
@@ -107,12 +109,17 @@ macro_rules! real {
             fn normal_cdf(self) -> Self {
                 $normal_cdf(self)
             }
+
+            #[inline(always)]
+            fn tanh(self) -> Self {
+                $tanh(self)
+            }
         }
     };
 }
 
-real!(f32, F32, math::exp, math::normal_cdf);
-real!(f64, F64, f64::exp, |x: f64| 0.5 * erfc_f64(-x * std::f64::consts::FRAC_1_SQRT_2));
+real!(f32, F32, math::exp, math::normal_cdf, math::tanh);
+real!(f64, F64, f64::exp, |x: f64| 0.5 * erfc_f64(-x * std::f64::consts::FRAC_1_SQRT_2), f64::tanh);
 element!(f16, F16, f32, float16::f16_to_f32, float16::f32_to_f16, |_| None);
 element!(bf16, BF16, f32, float16::bf16_to_f32, float16::f32_to_bf16, |_| None);
 

@@ -48,6 +48,21 @@ pub(super) fn normal_cdf(x: f32) -> f32 {
     if x > 0.0 { 1.0 - tail } else { tail }
 }
 
+/// The hyperbolic tangent, accurate to two units in the last place.
+#[inline(always)]
+pub(super) fn tanh(x: f32) -> f32 {
+    // The coefficients of Cephes' tanhf. For small x, the other formula would cancel.
+    let z = x * x;
+    let p = -5.704_988_7e-3;
+    let p = p * z + 2.063_909e-2;
+    let p = p * z - 5.373_971_6e-2;
+    let p = p * z + 0.133_314_42;
+    let p = p * z - 0.333_332_84;
+    let small = p * z * x + x;
+    let large = (1.0 - 2.0 / (exp(2.0 * x.abs()) + 1.0)).copysign(x);
+    if x.abs() < 0.625 { small } else { large }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,6 +78,9 @@ mod tests {
             } else {
                 assert_eq!(actual, f32::INFINITY, "exp({x})");
             }
+            let (actual, expected) = (tanh(x / 8.0), f64::from(x / 8.0).tanh());
+            let error = (f64::from(actual) - expected).abs();
+            assert!(error <= 2.5e-7 * expected.abs(), "tanh({x} / 8) = {actual}, not {expected}");
             if x.abs() < 12.0 {
                 let (actual, expected) =
                     (normal_cdf(x), 0.5 * candle_core::cpu::erf::erfc_f64(-f64::from(x) / 2f64.sqrt()));
@@ -78,7 +96,8 @@ mod tests {
     fn infinities_and_nan() {
         assert_eq!([exp(f32::INFINITY), exp(f32::NEG_INFINITY)], [f32::INFINITY, 0.0]);
         assert_eq!([normal_cdf(f32::INFINITY), normal_cdf(f32::NEG_INFINITY)], [1.0, 0.0]);
-        assert!(exp(f32::NAN).is_nan() && normal_cdf(f32::NAN).is_nan());
+        assert_eq!([tanh(f32::INFINITY), tanh(f32::NEG_INFINITY), tanh(1e-40)], [1.0, -1.0, 1e-40]);
+        assert!(exp(f32::NAN).is_nan() && normal_cdf(f32::NAN).is_nan() && tanh(f32::NAN).is_nan());
         assert_eq!([exp(0.0), normal_cdf(0.0)], [1.0, 0.5].map(|x: f32| if x == 0.5 { normal_cdf(-0.0) } else { x }));
     }
 }

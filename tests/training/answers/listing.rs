@@ -5,8 +5,16 @@ const LISTINGS: [&str; 4] =
     ["docs/public-api.txt", "docs/public-api-nn.txt", "docs/public-api-tensor.txt", "docs/public-api-vision.txt"];
 
 /// Types that are tensors, or have some.
-const TYPES: [&str; 6] =
-    ["Tensor", "P2pOp", "Collective", "AttentionOptions", "CrossEntropyOptions", "LinearCrossEntropyOptions"];
+const TYPES: [&str; 8] = [
+    "Tensor",
+    "P2pOp",
+    "Collective",
+    "AttentionOptions",
+    "CrossEntropyOptions",
+    "LinearCrossEntropyOptions",
+    "LSTMState",
+    "GRUState",
+];
 
 /// The paths of the functions, each with an argument.
 pub(super) fn arguments() -> BTreeSet<(String, String)> {
@@ -14,8 +22,15 @@ pub(super) fn arguments() -> BTreeSet<(String, String)> {
     for listing in LISTINGS {
         for line in super::read(listing).lines() {
             let (path, item) = line.split_once(": ").unwrap();
-            let module = ["ModuleT", "Module"].into_iter().find(|name| item.contains(&format!("{name} for ")));
+            let module = ["ModuleT", "Module", "RNN"].into_iter().find(|name| item.contains(&format!("{name} for ")));
             match module.filter(|_| item.starts_with("impl")) {
+                Some("RNN") => {
+                    let methods =
+                        [("step", "input"), ("step", "state"), ("seq", "input"), ("states_to_tensor", "states")];
+                    let seq_init = [("seq_init", "input"), ("seq_init", "init_state")];
+                    let all_of = methods.into_iter().chain(seq_init);
+                    all.extend(all_of.map(|(name, argument)| (format!("{path}::{name}"), argument.to_string())));
+                }
                 Some("Module") => drop(all.insert((format!("{path}::forward"), "xs".to_string()))),
                 Some(_) => drop(all.insert((format!("{path}::forward_t"), "xs".to_string()))),
                 None if item.starts_with("pub ") => {

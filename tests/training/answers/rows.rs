@@ -2,12 +2,13 @@
 use super::Answer::{Carries, Ends, Refuses, Test};
 use super::{Row, Tracked};
 use crate::common::{ranks, tensor};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Module, ModuleT, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Module, ModuleT, Shape, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::data::{Collate, Dataset, TensorDataset};
 use candle_ddp::data_parallel::{self, DataParallel};
 use candle_ddp::nn::attention::{self, AttnMask};
 use candle_ddp::nn::kv_cache::{Cache, ConcatKvCache, KvCache, RotatingCache, RotatingKvCache};
+use candle_ddp::nn::rnn::{GRUState, LSTMState};
 use candle_ddp::nn::{self, *};
 use candle_ddp::{DistributedDataParallel, Result};
 use candle_ddp_tensor::function;
@@ -168,6 +169,7 @@ pub(super) fn all() -> Vec<Row> {
     groups(&mut rows);
     training(&mut rows);
     layers(&mut rows);
+    recurrent(&mut rows);
     functions(&mut rows);
     rows
 }
@@ -407,6 +409,70 @@ fn layers(rows: &mut Vec<Row>) {
             "candle_ddp_nn::batch_norm::BatchNorm::new_no_bias_with_momentum" "running_mean",
             "candle_ddp_nn::batch_norm::BatchNorm::new_no_bias_with_momentum" "running_var",
         ];
+    }
+}
+
+fn recurrent(rows: &mut Vec<Row>) {
+    const X: &[usize] = &[3, 2, 4];
+    const STATE: &[usize] = &[1, 2, 5];
+    const ONE: &[usize] = &[2, 5];
+    fn vb(gates: usize) -> VarBuilder<'static> {
+        let weights = [("weight_ih_l0", vec![gates * 5, 4]), ("weight_hh_l0", vec![gates * 5, 5])];
+        let biases = ["bias_ih_l0", "bias_hh_l0"].map(|name| (name, vec![gates * 5]));
+        let named = weights.into_iter().chain(biases).map(|(name, shape)| (name.to_string(), c(&shape)));
+        VarBuilder::from_tensors(named.collect(), DType::F32, &Device::Cpu)
+    }
+    fn lstms() -> candle_core::Result<StackedLSTM> {
+        StackedLSTM::new(4, 5, RNNOptions::default(), vb(4))
+    }
+    fn grus() -> candle_core::Result<StackedGRU> {
+        StackedGRU::new(4, 5, RNNOptions::default(), vb(3))
+    }
+    fn one_lstm() -> candle_core::Result<LSTM> {
+        nn::lstm(4, 5, Default::default(), vb(4))
+    }
+    fn one_gru() -> candle_core::Result<GRU> {
+        nn::gru(4, 5, Default::default(), vb(3))
+    }
+    fn lstm_state(t: Tensor) -> LSTMState {
+        LSTMState::new(t.clone(), t)
+    }
+    fn last(mut states: Vec<LSTMState>) -> Tensor {
+        states.remove(2).c
+    }
+    carries! { rows:
+        ["candle_ddp_nn::rnn::StackedLSTM::forward"] "x" => |t| lstms()?.forward(&t.of(X), None, true)?.0;
+        ["candle_ddp_nn::rnn::StackedLSTM::forward"] "state" =>
+            |t| lstms()?.forward(&c(X), Some(&lstm_state(t.of(STATE))), true)?.1.c;
+        ["candle_ddp_nn::rnn::StackedLSTM::forward_with_lengths"] "x" =>
+            |t| lstms()?.forward_with_lengths(&t.of(X), &[3, 1], None, true)?.1.h;
+        ["candle_ddp_nn::rnn::StackedLSTM::forward_with_lengths"] "state" =>
+            |t| lstms()?.forward_with_lengths(&c(X), &[1, 2], Some(&lstm_state(t.of(STATE))), true)?.0;
+        ["candle_ddp_nn::rnn::StackedGRU::forward"] "x" => |t| grus()?.forward(&t.of(X), None, true)?.0;
+        ["candle_ddp_nn::rnn::StackedGRU::forward"] "state" =>
+            |t| grus()?.forward(&c(X), Some(&GRUState { h: t.of(STATE) }), true)?.1.h;
+        ["candle_ddp_nn::rnn::StackedGRU::forward_with_lengths"] "x" =>
+            |t| grus()?.forward_with_lengths(&t.of(X), &[3, 1], None, true)?.1.h;
+        ["candle_ddp_nn::rnn::StackedGRU::forward_with_lengths"] "state" =>
+            |t| grus()?.forward_with_lengths(&c(X), &[1, 2], Some(&GRUState { h: t.of(STATE) }), true)?.0;
+        ["candle_ddp_nn::rnn::LSTM::step"] "input" => |t| one_lstm()?.step(&t.of(&[2, 4]), &lstm_state(c(ONE)))?.h;
+        ["candle_ddp_nn::rnn::LSTM::step"] "state" => |t| one_lstm()?.step(&c(&[2, 4]), &lstm_state(t.of(ONE)))?.c;
+        ["candle_ddp_nn::rnn::LSTM::seq"] "input" => |t| last(one_lstm()?.seq(&t.of(&[2, 3, 4]))?);
+        ["candle_ddp_nn::rnn::LSTM::seq_init"] "input" =>
+            |t| last(one_lstm()?.seq_init(&t.of(&[2, 3, 4]), &lstm_state(c(ONE)))?);
+        ["candle_ddp_nn::rnn::LSTM::seq_init"] "init_state" =>
+            |t| last(one_lstm()?.seq_init(&c(&[2, 3, 4]), &lstm_state(t.of(ONE)))?);
+        ["candle_ddp_nn::rnn::LSTM::states_to_tensor"] "states" =>
+            |t| one_lstm()?.states_to_tensor(&[lstm_state(t.of(ONE)), lstm_state(c(ONE))])?;
+        ["candle_ddp_nn::rnn::GRU::step"] "input" => |t| one_gru()?.step(&t.of(&[2, 4]), &GRUState { h: c(ONE) })?.h;
+        ["candle_ddp_nn::rnn::GRU::step"] "state" => |t| one_gru()?.step(&c(&[2, 4]), &GRUState { h: t.of(ONE) })?.h;
+        ["candle_ddp_nn::rnn::GRU::seq"] "input" => |t| one_gru()?.seq(&t.of(&[2, 3, 4]))?[2].h.clone();
+        ["candle_ddp_nn::rnn::GRU::seq_init"] "input" =>
+            |t| one_gru()?.seq_init(&t.of(&[2, 3, 4]), &GRUState { h: c(ONE) })?[2].h.clone();
+        ["candle_ddp_nn::rnn::GRU::seq_init"] "init_state" =>
+            |t| one_gru()?.seq_init(&c(&[2, 3, 4]), &GRUState { h: t.of(ONE) })?[2].h.clone();
+        ["candle_ddp_nn::rnn::GRU::states_to_tensor"] "states" =>
+            |t| one_gru()?.states_to_tensor(&[GRUState { h: t.of(ONE) }, GRUState { h: c(ONE) }])?;
     }
 }
 

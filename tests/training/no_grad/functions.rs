@@ -93,6 +93,25 @@ fn none_makes_a_graph() {
     check("flash_attn", &[heads, heads, heads], |x| {
         flash_attn::<f32>(&x[0], &x[1], &x[2], 0.5, AttnMask::Causal { kv_offset: 0 }, None, None)
     });
+    let sequence: &[usize] = &[3, 2, 6];
+    let vb = |x: &[Tensor]| {
+        let names = ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"].map(String::from);
+        nn::VarBuilder::from_tensors(names.into_iter().zip(x[1..].iter().cloned()).collect(), DType::F32, &Device::Cpu)
+    };
+    check("lstm", &[sequence, &[20, 6], &[20, 5], &[20], &[20]], |x| {
+        let layers = nn::StackedLSTM::new(6, 5, Default::default(), vb(x))?;
+        let (y, state) = layers.forward_with_lengths(&x[0], &[1, 3], None, true)?;
+        Tensor::cat(&[y, state.h, state.c], 0)
+    });
+    check("gru", &[sequence, &[15, 6], &[15, 5], &[15], &[15]], |x| {
+        let layers = nn::StackedGRU::new(6, 5, Default::default(), vb(x))?;
+        let (y, state) = layers.forward(&x[0], None, true)?;
+        Tensor::cat(&[y, state.h], 0)
+    });
+    check("lstm by steps", &[sequence, &[20, 6], &[20, 5], &[20], &[20]], |x| {
+        let layer = nn::lstm(6, 5, Default::default(), vb(x))?;
+        nn::RNN::states_to_tensor(&layer, &nn::RNN::seq(&layer, &x[0])?)
+    });
     let classes = Tensor::new(&[0u32, 5, 1, 2], &Device::Cpu).unwrap();
     check("cross_entropy", &[rows], |x| nn::cross_entropy(&x[0], &classes));
     check("linear_cross_entropy", &[rows, &[7, 6], &[7]], |x| {

@@ -4,12 +4,14 @@
 #![allow(unsafe_code)]
 pub(super) mod bf16;
 mod blocks;
+mod panels;
 mod strides;
 
 use candle_core::{DType, Result, WithDType};
 use candle_ddp_tensor::borrow::narrow_vec;
 use candle_ddp_tensor::{Element, vectorise};
 use gemm::Parallelism;
+pub(super) use panels::{Lanes, Panels};
 use std::any::TypeId;
 use std::borrow::Cow;
 pub(super) use strides::Strides;

@@ -1,5 +1,5 @@
 //! Autocast, compared with PyTorch's.
-use crate::bf16::{check, wave};
+use crate::bf16::{GRU, LSTM, check, recurrent, wave};
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var, safetensors};
 use candle_ddp_nn::{
     AttentionOptions, Autocast, AvgPool2dOptions, BatchNorm, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
@@ -101,6 +101,7 @@ fn results_gradients_and_their_dtypes_are_those_of_pytorch() {
     case("matmul of 16 bits", &[&[2, 5, 7], &[7, 4]], &[0], &|x| matmul(&x[0], &x[1]));
     case("cat", &[&[3, 17], &[3, 5]], &[1], &|x| cat(&[&x[0], &x[1]], 1));
     case("add", &[&[3, 17][..]; 2], &[1], &|x| add(&x[0], &x[1]));
+    case("lstm", &LSTM, &[], &recurrent);
     assert_eq!(left, 0, "cases of the file without a test");
 }
 
@@ -149,6 +150,8 @@ fn each_function_is_on_pytorchs_list() {
     run(&["scaled_dot_product_attention"], &[&[2, 6, 24]], 0, &|x| {
         scaled_dot_product_attention_qkvpacked(&x[0], 2, AttentionOptions::default())
     });
+    run(&["linear"], &LSTM, 4, &recurrent);
+    run(&["linear"], &GRU, 4, &recurrent);
     run(&["softmax"], &[&[4, 33]], 0, &|x| softmax(&x[0], 1));
     run(&["softmax"], &[&[4, 0]], 0, &|x| softmax(&x[0], 1));
     run(&["log_softmax"], &[&[4, 33]], 0, &|x| log_softmax(&x[0], 1));

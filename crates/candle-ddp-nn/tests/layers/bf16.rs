@@ -1,9 +1,11 @@
 //! Layers and functions in bf16, compared with PyTorch's in bf16.
-use candle_core::{DType, Device, Module, Tensor, Var, safetensors};
+use candle_core::{DType, Device, Module, Result, Tensor, Var, safetensors};
+use candle_ddp_nn::rnn::{GRUState, LSTMState};
 use candle_ddp_nn::{
     AttentionOptions, AvgPool2dOptions, Conv2d, Conv2dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding,
-    InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, avg_pool2d, cross_entropy, gelu, gelu_erf,
-    interpolate, log_softmax, max_pool2d, relu, scaled_dot_product_attention, silu, softmax,
+    InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RNNOptions, RmsNorm, StackedGRU, StackedLSTM, VarBuilder,
+    add, avg_pool2d, cross_entropy, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
+    scaled_dot_product_attention, silu, softmax,
 };
 use candle_ddp_testing::floats;
 use std::collections::HashMap;
@@ -17,15 +19,44 @@ pub(crate) fn wave(shape: &[usize], index: usize, dtype: DType) -> Var {
 }
 
 /// Both results are sums in f32 which are rounded once, or, in PyTorch, twice at some places: they may be two units in
-/// the last place apart, of the element or of what it is a difference of.
+/// the last place apart, of the element or of what it is a difference of. PyTorch's recurrent layers round gates and their gradients in
+/// each step; it is then up to two such bounds away from its own results in f64.
 pub(crate) fn check(name: &str, dtype: DType, ours: &Tensor, theirs: &Tensor) {
+    let bounds = if name.starts_with("lstm") || name.starts_with("gru") { 3.0 } else { 1.0 };
     assert_eq!((ours.dtype(), ours.dims()), (dtype, theirs.dims()), "{name}");
     let (ours, theirs) = (floats(ours), floats(theirs));
     let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
     for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
-        let bound = theirs.abs() / 64.0 + largest / 256.0;
+        let bound = bounds * (theirs.abs() / 64.0 + largest / 256.0);
         assert!((ours - theirs).abs() <= bound, "{name}[{at}] is {ours}, in PyTorch {theirs}");
     }
+}
+
+/// Shapes of x, the states, the weights and the biases.
+pub(crate) const LSTM: [&[usize]; 7] = [&[3, 5, 9], &[1, 5, 6], &[1, 5, 6], &[24, 9], &[24, 6], &[24], &[24]];
+pub(crate) const GRU: [&[usize]; 6] = [&[3, 5, 9], &[1, 5, 6], &[18, 9], &[18, 6], &[18], &[18]];
+
+/// The outputs and the last states of a layer of such inputs.
+pub(crate) fn recurrent(x: &[Tensor]) -> Result<Tensor> {
+    let (inputs, weights) = x.split_at(x.len() - 4);
+    let names = ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"];
+    let weights: HashMap<_, _> = names.into_iter().map(String::from).zip(weights.iter().cloned()).collect();
+    let dtype = weights["weight_ih_l0"].dtype();
+    let vb = VarBuilder::from_tensors(weights, dtype, &Device::Cpu);
+    let results = match inputs {
+        [x, h, c] => {
+            let state = LSTMState::new(h.clone(), c.clone());
+            let (y, state) = StackedLSTM::new(9, 6, RNNOptions::default(), vb)?.forward(x, Some(&state), true)?;
+            vec![y, state.h, state.c]
+        }
+        [x, h] => {
+            let state = GRUState { h: h.clone() };
+            let (y, state) = StackedGRU::new(9, 6, RNNOptions::default(), vb)?.forward(x, Some(&state), true)?;
+            vec![y, state.h]
+        }
+        _ => candle_core::bail!("x and one or two states"),
+    };
+    Tensor::cat(&results.iter().map(Tensor::flatten_all).collect::<Result<Vec<_>>>()?, 0)
 }
 
 #[test]
@@ -95,5 +126,17 @@ fn layers_in_bf16_match_pytorch() {
         interpolate(&x[0], (7, 9), InterpolateMode::Bilinear { align_corners: false })
     });
     case("add", &[&[3, 17], &[3, 17]], &|x| add(&x[0], &x[1]));
+    let halved = |x: &[Tensor], states: usize| {
+        let half =
+            |(index, x): (usize, &Tensor)| if [1, 2].contains(&(index - states)) { x / 2.0 } else { Ok(x.clone()) };
+        x.iter()
+            .enumerate()
+            .skip(states)
+            .map(half)
+            .collect::<Result<Vec<_>>>()
+            .map(|rest| [&x[..states], &rest].concat())
+    };
+    case("lstm", &LSTM, &|x| recurrent(&halved(x, 2)?));
+    case("gru", &GRU, &|x| recurrent(&halved(x, 1)?));
     assert_eq!(left, 0, "cases of the file without a test");
 }

@@ -9,4 +9,5 @@ mod functions;
 mod loss;
 mod norms;
 mod pool;
+mod rnn;
 mod views;

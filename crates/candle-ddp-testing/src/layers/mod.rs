@@ -4,11 +4,13 @@ mod functions;
 mod golden;
 mod heads;
 mod norms;
+mod recurrent;
 mod views;
 
 pub use functions::*;
 pub use heads::*;
 pub use norms::{add_norm_is_add_and_norm, layer_norm_matches_pytorch, rms_norm_matches_pytorch};
+pub use recurrent::recurrent_layers_match_pytorch;
 pub use views::{products_match_the_definition, views_are_candles};
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};

@@ -14,6 +14,13 @@ fn batch_norm([x, w, b]: [&Tensor; 3], train: bool) -> Result<Tensor> {
     BatchNorm::new(w.dim(0)?, mean, var, w.clone(), b.clone(), 1e-5)?.forward_t(x, train)
 }
 
+/// The parameters of a recurrent layer.
+pub(super) fn builder(weights: &[&Tensor]) -> VarBuilder<'static> {
+    let names = ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"];
+    let weights = names.into_iter().zip(weights).map(|(name, &weight)| (name.to_string(), weight.clone()));
+    VarBuilder::from_tensors(weights.collect(), DType::F64, &Device::Cpu)
+}
+
 fn norms() -> Vec<Case> {
     let image: [&[usize]; 3] = [&[2, 3, 2, 2], &[3], &[3]];
     let rows: [&[usize]; 3] = [&[2, 3, 4], &[4], &[4]];
@@ -71,11 +78,6 @@ fn products() -> Vec<Case> {
 }
 
 fn recurrent() -> Vec<Case> {
-    fn builder(weights: &[&Tensor]) -> VarBuilder<'static> {
-        let names = ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"];
-        let weights = names.into_iter().zip(weights).map(|(name, &weight)| (name.to_string(), weight.clone()));
-        VarBuilder::from_tensors(weights.collect(), DType::F64, &Device::Cpu)
-    }
     vec![
         case("candle_nn::LSTM", [&[2, 3, 2], &[12, 2], &[12, 3], &[12], &[12]], |[x, weights @ ..]| {
             let lstm = LSTM::new(2, 3, LSTMConfig::default(), builder(&weights))?;

@@ -1,9 +1,10 @@
 //! The functions of `candle_ddp_nn` that replace candle's.
+use super::layers::builder;
 use super::{Case, case};
 use candle_core::{Device, Module, Result, Tensor};
 use candle_ddp_nn::{
     self as nn, AttentionOptions, AvgPool2dOptions, Conv1d, Conv2d, ConvTranspose1d, InterpolateMode, LayerNorm,
-    MaxPool2dOptions, RmsNorm,
+    MaxPool2dOptions, RNN, RmsNorm,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig};
 
@@ -77,6 +78,41 @@ fn functions() -> Vec<Case> {
     ]
 }
 
+fn recurrent() -> Vec<Case> {
+    vec![
+        case("candle_ddp_nn::LSTM", [&[2, 3, 2], &[12, 2], &[12, 3], &[12], &[12]], |[x, weights @ ..]| {
+            let lstm = nn::lstm(2, 3, Default::default(), builder(&weights))?;
+            let states = lstm.seq(x)?;
+            let cells: Vec<_> = states.iter().map(|state| state.c.clone()).collect();
+            Tensor::cat(&[lstm.states_to_tensor(&states)?, Tensor::stack(&cells, 1)?], 1)
+        }),
+        case("candle_ddp_nn::GRU", [&[2, 3, 2], &[9, 2], &[9, 3], &[9], &[9]], |[x, weights @ ..]| {
+            let gru = nn::gru(2, 3, Default::default(), builder(&weights))?;
+            gru.states_to_tensor(&gru.seq(x)?)
+        }),
+        case(
+            "candle_ddp_nn::StackedLSTM",
+            [&[3, 2, 2], &[1, 2, 3], &[1, 2, 3], &[12, 2], &[12, 3], &[12], &[12]],
+            |[x, h, c, weights @ ..]| {
+                let layers = nn::StackedLSTM::new(2, 3, Default::default(), builder(&weights))?;
+                let state = nn::rnn::LSTMState::new(h.clone(), c.clone());
+                let (y, state) = layers.forward_with_lengths(x, &[2, 3], Some(&state), true)?;
+                Tensor::cat(&[y, state.h, state.c], 0)
+            },
+        ),
+        case(
+            "candle_ddp_nn::StackedGRU",
+            [&[3, 2, 2], &[1, 2, 3], &[9, 2], &[9, 3], &[9], &[9]],
+            |[x, h, weights @ ..]| {
+                let layers = nn::StackedGRU::new(2, 3, Default::default(), builder(&weights))?;
+                let state = nn::rnn::GRUState { h: h.clone() };
+                let (y, state) = layers.forward_with_lengths(x, &[2, 3], Some(&state), true)?;
+                Tensor::cat(&[y, state.h], 0)
+            },
+        ),
+    ]
+}
+
 pub(super) fn cases() -> Vec<Case> {
-    [pooling(), convolutions(), functions()].into_iter().flatten().collect()
+    [pooling(), convolutions(), functions(), recurrent()].into_iter().flatten().collect()
 }
