@@ -115,8 +115,8 @@ pub use ddp::{
 pub use error::Failure;
 pub use error::{Context, Error, Result};
 pub use process_group::{
-    Backend, CustomOptions, InitOptions, ProcessGroup, SpawnOptions, StopSignals, WithGrad, init_process_group, run,
-    spawn, spawn_with,
+    Backend, CustomOptions, DeviceMesh, InitOptions, ProcessGroup, SpawnOptions, StopSignals, WithGrad,
+    init_process_group, run, spawn, spawn_with,
 };
 pub use variables::NamePredicate;
 

@@ -13,6 +13,10 @@ macro_rules! labels {
 labels! {
     BROADCAST_OBJECT = "broadcast_object";
     ALL_GATHER_OBJECT = "all_gather_object";
+    GATHER_OBJECT = "gather_object";
+    SCATTER_OBJECT = "scatter_object";
+    SEND_OBJECT = "send_object";
+    MESH = "mesh";
     ALL_GATHER_VARIED = "all_gather_varied";
     ALL_REDUCE_SCALARS = "all_reduce_scalars";
     DDP_NEW = "DistributedDataParallel::new";

@@ -198,11 +198,13 @@ impl Link {
 
     /// Exchanges the layouts that have changed.
     fn exchange_layout(&self, cpu: &ProcessGroup, news: Option<&Layout>) -> Result<Option<Layout>> {
+        /// Far more than the layout of any model.
+        const LONGEST: usize = 64 << 20;
         let invalid =
             |error: serde_json::Error| Error::invalid("parts", format!("their layout cannot be sent: {error}"));
         let own = serde_json::to_vec(&news).map_err(invalid)?;
         let length = self.exchange_tensor(cpu, &Tensor::new(&[own.len() as i64], &Device::Cpu)?, 1)?;
-        let length = report_length(self.from, length.to_vec1::<i64>()?[0])?;
+        let length = report_length(self.from, length.to_vec1::<i64>()?[0], LONGEST)?;
         let own = Tensor::from_slice(&own, own.len(), &Device::Cpu)?;
         let bytes = self.exchange_tensor(cpu, &own, length)?.to_vec1::<u8>()?;
         serde_json::from_slice(&bytes).map_err(invalid)

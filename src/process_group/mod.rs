@@ -9,6 +9,7 @@ mod init;
 pub(crate) mod job;
 mod join;
 mod long_work;
+mod mesh;
 mod monitored_barrier;
 mod objects;
 mod on_error;
@@ -32,8 +33,9 @@ pub use init::{InitOptions, init_process_group};
 pub(crate) use join::{Active, Join, Kind, Operation};
 #[cfg(test)]
 pub(crate) use long_work::tests::queued;
+pub use mesh::DeviceMesh;
 pub use on_error::run;
-pub(crate) use reports::{LONGEST_REPORT, report_length};
+pub(crate) use reports::report_length;
 pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 pub(crate) use stop::Stop;

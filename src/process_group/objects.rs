@@ -1,5 +1,6 @@
 //! Sends numbers and values of the program between ranks, such as metrics, options and decisions.
-use super::{LONGEST_REPORT, ProcessGroup, report_length};
+use super::ProcessGroup;
+use super::reports::LONGEST_REPORT;
 use crate::backend::{CallSite, ReduceOp, label};
 use crate::cbor;
 use crate::rendezvous::{decode_report, encode_report};
@@ -48,7 +49,7 @@ impl ProcessGroup {
     /// Returns the `object` of rank `root` on every rank; the others pass `None`. Use it for options that only one rank
     /// has read, or a decision that only one rank has made. PyTorch's `broadcast_object_list`, for one object.
     ///
-    /// Objects are sent as CBOR of at most 64 MiB. Numbers arrive unchanged, including NaN and infinities.
+    /// Objects are sent as CBOR, large ones in parts of 64 MiB. Numbers arrive unchanged, including NaN and infinities.
     ///
     /// ```
     /// # fn main() -> candle_ddp::Result<()> {
@@ -117,20 +118,123 @@ impl ProcessGroup {
         reports.iter().enumerate().map(|(rank, bytes)| from_bytes(bytes, rank)).collect()
     }
 
-    /// Returns the bytes of `root` on every rank.
-    fn broadcast_bytes(&self, bytes: Option<&[u8]>, root: usize) -> Result<Vec<u8>> {
-        let device = self.device();
-        // `synchronize` is needed: after `wait`, a GPU may still read the contents left by a failed call.
-        let broadcast = |tensor: &Tensor| self.broadcast_async(tensor, root)?.synchronize();
-        let length = Tensor::new(&[bytes.map_or(0, |bytes| bytes.len() as i64)], device)?;
-        broadcast(&length)?;
-        let length = report_length(root, length.to_vec1::<i64>()?[0])?;
-        let tensor = match bytes {
-            Some(bytes) => Tensor::from_slice(bytes, length, device)?,
-            None => Tensor::zeros(length, DType::U8, device)?,
+    /// Returns every rank's `object` in rank order on rank `root`, and `None` on the others; sizes may differ. PyTorch's
+    /// `gather_object`. Objects are sent as by [`broadcast_object`](Self::broadcast_object); only `root` needs memory for all.
+    ///
+    /// ```
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// candle_ddp::spawn(2, |pg| {
+    ///     let all = pg.gather_object(&format!("rank {}", pg.rank()), 0)?;
+    ///     assert_eq!(all, (pg.rank() == 0).then(|| vec!["rank 0".to_string(), "rank 1".to_string()]));
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If a rank's object cannot be sent, that rank gets [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If
+    /// `root` cannot read a rank's bytes as a `T`, only `root` gets [`Error::InvalidArgument`]. Also returns errors of the group.
+    #[track_caller]
+    pub fn gather_object<T: Serialize + DeserializeOwned>(&self, object: &T, root: usize) -> Result<Option<Vec<T>>> {
+        let gather = || {
+            let own = self.agree_with_root(root, to_bytes(object))?;
+            if self.rank() != root {
+                return self.send_bytes(&own, root).map(|()| None);
+            }
+            let all = (0..self.world_size()).map(|rank| match rank == root {
+                true => from_bytes(&own, rank),
+                false => from_bytes(&self.recv_bytes(rank)?, rank),
+            });
+            // All are received, also after one that cannot be read.
+            let all: Vec<Result<T>> = all.collect();
+            all.into_iter().collect::<Result<_>>().map(Some)
         };
-        broadcast(&tensor)?;
-        Ok(tensor.to_vec1::<u8>()?)
+        CallSite::during(Location::caller(), || label::GATHER_OBJECT.during(gather))
+    }
+
+    /// Returns `objects[rank]` of rank `root` on each rank; the others pass `None`. PyTorch's `scatter_object_list`. Objects are
+    /// sent as by [`broadcast_object`](Self::broadcast_object), each only to its rank.
+    ///
+    /// ```
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// candle_ddp::spawn(2, |pg| {
+    ///     let files = (pg.rank() == 0).then(|| vec!["first.txt".to_string(), "second.txt".to_string()]);
+    ///     let own = pg.scatter_object(files.as_deref(), 0)?;
+    ///     assert_eq!(own, ["first.txt", "second.txt"][pg.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If `root` does not have an object for each rank, or one that cannot be sent, `root` gets [`Error::InvalidArgument`], and the
+    /// others get [`Error::RankFailed`]. A rank that cannot read its bytes as a `T` gets [`Error::InvalidArgument`]. Also returns
+    /// errors of the group.
+    #[track_caller]
+    pub fn scatter_object<T: Serialize + DeserializeOwned>(&self, objects: Option<&[T]>, root: usize) -> Result<T> {
+        let own = (self.rank() == root).then(|| {
+            let (has, world) = (objects.map_or(0, <[T]>::len), self.world_size());
+            if has != world {
+                let reason = format!("rank {root} is the root, so it must have {world}, one for each rank, not {has}");
+                return Err(Error::invalid("objects", reason));
+            }
+            objects.into_iter().flatten().map(to_bytes).collect::<Result<Vec<_>>>()
+        });
+        let scatter = || {
+            let Some(own) = self.agree_with_root(root, own.transpose())? else {
+                return from_bytes(&self.recv_bytes(root)?, root);
+            };
+            let mut others = own.iter().enumerate().filter(|(rank, _)| *rank != root);
+            others.try_for_each(|(rank, bytes)| self.send_bytes(bytes, rank))?;
+            from_bytes(&own[root], root)
+        };
+        CallSite::during(Location::caller(), || label::SCATTER_OBJECT.during(scatter))
+    }
+
+    /// Sends an object to rank `peer`, which must call [`recv_object`](Self::recv_object): PyTorch's `send_object_list`, for one
+    /// object, which is sent as by [`broadcast_object`](Self::broadcast_object).
+    ///
+    /// ```
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// candle_ddp::spawn(2, |pg| {
+    ///     match pg.rank() {
+    ///         0 => pg.send_object(&("epoch", 3), 1)?,
+    ///         _ => assert_eq!(pg.recv_object::<(String, u32)>(0)?, ("epoch".to_string(), 3)),
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] for an object that cannot be sent, of which `peer` learns, and errors of the group.
+    #[track_caller]
+    pub fn send_object<T: Serialize>(&self, object: &T, peer: usize) -> Result<()> {
+        let own = to_bytes(object);
+        let report = encode_report(own.as_deref().map_err(|error| error as _));
+        CallSite::during(Location::caller(), || label::SEND_OBJECT.during(|| self.send_bytes(&report, peer)))?;
+        own.map(drop)
+    }
+
+    /// Returns the object that rank `peer` sends with [`send_object`](Self::send_object).
+    ///
+    /// # Errors
+    /// Returns [`Error::RankFailed`] if `peer` has an object that cannot be sent, [`Error::InvalidArgument`] if its bytes cannot be
+    /// read as a `T`, and errors of the group.
+    #[track_caller]
+    pub fn recv_object<T: DeserializeOwned>(&self, peer: usize) -> Result<T> {
+        let recv = || label::SEND_OBJECT.during(|| self.recv_bytes(peer));
+        let report = CallSite::during(Location::caller(), recv)?;
+        from_bytes(&decode_report(&report).map_err(|reason| self.rank_failed(peer, reason))?, peer)
+    }
+
+    /// As [`agree`](Self::agree), for ranks that name a root, and learn if others name another one.
+    fn agree_with_root<T>(&self, root: usize, result: Result<T>) -> Result<T> {
+        self.broadcast_async(&Tensor::zeros(1, DType::U8, self.device())?, root)?.synchronize()?;
+        self.agree(result)
     }
 }
 

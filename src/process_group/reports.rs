@@ -40,27 +40,81 @@ impl ProcessGroup {
         let lengths = Tensor::zeros(world, DType::I64, device)?;
         all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
         let lengths = lengths.to_vec1::<i64>()?.into_iter().enumerate();
-        let lengths: Vec<usize> = lengths.map(|(rank, length)| report_length(rank, length)).collect::<Result<_>>()?;
+        let lengths: Vec<usize> =
+            lengths.map(|(rank, length)| report_length(rank, length, LONGEST_REPORT)).collect::<Result<_>>()?;
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        let mut padded = bytes.to_vec();
-        padded.resize(longest, 0);
-        let all = Tensor::zeros(world * longest, DType::U8, device)?;
-        all_gather(&all, &Tensor::from_vec(padded, longest, device)?)?;
-        let all = all.to_vec1::<u8>()?;
-        Ok(lengths.iter().enumerate().map(|(rank, length)| all[rank * longest..][..*length].to_vec()).collect())
+        let mut found: Vec<Vec<u8>> = lengths.iter().map(|_| Vec::new()).collect();
+        for start in (0..longest).step_by(PART) {
+            let size = PART.min(longest - start);
+            let mut padded = bytes.get(start..bytes.len().min(start + size)).unwrap_or_default().to_vec();
+            padded.resize(size, 0);
+            let all = Tensor::zeros(world * size, DType::U8, device)?;
+            all_gather(&all, &Tensor::from_vec(padded, size, device)?)?;
+            let all = all.to_vec1::<u8>()?;
+            for ((found, length), part) in found.iter_mut().zip(&lengths).zip(all.chunks_exact(size)) {
+                found.extend(&part[..size.min(length.saturating_sub(start))]);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns the bytes of `root` on every rank.
+    pub(super) fn broadcast_bytes(&self, bytes: Option<&[u8]>, root: usize) -> Result<Vec<u8>> {
+        let device = self.device();
+        // `synchronize` is needed: after `wait`, a GPU may still read the contents left by a failed call.
+        let broadcast = |tensor: &Tensor| self.broadcast_async(tensor, root)?.synchronize();
+        let length = Tensor::new(&[bytes.map_or(0, |bytes| bytes.len() as i64)], device)?;
+        broadcast(&length)?;
+        let length = report_length(root, length.to_vec1::<i64>()?[0], LONGEST_REPORT)?;
+        let mut found = Vec::new();
+        for start in (0..length).step_by(PART) {
+            let size = PART.min(length - start);
+            let tensor = match bytes {
+                Some(bytes) => Tensor::from_slice(&bytes[start..start + size], size, device)?,
+                None => Tensor::zeros(size, DType::U8, device)?,
+            };
+            broadcast(&tensor)?;
+            found.extend(tensor.to_vec1::<u8>()?);
+        }
+        Ok(found)
+    }
+
+    /// Sends bytes to rank `peer`, which must call `recv_bytes`.
+    pub(super) fn send_bytes(&self, bytes: &[u8], peer: usize) -> Result<()> {
+        let device = self.device();
+        self.send(&Tensor::new(&[bytes.len() as i64], device)?, peer)?;
+        bytes.chunks(PART).try_for_each(|part| self.send(&Tensor::from_slice(part, part.len(), device)?, peer))
+    }
+
+    /// Returns the bytes that rank `peer` sends.
+    pub(super) fn recv_bytes(&self, peer: usize) -> Result<Vec<u8>> {
+        let device = self.device();
+        let recv = |tensor: &Tensor| self.irecv(tensor, peer)?.synchronize();
+        let length = Tensor::zeros(1, DType::I64, device)?;
+        recv(&length)?;
+        let length = report_length(peer, length.to_vec1::<i64>()?[0], LONGEST_REPORT)?;
+        let mut bytes = Vec::new();
+        while bytes.len() < length {
+            let part = Tensor::zeros(PART.min(length - bytes.len()), DType::U8, device)?;
+            recv(&part)?;
+            bytes.extend(part.to_vec1::<u8>()?);
+        }
+        Ok(bytes)
     }
 }
 
-/// Far more than the report of any model.
-pub(crate) const LONGEST_REPORT: usize = 64 << 20;
+/// What is sent in one call. A rank that is in another call, and takes a number for a length, asks for no more memory than this.
+const PART: usize = 64 << 20;
+/// Far more than any report.
+pub(super) const LONGEST_REPORT: usize = 64 << 30;
 
-/// Checks the length that rank `rank` sent for its report. If that rank is in another call that looks alike, it may be
+/// Checks the length that rank `rank` sent for its report, which must not exceed `longest`. If that rank is in another call that looks alike, it may be
 /// any number.
-pub(crate) fn report_length(rank: usize, length: i64) -> Result<usize> {
-    usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::RankFailed {
+pub(crate) fn report_length(rank: usize, length: i64, longest: usize) -> Result<usize> {
+    usize::try_from(length).ok().filter(|length| *length <= longest).ok_or_else(|| Error::RankFailed {
         rank,
         reason: format!(
-            "it sent {length} as the length of a report, which must be 0 to {LONGEST_REPORT} bytes: all ranks of a \
+            "it sent {length} as the length of a report, which must be 0 to {longest} bytes: all ranks of a \
              group must make the same calls in the same order"
         ),
     })

@@ -50,6 +50,114 @@ fn every_rank_gets_the_roots_object() {
     assert_eq!(found.unwrap(), vec![(metrics(3), 1, ()); 3]);
 }
 
+#[test]
+fn objects_are_gathered_scattered_sent_and_received() {
+    let found = ranks(3, |pg| {
+        let (rank, own) = (pg.rank(), metrics(pg.rank()));
+        let gathered = pg.gather_object(&own, 1)?;
+        assert_eq!(gathered, (rank == 1).then(|| (0..3).map(metrics).collect::<Vec<_>>()));
+        assert_eq!(pg.scatter_object(gathered.as_deref(), 1)?, own);
+        let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
+        // Around the ring, one rank first receives.
+        if rank == 0 {
+            assert_eq!(pg.recv_object::<Metrics>(last)?, metrics(last));
+        }
+        pg.send_object(&own, next)?;
+        if rank > 0 {
+            assert_eq!(pg.recv_object::<Metrics>(last)?, metrics(last));
+        }
+        // Objects of another type are received as a whole, and the next calls work.
+        let other = match rank {
+            0 => pg.gather_object(&1.5, 0).map(drop),
+            1 => pg.gather_object(&"text".to_string(), 0).map(drop),
+            _ => pg.gather_object(&2.5, 0).map(drop),
+        };
+        assert_eq!(other.is_err(), rank == 0, "{other:?}");
+        pg.gather_object(&rank, 2)
+    });
+    assert_eq!(found.unwrap(), [None, None, Some(vec![0, 1, 2])]);
+    let alone = ranks(1, |pg| Ok((pg.gather_object(&7, 0)?, pg.scatter_object(Some(&[8]), 0)?)));
+    assert_eq!(alone.unwrap(), [(Some(vec![7]), 8)]);
+}
+
+#[test]
+fn ranks_that_name_different_roots_learn_of_it() {
+    let gathered = ranks(2, |pg| pg.gather_object(&1, pg.rank()).map(drop)).unwrap_err().to_string();
+    let scattered = ranks(2, |pg| pg.scatter_object(Some(&[1, 2]), pg.rank()).map(drop)).unwrap_err().to_string();
+    for text in [gathered, scattered] {
+        assert!(text.contains("broadcast") && text.contains("_object"), "{text}");
+    }
+    let error = ranks(2, |pg| pg.gather_object(&1, 2).map(drop)).unwrap_err();
+    assert!(error.to_string().contains("rank 2"), "{error}");
+}
+
+/// In parts, of which the last are shorter, or which some ranks do not have.
+#[test]
+fn objects_may_be_larger_than_a_part() {
+    // 13 characters, so that parts begin with different ones.
+    let long = |rank: usize| "0123456789abc".repeat((5 << 20) * rank + 1);
+    let found = ranks(2, |pg| {
+        let own = long(pg.rank());
+        let all = pg.all_gather_object(&own)?;
+        assert!(all[0] == long(0) && all[1] == own || pg.rank() == 0);
+        assert!(all[1] == long(1));
+        assert!(pg.broadcast_object(Some(&own), 1)? == all[1]);
+        assert!(pg.scatter_object((pg.rank() == 0).then_some(&all[..]), 0)? == own);
+        Ok(pg.gather_object(&own, 0)?.is_none_or(|gathered| gathered == all))
+    });
+    assert_eq!(found.unwrap(), [true, true]);
+}
+
+#[test]
+fn a_mesh_has_a_group_for_each_line() {
+    let found = ranks(12, |pg| {
+        let mesh = pg.mesh(&[2, 3, 2], &["pod", "host", "device"])?;
+        assert_eq!((mesh.shape(), mesh.mesh_dim_names()), (vec![2, 3, 2], vec!["pod", "host", "device"]));
+        let rank = pg.rank();
+        assert_eq!(mesh.get_coordinate(), [rank / 6, rank / 2 % 3, rank % 2]);
+        let lines =
+            ["pod", "host", "device"].map(|name| mesh.get_group(name).unwrap().all_gather_object(&rank).unwrap());
+        let expected = [
+            vec![rank % 6, rank % 6 + 6],
+            (0..3).map(|host| rank / 6 * 6 + host * 2 + rank % 2).collect(),
+            vec![rank / 2 * 2, rank / 2 * 2 + 1],
+        ];
+        assert_eq!(lines, expected);
+        Ok(mesh.get_group("rack").map(drop).unwrap_err().to_string())
+    });
+    for text in found.unwrap() {
+        assert!(text.contains(r#"["pod", "host", "device"], but no "rack""#), "{text}");
+    }
+}
+
+#[test]
+fn a_mesh_that_cannot_be_is_an_error_on_all_ranks() {
+    let found = ranks(4, |pg| {
+        let all = [
+            pg.mesh(&[2, 3], &["a", "b"]),
+            pg.mesh(&[2, 2], &["a", "a"]),
+            pg.mesh(&[2, 2], &["a"]),
+            pg.mesh(&[usize::MAX, 4], &["a", "b"]),
+            pg.mesh(&[], &[]),
+            pg.mesh(if pg.rank() == 2 { &[4, 1] } else { &[2, 2] }, &["a", "b"]),
+        ];
+        let texts = all.map(|mesh| mesh.map(drop).unwrap_err().to_string());
+        assert_eq!(pg.mesh(&[4, 1], &["a", "b"])?.get_coordinate(), [pg.rank(), 0]);
+        Ok(texts)
+    });
+    let expected = [
+        "the number of ranks, 4, not that of [2, 3]",
+        "a different name for each of the 2 dimensions",
+        "a different name for each of the 2 dimensions",
+        "the number of ranks, 4",
+        "the number of ranks, 4",
+        r#"but is [2, 2] with ["a", "b"] on rank 0, [4, 1] with ["a", "b"] on rank 2"#,
+    ];
+    for texts in found.unwrap() {
+        texts.iter().zip(expected).for_each(|(text, part)| assert!(text.contains(part), "{text}"));
+    }
+}
+
 /// serde refuses a path that is no Unicode.
 type Unwritable = Vec<PathBuf>;
 
@@ -63,9 +171,15 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
             pg.broadcast_object((pg.rank() == 1).then_some(&bad), 1).unwrap_err(),
             pg.broadcast_object::<u32>(None, 1).unwrap_err(),
         ];
-        let long = if pg.rank() == 1 { "x".repeat(64 << 20) } else { String::new() };
-        errors.push(pg.all_gather_object(&long).unwrap_err());
-        errors.push(pg.broadcast_object(Some(&long), 1).unwrap_err());
+        errors.push(pg.gather_object(&mine, 0).unwrap_err());
+        let all = [vec![], bad.clone()];
+        errors.push(pg.scatter_object((pg.rank() == 1).then_some(&all[..]), 1).unwrap_err());
+        errors.push(pg.scatter_object((pg.rank() == 1).then_some(&[5, 6, 7][..]), 1).unwrap_err());
+        errors.push(pg.scatter_object::<u32>(None, 1).unwrap_err());
+        errors.push(match pg.rank() {
+            0 => pg.recv_object::<Unwritable>(1).unwrap_err(),
+            _ => pg.send_object(&bad, 0).unwrap_err(),
+        });
         // The next call works.
         assert_eq!(pg.all_gather_object(&pg.rank())?, [0, 1]);
         Ok(errors)
@@ -75,8 +189,11 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
         "path contains invalid UTF-8",
         "path contains invalid UTF-8",
         "rank 1 is the root, but has none",
-        "67108869 bytes",
-        "67108869",
+        "path contains invalid UTF-8",
+        "path contains invalid UTF-8",
+        "it must have 2, one for each rank, not 3",
+        "it must have 2, one for each rank, not 0",
+        "path contains invalid UTF-8",
     ];
     for (own, (other, text)) in found[1].iter().zip(found[0].iter().zip(texts)) {
         assert!(matches!(own, Error::InvalidArgument { .. }) && own.to_string().contains(text), "{own}");
