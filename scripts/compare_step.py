@@ -5,7 +5,7 @@
     python3 scripts/compare_step.py --overlap
 
 The first command measures on this machine, with one thread per rank, the step of a plain model on every rank and the step
-with DDP. The loss is a GPT's cross entropy, and the mean square of other models' outputs. The second command compares DDP
+with DDP. The loss is the cross entropy of language models, and the mean square of other models' outputs. The second command compares DDP
 steps that compute in bf16 with parameters in f32 (in PyTorch by autocast) with those in f32. The third, which needs root,
 measures candle-ddp alone on two hosts (network namespaces joined by a veth pair). Their link is so slow that communication
 would take 80 % of the backward pass's time; the result shows how much of it the backward pass hides. Results are written to
@@ -27,8 +27,9 @@ MODELS = {
     "resnet18": "ResNet-18 (32×32), batch 32",
     "deeplab": "DeepLabv3+ in miniature (64×64), batch 8",
     "gpt": "GPT, 6 layers of width 384, 256 tokens, batch 8",
+    "lstm": "LSTM, 2 layers of 650, 35 of 10,000 words, batch 20",
 }
-STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "gpt": 5}
+STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "gpt": 5, "lstm": 5}
 PARTS = ["forward", "backward", "optimizer", "step"]
 # As a share of the backward pass's time.
 COMMUNICATION = 0.8

@@ -1,8 +1,9 @@
 //! Windows of a text: the characters that the model sees, and those that follow each of them.
+use crate::common::text::read_text;
 use crate::vocabulary::Vocabulary;
 use candle_core::{Device, Tensor};
-use candle_ddp::{Context, Error, Result};
-use std::path::{Path, PathBuf};
+use candle_ddp::{Error, Result};
+use std::path::Path;
 
 /// The last part of this size is for validation.
 const VALIDATION: f64 = 0.1;
@@ -18,10 +19,7 @@ impl Text {
     /// Reads a text file, or the `.md` files of a folder in the order of their names. Returns the characters,
     /// the windows for training, of which one begins at each character, and those for validation, which do not overlap.
     pub(crate) fn read(path: &Path, context: usize) -> Result<(Vocabulary, Self, Self)> {
-        let mut text = String::new();
-        for file in files(path)? {
-            text += &std::fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
-        }
+        let text = read_text(path)?;
         let vocabulary = Vocabulary::of(&text);
         let tokens = vocabulary.encode(&text)?;
         let (train, validation) = tokens.split_at((tokens.len() as f64 * (1. - VALIDATION)) as usize);
@@ -49,17 +47,4 @@ impl Text {
         let tensor = |values| Tensor::from_vec(values, (windows.len(), self.context), &Device::Cpu);
         Ok((tensor(cut(0))?, tensor(cut(1))?))
     }
-}
-
-fn files(path: &Path) -> Result<Vec<PathBuf>> {
-    if !path.is_dir() {
-        return Ok(vec![path.to_path_buf()]);
-    }
-    let reading = || format!("reading {}", path.display());
-    let entries = std::fs::read_dir(path).with_context(reading)?;
-    let mut files =
-        entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>().with_context(reading)?;
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "md"));
-    files.sort();
-    Ok(files)
 }

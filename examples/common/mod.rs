@@ -11,6 +11,7 @@ pub(crate) mod options;
 pub(crate) mod progress;
 pub(crate) mod run;
 pub(crate) mod summary;
+pub(crate) mod text;
 pub(crate) mod training;
 
 use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};

@@ -140,6 +140,19 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
 
 
+class WordLm(nn.Module):
+    """That of pytorch/examples/word_language_model."""
+
+    def __init__(self, vocabulary=10000, width=650):
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+        self.encoder, self.decoder = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.rnn = nn.LSTM(width, width, 2, dropout=0.2)
+
+    def forward(self, x):
+        return self.decoder(self.dropout(self.rnn(self.dropout(self.encoder(x)))[0]))
+
+
 class EncoderBlock(nn.Module):
     """Attention and a network of two layers, with norms before them or after."""
 
@@ -218,6 +231,7 @@ MODELS = {
     "gpt2": (lambda: Gpt(50257, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
     # As its users pad the vocabulary, for faster products.
     "gpt2-padded": (lambda: Gpt(50304, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
+    "lstm": (WordLm, 20, lambda batch: torch.randint(10000, (35, batch))),
     "vit": (Vit, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
     "bert": (lambda: Bert(30522), 8, lambda batch: torch.randint(30522, (batch, 512))),
     "bert-padded": (lambda: Bert(30528), 8, lambda batch: torch.randint(30522, (batch, 512))),
@@ -326,7 +340,7 @@ def main():
                 "compile": compile_mode,
                 "benchmark": torch.backends.cudnn.benchmark,
                 "world_size": dist.get_world_size(),
-                "batch_size": x.shape[0],
+                "batch_size": batch_size,
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
                 "step_ms": statistics.median(map(sum, measured)),
                 "forward_ms": forward,

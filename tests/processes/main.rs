@@ -38,3 +38,4 @@ mod virtual_ranks;
 #[path = "../common/virtual_ranks.rs"]
 mod virtual_run;
 mod with_grad;
+mod word_lm;

@@ -274,6 +274,13 @@ fn layers() -> Vec<Layer> {
             let options = nn::LinearCrossEntropyOptions { batch_chunk_size: Some(40), ..Default::default() };
             nn::linear_cross_entropy_with(&x[0], &x[1], Some(&x[2]), &targets, options)
         }),
+        ("lstm", shapes(&[&[4, 23, 40], &[520, 40], &[520, 130]]), |x| {
+            let names = ["weight_ih_l0", "weight_hh_l0"].map(String::from);
+            let weights = names.into_iter().zip(x[1..].iter().cloned()).collect();
+            let vb = VarBuilder::from_tensors(weights, x[0].dtype(), &Device::Cpu);
+            let options = nn::RNNOptions { bias: false, ..Default::default() };
+            Ok(nn::StackedLSTM::new(40, 130, options, vb)?.forward(&x[0], None, true)?.0)
+        }),
         ("mse", shapes(&[rows, rows]), |x| nn::loss::mse(&x[0], &x[1])),
         ("matmul and sums", shapes(&[&[4, 96, 200], &[4, 200, 120]]), |x| x[0].matmul(&x[1])?.sum(1)?.mean(0)),
     ]

@@ -4,12 +4,15 @@ mod block;
 mod deeplab;
 mod encoder;
 mod gpt;
+#[path = "../../../examples/word_lm/model.rs"]
+mod word_lm;
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use candle_ddp::nn::{linear, relu};
 use candle_ddp::vision::models::{self, ResNet, ResNetOptions, ResNetStem};
 use candle_nn::{FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
+use word_lm::{Config, Kind, WordLm};
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum Model {
@@ -25,6 +28,8 @@ pub(crate) enum Model {
     Gpt,
     /// The same with the sizes of GPT-2 small: twelve layers of width 768, for 1024 of 50,257 tokens.
     Gpt2,
+    /// The example `word_lm`: two LSTM layers of 650, for 35 of 10,000 words.
+    Lstm,
     /// A vision transformer of the size of ViT-S/16.
     Vit,
     /// An encoder of the size of BERT-base, for 512 of 30,522 tokens.
@@ -40,6 +45,7 @@ impl Model {
             Self::Deeplab => "deeplab",
             Self::Gpt => "gpt",
             Self::Gpt2 => "gpt2",
+            Self::Lstm => "lstm",
             Self::Vit => "vit",
             Self::Bert => "bert",
         }
@@ -48,6 +54,7 @@ impl Model {
     pub(crate) fn batch_size(self) -> usize {
         match self {
             Self::Mlp => 256,
+            Self::Lstm => 20,
             Self::Resnet18 | Self::Resnet50 | Self::Vit => 32,
             Self::Deeplab | Self::Gpt | Self::Gpt2 | Self::Bert => 8,
         }
@@ -66,9 +73,11 @@ impl Model {
             Self::Gpt => tokens(gpt::SMALL.vocabulary, gpt::SMALL.tokens),
             Self::Gpt2 => tokens(gpt::GPT2.vocabulary, gpt::GPT2.tokens),
             Self::Bert => tokens(encoder::VOCABULARY, encoder::TOKENS),
+            Self::Lstm => tokens(WORDS.vocabulary, 35)?.t()?.contiguous(),
         }?;
         let targets = match self {
             Self::Gpt | Self::Gpt2 | Self::Bert => input.roll(-1, 1)?,
+            Self::Lstm => input.roll(-1, 0)?,
             _ => Tensor::zeros(0, DType::U32, &Device::Cpu)?,
         };
         Ok(Batch { input, targets })
@@ -82,11 +91,18 @@ impl Model {
             Self::Deeplab => deeplab::deeplab(vb).map(with_loss),
             Self::Gpt => gpt::gpt(&gpt::SMALL, vb),
             Self::Gpt2 => gpt::gpt(&gpt::GPT2, vb),
+            Self::Lstm => {
+                let net = WordLm::new(WORDS, vb)?;
+                Ok(Box::new(move |words, next| Ok(net.loss(words, next, None, true)?.0)))
+            }
             Self::Vit => encoder::vit(image_size, vb).map(with_loss),
             Self::Bert => encoder::bert(vb),
         }
     }
 }
+
+const WORDS: Config =
+    Config { kind: Kind::Lstm, vocabulary: 10_000, emsize: 650, nhid: 650, nlayers: 2, dropout: 0.2, tied: false };
 
 /// A model with its loss, of the tensors of a [`Batch`].
 pub(crate) type LossNet = Box<dyn Fn(&Tensor, &Tensor) -> Result<Tensor>>;
