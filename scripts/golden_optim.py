@@ -4,7 +4,7 @@
     pip install torch safetensors
     python3 scripts/golden_optim.py
 
-tests/golden/optim.md describes the content of the file. Everything but Lion is computed in float64.
+tests/golden/optim.md describes the content of the file. Everything but Lion and Muon is computed in float64.
 """
 
 import math
@@ -168,6 +168,34 @@ def lion():
             "lion.exp_avg": flat(opt.exp_avg)}
 
 
+MUONS = {
+    "default": {"lr": 0.02},
+    "other": {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.8, "nesterov": False, "ns_steps": 3, "eps": 1e-3,
+              "ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "match_rms_adamw"},
+    "spectral": {"lr": 0.02, "adjust_lr_fn": "spectral_unclamped"},
+}  # fmt: skip
+
+
+def muon():
+    """Returns three matrices after each of 10 steps with random gradients, in float32."""
+    generator = torch.Generator().manual_seed(13)
+    shapes = [(6, 4), (4, 6), (5, 5)]
+    start = [torch.randn(*shape, generator=generator) for shape in shapes]
+    gradients = [[torch.randn(*shape, generator=generator) for shape in shapes] for _ in range(10)]
+    flat = lambda tensors: torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().copy()
+    found = {"muon.start": flat(start), "muon.gradients": numpy.stack([flat(row) for row in gradients])}
+    for name, options in MUONS.items():
+        matrices = [matrix.clone().requires_grad_() for matrix in start]
+        opt, rows = torch.optim.Muon(matrices, **options), []
+        for row in gradients:
+            for matrix, gradient in zip(matrices, row):
+                matrix.grad = gradient.clone()
+            opt.step()
+            rows.append(flat(matrices))
+        found[f"muon.{name}"] = numpy.stack(rows)
+    return found
+
+
 def metrics():
     """Returns losses that fall, stall, rise and fall again."""
     generator = torch.Generator().manual_seed(3)
@@ -247,6 +275,7 @@ def main():
         last = torch.from_numpy(tensors[f"run.{name}"][-1])
         print(f"{name}: loss {loss_of(x, y, w, b):.4f} -> {loss_of(x, y, last[:12].reshape(4, 3), last[12:]):.4f}")
     tensors.update(lion())
+    tensors.update(muon())
     tensors["metrics"] = numpy.array(metrics())
     for name, make in SCHEDULES.items():
         tensors[f"schedule.{name}"] = schedule(make)

@@ -34,7 +34,7 @@ use std::collections::{HashMap, HashSet};
 #[derive(Debug)]
 pub struct FusedOptimizer<R> {
     groups: Vec<Group<R>>,
-    named: bool,
+    pub(super) named: bool,
 }
 
 #[derive(Debug)]
@@ -190,6 +190,9 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             }
             if !seen.variables.insert(var.id()) {
                 return Err(Error::parameter(name, "its variable is given twice, and would be updated twice"));
+            }
+            if let Some(reason) = options.refuses(&var) {
+                return Err(Error::parameter(name, reason));
             }
             if var.dtype().is_float() {
                 slots.push(Slot::new(name, var, &options)?);

@@ -1,4 +1,4 @@
-//! Fused optimizers (AdamW, Adam, SGD and LAMB), optimizers from your own [`UpdateRule`], gradient clipping,
+//! Fused optimizers (AdamW, Adam, SGD and LAMB), Muon, optimizers from your own [`UpdateRule`], gradient clipping,
 //! learning-rate schedules, and averages of weights. All have PyTorch's semantics (LAMB: Apex's).
 //!
 //! ```
@@ -39,6 +39,7 @@ mod ema;
 mod fused;
 mod kernel;
 mod lamb;
+mod muon;
 mod optimizer;
 mod parameters;
 mod plateau;
@@ -59,6 +60,7 @@ pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_
 pub use ema::{Ema, EmaOptions, FirstUpdate};
 pub use fused::FusedOptimizer;
 pub use lamb::ParamsLamb;
+pub use muon::{AdjustLr, MuonGroup, ParamsMuon};
 pub use optimizer::{KnownState, Optimizer};
 pub use parameters::ParameterGroup;
 pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
@@ -79,3 +81,6 @@ pub type Adam = FusedOptimizer<ParamsAdam>;
 pub type Sgd = FusedOptimizer<ParamsSgd>;
 /// LAMB, for very large batches: Apex's `FusedLAMB`.
 pub type Lamb = FusedOptimizer<ParamsLamb>;
+/// Muon for matrices, with AdamW for all other parameters: PyTorch's `torch.optim.Muon` and `AdamW` as one optimizer. See
+/// [`with_adamw`](FusedOptimizer::with_adamw). Not with [`ZeroRedundancyOptimizer`], which divides matrices among ranks.
+pub type Muon = FusedOptimizer<MuonGroup>;

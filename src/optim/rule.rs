@@ -1,7 +1,7 @@
 //! The rule by which an optimizer updates one parameter: the part that differs between optimizers.
 use super::kernel::Fused;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, Var};
 use std::fmt::Debug;
 
 /// The options of an optimizer, which determine how it updates a parameter. [`FusedOptimizer`](super::FusedOptimizer)
@@ -69,6 +69,11 @@ pub trait UpdateRule: Clone + Debug {
     /// Returns [`Error::InvalidArgument`] for the option that is invalid.
     fn check(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Why this rule cannot update a parameter, if it cannot. The optimizer asks when it is made, and returns [`Error::Parameter`].
+    fn refuses(&self, _parameter: &Var) -> Option<String> {
+        None
     }
 
     /// The learning rate.
