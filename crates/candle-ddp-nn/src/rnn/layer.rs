@@ -3,7 +3,6 @@ use super::cell::Cell;
 use super::steps::Steps;
 use crate::autocast::Casts;
 use crate::gemm::{Lanes, Panels, Strides, gemm, product, threads, wide};
-use crate::linear;
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{narrow_vec, slice, slice_tensor, tensor, with_slice};
 use candle_ddp_tensor::column_sums::column_sums;
@@ -30,6 +29,9 @@ impl Layer {
         suffix: &str,
         vb: &VarBuilder,
     ) -> Result<Self> {
+        if hidden == 0 {
+            return Err(Error::invalid("hidden_size", "it must be at least 1").into());
+        }
         let rows = C::GATES * hidden;
         let bias = |name: &str, init: Option<Init>| {
             init.map(|init| vb.get_with_hints(rows, &format!("{name}_{suffix}"), init)).transpose()
@@ -63,19 +65,21 @@ impl Layer {
             let states = states.iter().map(|state| casts.input(state)).collect::<Result<Vec<_>>>()?;
             return casts.result(layer.run::<C>(&casts.input(x)?, &states, steps, cells)?, x);
         }
-        linear::check([C::INPUT, C::INPUT], x, (w_ih, w_ih.dtype()), None)?;
         let (batch, hidden) = (steps.batch(), self.hidden()?);
-        for state in states {
-            let alike = state.dtype() == w_hh.dtype() && state.device().same_device(w_hh.device());
-            if state.dims() != [batch, hidden] || !alike {
-                let (state, weight) = (describe_placed(state), describe_placed(w_hh));
-                let reason = format!(
-                    "it is {state} per layer and direction, and the weight is {weight}: it must be ({batch}, {hidden}) of the same \
-                     dtype and on the same device"
-                );
-                return Err(Error::invalid(C::STATE, reason).into());
+        let check = |argument, x: &Tensor, weight: &Tensor, rows: usize, what: &str| {
+            let columns = weight.dim(1)?;
+            let alike = x.dtype() == weight.dtype() && x.device().same_device(weight.device());
+            if alike && x.dims() == [rows, columns] {
+                return Ok(());
             }
-        }
+            let (x, weight) = (describe_placed(x), describe_placed(weight));
+            let reason = format!(
+                "it is {x}{what}, and the weight is {weight}: it must be ({rows}, {columns}) of the same dtype and on the same device"
+            );
+            Err(candle_core::Error::from(Error::invalid(argument, reason)))
+        };
+        check(C::INPUT, x, w_ih, steps.rows(), "")?;
+        states.iter().try_for_each(|state| check(C::STATE, state, w_hh, batch, " per layer and direction"))?;
         if x.device().is_cuda() {
             return self.by_steps::<C>(x, states, steps, cells);
         }

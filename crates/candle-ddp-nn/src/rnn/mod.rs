@@ -2,6 +2,7 @@
 mod by_steps;
 mod cell;
 mod layer;
+mod stack;
 mod stacked;
 mod steps;
 
@@ -12,7 +13,8 @@ use candle_nn::VarBuilder;
 pub use candle_nn::rnn::*;
 use cell::{Gru, Lstm};
 use layer::Layer;
-pub use stacked::{RNNOptions, StackedGRU, StackedLSTM};
+pub use stack::RNNOptions;
+pub use stacked::{StackedGRU, StackedLSTM};
 use steps::Steps;
 
 /// A drop-in for [`candle_nn::LSTM`]: one layer of long short-term memory in one direction, whose parameters have the names and the

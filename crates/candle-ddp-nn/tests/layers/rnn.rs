@@ -199,6 +199,15 @@ fn what_does_not_fit_is_refused() {
     for lengths in [&[5, 0][..], &[6, 1], &[5], &[5, 2, 1]] {
         refused(layers.forward_with_lengths(&x, lengths, None, false), "the lengths of LSTM", "from 1 to 5");
     }
+    let single = |hidden| lstm(3, hidden, Default::default(), builder(&VarMap::new()));
+    refused(single(0), "hidden_size", "at least 1");
+    let (single, zeros) = (single(4).unwrap(), |batch: usize| tensor(&[batch, 4], 1));
+    // The rows of a sequence are not one step.
+    for shape in [&[2, 5, 3][..], &[2, 4]] {
+        let state = LSTMState::new(zeros(2), zeros(2));
+        refused(single.step(&tensor(shape, 1), &state), input, "it must be (2, 3)");
+    }
+    refused(single.step(&tensor(&[3, 3], 1), &LSTMState::new(zeros(3), zeros(2))), "the state of LSTM", "(3, 4)");
     let gru = StackedGRU::new(3, 4, RNNOptions::default(), builder(&VarMap::new())).unwrap();
     refused(gru.forward_with_lengths(&x, &[5, 9], None, false), "the lengths of GRU", "[5, 9]");
     refused(gru.forward(&tensor(&[5, 2, 9], 1), None, false), "the input of GRU", "f32[5, 2, 9]");
