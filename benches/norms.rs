@@ -1,17 +1,19 @@
-//! LayerNorm and RMSNorm in training: the fused layers compared with candle's operations.
+//! LayerNorm, RMSNorm and GroupNorm in training: the fused layers compared with candle's operations, GroupNorm also with PyTorch.
 //!
 //! ```text
-//! cargo bench --bench norms [-- --rounds 30 --threads 1]
+//! cargo bench --bench norms [-- --rounds 30 --threads 1 --python venv/bin/python]
 //! ```
 //!
 //! candle's own fused layers have no backward pass; only `candle_nn::ops::layer_norm_slow` and `rms_norm_slow` can be
-//! trained. Both alternate in one process, so that other load on the machine affects both equally. Without `--bench`
-//! (as under `cargo test`), it runs two rounds with small tensors as a smoke test.
+//! trained. All alternate, so that other load on the machine affects them equally; PyTorch waits in a process of its own until it is
+//! asked. Without `--bench` (as under `cargo test`), it runs two rounds with small tensors as a smoke test.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_ddp::nn::{LayerNorm, RmsNorm};
+use candle_ddp::nn::{GroupNorm, LayerNorm, RmsNorm};
 use candle_nn::ops::{layer_norm_slow, rms_norm_slow};
 use clap::Parser;
-use std::process::{Command, ExitCode};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::time::Instant;
 
 #[path = "../examples/common/median.rs"]
@@ -31,6 +33,9 @@ struct Options {
     /// The number of threads of the kernels (RAYON_NUM_THREADS).
     #[arg(long, default_value_t = 1)]
     threads: usize,
+    /// A Python interpreter that has PyTorch.
+    #[arg(long)]
+    python: Option<PathBuf>,
 }
 
 const EPS: f32 = 1e-5;
@@ -38,11 +43,12 @@ const EPS: f32 = 1e-5;
 fn main() -> ExitCode {
     // Other arguments are for cargo test's own harness.
     let measure = std::env::args().any(|argument| argument == "--bench");
-    let Options { rounds, threads, .. } =
-        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1 } };
+    let options =
+        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1, python: None } };
+    let threads = options.threads;
     // The number of threads is read from the environment, which a program can only set for its children.
     let result = if std::env::var("RAYON_NUM_THREADS").as_deref() == Ok(threads.to_string().as_str()) {
-        bench(measure, rounds).map_err(|error| error.to_string())
+        bench(measure, options.rounds).and_then(|()| bench_groups(measure, &options)).map_err(|error| error.to_string())
     } else {
         restart(threads).map_err(|error| error.to_string())
     };
@@ -84,6 +90,90 @@ fn bench(measure: bool, rounds: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Shapes of a U-Net's, and numbers of groups.
+const GROUPS: [([usize; 4], usize); 5] = [
+    ([16, 64, 32, 32], 8),
+    ([16, 128, 32, 32], 32),
+    ([16, 128, 16, 16], 8),
+    ([16, 256, 16, 16], 32),
+    ([16, 256, 8, 8], 8),
+];
+
+fn bench_groups(measure: bool, options: &Options) -> Result<()> {
+    let mut pytorch = options.python.as_deref().map(|python| PyTorch::start(python, options.threads)).transpose()?;
+    println!(
+        "\n| shape, groups | dtype | candle: forward | backward | PyTorch: forward | backward | fused: forward | backward | candle / fused | fused / PyTorch |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
+    let cases = if measure { &GROUPS[..] } else { &[([2, 4, 2, 2], 2)] };
+    for &(shape, groups) in cases {
+        for dtype in [DType::F32, DType::BF16] {
+            let var =
+                |shape: &[usize]| Var::from_tensor(&Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype)?);
+            let channels = shape[1];
+            let (x, weight, bias) = (var(&shape)?, var(&[channels])?, var(&[channels])?);
+            let [weight, bias] = [weight.as_tensor().clone(), bias.as_tensor().clone()];
+            let candles = candle_nn::GroupNorm::new(weight.clone(), bias.clone(), channels, groups, f64::from(EPS))?;
+            let fused = GroupNorm::new(weight, bias, channels, groups, f64::from(EPS))?;
+            // As inside of a model: its gradient is calculated, but not added to the zeros that candle makes for a variable.
+            let inner = x.detach();
+            let (sizes, name) = (shape.map(|size| size.to_string()).join("×"), dtype.as_str());
+            let case = format!("{sizes} {groups} {name}");
+            let mut times = Vec::with_capacity(options.rounds);
+            // The first round is not counted.
+            for _ in 0..=options.rounds {
+                let theirs = pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.unwrap_or([f64::NAN; 2]);
+                times.push([time(|| candles.forward(&x))?, theirs, time(|| fused.forward(&inner))?]);
+            }
+            let median = |value: &dyn Fn(&[[f64; 2]; 3]) -> f64| median::median(times[1..].iter().map(value));
+            let sum = |times: [f64; 2]| times[0] + times[1];
+            print!("| {sizes}, {groups} | {name} |");
+            for (who, pass) in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] {
+                print!(" {:.2} |", median(&|times| times[who][pass]));
+            }
+            let ratio = |a: usize, b: usize| median(&|times| sum(times[a]) / sum(times[b]));
+            println!(" {:.1} | **{:.2}** |", ratio(0, 2), ratio(2, 1));
+        }
+    }
+    Ok(())
+}
+
+/// PyTorch's side, `scripts/compare/norms_pytorch.py`.
+struct PyTorch {
+    process: Child,
+    answers: BufReader<ChildStdout>,
+}
+
+impl PyTorch {
+    fn start(python: &Path, threads: usize) -> Result<Self> {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/compare/norms_pytorch.py");
+        let mut command = Command::new(python);
+        command.arg(script).arg(threads.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn()?;
+        let answers = process.stdout.take().ok_or_else(|| candle_core::Error::msg("PyTorch has no output"))?;
+        Ok(Self { process, answers: BufReader::new(answers) })
+    }
+
+    /// The milliseconds of a forward and of a backward pass.
+    fn time(&mut self, case: &str) -> Result<[f64; 2]> {
+        if let Some(questions) = &mut self.process.stdin {
+            writeln!(questions, "{case}")?;
+        }
+        let mut answer = String::new();
+        self.answers.read_line(&mut answer)?;
+        let times: Vec<f64> = answer.split_whitespace().map_while(|time| time.parse().ok()).collect();
+        times.try_into().map_err(|_| candle_core::Error::msg(format!("PyTorch does not answer, but: {answer}")))
+    }
+}
+
+impl Drop for PyTorch {
+    fn drop(&mut self) {
+        // The end of its input ends it.
+        drop(self.process.stdin.take());
+        let _ = self.process.wait();
+    }
 }
 
 fn compare(

@@ -225,6 +225,45 @@ for length, batch, size, hidden, layers, bias, both, batch_first, state, lengths
 
         case(function, run, shapes, size=size, hidden=hidden, layers=layers, bias=bias, both=both, batch_first=batch_first,
              state=state, lengths=lengths)
+# Shapes, and numbers of groups.
+for shape, groups in [
+    ((3, 8), 2), ((2, 6), 1), ((2, 6, 5), 3), ((3, 4, 1), 1), ((2, 6, 3, 5), 2), ((2, 5, 4, 4), 5), ((1, 8, 7, 9), 1),
+    ((2, 4, 2, 3, 3), 2), ((1, 2, 9, 11), 1),
+]:
+    affine = [(shape[1],), (shape[1],)]
+    case("group_norm", lambda x, weight, bias: F.group_norm(x, groups, weight, bias, 1e-3), [shape] + affine, groups=groups)
+for shape in [(3, 2, 7), (2, 3, 5, 4), (2, 2, 2, 2, 3)]:
+    for affine in [[], [(shape[1],), (shape[1],)]]:
+        case("instance_norm", lambda x, *affine: F.instance_norm(x, None, None, *affine, eps=1e-3), [shape] + affine)
+
+
+def ctc_loss(x, inputs, targets, concatenated, blank, reduction, zero):
+    """The labels of a sample have repetitions, since the blank is between equal ones."""
+    labels = torch.arange(x.shape[-1])
+    labels = labels[labels != blank]
+    samples = [labels[(torch.arange(length) ** 2 + sample) % len(labels)] for sample, length in enumerate(targets)]
+    # The padding is no class.
+    padded = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
+    labels = torch.cat(samples) if concatenated else padded
+    return F.ctc_loss(x, labels, inputs, targets, blank, reduction, bool(zero))
+
+
+# Shape, lengths of inputs and targets, blank, reduction, zero_infinity. With it, one sample's input is too short for its target.
+for shape, inputs, targets, blank, reduction, zero in [
+    ((1, 1, 2), (1,), (1,), 0, "mean", 0),
+    ((6, 3, 4), (6, 5, 3), (3, 0, 1), 0, "mean", 0),
+    ((6, 3, 4), (6, 5, 3), (3, 2, 0), 3, "sum", 0),
+    ((7, 2, 5), (7, 6), (4, 2), 2, "none", 0),
+    ((5, 3, 4), (5, 3, 0), (2, 3, 0), 1, "mean", 1),
+    ((12, 2, 3), (12, 9), (5, 4), 0, "none", 0),
+]:
+    for concatenated in [0, 1]:
+        same = dict(inputs=inputs, targets=targets, concatenated=concatenated, blank=blank, reduction=reduction, zero=zero)
+        case("ctc_loss", lambda x: ctc_loss(F.log_softmax(x, -1), **same), [shape], **same)
+    # Its gradient is not that of the function itself, but what log_softmax passes on as it is.
+    case("ctc_loss of log_probs", lambda x: ctc_loss(x, **same), [shape], "ties", **same)
+case("ctc_loss", lambda x: F.ctc_loss(F.log_softmax(x, -1), torch.tensor([1, 2]), torch.tensor(5), torch.tensor(2)), [(5, 3)],
+     inputs=(5,), targets=(2,), concatenated=1, blank=0, reduction="mean", zero=0)
 
 save_file(tensors, OUTPUT)
 print(f"{OUTPUT}: {len(tensors)} tensors, {OUTPUT.stat().st_size} bytes")

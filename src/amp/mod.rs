@@ -49,13 +49,13 @@
 //! | list | functions |
 //! |---|---|
 //! | 16 bits | [`Linear`](crate::nn::Linear), convolutions, [`scaled_dot_product_attention`](crate::nn::scaled_dot_product_attention), [`linear_cross_entropy`](crate::nn::linear_cross_entropy) (its loss is f32), [`StackedLSTM`](crate::nn::StackedLSTM), [`StackedGRU`](crate::nn::StackedGRU) |
-//! | f32 | [`softmax`](crate::nn::softmax), [`log_softmax`](crate::nn::log_softmax), [`LayerNorm`](crate::nn::LayerNorm), [`RmsNorm`](crate::nn::RmsNorm), [`cross_entropy`](crate::nn::cross_entropy), the functions of [`loss`](crate::nn::loss) |
+//! | f32 | [`softmax`](crate::nn::softmax), [`log_softmax`](crate::nn::log_softmax), [`LayerNorm`](crate::nn::LayerNorm), [`RmsNorm`](crate::nn::RmsNorm), [`GroupNorm`](crate::nn::GroupNorm), [`cross_entropy`](crate::nn::cross_entropy), the functions of [`loss`](crate::nn::loss) |
 //! | the wider dtype | [`add`](crate::nn::add), [`rope`](crate::nn::rope), the sum of [`forward_add_relu_t`](crate::nn::BatchNorm::forward_add_relu_t) |
-//! | none: the dtype of the input | [`BatchNorm`](crate::nn::BatchNorm) (its parameters stay f32), activations, pools, dropout, `interpolate`, `embedding` |
+//! | none: the dtype of the input | [`BatchNorm`](crate::nn::BatchNorm) and [`InstanceNorm`](crate::nn::InstanceNorm) (their parameters stay f32), activations, pools, dropout, `interpolate`, `embedding` |
 //!
 //! **candle's own operations do not cast**, and refuse arguments of two dtypes. So the sum of a residual connection is
-//! [`nn::add`](crate::nn::add), a matrix product of candle's gets arguments that are cast by hand, and an input of candle's
-//! `GroupNorm` is f32. A model that has such operations everywhere trains unchanged with `Autocast::Products(DType::BF16)`: there,
+//! [`nn::add`](crate::nn::add), and a matrix product of candle's gets arguments that are cast by hand. A model that has such
+//! operations everywhere trains unchanged with `Autocast::Products(DType::BF16)`: there,
 //! only products compute in 16 bits, and nothing else sees them. All 61 model files of candle-transformers that
 //! [train](https://docs.rs/candle-ddp-nn) do so in this mode.
 //!
@@ -90,7 +90,7 @@
 //! |---|---|---|
 //! | `linear`, convolutions, attention, LSTM and GRU of [`nn`](crate::nn) | products of `param_dtype`, sums in f32 | `param_dtype` |
 //! | norms, softmax, activations, pools, dropout, rope, `interpolate`, [`add`](crate::nn::add) | f32 | the dtype of the input |
-//! | `cross_entropy` and the functions of [`loss`](crate::nn::loss) | f32 | f32, as under PyTorch's autocast |
+//! | `cross_entropy`, `ctc_loss` and the functions of [`loss`](crate::nn::loss) | f32 | f32, as under PyTorch's autocast |
 //! | `embedding` | copies rows | `param_dtype` |
 //! | candle's own operations | the dtype of their arguments | the same |
 //! | averages of gradients | `reduce_dtype` | the masters' dtype |

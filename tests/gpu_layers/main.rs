@@ -65,6 +65,8 @@ on_gpu! {
     linear_matches_pytorch
     convolutions_match_pytorch
     batch_norm_matches_pytorch
+    group_norm_matches_pytorch
+    instance_norm_matches_pytorch
     max_pool2d_matches_pytorch
     avg_pool2d_matches_pytorch
     adaptive_avg_pool2d_matches_pytorch
@@ -75,6 +77,7 @@ on_gpu! {
     attention_matches_pytorch
     softmax_matches_pytorch
     cross_entropy_matches_pytorch
+    ctc_loss_matches_pytorch
     heads_match_linear_and_cross_entropy
     large_heads_match_linear_and_cross_entropy
     heads_may_be_frozen

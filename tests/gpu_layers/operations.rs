@@ -10,8 +10,8 @@ use crate::on_gpu;
 use block::Block;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
-    AttentionOptions, Linear, add, cross_entropy, embedding, layer_norm, linear_cross_entropy, linear_no_bias,
-    scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked,
+    AttentionOptions, GroupNorm, Linear, add, cross_entropy, embedding, layer_norm, linear_cross_entropy,
+    linear_no_bias, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked,
 };
 use candle_ddp::optim::{AdamW, FusedOptimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::vision::models::{ResNetOptions, resnet50};
@@ -233,6 +233,33 @@ fn biases_ask_for_nothing() {
             let expected = if is_offered && is_on("CANDLE_DDP_CUBLASLT") { [3, 0, 0] } else { [3, 1, 1] };
             assert_eq!(["product", "repeat_row", "sum_columns"].map(of), expected, "{out} in {dtype:?}: {counts:?}");
         }
+    });
+}
+
+/// No operation of candle's, and no copy.
+#[test]
+fn a_group_norm_is_seven_kernels() {
+    const NAME: &str = "a_group_norm_is_seven_kernels";
+    on_gpu(NAME, |gpu| {
+        let var = |shape: &[usize]| Var::from_tensor(&tensor(shape, 1).to_device(gpu).unwrap()).unwrap();
+        let (x, weight, bias) = (var(&[2, 6, 5, 4]).as_detached_tensor(), var(&[6]), var(&[6]));
+        let layer = GroupNorm::new(weight.as_tensor().clone(), bias.as_tensor().clone(), 6, 3, 1e-5).unwrap();
+        take_counts();
+        let y = layer.forward(&x).unwrap();
+        let (Some(forward), _) = (take_counts(), y.backward().unwrap()) else {
+            return skip(NAME, "only an emulated GPU counts operations");
+        };
+        let backward = take_counts().unwrap();
+        let operations = |counts: &[(String, usize)]| -> Vec<(String, usize)> {
+            counts.iter().filter(|(name, _)| name != "allocation").cloned().collect()
+        };
+        let of = |counts: &[(String, usize)], names: &[&str]| {
+            names.iter().all(|name| counts.contains(&(format!("{name}_f32"), 1)))
+        };
+        let forward = operations(&forward);
+        assert!(forward.len() == 3 && of(&forward, &["moments", "group_statistics", "normalise"]), "{forward:?}");
+        let kernels = ["gradient_sums", "group_gradients", "input_gradient", "group_totals"];
+        assert!(of(&backward, &kernels), "{backward:?}");
     });
 }
 

@@ -3,8 +3,8 @@ use super::{assert_like_the_cpu, on_gpu};
 use crate::common::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{
-    BatchNorm, Conv2d, ConvTranspose2d, CrossEntropyOptions, Embedding, InterpolateMode, Linear, MaxPool2dOptions, add,
-    cross_entropy, cross_entropy_with, gelu, interpolate, max_pool2d, relu, softmax,
+    BatchNorm, Conv2d, ConvTranspose2d, CrossEntropyOptions, Embedding, GroupNorm, InterpolateMode, Linear,
+    MaxPool2dOptions, add, cross_entropy, cross_entropy_with, gelu, interpolate, max_pool2d, relu, softmax,
 };
 use candle_nn::{Conv2dConfig, ConvTranspose2dConfig};
 
@@ -104,6 +104,50 @@ fn channels_of_any_size_match_the_cpu() {
 }
 
 /// Rows that are whole vectors and others, in all passes of convolutions with groups, without, and per channel, and resampled.
+/// Groups and planes that are whole vectors, and others; views that begin between vectors; several blocks for a group, and for a plane;
+/// more channels in a group than a warp has threads; single pixels.
+#[test]
+fn groups_of_any_size_match_the_cpu() {
+    on_gpu("groups_of_any_size_match_the_cpu", |gpu| {
+        let shapes = [
+            ([2, 4, 4, 4], 2),
+            ([3, 6, 7, 7], 3),
+            ([1, 4, 150, 99], 2),
+            ([2, 80, 3, 1], 2),
+            ([7, 16, 1, 1], 4),
+            ([3, 4, 5, 3], 4),
+        ];
+        for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F64, 1e-6), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
+            for ((shape, groups), skipped) in shapes.into_iter().flat_map(|shape| [(shape, 0), (shape, 1)]) {
+                let run = |device: &Device| {
+                    let var = |shape: &[usize], seed| {
+                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
+                        Var::from_tensor(&values).unwrap()
+                    };
+                    let elements = shape.iter().product::<usize>();
+                    // Contiguous, from element `skipped` on.
+                    let view = |var: &Var| var.narrow(0, skipped, elements).unwrap().reshape(&shape).unwrap();
+                    let (x, dy) = (var(&[skipped + elements], 1), var(&[skipped + elements], 2));
+                    let (weight, bias) = (var(&[shape[1]], 3), var(&[shape[1]], 4));
+                    let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
+                    let y = GroupNorm::new(w, b, shape[1], groups, 1e-3).unwrap().forward(&view(&x)).unwrap();
+                    let grads = (&y * view(&dy)).unwrap().sum_all().unwrap().backward().unwrap();
+                    let gradients = [&x, &weight, &bias].map(|var| floats(grads.get(var).unwrap()));
+                    std::iter::once(floats(&y)).chain(gradients).collect::<Vec<_>>()
+                };
+                assert_like_the_cpu(gpu, run, tolerance, &format!("{shape:?} from {skipped} on in {dtype:?}"));
+            }
+        }
+        let weight = Var::from_tensor(&tensor(&[4], 1).to_device(gpu).unwrap()).unwrap();
+        let (w, b) = (weight.as_tensor().clone(), weight.as_detached_tensor());
+        // candle cannot fill a tensor without elements on GPUs.
+        let empty = Tensor::zeros((0, 4, 3), DType::F32, gpu).unwrap();
+        let y = GroupNorm::new(w, b, 4, 2, 1e-3).unwrap().forward(&empty).unwrap();
+        let grads = y.sum_all().unwrap().backward().unwrap();
+        assert_eq!((y.dims(), floats(grads.get(&weight).unwrap())), (&[0, 4, 3][..], vec![0.0; 4]));
+    });
+}
+
 #[test]
 fn convolutions_of_any_width_match_the_cpu() {
     on_gpu("convolutions_of_any_width_match_the_cpu", |gpu| {

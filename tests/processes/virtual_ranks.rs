@@ -239,7 +239,7 @@ fn layers() -> Vec<Layer> {
         }),
         ("rms_norm", shapes(&[rows, &[300]]), |x| RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0])),
         ("group_norm", shapes(&[images, &[24], &[24]]), |x| {
-            candle_nn::GroupNorm::new(x[1].clone(), x[2].clone(), 24, 8, 1e-5)?.forward(&x[0])
+            nn::GroupNorm::new(x[1].clone(), x[2].clone(), 24, 8, 1e-5)?.forward(&x[0])
         }),
         ("embedding", shapes(&[&[500, 64]]), |x| {
             let indices: Vec<u32> = (0..5_000u32).map(|i| i * i % 499).collect();
@@ -268,6 +268,11 @@ fn layers() -> Vec<Layer> {
         ("rope_i", shapes(&[heads]), |x| angles().and_then(|(cos, sin)| nn::rope_i(&x[0], &cos, &sin))),
         ("cross_entropy", shapes(&[rows]), |x| {
             nn::cross_entropy(&x[0], &Tensor::from_vec((0..100u32).collect::<Vec<_>>(), 100, &Device::Cpu)?)
+        }),
+        ("ctc_loss", shapes(&[&[50, 20, 30]]), |x| {
+            let targets = Tensor::from_vec((0..200u32).map(|i| 1 + i * i % 29).collect(), (20, 10), &Device::Cpu)?;
+            let log_probs = nn::log_softmax(&x[0], 2)?;
+            nn::ctc_loss(&log_probs, &targets, &[50; 20], &[10; 20], Default::default())
         }),
         ("linear_cross_entropy", shapes(&[rows, &[500, 300], &[500]]), |x| {
             let targets = Tensor::from_vec((0..100u32).collect::<Vec<_>>(), 100, &Device::Cpu)?;

@@ -4,11 +4,11 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d,
-    CrossEntropyOptions, Embedding, InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RNNOptions, Reduction,
-    RmsNorm, StackedGRU, StackedLSTM, adaptive_avg_pool2d, add, avg_pool2d, checkpoint, cross_entropy,
-    cross_entropy_with, dropout, gelu, gelu_erf, interpolate, linear, log_softmax, loss, max_pool2d, ops, relu, rope,
-    rope_i, rope_thd, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, silu, softmax,
-    softmax_last_dim, sync_batch_norm,
+    CrossEntropyOptions, CtcLossOptions, Embedding, GroupNorm, InstanceNorm, InterpolateMode, LayerNorm, Linear,
+    MaxPool2dOptions, RNNOptions, Reduction, RmsNorm, StackedGRU, StackedLSTM, adaptive_avg_pool2d, add, avg_pool2d,
+    checkpoint, cross_entropy, cross_entropy_with, ctc_loss, dropout, gelu, gelu_erf, interpolate, linear, log_softmax,
+    loss, max_pool2d, ops, relu, rope, rope_i, rope_thd, scaled_dot_product_attention,
+    scaled_dot_product_attention_qkvpacked, silu, softmax, softmax_last_dim, sync_batch_norm,
 };
 use candle_ddp::optim::{
     AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm,
@@ -197,6 +197,16 @@ fn norms() {
         LayerNorm::new(x[1].clone(), x[2].clone(), 1e-5).forward(&x[0])
     });
     all.case("rms_norm", &[&[3, 0], &[0]], Refused, |x| RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0]));
+    let group_norm =
+        |x: &[Tensor]| GroupNorm::new(x[1].clone(), x[2].clone(), x[1].elem_count(), 2, 1e-5)?.forward(&x[0]);
+    for shape in [&[0, 4][..], &[0, 4, 3, 3], &[2, 4, 0, 3]] {
+        all.case("group_norm", &[shape, &[4], &[4]], Shape(shape), group_norm);
+    }
+    all.case("group_norm", &[&[2, 0, 3], &[0], &[0]], Shape(&[2, 0, 3]), group_norm);
+    for shape in [&[0, 4, 3][..], &[2, 4, 0]] {
+        all.case("instance_norm", &[shape], Shape(shape), |x| InstanceNorm::new(4, None, 1e-5)?.forward(&x[0]));
+    }
+    all.case("instance_norm", &[&[2, 0, 3]], Shape(&[2, 0, 3]), |x| InstanceNorm::new(0, None, 1e-5)?.forward(&x[0]));
     let norm = |x: &[Tensor]| {
         let channels = x[1].elem_count();
         let running = || Tensor::ones(channels, DType::F32, &Device::Cpu);
@@ -358,6 +368,10 @@ fn losses() {
         assert!(value(loss::binary_cross_entropy_with_logit(&x, &targets).unwrap()).is_nan(), "{dtype:?}");
     }
     let mut all = Failures::default();
+    let none = Tensor::zeros((1, 0), DType::U32, &Device::Cpu).unwrap();
+    let ctc = |x: &[Tensor]| ctc_loss(&x[0], &none, &[0], &[0], CtcLossOptions::default())?.to_dtype(x[0].dtype());
+    all.case("ctc_loss without times", &[&[0, 1, 3]], Shape(&[]), ctc);
+    all.case("ctc_loss without classes", &[&[0, 1, 0]], Refused, ctc);
     all.case("cross_entropy without classes", &[&[2, 0]], Refused, |x| {
         cross_entropy(&x[0], &Tensor::zeros(2, DType::U32, &Device::Cpu)?)
     });

@@ -10,9 +10,13 @@ mod channels;
 mod checkpoint;
 pub mod conv;
 mod cross_entropy;
+mod ctc_loss;
 mod dropout;
 pub mod embedding;
 mod gemm;
+pub mod group_norm;
+mod groups;
+mod instance_norm;
 mod interpolate;
 pub mod kv_cache;
 pub mod layer_norm;
@@ -54,8 +58,11 @@ pub use conv::{
 #[doc(hidden)]
 pub use cross_entropy::take_nothing_counted;
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
+pub use ctc_loss::{CtcLossOptions, ctc_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding};
+pub use group_norm::{GroupNorm, group_norm};
+pub use instance_norm::{InstanceNorm, InstanceNormConfig, instance_norm};
 pub use interpolate::{InterpolateMode, interpolate};
 pub use layer_norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use linear::{Linear, linear, linear_b, linear_no_bias};

@@ -144,15 +144,15 @@ impl Normalise {
                 all
             }
         };
-        let means = all.broadcast_div(count)?;
+        let means = all.broadcast_div(count)?.broadcast_mul(scale)?;
         let b = (means.get(1)? * inverse_deviation.sqr()?)?;
         Ok((dy, [if *centred { means.get(0)? } else { zeros }, b], gradients))
     }
 
     fn slopes_on_gpu(&self, dy: &Tensor, gate: Option<Gate>) -> Result<(Tensor, [Tensor; 2], Vec<Tensor>)> {
-        let Self { x, mean, inverse_deviation, batch, passed, parameters, .. } = self;
+        let Self { x, mean, inverse_deviation, scale, batch, passed, parameters, .. } = self;
         let through = batch.as_ref().map_or(Through::Constants, |batch| Through::Batch { centred: batch.centred });
-        let channels = [mean, inverse_deviation];
+        let channels = [mean, inverse_deviation, scale];
         let of = |gated| cuda::gradient_totals(x, dy, channels, gated, *parameters, through);
         let (dy, (rows, gradients)) = match passed {
             Passed::Mask(mask) => {
@@ -164,7 +164,7 @@ impl Normalise {
         };
         if let Some(Batch { count: Some(count), group: Some(group), .. }) = batch {
             group.all_reduce(&rows.narrow(0, 0, 2)?)?;
-            cuda::replace_slopes(x, &rows, inverse_deviation, count, through)?;
+            cuda::replace_slopes(x, &rows, [inverse_deviation, scale], count, through)?;
         }
         Ok((dy, [rows.get(2)?, rows.get(3)?], gradients))
     }

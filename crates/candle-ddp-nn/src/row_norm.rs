@@ -194,14 +194,15 @@ fn row_statistics<T: Element>(x: &[T], eps: f64, centred: bool) -> (T::Real, T::
     (mean, one / (variance + T::Real::from_f64(eps)).sqrt())
 }
 
+/// The sum of `term` of each element.
 #[inline(always)]
-fn sum<T: Element>(x: &[T], term: impl Fn(T::Real) -> T::Real) -> T::Real {
+pub(super) fn sum<T: Element>(x: &[T], term: impl Fn(T::Real) -> T::Real) -> T::Real {
     let mut lanes = [T::Real::from_f64(0.0); LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
-            *lane += term(x.widen());
-        }
+        // All terms first: otherwise the compiler converts 16 bits one by one.
+        let terms: [T::Real; LANES] = std::array::from_fn(|lane| term(chunk[lane].widen()));
+        lanes.iter_mut().zip(terms).for_each(|(lane, term)| *lane += term);
     }
     for (lane, x) in lanes.iter_mut().zip(rest) {
         *lane += term(x.widen());

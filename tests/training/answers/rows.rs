@@ -338,6 +338,17 @@ fn layers(rows: &mut Vec<Row>) {
             |t| ConvTranspose2d::new(c(&[2, 3, 3, 3]), Some(t.of(&[3])), Default::default()).forward(&c(&[2, 2, 6, 6]))?;
         ["candle_ddp_nn::embedding::Embedding::new"] "embeddings" =>
             |t| Embedding::new(t.of(&[5, 3]), 3).forward(&Tensor::new(&[1u32, 4], &Device::Cpu)?)?;
+        ["candle_ddp_nn::group_norm::GroupNorm::forward"] "xs" =>
+            |t| GroupNorm::new(c(&[4]), c(&[4]), 4, 2, 1e-5)?.forward(&t.of(&[2, 4, 3]))?;
+        ["candle_ddp_nn::group_norm::GroupNorm::new"] "weight" =>
+            |t| GroupNorm::new(t.of(&[4]), c(&[4]), 4, 2, 1e-5)?.forward(&c(&[2, 4, 3]))?;
+        ["candle_ddp_nn::group_norm::GroupNorm::new"] "bias" =>
+            |t| GroupNorm::new(c(&[4]), t.of(&[4]), 4, 2, 1e-5)?.forward(&c(&[2, 4, 3]))?;
+        ["candle_ddp_nn::InstanceNorm::forward"] "xs" => |t| InstanceNorm::new(4, None, 1e-5)?.forward(&t.of(&[2, 4, 3]))?;
+        ["candle_ddp_nn::InstanceNorm::new"] "weight_and_bias" =>
+            |t| InstanceNorm::new(4, Some((t.of(&[4]), t.of(&[4]))), 1e-5)?.forward(&c(&[2, 4, 3]))?;
+        ["candle_ddp_nn::ctc_loss"] "log_probs" =>
+            |t| ctc_loss(&t.of(&[4, 1, 3]), &Tensor::new(&[1u32, 2], &Device::Cpu)?, &[4], &[2], Default::default())?;
         ["candle_ddp_nn::kv_cache::Cache::append"] "src" => |t| {
             let mut cache = Cache::new(0, 8);
             cache.append(&t.of(&[2, 3]))?;
@@ -596,6 +607,8 @@ fn functions(rows: &mut Vec<Row>) {
             |t| cross_entropy(&c(&[3, 4]), &t.of(&[3]))?;
         ["candle_ddp_nn::cross_entropy_with"] "targets" "the targets of cross_entropy" =>
             |t| cross_entropy_with(&c(&[3, 4]), &t.of(&[3]), CrossEntropyOptions::default())?;
+        ["candle_ddp_nn::ctc_loss"] "targets" "the targets of ctc_loss" =>
+            |t| ctc_loss(&c(&[4, 1, 3]), &t.of(&[2]), &[4], &[2], Default::default())?;
         ["candle_ddp_nn::linear_cross_entropy"] "targets" "the targets of cross_entropy" =>
             |t| linear_cross_entropy(&c(&[3, 2]), &c(&[4, 2]), None, &t.of(&[3]))?;
         ["candle_ddp_nn::linear_cross_entropy_with"] "targets" "the targets of cross_entropy" =>

@@ -58,6 +58,10 @@ fn none_makes_a_graph() {
     check("linear of a view", &[&[6, 4], &[5, 6]], |x| nn::Linear::new(x[1].clone(), None).forward(&x[0].t()?));
     check("layer_norm", &[rows, &[6], &[6]], |x| nn::LayerNorm::new(x[1].clone(), x[2].clone(), 1e-5).forward(&x[0]));
     check("rms_norm", &[rows, &[6]], |x| nn::RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0]));
+    check("group_norm", &[planes, &[3], &[3]], |x| {
+        nn::GroupNorm::new(x[1].clone(), x[2].clone(), 3, 1, 1e-5)?.forward(&x[0])
+    });
+    check("instance_norm", &[planes], |x| nn::InstanceNorm::new(3, None, 1e-5)?.forward(&x[0]));
     check("embedding", &[rows], |x| {
         nn::Embedding::new(x[0].clone(), 6).forward(&Tensor::new(&[1u32, 3], &Device::Cpu)?)
     });
@@ -114,6 +118,10 @@ fn none_makes_a_graph() {
     });
     let classes = Tensor::new(&[0u32, 5, 1, 2], &Device::Cpu).unwrap();
     check("cross_entropy", &[rows], |x| nn::cross_entropy(&x[0], &classes));
+    check("ctc_loss", &[&[5, 2, 4]], |x| {
+        let targets = Tensor::new(&[[1u32, 2], [3, 0]], &Device::Cpu)?;
+        nn::ctc_loss(&nn::log_softmax(&x[0], 2)?, &targets, &[5, 4], &[2, 1], Default::default())
+    });
     check("linear_cross_entropy", &[rows, &[7, 6], &[7]], |x| {
         nn::linear_cross_entropy(&x[0], &x[1], Some(&x[2]), &classes)
     });

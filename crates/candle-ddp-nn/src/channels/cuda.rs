@@ -23,15 +23,15 @@ const THREADS: usize = kernels::THREADS as usize;
 const MAPPED: usize = 2;
 
 /// A batch on a GPU.
-struct Batch<'a> {
-    device: &'a CudaDevice,
+pub(crate) struct Batch<'a> {
+    pub(crate) device: &'a CudaDevice,
     dtype: DType,
     extents: Extents,
 }
 
 /// How a kernel's threads go through the batch: numbers of channels.cu's `Batch`.
 #[derive(Default)]
-struct Steps {
+pub(crate) struct Steps {
     length: usize,
     vector: usize,
     vectors: usize,
@@ -39,7 +39,7 @@ struct Steps {
 }
 
 impl<'a> Batch<'a> {
-    fn new(x: &'a Tensor) -> Result<Self> {
+    pub(crate) fn new(x: &'a Tensor) -> Result<Self> {
         kernels::supported(x.dtype(), "the channels of a batch")?;
         Ok(Self { device: x.device().as_cuda_device()?, dtype: x.dtype(), extents: Extents::of(x.dims()) })
     }
@@ -73,7 +73,7 @@ impl<'a> Batch<'a> {
         BLOCKS.div_ceil(channels.max(1)).min(least).max(most).max(1)
     }
 
-    fn launch(
+    pub(crate) fn launch(
         &self,
         kernel: Kernel,
         grid: Grid,
@@ -87,7 +87,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Launches `kernel` with a warp for each channel.
-    fn launch_for_channels(
+    pub(crate) fn launch_for_channels(
         &self,
         kernel: Kernel,
         tensors: &[Address],
@@ -112,7 +112,13 @@ impl<'a> Batch<'a> {
 
     /// Lets `kernel` sum parts of channels: a pair for each part, tensor 1 of its `tensors`. Those of these that are like the batch
     /// are `batches`.
-    fn pairs(&self, kernel: Kernel, tensors: &[Address], batches: &[Address], more: &[usize]) -> Result<Temporary> {
+    pub(crate) fn pairs(
+        &self,
+        kernel: Kernel,
+        tensors: &[Address],
+        batches: &[Address],
+        more: &[usize],
+    ) -> Result<Temporary> {
         let Extents { samples, channels, spatial } = self.extents;
         let blocks = channels * self.parts();
         let pairs = Temporary::new(self.device, DType::F64, 2 * blocks)?;
@@ -178,8 +184,8 @@ fn gate_addresses<'a>(gate: Option<Gate<'a>>) -> Result<[Address<'a>; 2]> {
 }
 
 /// The numbers of dtypes, as channels.cu reads them.
-fn dtype_numbers(dtypes: impl Iterator<Item = DType>) -> Result<usize> {
-    let number = |dtype| kernels::dtype_number(dtype, "the parameters of batch normalisation");
+pub(crate) fn dtype_numbers(dtypes: impl Iterator<Item = DType>) -> Result<usize> {
+    let number = |dtype| kernels::dtype_number(dtype, "the parameters of a normalisation");
     dtypes.enumerate().try_fold(0, |all, (index, dtype)| Ok(all | number(dtype)? << (4 * index)))
 }
 
@@ -260,7 +266,7 @@ pub(crate) enum Gated<'a> {
 pub(crate) fn gradient_totals(
     x: &Tensor,
     dy: &Tensor,
-    [mean, inverse_deviation]: [&Tensor; 2],
+    [mean, inverse_deviation, scale]: [&Tensor; 3],
     gated: Gated,
     dtypes: Option<[DType; 2]>,
     through: Through,
@@ -272,8 +278,8 @@ pub(crate) fn gradient_totals(
         let [x, dy, mean] = [address(x)?, address(dy)?, address(mean)?];
         let pairs = match gated {
             Gated::By(gate) => {
-                let [scale, shift] = gate_addresses(gate)?;
-                batch.pairs(Kernel::GradientSums, &[x, dy, mean, scale, shift], &[x, dy], &[])?
+                let [gate_scale, shift] = gate_addresses(gate)?;
+                batch.pairs(Kernel::GradientSums, &[x, dy, mean, gate_scale, shift], &[x, dy], &[])?
             }
             Gated::Mask(Mask { bytes, per }, dz) => {
                 let dz = written_address(dz)?;
@@ -298,7 +304,8 @@ pub(crate) fn gradient_totals(
     };
     let of = |index: usize| gradients.get(index).map_or(Ok(Address::NONE), written_address);
     let pairs = pairs.as_ref().map_or(Ok(Address::NONE), Temporary::address)?;
-    let tensors = [pairs, rows.address()?, of(0)?, of(1)?, address(inverse_deviation)?, Address::NONE];
+    let own = [address(inverse_deviation)?, Address::NONE, address(scale)?];
+    let tensors = [&[pairs, rows.address()?, of(0)?, of(1)?], &own[..]].concat();
     batch.slopes(&tensors, dtypes, through)?;
     Ok((rows.into_tensor(), gradients))
 }
@@ -308,17 +315,18 @@ pub(crate) fn gradient_totals(
 pub(crate) fn replace_slopes(
     x: &Tensor,
     rows: &Tensor,
-    inverse_deviation: &Tensor,
+    [inverse_deviation, scale]: [&Tensor; 2],
     count: &Tensor,
     through: Through,
 ) -> Result<()> {
     let none = Address::NONE;
-    let tensors = [none, written_address(rows)?, none, none, address(inverse_deviation)?, address(count)?];
+    let own = [address(inverse_deviation)?, address(count)?, address(scale)?];
+    let tensors = [&[none, written_address(rows)?, none, none], &own[..]].concat();
     Batch::new(x)?.slopes(&tensors, None, through)
 }
 
 impl Batch<'_> {
-    fn slopes(&self, tensors: &[Address; 6], dtypes: Option<[DType; 2]>, through: Through) -> Result<()> {
+    fn slopes(&self, tensors: &[Address], dtypes: Option<[DType; 2]>, through: Through) -> Result<()> {
         let is_centred = through == Through::Batch { centred: true };
         let dtypes = dtype_numbers(dtypes.into_iter().flatten())?;
         let numbers = [dtypes, usize::from(is_centred), usize::from(through == Through::Constants)];
@@ -338,7 +346,7 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
     Ok(result.into_tensor())
 }
 
-pub(super) fn normalise(
+pub(crate) fn normalise(
     x: &Tensor,
     [mean, scale, shift]: [&Tensor; 3],
     after: &After,
@@ -370,7 +378,7 @@ pub(crate) fn unfilled_like(x: &Tensor) -> Result<Tensor> {
     Ok(Output::new(x.device().as_cuda_device()?, x.dtype(), x.shape())?.into_tensor())
 }
 
-pub(super) fn input_gradient(
+pub(crate) fn input_gradient(
     x: &Tensor,
     dy: &Tensor,
     [mean, scale, a, b]: [&Tensor; 4],

@@ -236,7 +236,7 @@ pub(super) fn add_relu_gradient(
     })
 }
 
-/// scale × (dy − a − (x − mean) × b) with each channel's own numbers: the gradient of `x`. With a `gate`, dy counts
+/// scale × dy − a − (x − mean) × b with each channel's own numbers: the gradient of `x`. With a `gate`, dy counts
 /// as zero where it does not pass.
 pub(super) fn input_gradient(
     x: &Tensor,
@@ -259,14 +259,14 @@ pub(super) fn input_gradient(
                 let inputs = dx.iter_mut().zip(x[range.clone()].iter().zip(&dy[range]));
                 match &gate {
                     None => inputs.for_each(|(dx, (x, dy))| {
-                        *dx = T::narrow(scale * (dy.widen() - a - (x.widen() - mean) * b));
+                        *dx = T::narrow(scale * dy.widen() - a - (x.widen() - mean) * b);
                     }),
                     Some([gate_scale, shift]) => {
                         let (gate_scale, shift) = (gate_scale[channel], shift[channel]);
                         inputs.for_each(|(dx, (x, dy))| {
                             let distance = x.widen() - mean;
                             let dy = gated(distance * gate_scale + shift, dy.widen());
-                            *dx = T::narrow(scale * (dy - a - distance * b));
+                            *dx = T::narrow(scale * dy - a - distance * b);
                         });
                     }
                 }
@@ -307,7 +307,7 @@ fn channel_sums<A: WithDType, const K: usize>(
 
 /// The sums of `terms` over pairs of elements.
 #[inline(always)]
-fn sums<T: Element, const K: usize>(
+pub(super) fn sums<T: Element, const K: usize>(
     a: &[T],
     b: &[T],
     terms: impl Fn(T::Real, T::Real) -> [T::Real; K],

@@ -3,10 +3,11 @@ use crate::bf16::{GRU, LSTM, check, recurrent, wave};
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var, safetensors};
 use candle_ddp_nn::{
     AttentionOptions, Autocast, AvgPool2dOptions, BatchNorm, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
-    ConvTranspose1d, ConvTranspose1dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding, InterpolateMode,
-    LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, autocast, autocast_mode, autocast_off, avg_pool2d, cat,
-    checkpoint, cross_entropy, gelu, interpolate, linear_cross_entropy, log_softmax, loss, matmul, max_pool2d, no_grad,
-    relu, rope, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, set_autocast, silu, softmax,
+    ConvTranspose1d, ConvTranspose1dConfig, ConvTranspose2d, ConvTranspose2dConfig, CtcLossOptions, Embedding,
+    GroupNorm, InstanceNorm, InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RmsNorm, add, autocast,
+    autocast_mode, autocast_off, avg_pool2d, cat, checkpoint, cross_entropy, ctc_loss, gelu, interpolate,
+    linear_cross_entropy, log_softmax, loss, matmul, max_pool2d, no_grad, relu, rope, scaled_dot_product_attention,
+    scaled_dot_product_attention_qkvpacked, set_autocast, silu, softmax,
 };
 use candle_ddp_testing::floats;
 use std::collections::HashMap;
@@ -49,6 +50,14 @@ fn attention(x: &[Tensor]) -> Result<Tensor> {
 
 fn layer_norm(x: &[Tensor]) -> Result<Tensor> {
     LayerNorm::new(x[1].clone(), x[2].clone(), 1e-5).forward(&x[0])
+}
+
+fn group_norm(x: &[Tensor]) -> Result<Tensor> {
+    GroupNorm::new(x[1].clone(), x[2].clone(), 6, 3, 1e-5)?.forward(&x[0])
+}
+
+fn instance_norm(x: &[Tensor]) -> Result<Tensor> {
+    InstanceNorm::new(3, None, 1e-5)?.forward(&x[0])
 }
 
 fn rms_norm(x: &[Tensor]) -> Result<Tensor> {
@@ -95,7 +104,13 @@ fn results_gradients_and_their_dtypes_are_those_of_pytorch() {
     case("log_softmax", &[&[4, 33]], &[0], &|x| log_softmax(&x[0], 1));
     case("layer_norm", &[&[5, 24], &[24], &[24]], &[0], &layer_norm);
     case("rms_norm", &[&[5, 24], &[24]], &[0], &rms_norm);
+    case("group_norm", &[&[2, 6, 4, 5], &[6], &[6]], &[0], &group_norm);
+    case("instance_norm", &[&[2, 3, 4, 5]], &[0], &instance_norm);
     case("cross_entropy", &[&[6, 10]], &[0], &|x| cross_entropy(&x[0], &classes()?));
+    case("ctc_loss", &[&[5, 2, 4]], &[0], &|x| {
+        let targets = Tensor::new(&[[1u32, 2], [3, 0]], &Device::Cpu)?;
+        ctc_loss(&log_softmax(&x[0], 2)?, &targets, &[5, 4], &[2, 1], CtcLossOptions::default())
+    });
     case("mse_loss", &[&[6, 10][..]; 2], &[0, 1], &|x| loss::mse(&x[0], &x[1]));
     case("matmul", &[&[2, 3, 5, 7], &[2, 3, 7, 4]], &[], &|x| matmul(&x[0], &x[1]));
     case("matmul of 16 bits", &[&[2, 5, 7], &[7, 4]], &[0], &|x| matmul(&x[0], &x[1]));
@@ -156,6 +171,9 @@ fn each_function_is_on_pytorchs_list() {
     run(&["softmax"], &[&[4, 0]], 0, &|x| softmax(&x[0], 1));
     run(&["log_softmax"], &[&[4, 33]], 0, &|x| log_softmax(&x[0], 1));
     run(&["layer_norm"], &[&[5, 24], &[24], &[24]], 2, &layer_norm);
+    run(&["group_norm"], &[&[2, 6, 4, 5], &[6], &[6]], 2, &group_norm);
+    // PyTorch calls batch_norm.
+    run(&["instance_norm", "batch_norm"], &[&[2, 3, 4, 5]], 0, &instance_norm);
     run(&["rms_norm"], &[&[5, 24], &[24]], 1, &rms_norm);
     run(&["layer_norm"], &[&[5, 24], &[5, 24], &[24], &[24]], 2, &|x| {
         Ok(LayerNorm::new(x[2].clone(), x[3].clone(), 1e-5).add_norm(&x[0], &x[1])?.1)

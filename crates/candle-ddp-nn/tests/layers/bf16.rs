@@ -2,10 +2,10 @@
 use candle_core::{DType, Device, Module, Result, Tensor, Var, safetensors};
 use candle_ddp_nn::rnn::{GRUState, LSTMState};
 use candle_ddp_nn::{
-    AttentionOptions, AvgPool2dOptions, Conv2d, Conv2dConfig, ConvTranspose2d, ConvTranspose2dConfig, Embedding,
-    InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RNNOptions, RmsNorm, StackedGRU, StackedLSTM, VarBuilder,
-    add, avg_pool2d, cross_entropy, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
-    scaled_dot_product_attention, silu, softmax,
+    AttentionOptions, AvgPool2dOptions, Conv2d, Conv2dConfig, ConvTranspose2d, ConvTranspose2dConfig, CtcLossOptions,
+    Embedding, GroupNorm, InstanceNorm, InterpolateMode, LayerNorm, Linear, MaxPool2dOptions, RNNOptions, RmsNorm,
+    StackedGRU, StackedLSTM, VarBuilder, add, avg_pool2d, cross_entropy, ctc_loss, gelu, gelu_erf, interpolate,
+    log_softmax, max_pool2d, relu, scaled_dot_product_attention, silu, softmax,
 };
 use candle_ddp_testing::floats;
 use std::collections::HashMap;
@@ -104,9 +104,18 @@ fn layers_in_bf16_match_pytorch() {
     case("log_softmax", &[&[4, 33]], &|x| log_softmax(&x[0], 1));
     case("layer_norm", &[&[5, 24], &[24], &[24]], &|x| LayerNorm::new(x[1].clone(), x[2].clone(), 1e-5).forward(&x[0]));
     case("rms_norm", &[&[5, 24], &[24]], &|x| RmsNorm::new(x[1].clone(), 1e-5).forward(&x[0]));
+    case("group_norm", &[&[2, 6, 4, 5], &[6], &[6]], &|x| {
+        GroupNorm::new(x[1].clone(), x[2].clone(), 6, 3, 1e-5)?.forward(&x[0])
+    });
+    case("instance_norm", &[&[2, 3, 4, 5]], &|x| InstanceNorm::new(3, None, 1e-5)?.forward(&x[0]));
     case("cross_entropy", &[&[6, 10]], &|x| {
         let classes: Vec<u32> = (0..6).map(|at| at * 3 % 10).collect();
         cross_entropy(&x[0], &Tensor::new(classes, &Device::Cpu)?)?.to_dtype(DType::BF16) // the loss is in f32
+    });
+    case("ctc_loss", &[&[5, 2, 4]], &|x| {
+        let log_probs = log_softmax(&x[0].to_dtype(DType::F32)?, 2)?;
+        let targets = Tensor::new(&[[1u32, 2], [3, 0]], &Device::Cpu)?;
+        ctc_loss(&log_probs, &targets, &[5, 4], &[2, 1], CtcLossOptions::default())?.to_dtype(DType::BF16)
     });
     case("embedding", &[&[7, 9]], &|x| {
         let indices: Vec<u32> = (0..12).map(|at| at * 5 % 7).collect();

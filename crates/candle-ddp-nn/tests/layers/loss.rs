@@ -1,10 +1,11 @@
 //! Softmax and cross entropy, compared with PyTorch.
-use candle_core::{D, Device, Result, Tensor, Var};
+use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_ddp_nn::{
-    CrossEntropyOptions, LinearCrossEntropyOptions, cross_entropy, cross_entropy_with, linear_cross_entropy,
-    linear_cross_entropy_with, softmax, softmax_last_dim,
+    CrossEntropyOptions, CtcLossOptions, LinearCrossEntropyOptions, cross_entropy, cross_entropy_with, ctc_loss,
+    linear_cross_entropy, linear_cross_entropy_with, log_softmax, softmax, softmax_last_dim,
 };
-use candle_ddp_testing::{assert_close, layers, tensor};
+use candle_ddp_tensor::Error;
+use candle_ddp_testing::{assert_close, floats, layers, tensor};
 
 #[test]
 fn softmax_matches_pytorch() {
@@ -125,4 +126,87 @@ fn heads_that_do_not_fit_are_refused() {
     let cross_entropy = CrossEntropyOptions { label_smoothing: 1.5, ..Default::default() };
     refused(with(LinearCrossEntropyOptions { cross_entropy, ..Default::default() }), "1.5");
     assert!(linear_cross_entropy(&classes, &classes.reshape((1, 2)).unwrap(), None, &targets(&[])).is_err());
+}
+
+#[test]
+fn ctc_loss_matches_pytorch() {
+    layers::ctc_loss_matches_pytorch(&Device::Cpu);
+}
+
+/// Every way from a time to the next is counted by hand: all classes' sequences that say the labels.
+#[test]
+fn ctc_loss_is_the_sum_over_all_alignments() {
+    let (times, classes) = (5, 3);
+    let log_probs = log_softmax(&tensor(&[times, classes], 3).to_dtype(DType::F64).unwrap(), 1).unwrap();
+    let of_times = log_probs.to_vec2::<f64>().unwrap();
+    for labels in [vec![], vec![1u32], vec![2, 1], vec![1, 1], vec![1, 1, 2], vec![1, 1, 1], vec![2, 2, 2, 2]] {
+        let mut probability = 0.0;
+        for sequence in 0..classes.pow(times as u32) {
+            let sequence: Vec<usize> = (0..times).map(|time| sequence / classes.pow(time as u32) % classes).collect();
+            let mut said: Vec<u32> = sequence.iter().map(|class| *class as u32).collect();
+            said.dedup();
+            said.retain(|class| *class != 0);
+            if said == labels {
+                probability += sequence.iter().zip(&of_times).map(|(class, time)| time[*class]).sum::<f64>().exp();
+            }
+        }
+        let targets = Tensor::new(labels.as_slice(), &Device::Cpu).unwrap();
+        let options = CtcLossOptions { reduction: None, ..Default::default() };
+        let loss =
+            ctc_loss(&log_probs, &targets, &[times], &[labels.len()], options).unwrap().to_scalar::<f64>().unwrap();
+        let expected = -f64::ln(probability);
+        assert!(loss == expected || (loss - expected).abs() < 1e-12, "{labels:?}: {loss} and {expected}");
+    }
+}
+
+#[test]
+fn ctc_loss_without_an_alignment_and_with_wrong_inputs() {
+    let log_probs = Var::from_tensor(&log_softmax(&tensor(&[4, 2, 3], 1), 2).unwrap()).unwrap();
+    let targets = Tensor::new(&[[1u32, 1, 2], [1, 2, 2]], &Device::Cpu).unwrap();
+    let run = |targets: &Tensor, inputs: &[usize], lengths: &[usize], options| {
+        ctc_loss(&log_probs, targets, inputs, lengths, options)
+    };
+    let options = CtcLossOptions { reduction: None, ..Default::default() };
+    // "1 1" needs three times, and "1 2 2" four.
+    let losses = run(&targets, &[2, 3], &[2, 2], options).unwrap();
+    let values = losses.to_vec1::<f32>().unwrap();
+    assert!(values[0] == f32::INFINITY && values[1].is_finite(), "{values:?}");
+    let of_samples = |loss: &Tensor| {
+        let gradient = loss.sum_all().unwrap().backward().unwrap().get(&log_probs).unwrap().clone();
+        [0, 1].map(|sample| floats(&gradient.narrow(1, sample, 1).unwrap()))
+    };
+    let [first, second] = of_samples(&losses);
+    assert!(first[..6].iter().all(|value| value.is_nan()) && first[6..] == [0.0; 6], "{first:?}");
+    assert!(second[..9].iter().all(|value| value.is_finite()) && second[9..] == [0.0; 3], "{second:?}");
+    let [zero, same] =
+        of_samples(&run(&targets, &[2, 3], &[2, 2], CtcLossOptions { zero_infinity: true, ..options }).unwrap());
+    assert_eq!((zero, same), (vec![0.0; 12], second));
+    // Nothing becomes a number that is one.
+    let nan = Tensor::full(f32::NAN, (2, 3), &Device::Cpu).unwrap();
+    let one = Tensor::new(&[1u32], &Device::Cpu).unwrap();
+    assert!(ctc_loss(&nan, &one, &[2], &[1], options).unwrap().to_scalar::<f32>().unwrap().is_nan());
+    let none = ctc_loss(
+        &tensor(&[4, 0, 3], 1),
+        &Tensor::zeros((0, 2), DType::U32, &Device::Cpu).unwrap(),
+        &[],
+        &[],
+        Default::default(),
+    );
+    assert!(none.unwrap().to_scalar::<f32>().unwrap().is_nan(), "the mean over no samples");
+
+    let refused = |result: Result<Tensor>, text: &str| {
+        let error = Error::from(result.unwrap_err());
+        assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains(text), "{error}");
+    };
+    let default = CtcLossOptions::default();
+    refused(run(&targets, &[4, 4], &[2, 2], CtcLossOptions { blank: 3, ..default }), "less than 3");
+    refused(run(&targets, &[4], &[2, 2], default), "input_lengths");
+    refused(run(&targets, &[4, 4], &[2], default), "target_lengths");
+    refused(run(&targets, &[4, 5], &[2, 2], default), "at most 4");
+    refused(run(&targets, &[4, 4], &[2, 4], default), "S at least 4");
+    refused(run(&targets.flatten_all().unwrap(), &[4, 4], &[2, 2], default), "or (4), their sum, not u32[6]");
+    refused(run(&targets.to_dtype(DType::F32).unwrap(), &[4, 4], &[2, 2], default), "u32, i64 or u8");
+    refused(run(&targets, &[4, 4], &[2, 2], CtcLossOptions { blank: 2, ..default }), "not the blank, 2; one is 2");
+    refused(run(&(&targets + 1.0).unwrap(), &[4, 4], &[2, 3], default), "from 0 to 2");
+    refused(ctc_loss(&tensor(&[3], 1), &targets, &[1], &[1], default), "f32[3]");
 }

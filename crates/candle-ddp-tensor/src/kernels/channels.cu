@@ -298,7 +298,7 @@ template <typename T> __device__ inline void sums_totals(const Arguments &by) {
 LAYER(sums_totals)
 
 // tensors: the pairs of `gradient_sums`, or null if the sums are given; (4, channels): Σ dy and Σ dy · (x − mean), then a and b of
-// `input_gradient`; the gradients of weight and bias, or null; 1 / deviation; the number of values, or null for the batch's.
+// `input_gradient`; the gradients of weight and bias, or null; 1 / deviation; the number of values, or null for the batch's; scale.
 // numbers[9]: the dtypes of both gradients; numbers[10]: whether the mean was subtracted; numbers[11]: whether the statistics are
 // constants. One warp per channel.
 template <typename T> __device__ inline void gradient_totals(const Arguments &by) {
@@ -318,8 +318,9 @@ template <typename T> __device__ inline void gradient_totals(const Arguments &by
     const Real count = by.tensors[5] ? *TENSOR(const Real, 5) : Real(b.samples * b.spatial);
     if (by.tensors[2]) put<Real>(by.tensors[2], dtypes, channel, weighted * inverse);
     if (by.tensors[3]) put<Real>(by.tensors[3], dtypes >> 4, channel, plain);
-    rows[2 * b.channels] = by.numbers[11] || !by.numbers[10] ? 0 : plain / count;
-    rows[3 * b.channels] = by.numbers[11] ? 0 : weighted / count * (inverse * inverse);
+    const Real scale = TENSOR(const Real, 6)[channel];
+    rows[2 * b.channels] = by.numbers[11] || !by.numbers[10] ? 0 : plain / count * scale;
+    rows[3 * b.channels] = by.numbers[11] ? 0 : weighted / count * scale * (inverse * inverse);
 }
 LAYER(gradient_totals)
 
@@ -403,7 +404,7 @@ template <typename T, typename By> __device__ inline void normalise_of(const Arg
 CHANNELS(normalise)
 
 // tensors: x, dx, mean, scale, a, b, dy, and null or the shift of a normalisation with a ReLU behind it:
-// dx = scale × (dy − a − (x − mean) × b).
+// dx = scale × dy − a − (x − mean) × b.
 template <typename T, typename By> __device__ inline void input_gradient_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const bool gate = by.tensors[7];
@@ -413,7 +414,7 @@ template <typename T, typename By> __device__ inline void input_gradient_of(cons
            [=](const Real(&of)[2], const Real(&c)[5]) {
                const Real distance = of[0] - c[0];
                const Real gradient = gate ? gated(distance * c[1] + c[4], of[1]) : of[1];
-               return c[1] * (gradient - c[2] - distance * c[3]);
+               return c[1] * gradient - c[2] - distance * c[3];
            });
 }
 CHANNELS(input_gradient)

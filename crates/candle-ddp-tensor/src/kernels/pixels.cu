@@ -249,7 +249,7 @@ template <typename T, typename By> __device__ inline void pixel_input_gradient_o
         FOR_EACH_OF(T, By::is_vector, k) {
             const Real distance = few[0].at[k] - mean.at[k];
             const Real gradient = gate ? gated(distance * scale.at[k] + shift.at[k], few[1].at[k]) : few[1].at[k];
-            result.at[k] = scale.at[k] * (gradient - of_a.at[k] - distance * of_b.at[k]);
+            result.at[k] = scale.at[k] * gradient - of_a.at[k] - distance * of_b.at[k];
         }
         result.store(dx + first, By::is_vector);
     });

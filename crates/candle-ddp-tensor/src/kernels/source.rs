@@ -77,7 +77,7 @@ sources! {
     Norm: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu", "norm.cu"] "norm_rows.cu",
     Conv: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
     Pool: ["element.cu", "few.cu", "part.cu", "layer.cu"] "pool.cu",
-    Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "batch.cu"] "channels.cu",
+    Channels: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "batch.cu", "channels.cu"] "groups.cu",
     Pixels: ["element.cu", "few.cu", "part.cu", "layer.cu", "batch.cu"] "pixels.cu",
     Softmax: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "softmax.cu",
     Elementwise: ["element.cu", "few.cu", "part.cu", "layer.cu"] "elementwise.cu",
@@ -104,7 +104,8 @@ kernels! {
         ResamplePixels "resample_pixels";
     Channels: Moments "moments", Statistics "statistics", ChannelSums "channel_sums",
         GradientSums "gradient_sums", SumsTotals "sums_totals", GradientTotals "gradient_totals", Normalise "normalise",
-        AddReluGradient "add_relu_gradient", InputGradient "input_gradient";
+        AddReluGradient "add_relu_gradient", InputGradient "input_gradient",
+        GroupStatistics "group_statistics", GroupGradients "group_gradients", GroupTotals "group_totals";
     Pixels: PixelMoments "pixel_moments", PixelSums "pixel_sums", PixelGradientSums "pixel_gradient_sums",
         PixelNormalise "pixel_normalise", PixelAddReluGradient "pixel_add_relu_gradient",
         PixelInputGradient "pixel_input_gradient";

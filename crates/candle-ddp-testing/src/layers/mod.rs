@@ -16,9 +16,9 @@ pub use views::{products_match_the_definition, views_are_candles};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp_nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d,
-    CrossEntropyOptions, Embedding, InterpolateMode, Linear, MaxPool2dOptions, Reduction, adaptive_avg_pool2d,
-    avg_pool2d, cross_entropy_with, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
-    scaled_dot_product_attention, silu, softmax,
+    CrossEntropyOptions, CtcLossOptions, Embedding, GroupNorm, InstanceNorm, InterpolateMode, Linear, MaxPool2dOptions,
+    Reduction, adaptive_avg_pool2d, avg_pool2d, cross_entropy_with, ctc_loss, gelu, gelu_erf, interpolate, log_softmax,
+    max_pool2d, relu, scaled_dot_product_attention, silu, softmax,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 use golden::{Parameters, check};
@@ -64,6 +64,20 @@ pub fn batch_norm_matches_pytorch(device: &Device) {
     check(device, "batch_norm", |case, x| layer(x)?.forward_t(&x[0], case.flag("train")));
     check(device, "batch_norm_relu", |case, x| layer(x)?.forward_relu_t(&x[0], case.flag("train")));
     check(device, "batch_norm_add_relu", |case, x| layer(x)?.forward_add_relu_t(&x[0], &x[3], case.flag("train")));
+}
+
+pub fn group_norm_matches_pytorch(device: &Device) {
+    check(device, "group_norm", |case, x| {
+        let channels = x[1].elem_count();
+        GroupNorm::new(x[1].clone(), x[2].clone(), channels, case.numbers("groups")[0], 1e-3)?.forward(&x[0])
+    });
+}
+
+pub fn instance_norm_matches_pytorch(device: &Device) {
+    check(device, "instance_norm", |_, x| {
+        let parameters = x.get(1).cloned().zip(x.get(2).cloned());
+        InstanceNorm::new(x[0].dim(1)?, parameters, 1e-3)?.forward(&x[0])
+    });
 }
 
 pub fn max_pool2d_matches_pytorch(device: &Device) {
@@ -169,4 +183,40 @@ pub fn cross_entropy_matches_pytorch(device: &Device) {
         assert_eq!(loss.dtype(), if dtype == DType::F64 { DType::F64 } else { DType::F32 });
         loss.to_dtype(dtype)
     });
+}
+
+pub fn ctc_loss_matches_pytorch(device: &Device) {
+    let loss = |case: &Parameters, log_probs: &Tensor| {
+        let shape = log_probs.dims();
+        let (inputs, lengths, blank) = (case.numbers("inputs"), case.numbers("targets"), case.numbers("blank")[0]);
+        let labels: Vec<i64> =
+            (0..shape[shape.len() - 1]).filter(|class| *class != blank).map(|class| class as i64).collect();
+        let sample = |(sample, length): (usize, &usize)| -> Vec<i64> {
+            (0..*length).map(|place| labels[(place * place + sample) % labels.len()]).collect()
+        };
+        let samples: Vec<Vec<i64>> = lengths.iter().enumerate().map(sample).collect();
+        let targets = if case.flag("concatenated") {
+            Tensor::from_iter(samples.into_iter().flatten(), device)?
+        } else {
+            let longest = lengths.iter().max().copied().unwrap_or(0);
+            let padded = samples.into_iter().map(|mut sample| {
+                sample.resize(longest, -1);
+                sample
+            });
+            Tensor::from_iter(padded.flatten(), device)?.reshape((lengths.len(), longest))?
+        };
+        let reduction = match case.text("reduction") {
+            "mean" => Some(Reduction::Mean),
+            "sum" => Some(Reduction::Sum),
+            _ => None,
+        };
+        let options = CtcLossOptions { blank, reduction, zero_infinity: case.flag("zero") };
+        let dtype = log_probs.dtype();
+        let loss = ctc_loss(log_probs, &targets, &inputs, &lengths, options)?;
+        // The loss of 16 bits is in f32, and is compared with the others in 16 bits.
+        assert_eq!(loss.dtype(), if dtype == DType::F64 { DType::F64 } else { DType::F32 });
+        loss.to_dtype(dtype)
+    };
+    check(device, "ctc_loss", |case, x| loss(case, &log_softmax(&x[0], x[0].rank() - 1)?));
+    check(device, "ctc_loss of log_probs", |case, x| loss(case, &x[0]));
 }

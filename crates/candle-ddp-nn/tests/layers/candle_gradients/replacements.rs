@@ -3,8 +3,8 @@ use super::layers::builder;
 use super::{Case, case};
 use candle_core::{Device, Module, Result, Tensor};
 use candle_ddp_nn::{
-    self as nn, AttentionOptions, AvgPool2dOptions, Conv1d, Conv2d, ConvTranspose1d, InterpolateMode, LayerNorm,
-    MaxPool2dOptions, RNN, RmsNorm,
+    self as nn, AttentionOptions, AvgPool2dOptions, Conv1d, Conv2d, ConvTranspose1d, GroupNorm, InstanceNorm,
+    InterpolateMode, LayerNorm, MaxPool2dOptions, RNN, RmsNorm,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig};
 
@@ -62,6 +62,10 @@ fn functions() -> Vec<Case> {
         case("candle_ddp_nn::layer_norm", [&[2, 3, 4], &[4], &[4]], |[x, w, b]| {
             LayerNorm::new(w.clone(), b.clone(), 1e-5).forward(x)
         }),
+        case("candle_ddp_nn::group_norm", [&[2, 4, 3, 2], &[4], &[4]], |[x, w, b]| {
+            GroupNorm::new(w.clone(), b.clone(), 4, 2, 1e-5)?.forward(x)
+        }),
+        case("candle_ddp_nn::instance_norm", [&[2, 2, 5]], |[x]| InstanceNorm::new(2, None, 1e-5)?.forward(x)),
         case("candle_ddp_nn::rms_norm", [&[2, 3, 4], &[4]], |[x, w]| RmsNorm::new(w.clone(), 1e-5).forward(x)),
         case("candle_ddp_nn::rope", rotated, move |[x]| nn::rope(x, &angles(Tensor::cos)?, &angles(Tensor::sin)?)),
         case("candle_ddp_nn::rope_i", rotated, move |[x]| nn::rope_i(x, &angles(Tensor::cos)?, &angles(Tensor::sin)?)),
