@@ -28,6 +28,7 @@ LAYERS = [
     ["ddp"],
     ["nn", "data"],
     ["vision"],
+    ["metrics"],
     ["amp"],
     ["optim"],
     ["checkpoint", "data_parallel", "elastic"],

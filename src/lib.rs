@@ -87,6 +87,7 @@ pub mod fuzzing;
 #[cfg(all(test, not(fuzzing)))]
 mod fuzzing;
 mod hash;
+pub mod metrics;
 pub mod nn;
 pub mod optim;
 pub mod prelude;

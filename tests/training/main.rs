@@ -48,6 +48,7 @@ mod loader;
 mod loader_epochs;
 mod loader_state;
 mod messages;
+mod metrics;
 mod nn_checkpoint;
 mod nn_dropout;
 mod nn_sync_batch_norm;

@@ -262,6 +262,19 @@ fn training(rows: &mut Vec<Row>) {
         };
     }
     ends! { rows:
+        "src/metrics/confusion_matrix.rs": [
+            "candle_ddp::metrics::ConfusionMatrix::update" "predictions",
+            "candle_ddp::metrics::ConfusionMatrix::update" "targets",
+        ];
+        "src/metrics/in_order.rs": ["candle_ddp::metrics::gather_in_order" "rows"];
+        "src/metrics/perplexity.rs":
+            ["candle_ddp::metrics::Perplexity::update" "logits", "candle_ddp::metrics::Perplexity::update" "targets"];
+        "src/metrics/scores.rs": [
+            "candle_ddp::metrics::TopKAccuracy::update" "scores",
+            "candle_ddp::metrics::TopKAccuracy::update" "targets",
+            "candle_ddp::metrics::BinaryAuroc::update" "scores",
+            "candle_ddp::metrics::BinaryAuroc::update" "targets",
+        ];
         "src/checkpoint/mod.rs": ["candle_ddp::checkpoint::save_tensors" "tensors"];
         "src/checkpoint/load.rs": ["candle_ddp::checkpoint::load_tensors" "tensors"];
         "src/state/state_dict.rs": [
