@@ -16,6 +16,7 @@ use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, ProcessGroup, ReplicaCheck, Result,
     backward_micro_batch, init_process_group,
 };
+use candle_ddp_tensor::kernels;
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::median::median;
@@ -58,6 +59,9 @@ struct Options {
     /// Store the images in channels_last.
     #[arg(long)]
     channels_last: bool,
+    /// Keep only the inputs of a GPT's blocks for the backward pass, which computes the blocks again.
+    #[arg(long)]
+    checkpoint: bool,
     /// The bucket size in MiB. [default: as in DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
@@ -116,7 +120,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let default = DdpOptions::default();
     let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
     let ddp = DdpOptions { bucket_cap_mb, ..default };
-    let build = |vb: VarBuilder| options.model.build(options.image_size, vb);
+    let build = |vb: VarBuilder| options.model.build(options.image_size, options.checkpoint, vb);
     let new = |mode: &Mode| {
         let replica_check = matches!(mode, Mode::Checked).then(|| ReplicaCheck { every: 1, ..Default::default() });
         let on_non_finite = matches!(mode, Mode::Skip).then_some(OnNonFinite::Skip { at_most: 10 });
@@ -148,6 +152,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "amp": options.amp.map(|dtype| dtype.as_str()),
             "tf32": options.tf32,
             "channels_last": options.channels_last,
+            "checkpoint": options.checkpoint,
             "world_size": pg.world_size(),
             "batch_size": batch_size,
             "gradient_bytes": trainer.gradient_bytes,
@@ -156,6 +161,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "backward_ms": part(1),
             "optimizer_ms": part(2),
             "peak_rss_bytes": peak_rss_bytes(),
+            "peak_gpu_bytes": kernels::peak_memory(pg.device())?,
         });
         println!("{line}");
     }

@@ -1,6 +1,6 @@
 //! Scales losses, and skips steps that overflow.
-use super::unscale::unscale;
-use crate::backend::label;
+use super::unscale::{unscale, unscale_on_gpu};
+use super::verdict::Verdict;
 use crate::ddp::scaled;
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
@@ -8,7 +8,7 @@ use crate::state::{self, Loader};
 use crate::tensor::finite::non_finite;
 use crate::variables::Parameters;
 use crate::warnings::warn_aloud;
-use crate::{Error, ReduceOp, Result};
+use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::{HashMap, HashSet};
@@ -184,10 +184,8 @@ impl GradScaler {
     ) -> Result<bool> {
         let parameters = std::mem::take(&mut self.parameters);
         let result = self.unscale_by(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
-        if matches!(result, Ok(false)) && self.group.rank() == 0 && self.would_sink() {
-            self.overflowed = first_overflow(&parameters, grads);
-        }
         self.parameters = parameters;
+        self.note_overflow(matches!(result, Ok(false)), grads);
         if result.is_ok() {
             scaled::unmark(grads);
         }
@@ -206,12 +204,11 @@ impl GradScaler {
             }
             Stage::Stepped { .. } => return Err(misuse("unscale", STEPPED)),
         }
-        // As in PyTorch: the reciprocal in f64, rounded to f32.
-        let here = divide(f64::from((1.0 / self.scale) as f32));
+        let here = divide(self.factor());
         // A rank that fails here still takes part, so that the others do not wait for it.
         let (overflow, has_scaled) = (!matches!(here, Ok(false)), self.has_scaled.load(Ordering::Relaxed));
         self.group.announce(Operation::Unscale)?;
-        let [overflow, has_scaled] = share_verdict(&self.group, [overflow, has_scaled])?;
+        let [overflow, has_scaled] = scaled::share_verdict(&self.group, [overflow, has_scaled])?;
         here?;
         if !has_scaled {
             return Err(misuse(
@@ -221,6 +218,42 @@ impl GradScaler {
         }
         self.stage = Stage::Unscaled { overflow };
         Ok(!overflow)
+    }
+
+    /// [`step`](Self::step) of an optimizer that launches its kernels with the verdict: they do nothing if it is bad, and the host learns
+    /// of it while they run. `None`, and nothing happens, where the host must decide.
+    pub(crate) fn step_on_gpu(
+        &mut self,
+        grads: &mut GradStore,
+        step: impl FnOnce(&GradStore, &Verdict) -> Result<()>,
+    ) -> Result<Option<bool>> {
+        let has_scaled = self.has_scaled.load(Ordering::Relaxed);
+        if !self.options.enabled || self.stage != Stage::Scaled || !has_scaled {
+            return Ok(None);
+        }
+        let Some(numbers) = unscale_on_gpu(&self.parameters, grads, self.factor())? else { return Ok(None) };
+        self.group.announce(Operation::Unscale)?;
+        let verdict = Verdict::of_all_ranks(&self.group, numbers)?;
+        scaled::unmark(grads);
+        let stepped = step(grads, &verdict);
+        let overflow = verdict.is_bad()?;
+        self.stage = Stage::Unscaled { overflow };
+        self.note_overflow(overflow, grads);
+        stepped?;
+        self.stage = Stage::Stepped { overflow };
+        Ok(Some(!overflow))
+    }
+
+    /// As in PyTorch: the reciprocal in f64, rounded to f32.
+    fn factor(&self) -> f64 {
+        f64::from((1.0 / self.scale) as f32)
+    }
+
+    /// Finds the first parameter whose gradient overflowed, if that will be said.
+    fn note_overflow(&mut self, overflow: bool, grads: &GradStore) {
+        if overflow && self.group.rank() == 0 && self.would_sink() {
+            self.overflowed = first_overflow(&self.parameters, grads);
+        }
     }
 
     /// Whether an overflow would let the scale fall below 1.
@@ -326,17 +359,6 @@ fn first_overflow(parameters: &[(String, Var)], grads: &GradStore) -> Option<Str
     let overflows =
         |(_, var): &&(String, Var)| grads.get(var).is_some_and(|gradient| matches!(non_finite(gradient), Ok(Some(_))));
     parameters.iter().find(overflows).map(|(name, _)| name.clone())
-}
-
-/// Whether there is an overflow, and whether a loss was scaled, on any rank.
-fn share_verdict(group: &ProcessGroup, here: [bool; 2]) -> Result<[bool; 2]> {
-    if group.world_size() == 1 {
-        return Ok(here);
-    }
-    let flags = Tensor::new(&here.map(|flag| f32::from(u8::from(flag))), group.device())?;
-    label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
-    let flags = flags.to_vec1::<f32>()?;
-    Ok([0, 1].map(|index| flags[index] > 0.0))
 }
 
 /// The text mentions `step_if_finite` too: with `update` alone, a second optimizer would divide the same gradients again.

@@ -131,9 +131,11 @@
 mod grad_scaler;
 mod opt_level;
 mod unscale;
+mod verdict;
 
 pub use crate::ddp::MixedPrecision;
 #[doc(no_inline)]
 pub use crate::nn::{Autocast, autocast, autocast_off};
 pub use grad_scaler::{GradScaler, GradScalerOptions};
 pub use opt_level::OptLevel;
+pub(crate) use verdict::Verdict;

@@ -56,6 +56,19 @@ pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, facto
     Ok((!parameters.is_empty()).then_some(overflow))
 }
 
+/// The same by kernels, which do not wait: the verdict is on the GPU. `None`, and nothing happens, if gradients are not all on one GPU, of
+/// one dtype, and contiguous.
+pub(super) fn unscale_on_gpu(parameters: &[(String, Var)], grads: &GradStore, factor: f64) -> Result<Option<Tensor>> {
+    let gradients = parameters.iter().filter_map(|(_, var)| grads.get(var));
+    let fits = |gradient: &Tensor| {
+        let may_be = gradient.dtype() != DType::F16 && gradient.is_contiguous();
+        may_be && kernels::take(gradient.device(), gradient.dtype())
+    };
+    let gradients: Option<Vec<Tensor>> = gradients.map(|gradient| fits(gradient).then(|| gradient.detach())).collect();
+    let Some(gradients) = gradients else { return Ok(None) };
+    Ok(kernels::rescale_judged(&gradients.iter().collect::<Vec<_>>(), factor)?)
+}
+
 /// Multiplies a tensor by a factor, and records whether it contains an infinity or NaN afterwards.
 struct Unscale {
     factor: f64,

@@ -1,13 +1,12 @@
 //! Training with different numbers of batches: ranks without further batches take part in the others' collectives.
 use super::model::DistributedModel;
-use super::{backward, sync, verify};
+use super::{backward, scaled, sync, verify};
 use crate::backend::label;
 use crate::panic::lock;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::warnings::warn_aloud;
-use crate::{Error, ReduceOp, Result};
-use candle_core::Tensor;
+use crate::{Error, Result};
 use std::fmt;
 
 /// Options of [`join`]. All ranks must give the same.
@@ -145,8 +144,7 @@ fn take_part<C>(
                 passes += 1;
             }
             Operation::Unscale => {
-                let flags = Tensor::new(&[0f32; 2], group.device())?;
-                label::UNSCALE.during(|| group.all_reduce(&flags, ReduceOp::Max))?;
+                scaled::share_verdict(group, [false; 2])?;
             }
             Operation::Step | Operation::ClipGradNorm => {
                 let reason = "a ZeroRedundancyOptimizer steps inside this join, which does not include it: use the \

@@ -2,9 +2,11 @@
 //!
 //! The scaled loss also depends on a variable, the key, which gets a gradient of zero like every other variable of the graph: so
 //! the store of any backward pass from that loss has it, also of candle's own.
+use crate::backend::label;
 use crate::panic::lock;
+use crate::process_group::ProcessGroup;
 use crate::tensor::copy::snapshot;
-use crate::{Error, Result};
+use crate::{Error, ReduceOp, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Device, Layout, Shape, Tensor, TensorId, Var};
@@ -67,6 +69,18 @@ pub(crate) fn check_unscaled(grads: &GradStore, call: &'static str) -> Result<()
                   anything inspects or clips them, and step with `scaler.step(&mut optimizer, &mut grads)`"
             .to_string();
     Err(Error::GradScaler { call, reason })
+}
+
+/// Whether there is an overflow, and whether a loss was scaled, on any rank. Every rank makes this call.
+pub(crate) fn share_verdict(group: &ProcessGroup, [overflow, has_scaled]: [bool; 2]) -> Result<[bool; 2]> {
+    if group.world_size() == 1 {
+        return Ok([overflow, has_scaled]);
+    }
+    let pair = [f64::from(u8::from(has_scaled)), if overflow { f64::NAN } else { 0. }];
+    let pair = Tensor::new(&pair, group.device())?;
+    label::UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
+    let pair = pair.to_vec1::<f64>()?;
+    Ok([pair[1].is_nan(), pair[0] > 0.])
 }
 
 struct Marked;

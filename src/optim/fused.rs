@@ -6,6 +6,7 @@ use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule, limit, state_dtype};
 use super::shards::{Expected, Shards};
 use super::update::{self, Part, misfit};
+use crate::amp::{GradScaler, Verdict};
 use crate::ddp::steps::Steps;
 use crate::ddp::{check_averaged, scaled};
 use crate::error::describe;
@@ -237,7 +238,19 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         self.groups.iter().flat_map(|group| &group.slots)
     }
 
-    fn apply(&mut self, grads: &GradStore) -> Result<()> {
+    /// Whether its kernels can leave out a step by themselves.
+    fn may_judge(&self) -> bool {
+        let may = |options: &R| {
+            let rule = options.fused().filter(|_| rule::max_grad_norm(options).is_none());
+            rule.is_some_and(|fused| !fused.needs_sums())
+        };
+        let Some(first) = self.slots().next() else { return false };
+        let device = first.var.device();
+        device.is_cuda() && self.options().all(may) && self.slots().all(|slot| slot.var.device().same_device(device))
+    }
+
+    /// After a bad `verdict`, this is no step.
+    fn apply(&mut self, grads: &GradStore, verdict: Option<&Verdict>) -> Result<()> {
         scaled::check_unscaled(grads, "step")?;
         check_averaged(grads, self.slots().map(|slot| (&slot.name, &slot.var)))?;
         // Check everything before changing anything.
@@ -262,7 +275,10 @@ impl<R: UpdateRule> FusedOptimizer<R> {
                 parts.push(Part { rule: options, name, moment, parameter, shape, gradient, states });
             }
         }
-        update::update_whole(&parts)?;
+        update::update_whole(&parts, verdict)?;
+        if verdict.map_or(Ok(false), Verdict::is_bad)? {
+            return Ok(());
+        }
         let slots = self.groups.iter_mut().flat_map(|group| &mut group.slots);
         for (slot, gradient) in slots.zip(gradients.iter().flatten()) {
             slot.steps += u64::from(gradient.is_some());
@@ -277,7 +293,16 @@ impl<R: UpdateRule> FusedOptimizer<R> {
 
 impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.apply(grads)
+        self.apply(grads, None)
+    }
+
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        if self.may_judge()
+            && let Some(stepped) = scaler.step_on_gpu(grads, |grads, verdict| self.apply(grads, Some(verdict)))?
+        {
+            return Ok(stepped);
+        }
+        scaler.step_on_host(self, grads)
     }
 
     fn learning_rates(&self) -> Vec<f64> {
@@ -309,7 +334,7 @@ impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
 
     /// Updates every parameter that has a gradient.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        Ok(self.apply(grads)?)
+        Ok(self.apply(grads, None)?)
     }
 
     /// The learning rate of the first group.

@@ -94,6 +94,13 @@ pub trait Optimizer: StateDict {
         scaler.unscale(grads)
     }
 
+    /// What [`GradScaler::step`] does. An optimizer whose kernels can leave out a step by themselves does not wait for the verdict in
+    /// between.
+    #[doc(hidden)]
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        scaler.step_on_host(self, grads)
+    }
+
     /// Loads what a state has of this optimizer's parameters, by name, and reports the rest: for a state that was saved
     /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
     /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
@@ -194,6 +201,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).unscale(scaler, grads)
     }
 
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        (**self).step_scaled(scaler, grads)
+    }
+
     fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
         (**self).load_known(state)
     }
@@ -215,6 +226,15 @@ impl GradScaler {
     /// Returns [`Error::GradScaler`] for a second call in the same step, and those of `unscale` and of the optimizer's
     /// step.
     pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized), grads: &mut GradStore) -> Result<bool> {
+        optimizer.step_scaled(self, grads)
+    }
+
+    /// The same, where the host decides whether to step.
+    pub(crate) fn step_on_host(
+        &mut self,
+        optimizer: &mut (impl Optimizer + ?Sized),
+        grads: &mut GradStore,
+    ) -> Result<bool> {
         if self.is_scaled() {
             optimizer.unscale(self, grads)?;
         }

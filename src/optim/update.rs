@@ -1,6 +1,7 @@
 //! Updates parameters by the kernels of their rule, or by its operations.
 use super::kernel::{self, Fused, Moment, Sums};
 use super::rule::{UpdateRule, state_dtype};
+use crate::amp::Verdict;
 use crate::error::describe;
 use crate::kernels;
 use crate::tensor::copy::copy;
@@ -21,15 +22,15 @@ pub(super) struct Part<'a, R> {
     pub(super) states: &'a [Tensor],
 }
 
-/// Updates parameters that consist of one part each.
-pub(super) fn update_whole<R: UpdateRule>(parts: &[Part<R>]) -> Result<()> {
+/// Updates parameters that consist of one part each. After a bad `verdict`, those that a GPU updates together do not change.
+pub(super) fn update_whole<R: UpdateRule>(parts: &[Part<R>], verdict: Option<&Verdict>) -> Result<()> {
     let (alone, together) = sort(parts);
     for part in alone {
         let sums = if part.needs_sums() { part.prepare()? } else { Sums::default() };
         part.update(sums)?;
     }
     if let Some(rule) = rule_of(&together) {
-        kernels::update_whole(rule, &operands(&together))?;
+        kernels::update_whole(rule, &operands(&together), verdict.map(Verdict::numbers))?;
     }
     Ok(())
 }
@@ -214,7 +215,7 @@ pub(super) fn update_copies<R: UpdateRule>(
     let new = states.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
     let moment = Moment { step, gradient_scale: 1. };
     let (name, shape, gradient) = ("parameter", parameter.shape(), flat(gradient)?);
-    update_whole(&[Part { rule, name, moment, parameter: &value, shape, gradient, states: &new }])?;
+    update_whole(&[Part { rule, name, moment, parameter: &value, shape, gradient, states: &new }], None)?;
     for (state, new) in states.iter_mut().zip(new) {
         *state = new.reshape(shape)?;
     }

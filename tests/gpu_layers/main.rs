@@ -17,6 +17,7 @@ mod common;
 mod masks;
 mod operations;
 mod sizes;
+mod waits;
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{

@@ -2,8 +2,9 @@
 use super::LossNet;
 use super::block::Block;
 use candle_core::{Module, Result};
-use candle_ddp::nn::{add, embedding, layer_norm, linear_cross_entropy, linear_no_bias};
+use candle_ddp::nn::{add, checkpoint, embedding, layer_norm, linear_cross_entropy, linear_no_bias};
 use candle_nn::{Init, VarBuilder};
+use std::sync::Arc;
 
 pub(super) struct Sizes {
     pub(super) vocabulary: usize,
@@ -16,18 +17,25 @@ pub(super) struct Sizes {
 pub(super) const SMALL: Sizes = Sizes { vocabulary: 256, tokens: 256, width: 384, heads: 6, layers: 6 };
 /// Those of GPT-2 small.
 pub(super) const GPT2: Sizes = Sizes { vocabulary: 50_257, tokens: 1024, width: 768, heads: 12, layers: 12 };
+/// Those of GPT-2 medium, and of GPT-3 XL with heads of 128: 350 million parameters, and 1.3 billion.
+pub(super) const MEDIUM: Sizes = Sizes { width: 1024, heads: 16, layers: 24, ..GPT2 };
+pub(super) const XL: Sizes = Sizes { width: 2048, heads: 16, layers: 24, ..GPT2 };
 
-pub(super) fn gpt(sizes: &Sizes, vb: VarBuilder) -> Result<LossNet> {
+/// If it `is_checkpointed`, the backward pass computes each block again.
+pub(super) fn gpt(sizes: &Sizes, is_checkpointed: bool, vb: VarBuilder) -> Result<LossNet> {
     let Sizes { vocabulary, tokens, width, heads, layers } = *sizes;
     let positions = vb.get_with_hints((tokens, width), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
     let tokens = embedding(vocabulary, width, vb.pp("tokens"))?;
-    let block = |layer| Block::new(width, heads, vb.pp(format!("blocks.{layer}")));
+    let block = |layer| Block::new(width, heads, vb.pp(format!("blocks.{layer}"))).map(Arc::new);
     let blocks = (0..layers).map(block).collect::<Result<Vec<_>>>()?;
     let norm = layer_norm(width, 1e-5, vb.pp("norm"))?;
     let head = linear_no_bias(width, vocabulary, vb.pp("head"))?;
     Ok(Box::new(move |x, next| {
         let x = add(&tokens.forward(x)?, &positions)?;
-        let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+        let x = blocks.iter().cloned().try_fold(x, |x, block| match is_checkpointed {
+            true => checkpoint(&[&x], move |x| block.forward(&x[0])),
+            false => block.forward(&x),
+        })?;
         linear_cross_entropy(&norm.forward(&x)?, head.weight(), None, next)
     }))
 }

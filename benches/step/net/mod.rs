@@ -28,6 +28,10 @@ pub(crate) enum Model {
     Gpt,
     /// The same with the sizes of GPT-2 small: twelve layers of width 768, for 1024 of 50,257 tokens.
     Gpt2,
+    /// With those of GPT-2 medium: 24 layers of width 1024.
+    Gpt2Medium,
+    /// 24 layers of width 2048.
+    Gpt2Xl,
     /// The example `word_lm`: two LSTM layers of 650, for 35 of 10,000 words.
     Lstm,
     /// A vision transformer of the size of ViT-S/16.
@@ -45,6 +49,8 @@ impl Model {
             Self::Deeplab => "deeplab",
             Self::Gpt => "gpt",
             Self::Gpt2 => "gpt2",
+            Self::Gpt2Medium => "gpt2-medium",
+            Self::Gpt2Xl => "gpt2-xl",
             Self::Lstm => "lstm",
             Self::Vit => "vit",
             Self::Bert => "bert",
@@ -56,7 +62,7 @@ impl Model {
             Self::Mlp => 256,
             Self::Lstm => 20,
             Self::Resnet18 | Self::Resnet50 | Self::Vit => 32,
-            Self::Deeplab | Self::Gpt | Self::Gpt2 | Self::Bert => 8,
+            Self::Deeplab | Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Bert => 8,
         }
     }
 
@@ -71,26 +77,29 @@ impl Model {
             Self::Resnet50 | Self::Vit => noise(&[3, image_size, image_size]),
             Self::Deeplab => noise(&[3, 64, 64]),
             Self::Gpt => tokens(gpt::SMALL.vocabulary, gpt::SMALL.tokens),
-            Self::Gpt2 => tokens(gpt::GPT2.vocabulary, gpt::GPT2.tokens),
+            Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl => tokens(gpt::GPT2.vocabulary, gpt::GPT2.tokens),
             Self::Bert => tokens(encoder::VOCABULARY, encoder::TOKENS),
             Self::Lstm => tokens(WORDS.vocabulary, 35)?.t()?.contiguous(),
         }?;
         let targets = match self {
-            Self::Gpt | Self::Gpt2 | Self::Bert => input.roll(-1, 1)?,
+            Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Bert => input.roll(-1, 1)?,
             Self::Lstm => input.roll(-1, 0)?,
             _ => Tensor::zeros(0, DType::U32, &Device::Cpu)?,
         };
         Ok(Batch { input, targets })
     }
 
-    pub(crate) fn build(self, image_size: usize, vb: VarBuilder) -> Result<LossNet> {
+    /// Only the GPTs can be checkpointed.
+    pub(crate) fn build(self, image_size: usize, is_checkpointed: bool, vb: VarBuilder) -> Result<LossNet> {
         match self {
             Self::Mlp => mlp(vb).map(with_loss),
             Self::Resnet18 => resnet18(vb).map(with_loss),
             Self::Resnet50 => resnet50(vb).map(with_loss),
             Self::Deeplab => deeplab::deeplab(vb).map(with_loss),
-            Self::Gpt => gpt::gpt(&gpt::SMALL, vb),
-            Self::Gpt2 => gpt::gpt(&gpt::GPT2, vb),
+            Self::Gpt => gpt::gpt(&gpt::SMALL, is_checkpointed, vb),
+            Self::Gpt2 => gpt::gpt(&gpt::GPT2, is_checkpointed, vb),
+            Self::Gpt2Medium => gpt::gpt(&gpt::MEDIUM, is_checkpointed, vb),
+            Self::Gpt2Xl => gpt::gpt(&gpt::XL, is_checkpointed, vb),
             Self::Lstm => {
                 let net = WordLm::new(WORDS, vb)?;
                 Ok(Box::new(move |words, next| Ok(net.loss(words, next, None, true)?.0)))

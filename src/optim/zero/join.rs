@@ -1,11 +1,11 @@
 //! Steps while some ranks are out of inputs: these still own shards and must update them.
 use super::ZeroRedundancyOptimizer;
 use crate::backend::label;
-use crate::ddp::{DistributedDataParallel, JoinOptions, Joined};
+use crate::ddp::{DistributedDataParallel, JoinOptions, Joined, scaled};
 use crate::optim::clip::NormType;
 use crate::optim::rule::UpdateRule;
 use crate::process_group::{Active, Operation};
-use crate::{Error, ReduceOp, Result};
+use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 
@@ -70,9 +70,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             }
             Operation::Unscale => {
                 let pending = self.reducer.pending()?;
-                let finite = self.norm_here(&pending, NormType::Inf)?.is_finite();
-                let flags = Tensor::new(&[if finite { 0f32 } else { 1. }, 0.], self.process_group.device())?;
-                label::UNSCALE.during(|| self.process_group.all_reduce(&flags, ReduceOp::Max))?;
+                let overflow = !self.norm_here(&pending, NormType::Inf)?.is_finite();
+                scaled::share_verdict(&self.process_group, [overflow, false])?;
             }
         }
         Ok(true)

@@ -7,8 +7,12 @@ thread_local! {
     static COUNTS: RefCell<BTreeMap<String, usize>> = RefCell::default();
 }
 
-/// The name under which allocations are counted. All other names are operations: work that a stream executes.
+/// The name under which allocations are counted.
 pub(crate) const ALLOCATION: &str = "allocation";
+/// Those of the host's waits: for all of a stream's work, so that it has none when the host goes on, and for some of it. All other names
+/// are operations: work that a stream executes.
+pub(crate) const WAIT: &str = "wait for all work";
+pub(crate) const EARLY_WAIT: &str = "wait for earlier work";
 
 /// Counts a call of the current thread. Calls for no bytes are not counted: the driver does nothing for them.
 pub(crate) fn count(what: &str, bytes: usize) {

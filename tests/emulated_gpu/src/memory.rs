@@ -3,7 +3,7 @@ use crate::count::{ALLOCATION, count};
 use crate::driver::{
     Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS, context_device, driver_lock, fatal,
 };
-use crate::stream::{Origin, find, push};
+use crate::stream::{Origin, find, is_idle, push};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{c_uchar, c_uint, c_void};
@@ -69,8 +69,10 @@ fn allocate(bytes: usize) -> Option<usize> {
     if start.is_null() {
         return None;
     }
-    // SAFETY: the memory was just allocated.
-    unsafe { start.write_bytes(POISON, bytes) };
+    if !is_idle() {
+        // SAFETY: the memory was just allocated.
+        unsafe { start.write_bytes(POISON, bytes) };
+    }
     memory().live.insert(start as usize, bytes);
     Some(start as usize)
 }
@@ -79,6 +81,10 @@ fn allocate(bytes: usize) -> Option<usize> {
 fn free(address: usize) {
     let mut memory = memory();
     let Some(bytes) = memory.live.remove(&address) else { fatal("memory was freed twice, or never allocated") };
+    if is_idle() {
+        // SAFETY: it was allocated with this layout, and is in no list.
+        return unsafe { dealloc(address as *mut u8, layout(bytes)) };
+    }
     // SAFETY: the memory is still allocated, and no work on a stream should use it any more.
     unsafe { (address as *mut u8).write_bytes(POISON, bytes) };
     memory.freed.insert(address, Freed { bytes, by: Origin::current() });
@@ -152,12 +158,17 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> Answer {
-    push(stream, move || {
+    let free = move || {
         if address != 0 {
             crate::pool::gave_back(address as usize);
             free(address as usize)
         }
-    })
+    };
+    if is_idle() {
+        free();
+        return SUCCESS;
+    }
+    push(stream, free)
 }
 
 /// # Safety
@@ -192,10 +203,10 @@ pub unsafe extern "C" fn cuMemFree_v2(address: u64) -> Answer {
 /// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Answer {
-    const TOTAL: usize = 16 << 30;
+    let all = crate::pool::size();
     let used: usize = memory().live.values().sum();
     // SAFETY: guaranteed by the caller.
-    unsafe { (*free, *total) = (TOTAL.saturating_sub(used), TOTAL) };
+    unsafe { (*free, *total) = (all.saturating_sub(used), all) };
     SUCCESS
 }
 
@@ -289,7 +300,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     })
 }
 
-/// Copies to host memory that is not pinned, as all host memory here: waits for the stream.
+/// Copies to host memory. The stream writes pinned memory when it comes to it, and must find it there; with other memory, the host waits.
 ///
 /// # Safety
 /// The requirements are those of the CUDA function of the same name.
@@ -302,12 +313,29 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
 ) -> Answer {
     let Some(stream) = find(stream) else { return INVALID_HANDLE };
     count("copy from the GPU", bytes);
+    let to = host as usize;
+    if is_pinned(to, bytes) && !is_idle() {
+        stream.push(move || {
+            check(address, bytes, "cuMemcpyDtoHAsync");
+            if !is_pinned(to, bytes) {
+                fatal("cuMemcpyDtoHAsync: the pinned host memory was freed before the copy");
+            }
+            // SAFETY: both are allocated.
+            unsafe { (to as *mut u8).copy_from_nonoverlapping(address as *const u8, bytes) };
+        });
+        return SUCCESS;
+    }
     let _lock = driver_lock();
     stream.synchronize();
     crate::pool::synchronized();
     check(address, bytes, "cuMemcpyDtoHAsync");
     // SAFETY: guaranteed by the caller, and the device memory is allocated.
-    unsafe { host.cast::<u8>().copy_from_nonoverlapping(address as *const u8, bytes) };
+    unsafe {
+        match is_idle() {
+            true => host.cast::<u8>().write_bytes(0, bytes),
+            false => host.cast::<u8>().copy_from_nonoverlapping(address as *const u8, bytes),
+        }
+    };
     SUCCESS
 }
 

@@ -9,19 +9,22 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 const RELEASE_THRESHOLD: c_int = 4;
 const RESERVED_CURRENT: c_int = 5;
 const USED_CURRENT: c_int = 7;
+const USED_HIGH: c_int = 8;
 
 #[derive(Default)]
 struct Pool {
     threshold: u64,
     reserved: u64,
     used: u64,
+    /// The most that was in use at a time.
+    high: u64,
     /// What does not come from the pool.
     outside: u64,
     /// The sizes of what is in use, by address.
     live: Option<HashMap<usize, u64>>,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool { threshold: 0, reserved: 0, used: 0, outside: 0, live: None });
+static POOL: Mutex<Pool> = Mutex::new(Pool { threshold: 0, reserved: 0, used: 0, high: 0, outside: 0, live: None });
 
 fn pool() -> MutexGuard<'static, Pool> {
     POOL.lock().unwrap_or_else(PoisonError::into_inner)
@@ -34,6 +37,11 @@ fn limit() -> u64 {
     })
 }
 
+/// What the GPU says that it has.
+pub(crate) fn size() -> usize {
+    if limit() == u64::MAX { 16 << 30 } else { limit() as usize }
+}
+
 /// Whether there was room in the pool, or on the GPU, for an allocation at `address`.
 pub(crate) fn took(address: usize, bytes: usize) -> bool {
     let mut pool = pool();
@@ -41,6 +49,7 @@ pub(crate) fn took(address: usize, bytes: usize) -> bool {
     let fits = reserved.saturating_add(pool.outside) <= limit();
     if fits {
         pool.used += bytes as u64;
+        pool.high = pool.high.max(pool.used);
         pool.reserved = reserved;
         pool.live.get_or_insert_default().insert(address, bytes as u64);
     }
@@ -122,6 +131,7 @@ pub unsafe extern "C" fn cuMemPoolGetAttribute(_pool: *mut c_void, attribute: c_
         RELEASE_THRESHOLD => pool.threshold,
         RESERVED_CURRENT => pool.reserved,
         USED_CURRENT => pool.used,
+        USED_HIGH => pool.high,
         _ => return INVALID_VALUE,
     };
     // SAFETY: guaranteed by the caller, for these attributes.

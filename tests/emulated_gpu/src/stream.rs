@@ -1,10 +1,12 @@
 //! Streams, which are queues of work with a thread each, and events, which are marks in them.
+use crate::count::{EARLY_WAIT, WAIT, count};
 use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, SUCCESS, context_device, driver_lock, fatal};
 use std::backtrace::Backtrace;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::fmt::{Display, Formatter};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
@@ -16,13 +18,15 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(crate) struct Stream {
     pub(crate) device: i32,
     jobs: Mutex<Sender<Job>>,
+    /// The number of jobs so far.
+    pushed: Arc<AtomicU64>,
 }
 
 impl Stream {
     fn new(device: i32) -> Arc<Self> {
         let (jobs, work): (Sender<Job>, Receiver<Job>) = channel();
         std::thread::spawn(move || work.into_iter().for_each(|job| job()));
-        let stream = Arc::new(Self { device, jobs: Mutex::new(jobs) });
+        let stream = Arc::new(Self { device, jobs: Mutex::new(jobs), pushed: Arc::default() });
         let mut streams = streams();
         streams.known.retain(|stream| stream.strong_count() > 0);
         streams.known.push(Arc::downgrade(&stream));
@@ -36,22 +40,32 @@ impl Stream {
             origin.enter();
             job();
         };
-        if lock(&self.jobs).send(Box::new(job)).is_err() {
+        self.pushed.fetch_add(1, Ordering::Relaxed);
+        self.enqueue(Box::new(job));
+    }
+
+    fn enqueue(&self, job: Job) {
+        if lock(&self.jobs).send(job).is_err() {
             fatal("the thread of a stream is gone: one of its jobs panicked");
         }
     }
 
-    /// Appends a mark to the queue.
+    /// Appends a mark to the queue, which is no work.
     fn mark(&self) -> Arc<Mark> {
-        let mark = Arc::new(Mark::default());
+        let (before, pushed) = (self.pushed.load(Ordering::Relaxed), self.pushed.clone());
+        let mark = Arc::new(Mark { before, pushed, reached: Mutex::default(), changed: Condvar::new() });
         let reached = mark.clone();
-        self.push(move || reached.reach());
+        let origin = Origin::new(self);
+        self.enqueue(Box::new(move || {
+            origin.enter();
+            reached.reach();
+        }));
         mark
     }
 
     /// Waits on the host until all previous work has completed.
     pub(crate) fn synchronize(&self) {
-        self.mark().wait();
+        self.mark().wait_on_host();
     }
 }
 
@@ -97,8 +111,10 @@ thread_local! {
 }
 
 /// A point in a stream.
-#[derive(Default)]
 struct Mark {
+    /// The number of jobs of the stream before it, and of all so far.
+    before: u64,
+    pushed: Arc<AtomicU64>,
     reached: Mutex<Option<Instant>>,
     changed: Condvar,
 }
@@ -112,6 +128,13 @@ impl Mark {
     fn reach(&self) {
         *lock(&self.reached) = Some(Instant::now());
         self.changed.notify_all();
+    }
+
+    /// Counts whether the stream has later work, which it does while the host learns of this and enqueues more.
+    fn wait_on_host(&self) {
+        let is_last = self.before == self.pushed.load(Ordering::Relaxed);
+        count(if is_last { WAIT } else { EARLY_WAIT }, 1);
+        self.wait();
     }
 
     fn wait(&self) {
@@ -171,10 +194,18 @@ pub(crate) fn synchronize_device(device: i32) {
     known.iter().filter(|stream| stream.device == device).for_each(|stream| stream.synchronize());
 }
 
+/// Whether `EMULATED_GPU_IDLE` is set: then nothing is executed, and memory is not touched.
+pub(crate) fn is_idle() -> bool {
+    static IDLE: OnceLock<bool> = OnceLock::new();
+    *IDLE.get_or_init(|| std::env::var_os("EMULATED_GPU_IDLE").is_some())
+}
+
 /// Puts `job` on a stream, which may belong to a device other than the current one.
 pub(crate) fn push(handle: *mut c_void, job: impl FnOnce() + Send + 'static) -> Answer {
     let Some(stream) = find(handle) else { return INVALID_HANDLE };
-    stream.push(job);
+    if !is_idle() {
+        stream.push(job);
+    }
     SUCCESS
 }
 
@@ -307,7 +338,7 @@ pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
     let mark = lock(&unsafe { event(handle) }.mark).clone();
     if let Some(mark) = mark {
         let _lock = driver_lock();
-        mark.wait();
+        mark.wait_on_host();
     }
     crate::pool::synchronized();
     SUCCESS

@@ -23,6 +23,10 @@ pub fn keep_memory(_: &Device) -> Result<()> {
     Ok(())
 }
 
+pub fn peak_memory(_: &Device) -> Result<Option<u64>> {
+    Ok(None)
+}
+
 pub fn allocates_nothing(_: &CudaDevice) -> bool {
     false
 }
@@ -31,7 +35,7 @@ pub fn has_own_stream(_: &Device) -> Result<bool> {
     Err(absent())
 }
 
-pub fn update_whole(_: Rule, _: &[Operands]) -> Result<()> {
+pub fn update_whole(_: Rule, _: &[Operands], _: Option<&Tensor>) -> Result<()> {
     Err(absent())
 }
 
@@ -56,6 +60,23 @@ pub fn rescale(_: &[&Tensor], _: f64) -> Result<()> {
 }
 
 pub fn rescale_measured(_: &[&Tensor], _: f64) -> Result<Extent> {
+    Err(absent())
+}
+
+pub fn rescale_judged(_: &[&Tensor], _: f64) -> Result<Option<Tensor>> {
+    Err(absent())
+}
+
+#[derive(Debug)]
+pub enum Incoming {}
+
+impl Incoming {
+    pub fn receive(self) -> Result<[f64; 2]> {
+        match self {}
+    }
+}
+
+pub fn send(_: &Tensor) -> Result<Incoming> {
     Err(absent())
 }
 

@@ -7,7 +7,8 @@ struct AdamScalars {
     double keep;                       // decoupled weight decay: parameter × keep
 };
 
-template <typename T> __device__ inline void adam(const Part *parts, unsigned count, const Sets &sets, double *) {
+template <typename T> __device__ inline void adam(const Part *parts, unsigned count, const Sets &sets, double *verdict) {
+    if (is_left_out(verdict)) return;
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
     const AdamScalars &by = numbers_of<AdamScalars>(part, sets);

@@ -110,24 +110,20 @@ impl Gpu<'_> {
         numbers.device_ptr(&self.0.cuda_stream()).0
     }
 
-    /// Launches a kernel with a table that was uploaded.
+    /// Launches a kernel with a table that was uploaded, and the address of numbers, or 0.
     pub(super) fn launch(
         &self,
         (kernel, dtype): (Kernel, DType),
         blocks: u32,
         (words, table): (&Words, &Table),
-        numbers: Option<&mut Numbers>,
+        numbers: u64,
     ) -> Result<()> {
         let (function, stream) = (self.function(kernel, dtype)?, self.0.cuda_stream());
         let mut arguments = stream.launch_builder(&function);
-        arguments.arg(&**words).arg(&table.parts).arg(&table.sets);
-        match numbers {
-            Some(numbers) => arguments.arg(numbers),
-            None => arguments.arg(&0u64),
-        };
+        arguments.arg(&**words).arg(&table.parts).arg(&table.sets).arg(&numbers);
         let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: these are the arguments of all kernels in the `.cu` files (`KERNELS` in part.cu): table, number of
-        // parts, their numbers, and sums or null. A kernel accesses only the tensors in the table's entries, up to their number of
+        // parts, their numbers, and sums, a verdict, or null. A kernel accesses only the tensors in the table's entries, up to their number of
         // elements (in norm.cu, rows of them). The entries were made in this module from contiguous tensors of `dtype`
         // on this device, whose borrows end after this call; memory that is freed later is freed after the kernel, on
         // the same stream. The programs have allocated the sums.

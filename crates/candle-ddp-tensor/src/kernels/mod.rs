@@ -26,6 +26,8 @@ mod epilogue;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod handles;
+#[cfg(feature = "cuda")]
+mod incoming;
 mod launches;
 #[cfg(feature = "cuda")]
 mod layer;
@@ -63,6 +65,8 @@ pub use convolve::{can_convolve, convolve, has_cudnn};
 pub use epilogue::product_with;
 #[cfg(feature = "cuda")]
 pub use gpu::preload;
+#[cfg(feature = "cuda")]
+pub use incoming::Incoming;
 pub use launches::{
     Address, AttendShape, AttendTensors, COLUMNS, ConvShape, Convolve, Epilogue, Factor, Grid, Launch, Product,
     THREADS, Target, blocks_of_rows, dtype_number, lanes, supported,
@@ -73,7 +77,7 @@ pub use layer::{Output, address, address_or_none, launch, storage_address, writt
 pub use norm_tensors::*;
 pub use operands::{AddedNorm, Assignment, Extent, NormOperands, Operands, Rule, Scalars, scalars};
 #[cfg(feature = "cuda")]
-pub use pool::keep_memory;
+pub use pool::{keep_memory, peak_memory};
 #[cfg(feature = "cuda")]
 pub use product::{product, scaled_product};
 pub use source::Kernel;

@@ -20,6 +20,9 @@ template <typename Numbers> __device__ inline const Numbers &numbers_of(const Pa
     return *reinterpret_cast<const Numbers *>(sets.numbers[part.numbers]);
 }
 
+// Whether an update is left out. A verdict, which may be null, is a pair whose second number is finite otherwise.
+__device__ inline bool is_left_out(const double *verdict) { return verdict && verdict[1] - verdict[1] != 0; }
+
 // Elements in a chunk; the last chunk of a part may have fewer.
 #define CHUNK 4096ull
 // Threads in a block.
@@ -87,7 +90,7 @@ template <typename T, typename Body> __device__ inline void for_each_loaded(cons
 
 // Defines the kernels `NAME_f32`, `NAME_f64`, `NAME_f16` and `NAME_bf16` from the template `NAME`, or only the one of the type
 // ONLY with the suffix SUFFIX. All kernels take the same arguments: the table, the number of parts in it, their numbers, and memory
-// for sums or null.
+// for sums, a verdict, or null.
 #define KERNEL(NAME, TYPE, SUFFIX)                                                                         \
     extern "C" __global__ void NAME##_##SUFFIX(const Part *p, unsigned n, const Sets sets, double *sums) { \
         NAME<TYPE>(p, n, sets, sums);                                                                      \

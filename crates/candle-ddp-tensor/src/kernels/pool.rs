@@ -36,3 +36,22 @@ pub fn keep_memory(device: &Device) -> Result<()> {
     }
     Ok(())
 }
+
+/// The most memory that tensors on `device` have had at a time; `None` if it is no GPU, or has no pool.
+pub fn peak_memory(device: &Device) -> Result<Option<u64>> {
+    let Device::Cuda(device) = device else { return Ok(None) };
+    let stream = device.cuda_stream();
+    if !stream.context().has_async_alloc() {
+        return Ok(None);
+    }
+    let mut bytes = 0u64;
+    // SAFETY: the device exists, its pool lives as long as the process, and the attribute is such a number.
+    unsafe {
+        result::device::get_mem_pool(stream.context().cu_device()).and_then(|pool| {
+            let high = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+            result::mem_pool::get_attribute(pool, high, (&raw mut bytes).cast())
+        })
+    }
+    .map_err(|error| candle_core::Error::Cuda(Box::new(error)))?;
+    Ok(Some(bytes))
+}

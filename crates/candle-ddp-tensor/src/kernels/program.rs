@@ -1,13 +1,15 @@
 //! The kernels that each operation launches, and their order.
 use super::gpu::{Gpu, Numbers, Words};
+use super::incoming::Incoming;
 use super::operands::{Extent, Rule};
 use super::source::Kernel;
 use super::table::{Entry, Table};
 use crate::Result;
 use candle_core::DType;
 
-/// Updates parameters of `dtype`, each of which is one entry.
-pub(super) fn update_whole(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry]) -> Result<()> {
+/// Updates parameters of `dtype`, each of which is one entry. Where `verdict` is not 0, it is the address of a number: if that is not
+/// finite, Adam and SGD change nothing.
+pub(super) fn update_whole(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry], verdict: u64) -> Result<()> {
     let table = &Table::new(entries)?;
     if table.chunks == 0 {
         return Ok(());
@@ -15,20 +17,17 @@ pub(super) fn update_whole(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry
     let words = &gpu.upload(&table.words)?;
     let launch = |kernel, sums| gpu.launch((kernel, dtype), table.chunks, (words, table), sums);
     match rule {
-        Rule::Adam => launch(Kernel::Adam, None),
-        Rule::Sgd => launch(Kernel::Sgd, None),
-        Rule::Lamb => {
-            let mut sums = lamb_sums(gpu, dtype, (words, table))?;
-            launch(Kernel::LambUpdate, Some(&mut sums))
-        }
+        Rule::Adam => launch(Kernel::Adam, verdict),
+        Rule::Sgd => launch(Kernel::Sgd, verdict),
+        Rule::Lamb => launch(Kernel::LambUpdate, gpu.address(&lamb_sums(gpu, dtype, (words, table))?)),
     }
 }
 
 fn lamb_sums(gpu: &Gpu, dtype: DType, table: (&Words, &Table)) -> Result<Numbers> {
     let Table { parts, chunks, .. } = *table.1;
-    let mut sums = gpu.numbers(2 * (parts as usize + chunks as usize))?;
-    gpu.launch((Kernel::LambMoments, dtype), chunks, table, Some(&mut sums))?;
-    gpu.launch((Kernel::LambSums, dtype), parts, table, Some(&mut sums))?;
+    let sums = gpu.numbers(2 * (parts as usize + chunks as usize))?;
+    gpu.launch((Kernel::LambMoments, dtype), chunks, table, gpu.address(&sums))?;
+    gpu.launch((Kernel::LambSums, dtype), parts, table, gpu.address(&sums))?;
     Ok(sums)
 }
 
@@ -49,7 +48,7 @@ pub(super) fn read_sums(gpu: &Gpu, sums: Option<&Numbers>, entries: usize) -> Re
 /// Updates parts of parameters; `sums` has the sums over the whole parameter for each part.
 pub(super) fn update(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry], sums: &[[f64; 2]]) -> Result<()> {
     if rule != Rule::Lamb {
-        return update_whole(gpu, rule, dtype, entries);
+        return update_whole(gpu, rule, dtype, entries, 0);
     }
     let table = &Table::new(entries)?;
     if table.chunks == 0 {
@@ -58,7 +57,7 @@ pub(super) fn update(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry], sum
     let words = &gpu.upload(&table.words)?;
     let mut numbers = gpu.numbers(2 * entries.len())?;
     gpu.write(&mut numbers, &sums.concat())?;
-    gpu.launch((Kernel::LambUpdate, dtype), table.chunks, (words, table), Some(&mut numbers))
+    gpu.launch((Kernel::LambUpdate, dtype), table.chunks, (words, table), gpu.address(&numbers))
 }
 
 /// Launches the measurement of all entries together; [`read_extent`] returns it.
@@ -72,16 +71,15 @@ pub(super) fn rescale_measured(gpu: &Gpu, dtype: DType, entries: &[Entry]) -> Re
 }
 
 /// Measures all entries together, and scales their parameters, which are their gradients, if the norm is greater than the first scalar:
-/// the root of the sum of squares, or the largest absolute value if the second scalar is not 0. [`read_extent`] returns the magnitude
-/// before.
-pub(super) fn clip(gpu: &Gpu, dtype: DType, entries: &[Entry]) -> Result<Option<Numbers>> {
-    let mut sums = measure(gpu, dtype, entries)?;
-    if sums.is_some() {
-        let table = &Table::new(entries)?;
-        let words = &gpu.upload(&table.words)?;
-        gpu.launch((Kernel::Clip, dtype), table.chunks, (words, table), sums.as_mut())?;
-    }
-    Ok(sums)
+/// the root of the sum of squares, or the largest absolute value if the second scalar is not 0. The magnitude before is on its way to
+/// the host while the GPU scales.
+pub(super) fn clip(gpu: &Gpu, dtype: DType, entries: &[Entry]) -> Result<Option<Incoming>> {
+    let Some(sums) = measure(gpu, dtype, entries)? else { return Ok(None) };
+    let incoming = Incoming::new(gpu.0, gpu.address(&sums))?;
+    let table = &Table::new(entries)?;
+    let words = &gpu.upload(&table.words)?;
+    gpu.launch((Kernel::Clip, dtype), table.chunks, (words, table), gpu.address(&sums))?;
+    Ok(Some(incoming))
 }
 
 fn measured(gpu: &Gpu, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<Option<Numbers>> {
@@ -90,9 +88,9 @@ fn measured(gpu: &Gpu, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Resul
         return Ok(None);
     }
     let words = &gpu.upload(&table.words)?;
-    let mut sums = gpu.numbers(2 * (1 + table.chunks as usize))?;
-    gpu.launch((kernel, dtype), table.chunks, (words, table), Some(&mut sums))?;
-    gpu.launch((Kernel::Total, dtype), 1, (words, table), Some(&mut sums))?;
+    let sums = gpu.numbers(2 * (1 + table.chunks as usize))?;
+    gpu.launch((kernel, dtype), table.chunks, (words, table), gpu.address(&sums))?;
+    gpu.launch((Kernel::Total, dtype), 1, (words, table), gpu.address(&sums))?;
     Ok(Some(sums))
 }
 
@@ -110,5 +108,5 @@ pub(super) fn change(gpu: &Gpu, kernel: Kernel, dtype: DType, entries: &[Entry])
     if table.chunks == 0 {
         return Ok(());
     }
-    gpu.launch((kernel, dtype), table.chunks, (&gpu.upload(&table.words)?, table), None)
+    gpu.launch((kernel, dtype), table.chunks, (&gpu.upload(&table.words)?, table), 0)
 }

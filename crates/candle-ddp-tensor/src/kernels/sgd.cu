@@ -6,7 +6,8 @@ struct SgdScalars {
     double nesterov;         // whether to use Nesterov momentum, 0 or 1
 };
 
-template <typename T> __device__ inline void sgd(const Part *parts, unsigned count, const Sets &sets, double *) {
+template <typename T> __device__ inline void sgd(const Part *parts, unsigned count, const Sets &sets, double *verdict) {
+    if (is_left_out(verdict)) return;
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
     const SgdScalars &by = numbers_of<SgdScalars>(part, sets);

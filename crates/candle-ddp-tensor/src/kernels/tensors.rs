@@ -1,12 +1,14 @@
 //! Kernels on candle's tensors. Tensors on the same GPU with the same dtype share launches.
 use super::address::{input, output};
 use super::gpu::Gpu;
+use super::incoming::Incoming;
 use super::operands::{Assignment, Extent, Operands, Rule, Scalars};
 use super::program;
 use super::source::{DTYPES, Kernel};
 use super::table::{Entry, Sets};
 use crate::{Error, Result};
-use candle_core::{CudaDevice, DType, Device, Tensor};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::CudaSlice;
 
 /// Returns whether there are kernels for tensors of `dtype` on `device`.
@@ -87,11 +89,13 @@ fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result
     Ok(Entry { elements, parameter, gradient, states: addresses, scalars: *scalars })
 }
 
-/// Updates whole parameters with a constant number of launches per dtype.
-pub fn update_whole(rule: Rule, operands: &[Operands]) -> Result<()> {
+/// Updates whole parameters with a constant number of launches per dtype. Adam and SGD change nothing after a bad `verdict`
+/// ([`rescale_judged`]), which must be on the same GPU.
+pub fn update_whole(rule: Rule, operands: &[Operands], verdict: Option<&Tensor>) -> Result<()> {
+    let verdict = verdict.map_or(Ok(0), input)?;
     Batch::of_operands(operands)?
         .iter()
-        .try_for_each(|batch| program::update_whole(&batch.gpu(), rule, batch.dtype, &batch.entries))
+        .try_for_each(|batch| program::update_whole(&batch.gpu(), rule, batch.dtype, &batch.entries, verdict))
 }
 
 /// Computes the sums that [`update`] needs, if any. Waits for the GPU once per dtype.
@@ -156,8 +160,11 @@ pub fn clip(tensors: &[&Tensor], max_norm: f64, by_largest: bool) -> Result<Opti
     };
     let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
     let [batch] = batches.as_slice() else { return Ok(None) };
-    let numbers = program::clip(&batch.gpu(), batch.dtype, &batch.entries)?;
-    program::read_extent(&batch.gpu(), numbers.as_ref()).map(Some)
+    let Some(incoming) = program::clip(&batch.gpu(), batch.dtype, &batch.entries)? else {
+        return Ok(Some(Extent::default()));
+    };
+    let [squares, largest] = incoming.receive()?;
+    Ok(Some(Extent { squares, largest }))
 }
 
 /// Multiplies contiguous tensors in place.
@@ -169,6 +176,23 @@ pub fn rescale(tensors: &[&Tensor], factor: f64) -> Result<()> {
 pub fn rescale_measured(tensors: &[&Tensor], factor: f64) -> Result<Extent> {
     let launch = |batch: &Batch| program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries);
     measured(tensors, |tensor| changed(tensor, factor), launch)
+}
+
+/// Multiplies contiguous tensors in place, and returns a verdict on them: a pair in f64 on the GPU, whose second number is finite if all
+/// elements are. Does nothing, and returns `None`, for tensors on several GPUs or of several dtypes. Does not wait.
+pub fn rescale_judged(tensors: &[&Tensor], factor: f64) -> Result<Option<Tensor>> {
+    let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, changed(tensor, factor))))?;
+    let [batch] = batches.as_slice() else { return Ok(None) };
+    let Some(numbers) = program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries)? else { return Ok(None) };
+    let length = numbers.len();
+    let storage = CudaStorage::wrap_cuda_slice(numbers, batch.device.clone());
+    let numbers = Tensor::from_storage(Storage::Cuda(storage), length, BackpropOp::none(), false);
+    Ok(Some(numbers.narrow(0, 0, 2)?))
+}
+
+/// Begins to copy a pair in f64 to the host, after all launched work. Does not wait.
+pub fn send(pair: &Tensor) -> Result<Incoming> {
+    Incoming::new(pair.device().as_cuda_device()?, input(pair)?)
 }
 
 /// Clamps the elements of contiguous tensors to the range from `-limit` to `limit`, in place.

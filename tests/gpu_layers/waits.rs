@@ -1,0 +1,110 @@
+//! How often the host waits for a GPU in a step. A wait for work after which more has been launched costs the GPU nothing: it is busy
+//! until the host has launched the next kernel.
+use super::on_gpu;
+use super::operations::take_counts;
+use crate::common::{floats, skip, tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd};
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, init_process_group};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
+
+fn model(gpu: &Device, options: DdpOptions) -> (DistributedDataParallel<Linear>, VarMap) {
+    let (device, varmap) = (Some(gpu.clone()), VarMap::new());
+    let pg = init_process_group(InitOptions { backend: Backend::Single, device, ..Default::default() }).unwrap();
+    let build = |vb: VarBuilder| linear(16, 8, vb);
+    (DistributedDataParallel::with_options(&pg, &varmap, build, options).unwrap(), varmap)
+}
+
+/// Of the third step: the waits for all work, and those for earlier work. None on a real GPU.
+fn waits(mut step: impl FnMut() -> candle_ddp::Result<()>) -> Option<[usize; 2]> {
+    for _ in 0..2 {
+        step().unwrap();
+    }
+    take_counts();
+    step().unwrap();
+    let counts = take_counts()?;
+    let of = |name: &str| counts.iter().find(|(known, _)| known == name).map_or(0, |(_, count)| *count);
+    Some(["wait for all work", "wait for earlier work"].map(of))
+}
+
+#[test]
+fn no_step_waits_until_the_gpu_has_nothing_to_do() {
+    const TEST: &str = "no_step_waits_until_the_gpu_has_nothing_to_do";
+    on_gpu(TEST, |gpu| {
+        let x = tensor(&[4, 16], 1).to_device(gpu).unwrap();
+        let loss = |ddp: &DistributedDataParallel<Linear>| -> Result<Tensor> {
+            let x = ddp.cast_forward_inputs(&x)?;
+            ddp.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+        };
+        let mut found = Vec::new();
+        let (ddp, _) = model(gpu, DdpOptions::default());
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
+        found.push(("plain", [0, 0], waits(|| optimizer.step(&ddp.backward(&loss(&ddp)?)?))));
+        let clipped = waits(|| {
+            let mut grads = ddp.backward(&loss(&ddp)?)?;
+            optimizer.clip_grad_norm(&mut grads, 1e-3)?;
+            optimizer.step(&grads)
+        });
+        found.push(("clipped", [0, 1], clipped));
+        let mixed = MixedPrecision { param_dtype: Some(DType::F16), ..Default::default() };
+        let (ddp, _) = model(gpu, DdpOptions { mixed_precision: Some(mixed), ..Default::default() });
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
+        let mut scaler = GradScaler::new(ddp.process_group(), &ddp, GradScalerOptions::default()).unwrap();
+        let scaled = waits(|| {
+            let mut grads = ddp.backward(&scaler.scale(&loss(&ddp)?)?)?;
+            assert!(scaler.step(&mut optimizer, &mut grads)?);
+            scaler.update()
+        });
+        found.push(("scaled", [0, 1], scaled));
+        for (what, expected, found) in found {
+            match found {
+                Some(found) => assert_eq!(found, expected, "{what}"),
+                None => return skip(TEST, "only an emulated GPU counts waits"),
+            }
+        }
+    });
+}
+
+/// Kernels that know of an overflow before the host does change neither parameters nor states, and the step is not counted: the
+/// training continues with the numbers of one that never had this step.
+#[test]
+fn an_overflow_that_the_gpu_knows_first_leaves_nothing_behind() {
+    on_gpu("an_overflow_that_the_gpu_knows_first_leaves_nothing_behind", |gpu| {
+        fn train<O: Optimizer>(
+            gpu: &Device,
+            overflows: bool,
+            new: impl Fn(&DistributedDataParallel<Linear>) -> O,
+        ) -> Vec<Vec<f32>> {
+            let (ddp, varmap) = model(gpu, DdpOptions::default());
+            let vars: Vec<Var> = ddp.parameters();
+            for (seed, var) in vars.iter().enumerate() {
+                var.set(&tensor(var.dims(), seed as u64).to_device(gpu).unwrap()).unwrap();
+            }
+            let mut optimizer = new(&ddp);
+            let options = GradScalerOptions { backoff_factor: 1.0, growth_factor: 1.0, ..Default::default() };
+            let mut scaler = GradScaler::new(ddp.process_group(), &ddp, options).unwrap();
+            for step in 0..4 {
+                let factor = match (step, overflows) {
+                    (2, false) => continue,
+                    (2, true) => f32::INFINITY,
+                    _ => 1.0,
+                };
+                let x = (tensor(&[4, 16], step).to_device(gpu).unwrap() * f64::from(factor)).unwrap();
+                let loss = ddp.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap();
+                let mut grads = ddp.backward(&scaler.scale(&loss).unwrap()).unwrap();
+                assert_eq!(scaler.step(&mut optimizer, &mut grads).unwrap(), step != 2);
+                scaler.update().unwrap();
+            }
+            let mut state: Vec<_> = optimizer.state_dict().unwrap().into_iter().collect();
+            state.sort_by(|a, b| a.0.cmp(&b.0));
+            drop(varmap);
+            vars.iter().map(|var| floats(var)).chain(state.iter().map(|(_, tensor)| floats(tensor))).collect()
+        }
+        let adam = |ddp: &DistributedDataParallel<Linear>| AdamW::new(ddp, ParamsAdamW::default()).unwrap();
+        assert_eq!(train(gpu, true, adam), train(gpu, false, adam));
+        let options = ParamsSgd { momentum: 0.9, ..Default::default() };
+        let sgd = |ddp: &DistributedDataParallel<Linear>| Sgd::new(ddp, options.clone()).unwrap();
+        assert_eq!(train(gpu, true, sgd), train(gpu, false, sgd));
+    });
+}
