@@ -22,7 +22,7 @@
 //!     let mixed_precision = Some(MixedPrecision {
 //!         param_dtype: Some(DType::F16),          // the model computes in f16
 //!         reduce_dtype: Some(DType::F32),         // gradients are averaged in f32
-//!         buffer_dtype: None,                     // running statistics stay in f32
+//!         ..Default::default()                    // running statistics stay in f32
 //!     });
 //!     let options = DdpOptions { mixed_precision, ..Default::default() };
 //!     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;

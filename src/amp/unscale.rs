@@ -16,7 +16,7 @@ pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, facto
     // Check all before changing any.
     if let Some((name, _)) = parameters.iter().find(|(_, var)| grads.get(var).map(Tensor::dtype) == Some(DType::F16)) {
         let reason = "its gradient is in f16, which cannot hold the divided values: make the variable in f32, and let \
-                      mixed_precision.param_dtype be F16";
+                      mixed_precision.param_dtype be F16, without keep_low_precision_grads";
         return Err(Error::parameter(name, reason));
     }
     let mut overflow = false;

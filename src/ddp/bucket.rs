@@ -21,7 +21,7 @@ pub(crate) struct ParameterInfo {
     pub(super) dtype: DType,
     /// The dtype in which its gradient arrives, which is the dtype of the tensor the model computes with.
     pub(super) arrives_as: DType,
-    /// The dtype in which its gradient is returned: the variable's.
+    /// The dtype in which its gradient is returned: the variable's, unless the options say otherwise.
     pub(super) leaves_as: DType,
     pub(super) device: Device,
     /// Whether no rank needs to use it in the first synchronised backward pass.

@@ -99,7 +99,7 @@ impl<M> DistributedDataParallel<M> {
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = check_named(named, "DDP").map(|()| module);
         if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
-            let reason = "only reduce_dtype can be set for a model built without DDP's VarBuilder, since it computes \
+            let reason = "only reduce_dtype and keep_low_precision_grads can be set for a model built without DDP's VarBuilder, since it computes \
                           with the variables themselves: build the model with `new`, or set no other dtype";
             built = Err(Error::invalid("mixed_precision", reason));
         }

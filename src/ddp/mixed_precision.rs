@@ -19,6 +19,12 @@ pub struct MixedPrecision {
     /// The dtype in which floating-point buffers, such as running means, are created. None: the variables' dtype,
     /// usually f32, since a running mean in f16 or bf16 stops following small changes.
     pub buffer_dtype: Option<DType>,
+    /// Whether the averaged gradients keep the dtype in which they were summed, instead of that of their variables: the field of FSDP's
+    /// `MixedPrecision`. The optimizers of [`optim`](crate::optim) take them, with the same results, and on GPUs AdamW and Adam read
+    /// them as they are: this saves the memory of a converted copy, and the time to write and read it. Clipping rounds them to this
+    /// dtype, and other code must expect it; candle's own optimizers refuse them. Not for f16 with a
+    /// [`GradScaler`](crate::amp::GradScaler).
+    pub keep_low_precision_grads: bool,
 }
 
 impl MixedPrecision {
@@ -44,6 +50,7 @@ impl fmt::Display for MixedPrecision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |dtype: Option<DType>| dtype.map_or("none", |dtype| dtype.as_str());
         let (param, reduce, buffer) = (name(self.param_dtype), name(self.reduce_dtype), name(self.buffer_dtype));
-        write!(f, "param_dtype {param}, reduce_dtype {reduce}, buffer_dtype {buffer}")
+        write!(f, "param_dtype {param}, reduce_dtype {reduce}, buffer_dtype {buffer}")?;
+        if self.keep_low_precision_grads { write!(f, ", keep_low_precision_grads") } else { Ok(()) }
     }
 }

@@ -86,8 +86,8 @@ impl DistributedModel {
         if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
             reducer.groups().add_cpu()?;
         }
-        let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
-        let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
+        let mixed = options.mixed_precision.unwrap_or_default();
+        let info = |parameter: &Parameter| parameter.info(&mixed, options.unused.allows(&parameter.name));
         let parameters = variables.parameters.iter().map(info).collect();
         reducer.set_parameters(parameters, caps, options.policy())?;
         if let Some(ranks) = ranks {

@@ -1,6 +1,7 @@
 //! The variables of a model as DDP treats them.
 use super::bucket::ParameterInfo;
 use super::graph::Registration;
+use super::mixed_precision::MixedPrecision;
 use candle_core::{DType, Tensor, Var};
 
 /// A trainable variable, and the tensor that the model holds for it, possibly of another dtype.
@@ -54,13 +55,14 @@ impl Parameter {
         self.replica().map_or(self.var.dtype(), Tensor::dtype)
     }
 
-    pub(super) fn info(&self, reduce_dtype: Option<DType>, may_be_unused: bool) -> ParameterInfo {
+    pub(super) fn info(&self, mixed: &MixedPrecision, may_be_unused: bool) -> ParameterInfo {
+        let dtype = mixed.reduce_dtype.unwrap_or(self.held_as());
         ParameterInfo {
             name: self.name.clone(),
             shape: self.var.shape().clone(),
-            dtype: reduce_dtype.unwrap_or(self.held_as()),
+            dtype,
             arrives_as: self.held_as(),
-            leaves_as: self.var.dtype(),
+            leaves_as: if mixed.keep_low_precision_grads { dtype } else { self.var.dtype() },
             device: self.var.device().clone(),
             may_be_unused,
         }

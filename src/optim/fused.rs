@@ -1,6 +1,6 @@
 //! The optimizer around an update rule: parameters, groups, counters and state.
 use super::clip;
-use super::kernel::Moment;
+use super::kernel::{Fused, Moment};
 use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule, limit, state_dtype};
@@ -87,12 +87,17 @@ impl Slot {
     }
 
     /// The gradient in the form that the kernels need.
-    fn gradient(&self, grads: &GradStore) -> Result<Option<Tensor>> {
+    fn gradient<R: UpdateRule>(&self, grads: &GradStore, options: &R) -> Result<Option<Tensor>> {
         let Some(gradient) = grads.get(&self.var) else { return Ok(None) };
         if gradient.shape() != self.var.shape() || !gradient.device().same_device(self.var.device()) {
             return Err(Error::parameter(&self.name, format!("its gradient {}", misfit(gradient, &self.var))));
         }
-        Ok(Some(gradient.detach().to_dtype(self.var.dtype())?.contiguous()?.flatten_all()?))
+        let takes = |fused: Fused| fused.rule().takes(self.var.dtype(), gradient.dtype());
+        let gradient = match self.var.device().is_cuda() && options.fused().is_some_and(takes) {
+            true => gradient.detach(),
+            false => gradient.detach().to_dtype(self.var.dtype())?,
+        };
+        Ok(Some(gradient.contiguous()?.flatten_all()?))
     }
 
     /// The name of a part of its state in a state dict.
@@ -257,7 +262,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let gradients: Vec<Vec<Option<Tensor>>> = self
             .groups
             .iter()
-            .map(|group| group.slots.iter().map(|slot| slot.gradient(grads)).collect())
+            .map(|group| group.slots.iter().map(|slot| slot.gradient(grads, &group.options)).collect())
             .collect::<Result<_>>()?;
         let norm = if self.options().any(|options| rule::max_grad_norm(options).is_some()) {
             clip::norm(gradients.iter().flatten().flatten(), clip::NormType::L2)?

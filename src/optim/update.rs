@@ -8,7 +8,7 @@ use crate::tensor::copy::copy;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 
-/// One contiguous part of a parameter, with a contiguous gradient of the same dtype and state tensors that each have
+/// One contiguous part of a parameter, with a contiguous gradient of a dtype that the rule takes and state tensors that each have
 /// their own storage. All are one-dimensional, of the same length and on the same device.
 pub(super) struct Part<'a, R> {
     pub(super) rule: &'a R,

@@ -15,7 +15,9 @@ mod channels_last_models;
 #[path = "../common/mod.rs"]
 mod common;
 mod masks;
+mod narrow_gradients;
 mod operations;
+mod residual_sums;
 mod sizes;
 mod waits;
 

@@ -4,6 +4,7 @@ use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
+use candle_ddp::optim::{FusedOptimizer, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
@@ -21,7 +22,7 @@ fn forward(net: &Net, x: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -> DdpOptions {
-    let mixed = MixedPrecision { param_dtype: param, reduce_dtype: reduce, buffer_dtype: buffer };
+    let mixed = MixedPrecision { param_dtype: param, reduce_dtype: reduce, buffer_dtype: buffer, ..Default::default() };
     DdpOptions { mixed_precision: Some(mixed), unused: Unused::Allow, ..Default::default() }
 }
 
@@ -44,6 +45,35 @@ fn reference(dtype: DType, rank: usize) -> Vec<Tensor> {
     fill(&varmap, 7);
     let grads = loss(&forward(&net, &batch(rank).to_dtype(dtype).unwrap()).unwrap()).unwrap().backward().unwrap();
     NAMES.iter().map(|name| grads.get(&var(&varmap, name)).unwrap().clone()).collect()
+}
+
+/// The parameters after three steps are the same bit for bit, and gradients have the dtype in which they were summed.
+#[test]
+fn gradients_may_keep_their_low_precision() {
+    fn train<R: UpdateRule + Sync>(rule: &R, keep_low_precision_grads: bool) -> Vec<Vec<Vec<f32>>> {
+        let train = |pg: ProcessGroup| {
+            let options = options(Some(DType::BF16), None, None);
+            let mixed_precision =
+                options.mixed_precision.map(|mixed| MixedPrecision { keep_low_precision_grads, ..mixed });
+            let (ddp, varmap) = wrap(&pg, DdpOptions { mixed_precision, ..options })?;
+            let mut optimizer = FusedOptimizer::new(&ddp, rule.clone())?;
+            for step in 0..3 {
+                let x = batch(pg.rank() + 2 * step).to_dtype(DType::BF16)?;
+                let grads = ddp.backward(&loss(&ddp.call(|net| forward(net, &x))?)?)?;
+                let dtype = grads.get(&var(&varmap, NAMES[0])).unwrap().dtype();
+                assert_eq!(dtype, if keep_low_precision_grads { DType::BF16 } else { DType::F32 });
+                candle_ddp::optim::Optimizer::step(&mut optimizer, &grads)?;
+            }
+            Ok(NAMES.map(|name| floats(&var(&varmap, name))).to_vec())
+        };
+        ranks(2, train).unwrap()
+    }
+    fn check<R: UpdateRule + Sync>(rule: R) {
+        assert_eq!(train(&rule, true), train(&rule, false), "{}", R::NAME);
+    }
+    check(ParamsAdamW::default());
+    check(ParamsSgd { momentum: 0.9, ..Default::default() });
+    check(ParamsLamb::default());
 }
 
 #[test]

@@ -211,7 +211,7 @@ fn mixed_precision_and_hooks_go_together() {
     ];
     for (param_dtype, reduce_dtype) in cases {
         ranks(2, |pg| {
-            let mixed_precision = Some(MixedPrecision { param_dtype, reduce_dtype, buffer_dtype: None });
+            let mixed_precision = Some(MixedPrecision { param_dtype, reduce_dtype, ..Default::default() });
             let ddp = wrap(&pg, DdpOptions { mixed_precision, ..Default::default() })?;
             ddp.register_comm_hook(Fp16Compress::default())?;
             for step in 0..3 {

@@ -262,7 +262,7 @@ fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
 
 #[test]
 fn other_dtypes_work() {
-    let half = |param_dtype, reduce_dtype| Some(MixedPrecision { param_dtype, reduce_dtype, buffer_dtype: None });
+    let half = |param_dtype, reduce_dtype| Some(MixedPrecision { param_dtype, reduce_dtype, ..Default::default() });
     let cases = [
         (DType::F64, None, 1e-6),
         (DType::BF16, None, 2e-2),

@@ -190,8 +190,8 @@ fn each_state_is_on_one_rank_only() {
 #[test]
 fn mixed_precision_has_full_masters_on_all_ranks() {
     for mixed in [
-        MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: None, buffer_dtype: None },
-        MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), buffer_dtype: None },
+        MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() },
+        MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), ..Default::default() },
     ] {
         let run = |zero: bool| {
             ranks(2, |pg| {

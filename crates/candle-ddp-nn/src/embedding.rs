@@ -1,6 +1,7 @@
 //! Embeddings with a fast backward pass.
 mod cuda;
 
+use crate::view::reshape;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
@@ -79,7 +80,7 @@ impl Module for Embedding {
         }
         if table.device().is_cuda() {
             let indices = wide_indices(&indices)?;
-            return op1(&table.contiguous()?, LookupOnCuda { indices, size })?.reshape(shape);
+            return reshape(&op1(&table.contiguous()?, LookupOnCuda { indices, size })?, shape);
         }
         let index = |index: i64| match usize::try_from(index) {
             Ok(index) if index < count => Ok(index),
@@ -93,7 +94,7 @@ impl Module for Embedding {
         };
         let indices = indices.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let indices = indices.into_iter().map(index).collect::<Result<Vec<_>>>()?;
-        op1(&table.contiguous()?, Lookup { indices, size })?.reshape(shape)
+        reshape(&op1(&table.contiguous()?, Lookup { indices, size })?, shape)
     }
 }
 

@@ -101,6 +101,11 @@ impl Function for Normalise {
         "batch-norm"
     }
 
+    fn owns(&self, argument: usize) -> bool {
+        let added = if self.parameters.is_some() { 3 } else { 1 };
+        self.x.device().is_cuda() && (argument == 0 || argument == added)
+    }
+
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { format, shape, x, mean, scale, shift, passed, .. } = self;
         let dy = &channels::batch_of(*format, dy)?;

@@ -7,7 +7,7 @@ use candle_core::{
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1_in;
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::kernels::{self, Address, Constants, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, MemoryFormat, dispatch, vectorise};
 use rayon::prelude::*;
 
@@ -54,15 +54,14 @@ impl Axis {
     }
 
     /// The terms as the kernel `resample` reads them.
-    fn table(&self, is_transposed: bool, device: &Device) -> Result<Tensor> {
+    fn table(&self, is_transposed: bool, device: &CudaDevice) -> Result<Constants> {
         let terms = self.terms(is_transposed);
         let mut table = vec![0.0];
         for terms in &terms {
             table.push(table[table.len() - 1] + terms.len() as f64);
         }
         table.extend(terms.iter().flatten().flat_map(|(index, weight)| [*index as f64, *weight]));
-        let length = table.len();
-        Tensor::from_vec(table, length, device)
+        Ok(Constants::new(device, &table)?)
     }
 }
 
@@ -126,9 +125,8 @@ impl Resample {
             (from, to) = (to, from);
         }
         let y = Output::new(device, dtype, with_planes(*format, shape, to[0], to[1]))?;
-        let target = Device::Cuda(device.clone());
-        let tables = [rows.table(is_transposed, &target)?, columns.table(is_transposed, &target)?];
-        let tensors = &[x, y.address()?, kernels::address(&tables[0])?, kernels::address(&tables[1])?];
+        let tables = [rows.table(is_transposed, device)?, columns.table(is_transposed, device)?];
+        let tensors = &[x, y.address()?, tables[0].address(), tables[1].address()];
         let (kernel, planes, channels, vector) = match (format, shape.dims()) {
             (MemoryFormat::ChannelsLast, &[n, .., channels]) => {
                 (Kernel::ResamplePixels, n, channels, Address::vector(&tensors[..2], channels, dtype))

@@ -194,7 +194,7 @@ pub(crate) fn synchronize_device(device: i32) {
     known.iter().filter(|stream| stream.device == device).for_each(|stream| stream.synchronize());
 }
 
-/// Whether `EMULATED_GPU_IDLE` is set: then nothing is executed, and memory is not touched.
+/// Whether `EMULATED_GPU_IDLE` is set: then kernels are not executed, and little memory is touched.
 pub(crate) fn is_idle() -> bool {
     static IDLE: OnceLock<bool> = OnceLock::new();
     *IDLE.get_or_init(|| std::env::var_os("EMULATED_GPU_IDLE").is_some())

@@ -119,16 +119,26 @@ impl<'a> Batch<'a> {
         batches: &[Address],
         more: &[usize],
     ) -> Result<Temporary> {
+        let pairs = Temporary::new(self.device, DType::F64, 2 * self.extents.channels * self.parts())?;
+        self.sum(kernel, &[&tensors[..1], &[pairs.address()?], &tensors[1..]].concat(), batches, (more, &[]))?;
+        Ok(pairs)
+    }
+
+    /// Launches a `kernel` that sums parts of channels.
+    fn sum(
+        &self,
+        kernel: Kernel,
+        tensors: &[Address],
+        batches: &[Address],
+        (more, reals): (&[usize], &[f64]),
+    ) -> Result<()> {
         let Extents { samples, channels, spatial } = self.extents;
-        let blocks = channels * self.parts();
-        let pairs = Temporary::new(self.device, DType::F64, 2 * blocks)?;
         let vector = self.vector(batches);
-        let tensors = [&tensors[..1], &[pairs.address()?], &tensors[1..]].concat();
         if self.is_pixels() {
             let [width, blocks] = self.width(vector);
             let steps = Steps { length: samples.div_ceil(self.parts()), vector, vectors: width, step: [0; 2] };
-            self.launch(of_pixels(kernel), Grid::Blocks(blocks * self.parts()), &tensors, (steps, more, &[]))?;
-            return Ok(pairs);
+            let grid = Grid::Blocks(blocks * self.parts());
+            return self.launch(of_pixels(kernel), grid, tensors, (steps, more, reals));
         }
         // Vectors may begin anywhere in a plane, unless planes are whole vectors.
         let vectors = match spatial.is_multiple_of(vector) {
@@ -137,8 +147,7 @@ impl<'a> Batch<'a> {
         };
         let length = (samples * vectors).div_ceil(self.parts());
         let steps = Steps { length, vector, vectors, step: [THREADS / vectors, THREADS % vectors] };
-        self.launch(kernel, Grid::Blocks(blocks), &tensors, (steps, more, &[]))?;
-        Ok(pairs)
+        self.launch(kernel, Grid::Blocks(channels * self.parts()), tensors, (steps, more, reals))
     }
 
     /// Memory for `count` rows of numbers of each channel, in the dtype of the arithmetic.
@@ -219,7 +228,10 @@ pub(crate) fn statistics(x: &Tensor, source: Source, centred: bool, parameters: 
         return Ok(Output::zeros(batch.device, accumulator(x.dtype()), shape)?.into_tensor());
     }
     let result = batch.rows(5)?;
+    // One block sums a whole channel, and so needs no other kernel.
+    let is_whole = matches!(source, Source::Batch) && batch.parts() == 1 && !batch.is_pixels();
     let (number, pairs, given) = match source {
+        Source::Batch if is_whole => (0, None, [Address::NONE, address(x)?, Address::NONE]),
         Source::Batch => {
             let pairs = batch.pairs(Kernel::Moments, &[address(x)?], &[address(x)?], &[usize::from(centred)])?;
             (0, Some(pairs), [Address::NONE, address(x)?, Address::NONE])
@@ -241,7 +253,10 @@ pub(crate) fn statistics(x: &Tensor, source: Source, centred: bool, parameters: 
         reals = [*eps, *momentum];
     }
     let numbers = [dtype_numbers(dtypes.into_iter())?, number, usize::from(centred)];
-    batch.launch_for_channels(Kernel::Statistics, &tensors, (&numbers, &reals))?;
+    match is_whole {
+        true => batch.sum(Kernel::BatchStatistics, &tensors, &[address(x)?], (&numbers, &reals))?,
+        false => batch.launch_for_channels(Kernel::Statistics, &tensors, (&numbers, &reals))?,
+    }
     Ok(result.into_tensor())
 }
 

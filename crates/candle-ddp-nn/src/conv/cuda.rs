@@ -4,7 +4,8 @@
 use super::geometry::{Geometry, positions};
 use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
 use candle_ddp_tensor::kernels::{
-    self, Address, ConvShape, Convolve, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none,
+    self, Address, ConvShape, Convolve, Factor, Grid, Kernel, Launch, Output, Product, Target, address,
+    address_or_none, written_address,
 };
 use candle_ddp_tensor::{MemoryFormat, accumulator};
 
@@ -79,6 +80,20 @@ pub(super) fn backward_data(
         }
     }
     Ok(dx)
+}
+
+/// Adds the gradient of x to `dx`, if cuDNN does that.
+pub(super) fn add_backward_data(
+    (geometry, format): (&Geometry, MemoryFormat),
+    dy: &Tensor,
+    weight: &Tensor,
+    dx: &Tensor,
+) -> Result<bool> {
+    let this = Convolution::new((geometry, format), dy)?;
+    let (dy, weight, dx) = (&aligned(dy)?, &aligned(weight)?, written_address(dx)?);
+    let Some(shape) = this.shape().filter(|_| dx.is_aligned()) else { return Ok(false) };
+    let tensors = [dx, address(weight)?, address(dy)?];
+    Ok(kernels::convolve(this.device, (Convolve::BackwardData, this.dtype), &shape, tensors, true)?)
 }
 
 /// The gradient of the weights, of shape `shape`, from x and the gradient of y; formats are as in [`forward`].
@@ -173,7 +188,7 @@ impl<'a> Convolution<'a> {
 
     fn by_cudnn(&self, convolve: Convolve, tensors: [Address; 3]) -> Result<bool> {
         let is_done = match self.shape() {
-            Some(shape) => kernels::convolve(self.device, (convolve, self.dtype), &shape, tensors)?,
+            Some(shape) => kernels::convolve(self.device, (convolve, self.dtype), &shape, tensors, false)?,
             None => false,
         };
         if !is_done && self.format != MemoryFormat::Contiguous {

@@ -10,7 +10,7 @@ use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice};
 use candle_ddp_tensor::copy;
 use candle_ddp_tensor::dispatch;
 use candle_ddp_tensor::error::describe_placed;
-use candle_ddp_tensor::function::{Function, apply_in};
+use candle_ddp_tensor::function::{Earlier, Function, add, apply_in};
 use candle_ddp_tensor::kernels::{self, Convolve};
 use candle_ddp_tensor::{Error, MemoryFormat};
 
@@ -235,7 +235,7 @@ impl Convolution {
         Ok(gradients)
     }
 
-    fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+    fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool], earlier: Earlier) -> Result<Vec<Option<Tensor>>> {
         let Self { geometry, x, weight, transposed, .. } = self;
         // cuDNN may lack some of the convolutions in channels last.
         let stored = |kind, tensor: &Tensor| {
@@ -245,12 +245,23 @@ impl Convolution {
         let mut gradients = vec![None; needed.len()];
         if needed[0] {
             let (format, weight, dy) = stored(kinds(*transposed)[1], weight)?;
-            let shape = format.stored_shape(self.format.view(x)?.shape());
-            let dx = match transposed {
-                true => cuda::forward((geometry, format), &dy, &weight, None, shape)?,
-                false => cuda::backward_data((geometry, format), &dy, &weight, None, shape)?,
+            // In a residual connection, the sum of both gradients of x costs no passes over memory of its own.
+            let fits = |sum: &Tensor| {
+                MemoryFormat::of(sum) == format && (format == MemoryFormat::ChannelsLast || sum.is_contiguous())
             };
-            gradients[0] = Some(format.view(&dx.into_tensor())?);
+            let earlier = if *transposed { None } else { earlier.take_owned(0, fits) };
+            gradients[0] = Some(match earlier {
+                Some(sum) if cuda::add_backward_data((geometry, format), &dy, &weight, &format.stored(&sum)?)? => sum,
+                earlier => {
+                    let shape = format.stored_shape(self.format.view(x)?.shape());
+                    let dx = match transposed {
+                        true => cuda::forward((geometry, format), &dy, &weight, None, shape)?,
+                        false => cuda::backward_data((geometry, format), &dy, &weight, None, shape)?,
+                    };
+                    let dx = format.view(&dx.into_tensor())?;
+                    earlier.map_or(Ok(dx.clone()), |earlier| add(&earlier, &dx))?
+                }
+            });
         }
         if needed[1] {
             let (format, x, dy) = stored(Convolve::BackwardFilter, x)?;
@@ -292,10 +303,18 @@ impl Function for Convolution {
         self.name
     }
 
+    fn owns(&self, argument: usize) -> bool {
+        argument == 0 && self.x.device().is_cuda()
+    }
+
     fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        self.backward_onto(dy, needed, Earlier::default())
+    }
+
+    fn backward_onto(&self, dy: &Tensor, needed: &[bool], earlier: Earlier) -> Result<Vec<Option<Tensor>>> {
         let mut gradients = match dy.device().is_cuda() {
             _ if self.geometry.is_empty() => self.backward_of_nothing(needed),
-            true => self.backward_on_cuda(dy, needed),
+            true => self.backward_on_cuda(dy, needed, earlier),
             false => self.backward_on_cpu(dy, needed),
         }?;
         if needed.get(2) == Some(&true) {

@@ -8,7 +8,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 thread_local! {
     /// The sums of the backward pass on this thread. candle visits all functions of a pass on the thread that called
     /// `backward`, so sums of passes on other threads never mix with these.
-    static SUMS: RefCell<HashMap<u64, Tensor>> = RefCell::default();
+    static SUMS: RefCell<HashMap<u64, Sum>> = RefCell::default();
+}
+
+/// A sum of gradients so far.
+#[derive(Debug)]
+struct Sum {
+    gradient: Tensor,
+    /// Whether nothing else holds its memory.
+    is_owned: bool,
 }
 
 /// A backward pass, from `begin` to its drop. Sums that nothing takes, because the pass fails, end with it.
@@ -18,7 +26,7 @@ thread_local! {
 /// own operations fails in such a pass, its sums live as long as the graph.
 #[derive(Debug)]
 pub struct Pass {
-    enclosing: HashMap<u64, Tensor>,
+    enclosing: HashMap<u64, Sum>,
 }
 
 impl Pass {
@@ -54,17 +62,24 @@ impl Default for GradientSum {
 }
 
 impl GradientSum {
-    pub(super) fn add(&self, gradient: Tensor) -> Result<()> {
+    /// Adds a gradient, whose memory nothing else holds if it `is_owned`.
+    pub(super) fn add(&self, gradient: Tensor, is_owned: bool) -> Result<()> {
         let sum = match self.take() {
-            Some(earlier) => or_end(sum(&earlier, &gradient))?,
-            None => gradient,
+            Some(earlier) => Sum { gradient: or_end(sum(&earlier, &gradient))?, is_owned: true },
+            None => Sum { gradient, is_owned },
         };
         SUMS.with_borrow_mut(|sums| sums.insert(self.0, sum));
         Ok(())
     }
 
     pub(super) fn take(&self) -> Option<Tensor> {
-        SUMS.with_borrow_mut(|sums| sums.remove(&self.0))
+        SUMS.with_borrow_mut(|sums| sums.remove(&self.0)).map(|sum| sum.gradient)
+    }
+
+    /// The same for a sum whose memory nothing else holds, if it `fits`.
+    pub(super) fn take_owned(&self, fits: impl FnOnce(&Tensor) -> bool) -> Option<Tensor> {
+        let fits = SUMS.with_borrow(|sums| sums.get(&self.0).is_some_and(|sum| sum.is_owned && fits(&sum.gradient)));
+        if fits { self.take() } else { None }
     }
 }
 

@@ -21,7 +21,13 @@ pub trait Function: Send + Sync + 'static {
     /// that the result was made in). Those that are not `needed` are ignored. Gradients end here: candle does not differentiate a backward pass.
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
 
-    /// The same, where other functions may have contributed to the gradients of the arguments before. A function that adds to such a
+    /// Whether nothing else holds the memory of the gradient that it returns for this argument, so that the next function may change it.
+    #[doc(hidden)]
+    fn owns(&self, _argument: usize) -> bool {
+        false
+    }
+
+    /// [`backward`](Self::backward), where other functions may have contributed to the gradients of the arguments before. A function that adds to such a
     /// sum in the same pass over memory takes it and returns the new sum.
     #[doc(hidden)]
     fn backward_onto(&self, gradient: &Tensor, needed: &[bool], _: Earlier) -> Result<Vec<Option<Tensor>>> {
@@ -31,13 +37,18 @@ pub trait Function: Send + Sync + 'static {
 
 /// What other functions have contributed to the gradients of a function's arguments in this backward pass.
 #[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Earlier<'a>(&'a [Edge]);
 
 impl Earlier<'_> {
     /// Takes the sum for an argument, if there is one.
     pub fn take(&self, argument: usize) -> Option<Tensor> {
         self.0.get(argument)?.sum.take()
+    }
+
+    /// The same for a sum that the function may change, if it `fits`.
+    pub fn take_owned(&self, argument: usize, fits: impl FnOnce(&Tensor) -> bool) -> Option<Tensor> {
+        self.0.get(argument)?.sum.take_owned(fits)
     }
 }
 
@@ -207,7 +218,7 @@ impl CustomOp1 for Attach {
     /// Called if candle's own operations used the result too.
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         // candle's gradient is that of what is stored.
-        self.sum.add(self.format.view(gradient)?)?;
+        self.sum.add(self.format.view(gradient)?, false)?;
         Ok(Some(token.clone()))
     }
 }
@@ -301,9 +312,9 @@ impl<F: Function> Backward<F> {
         let Some(gradient) = self.sum.take() else { return Ok(()) };
         let backward = |gradient: Tensor| self.function.backward_onto(&gradient, &self.needed, Earlier(&self.edges));
         let gradients = self.format.arrange(&gradient).and_then(backward);
-        for ((edge, needed), gradient) in self.edges.iter().zip(&self.needed).zip(or_end(gradients)?) {
-            if let (true, Some(gradient)) = (needed, gradient) {
-                edge.sum.add(gradient.detach())?;
+        for (index, (edge, gradient)) in self.edges.iter().zip(or_end(gradients)?).enumerate() {
+            if let (true, Some(gradient)) = (self.needed[index], gradient) {
+                edge.sum.add(gradient.detach(), self.function.owns(index))?;
             }
         }
         Ok(())

@@ -194,7 +194,7 @@ pub fn can_convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape) -> Resu
     Err(absent())
 }
 
-pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3]) -> Result<bool> {
+pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3], _: bool) -> Result<bool> {
     Err(absent())
 }
 
@@ -204,4 +204,17 @@ pub fn may_attend(_: DType, _: &AttendShape) -> Result<bool> {
 
 pub fn attend(_: &CudaDevice, _: DType, _: &AttendShape, _: f64, _: &AttendTensors) -> Result<bool> {
     Err(absent())
+}
+
+#[derive(Debug)]
+pub enum Constants {}
+
+impl Constants {
+    pub fn new(_: &CudaDevice, _: &[f64]) -> Result<Self> {
+        Err(absent())
+    }
+
+    pub fn address(&self) -> Address<'_> {
+        match *self {}
+    }
 }

@@ -108,18 +108,17 @@ __device__ inline void for_each_vector(Place<T, By> place, const T *const (&from
 #define FOR_EACH_OF_CHANNEL(T, By, bits, k) \
     FOR_EACH_OF(T, By::is_vector, k) if (!By::spans || (bits) >> k & 1)
 
-// tensors: x, and pairs (f64) for each channel and part: the sums of the distances from the channel's first element, and of their
-// squares. Without `centred`, numbers[9], those from zero.
-template <typename T, typename By> __device__ inline void moments_of(const Arguments &by) {
+// Of this block's part of a channel: the sums of the distances from the channel's first element, and of their squares; from zero, unless
+// they are `centred`.
+template <typename T, typename By>
+__device__ inline void sum_moments(const Batch &b, const T *__restrict__ x, bool centred, double *pair) {
     typedef typename Element<T>::Real Real;
-    const Batch &b = BATCH;
-    const T *__restrict__ x = TENSOR(const T, 0);
     const Place<T, By> place(b);
     // A thread takes the distances from its own first element, or from the one before that.
     Real origin = 0, sum = 0, squares = 0;
     double shift = 0;
     unsigned count = 0;
-    if (by.numbers[9] && threadIdx.x < place.end) {
+    if (centred && threadIdx.x < place.end) {
         origin = Element<T>::load(x[min(max(place.first(), place.start), place.start + place.spatial - 1)]);
         shift = origin - first_of(b, x, place.channel);
     }
@@ -131,8 +130,12 @@ template <typename T, typename By> __device__ inline void moments_of(const Argum
             squares += distance * distance;
         }
     });
-    reduce_block<Add, Add>(sum + count * shift, squares + shift * (2 * (double)sum + count * shift),
-                           TENSOR(double, 1) + 2 * blockIdx.x);
+    reduce_block<Add, Add>(sum + count * shift, squares + shift * (2 * (double)sum + count * shift), pair);
+}
+
+// tensors: x, and pairs (f64) for each channel and part: see above. numbers[9]: whether they are centred.
+template <typename T, typename By> __device__ inline void moments_of(const Arguments &by) {
+    sum_moments<T, By>(BATCH, TENSOR(const T, 0), by.numbers[9], TENSOR(double, 1) + 2 * blockIdx.x);
 }
 CHANNELS(moments)
 
@@ -183,6 +186,33 @@ __device__ inline void add_pairs(const Batch &b, const double *pairs, unsigned l
 #define GIVEN 1      // tensors 0, 6 and 7: means, variances and the number of values
 #define OF_RUNNING 2 // the running statistics
 
+// From the sums of a batch's distances: a channel's mean and variance.
+template <typename T>
+__device__ inline void from_sums(const Arguments &by, unsigned long long channel, double &middle, double &squares) {
+    const double count = BATCH.samples * BATCH.spatial, mean = by.numbers[11] ? middle / count : 0;
+    squares = squares / count - mean * mean;
+    if (squares < 0) squares = 0; // rounded
+    middle = by.numbers[11] ? first_of(BATCH, TENSOR(const T, 6), channel) + mean : 0;
+}
+
+// What follows from a channel's statistics: see `statistics`.
+template <typename T>
+__device__ inline void put_statistics(const Arguments &by, unsigned long long channel, double middle, double squares,
+                                      double count) {
+    typedef typename Element<T>::Real Real;
+    const Batch &b = BATCH;
+    const unsigned long long dtypes = by.numbers[9];
+    const Real mean = middle, variance = squares, momentum = by.reals[1];
+    const Real inverse = 1 / sqrt(variance + Real(by.reals[0]));
+    const Real weight = by.tensors[2] ? get<Real>(by.tensors[2], dtypes, channel) : 1;
+    const Real bias = by.tensors[3] ? get<Real>(by.tensors[3], dtypes >> 4, channel) : 0;
+    const Real rows[5] = {mean, variance, inverse, weight * inverse, bias};
+    for (int row = 0; row < 5; row++) TENSOR(Real, 1)[row * b.channels + channel] = rows[row];
+    if (by.numbers[10] == OF_RUNNING || !by.tensors[5]) return;
+    if (by.numbers[11]) mix(by.tensors[4], dtypes >> 8, channel, mean, momentum);
+    mix<Real>(by.tensors[5], dtypes >> 12, channel, variance * (count / (count - 1)), momentum);
+}
+
 // tensors: see above; the result (5, channels): mean, variance, 1 / deviation, scale and shift; weight and bias, or null for 1 and
 // 0; running mean and variance, or null. numbers[9]: the dtypes of the last four; numbers[11]: whether the batch is centred, and
 // the running mean updated too; reals: eps, momentum. Unless they are the statistics, running statistics are updated. One warp per
@@ -196,11 +226,7 @@ template <typename T> __device__ inline void statistics(const Arguments &by) {
     if (by.numbers[10] == OF_BATCH) add_pairs(b, TENSOR(const double, 0), channel, middle, squares);
     if (threadIdx.x % 32) return;
     if (by.numbers[10] == OF_BATCH) {
-        // From the sums of distances.
-        const double mean = by.numbers[11] ? middle / count : 0;
-        squares = squares / count - mean * mean;
-        if (squares < 0) squares = 0; // rounded
-        middle = by.numbers[11] ? first_of(b, TENSOR(const T, 6), channel) + mean : 0;
+        from_sums<T>(by, channel, middle, squares);
     } else if (by.numbers[10] == GIVEN) {
         middle = TENSOR(const Real, 0)[channel];
         squares = TENSOR(const Real, 6)[channel];
@@ -209,17 +235,20 @@ template <typename T> __device__ inline void statistics(const Arguments &by) {
         middle = get<Real>(by.tensors[4], dtypes >> 8, channel);
         squares = get<Real>(by.tensors[5], dtypes >> 12, channel);
     }
-    const Real mean = middle, variance = squares, momentum = by.reals[1];
-    const Real inverse = 1 / sqrt(variance + Real(by.reals[0]));
-    const Real weight = by.tensors[2] ? get<Real>(by.tensors[2], dtypes, channel) : 1;
-    const Real bias = by.tensors[3] ? get<Real>(by.tensors[3], dtypes >> 4, channel) : 0;
-    const Real rows[5] = {mean, variance, inverse, weight * inverse, bias};
-    for (int row = 0; row < 5; row++) TENSOR(Real, 1)[row * b.channels + channel] = rows[row];
-    if (by.numbers[10] == OF_RUNNING || !by.tensors[5]) return;
-    if (by.numbers[11]) mix(by.tensors[4], dtypes >> 8, channel, mean, momentum);
-    mix<Real>(by.tensors[5], dtypes >> 12, channel, variance * (count / (count - 1)), momentum);
+    put_statistics<T>(by, channel, middle, squares, count);
 }
 LAYER(statistics)
+
+// tensors and numbers as of `statistics` of a batch, without pairs. One block per channel.
+template <typename T, typename By> __device__ inline void batch_statistics_of(const Arguments &by) {
+    __shared__ double pair[2];
+    sum_moments<T, By>(BATCH, TENSOR(const T, 6), by.numbers[11], pair);
+    if (threadIdx.x > 0) return;
+    double middle = pair[0], squares = pair[1];
+    from_sums<T>(by, blockIdx.x, middle, squares);
+    put_statistics<T>(by, blockIdx.x, middle, squares, BATCH.samples * BATCH.spatial);
+}
+CHANNELS(batch_statistics)
 
 // tensors: x, and pairs (f64) for each channel and part: the part's sum, and 0.
 template <typename T, typename By> __device__ inline void channel_sums_of(const Arguments &by) {

@@ -36,18 +36,20 @@ pub fn can_convolve(device: &CudaDevice, kind: (Convolve, DType), shape: &ConvSh
     Ok(false)
 }
 
-/// Enqueues a convolution of contiguous tensors x, w and y, or ones in the shape's memory format, after all work that candle has enqueued on `device`. Returns
-/// false, and does nothing, in builds without cuDNN, where it is switched off, and for what cuDNN does not offer.
+/// Enqueues a convolution of contiguous tensors x, w and y, or ones in the shape's memory format, after all work that candle has enqueued
+/// on `device`; the result may be added to what is there (`accumulate`). Returns false, and does nothing, in builds without cuDNN, where it
+/// is switched off, and for what cuDNN does not offer.
 #[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn convolve(
     device: &CudaDevice,
     kind: (Convolve, DType),
     shape: &ConvShape,
     tensors: [Address; 3],
+    accumulate: bool,
 ) -> Result<bool> {
     #[cfg(feature = "cudnn")]
     if is_enabled()? {
-        return super::cudnn::convolve(device, kind, shape, tensors);
+        return super::cudnn::convolve(device, kind, shape, tensors, accumulate);
     }
     Ok(false)
 }

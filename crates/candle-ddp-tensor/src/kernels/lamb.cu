@@ -25,7 +25,7 @@ template <typename T> __device__ inline void lamb_moments(const Part *parts, uns
     const LambScalars &by = numbers_of<LambScalars>(part, sets);
     const Direction<Real> direction(by);
     Real norm = 0, update_norm = 0;
-    for_each_moments<T, false>(part, by, [&](Real value, Real m, Real v) {
+    for_each_moments<T, T, false>(part, by, [&](Real value, Real m, Real v) {
         const Real update = direction.of(value, m, v);
         norm += value * value;
         update_norm += update * update;

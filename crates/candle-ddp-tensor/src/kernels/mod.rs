@@ -87,3 +87,5 @@ pub use temporary::Temporary;
 pub use tensors::*;
 #[cfg(feature = "cuda")]
 pub use upload::{Pinned, Upload, Uploader};
+#[cfg(feature = "cuda")]
+pub use uploaded::Constants;

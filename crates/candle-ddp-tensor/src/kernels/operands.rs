@@ -1,5 +1,5 @@
 //! The operands of kernels.
-use candle_core::{Shape, Storage, Tensor};
+use candle_core::{DType, Shape, Storage, Tensor};
 
 /// The numbers that an optimizer's kernel needs for one parameter. The kernel's `.cu` file defines their meaning.
 pub type Scalars = [f64; 12];
@@ -23,7 +23,14 @@ pub enum Rule {
     Lamb,
 }
 
-/// A contiguous part of a parameter on a GPU, with its gradient of the same dtype and at most two states. All have the
+impl Rule {
+    /// Whether the kernels for parameters of `dtype` on a GPU take gradients of this dtype as they are.
+    pub fn takes(self, dtype: DType, gradient: DType) -> bool {
+        gradient == dtype || (self == Self::Adam && dtype == DType::F32 && matches!(gradient, DType::F16 | DType::BF16))
+    }
+}
+
+/// A contiguous part of a parameter on a GPU, with its gradient, of a dtype that the rule takes, and at most two states. All have the
 /// same number of elements and do not overlap.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

@@ -7,9 +7,15 @@ use super::table::{Entry, Table};
 use crate::Result;
 use candle_core::DType;
 
-/// Updates parameters of `dtype`, each of which is one entry. Where `verdict` is not 0, it is the address of a number: if that is not
+/// Updates parameters of `dtype`, each of which is one entry, by gradients of the dtype `gradients`. Where `verdict` is not 0, it is the address of a number: if that is not
 /// finite, Adam and SGD change nothing.
-pub(super) fn update_whole(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry], verdict: u64) -> Result<()> {
+pub(super) fn update_whole(
+    gpu: &Gpu,
+    rule: Rule,
+    (dtype, gradients): (DType, DType),
+    entries: &[Entry],
+    verdict: u64,
+) -> Result<()> {
     let table = &Table::new(entries)?;
     if table.chunks == 0 {
         return Ok(());
@@ -17,7 +23,7 @@ pub(super) fn update_whole(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry
     let words = &gpu.upload(&table.words)?;
     let launch = |kernel, sums| gpu.launch((kernel, dtype), table.chunks, (words, table), sums);
     match rule {
-        Rule::Adam => launch(Kernel::Adam, verdict),
+        Rule::Adam => launch(Kernel::adam_from(dtype, gradients), verdict),
         Rule::Sgd => launch(Kernel::Sgd, verdict),
         Rule::Lamb => launch(Kernel::LambUpdate, gpu.address(&lamb_sums(gpu, dtype, (words, table))?)),
     }
@@ -48,7 +54,7 @@ pub(super) fn read_sums(gpu: &Gpu, sums: Option<&Numbers>, entries: usize) -> Re
 /// Updates parts of parameters; `sums` has the sums over the whole parameter for each part.
 pub(super) fn update(gpu: &Gpu, rule: Rule, dtype: DType, entries: &[Entry], sums: &[[f64; 2]]) -> Result<()> {
     if rule != Rule::Lamb {
-        return update_whole(gpu, rule, dtype, entries, 0);
+        return update_whole(gpu, rule, (dtype, dtype), entries, 0);
     }
     let table = &Table::new(entries)?;
     if table.chunks == 0 {

@@ -87,7 +87,7 @@ sources! {
 }
 
 kernels! {
-    Adam: Adam "adam";
+    Adam: Adam "adam", AdamFromF16 "adam_from_f16", AdamFromBf16 "adam_from_bf16";
     Sgd: Sgd "sgd";
     Lamb: LambMoments "lamb_moments", LambSums "lamb_sums", LambUpdate "lamb_update";
     Copy: CopyFromF32 "copy_from_f32", CopyFromF64 "copy_from_f64", CopyFromF16 "copy_from_f16",
@@ -102,7 +102,7 @@ kernels! {
     Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample",
         MaxPoolPixels "max_pool_pixels", MaxPoolPixelsBackward "max_pool_pixels_backward",
         ResamplePixels "resample_pixels";
-    Channels: Moments "moments", Statistics "statistics", ChannelSums "channel_sums",
+    Channels: Moments "moments", Statistics "statistics", BatchStatistics "batch_statistics", ChannelSums "channel_sums",
         GradientSums "gradient_sums", SumsTotals "sums_totals", GradientTotals "gradient_totals", Normalise "normalise",
         AddReluGradient "add_relu_gradient", InputGradient "input_gradient",
         GroupStatistics "group_statistics", GroupGradients "group_gradients", GroupTotals "group_totals";
@@ -124,6 +124,16 @@ kernels! {
 }
 
 impl Kernel {
+    /// Adam's, for parameters and gradients of these dtypes.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn adam_from(dtype: DType, gradients: DType) -> Self {
+        match gradients {
+            DType::F16 if dtype != gradients => Self::AdamFromF16,
+            DType::BF16 if dtype != gradients => Self::AdamFromBf16,
+            _ => Self::Adam,
+        }
+    }
+
     /// Returns the kernel that copies from tensors of `dtype`.
     pub fn copy_from(dtype: DType) -> Option<Self> {
         match dtype {

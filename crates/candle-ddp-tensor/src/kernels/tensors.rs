@@ -60,8 +60,8 @@ impl<'a> Batch<'a> {
         Ok(batches)
     }
 
-    fn of_operands(operands: &'a [Operands<'a>]) -> Result<Vec<Self>> {
-        Self::all(operands.iter().map(|operands| (operands.parameter, entry(operands))))
+    fn of_operands(rule: Rule, operands: impl Iterator<Item = &'a Operands<'a>>) -> Result<Vec<Self>> {
+        Self::all(operands.map(|operands| (operands.parameter, entry(rule, operands))))
     }
 
     fn gpu(&self) -> Gpu<'a> {
@@ -70,14 +70,14 @@ impl<'a> Batch<'a> {
 }
 
 /// Returns the entry of one part, whose tensors must match each other.
-fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result<Entry> {
+fn entry(rule: Rule, Operands { parameter, gradient, states, scalars }: &Operands) -> Result<Entry> {
     let elements = parameter.elem_count();
     let state_dtype = crate::accumulator(parameter.dtype());
     let fits = |tensor: &Tensor, dtype| {
         tensor.elem_count() == elements && tensor.dtype() == dtype && tensor.device().same_device(parameter.device())
     };
     let states_fit = states.len() <= 2 && states.iter().all(|state| fits(state, state_dtype));
-    if !states_fit || !fits(gradient, parameter.dtype()) {
+    if !states_fit || !fits(gradient, gradient.dtype()) || !rule.takes(parameter.dtype(), gradient.dtype()) {
         let reason = "parameter, gradient and states must have the same device, dtype and number of elements";
         return Err(Error::invalid("parameters", reason));
     }
@@ -93,15 +93,19 @@ fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result
 /// ([`rescale_judged`]), which must be on the same GPU.
 pub fn update_whole(rule: Rule, operands: &[Operands], verdict: Option<&Tensor>) -> Result<()> {
     let verdict = verdict.map_or(Ok(0), input)?;
-    Batch::of_operands(operands)?
-        .iter()
-        .try_for_each(|batch| program::update_whole(&batch.gpu(), rule, batch.dtype, &batch.entries, verdict))
+    for (dtype, _) in DTYPES {
+        let these = operands.iter().filter(|operands| operands.gradient.dtype() == dtype);
+        Batch::of_operands(rule, these)?.iter().try_for_each(|batch| {
+            program::update_whole(&batch.gpu(), rule, (batch.dtype, dtype), &batch.entries, verdict)
+        })?;
+    }
+    Ok(())
 }
 
 /// Computes the sums that [`update`] needs, if any. Waits for the GPU once per dtype.
 pub fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>> {
     let mut sums = vec![[0.; 2]; operands.len()];
-    let batches = Batch::of_operands(operands)?;
+    let batches = Batch::of_operands(rule, operands.iter())?;
     let launched = batches.iter().map(|batch| program::prepare(&batch.gpu(), rule, batch.dtype, &batch.entries));
     let launched = launched.collect::<Result<Vec<_>>>()?;
     for (batch, numbers) in batches.iter().zip(&launched) {
@@ -115,7 +119,7 @@ pub fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>> {
 
 /// Updates parts of parameters; `sums` has the sums over all parts of the parameter, for each part.
 pub fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Result<()> {
-    Batch::of_operands(operands)?.iter().try_for_each(|batch| {
+    Batch::of_operands(rule, operands.iter())?.iter().try_for_each(|batch| {
         let sums: Vec<[f64; 2]> = batch.indices.iter().map(|index| sums[*index]).collect();
         program::update(&batch.gpu(), rule, batch.dtype, &batch.entries, &sums)
     })

@@ -1,9 +1,11 @@
-//! Tables that are on a GPU already. Optimizers, clipping and DDP's copies use the same tensors in every step, so the same tables.
+//! Tables that are on a GPU already. Optimizers, clipping and DDP's copies use the same tensors in every step, so the same tables, and so do
+//! layers that sum with weights.
 //! Uploading one again would cost an allocation and a copy, for which the driver may wait.
 use super::address::stream_of;
+use super::launches::Address;
 use crate::Result;
 use candle_core::CudaDevice;
-use cudarc::driver::CudaSlice;
+use cudarc::driver::{CudaSlice, DevicePtr};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -41,4 +43,24 @@ thread_local! {
 /// Returns `words` on the GPU, which must not change them.
 pub(super) fn uploaded(device: &CudaDevice, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
     TABLES.with_borrow_mut(|tables| tables.entry(stream_of(device)).or_default().get(device, words))
+}
+
+/// Numbers for kernels that do not change from step to step.
+#[derive(Debug)]
+pub struct Constants {
+    _words: Rc<CudaSlice<u64>>,
+    address: u64,
+}
+
+impl Constants {
+    pub fn new(device: &CudaDevice, numbers: &[f64]) -> Result<Self> {
+        let words: Vec<u64> = numbers.iter().map(|number| number.to_bits()).collect();
+        let words = uploaded(device, &words)?;
+        let address = words.device_ptr(&device.cuda_stream()).0;
+        Ok(Self { _words: words, address })
+    }
+
+    pub fn address(&self) -> Address<'_> {
+        Address::new(self.address)
+    }
 }

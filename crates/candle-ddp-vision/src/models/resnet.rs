@@ -1,10 +1,10 @@
 //! ResNet-18, -34 and -50.
 use crate::Error;
-use candle_core::{Module, ModuleT, Result, Tensor};
+use candle_core::{D, Module, ModuleT, Result, Tensor};
 use candle_ddp_nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use candle_ddp_nn::{
     BatchNorm, Conv2d, Conv2dConfig, Init, Linear, MaxPool2dOptions, VarBuilder, adaptive_avg_pool2d, batch_norm,
-    max_pool2d,
+    flatten, max_pool2d,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -185,7 +185,7 @@ impl ModuleT for ResNet {
     /// As [`ResNet::features`].
     fn forward_t(&self, images: &Tensor, train: bool) -> Result<Tensor> {
         let [.., x] = self.features(images, train)?;
-        let pooled = adaptive_avg_pool2d(&x, 1)?.flatten_from(1)?;
+        let pooled = flatten(&adaptive_avg_pool2d(&x, 1)?, 1, D::Minus1)?;
         match &self.fc {
             Some(fc) => fc.forward(&pooled),
             None => Ok(pooled),

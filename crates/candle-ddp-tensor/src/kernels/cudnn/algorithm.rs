@@ -104,21 +104,31 @@ pub(super) fn choose(
     })
 }
 
-/// Enqueues a convolution on the handle's stream. Does not wait.
+/// What results are multiplied by, and what was there before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scalars {
+    /// Whether the arithmetic is that of f64.
+    pub(super) is_wide: bool,
+    /// Whether results are added to what is there.
+    pub(super) accumulate: bool,
+}
+
+/// Enqueues a convolution on the handle's stream. Does not wait. Returns false if the algorithm cannot add to what is there.
 pub(super) fn run(
     handle: cudnnHandle_t,
     descriptors: &Descriptors,
     algorithm: Algorithm,
     (workspace, bytes): (Address, usize),
     [x, w, y]: [Address; 3],
-    is_wide: bool,
-) -> Result<()> {
+    Scalars { is_wide, accumulate }: Scalars,
+) -> Result<bool> {
     let Descriptors { x: x_is, y: y_is, w: w_is, convolution } = *descriptors;
-    let ((one, zero), (wide_one, wide_zero)) = ((1f32, 0f32), (1f64, 0f64));
+    let before = u8::from(accumulate);
+    let ((one, before), (wide_one, wide_before)) = ((1f32, f32::from(before)), (1f64, f64::from(before)));
     // Of the dtype of the arithmetic.
-    let (one, zero): (*const c_void, *const c_void) = match is_wide {
-        true => ((&raw const wide_one).cast(), (&raw const wide_zero).cast()),
-        false => ((&raw const one).cast(), (&raw const zero).cast()),
+    let (one, before): (*const c_void, *const c_void) = match is_wide {
+        true => ((&raw const wide_one).cast(), (&raw const wide_before).cast()),
+        false => ((&raw const one).cast(), (&raw const before).cast()),
     };
     let pointer = |address: Address| address.0 as *mut c_void;
     let ([x, w, y], workspace) =
@@ -139,7 +149,7 @@ pub(super) fn run(
                 algorithm,
                 workspace,
                 bytes,
-                zero,
+                before,
                 y_is,
                 y,
             ),
@@ -154,7 +164,7 @@ pub(super) fn run(
                 algorithm,
                 workspace,
                 bytes,
-                zero,
+                before,
                 x_is,
                 x,
             ),
@@ -169,11 +179,15 @@ pub(super) fn run(
                 algorithm,
                 workspace,
                 bytes,
-                zero,
+                before,
                 w_is,
                 w,
             ),
         }
     };
-    done.map_err(|error| failure(format!("{algorithm:?}"), error))
+    match done {
+        Ok(()) => Ok(true),
+        Err(error) if accumulate && super::backend::is_not_supported(error.0) => Ok(false),
+        Err(error) => Err(failure(format!("{algorithm:?}"), error)),
+    }
 }

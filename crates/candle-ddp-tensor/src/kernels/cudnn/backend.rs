@@ -30,9 +30,12 @@ impl Failure {
 }
 
 /// The statuses from NOT_SUPPORTED to below INTERNAL_ERROR are the reasons why something is not supported.
+pub(super) fn is_not_supported(status: sys::cudnnStatus_t) -> bool {
+    status as u32 / 1000 == sys::cudnnStatus_t::CUDNN_STATUS_NOT_SUPPORTED as u32 / 1000
+}
+
 fn check(status: sys::cudnnStatus_t, operation: impl FnOnce() -> String) -> std::result::Result<(), Failure> {
-    let not_supported = sys::cudnnStatus_t::CUDNN_STATUS_NOT_SUPPORTED as u32;
-    status.result().map_err(|error| match status as u32 / 1000 == not_supported / 1000 {
+    status.result().map_err(|error| match is_not_supported(status) {
         true => Failure::NotSupported(error),
         false => Failure::Other(super::descriptor::failure(operation(), error)),
     })

@@ -10,7 +10,7 @@ use super::handles::{self, Handles};
 use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve};
 use super::temporary::Temporary;
 use crate::{Error, Result};
-use algorithm::{Algorithm, choose, run};
+use algorithm::{Algorithm, Scalars, choose, run};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{CudaDevice, DType};
 use cudarc::cudnn::result;
@@ -180,13 +180,14 @@ pub(super) fn convolve(
     (convolve, dtype): (Convolve, DType),
     shape: &ConvShape,
     [x, w, y]: [Address; 3],
+    accumulate: bool,
 ) -> Result<bool> {
     with_handle(device, |handle| {
         let Some(plan) = handle.plan((convolve, dtype, math(dtype), *shape))? else { return Ok(false) };
         let workspace = Temporary::new(device, DType::U8, plan.workspace)?;
         let workspace = (workspace.address()?, plan.workspace);
-        run(handle.raw, &plan.descriptors, plan.algorithm, workspace, [x, w, y], dtype == DType::F64)?;
-        Ok(true)
+        let scalars = Scalars { is_wide: dtype == DType::F64, accumulate };
+        run(handle.raw, &plan.descriptors, plan.algorithm, workspace, [x, w, y], scalars)
     })
 }
 
