@@ -256,12 +256,13 @@ fn all_messages_of_a_batch_end_together() {
 /// Rank 0's collective waits for its batch with a third rank, and rank 1 waits for that collective.
 #[test]
 fn a_collective_behind_a_batch_has_not_begun() {
-    let [held_up, waiting, _third] = ranks(Duration::from_secs(2));
+    let [held_up, waiting, _third] = ranks(Duration::from_secs(5));
     let fence = Arc::new(Switch(AtomicBool::new(true)));
     held_up.group.begin(Channel::Collectives, all_reduce(1), fence).unwrap();
     waiting.call(all_reduce(1));
     let _second = waiting.begin(all_reduce(2));
-    std::thread::sleep(Duration::from_millis(500));
+    // The batch begins so much later that the collective expires first, also on a busy machine.
+    std::thread::sleep(Duration::from_secs(4));
     let (_batch, _behind) = (held_up.begin_batch(&[2]), held_up.begin(all_reduce(2)));
     let text = waiting.end();
     assert!(
