@@ -192,7 +192,7 @@ fn a_step_of_resnet50_asks_for_little() {
         let is_cudnn = cfg!(feature = "cudnn") && std::env::var_os("CANDLE_DDP_CUDNN").is_none_or(|value| value != "0");
         let bounds = match is_cudnn {
             true => [[439, 454], [758, 776]],
-            false => [[832, 847], [1151, 1169]],
+            false => [[771, 855], [1090, 1177]],
         };
         check("ResNet-50", &resnet(gpu), bounds);
     });
