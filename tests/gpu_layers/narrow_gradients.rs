@@ -9,13 +9,16 @@ use candle_ddp::optim::{FusedOptimizer, Optimizer, ParamsAdamW, ParamsSgd, Updat
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, init_process_group};
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 
+/// How often the emulated GPU did each operation.
+type Counts = Vec<(String, usize)>;
+
 /// The parameters and the state after three steps, and what the last one asked for.
 fn train<R: UpdateRule>(
     gpu: &Device,
     param_dtype: DType,
     keep_low_precision_grads: bool,
     rule: R,
-) -> (Vec<Vec<f32>>, Option<Vec<(String, usize)>>) {
+) -> (Vec<Vec<f32>>, Option<Counts>) {
     let device = Some(gpu.clone());
     let pg = init_process_group(InitOptions { backend: Backend::Single, device, ..Default::default() }).unwrap();
     let mixed = MixedPrecision { param_dtype: Some(param_dtype), keep_low_precision_grads, ..Default::default() };
