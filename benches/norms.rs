@@ -5,7 +5,7 @@
 //! ```
 //!
 //! candle's own fused layers have no backward pass; only `candle_nn::ops::layer_norm_slow` and `rms_norm_slow` can be
-//! trained. All alternate, so that other load on the machine affects them equally; PyTorch waits in a process of its own until it is
+//! trained. All alternate, so that other load on the machine affects them equally; PyTorch waits in a separate process until it is
 //! asked. Without `--bench` (as under `cargo test`), it runs two rounds with small tensors as a smoke test.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp::nn::{GroupNorm, LayerNorm, RmsNorm};

@@ -162,7 +162,7 @@ impl ConfusionMatrix {
     }
 }
 
-/// What is counted of a class.
+/// The counts of a class.
 #[derive(Clone, Copy)]
 struct Class {
     hits: f64,

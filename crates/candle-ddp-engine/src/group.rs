@@ -286,12 +286,9 @@ impl Group {
         self.look_around();
         let mut state = lock(&self.state);
         state.leaving = true;
-        let patience = Duration::from_secs(match &state.failure {
-            // A stopped process reads nothing, and its peers have waited long enough. The groups of a process leave in turn.
-            None | Some(Failure::TimedOut { .. }) => 2,
-            // On a busy machine, a peer's monitor may not run for seconds.
-            Some(_) => 5,
-        });
+        // The monitor of a busy peer may not run for seconds. A stopped process reads nothing, and the groups of a process leave in turn.
+        let may_be_stopped = matches!(state.failure, None | Some(Failure::TimedOut { .. }));
+        let patience = Duration::from_secs(if may_be_stopped { 2 } else { 5 });
         let mut goodbyes = Vec::new();
         if let Some(shm) = &self.shm {
             shm.board.leave();

@@ -314,7 +314,7 @@ impl Function for RowNorm {
         self.gradients(dy, None)
     }
 
-    /// In a residual connection, the sum of both gradients of x costs no pass over memory of its own.
+    /// In a residual connection, no separate pass over memory adds the two gradients of x.
     fn backward_onto(&self, dy: &Tensor, _: &[bool], earlier: Earlier) -> Result<Vec<Option<Tensor>>> {
         let is_on_gpu = matches!(self.statistics, Statistics::OnGpu(_));
         let earlier = if is_on_gpu { earlier.take(0) } else { None };

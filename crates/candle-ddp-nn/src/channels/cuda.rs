@@ -267,7 +267,7 @@ pub(crate) enum Through {
     Batch { centred: bool },
 }
 
-/// What lets gradients pass to a normalisation.
+/// The gate through which gradients pass to a normalisation.
 #[derive(Clone, Copy)]
 pub(crate) enum Gated<'a> {
     /// A ReLU that follows, or nothing.

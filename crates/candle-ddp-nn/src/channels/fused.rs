@@ -10,11 +10,11 @@ pub(crate) enum After {
     AddRelu(Tensor),
 }
 
-/// What the backward pass of a normalisation needs to know of the operation after it.
+/// The operation after a normalisation, as far as the backward pass must know it.
 pub(crate) enum Passed {
     Nothing,
     Relu,
-    /// What was added, of which the ReLU is computed again.
+    /// The added tensor. The ReLU of the sum is computed again.
     AddRelu(Tensor),
     /// On a GPU, a bit for each element instead.
     Mask(Mask),

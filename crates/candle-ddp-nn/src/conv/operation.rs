@@ -245,7 +245,7 @@ impl Convolution {
         let mut gradients = vec![None; needed.len()];
         if needed[0] {
             let (format, weight, dy) = stored(kinds(*transposed)[1], weight)?;
-            // In a residual connection, the sum of both gradients of x costs no passes over memory of its own.
+            // In a residual connection, no separate passes over memory add the two gradients of x.
             let fits = |sum: &Tensor| {
                 MemoryFormat::of(sum) == format && (format == MemoryFormat::ChannelsLast || sum.is_contiguous())
             };

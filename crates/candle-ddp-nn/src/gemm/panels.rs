@@ -79,7 +79,7 @@ impl<R: Lanes> Panels<R> {
     }
 }
 
-/// What a kernel multiplies at a time.
+/// The block that a kernel multiplies at a time.
 #[derive(Clone, Copy)]
 struct Shape {
     rows: usize,

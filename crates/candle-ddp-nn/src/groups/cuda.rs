@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Shape, Storage, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::kernels::{Address, Grid, Kernel, Output, address, address_or_none};
 
-/// What the backward pass needs.
+/// The values that the backward pass needs.
 pub(super) struct Statistics {
     /// (3, planes): mean, scale and shift.
     of_planes: Tensor,

@@ -78,7 +78,7 @@ impl Groups {
     }
 }
 
-/// What the backward pass needs.
+/// The values that the backward pass needs.
 enum Statistics {
     /// Mean and 1 / deviation of each group.
     OnCpu(Vec<[f64; 2]>),

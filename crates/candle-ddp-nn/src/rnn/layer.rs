@@ -119,7 +119,7 @@ struct Plan<C> {
     cell: PhantomData<C>,
 }
 
-/// What the backward pass needs: the gates, what the cell keeps, and h before each step.
+/// The values that the backward pass needs: the gates, those that the cell keeps, and h before each step.
 struct Kept<T>([Vec<T>; 3]);
 
 impl<C: Cell> Plan<C> {
