@@ -1,7 +1,7 @@
 //! The results of all ranks in the order of the dataset.
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use std::collections::BTreeMap;
 
 /// Returns the rows of all ranks in the order of their samples, on every rank. Row `i` of `rows`, of shape (N, …), belongs to sample
@@ -37,7 +37,7 @@ pub fn gather_in_order(pg: &ProcessGroup, indices: &[u32], rows: &Tensor) -> Res
     pg.agree(fits)?;
     let all = pg.all_gather_varied(&rows.detach(), 0)?;
     let numbers = pg.all_gather_varied(&Tensor::from_slice(indices, indices.len(), pg.device())?, 0)?;
-    let numbers = Tensor::cat(&numbers, 0)?.to_dtype(DType::U32)?.to_vec1::<u32>()?;
+    let numbers = Tensor::cat(&numbers, 0)?.to_vec1::<u32>()?;
     // The first row of each sample.
     let mut places = BTreeMap::new();
     for (row, sample) in numbers.into_iter().enumerate() {

@@ -35,9 +35,9 @@ impl TopKAccuracy {
         for (row, target) in classes(targets)?.into_iter().enumerate() {
             let target = check_class("targets", target, count)?;
             let scores = &scores[row * count..][..count];
-            let is_before =
-                |(class, score): (usize, &f32)| *score > scores[target] || *score == scores[target] && class < target;
-            let before = scores.iter().enumerate().filter(|one| is_before((one.0, one.1))).count();
+            let own = scores[target];
+            let is_before = |class: usize, score: f32| score > own || score == own && class < target;
+            let before = scores.iter().enumerate().filter(|(class, score)| is_before(*class, **score)).count();
             hits += f64::from(u8::from(before < self.k));
         }
         (self.hits, self.samples) = (self.hits + hits, self.samples + rows as f64);
