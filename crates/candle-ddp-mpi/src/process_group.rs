@@ -9,8 +9,8 @@ use candle_ddp::backend::{Collective, Communicator, bytes};
 use candle_ddp::rendezvous::{
     PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions,
 };
-use candle_ddp_env::PROCESS;
 use candle_ddp::{CustomOptions, Error, ProcessGroup, Result};
+use candle_ddp_env::PROCESS;
 use std::fmt::Display;
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicU64, Ordering};
