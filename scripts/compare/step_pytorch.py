@@ -11,6 +11,7 @@ steps are printed too; their times are then a little longer.
 """
 
 import json
+import math
 import os
 import resource
 import statistics
@@ -128,6 +129,90 @@ class DeepLab(nn.Module):
         return upsample(self.head(x), images)
 
 
+class Residual(nn.Module):
+    """Two convolutions, between which the time is added, and a connection around them."""
+
+    def __init__(self, inputs, outputs, time):
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(32, inputs), nn.GroupNorm(32, outputs)
+        self.conv1, self.conv2 = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.time, self.dropout = nn.Linear(time, outputs), nn.Dropout(0.1)
+        self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x, time):
+        hidden = self.conv1(F.silu(self.norm1(x))) + self.time(time)[:, :, None, None]
+        return self.shortcut(x) + self.conv2(self.dropout(F.silu(self.norm2(hidden))))
+
+
+class PixelAttention(nn.Module):
+    """Attention of one head between the pixels, with a connection around it."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = nn.GroupNorm(32, channels)
+        self.q, self.k, self.v, self.out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x):
+        normalised = self.norm(x)
+        q, k, v = (part(normalised).flatten(2).transpose(1, 2)[:, None] for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y[:, 0].transpose(1, 2).reshape(x.shape))
+
+
+class ResidualAndAttention(nn.Module):
+    def __init__(self, inputs, outputs, time, attention):
+        super().__init__()
+        self.residual = Residual(inputs, outputs, time)
+        self.attention = PixelAttention(outputs) if attention else nn.Identity()
+
+    def forward(self, x, time):
+        return self.attention(self.residual(x, time))
+
+
+class Unet(nn.Module):
+    """DDPM's, with half of its channels."""
+
+    def __init__(self, width=64, levels=(1, 2, 2, 2), blocks=2):
+        super().__init__()
+        self.width, time = width, 4 * width
+        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time), nn.SiLU())
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        channels, skips, self.down, self.up = width, [width], nn.ModuleList(), nn.ModuleList()
+        for level, multiple in enumerate(levels):
+            for _ in range(blocks):
+                self.down.append(ResidualAndAttention(channels, multiple * width, time, level == 1))
+                channels = multiple * width
+                skips.append(channels)
+            if level + 1 < len(levels):
+                self.down.append(nn.Conv2d(channels, channels, 3, 2, 1))
+                skips.append(channels)
+        self.middle = nn.ModuleList(ResidualAndAttention(channels, channels, time, number == 0) for number in range(2))
+        for level, multiple in reversed(list(enumerate(levels))):
+            for _ in range(blocks + 1):
+                self.up.append(ResidualAndAttention(channels + skips.pop(), multiple * width, time, level == 1))
+                channels = multiple * width
+            if level > 0:
+                self.up.append(nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(channels, channels, 3, padding=1)))
+        self.norm, self.last = nn.GroupNorm(32, channels), nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, images):
+        half = self.width // 2
+        times = torch.arange(len(images), device=images.device) * (1000 / len(images))
+        rates = torch.exp(torch.arange(half, device=images.device) * (-math.log(1e4) / half))
+        angles = times[:, None] * rates
+        time = self.time(torch.cat([angles.sin(), angles.cos()], 1).to(images.dtype))
+        x = self.first(images)
+        skips = [x]
+        for part in self.down:
+            x = part(x, time) if isinstance(part, ResidualAndAttention) else part(x)
+            skips.append(x)
+        for part in self.middle:
+            x = part(x, time)
+        for part in self.up:
+            x = part(torch.cat([x, skips.pop()], 1), time) if isinstance(part, ResidualAndAttention) else part(x)
+        return self.last(F.silu(self.norm(x)))
+
+
 class Gpt(nn.Module):
     def __init__(self, vocabulary=256, tokens=256, width=384, heads=6, layers=6):
         super().__init__()
@@ -227,6 +312,7 @@ MODELS = {
     "resnet18": (resnet18, 32, lambda batch: torch.randn(batch, 3, 32, 32)),
     "resnet50": (resnet50, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
     "deeplab": (DeepLab, 8, lambda batch: torch.randn(batch, 3, 64, 64)),
+    "unet": (Unet, 8, lambda batch: torch.randn(batch, 3, 32, 32)),
     "gpt": (Gpt, 8, lambda batch: torch.randint(256, (batch, 256))),
     "gpt2": (lambda: Gpt(50257, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
     # As its users pad the vocabulary, for faster products.

@@ -4,6 +4,7 @@ mod block;
 mod deeplab;
 mod encoder;
 mod gpt;
+mod unet;
 #[path = "../../../examples/word_lm/model.rs"]
 mod word_lm;
 
@@ -24,6 +25,8 @@ pub(crate) enum Model {
     Resnet50,
     /// A small DeepLabv3+ for images of 64 × 64: depthwise and dilated convolutions, bilinear upsampling.
     Deeplab,
+    /// The U-Net of DDPM for images of 32 × 32, with half of its channels.
+    Unet,
     /// A GPT of six layers of width 384, for 256 tokens.
     Gpt,
     /// The same with the sizes of GPT-2 small: twelve layers of width 768, for 1024 of 50,257 tokens.
@@ -47,6 +50,7 @@ impl Model {
             Self::Resnet18 => "resnet18",
             Self::Resnet50 => "resnet50",
             Self::Deeplab => "deeplab",
+            Self::Unet => "unet",
             Self::Gpt => "gpt",
             Self::Gpt2 => "gpt2",
             Self::Gpt2Medium => "gpt2-medium",
@@ -62,7 +66,7 @@ impl Model {
             Self::Mlp => 256,
             Self::Lstm => 20,
             Self::Resnet18 | Self::Resnet50 | Self::Vit => 32,
-            Self::Deeplab | Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Bert => 8,
+            Self::Deeplab | Self::Unet | Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Bert => 8,
         }
     }
 
@@ -73,7 +77,7 @@ impl Model {
         };
         let input = match self {
             Self::Mlp => noise(&[1024]),
-            Self::Resnet18 => noise(&[3, 32, 32]),
+            Self::Resnet18 | Self::Unet => noise(&[3, 32, 32]),
             Self::Resnet50 | Self::Vit => noise(&[3, image_size, image_size]),
             Self::Deeplab => noise(&[3, 64, 64]),
             Self::Gpt => tokens(gpt::SMALL.vocabulary, gpt::SMALL.tokens),
@@ -96,6 +100,7 @@ impl Model {
             Self::Resnet18 => resnet18(vb).map(with_loss),
             Self::Resnet50 => resnet50(vb).map(with_loss),
             Self::Deeplab => deeplab::deeplab(vb).map(with_loss),
+            Self::Unet => unet::unet(vb).map(with_loss),
             Self::Gpt => gpt::gpt(&gpt::SMALL, is_checkpointed, vb),
             Self::Gpt2 => gpt::gpt(&gpt::GPT2, is_checkpointed, vb),
             Self::Gpt2Medium => gpt::gpt(&gpt::MEDIUM, is_checkpointed, vb),
