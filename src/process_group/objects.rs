@@ -5,7 +5,7 @@ use crate::backend::{CallSite, ReduceOp, label};
 use crate::cbor;
 use crate::rendezvous::{decode_report, encode_report};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::panic::Location;
@@ -65,8 +65,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// If `root` has no object, or one that serde cannot write or that is too large, `root` gets
-    /// [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If the bytes do not represent a `T`,
-    /// every rank gets [`Error::InvalidArgument`]. Also returns errors of the group.
+    /// [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If the bytes do not represent a `T`, or ranks
+    /// name different roots, every rank gets [`Error::InvalidArgument`]. Also returns errors of the group.
     #[track_caller]
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
@@ -134,7 +134,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// If a rank's object cannot be sent, that rank gets [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If
-    /// `root` cannot read a rank's bytes as a `T`, only `root` gets [`Error::InvalidArgument`]. Also returns errors of the group.
+    /// `root` cannot read a rank's bytes as a `T`, only `root` gets [`Error::InvalidArgument`]; if ranks name different roots, every
+    /// rank gets it. Also returns errors of the group.
     #[track_caller]
     pub fn gather_object<T: Serialize + DeserializeOwned>(&self, object: &T, root: usize) -> Result<Option<Vec<T>>> {
         let gather = || {
@@ -170,8 +171,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// If `root` does not have an object for each rank, or one that cannot be sent, `root` gets [`Error::InvalidArgument`], and the
-    /// others get [`Error::RankFailed`]. A rank that cannot read its bytes as a `T` gets [`Error::InvalidArgument`]. Also returns
-    /// errors of the group.
+    /// others get [`Error::RankFailed`]. A rank that cannot read its bytes as a `T` gets [`Error::InvalidArgument`]; if ranks name
+    /// different roots, every rank gets it. Also returns errors of the group.
     #[track_caller]
     pub fn scatter_object<T: Serialize + DeserializeOwned>(&self, objects: Option<&[T]>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
@@ -233,7 +234,7 @@ impl ProcessGroup {
 
     /// As [`agree`](Self::agree), for ranks that name a root, and learn if others name another one.
     fn agree_with_root<T>(&self, root: usize, result: Result<T>) -> Result<T> {
-        self.broadcast_async(&Tensor::zeros(1, DType::U8, self.device())?, root)?.synchronize()?;
+        self.gather_for_root(root, 0)?;
         self.agree(result)
     }
 }
@@ -262,7 +263,7 @@ fn from_bytes<T: DeserializeOwned>(bytes: &[u8], rank: usize) -> Result<T> {
 mod tests {
     use super::*;
     use crate::process_group::spawn;
-    use candle_core::Device;
+    use candle_core::{DType, Device};
 
     /// Rank 1 gathers its own numbers, in a call that looks like rank 0's first one: rank 0 must not trust them as a
     /// length.

@@ -3,6 +3,7 @@ use super::ProcessGroup;
 use crate::rendezvous::{decode_reports, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
+use std::fmt::Display;
 
 /// Every rank's report in rank order, or the first rank that has an error instead, and the error's text.
 type Reports<T> = std::result::Result<Vec<T>, (usize, String)>;
@@ -63,9 +64,8 @@ impl ProcessGroup {
         let device = self.device();
         // `synchronize` is needed: after `wait`, a GPU may still read the contents left by a failed call.
         let broadcast = |tensor: &Tensor| self.broadcast_async(tensor, root)?.synchronize();
-        let length = Tensor::new(&[bytes.map_or(0, |bytes| bytes.len() as i64)], device)?;
-        broadcast(&length)?;
-        let length = report_length(root, length.to_vec1::<i64>()?[0], LONGEST_REPORT)?;
+        let lengths = self.gather_for_root(root, bytes.map_or(0, |bytes| bytes.len() as i64))?;
+        let length = report_length(root, lengths[root], LONGEST_REPORT)?;
         let mut found = Vec::new();
         for start in (0..length).step_by(PART) {
             let size = PART.min(length - start);
@@ -77,6 +77,20 @@ impl ProcessGroup {
             found.extend(tensor.to_vec1::<u8>()?);
         }
         Ok(found)
+    }
+
+    /// Returns every rank's `number` in rank order. If ranks name different roots, or one that does not exist, every rank gets the
+    /// error: in a broadcast, two roots would both send, and neither would notice the other.
+    pub(super) fn gather_for_root(&self, root: usize, number: i64) -> Result<Vec<i64>> {
+        let (world_size, device) = (self.world_size(), self.device());
+        let all = Tensor::zeros((world_size, 2), DType::I64, device)?;
+        self.all_gather_async(&all, &Tensor::new(&[[root as i64, number]], device)?)?.synchronize()?;
+        let all = all.to_vec2::<i64>()?;
+        same_on_all("root", &all.iter().map(|theirs| theirs[0]).collect::<Vec<_>>())?;
+        match root < world_size {
+            true => Ok(all.iter().map(|theirs| theirs[1]).collect()),
+            false => Err(Error::RankOutOfRange { rank: root, world_size }),
+        }
     }
 
     /// Sends bytes to rank `peer`, which must call `recv_bytes`.
@@ -101,6 +115,14 @@ impl ProcessGroup {
         }
         Ok(bytes)
     }
+}
+
+/// Returns an error if an argument, of which `all` has each rank's, is not the same on all ranks.
+pub(super) fn same_on_all<T: PartialEq + Display>(argument: &'static str, all: &[T]) -> Result<()> {
+    let Some(rank) = all.iter().position(|theirs| *theirs != all[0]) else { return Ok(()) };
+    let (first, other) = (&all[0], &all[rank]);
+    let reason = format!("it must be the same on all ranks, but is {first} on rank 0, {other} on rank {rank}");
+    Err(Error::invalid(argument, reason))
 }
 
 /// What is sent in one call. A rank that is in another call, and takes a number for a length, asks for no more memory than this.

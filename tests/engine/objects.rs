@@ -81,14 +81,24 @@ fn objects_are_gathered_scattered_sent_and_received() {
 }
 
 #[test]
-fn ranks_that_name_different_roots_learn_of_it() {
-    let gathered = ranks(2, |pg| pg.gather_object(&1, pg.rank()).map(drop)).unwrap_err().to_string();
-    let scattered = ranks(2, |pg| pg.scatter_object(Some(&[1, 2]), pg.rank()).map(drop)).unwrap_err().to_string();
-    for text in [gathered, scattered] {
-        assert!(text.contains("broadcast") && text.contains("_object"), "{text}");
+fn ranks_that_name_different_roots_learn_of_it_at_once() {
+    let found = ranks(3, |pg| {
+        let (rank, other) = (pg.rank(), pg.rank() / 2);
+        let errors = [
+            pg.broadcast_object(Some(&1), other).map(drop).unwrap_err(),
+            pg.gather_object(&1, other).map(drop).unwrap_err(),
+            pg.scatter_object(Some(&[1, 2, 3]), other).map(drop).unwrap_err(),
+        ];
+        assert!(errors.iter().all(|error| matches!(error, Error::InvalidArgument { .. })), "{errors:?}");
+        let missing = pg.gather_object(&1, 3).map(drop).unwrap_err();
+        assert!(matches!(missing, Error::RankOutOfRange { rank: 3, world_size: 3 }), "{missing:?}");
+        // The next call works.
+        assert_eq!(pg.all_gather_object(&rank)?, [0, 1, 2]);
+        Ok(errors.map(|error| error.to_string()))
+    });
+    for text in found.unwrap().concat() {
+        assert!(text.contains("root: it must be the same on all ranks, but is 0 on rank 0, 1 on rank 2"), "{text}");
     }
-    let error = ranks(2, |pg| pg.gather_object(&1, 2).map(drop)).unwrap_err();
-    assert!(error.to_string().contains("rank 2"), "{error}");
 }
 
 /// In parts, of which the last are shorter, or which some ranks do not have.
@@ -127,6 +137,75 @@ fn a_mesh_has_a_group_for_each_line() {
     });
     for text in found.unwrap() {
         assert!(text.contains(r#"["pod", "host", "device"], but no "rack""#), "{text}");
+    }
+}
+
+#[test]
+fn a_slice_of_a_mesh_is_a_mesh_and_its_dimensions_become_one() {
+    let found = ranks(12, |pg| {
+        let (rank, mesh) = (pg.rank(), pg.mesh(&[2, 3, 2], &["replicate", "shard", "tensor"])?);
+        let data = mesh.slice(&["replicate", "shard"])?;
+        assert_eq!((data.shape(), data.mesh_dim_names()), (vec![2, 3], vec!["replicate", "shard"]));
+        assert_eq!(data.get_coordinate(), [rank / 6, rank / 2 % 3]);
+        assert!(data.get_group("tensor").is_err());
+        let lines = [
+            data.flatten("data")?.get_group("data")?.all_gather_object(&rank)?,
+            mesh.slice(&["replicate", "tensor"])?.flatten("ends")?.get_group("ends")?.all_gather_object(&rank)?,
+            mesh.flatten("all")?.get_group("all")?.all_gather_object(&rank)?,
+        ];
+        let ends = [0, 1, 6, 7].map(|first| first + rank / 2 % 3 * 2);
+        assert_eq!(lines, [(0..6).map(|place| place * 2 + rank % 2).collect(), ends.to_vec(), (0..12).collect()]);
+        let flat = data.flatten("flat")?;
+        assert_eq!((flat.shape(), flat.get_coordinate()), (vec![6], vec![rank / 2]));
+        Ok(())
+    });
+    assert_eq!(found.unwrap().len(), 12);
+}
+
+/// Groups over the same ranks are one: a call that fails in one of them has failed the other.
+#[test]
+fn the_same_dimensions_of_a_mesh_have_one_group() {
+    let found = ranks(4, |pg| {
+        let mesh = pg.mesh(&[2, 1, 2], &["replicate", "shard", "tensor"])?;
+        let flat = mesh.slice(&["shard", "tensor"])?.flatten("one")?;
+        let other = pg.mesh(&[4, 1], &["all", "none"])?;
+        mesh.get_group("tensor")?.abort("the end of this group");
+        let alone = mesh.slice(&["tensor"])?.flatten("two")?;
+        let failed = [flat.get_group("one")?, alone.get_group("two")?].map(|group| group.barrier().is_err());
+        let works = mesh.get_group("replicate")?.barrier().is_ok();
+        pg.barrier()?;
+        other.get_group("all")?.abort("the end of all");
+        Ok((failed, works, pg.barrier().is_err()))
+    });
+    assert_eq!(found.unwrap(), [([true, true], true, true); 4]);
+}
+
+#[test]
+fn a_slice_or_a_flat_mesh_that_cannot_be_is_an_error() {
+    let found = ranks(4, |pg| {
+        let mesh = pg.mesh(&[2, 2], &["host", "device"])?;
+        let own = if pg.rank() == 3 { mesh.slice(&["host"])? } else { mesh.clone() };
+        let texts = [
+            mesh.slice(&["device", "host"]),
+            mesh.slice(&["host", "host"]),
+            mesh.slice(&[]),
+            mesh.slice(&["rack"]),
+            own.flatten("flat"),
+        ];
+        let texts = texts.map(|mesh| mesh.map(drop).unwrap_err().to_string());
+        assert_eq!(mesh.flatten("flat")?.get_coordinate(), [pg.rank()]);
+        Ok(texts)
+    });
+    let order = r#"they must be some of ["host", "device"] in this order, not ["#;
+    let expected = [
+        order,
+        order,
+        order,
+        r#"["host", "device"], but no "rack""#,
+        r#"is ["host", "device"] as "flat" on rank 0, ["host"] as "flat" on rank 3"#,
+    ];
+    for texts in found.unwrap() {
+        texts.iter().zip(expected).for_each(|(text, part)| assert!(text.contains(part), "{text}"));
     }
 }
 

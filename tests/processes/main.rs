@@ -28,6 +28,7 @@ mod faults;
 mod image_programs;
 mod load;
 mod non_finite;
+mod objects;
 #[path = "../common/programs.rs"]
 mod programs;
 mod small_data;
