@@ -82,5 +82,5 @@ pub type Sgd = FusedOptimizer<ParamsSgd>;
 /// LAMB, for very large batches: Apex's `FusedLAMB`.
 pub type Lamb = FusedOptimizer<ParamsLamb>;
 /// Muon for matrices, with AdamW for all other parameters: PyTorch's `torch.optim.Muon` and `AdamW` as one optimizer. See
-/// [`with_adamw`](FusedOptimizer::with_adamw). Not with [`ZeroRedundancyOptimizer`], which divides matrices among ranks.
+/// [`with_adamw`](FusedOptimizer::with_adamw), and [`ZeroRedundancyOptimizer::with_adamw`], where each matrix belongs to one rank.
 pub type Muon = FusedOptimizer<MuonGroup>;

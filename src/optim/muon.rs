@@ -2,7 +2,8 @@
 use super::kernel::Fused;
 use super::parameters::ParameterGroup;
 use super::rule::{UpdateRule, fraction, not_negative};
-use super::{FusedOptimizer, ParamsAdamW};
+use super::{FusedOptimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use crate::ddp::DistributedDataParallel;
 use crate::error::describe;
 use crate::nn::{autocast_off, matmul};
 use crate::variables::Parameters;
@@ -98,16 +99,41 @@ impl FusedOptimizer<MuonGroup> {
         by_adamw: impl Fn(&str) -> bool,
     ) -> Result<Self> {
         let Parameters { variables, named } = parameters.into();
-        let is_muons = |(name, var): &(String, Var)| var.rank() == 2 && !by_adamw(name);
-        let (matrices, others) = variables.into_iter().partition(is_muons);
-        let groups = vec![
-            ParameterGroup { parameters: matrices, options: MuonGroup::Muon(muon) },
-            ParameterGroup { parameters: others, options: MuonGroup::AdamW(adamw) },
-        ];
-        let mut optimizer = Self::from_groups(groups)?;
+        let mut optimizer = Self::from_groups(groups(variables, muon, adamw, by_adamw))?;
         optimizer.named = named;
         Ok(optimizer)
     }
+}
+
+impl ZeroRedundancyOptimizer<MuonGroup> {
+    /// [`Muon::with_adamw`](FusedOptimizer::with_adamw) with the state spread over the ranks. Each matrix of Muon and its state belong
+    /// to one rank, so that it takes the time of one rank to update it. Every rank must call it.
+    ///
+    /// # Errors
+    /// Returns the errors of [`from_groups`](Self::from_groups).
+    pub fn with_adamw<M>(
+        ddp: &DistributedDataParallel<M>,
+        muon: ParamsMuon,
+        adamw: ParamsAdamW,
+        by_adamw: impl Fn(&str) -> bool,
+    ) -> Result<Self> {
+        Self::from_groups(ddp, groups(ddp.averaged_parameters(), muon, adamw, by_adamw))
+    }
+}
+
+/// Muon's matrices, and all other parameters.
+fn groups(
+    variables: Vec<(String, Var)>,
+    muon: ParamsMuon,
+    adamw: ParamsAdamW,
+    by_adamw: impl Fn(&str) -> bool,
+) -> Vec<ParameterGroup<MuonGroup>> {
+    let is_muons = |(name, var): &(String, Var)| var.rank() == 2 && !by_adamw(name);
+    let (matrices, others) = variables.into_iter().partition(is_muons);
+    vec![
+        ParameterGroup { parameters: matrices, options: MuonGroup::Muon(muon) },
+        ParameterGroup { parameters: others, options: MuonGroup::AdamW(adamw) },
+    ]
 }
 
 impl UpdateRule for MuonGroup {

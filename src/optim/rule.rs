@@ -54,9 +54,9 @@ pub trait UpdateRule: Clone + Debug {
     const NAME: &'static str;
 
     /// Whether each element of the parameter and of its state depends only on the same element of parameter, gradient
-    /// and state, as in AdamW, SGD and Lion. [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) passes pieces
-    /// of parameters to [`update`](Self::update), so it refuses other rules, such as Muon. (LAMB works there, since its
-    /// kernels add up their norms over all ranks.)
+    /// and state, as in AdamW, SGD and Lion. [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) then passes pieces
+    /// of parameters to [`update`](Self::update) on each rank. With another rule, such as Muon, one rank updates the whole parameter.
+    /// (LAMB is updated in pieces as well, since its kernels add up their norms over all ranks.)
     const ELEMENTWISE: bool = false;
 
     /// The names of the state tensors of a parameter. A state dict contains them as `state.{parameter}.{name}`. They

@@ -4,7 +4,7 @@
 use crate::common::{fill, floats, free_port, ranks, tensor, test_process};
 use candle_core::{Device, Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
-use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
 use candle_nn::{VarMap, linear};
@@ -202,7 +202,9 @@ fn train(pg: &ProcessGroup, folder: &Path, steps: u64) -> Result<()> {
     let mut varmap = VarMap::new();
     let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(5, 3, vb))?;
     fill(&varmap, 7);
-    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+    // The weight belongs to one rank, and each rank has a piece of the bias.
+    let (muon, adamw) = (ParamsMuon::default(), ParamsAdamW::default());
+    let mut optimizer = ZeroRedundancyOptimizer::with_adamw(&ddp, muon, adamw, |_| false)?;
     let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })?;
     let done = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?.unwrap_or(0);
     for step in done..steps {

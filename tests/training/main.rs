@@ -83,3 +83,4 @@ mod with_grad;
 mod without_samples;
 mod zero;
 mod zero_and_plain;
+mod zero_muon;

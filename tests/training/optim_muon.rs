@@ -111,9 +111,6 @@ fn other_parameters_have_adamw_in_files_and_steps() {
         var(&varmap, "hidden").set(&Tensor::new(before, &Device::Cpu)?.reshape((4, 3))?)?;
         loaded.step(&grads(&ddp)?)?;
         assert_eq!(floats(&var(&varmap, "hidden")), expected);
-        // Matrices are divided among ranks there.
-        let error = ZeroRedundancyOptimizer::new(&ddp, MuonGroup::Muon(muon.clone())).map(drop).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains("Muon"), "{error}");
         Ok(expected)
     });
     let found = found.unwrap();

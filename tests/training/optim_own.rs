@@ -207,22 +207,38 @@ fn matrix<R: UpdateRule>(dtype: DType, rule: R) -> Result<(Var, FusedOptimizer<R
 }
 
 #[test]
-fn a_rule_that_needs_whole_parameters_gets_their_shape_and_is_refused_with_zero() {
+fn a_rule_that_needs_whole_parameters_gets_their_shape() {
     let transposed =
         Custom { names: &[], work: |_, gradient, _, _| Ok(gradient.t()?.matmul(gradient)?.narrow(0, 0, 2)?) };
-    let (var, mut optimizer, grads) = matrix(DType::BF16, transposed.clone()).unwrap();
+    let (var, mut optimizer, grads) = matrix(DType::BF16, transposed).unwrap();
     optimizer.step(&grads).unwrap();
     assert_eq!(floats(&var), [2.; 6]);
+    // Also with ZeRO, where one rank updates it.
+    let by_norm = Custom {
+        names: &["mean"],
+        work: |value, gradient, states, step| {
+            let expected: &[usize] = if value.elem_count() == 12 { &[4, 3] } else { &[3] };
+            assert_eq!((value.dims(), gradient.dims(), states[0].dims()), (expected, expected, expected));
+            states[0] = ((&states[0] * 0.5)? + gradient.broadcast_div(&gradient.sqr()?.sum_all()?.sqrt()?)?)?;
+            Ok((value - (&states[0] * (0.1 / step as f64))?)?)
+        },
+    };
     let golden = golden();
-    ranks(2, |pg| {
-        let error = ZeroRedundancyOptimizer::new(&wrap(&pg, &golden)?, transposed.clone()).unwrap_err();
-        assert!(
-            matches!(&error, Error::InvalidArgument { argument: "options", reason } if reason.contains("element-wise")),
-            "{error}"
-        );
-        Ok(())
-    })
-    .unwrap();
+    let trained = |zero: bool| {
+        ranks(3, |pg| {
+            let ddp = wrap(&pg, &golden)?;
+            let mut optimizer: Box<dyn Optimizer> = match zero {
+                true => Box::new(ZeroRedundancyOptimizer::new(&ddp, by_norm.clone())?),
+                false => Box::new(FusedOptimizer::new(&ddp, by_norm.clone())?),
+            };
+            for step in 0..4 {
+                optimizer.step(&backward(&ddp, &golden, step)?)?;
+            }
+            Ok(weights(&ddp))
+        })
+        .unwrap()
+    };
+    assert_eq!(trained(true), trained(false));
 }
 
 #[test]

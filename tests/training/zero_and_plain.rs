@@ -3,7 +3,7 @@ use crate::common::{ranks, tensor};
 use candle_core::DType;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
-    FusedOptimizer, Optimizer, ParameterGroup, ParamsAdam, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule,
+    FusedOptimizer, MuonGroup, Optimizer, ParameterGroup, ParamsAdam, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule,
     ZeroRedundancyOptimizer,
 };
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
@@ -29,14 +29,14 @@ type Values = BTreeMap<String, Vec<u64>>;
 
 impl Run {
     /// The biases form a separate group.
-    fn new<R: UpdateRule + 'static>(pg: &ProcessGroup, zero: bool, options: &R) -> Result<Self> {
+    fn new<R: UpdateRule + 'static>(pg: &ProcessGroup, zero: bool, [options, of_biases]: &[R; 2]) -> Result<Self> {
         let varmap = VarMap::new();
         // Buckets of a few parameters each.
         let ddp_options = DdpOptions { bucket_cap_mb: 5e-5, first_bucket_mb: 5e-5, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(pg, &varmap, net, ddp_options)?;
         let (biases, weights) =
             ddp.named_parameters().into_iter().partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));
-        let mut slow = options.clone();
+        let mut slow = of_biases.clone();
         slow.set_learning_rate(0.01);
         let groups = vec![
             ParameterGroup { parameters: weights, options: options.clone() },
@@ -74,7 +74,7 @@ impl Run {
     }
 }
 
-fn save<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: bool, options: &R) -> Values {
+fn save<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: bool, options: &[R; 2]) -> Values {
     let saved = ranks(world_size, |pg| {
         let mut run = Run::new(&pg, zero, options)?;
         run.train(3)?;
@@ -86,7 +86,7 @@ fn save<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: 
     saved.unwrap().remove(0)
 }
 
-fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: bool, options: &R) -> Vec<Values> {
+fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: bool, options: &[R; 2]) -> Vec<Values> {
     let loaded = ranks(world_size, |pg| {
         let mut run = Run::new(&pg, zero, options)?;
         let resume = CheckpointerOptions { resume: true, ..Default::default() };
@@ -102,6 +102,11 @@ fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: 
 }
 
 fn every_pair<R: UpdateRule + Sync + 'static>(options: R) {
+    every_pair_of([options.clone(), options]);
+}
+
+/// With the options of weights and of biases.
+fn every_pair_of<R: UpdateRule + Sync + 'static>(options: [R; 2]) {
     let mut seen = HashSet::new();
     for (saves, from_zero) in [(1, true), (2, true), (3, true), (1, false), (2, false), (3, false)] {
         let folder = tempfile::tempdir().unwrap();
@@ -139,13 +144,18 @@ fn lamb_moves_between_zero_and_plain() {
 }
 
 #[test]
+fn muon_moves_between_zero_and_plain() {
+    every_pair_of([MuonGroup::Muon(Default::default()), MuonGroup::AdamW(Default::default())]);
+}
+
+#[test]
 fn shards_of_another_optimizer_or_model_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    save(folder.path(), 2, true, &ParamsAdamW::default());
+    save(folder.path(), 2, true, &[ParamsAdamW::default(), ParamsAdamW::default()]);
     ranks(2, |pg| {
         let resume = CheckpointerOptions { resume: true, ..Default::default() };
         let mut checkpointer = Checkpointer::new(&pg, folder.path(), resume)?;
-        let mut run = Run::new(&pg, false, &ParamsSgd::default())?;
+        let mut run = Run::new(&pg, false, &[ParamsSgd::default(), ParamsSgd::default()])?;
         let before = run.values()?;
         let error = checkpointer.load_latest(("optimizer", &mut run.optimizer)).unwrap_err();
         assert!(error.to_string().contains("it must be the state of part of Sgd, not of part of AdamW"), "{error}");

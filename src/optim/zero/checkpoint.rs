@@ -35,7 +35,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
-        for own in &self.shards {
+        for (number, own) in self.shards.iter().enumerate() {
             let Some(dtype) = self.state_dtype(own.shard.members.first().map(|member| member.parameter))? else {
                 continue;
             };
@@ -46,6 +46,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                         part.slice_set(state, 0, piece.offset)?;
                     }
                 }
+                self.spread_states(number, name, &part)?;
                 let whole = match is_here {
                     true => Some(Tensor::zeros(own.shard.whole.shape(), dtype, part.device())?),
                     false => None,
@@ -144,7 +145,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
-        for piece in self.shards.iter().flat_map(|own| &own.pieces) {
+        for piece in self.pieces() {
             for (name, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
                 let key = key(&self.parameters[piece.parameter].name, name);
                 dict.insert(format!("{key}@{}", piece.start), state.clone());
@@ -191,8 +192,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     ) -> Result<Prepared> {
         check_learning_rates(&learning_rates, self.options.len())?;
         let mut states = Vec::new();
-        for piece in self.shards.iter().flat_map(|own| &own.pieces) {
-            let of_piece = self.options_of(piece.parameter).states().iter().map(|name| {
+        for piece in self.pieces() {
+            let names = self.options_of(piece.parameter).states().iter().zip(&piece.states);
+            let of_piece = names.map(|(name, _)| {
                 let state = part(piece.parameter, name, piece.start, piece.elements)?;
                 Ok(state.to_device(piece.values.device())?)
             });
@@ -205,7 +207,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
             options.set_learning_rate(learning_rate);
         }
-        for (piece, states) in self.shards.iter_mut().flat_map(|own| &mut own.pieces).zip(states) {
+        let owned = self.wholes.iter_mut().filter_map(|whole| whole.own.as_mut());
+        let pieces = self.shards.iter_mut().flat_map(|own| &mut own.pieces).chain(owned);
+        for (piece, states) in pieces.zip(states) {
             piece.states = states;
         }
         for (index, steps) in steps {
@@ -218,7 +222,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         (0..self.parameters.len()).map(|index| (index, self.options_of(index)))
     }
 
-    fn options_of(&self, parameter: usize) -> &R {
+    pub(super) fn options_of(&self, parameter: usize) -> &R {
         &self.options[self.parameters[parameter].group]
     }
 
@@ -230,7 +234,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         names
     }
 
-    fn state<'a>(&self, parameter: usize, name: &str, states: &'a [Tensor]) -> Option<&'a Tensor> {
+    pub(super) fn state<'a>(&self, parameter: usize, name: &str, states: &'a [Tensor]) -> Option<&'a Tensor> {
         let position = self.options_of(parameter).states().iter().position(|state| *state == name)?;
         states.get(position)
     }
@@ -278,6 +282,6 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
 struct Prepared {
     steps: HashMap<usize, u64>,
     learning_rates: Vec<f64>,
-    /// The state of each piece, in the order of buckets.
+    /// The state of each piece.
     states: Vec<Vec<Tensor>>,
 }

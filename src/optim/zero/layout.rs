@@ -1,11 +1,12 @@
 //! The parts of parameters that belong to this rank.
-use crate::ddp::Shard;
+use crate::ddp::{Member, Shard};
 use crate::optim::fused::state_dtype_of;
 use crate::optim::parameters::ParameterGroup;
 use crate::optim::rule::{self, UpdateRule};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// A parameter whose gradient DDP averages.
 pub(super) struct Trained {
@@ -24,7 +25,7 @@ pub(super) struct OwnShard {
     pub(super) pieces: Vec<Piece>,
 }
 
-/// This rank's part of one parameter.
+/// This rank's part of one parameter, or all of a parameter that it owns.
 pub(super) struct Piece {
     /// The parameter's number in registration order.
     pub(super) parameter: usize,
@@ -35,6 +36,7 @@ pub(super) struct Piece {
     pub(super) elements: usize,
     /// A view of the variable.
     pub(super) values: Tensor,
+    /// Empty if the rule needs the whole parameter: the state is then in that of [`Whole`](super::whole::Whole).
     pub(super) states: Vec<Tensor>,
 }
 
@@ -44,13 +46,15 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
     let mut group_of = HashMap::new();
     for (number, group) in groups.iter().enumerate() {
         rule::check(&group.options)?;
-        check_pieces(&group.options)?;
         for (name, var) in &group.parameters {
             if !all.iter().any(|(_, known)| known.id() == var.id()) {
                 let reason = "DistributedDataParallel does not average its gradient: give it its own optimizer";
                 return Err(Error::parameter(name, reason));
             }
             state_dtype_of::<R>(name, var)?;
+            if let Some(reason) = group.options.refuses(var) {
+                return Err(Error::parameter(name, reason));
+            }
             if group_of.insert(var.id(), number).is_some() {
                 return Err(Error::parameter(name, "it is given twice, and would be updated twice"));
             }
@@ -68,17 +72,33 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
     trained.collect()
 }
 
-/// Refuses rules that need whole parameters.
-fn check_pieces<R: UpdateRule>(rule: &R) -> Result<()> {
-    if R::ELEMENTWISE || rule.fused().is_some() {
-        return Ok(());
+/// Whether `rule` updates pieces of parameters; another one needs whole parameters.
+pub(super) fn takes_pieces<R: UpdateRule>(rule: &R) -> bool {
+    R::ELEMENTWISE || rule.fused().is_some()
+}
+
+/// The elements of a parameter that are in rank `rank`'s part of the bucket, whose parts have `length` elements.
+pub(super) fn range(member: &Member, rank: usize, length: usize) -> Range<usize> {
+    let within = |at: usize| at.clamp(member.offset, member.offset + member.elements) - member.offset;
+    within(rank * length)..within((rank + 1) * length)
+}
+
+impl Piece {
+    /// The elements `range` of a parameter, with the initial state of `rule`, or without a state.
+    pub(super) fn new<R: UpdateRule>(
+        (parameter, trained): (usize, &Trained),
+        range: Range<usize>,
+        offset: usize,
+        rule: Option<&R>,
+    ) -> Result<Self> {
+        let Trained { name, var, flat, .. } = trained;
+        let (start, elements) = (range.start, range.len());
+        let dtype = state_dtype_of::<R>(name, var)?;
+        let names = rule.map_or(&[][..], R::states);
+        let states = names.iter().map(|_| Tensor::zeros(elements, dtype, flat.device()));
+        let states = states.collect::<candle_core::Result<_>>()?;
+        Ok(Self { parameter, start, offset, elements, values: flat.narrow(0, start, elements)?, states })
     }
-    let reason = format!(
-        "{name} must be an element-wise rule, since each rank updates pieces of parameters: set \
-         UpdateRule::ELEMENTWISE if it is, or use FusedOptimizer<{name}>",
-        name = R::NAME
-    );
-    Err(Error::invalid("options", reason))
 }
 
 impl OwnShard {
@@ -86,17 +106,13 @@ impl OwnShard {
         let length = shard.own.elem_count();
         let mut pieces = Vec::new();
         for member in &shard.members {
-            let Trained { name, var, flat, group, .. } = &parameters[member.parameter];
-            let from = (rank * length).max(member.offset);
-            let to = ((rank + 1) * length).min(member.offset + member.elements);
-            if from >= to {
+            let range = range(member, rank, length);
+            if range.is_empty() {
                 continue;
             }
-            let (start, elements) = (from - member.offset, to - from);
-            let values = flat.narrow(0, start, elements)?;
-            let states = zeros(&options[*group], elements, state_dtype_of::<R>(name, var)?, flat)?;
-            let (parameter, offset) = (member.parameter, from - rank * length);
-            pieces.push(Piece { parameter, start, offset, elements, values, states });
+            let (trained, offset) = (&parameters[member.parameter], member.offset + range.start - rank * length);
+            let rule = Some(&options[trained.group]).filter(|rule| takes_pieces(*rule));
+            pieces.push(Piece::new((member.parameter, trained), range, offset, rule)?);
         }
         Ok(Self { shard, pieces })
     }
@@ -105,10 +121,4 @@ impl OwnShard {
     pub(super) fn gradient(&self, piece: &Piece) -> Result<Tensor> {
         Ok(self.shard.own.narrow(0, piece.offset, piece.elements)?)
     }
-}
-
-/// The initial state of `rule` for a parameter of `dtype`.
-pub(super) fn zeros<R: UpdateRule>(rule: &R, elements: usize, dtype: DType, like: &Tensor) -> Result<Vec<Tensor>> {
-    let zeros = rule.states().iter().map(|_| Tensor::zeros(elements, dtype, like.device()));
-    Ok(zeros.collect::<candle_core::Result<_>>()?)
 }

@@ -3,6 +3,7 @@ mod checkpoint;
 mod join;
 mod layout;
 mod shards;
+mod whole;
 
 use super::clip::{self, NormType};
 use super::fused::number;
@@ -20,23 +21,26 @@ use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use layout::{OwnShard, Trained};
+use candle_core::{Shape, Tensor};
+use layout::{OwnShard, Piece, Trained};
 use std::path::Path;
 use std::sync::Arc;
+use whole::Whole;
 
 /// An optimizer that keeps each part of its state on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of
 /// ZeRO.
 ///
-/// `R` is the update rule: the options of one of this crate's optimizers, or a rule of your own that is element-wise
-/// ([`UpdateRule::ELEMENTWISE`]). For example, `ZeroRedundancyOptimizer<ParamsAdamW>` trains like
-/// [`AdamW`](super::AdamW), with `1 / world_size` of its state on each rank.
+/// `R` is the update rule: the options of one of this crate's optimizers, or a rule of your own. For example,
+/// `ZeroRedundancyOptimizer<ParamsAdamW>` trains like [`AdamW`](super::AdamW), with `1 / world_size` of its state on each rank. A rule
+/// that needs whole parameters, such as [`Muon`](super::Muon), has each of them and its state on one rank, its owner: the largest
+/// come first, each to the rank that has the fewest elements so far.
 ///
 /// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
 /// all-reducing it, during the backward pass: each rank gets the mean gradients of its part, and the `GradStore` that
 /// `backward` returns does **not** hold those of DDP's parameters. [`step`](Optimizer::step) updates this rank's part
-/// and all-gathers the parameters, one bucket while the next one is updated. When it returns, all variables are up to
+/// and all-gathers the parameters, one bucket while the next one is updated. (Before that, owners get the whole gradients of their
+/// parameters, and send away parts of the new values.) When it returns, all variables are up to
 /// date on all ranks. (Gathering does not continue into the next forward pass: candle cannot report when a variable is
 /// read, so a program that then saves its model would save half of it.)
 ///
@@ -75,6 +79,8 @@ pub struct ZeroRedundancyOptimizer<R> {
     parameters: Vec<Trained>,
     /// One for each bucket.
     shards: Vec<OwnShard>,
+    /// The parameters that are updated as a whole.
+    wholes: Vec<Whole>,
     staging: Arc<Staging>,
 }
 
@@ -82,9 +88,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// An optimizer with one set of options for all parameters whose gradients `ddp` averages. Every rank must call it.
     ///
     /// # Errors
-    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if the rule is not
-    /// element-wise, if `ddp` has a communication hook or another optimizer of this kind, if ranks give different
-    /// options, or if the rule needs norms and `ddp` has [virtual ranks](crate::InitOptions::virtual_ranks).
+    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if `ddp` has a
+    /// communication hook or another optimizer of this kind, if ranks give different options, or if the rule needs norms
+    /// and `ddp` has [virtual ranks](crate::InitOptions::virtual_ranks).
     pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
         let parameters = ddp.averaged_parameters();
         Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
@@ -116,8 +122,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
         let (shards, staging) = reducer.shard()?;
         let own = shards.into_iter().map(|shard| OwnShard::new(shard, process_group.rank(), &parameters, &options));
-        let shards = own.collect::<Result<_>>().inspect_err(|_| reducer.unshard())?;
-        Ok(Self { reducer, process_group, options, parameters, shards, staging })
+        let own = own.collect::<Result<Vec<_>>>();
+        let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, &process_group)?, own)));
+        let (wholes, shards) = own.inspect_err(|_| reducer.unshard())?;
+        Ok(Self { reducer, process_group, options, parameters, shards, wholes, staging })
     }
 
     /// Moves the optimizer to `ddp`, the model that was made anew with thawed parameters, and trains those in `group` as
@@ -158,6 +166,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let pending = pending.present;
         let needs_sums = self.options.iter().filter_map(R::fused).any(Fused::needs_sums);
         let sums = if needs_sums { self.sums(&pending, &scales)? } else { vec![Sums::default(); pending.len()] };
+        self.update_wholes(&pending, &scales)?;
         let mut in_flight: Option<Gathering> = None;
         for shard in &self.shards {
             let (numbers, parts) = self.parts(shard, &pending, &scales)?;
@@ -194,7 +203,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
     }
 
-    /// The updates of a shard, and the numbers of the parameters they belong to.
+    /// The updates of the pieces in a shard, and the numbers of the parameters they belong to.
     fn parts<'a>(
         &'a self,
         shard: &'a OwnShard,
@@ -203,18 +212,28 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     ) -> Result<(Vec<usize>, Vec<Part<'a, R>>)> {
         let (mut numbers, mut parts) = (Vec::new(), Vec::new());
         for piece in &shard.pieces {
-            let parameter = &self.parameters[piece.parameter];
-            if !pending[piece.parameter] {
-                continue;
+            let takes_pieces = layout::takes_pieces(self.options_of(piece.parameter));
+            if pending[piece.parameter] && takes_pieces {
+                numbers.push(piece.parameter);
+                parts.push(self.part(piece, shard.gradient(piece)?, None, scales)?);
             }
-            let moment = Moment { step: parameter.steps + 1, gradient_scale: scales[parameter.group] };
-            let gradient = shard.gradient(piece)?.to_dtype(piece.values.dtype())?;
-            let (rule, name) = (&self.options[parameter.group], &parameter.name);
-            let (parameter, shape, states) = (&piece.values, piece.values.shape(), &piece.states);
-            numbers.push(piece.parameter);
-            parts.push(Part { rule, name, moment, parameter, shape, gradient, states });
         }
         Ok((numbers, parts))
+    }
+
+    /// The update of a piece, whose shape is that of its values by default.
+    fn part<'a>(
+        &'a self,
+        piece: &'a Piece,
+        gradient: Tensor,
+        shape: Option<&'a Shape>,
+        scales: &[f64],
+    ) -> Result<Part<'a, R>> {
+        let Piece { values: parameter, states, .. } = piece;
+        let Trained { name, group, steps, .. } = &self.parameters[piece.parameter];
+        let moment = Moment { step: steps + 1, gradient_scale: scales[*group] };
+        let (rule, shape) = (&self.options[*group], shape.unwrap_or(parameter.shape()));
+        Ok(Part { rule, name, moment, parameter, shape, gradient: gradient.to_dtype(parameter.dtype())?, states })
     }
 
     /// The factor for the gradients of each group.
@@ -271,7 +290,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// The size in bytes of the optimizer state on this rank.
     pub fn state_bytes(&self) -> usize {
         let bytes = |state: &Tensor| state.elem_count() * state.dtype().size_in_bytes();
-        self.shards.iter().flat_map(|shard| &shard.pieces).flat_map(|piece| &piece.states).map(bytes).sum()
+        self.pieces().flat_map(|piece| &piece.states).map(bytes).sum()
+    }
+
+    /// This rank's pieces in the order of buckets, followed by the parameters that it owns.
+    fn pieces(&self) -> impl Iterator<Item = &Piece> {
+        let owned = self.wholes.iter().filter_map(|whole| whole.own.as_ref());
+        self.shards.iter().flat_map(|own| &own.pieces).chain(owned)
     }
 }
 
