@@ -2,6 +2,7 @@
 mod checkpoint;
 mod join;
 mod layout;
+mod owners;
 mod shards;
 mod whole;
 

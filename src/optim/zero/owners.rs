@@ -1,0 +1,59 @@
+//! What owners of whole parameters exchange with the other ranks.
+use super::ZeroRedundancyOptimizer;
+use super::layout::Piece;
+use super::whole::{Moved, Way, Whole, exchange};
+use crate::Result;
+use crate::optim::kernel::Sums;
+use crate::optim::rule::UpdateRule;
+use crate::optim::update;
+use candle_core::Tensor;
+
+impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
+    /// Lets the owners update their parameters, if these are `pending`, and brings the new values to the ranks that have pieces.
+    pub(super) fn update_wholes(&self, pending: &[bool], scales: &[f64]) -> Result<()> {
+        let present = || self.wholes.iter().filter(|whole| pending[whole.parameter]);
+        let gradient = |whole| {
+            let Whole { shard, own, .. }: &Whole = whole;
+            let gradients = &self.shards[*shard].shard.own;
+            let zeros = |own: &Piece| Tensor::zeros(own.elements, gradients.dtype(), gradients.device());
+            let tensor = own.as_ref().map(zeros).transpose()?;
+            let part = self.piece(whole).map(|piece| self.shards[*shard].gradient(piece)).transpose()?;
+            Ok(Moved { whole, tensor, part })
+        };
+        let gradients = present().map(gradient).collect::<Result<Vec<_>>>()?;
+        exchange(&gradients, Way::ToOwners, &self.process_group)?;
+        let mut parts = Vec::new();
+        for Moved { whole, tensor, .. } in gradients {
+            let (Some(own), Some(gradient)) = (&whole.own, tensor) else { continue };
+            let shape = self.parameters[whole.parameter].var.shape();
+            parts.push(self.part(own, gradient, Some(shape), scales)?);
+        }
+        update::update(&parts, &vec![Sums::default(); parts.len()])?;
+        drop(parts);
+        let values = present().map(|whole| match &whole.own {
+            // Its piece is a view of the same variable.
+            Some(own) => Moved { whole, tensor: Some(own.values.clone()), part: None },
+            None => Moved { whole, tensor: None, part: self.piece(whole).map(|piece| piece.values.clone()) },
+        });
+        exchange(&values.collect::<Vec<_>>(), Way::FromOwners, &self.process_group)
+    }
+
+    /// Copies the states `name` of parameters in the shard `number`, if they have owners, to their places in each rank's `part` of
+    /// the bucket.
+    pub(super) fn spread_states(&self, number: usize, name: &str, part: &Tensor) -> Result<()> {
+        let has = |whole: &&Whole| whole.shard == number && self.options_of(whole.parameter).states().contains(&name);
+        let state = |whole| {
+            let Whole { parameter, own, .. }: &Whole = whole;
+            let tensor = own.as_ref().and_then(|own| self.state(*parameter, name, &own.states).cloned());
+            let part = self.piece(whole).map(|piece| part.narrow(0, piece.offset, piece.elements)).transpose()?;
+            Ok(Moved { whole, tensor, part })
+        };
+        let states = self.wholes.iter().filter(has).map(state).collect::<Result<Vec<_>>>()?;
+        exchange(&states, Way::FromOwners, &self.process_group)
+    }
+
+    /// This rank's piece of a parameter that has an owner.
+    fn piece(&self, whole: &Whole) -> Option<&Piece> {
+        self.shards[whole.shard].pieces.iter().find(|piece| piece.parameter == whole.parameter)
+    }
+}
