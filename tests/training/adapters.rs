@@ -1,35 +1,11 @@
-//! The advice of docs/migrating.md on LoRA and on layers that each rank has for itself.
+//! The advice of docs/migrating.md on layers that each rank has for itself.
 use crate::common::{floats, ranks, tensor};
-use candle_core::{Module, Tensor, Var};
+use candle_core::{Module, Var};
 use candle_ddp::nn::linear;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Role};
-use candle_nn::{Init, VarBuilder, VarMap};
+use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
-
-/// A linear layer with an adapter of rank 2.
-struct Lora {
-    base: candle_ddp::nn::Linear,
-    down: Tensor,
-    up: Tensor,
-}
-
-impl Lora {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        let down = vb.get_with_hints((2, 4), "lora.down", Init::Randn { mean: 0., stdev: 0.5 })?;
-        Ok(Self {
-            base: linear(4, 3, vb.pp("base"))?,
-            down,
-            up: vb.get_with_hints((3, 2), "lora.up", Init::Const(0.))?,
-        })
-    }
-}
-
-impl Module for Lora {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.base.forward(x)? + x.matmul(&self.down.t()?)?.matmul(&self.up.t()?)?
-    }
-}
 
 fn options(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
     DdpOptions { role: Arc::new(role), ..Default::default() }
@@ -37,35 +13,6 @@ fn options(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
 
 fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
-}
-
-#[test]
-fn only_an_adapter_is_trained_and_can_be_merged() {
-    let trained = ranks(2, |pg| {
-        let varmap = VarMap::new();
-        let role = |name: &str| if name.starts_with("lora.") { Role::Parameter } else { Role::Frozen };
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, Lora::new, options(role))?;
-        let names: Vec<String> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
-        assert_eq!(names, ["lora.down", "lora.up"]);
-        let base = floats(&var(&varmap, "base.weight"));
-        let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.1, ..Default::default() })?;
-        for step in 0..3 {
-            let x = tensor(&[5, 4], 10 * step + pg.rank() as u64);
-            optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
-        }
-        assert_eq!(floats(&var(&varmap, "base.weight")), base);
-        // The adapter's product is added to the frozen weight.
-        let x = tensor(&[5, 4], 99);
-        let adapted = ddp.forward(&x)?;
-        let (weight, up) = (var(&varmap, "base.weight"), var(&varmap, "lora.up"));
-        weight.set(&(weight.as_tensor() + up.matmul(var(&varmap, "lora.down").as_tensor())?)?.detach())?;
-        up.set(&up.zeros_like()?)?;
-        let difference = (ddp.forward(&x)? - adapted)?.abs()?.max_all()?.to_scalar::<f32>()?;
-        assert!(difference < 1e-5, "{difference}");
-        Ok((floats(&var(&varmap, "lora.down")), floats(&weight)))
-    });
-    let trained = trained.unwrap();
-    assert_eq!(trained[0], trained[1]);
 }
 
 /// Each rank has its own expert, behind a layer that all share.

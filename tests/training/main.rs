@@ -47,6 +47,7 @@ mod join;
 mod loader;
 mod loader_epochs;
 mod loader_state;
+mod lora;
 mod messages;
 mod metrics;
 mod nn_checkpoint;

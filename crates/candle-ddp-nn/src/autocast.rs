@@ -216,6 +216,11 @@ fn is_cast(x: &Tensor) -> bool {
     matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
+/// `x` in the dtype that a sum with it needs.
+pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    cast(x, dtype, None)
+}
+
 /// `x` in another dtype, in the same memory format. The gradient has the dtype of `x`.
 fn cast(x: &Tensor, dtype: DType, region: Option<Weak<Region>>) -> Result<Tensor> {
     if x.dtype() == dtype {

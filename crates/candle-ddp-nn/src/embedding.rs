@@ -1,7 +1,9 @@
 //! Embeddings with a fast backward pass.
 mod cuda;
 
-use crate::view::reshape;
+use crate::linear::Linear;
+use crate::lora::adapter::{self, Adapter};
+use crate::view::{reshape, transpose};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
@@ -63,6 +65,9 @@ impl Embedding {
 impl Module for Embedding {
     fn forward(&self, indices: &Tensor) -> Result<Tensor> {
         let table = &self.embeddings;
+        if let Some(adapter) = adapter::of(table) {
+            return adapted(&adapter, indices, self.hidden_size);
+        }
         let (count, size) = table.dims2()?;
         if size != self.hidden_size {
             let reason = format!(
@@ -96,6 +101,15 @@ impl Module for Embedding {
         let indices = indices.into_iter().map(index).collect::<Result<Vec<_>>>()?;
         reshape(&op1(&table.contiguous()?, Lookup { indices, size })?, shape)
     }
+}
+
+/// The layer whose table has this adapter.
+fn adapted(adapter: &Adapter, indices: &Tensor, size: usize) -> Result<Tensor> {
+    let y = Embedding::new(adapter.base().clone(), size).forward(indices)?;
+    let [down, up] = adapter.matrices()?;
+    let rank = up.dim(1)?;
+    let narrow = adapter.scaled(&Embedding::new(up, rank).forward(indices)?)?;
+    adapter::sum(&y, &Linear::new(transpose(&down, 0, 1)?, None).forward(&narrow)?)
 }
 
 /// An [`Embedding`] of `in_size` vectors of length `out_size`.

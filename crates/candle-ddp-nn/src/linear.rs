@@ -7,6 +7,7 @@ pub(crate) use uneven::is_uneven;
 
 use super::autocast::Casts;
 use super::gemm::{self, Strides, threads};
+use super::lora::adapter::{self, Adapter};
 use candle_core::{D, DType, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
 use candle_ddp_tensor::column_sums::column_sums;
@@ -93,6 +94,9 @@ impl Module for Linear {
     /// floating-point.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Self { weight, bias } = self;
+        if let Some(adapter) = adapter::of(weight) {
+            return adapted(&adapter, x, bias.as_ref());
+        }
         let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
             return multiply(x, (weight, weight.dtype()), bias.as_ref());
         };
@@ -100,6 +104,16 @@ impl Module for Linear {
         let y = multiply(&casts.input(x)?, (&casts.packed(weight)?, casts.dtype_of(weight)), bias.as_ref())?;
         casts.result(y, x)
     }
+}
+
+/// The layer whose weight has this adapter: its gradient is that of two narrow products.
+pub(crate) fn adapted(adapter: &Adapter, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let y = Linear::new(adapter.base().clone(), bias.cloned()).forward(x)?;
+    let delta = adapter.multiplied(x, |x| {
+        let [down, up] = adapter.matrices()?;
+        Linear::new(up, None).forward(&adapter.scaled(&Linear::new(down, None).forward(x)?)?)
+    })?;
+    adapter::sum(&y, &delta)
 }
 
 /// x · Wᵀ + b, with the weight and the dtype that it is rounded to.

@@ -4,9 +4,11 @@ mod cuda;
 mod head;
 
 use crate::autocast::Casts;
-use crate::cross_entropy::{CrossEntropyOptions, check};
+use crate::cross_entropy::{CrossEntropyOptions, check, cross_entropy_with};
 use crate::linear;
-use candle_core::{DType, Result, Tensor};
+use crate::lora::adapter;
+use crate::view::reshape;
+use candle_core::{D, DType, Result, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::error::describe;
 use head::Head;
@@ -66,6 +68,11 @@ pub fn linear_cross_entropy_with(
     targets: &Tensor,
     options: LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
+    if let Some(adapter) = adapter::of(weight) {
+        let logits = linear::adapted(&adapter, x, bias)?;
+        let classes = logits.dim(D::Minus1)?;
+        return cross_entropy_with(&reshape(&logits, ((), classes))?, &targets.flatten_all()?, options.cross_entropy);
+    }
     let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
         return with_head(x, (weight, weight.dtype()), bias, targets, options);
     };

@@ -12,6 +12,7 @@ mod tile;
 mod winograd;
 
 use crate::BatchNorm;
+use crate::lora::adapter::{self, Adapter};
 use candle_core::{Module, Result, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::function::argument;
@@ -61,7 +62,11 @@ macro_rules! layer {
             /// Returns an error for an input of another rank, dtype or device than the weight, with another number of
             /// channels, or smaller than the kernel, and for a config that does not fit the weight.
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
-                convolution($name, x, &self.weight, self.bias.as_ref(), Self::settings(&self.config))
+                let (bias, settings) = (self.bias.as_ref(), Self::settings(&self.config));
+                match adapter::of(&self.weight) {
+                    Some(adapter) => adapted(&adapter, $name, x, bias, settings),
+                    None => convolution($name, x, &self.weight, bias, settings),
+                }
             }
         }
     };
@@ -195,12 +200,34 @@ layer!(
     }
 );
 
+/// The convolution whose weight has this adapter: one of few channels, and a pointwise one.
+fn adapted(
+    adapter: &Adapter,
+    name: &'static str,
+    x: &Tensor,
+    bias: Option<&Tensor>,
+    settings: Settings,
+) -> Result<Tensor> {
+    if settings.transposed || settings.groups != 1 {
+        return Err(adapter.unsupported("a convolution that is transposed or has groups"));
+    }
+    let y = convolution(name, x, adapter.base(), bias, settings)?;
+    let delta = adapter.multiplied(x, |x| {
+        let [down, up] = adapter.matrices()?;
+        let pointwise =
+            Settings { stride: 1, padding: 0, output_padding: 0, dilation: 1, groups: 1, transposed: false };
+        convolution(name, &adapter.scaled(&convolution(name, x, &down, None, settings)?)?, &up, None, pointwise)
+    })?;
+    adapter::sum(&y, &delta)
+}
+
 impl Conv2d {
     /// This convolution followed by `norm` in evaluation, as one convolution.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], carried by candle's error, for a batch normalisation without parameters.
     pub fn absorb_bn(&self, norm: &BatchNorm) -> Result<Self> {
+        adapter::refuse(&self.weight, "absorb_bn")?;
         let Some((scale, shift)) = norm.weight_and_bias() else {
             return Err(Error::invalid(
                 "the batch normalisation that a convolution absorbs",

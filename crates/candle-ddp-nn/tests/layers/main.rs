@@ -6,6 +6,7 @@ mod candle_gradients;
 mod conv;
 mod dropout;
 mod functions;
+mod lora;
 mod loss;
 mod norms;
 mod pool;
