@@ -14,7 +14,7 @@
 //!   avoid.
 //!
 //! With `ZeroRedundancyOptimizer` instead of AdamW on `W` ranks, each rank holds `2·P/W` bytes of state between steps
-//! instead of `2·P` (the formula), and its shards of up to two buckets for data in flight.
+//! instead of `2·P`, and `P/W` for gradients instead of `P` (the formula), and up to two buckets.
 //!
 //! Bytes are counted in the allocator, so they are exact, whatever memory the allocator retains.
 use candle_core::{Device, Tensor};
@@ -158,9 +158,9 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
     let (spread, _) = train(true)?;
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     let (name, plain, spread) = (model.name, mib(plain), mib(spread));
-    let formula = mib(bytes) * (2.0 / world_size as f64 - 2.0);
+    let formula = mib(bytes) * 3.0 * (1.0 / world_size as f64 - 1.0);
     println!(
-        "| {name}: ZeRO-1, a rank of {world_size} | {:.2} | {plain:.2} (DDP) | {spread:.2} | {:.2} | {formula:.2} |",
+        "| {name}: ZeRO-2, a rank of {world_size} | {:.2} | {plain:.2} (DDP) | {spread:.2} | {:.2} | {formula:.2} |",
         mib(bytes),
         spread - plain
     );

@@ -39,7 +39,7 @@ use std::process::ExitCode;
 use text::Text;
 use vocabulary::Vocabulary;
 
-/// Train a small GPT on a text with DistributedDataParallel, ZeRO-1, gradient clipping and a cosine schedule.
+/// Train a small GPT on a text with DistributedDataParallel, ZeRO-2, gradient clipping and a cosine schedule.
 #[derive(Parser)]
 struct Options {
     /// A text file, or a folder with .md files. [default: the documentation of candle-ddp]
@@ -60,7 +60,7 @@ struct Options {
     /// The L2 norm to which the gradients are clipped.
     #[arg(long, default_value_t = 1.)]
     clip: f64,
-    /// Shard the optimizer state over the ranks (ZeRO-1).
+    /// Shard the optimizer state over the ranks (ZeRO-2).
     #[arg(long, default_value_t = true, action = ArgAction::Set)]
     zero: bool,
     /// The number of characters that the model sees.

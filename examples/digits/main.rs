@@ -45,7 +45,7 @@ pub(crate) struct Options {
     /// The communication hook for the gradients.
     #[arg(long, value_enum, default_value_t = Hook::None)]
     comm_hook: Hook,
-    /// Shard the optimizer state over the ranks (ZeRO-1).
+    /// Shard the optimizer state over the ranks (ZeRO-2).
     #[arg(long, conflicts_with = "comm_hook")]
     zero: bool,
     /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.

@@ -138,9 +138,24 @@ struct CountRoom {
     sent: Tensor,
 }
 
+/// The lengths of a bucket's parts, in elements.
+struct Lengths {
+    gradients: usize,
+    flags: usize,
+    with_flags: usize,
+    for_count: usize,
+    with_count: usize,
+    /// Of the gradients, with what makes them divisible by the number of ranks.
+    in_parts: usize,
+}
+
 /// A flat tensor with the gradients of some parameters, followed by the used flags: one element per parameter, which
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
+    /// The memory of this sum, the flags and the count; None between uses under ZeRO, where all buckets share some memory.
+    storage: Option<Tensor>,
+    lengths: Lengths,
+    shapes: Vec<Shape>,
     pub(super) tensor: Tensor,
     pub(super) members: Vec<usize>,
     /// The gradients, as views of the same storage.
@@ -175,35 +190,74 @@ impl Bucket {
     ) -> Result<Self> {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
-        let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
+        let shapes: Vec<Shape> = members.iter().map(|index| parameters[*index].shape.clone()).collect();
+        let gradients: usize = shapes.iter().map(Shape::elem_count).sum();
         let flags = members.len() + if number == 0 { 2 } else { 0 };
         let align = |count: usize| if device.is_cuda() { aligned(count, dtype, world_size) } else { count };
-        let (with_flags, in_parts) = (align(elements + flags), elements.next_multiple_of(world_size));
+        let with_flags = align(gradients + flags);
         let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
-        let with_count = align(with_flags + for_count);
-        let storage = Tensor::zeros(with_count.max(in_parts), dtype, device)?;
-        let tensor = storage.narrow(0, 0, with_flags)?;
-        let shapes = members.iter().map(|index| &parameters[*index].shape);
-        let sum = Sum::new(&storage, elements, in_parts, shapes)?;
-        let count = (number == 0).then(|| -> Result<_> {
-            let slots = storage.narrow(0, with_flags, for_count)?;
-            Ok(CountRoom { slots, sent: storage.narrow(0, 0, with_count)? })
-        });
-        Ok(Self {
-            sum,
+        let (with_count, in_parts) = (align(with_flags + for_count), gradients.next_multiple_of(world_size));
+        let usual_flags = flag_tensor((0..flags).map(|flag| flag < members.len()), world_size, dtype, device)?;
+        let none = usual_flags.narrow(0, 0, 0)?;
+        let mut bucket = Self {
+            storage: None,
+            lengths: Lengths { gradients, flags, with_flags, for_count, with_count, in_parts },
+            shapes,
+            sum: Sum::none(&none),
             stack: Vec::new(),
             is_exact: members.iter().all(|index| is_exact(parameters[*index].arrives_as, dtype)),
-            count: count.transpose()?,
-            flags: tensor.narrow(0, elements, flags)?,
-            usual_flags: flag_tensor((0..flags).map(|flag| flag < members.len()), world_size, dtype, device)?,
+            count: None,
+            flags: none.clone(),
+            usual_flags,
             arrived: vec![false; members.len()],
             missing: members.len(),
             arrivals: Vec::new(),
             work: None,
             label: label(parameters, number, &members),
-            tensor,
+            tensor: none,
             members,
-        })
+        };
+        bucket.fill()?;
+        Ok(bucket)
+    }
+
+    /// The elements of the memory that it needs.
+    pub(super) fn length(&self) -> usize {
+        self.lengths.with_count.max(self.lengths.in_parts)
+    }
+
+    pub(super) fn is_vacant(&self) -> bool {
+        self.storage.is_none()
+    }
+
+    /// Gives it new memory, if it has none.
+    pub(super) fn fill(&mut self) -> Result<()> {
+        match self.is_vacant() {
+            true => self.occupy(Tensor::zeros(self.length(), self.tensor.dtype(), self.tensor.device())?),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives it the memory `storage`, of at least its [`length`](Self::length), which may have any contents.
+    pub(super) fn occupy(&mut self, storage: Tensor) -> Result<()> {
+        let Lengths { gradients, flags, with_flags, for_count, with_count, in_parts } = self.lengths;
+        let sum = Sum::new(&storage, gradients, in_parts, &self.shapes)?;
+        let tensor = storage.narrow(0, 0, with_flags)?;
+        if for_count > 0 {
+            let slots = storage.narrow(0, with_flags, for_count)?;
+            self.count = Some(CountRoom { slots, sent: storage.narrow(0, 0, with_count)? });
+        }
+        self.flags = tensor.narrow(0, gradients, flags)?;
+        (self.sum, self.tensor, self.storage) = (sum, tensor, Some(storage));
+        Ok(())
+    }
+
+    /// Takes its memory away, if it has any.
+    pub(super) fn vacate(&mut self) -> Result<Option<Tensor>> {
+        let none = self.usual_flags.narrow(0, 0, 0)?;
+        self.sum = Sum::none(&none);
+        (self.count, self.flags, self.tensor) = (None, none.clone(), none);
+        Ok(self.storage.take())
     }
 
     /// The sum at `depth` of the stack; the lowest is the bucket itself.
@@ -283,6 +337,9 @@ impl Bucket {
     /// otherwise views of one converted copy.
     pub(super) fn converted(&self, parameters: &[ParameterInfo], factor: f64) -> Result<Vec<Tensor>> {
         let dtype = parameters[self.members[0]].leaves_as;
+        if self.is_vacant() {
+            return Ok(Vec::new());
+        }
         if dtype == self.tensor.dtype() {
             copy::scale(&self.sum.flat, factor)?;
             return Ok(self.sum.gradients.clone());

@@ -53,7 +53,7 @@ pub use model::DistributedModel;
 pub use non_finite::OnNonFinite;
 pub use options::{DdpOptions, Role, Unused};
 pub(crate) use reducer::Reducer;
-pub(crate) use reduction::shard::{Member, PendingGradients, Shard, Staged, Staging};
+pub(crate) use reduction::shard::{BucketMemory, Member, PendingGradients, Shard};
 pub use replica_check::ReplicaCheck;
 
 #[cfg(doc)]

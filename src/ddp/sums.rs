@@ -36,6 +36,11 @@ impl Sum {
         Ok(Self { flat, parts, gradients })
     }
 
+    /// Without gradients; `none` has no elements.
+    pub(super) fn none(none: &Tensor) -> Self {
+        Self { flat: none.clone(), parts: none.clone(), gradients: Vec::new() }
+    }
+
     /// The same in its own memory.
     pub(super) fn another(&self) -> Result<Self> {
         let storage = self.parts.zeros_like()?;

@@ -10,7 +10,10 @@ use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether a group has had a [companion](ProcessGroup::companion).
+static HAS_COMPANIONS: AtomicBool = AtomicBool::new(false);
 
 impl ProcessGroup {
     /// Creates a group of some of this group's ranks. Rank `i` of the new group is rank `ranks[i]` of this one.
@@ -70,11 +73,17 @@ impl ProcessGroup {
     /// same order. All layers share it. The first call creates it and waits for all other ranks; it ends with this
     /// group.
     pub(crate) fn companion(&self) -> Result<Self> {
+        HAS_COMPANIONS.store(true, Ordering::Relaxed);
         let mut companion = lock(&self.0.companion);
         if let Some(companion) = &*companion {
             return Ok(companion.clone());
         }
         Ok(companion.insert(self.duplicate("companion", self.0.place.part())?.listed()).clone())
+    }
+
+    /// Whether a group of this process has had a companion: a backward pass may then wait for other ranks.
+    pub(crate) fn has_companions() -> bool {
+        HAS_COMPANIONS.load(Ordering::Relaxed)
     }
 
     /// A second group of the same ranks over the same engine, whose keys have the given `prefix`.

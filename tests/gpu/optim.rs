@@ -179,7 +179,7 @@ pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// ZeRO-1 gives the same results as the unsharded optimizer.
+/// ZeRO-2 gives the same results as the unsharded optimizer.
 pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
     fn net(vb: VarBuilder) -> candle_core::Result<[Linear; 2]> {
         Ok([linear(30, 100, vb.pp("a"))?, linear(100, 3, vb.pp("b"))?])

@@ -84,4 +84,5 @@ mod with_grad;
 mod without_samples;
 mod zero;
 mod zero_and_plain;
+mod zero_buckets;
 mod zero_muon;

@@ -1,4 +1,4 @@
-//! ZeRO-1 with ranks as threads, compared with the same optimizer on one rank.
+//! ZeRO-2 with ranks as threads, compared with the same optimizer on one rank.
 use crate::common::{assert_close, filled, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};

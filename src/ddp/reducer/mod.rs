@@ -149,6 +149,10 @@ impl Reducer {
             {
                 state.renew_buckets(self.world_size())?;
             }
+            if !matches!(state.reduction, Reduction::Shard(_)) {
+                // They may have lost it to an optimizer that is gone.
+                state.buckets.iter_mut().try_for_each(Bucket::fill)?;
+            }
             if let Some(leaf) = part.leaf {
                 state.buckets.iter_mut().try_for_each(|bucket| bucket.make_room(leaf))?;
             }
@@ -166,6 +170,7 @@ impl Reducer {
         let mut state = self.close();
         state.clear_accumulated();
         state.reduction.discard();
+        state.free_buckets();
     }
 
     /// Discards all gradients that no step has used.
@@ -244,6 +249,7 @@ impl Reducer {
                           pass through this parameter: to recompute activations, use candle_ddp::nn::checkpoint";
             return Err(Error::parameter(&parameter.name, reason));
         }
+        state.make_place(bucket, self.trace())?;
         let write = match part.leaf {
             Some(leaf) => state.buckets[bucket].write(leaf),
             None => {
@@ -283,7 +289,7 @@ impl Reducer {
         let message = self.message(part, state);
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
         let group = self.groups.of(bucket.tensor.device());
-        bucket.label.during(|| reduction.launch(number, bucket, used, message, group, self.trace()))?;
+        bucket.label.during(|| reduction.launch(number, bucket, used, message, group))?;
         part.next += 1;
         Ok(())
     }
@@ -412,6 +418,7 @@ impl Reducer {
     /// Completes the next bucket, for which some gradients are missing, and sends it.
     fn complete(&self, part: &mut Part, state: &mut State) -> Result<()> {
         let scale = state.reduction.scale(part.active.divisor());
+        state.make_place(part.next, self.trace())?;
         let bucket = &mut state.buckets[part.next];
         bucket.flush()?;
         for (slot, &index) in bucket.members.iter().enumerate() {

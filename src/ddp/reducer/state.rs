@@ -4,6 +4,7 @@ use crate::ddp::non_finite::{Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::usage::Usage;
 use crate::tensor::finite::{any_non_finite, non_finite};
+use crate::trace::Trace;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -88,6 +89,24 @@ impl State {
         // Also if memory for some of them was missing.
         self.reduction.set_buckets(&self.buckets, &self.parameters)?;
         renewed
+    }
+
+    /// Gives the bucket `number` memory, if it has none.
+    pub(super) fn make_place(&mut self, number: usize, trace: Option<&Trace>) -> Result<()> {
+        match &mut self.reduction {
+            Reduction::Shard(shard) if self.buckets[number].is_vacant() => {
+                shard.occupy(&mut self.buckets, number, trace)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Frees the memory of buckets whose shards have their own.
+    pub(super) fn free_buckets(&mut self) {
+        if matches!(&self.reduction, Reduction::Shard(shard) if shard.tree().is_none()) {
+            // If one could not be freed, it would be used again.
+            self.buckets.iter_mut().for_each(|bucket| drop(bucket.vacate()));
+        }
     }
 
     /// The contents of the buckets times `factor` for each of the `present` parameters, in registration order.

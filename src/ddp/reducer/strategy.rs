@@ -1,10 +1,11 @@
 //! Selects the reduction strategy: a communication hook, or the shards of a ZeroRedundancyOptimizer.
 use super::Reducer;
 use super::state::Rebuild;
+use crate::ddp::bucket::Bucket;
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::reduction::hook::{HookReduction, RunningHook};
-use crate::ddp::reduction::shard::{PendingGradients, Shard, ShardReduction, Staging};
+use crate::ddp::reduction::shard::{BucketMemory, PendingGradients, Shard, ShardReduction};
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -35,6 +36,8 @@ impl Reducer {
     pub(crate) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let mut state = self.lock();
         let state = &mut *state;
+        // They may have lost it to an optimizer that is gone.
+        state.buckets.iter_mut().try_for_each(Bucket::fill)?;
         let reduction = HookReduction::new(hook);
         if reduction.is_local() {
             // A local hook sends nothing, so the ranks cannot agree on an order, and rank 0's need not suit the others.
@@ -88,14 +91,16 @@ impl Reducer {
 
     /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the layout of the
     /// buckets is final.
-    pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<Staging>)> {
+    pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<BucketMemory>)> {
         self.check_shard()?;
         let mut state = self.lock();
         if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
             state.rebuild_buckets(&order, self.world_size())?;
         }
-        let shards =
-            state.buckets.iter().map(|bucket| Shard::new(bucket, self.groups.main())).collect::<Result<_>>()?;
+        state.buckets.iter_mut().try_for_each(Bucket::fill)?;
+        let keeps_buckets = matches!(state.reduction, Reduction::Tree(_));
+        let shard = |bucket| Shard::new(bucket, self.groups.main(), keeps_buckets);
+        let shards = state.buckets.iter().map(shard).collect::<Result<_>>()?;
         let tree = match std::mem::take(&mut state.reduction) {
             Reduction::Tree(tree) => Some(tree),
             _ => None,
@@ -103,6 +108,7 @@ impl Reducer {
         let reduction = ShardReduction::new(self.groups.main().rank(), shards, tree);
         let shards = reduction.shards();
         state.reduction = Reduction::Shard(reduction);
+        state.free_buckets();
         Ok(shards)
     }
 

@@ -22,7 +22,7 @@ pub(super) enum Reduction {
     AllReduce,
     /// A communication hook gets the gradients of each bucket; the used flags of all buckets are sent separately.
     Hook(HookReduction),
-    /// Each rank gets its part of each bucket (ZeRO-1).
+    /// Each rank gets its part of each bucket (ZeRO).
     Shard(ShardReduction),
     /// Gradients are added along the tree over the micro-batches (virtual ranks).
     Tree(TreeReduction),
@@ -113,7 +113,6 @@ impl Reduction {
         used: Option<&[bool]>,
         message: Message,
         group: &ProcessGroup,
-        trace: Option<&Trace>,
     ) -> Result<()> {
         match self {
             Self::AllReduce => {
@@ -122,7 +121,7 @@ impl Reduction {
                 Ok(())
             }
             Self::Hook(hook) => hook.launch(number, group),
-            Self::Shard(shard) => shard.launch(number, bucket, group, trace),
+            Self::Shard(shard) => shard.launch(number, bucket, group),
             Self::Tree(tree) => tree.launch(number, bucket, group),
         }
     }
@@ -131,7 +130,7 @@ impl Reduction {
     /// Returns which any rank used, and the ranks' messages, unless the buckets themselves tell.
     pub(super) fn finish(
         &mut self,
-        buckets: &[Bucket],
+        buckets: &mut [Bucket],
         used: &[bool],
         message: Message,
         groups: &Groups,

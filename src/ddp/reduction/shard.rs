@@ -1,4 +1,4 @@
-//! Reduction under ZeRO-1: each rank gets only the mean of its own part of each bucket.
+//! Reduction under ZeRO: each rank gets only the mean of its own part of each bucket, whose memory is then free for another one.
 use super::tree::TreeReduction;
 use crate::backend::Work;
 use crate::ddp::bucket::{Bucket, Message, ParameterInfo};
@@ -19,10 +19,9 @@ use std::sync::{Arc, Mutex};
 /// A rank's view of one bucket, which is split into as many equal parts as there are ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct Shard {
-    /// All parts; the last may extend slightly beyond the gradients. Between two backward passes, this memory is free
-    /// for other use.
-    pub(crate) whole: Tensor,
-    /// This rank's part of `whole`: after a backward pass, the mean over the ranks.
+    /// The elements of all parts; the last may extend slightly beyond the gradients.
+    pub(crate) length: usize,
+    /// This rank's part: after a backward pass, the mean over the ranks.
     pub(crate) own: Tensor,
     /// The parameters in the bucket with their positions in elements, contiguous from 0 on.
     pub(crate) members: Vec<Member>,
@@ -38,10 +37,14 @@ pub(crate) struct Member {
 }
 
 impl Shard {
-    pub(in crate::ddp) fn new(bucket: &Bucket, group: &ProcessGroup) -> Result<Self> {
-        let whole = bucket.sum.parts.clone();
-        let elements = whole.elem_count() / group.world_size();
-        let own = whole.narrow(0, group.rank() * elements, elements)?;
+    /// The shard of a bucket that has memory. It is a part of that memory if `keeps_bucket`.
+    pub(in crate::ddp) fn new(bucket: &Bucket, group: &ProcessGroup, keeps_bucket: bool) -> Result<Self> {
+        let whole = &bucket.sum.parts;
+        let (length, elements) = (whole.elem_count(), whole.elem_count() / group.world_size());
+        let own = match keeps_bucket {
+            true => whole.narrow(0, group.rank() * elements, elements)?,
+            false => Tensor::zeros(elements, whole.dtype(), whole.device())?,
+        };
         let mut offset = 0;
         let mut members = Vec::with_capacity(bucket.members.len());
         for (&parameter, gradient) in bucket.members.iter().zip(&bucket.sum.gradients) {
@@ -49,7 +52,7 @@ impl Shard {
             members.push(Member { parameter, offset, elements });
             offset += elements;
         }
-        Ok(Self { whole, own, members })
+        Ok(Self { length, own, members })
     }
 
     /// This rank's part without what lies beyond the gradients.
@@ -69,48 +72,44 @@ pub(crate) struct PendingGradients {
     pub(crate) scale: f64,
 }
 
-/// Memory for this rank's part of a bucket in flight: a collective cannot read and write the same storage.
+/// Memory for whole buckets, which takes turns between those of a backward pass, and then between those of a step.
 #[derive(Debug, Default)]
-pub(crate) struct Staging(Mutex<Vec<Tensor>>);
+pub(crate) struct BucketMemory(Mutex<Vec<Tensor>>);
 
-/// A part of a bucket in its own memory.
-pub(crate) struct Staged {
-    pub(crate) part: Tensor,
-    storage: Tensor,
-}
-
-impl Staging {
+impl BucketMemory {
     /// Number of tensors kept for reuse.
     const KEPT: usize = 2;
 
-    pub(crate) fn take(&self, elements: usize, dtype: DType, device: &Device) -> Result<Staged> {
+    /// A flat tensor of at least so many elements.
+    pub(crate) fn take(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
         let mut free = lock(&self.0);
         let fits = |storage: &Tensor| storage.dtype() == dtype && storage.elem_count() >= elements;
         // The smallest that is large enough; they are sorted by size, the largest first.
-        let storage = match free.iter().rposition(fits) {
-            Some(index) => free.remove(index),
-            None => Tensor::zeros(elements, dtype, device)?,
-        };
-        Ok(Staged { part: storage.narrow(0, 0, elements)?, storage })
+        if let Some(index) = free.iter().rposition(fits) {
+            return Ok(free.remove(index));
+        }
+        // A larger one takes the place of one that is too small.
+        free.pop();
+        Ok(Tensor::zeros(elements, dtype, device)?)
     }
 
-    pub(crate) fn give_back(&self, staged: Staged) {
+    pub(crate) fn give_back(&self, storage: Tensor) {
         let mut free = lock(&self.0);
-        free.push(staged.storage);
+        free.push(storage);
         free.sort_by_key(|storage| std::cmp::Reverse(storage.elem_count()));
         free.truncate(Self::KEPT);
     }
 }
 
-/// Reduction of buckets under ZeRO-1.
+/// Reduction of buckets under ZeRO.
 pub(crate) struct ShardReduction {
     rank: usize,
     shards: Vec<Shard>,
-    staging: Arc<Staging>,
-    /// Under virtual ranks, gradients are added along its tree.
+    memory: Arc<BucketMemory>,
+    /// Under virtual ranks, gradients are added along its tree, and buckets keep their memory.
     tree: Option<TreeReduction>,
-    /// The numbers of the buckets in flight, each with this rank's part.
-    in_flight: VecDeque<(usize, Staged, Work)>,
+    /// The numbers of the buckets in flight.
+    in_flight: VecDeque<(usize, Work)>,
     pending: Option<PendingGradients>,
     /// Earlier gradients, this rank's part of each bucket, to which those of the next pass are added.
     earlier: Option<(PendingGradients, Vec<Tensor>)>,
@@ -118,7 +117,7 @@ pub(crate) struct ShardReduction {
 
 impl ShardReduction {
     pub(crate) fn new(rank: usize, shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
-        Self { rank, shards, staging: Arc::default(), tree, in_flight: VecDeque::new(), pending: None, earlier: None }
+        Self { rank, shards, memory: Arc::default(), tree, in_flight: VecDeque::new(), pending: None, earlier: None }
     }
 
     pub(crate) fn tree(&self) -> Option<&TreeReduction> {
@@ -133,8 +132,8 @@ impl ShardReduction {
         self.tree
     }
 
-    pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
-        (self.shards.clone(), Arc::clone(&self.staging))
+    pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<BucketMemory>) {
+        (self.shards.clone(), Arc::clone(&self.memory))
     }
 
     pub(crate) fn begin(&mut self, adds_up: bool) -> Result<()> {
@@ -142,7 +141,7 @@ impl ShardReduction {
         if !adds_up {
             self.earlier = None;
         } else if let Some(pending) = pending {
-            // The pass is about to overwrite the buckets.
+            // The pass is about to overwrite them.
             let parts = self.shards.iter().map(|shard| shard.own.copy()).collect::<candle_core::Result<_>>()?;
             self.earlier = Some((pending, parts));
         } else if self.earlier.is_none() {
@@ -169,43 +168,49 @@ impl ShardReduction {
         });
     }
 
-    pub(crate) fn launch(
-        &mut self,
-        number: usize,
-        bucket: &Bucket,
-        group: &ProcessGroup,
-        trace: Option<&Trace>,
-    ) -> Result<()> {
+    pub(crate) fn launch(&mut self, number: usize, bucket: &Bucket, group: &ProcessGroup) -> Result<()> {
         if let Some(tree) = &mut self.tree {
             return tree.launch(number, bucket, group);
         }
-        // Receive early, so that little memory is in use at a time.
-        while self.in_flight.front().is_some_and(|(.., work)| work.is_completed()) {
-            self.receive(trace)?;
-        }
-        let Shard { whole, own, .. } = &self.shards[number];
-        let staged = self.staging.take(own.elem_count(), own.dtype(), own.device())?;
-        let work = group.reduce_scatter_async(&staged.part, whole, ReduceOp::Sum)?;
-        self.in_flight.push_back((number, staged, work));
+        let work = group.reduce_scatter_async(&self.shards[number].own, &bucket.sum.parts, ReduceOp::Sum)?;
+        self.in_flight.push_back((number, work));
         Ok(())
     }
 
-    /// Copies the part of the bucket that was sent first into its place.
-    fn receive(&mut self, trace: Option<&Trace>) -> Result<()> {
-        let Some((number, staged, work)) = self.in_flight.pop_front() else { return Ok(()) };
+    /// Gives the bucket `number` memory for its gradients, while one other bucket is in flight. It waits for those before, unless
+    /// that could be forever: a rank that lacks gradients sends its buckets after the backward pass, in which it may wait for this
+    /// rank's part in a collective of the graph.
+    pub(crate) fn occupy(&mut self, buckets: &mut [Bucket], number: usize, trace: Option<&Trace>) -> Result<()> {
+        let may_wait = !ProcessGroup::has_companions();
+        let is_due = |in_flight: &VecDeque<(usize, Work)>| {
+            let is_completed = in_flight.front().is_some_and(|(_, work)| work.is_completed());
+            is_completed || (may_wait && in_flight.len() > 1)
+        };
+        while is_due(&self.in_flight) {
+            self.receive(buckets, trace)?;
+        }
+        let bucket = &mut buckets[number];
+        let storage = self.memory.take(bucket.length(), bucket.tensor.dtype(), bucket.tensor.device())?;
+        bucket.occupy(storage)
+    }
+
+    /// Waits for the bucket that was sent first, whose memory is then free.
+    fn receive(&mut self, buckets: &mut [Bucket], trace: Option<&Trace>) -> Result<()> {
+        let Some((number, work)) = self.in_flight.pop_front() else { return Ok(()) };
         work.wait()?;
         if let Some(trace) = trace {
             trace::collective(trace, &work, format_args!("reduce-scatter of bucket {number}"));
         }
-        copy::copy(&self.shards[number].own, &staged.part)?;
-        self.staging.give_back(staged);
+        if let Some(storage) = buckets[number].vacate()? {
+            self.memory.give_back(storage);
+        }
         Ok(())
     }
 
     /// Returns which parameters any rank used.
     pub(crate) fn finish(
         &mut self,
-        buckets: &[Bucket],
+        buckets: &mut [Bucket],
         used: &[bool],
         message: Message,
         groups: &Groups,
@@ -216,7 +221,7 @@ impl ShardReduction {
             tree.add_up(buckets, groups, trace, |_, _| Ok(()))?;
         }
         while !self.in_flight.is_empty() {
-            self.receive(trace)?;
+            self.receive(buckets, trace)?;
         }
         if let Some((earlier, parts)) = &self.earlier {
             let add = |(shard, part)| {

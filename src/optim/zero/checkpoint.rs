@@ -48,7 +48,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 }
                 self.spread_states(number, name, &part)?;
                 let whole = match is_here {
-                    true => Some(Tensor::zeros(own.shard.whole.shape(), dtype, part.device())?),
+                    true => Some(Tensor::zeros(own.shard.length, dtype, part.device())?),
                     false => None,
                 };
                 match (to, &whole) {

@@ -1,4 +1,4 @@
-//! ZeRO-1: optimizer state sharded over the ranks.
+//! ZeRO-2: optimizer state and gradients sharded over the ranks.
 mod checkpoint;
 mod join;
 mod layout;
@@ -17,7 +17,7 @@ use crate::amp::GradScaler;
 use crate::backend::{Work, label};
 use crate::ddp::non_finite::is_skipped;
 use crate::ddp::steps::Steps;
-use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging, own_gradient, scaled};
+use crate::ddp::{BucketMemory, DistributedDataParallel, PendingGradients, Reducer, Shard, own_gradient, scaled};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::tensor::copy;
@@ -29,8 +29,8 @@ use std::path::Path;
 use std::sync::Arc;
 use whole::Whole;
 
-/// An optimizer that keeps each part of its state on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of
-/// ZeRO.
+/// An optimizer that keeps each part of its state, and of the gradients, on one rank only: PyTorch's
+/// `ZeroRedundancyOptimizer` (stage 1 of ZeRO), with sharded gradients (stage 2).
 ///
 /// `R` is the update rule: the options of one of this crate's optimizers, or a rule of your own. For example,
 /// `ZeroRedundancyOptimizer<ParamsAdamW>` trains like [`AdamW`](super::AdamW), with `1 / world_size` of its state on each rank. A rule
@@ -39,7 +39,9 @@ use whole::Whole;
 ///
 /// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
 /// all-reducing it, during the backward pass: each rank gets the mean gradients of its part, and the `GradStore` that
-/// `backward` returns does **not** hold those of DDP's parameters. [`step`](Optimizer::step) updates this rank's part
+/// `backward` returns does **not** hold those of DDP's parameters. The memory of a bucket is then free for the next one, so that two
+/// buckets have some at a time. Under [`no_sync`](DistributedDataParallel::no_sync) whole gradients accumulate, until the next
+/// synchronised pass. [`step`](Optimizer::step) updates this rank's part
 /// and all-gathers the parameters, one bucket while the next one is updated. (Before that, owners get the whole gradients of their
 /// parameters, and send away parts of the new values.) When it returns, all variables are up to
 /// date on all ranks. (Gathering does not continue into the next forward pass: candle cannot report when a variable is
@@ -82,7 +84,7 @@ pub struct ZeroRedundancyOptimizer<R> {
     shards: Vec<OwnShard>,
     /// The parameters that are updated as a whole.
     wholes: Vec<Whole>,
-    staging: Arc<Staging>,
+    memory: Arc<BucketMemory>,
 }
 
 impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
@@ -121,12 +123,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             return Err(Error::invalid("groups", reason));
         }
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
-        let (shards, staging) = reducer.shard()?;
+        let (shards, memory) = reducer.shard()?;
         let own = shards.into_iter().map(|shard| OwnShard::new(shard, process_group.rank(), &parameters, &options));
         let own = own.collect::<Result<Vec<_>>>();
         let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, &process_group)?, own)));
         let (wholes, shards) = own.inspect_err(|_| reducer.unshard())?;
-        Ok(Self { reducer, process_group, options, parameters, shards, wholes, staging })
+        Ok(Self { reducer, process_group, options, parameters, shards, wholes, memory })
     }
 
     /// Moves the optimizer to `ddp`, the model that was made anew with thawed parameters, and trains those in `group` as
@@ -173,13 +175,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             let (numbers, parts) = self.parts(shard, &pending, &scales)?;
             let sums: Vec<Sums> = numbers.into_iter().map(|number| sums[number]).collect();
             update::update(&parts, &sums)?;
-            let gathering = Gathering::start(shard, &self.parameters, &self.staging, &self.process_group)?;
+            let gathering = Gathering::start(shard, &self.parameters, &self.memory, &self.process_group)?;
             if let Some(previous) = in_flight.replace(gathering) {
-                previous.finish(&self.parameters, &self.staging)?;
+                previous.finish(&self.parameters, &self.memory)?;
             }
         }
         if let Some(last) = in_flight {
-            last.finish(&self.parameters, &self.staging)?;
+            last.finish(&self.parameters, &self.memory)?;
         }
         for (parameter, pending) in self.parameters.iter_mut().zip(pending) {
             parameter.steps += u64::from(pending);
@@ -304,8 +306,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
 /// The parameters of a bucket while they are gathered.
 struct Gathering<'a> {
     shard: &'a Shard,
-    whole: Tensor,
-    own: Staged,
+    storage: Tensor,
     work: Work,
 }
 
@@ -314,32 +315,30 @@ impl<'a> Gathering<'a> {
     fn start(
         OwnShard { shard, pieces }: &'a OwnShard,
         parameters: &[Trained],
-        staging: &Staging,
+        memory: &BucketMemory,
         group: &ProcessGroup,
     ) -> Result<Self> {
-        // The bucket is free until the next backward pass. If its dtype differs from the variables', it would round
-        // them.
-        let dtype =
-            shard.members.first().map_or(shard.whole.dtype(), |member| parameters[member.parameter].var.dtype());
-        let whole = match dtype == shard.whole.dtype() {
-            true => shard.whole.clone(),
-            false => Tensor::zeros(shard.whole.shape(), dtype, shard.whole.device())?,
-        };
-        let own = staging.take(shard.own.elem_count(), dtype, shard.own.device())?;
-        let places = pieces.iter().map(|piece| own.part.narrow(0, piece.offset, piece.elements));
+        let (gradients, first) = (&shard.own, shard.members.first());
+        // Gradients may have another dtype, to which the variables must not be rounded.
+        let dtype = first.map_or(gradients.dtype(), |member| parameters[member.parameter].var.dtype());
+        let storage = memory.take(shard.length, dtype, gradients.device())?;
+        let (whole, elements) = (storage.narrow(0, 0, shard.length)?, gradients.elem_count());
+        let own = whole.narrow(0, group.rank() * elements, elements)?;
+        let places = pieces.iter().map(|piece| own.narrow(0, piece.offset, piece.elements));
         let places = places.collect::<candle_core::Result<Vec<_>>>()?;
         copy::copy_all(places.iter().zip(pieces.iter().map(|piece| &piece.values)))?;
-        let work = group.all_gather_async(&whole, &own.part)?;
-        Ok(Self { shard, whole, own, work })
+        let work = group.all_gather_async(&whole, &own)?;
+        Ok(Self { shard, storage, work })
     }
 
-    fn finish(self, parameters: &[Trained], staging: &Staging) -> Result<()> {
+    fn finish(self, parameters: &[Trained], memory: &BucketMemory) -> Result<()> {
         self.work.wait()?;
-        staging.give_back(self.own);
         let members = &self.shard.members;
-        let values = members.iter().map(|member| self.whole.narrow(0, member.offset, member.elements));
+        let values = members.iter().map(|member| self.storage.narrow(0, member.offset, member.elements));
         let values = values.collect::<candle_core::Result<Vec<_>>>()?;
-        Ok(copy::copy_all(members.iter().map(|member| &parameters[member.parameter].flat).zip(&values))?)
+        copy::copy_all(members.iter().map(|member| &parameters[member.parameter].flat).zip(&values))?;
+        memory.give_back(self.storage);
+        Ok(())
     }
 }
 
