@@ -149,7 +149,12 @@ impl Prepared {
     }
 
     /// Prepares the tensors of the file `path`.
-    fn of(varmap: &VarMap, path: &Path, file: HashMap<String, Readable>, options: &LoadOptions) -> Result<Self> {
+    pub(super) fn of(
+        varmap: &VarMap,
+        path: &Path,
+        file: HashMap<String, Readable>,
+        options: &LoadOptions,
+    ) -> Result<Self> {
         let vars = lock(varmap.data()).clone();
         let mut file = own_names(path, file, |name| vars.contains_key(name), options.rename.as_ref())?;
         let vars: BTreeMap<String, Var> = vars.into_iter().collect();
@@ -170,10 +175,8 @@ impl Prepared {
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
                 continue;
             }
-            // Converts by way of f32, which holds every float8: candle may hang when it converts float8 to f64.
-            let tensor = if tensor.dtype() == DType::F8E4M3 { tensor.to_dtype(DType::F32) } else { Ok(tensor) }
-                .and_then(|tensor| tensor.to_dtype(var.dtype()))
-                .map_err(|error| unreadable(path, format!("{name}: {error}")))?;
+            let tensor =
+                converted(&tensor, var.dtype()).map_err(|error| unreadable(path, format!("{name}: {error}")))?;
             report.loaded.push(name.clone());
             values.push((name, var, tensor));
         }
@@ -204,4 +207,10 @@ impl Prepared {
         }
         Ok(self.report)
     }
+}
+
+/// Converts a file's tensor by way of f32, which holds every float8: candle may hang when it converts float8 to f64.
+pub(super) fn converted(tensor: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
+    let tensor = if tensor.dtype() == DType::F8E4M3 { tensor.to_dtype(DType::F32)? } else { tensor.clone() };
+    tensor.to_dtype(dtype)
 }

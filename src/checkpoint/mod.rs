@@ -26,6 +26,10 @@
 //! [`LoadOptions::rename`]; the [`LoadReport`] says what was left out. To change the tensors themselves, [`read`]
 //! them, and pass them to [`load_tensors`].
 //!
+//! # Pretrained models in several files, and adapters
+//! [`Pretrained`] reads Hugging Face's folders tensor by tensor, as a `VarBuilder`. [`save_adapter`] and [`load_adapter`] have the files
+//! of peft for what a [`LoraConfig`](crate::nn::LoraConfig) trains.
+//!
 //! # A whole run
 //! A [`Checkpointer`] saves the model, the optimizer, the schedule and all other states of a run together, in the
 //! background, and loads the newest checkpoint after a restart.
@@ -48,6 +52,7 @@
 //! A pickle is read without running any of it, however deep it is. Many of its tensors may be views of the same
 //! values: a file whose tensors would need more than 16 times its size in memory (and one MiB) is refused. The pickle
 //! itself, which holds names and shapes, takes about a hundred times its own size while it is read.
+mod adapter;
 mod checkpointer;
 mod distributed;
 mod error;
@@ -55,8 +60,10 @@ mod error;
 mod fuzz;
 mod load;
 mod model;
+mod pretrained;
 
 pub use crate::state::{Parts, PerRank, RankZero, Serde, StateDict};
+pub use adapter::{load_adapter, read_adapter_config, save_adapter};
 #[cfg(any(test, fuzzing))]
 pub(crate) use checkpointer::fuzz_index;
 pub use checkpointer::{Checkpointer, CheckpointerOptions, SaveHandle};
@@ -64,6 +71,7 @@ pub use distributed::{load_distributed, save_distributed};
 #[cfg(any(test, fuzzing))]
 pub(crate) use fuzz::checkpoint_file as fuzz_checkpoint_file;
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
+pub use pretrained::Pretrained;
 
 use crate::panic::lock;
 use crate::state::file::{Contents, Readable, parse_safetensors, require_all, write_safetensors};

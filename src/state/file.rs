@@ -5,8 +5,8 @@ pub(crate) use candle_ddp_rendezvous::file::{
     PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name,
 };
 pub(crate) use safetensors::{
-    Contents, Readable, WriteJob, parse_safetensors, read_hashed_safetensors, read_safetensors, require_all,
-    write_safetensors,
+    Contents, LONGEST_HEADER, Readable, SafetensorsFile, WriteJob, parse_safetensors, read_hashed_safetensors,
+    read_safetensors, require_all, write_safetensors,
 };
 
 #[cfg(test)]

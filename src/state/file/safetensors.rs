@@ -1,5 +1,6 @@
 //! The safetensors format, read and written tensor by tensor, so that no file is in memory twice.
 use super::{PreparedFile, Progress};
+use crate::panic::lock;
 use crate::state::fingerprint::{FileHash, of_bytes, of_tensor, summary};
 use crate::{Error, Result};
 use candle_core::safetensors::Load;
@@ -12,6 +13,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// The contents of a file, or what is wrong with it.
 pub(crate) type Parsed = std::result::Result<Contents, Flaw>;
@@ -52,7 +54,7 @@ const BEGINNING: &str = r#"{"__metadata__":{"format":"pt","candle_ddp.hash":""#;
 const LENGTH: usize = 8;
 
 /// The format's own library refuses longer headers.
-const LONGEST_HEADER: u64 = 100_000_000;
+pub(crate) const LONGEST_HEADER: u64 = 100_000_000;
 
 /// Writes `tensors` to a file that appears complete or not at all.
 pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
@@ -186,6 +188,35 @@ pub(crate) fn parse_safetensors(file: &mut File) -> io::Result<Parsed> {
     let hashes = readable.map(|(name, tensor)| Ok((name.clone(), of_tensor(tensor)?)));
     let hash = FileHash(summary(&hashes.collect::<Result<_>>().map_err(io::Error::other)?));
     Ok(if *stated == hash.to_string() { Ok(Contents { tensors, hash: Some(hash) }) } else { Err(Flaw::Damage) })
+}
+
+/// A safetensors file whose tensors are read when they are asked for.
+#[derive(Debug)]
+pub(crate) struct SafetensorsFile {
+    file: Mutex<File>,
+    metadata: Metadata,
+    /// Where the tensors' bytes begin.
+    data: u64,
+}
+
+impl SafetensorsFile {
+    pub(crate) fn open(path: &Path) -> io::Result<std::result::Result<Self, Flaw>> {
+        let mut file = File::open(path)?;
+        let header = parse_header(&mut file)?.map_err(Flaw::Format);
+        Ok(header.map(|(metadata, data)| Self { file: Mutex::new(file), metadata, data }))
+    }
+
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.metadata.offset_keys()
+    }
+
+    /// None if the file has no tensor of this name.
+    pub(crate) fn read(&self, name: &str) -> io::Result<Option<Readable>> {
+        let Some(info) = self.metadata.info(name) else { return Ok(None) };
+        let mut file = lock(&self.file);
+        file.seek(SeekFrom::Start(self.data + info.data_offsets.0 as u64))?;
+        read(&mut file, info).map(Some)
+    }
 }
 
 /// Returns the header, and where the tensors' bytes begin.

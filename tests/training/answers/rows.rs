@@ -277,6 +277,7 @@ fn training(rows: &mut Vec<Row>) {
         ];
         "src/checkpoint/mod.rs": ["candle_ddp::checkpoint::save_tensors" "tensors"];
         "src/checkpoint/load.rs": ["candle_ddp::checkpoint::load_tensors" "tensors"];
+        "crates/candle-ddp-nn/src/lora/merge.rs": ["candle_ddp_nn::LoraConfig::merge" "tensors"];
         "src/state/state_dict.rs": [
             "candle_ddp::checkpoint::StateDict::load_state_dict" "state",
             "candle_ddp::checkpoint::StateDict::load_sharded_state_dict" "shards",

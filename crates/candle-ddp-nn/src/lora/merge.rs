@@ -10,6 +10,7 @@ use std::collections::HashMap;
 impl LoraConfig {
     /// Adds the adapters among `tensors` to the weights among them, and returns the model without adapters: peft's `merge_and_unload`.
     /// Names are those of the `VarMap`s. The sums are calculated in the adapters' dtype, and have the weights' dtype.
+    /// Gradients end here.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], carried by candle's error, for half an adapter, an adapter without a weight, no adapter at all, and
