@@ -1,0 +1,175 @@
+//! Fine-tunes a language model like Qwen2 by LoRA, in bf16. The pretrained model is read from a folder with several safetensors files, which
+//! the program makes with random weights if it is empty:
+//!
+//! ```text
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora -- --size 0.5b --folder qwen2 --steps 5
+//! ```
+//!
+//! Each rank has the frozen weights once, without gradients. What is trained, sent and saved are the adapters, in f32. With
+//! `nn::checkpoint` a layer keeps its input alone for the backward pass.
+//!
+//! ci: --steps 4
+#[path = "../common/mod.rs"]
+mod common;
+mod qwen2;
+
+use candle_core::{DType, Tensor};
+use candle_ddp::checkpoint::{Pretrained, save_adapter, save_tensors};
+use candle_ddp::nn::{LoraConfig, embedding, rms_norm};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
+use candle_ddp::seed::var_builder;
+use candle_ddp::{Context, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
+use candle_nn::{VarBuilder, VarMap};
+use clap::{Parser, ValueEnum};
+use common::memory::peak_rss_bytes;
+use common::text::read_text;
+use qwen2::{Config, Layer, Qwen2};
+use serde_json::{Map, json};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Fine-tune a language model by LoRA with DistributedDataParallel.
+#[derive(Parser)]
+struct Options {
+    /// The size of the model.
+    #[arg(long, value_enum, default_value = "tiny")]
+    size: Size,
+    /// The folder of the pretrained model, in which the trained adapter gets the folder `adapter`.
+    #[arg(long, default_value = "target/lora")]
+    folder: PathBuf,
+    /// A text file, or a folder with .md files, whose bytes are the tokens. [default: the documentation of candle-ddp]
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/docs"), hide_default_value = true)]
+    data: PathBuf,
+    /// The number of steps of the optimizer.
+    #[arg(long, default_value_t = 20)]
+    steps: usize,
+    /// The number of pieces of text per step and rank.
+    #[arg(long, default_value_t = 2)]
+    batch_size: usize,
+    /// AdamW's learning rate.
+    #[arg(long, default_value_t = 0.01)]
+    lr: f64,
+    /// The rank of the adapters.
+    #[arg(long, default_value_t = 8)]
+    r: usize,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Size {
+    Tiny,
+    /// Of Qwen2-0.5B.
+    #[value(name = "0.5b")]
+    Half,
+}
+
+impl Size {
+    fn config(self) -> Config {
+        match self {
+            Self::Tiny => {
+                Config { vocabulary: 256, width: 64, intermediate: 160, layers: 2, heads: 4, key_heads: 2, context: 32 }
+            }
+            Self::Half => Config {
+                vocabulary: 151936,
+                width: 896,
+                intermediate: 4864,
+                layers: 24,
+                heads: 14,
+                key_heads: 2,
+                context: 256,
+            },
+        }
+    }
+}
+
+/// Writes a model with random weights, a file for each layer, as Hugging Face divides large models.
+fn make(config: Config, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let (mut weight_map, device) = (Map::new(), candle_core::Device::Cpu);
+    let mut write = |number: usize, tensors: HashMap<String, Tensor>| {
+        let file = format!("model-{:05}-of-{:05}.safetensors", number + 1, config.layers + 1);
+        weight_map.extend(tensors.keys().map(|name| (name.clone(), json!(file))));
+        save_tensors(&tensors, folder.join(file))
+    };
+    let tensors = |build: &dyn Fn(VarBuilder) -> candle_core::Result<()>| {
+        let varmap = VarMap::new();
+        build(var_builder(&varmap, 0, DType::BF16, &device).pp("model"))?;
+        let tensors = varmap.data().lock().expect("nobody panics with it").clone().into_iter();
+        Ok::<_, Error>(tensors.map(|(name, var)| (name, var.as_tensor().clone())).collect::<HashMap<_, _>>())
+    };
+    for index in 0..config.layers {
+        write(index, tensors(&|vb| Layer::new(config, vb.pp("layers").pp(index)).map(|_| ()))?)?;
+    }
+    let mut rest = tensors(&|vb| {
+        embedding(config.vocabulary, config.width, vb.pp("embed_tokens"))?;
+        rms_norm(config.width, 1e-6, vb.pp("norm")).map(|_| ())
+    })?;
+    // The embedding is the head's weight as well.
+    for (name, tensor) in &mut rest {
+        if name.ends_with("embed_tokens.weight") {
+            *tensor = (&*tensor * 0.02)?;
+        }
+    }
+    write(config.layers, rest)?;
+    let index = folder.join("model.safetensors.index.json");
+    std::fs::write(&index, json!({ "weight_map": weight_map }).to_string())
+        .with_context(|| format!("writing {}", index.display()))
+}
+
+fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let (config, is_first) = (options.size.config(), pg.rank() == 0);
+    if is_first && !options.folder.join("model.safetensors.index.json").exists() {
+        make(config, &options.folder)?;
+    }
+    pg.barrier()?;
+
+    let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+    let target_modules = targets.map(String::from).to_vec();
+    let lora = LoraConfig { r: options.r, lora_alpha: 2. * options.r as f64, target_modules, ..Default::default() };
+    let base = Pretrained::open(&options.folder)?.var_builder(DType::BF16, pg.device());
+    let varmap = VarMap::new();
+    let build = |vb| lora.build(base, vb, |vb| Qwen2::new(config, vb));
+    let ddp_options = DdpOptions { init_seed: Some(0), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, ddp_options)?;
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: options.lr, ..Default::default() })?;
+
+    let text = read_text(&options.data)?.into_bytes();
+    let (length, pieces) = (config.context, options.batch_size);
+    let places = text.len().saturating_sub(length + 1);
+    if places == 0 {
+        let reason = format!("it must have more than {} bytes, not {}", length + 1, text.len());
+        return Err(Error::InvalidArgument { argument: "--data", reason });
+    }
+    for step in 0..options.steps {
+        let began = Instant::now();
+        let batch = |shift: usize| {
+            let piece = |index: usize| {
+                let start = ((step * pg.world_size() + pg.rank()) * pieces + index) * length % places + shift;
+                text[start..start + length].iter().map(|byte| u32::from(*byte))
+            };
+            let tokens: Vec<u32> = (0..pieces).flat_map(piece).collect();
+            Tensor::from_vec(tokens, (pieces, length), pg.device())
+        };
+        let (tokens, next) = (batch(0)?, batch(1)?);
+        let loss = ddp.call(|model| model.loss(&tokens, &next))?;
+        optimizer.step(&ddp.backward(&loss)?)?;
+        let [mean] = pg.all_reduce_scalars([f64::from(loss.to_scalar::<f32>()?)], ReduceOp::Avg)?;
+        if is_first {
+            println!("step {}: loss {mean:.4}, {:.2} s", step + 1, began.elapsed().as_secs_f64());
+        }
+    }
+    if is_first {
+        let trained: usize = ddp.parameters().iter().map(|var| var.elem_count()).sum();
+        let memory =
+            peak_rss_bytes().map_or(String::new(), |bytes| format!(", at most {:.2} GB of memory", bytes as f64 / 1e9));
+        println!("{trained} parameters trained{memory}");
+        save_adapter(&lora, &varmap, options.folder.join("adapter"))?;
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    common::main(train)
+}
