@@ -6,6 +6,7 @@ mod decoders;
 mod encoders;
 mod experts;
 mod golden;
+mod lora;
 mod state_space;
 mod vision;
 mod vision_transformers;
