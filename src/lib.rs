@@ -109,8 +109,9 @@ pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
 pub use ddp::{
-    Backward, DdpOptions, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined, NoSync, OnNonFinite,
-    ReplicaCheck, Role, Unused, backward_micro_batch, backward_with, comm_hook, join,
+    Backward, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined,
+    MemoryEstimate, NoSync, OnNonFinite, ReplicaCheck, Role, Unused, backward_micro_batch, backward_with, comm_hook,
+    join,
 };
 #[doc(inline)]
 pub use error::Failure;

@@ -3,8 +3,9 @@
 
 use block::Block;
 use candle_core::{DType, Module, Result, Tensor};
+use candle_ddp::amp::MixedPrecision;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, SpawnOptions, backward_micro_batch, spawn_with};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use peak_alloc::PeakAlloc;
 
@@ -15,7 +16,7 @@ mod block;
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 const WIDTH: usize = 64;
-const LAYERS: usize = 20;
+const LAYERS: usize = 24;
 /// The bytes at which a bucket is full. It may have one more parameter.
 const CAP: usize = 256 << 10;
 /// The bytes of the largest parameter.
@@ -40,52 +41,105 @@ impl Module for Gpt {
     }
 }
 
-/// Trains on `world_size` ranks, which are threads. Returns the peak of a rank, and the bytes of the parameters.
-fn train(world_size: usize, zero: bool) -> (f64, f64) {
-    let before = ALLOCATOR.current_usage();
-    let ranks = spawn(world_size, |pg| {
+/// How a run trains.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    world_size: usize,
+    zero: bool,
+    mixed: Option<MixedPrecision>,
+    virtual_ranks: Option<usize>,
+}
+
+/// The bytes of a rank.
+struct Found {
+    peak: f64,
+    parameters: f64,
+    estimate: f64,
+}
+
+/// Trains on ranks that are threads.
+fn train(Run { world_size, zero, mixed, virtual_ranks }: Run) -> Found {
+    let options = SpawnOptions { world_size, virtual_ranks, ..Default::default() };
+    let ranks = spawn_with(options, |pg| {
+        // So few positions that activations hardly count.
+        let x = Tensor::ones((1, 2, WIDTH), DType::F32, pg.device())?;
+        // Layers keep work space for each thread.
+        let other = Gpt::new(VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device()))?;
+        other.forward(&x)?.sum_all()?.backward()?;
+        drop(other);
+        pg.barrier()?;
+        let before = ALLOCATOR.current_usage();
+        pg.barrier()?;
         let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-        let caps = DdpOptions { bucket_cap_mb: mib(CAP), first_bucket_mb: mib(CAP) / 4., ..Default::default() };
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Gpt::new, caps)?;
+        let (bucket_cap_mb, first_bucket_mb) = (mib(CAP), mib(CAP) / 4.);
+        let options = DdpOptions { bucket_cap_mb, first_bucket_mb, mixed_precision: mixed, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Gpt::new, options)?;
         let mut optimizer: Box<dyn Optimizer> = match zero {
             true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
             false => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
         };
-        // So few that activations hardly count.
-        let x = Tensor::ones((1, 4, WIDTH), DType::F32, pg.device())?;
-        for step in 0..4 {
+        let estimate = ddp.memory_estimate(&optimizer)?;
+        let x = x.to_dtype(mixed.and_then(|mixed| mixed.param_dtype).unwrap_or(DType::F32))?;
+        for step in 0..2 {
             if step == 1 {
                 pg.barrier()?;
                 ALLOCATOR.reset_peak_usage();
                 pg.barrier()?;
             }
-            optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
+            let loss =
+                || -> candle_ddp::Result<Tensor> { Ok(ddp.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()?) };
+            let Some(numbers) = ddp.micro_batches() else {
+                optimizer.step(&ddp.backward(&loss()?)?)?;
+                continue;
+            };
+            for number in numbers {
+                if let Some(grads) = backward_micro_batch(&loss()?, &[&ddp], number, None)? {
+                    optimizer.step(&grads)?;
+                }
+            }
         }
         pg.barrier()?;
         let peak = ALLOCATOR.peak_usage();
         pg.barrier()?;
-        let bytes = ddp.parameters().iter().map(|var| 4 * var.elem_count()).sum::<usize>();
-        Ok((peak.saturating_sub(before) / world_size, bytes))
+        assert_eq!(estimate.devices.len(), 1);
+        let (table, total) = (estimate.to_string(), format!(" {:.1}", mib(estimate.devices[0].total())));
+        assert!(table.lines().count() == 2 && table.contains("CPU") && table.ends_with(&total), "{table}");
+        let parameters = ddp.parameters().iter().map(|var| 4 * var.elem_count()).sum::<usize>();
+        assert_eq!(estimate.devices[0].parameters, parameters);
+        Ok([peak.saturating_sub(before) / world_size, parameters, estimate.devices[0].total()])
     });
-    let (peak, bytes) = ranks.unwrap()[0];
-    (peak as f64, bytes as f64)
+    let [peak, parameters, estimate] = ranks.unwrap()[0].map(|bytes| bytes as f64);
+    Found { peak, parameters, estimate }
 }
 
+/// Trains, and compares what a rank takes with the estimate. Returns its bytes, and those of the parameters.
+fn check(run: Run) -> (f64, f64) {
+    let Found { peak, parameters, estimate } = train(run);
+    println!("{run:?}: {peak:.0} bytes at the peak, {estimate:.0} estimated: {:.3}", estimate / peak);
+    assert!((0.9..=1.1).contains(&(estimate / peak)), "{run:?}: {peak} bytes, not {estimate}");
+    (peak, parameters)
+}
+
+// One test, since the allocator counts what the whole process has.
 #[test]
-fn gradients_take_their_part_and_two_buckets() {
-    // Tables and threads are made once.
-    train(4, false);
+fn gradients_take_their_part_and_two_buckets_as_estimated() {
+    let bf16 = MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() };
     for world_size in [2, 4] {
         let part = 1. / world_size as f64;
-        let (plain, bytes) = train(world_size, false);
-        // Activations, and what layers and the engine keep, in addition to variables and replicas, two states, and gradients.
+        let run = Run { world_size, zero: false, mixed: None, virtual_ranks: None };
+        let (plain, bytes) = check(run);
+        // Activations, and what the engine keeps, in addition to variables and replicas, two states, and gradients.
         let others = plain - bytes * (2. + 2. + 1.);
-        let (zero, _) = train(world_size, true);
+        let (peak, _) = check(Run { zero: true, ..run });
         let (buckets, slack) = (2. * (CAP + LARGEST) as f64, LARGEST as f64);
         let expected = bytes * (2. + 2. * part + part) + buckets + others + slack;
-        println!("{world_size} ranks: {zero:.0} bytes at the peak, expected {expected:.0}, without ZeRO {plain:.0}");
-        assert!(zero <= expected, "{world_size} ranks: {zero} bytes, not {expected}");
+        assert!(peak <= expected, "{world_size} ranks: {peak} bytes, not {expected}");
         // The test can tell it from whole gradients.
         assert!(expected < bytes * (2. + 2. * part + 1.) + others);
+    }
+    for zero in [false, true] {
+        for (mixed, virtual_ranks) in [(Some(bf16), None), (None, Some(8))] {
+            check(Run { world_size: 2, zero, mixed, virtual_ranks });
+        }
     }
 }

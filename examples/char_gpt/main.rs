@@ -106,6 +106,10 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
         false => Box::new(AdamW::new(&ddp, params)?),
     };
+    let memory = ddp.memory_estimate(&optimizer)?;
+    if pg.rank() == 0 {
+        println!("{memory}\n");
+    }
     let schedule = ParamsWarmupCosine {
         warmup_steps: options.warmup.min(options.steps.saturating_sub(1)),
         total_steps: options.steps,

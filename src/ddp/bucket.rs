@@ -226,6 +226,16 @@ impl Bucket {
         self.lengths.with_count.max(self.lengths.in_parts)
     }
 
+    /// The elements of all gradients.
+    pub(super) fn elements(&self) -> usize {
+        self.lengths.gradients
+    }
+
+    /// The elements of all ranks' parts.
+    pub(super) fn parts(&self) -> usize {
+        self.lengths.in_parts
+    }
+
     pub(super) fn is_vacant(&self) -> bool {
         self.storage.is_none()
     }

@@ -98,7 +98,8 @@ fn the_loss_falls_and_zero_trains_the_same() {
     let mut hashes = Vec::new();
     for zero in ["true", "false"] {
         let arguments = ["--steps", "30", "--warmup", "5", "--clip", "1000", "--zero", zero];
-        char_gpt(2, &[&arguments[..], &["--metrics", metrics.to_str().unwrap()]].concat());
+        let output = char_gpt(2, &[&arguments[..], &["--metrics", metrics.to_str().unwrap()]].concat());
+        assert_eq!(output.matches("MiB on this rank").count(), 1, "{output}");
         let lines = lines(&metrics);
         let loss = |step: usize| lines[step - 1]["loss"].as_f64().unwrap();
         assert!(loss(30) < loss(1) - 0.3, "{} {}", loss(1), loss(30));

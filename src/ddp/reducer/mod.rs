@@ -1,4 +1,5 @@
 //! The state machine between candle's backward pass and the communicator. See `src/ddp/README.md`.
+mod memory;
 mod micro_batch;
 mod state;
 mod strategy;

@@ -42,6 +42,18 @@ impl TreeReduction {
         &self.ranks
     }
 
+    /// The elements that the sums of a bucket take in addition to it, on this rank's stack and from other ranks.
+    pub(crate) fn elements(&self, bucket: &Bucket, group: &ProcessGroup) -> usize {
+        let depths = self.ranks.own().map(|number| bucket.write(self.ranks.leaf(number)).depth);
+        let received = if group.world_size() > 1 { self.received(bucket.parts(), group) } else { 0 };
+        depths.max().unwrap_or(0) * bucket.parts() + received
+    }
+
+    /// The elements that other ranks send of a bucket whose parts have `elements` elements.
+    fn received(&self, elements: usize, group: &ProcessGroup) -> usize {
+        self.ranks.rounds() * elements - elements / group.world_size()
+    }
+
     /// Takes the count of the next micro-batch.
     pub(crate) fn add_count(&mut self, count: f64) {
         self.counts.push(count);
@@ -61,7 +73,7 @@ impl TreeReduction {
         let (rounds, own) = (self.ranks.rounds(), self.ranks.subtrees(group.rank()).len());
         let elements = bucket.sum.parts.elem_count();
         let own_part = elements / group.world_size();
-        let received = self.memory(number, &bucket.sum.parts, rounds * elements - own_part)?;
+        let received = self.memory(number, &bucket.sum.parts, self.received(elements, group))?;
         let mut works = Vec::with_capacity(rounds);
         for round in 0..rounds {
             let start = (round * elements).saturating_sub(own_part);
