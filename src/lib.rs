@@ -109,9 +109,9 @@ pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
 pub use ddp::{
-    Backward, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined,
-    MemoryEstimate, NoSync, OnNonFinite, ReplicaCheck, Role, Unused, backward_micro_batch, backward_with, comm_hook,
-    join,
+    Backward, Block, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined,
+    MemoryEstimate, NoSync, OnNonFinite, ReplicaCheck, Role, Sharding, Unused, backward_micro_batch, backward_with,
+    block, comm_hook, join,
 };
 #[doc(inline)]
 pub use error::Failure;

@@ -2,9 +2,11 @@
 use crate::error::describe;
 use crate::panic::lock;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor, Var};
+use candle_core::{DType, Shape, Tensor, TensorId, Var};
 use candle_nn::VarMap;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, LazyLock, Mutex};
 
 /// A predicate on the full names of variables, such as `layer1.0.bn1.running_mean`.
 pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -64,6 +66,27 @@ impl IntoIterator for Parameters {
     fn into_iter(self) -> Self::IntoIter {
         self.variables.into_iter()
     }
+}
+
+/// What a variable holds of a parameter whose other elements are on other ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    /// The parameter's.
+    pub(crate) shape: Shape,
+    pub(crate) range: Range<usize>,
+}
+
+/// The variables that are pieces. They stay here, since a VarMap may have them when their model is gone.
+static PIECES: LazyLock<Mutex<HashMap<TensorId, Piece>>> = LazyLock::new(Mutex::default);
+
+/// Makes it known that `var` is a piece.
+pub(crate) fn make_piece(var: &Var, piece: Piece) {
+    lock(&PIECES).insert(var.id(), piece);
+}
+
+/// What `var` holds, if it is a piece.
+pub(crate) fn piece_of(var: &Var) -> Option<Piece> {
+    lock(&PIECES).get(&var.id()).cloned()
 }
 
 /// Checks that variables have names, without which `whole` cannot be.

@@ -1,16 +1,19 @@
-//! The memory of a GPT's training: under ZeRO, each rank has its part of states and gradients, and two buckets.
+//! The memory of a GPT's training: under ZeRO, each rank has its part of states and gradients, and two buckets; under
+//! sharding its part of everything, and two blocks.
 #![allow(clippy::unwrap_used)]
 
-use block::Block;
 use candle_core::{DType, Module, Result, Tensor};
 use candle_ddp::amp::MixedPrecision;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, SpawnOptions, backward_micro_batch, spawn_with};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Sharding, SpawnOptions, backward_micro_batch, block, spawn_with,
+};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use char_gpt_block::Block;
 use peak_alloc::PeakAlloc;
 
 #[path = "../examples/char_gpt/block.rs"]
-mod block;
+mod char_gpt_block;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -24,13 +27,13 @@ const LARGEST: usize = 4 * WIDTH * 4 * WIDTH;
 
 /// A GPT without an embedding.
 struct Gpt {
-    blocks: Vec<Block>,
+    blocks: Vec<candle_ddp::Block<Block>>,
     head: Linear,
 }
 
 impl Gpt {
     fn new(vb: VarBuilder) -> Result<Self> {
-        let block = |layer| Block::new(WIDTH, 4, vb.pp(format!("blocks.{layer}")));
+        let block = |layer| block(vb.pp(format!("blocks.{layer}")), |vb| Block::new(WIDTH, 4, vb));
         Ok(Self { blocks: (0..LAYERS).map(block).collect::<Result<_>>()?, head: linear(WIDTH, WIDTH, vb.pp("head"))? })
     }
 }
@@ -48,6 +51,7 @@ struct Run {
     zero: bool,
     mixed: Option<MixedPrecision>,
     virtual_ranks: Option<usize>,
+    sharding: Option<Sharding>,
 }
 
 /// The bytes of a rank.
@@ -58,7 +62,7 @@ struct Found {
 }
 
 /// Trains on ranks that are threads.
-fn train(Run { world_size, zero, mixed, virtual_ranks }: Run) -> Found {
+fn train(Run { world_size, zero, mixed, virtual_ranks, sharding }: Run) -> Found {
     let options = SpawnOptions { world_size, virtual_ranks, ..Default::default() };
     let ranks = spawn_with(options, |pg| {
         // So few positions that activations hardly count.
@@ -72,7 +76,8 @@ fn train(Run { world_size, zero, mixed, virtual_ranks }: Run) -> Found {
         pg.barrier()?;
         let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
         let (bucket_cap_mb, first_bucket_mb) = (mib(CAP), mib(CAP) / 4.);
-        let options = DdpOptions { bucket_cap_mb, first_bucket_mb, mixed_precision: mixed, ..Default::default() };
+        let options =
+            DdpOptions { bucket_cap_mb, first_bucket_mb, mixed_precision: mixed, sharding, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Gpt::new, options)?;
         let mut optimizer: Box<dyn Optimizer> = match zero {
             true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
@@ -126,7 +131,7 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
     let bf16 = MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() };
     for world_size in [2, 4] {
         let part = 1. / world_size as f64;
-        let run = Run { world_size, zero: false, mixed: None, virtual_ranks: None };
+        let run = Run { world_size, zero: false, mixed: None, virtual_ranks: None, sharding: None };
         let (plain, bytes) = check(run);
         // Activations, and what the engine keeps, in addition to variables and replicas, two states, and gradients.
         let others = plain - bytes * (2. + 2. + 1.);
@@ -139,7 +144,24 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
     }
     for zero in [false, true] {
         for (mixed, virtual_ranks) in [(Some(bf16), None), (None, Some(8))] {
-            check(Run { world_size: 2, zero, mixed, virtual_ranks });
+            check(Run { world_size: 2, zero, mixed, virtual_ranks, sharding: None });
         }
+    }
+    for world_size in [2, 4] {
+        let run = Run { world_size, zero: false, mixed: None, virtual_ranks: None, sharding: None };
+        let (plain, bytes) = check(run);
+        let others = plain - bytes * (2. + 2. + 1.);
+        let Found { peak, estimate, .. } = train(Run { zero: true, sharding: Some(Sharding::default()), ..run });
+        println!(
+            "{world_size} ranks: {peak:.0} bytes of a sharded model, {estimate:.0} estimated and {others:.0} others"
+        );
+        // So little that the others count.
+        assert!(
+            (0.9..=1.1).contains(&((estimate + others) / peak)),
+            "{world_size} ranks: {peak} bytes, not {estimate}"
+        );
+        // Parameters, two states and gradients.
+        let expected = 1.15 * (4. * bytes / world_size as f64 + 2. * bytes / LAYERS as f64) + others;
+        assert!(peak <= expected, "{world_size} ranks: {peak} bytes of a sharded model, not {expected}");
     }
 }

@@ -6,6 +6,7 @@
 //! ```
 //!
 //! ci: --steps 3 --layers 1 --width 32 --context 32 --batch-size 4 --accumulate 2 --amp bf16 --export target/char_gpt
+//! ci: --steps 3 --layers 2 --width 32 --context 32 --batch-size 4 --shard
 mod block;
 #[path = "../common/mod.rs"]
 mod common;
@@ -21,7 +22,9 @@ mod vocabulary;
 use candle_core::{DType, Tensor};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine, ZeroRedundancyOptimizer};
-use candle_ddp::{Context, DistributedDataParallel, ProcessGroup, ReduceOp, Result, checkpoint, nn};
+use candle_ddp::{
+    Context, DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, checkpoint, nn,
+};
 use candle_nn::{VarBuilder, VarMap};
 use clap::{ArgAction, Parser};
 use common::hash;
@@ -63,6 +66,9 @@ struct Options {
     /// Shard the optimizer state over the ranks (ZeRO-2).
     #[arg(long, default_value_t = true, action = ArgAction::Set)]
     zero: bool,
+    /// Spread the whole model over the ranks, block by block (ZeRO-3, FSDP).
+    #[arg(long)]
+    shard: bool,
     /// The number of characters that the model sees.
     #[arg(long, default_value_t = 128)]
     context: usize,
@@ -95,14 +101,15 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let Options { context, width, heads, layers, .. } = *options;
     let config = Config { vocabulary: vocabulary.len(), context, width, heads, layers };
     let varmap = VarMap::new();
-    let ddp_options = options.training.ddp_options();
+    let sharding = options.shard.then(Sharding::default);
+    let ddp_options = DdpOptions { sharding, ..options.training.ddp_options() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Gpt::new(config, vb), ddp_options)?;
     if let Some(path) = &options.export_init {
         checkpoint::save_distributed(pg, &varmap, path)?;
     }
 
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
-    let mut optimizer: Box<dyn Optimizer> = match options.zero {
+    let mut optimizer: Box<dyn Optimizer> = match options.zero || options.shard {
         true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
         false => Box::new(AdamW::new(&ddp, params)?),
     };
@@ -124,7 +131,9 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         LoaderOptions { batch_size: options.batch_size, drop_last: true, sampler, ..Default::default() };
     let windows = 0..text.len();
     let loader = DataLoader::with_collate(windows, pg, loader_options, move |windows| text.batch(&windows))?;
-    let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
+    // The ranks gather blocks together, so that all must have equally many batches; then some windows count twice.
+    let remainder = if options.shard { Remainder::Pad } else { Remainder::Uneven };
+    let sampler = SamplerOptions { shuffle: false, remainder, ..Default::default() };
     let loader_options = LoaderOptions { batch_size: options.batch_size, sampler, ..Default::default() };
     let windows = 0..validation.len();
     let validation_loader =
@@ -198,7 +207,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     if let Some(folder) = &options.export {
         export(pg, folder, &config, &vocabulary, &training.varmap)?;
     }
-    if pg.rank() == 0 { write_text(pg, config, &vocabulary, &training.varmap) } else { Ok(()) }
+    // A sharded model is exported, for the example `generate`.
+    if pg.rank() == 0 && !options.shard { write_text(pg, config, &vocabulary, &training.varmap) } else { Ok(()) }
 }
 
 /// Returns the mean loss over the windows of all ranks.

@@ -8,7 +8,7 @@ use candle_nn::{Init, VarBuilder};
 pub(crate) struct Gpt {
     tokens: Embedding,
     positions: Tensor,
-    blocks: Vec<Block>,
+    blocks: Vec<candle_ddp::Block<Block>>,
     norm: LayerNorm,
     head: Linear,
 }
@@ -18,7 +18,7 @@ impl Gpt {
         let Config { vocabulary, context, width, heads, layers } = config;
         let init = Init::Randn { mean: 0., stdev: 0.02 };
         let tokens = vb.get_with_hints((vocabulary, width), "tokens.weight", init)?;
-        let block = |layer| Block::new(width, heads, vb.pp(format!("blocks.{layer}")));
+        let block = |layer| candle_ddp::block(vb.pp(format!("blocks.{layer}")), |vb| Block::new(width, heads, vb));
         Ok(Self {
             tokens: Embedding::new(tokens.clone(), width),
             positions: vb.get_with_hints((context, width), "positions", init)?,

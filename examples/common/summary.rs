@@ -30,12 +30,14 @@ impl Summary {
     /// Prints, on rank 0, how much was trained, and `results` with their names. Every rank calls it.
     pub(crate) fn print<M>(&self, ddp: &DistributedDataParallel<M>, results: &[(&str, String)]) -> Result<()> {
         let (pg, seconds) = (ddp.process_group(), self.seconds());
-        let [samples] = pg.all_reduce_scalars([self.samples as f64], ReduceOp::Sum)?;
+        let here: usize = ddp.parameters().iter().map(|parameter| parameter.elem_count()).sum();
+        let [samples, everywhere] = pg.all_reduce_scalars([self.samples as f64, here as f64], ReduceOp::Sum)?;
+        // A sharded model has each parameter once.
+        let parameters = if ddp.sharding().is_some() { everywhere } else { here as f64 };
         let hash = parameter_hash(ddp)?;
         if pg.rank() > 0 {
             return Ok(());
         }
-        let parameters: usize = ddp.parameters().iter().map(|parameter| parameter.elem_count()).sum();
         let mut lines = vec![
             ("trained on", format!("{samples:.0} {} in {seconds:.1} s", self.unit)),
             ("rate", format!("{:.0} {}/s on {} ranks", samples / seconds, self.unit, pg.world_size())),
@@ -62,9 +64,13 @@ pub(crate) fn require(argument: &'static str, required: Option<f64>, what: &str,
     }
 }
 
-/// Returns the hash of all parameters, which must be the same on every rank.
+/// Returns the hash of all parameters, which must be the same on every rank; of a sharded model, the hash of the ranks' hashes.
 pub(crate) fn parameter_hash<M>(ddp: &DistributedDataParallel<M>) -> Result<Hash> {
     let hash = Hash::of_variables(ddp.named_parameters().into_iter().map(|(name, var)| (name, var.into_inner())))?;
+    if ddp.sharding().is_some() {
+        let hashes = ddp.process_group().all_gather_object(&hash.0)?;
+        return Ok(Hash(hashes.iter().fold(0, |all, hash| all.rotate_left(1) ^ hash)));
+    }
     same_everywhere(ddp.process_group(), hash)?;
     Ok(hash)
 }

@@ -47,7 +47,7 @@ const UNSUPPORTED: [&str; 16] = [
 /// errors of [`save`](super::save).
 pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Path>) -> Result<()> {
     let folder = folder.as_ref();
-    let trained: HashMap<_, _> = tensors(varmap).into_iter().filter(|(name, _)| config.is_trained(name)).collect();
+    let trained: HashMap<_, _> = tensors(varmap)?.into_iter().filter(|(name, _)| config.is_trained(name)).collect();
     let mut modules: Vec<String> = trained
         .keys()
         .filter_map(|name| name.strip_suffix(".lora_A.weight").or(name.strip_suffix(".lora_embedding_A")))

@@ -4,7 +4,7 @@ use super::{own_names, read_file};
 use crate::error::describe;
 use crate::panic::lock;
 use crate::state::file::Readable;
-use crate::variables::NamePredicate;
+use crate::variables::{NamePredicate, Piece, piece_of};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
@@ -143,6 +143,13 @@ pub(super) struct Prepared {
     values: Vec<(String, Var, Tensor)>,
 }
 
+/// Variables with values that fit.
+impl From<Vec<(String, Var, Tensor)>> for Prepared {
+    fn from(values: Vec<(String, Var, Tensor)>) -> Self {
+        Self { report: LoadReport::default(), values }
+    }
+}
+
 impl Prepared {
     pub(super) fn new(varmap: &VarMap, path: &Path, options: &LoadOptions) -> Result<Self> {
         Self::of(varmap, path, read_file(path, options.key.as_deref())?, options)
@@ -170,11 +177,20 @@ impl Prepared {
                 continue;
             };
             let tensor = tensor.map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
-            if tensor.shape() != var.shape() || tensor.dtype().is_float() != var.dtype().is_float() {
-                let (has, needs) = (describe(tensor.dtype(), tensor.shape()), describe(var.dtype(), var.shape()));
+            let piece = piece_of(&var);
+            let shape = piece.as_ref().map_or(var.shape(), |piece| &piece.shape);
+            if tensor.shape() != shape || tensor.dtype().is_float() != var.dtype().is_float() {
+                let (has, needs) = (describe(tensor.dtype(), tensor.shape()), describe(var.dtype(), shape));
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
                 continue;
             }
+            let tensor = match &piece {
+                Some(Piece { range, .. }) => {
+                    // A copy, so that the whole tensor is freed.
+                    tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?.reshape(var.shape())?
+                }
+                None => tensor,
+            };
             let tensor =
                 converted(&tensor, var.dtype()).map_err(|error| unreadable(path, format!("{name}: {error}")))?;
             report.loaded.push(name.clone());

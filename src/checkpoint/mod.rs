@@ -75,6 +75,7 @@ pub use pretrained::Pretrained;
 
 use crate::panic::lock;
 use crate::state::file::{Contents, Readable, parse_safetensors, require_all, write_safetensors};
+use crate::variables::piece_of;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_nn::VarMap;
@@ -95,7 +96,7 @@ use std::path::Path;
 /// # Errors
 /// Returns [`Error::Io`] with the operation that the system refused.
 pub fn save(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
-    save_tensors(&tensors(varmap), path)
+    save_tensors(&tensors(varmap)?, path)
 }
 
 /// Like [`save`], for any tensors, such as an average of weights. Gradients end here: a file has values only.
@@ -116,9 +117,15 @@ pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
     require_all(tensors).map_err(|reason| unreadable(path, reason))
 }
 
-fn tensors(varmap: &VarMap) -> HashMap<String, Tensor> {
+/// The variables' tensors, if this rank has them as a whole.
+fn tensors(varmap: &VarMap) -> Result<HashMap<String, Tensor>> {
     let vars = lock(varmap.data());
-    vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()
+    if let Some((name, _)) = vars.iter().find(|(_, var)| piece_of(var).is_some()) {
+        let reason = "this rank has only a piece of it, since its model is sharded: save with a Checkpointer, which writes the pieces, \
+                      or with save_distributed, which puts them together";
+        return Err(Error::parameter(name, reason));
+    }
+    Ok(vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect())
 }
 
 /// Removes PyTorch's prefixes from names that the model does not have as they are, and then maps the names by

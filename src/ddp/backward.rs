@@ -274,13 +274,16 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
     let checked = checked
         .and_then(|()| check_recorded(loss, pass))
         .and_then(|()| check_reached(pass))
-        .and_then(|()| check_fresh(pass));
+        .and_then(|()| check_fresh(pass))
+        .and_then(|()| check_sharded(pass));
     checked.inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.loss = not_finite(loss, pass)?;
     pass.announce()?;
-    pass.run(|pass| {
+    let blocks: Vec<_> = pass.models.iter().filter_map(|model| model.core.blocks.as_ref()).collect();
+    let averaged = pass.run(|pass| {
         pass.begin()?;
         pass.synchronised().try_for_each(warn_of_lost)?;
+        blocks.iter().try_for_each(|blocks| blocks.units.begin_backward())?;
         let mut grads = pass.models[0].core.phase("backward", || loss.backward())?;
         pass.graph.iter().flat_map(Graph::frozen).for_each(|tensor| drop(grads.remove(tensor)));
         let beside = take_unhooked(&mut grads, pass)?;
@@ -293,7 +296,8 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
         finish(buffers, pass)?;
         micro_batch::end(pass)?;
         if !settle::settle(pass, &mut grads)? {
-            pass.synchronised().for_each(|model| model.first_gradients().come(&model.variables.parameters));
+            let models = pass.synchronised().filter(|model| model.blocks.is_none());
+            models.for_each(|model| model.first_gradients().come(&model.variables.parameters));
         }
         replicas::compare_all(pass)?;
         if pass.micro_batch.is_none() {
@@ -313,7 +317,25 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
                  each rank with Role::Ignored",
             )),
         }
-    })
+    });
+    blocks.iter().for_each(|blocks| blocks.units.end());
+    averaged
+}
+
+/// Under sharding, only a ZeroRedundancyOptimizer can use the gradients.
+fn check_sharded(pass: &Pass) -> Result<()> {
+    let is_without = |model: &&Member| model.core.blocks.is_some() && !model.core.reducer.is_sharded();
+    match pass.models.iter().find(is_without) {
+        Some(model) => {
+            let reason = format!(
+                "the model with the parameter {} is sharded, so that each rank gets its part of the gradients: make a \
+                 ZeroRedundancyOptimizer for it before the first backward pass, and keep it",
+                model.core.first_name()
+            );
+            Err(Error::invalid("sharding", reason))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Takes part, with zeros, in a backward pass that the `active` ranks run and this one does not.

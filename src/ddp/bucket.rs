@@ -17,6 +17,8 @@ const MIB: f64 = (1 << 20) as f64;
 pub(crate) struct ParameterInfo {
     pub(super) name: String,
     pub(super) shape: Shape,
+    /// The block to which it belongs, under sharding: its gradients are a bucket.
+    pub(super) block: Option<usize>,
     /// The dtype in which its gradient is all-reduced.
     pub(super) dtype: DType,
     /// The dtype in which its gradient arrives, which is the dtype of the tensor the model computes with.
@@ -74,6 +76,9 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
         last: usize,
     }
     let kind_of = |parameter: &ParameterInfo| (parameter.dtype, parameter.leaves_as, parameter.device.location());
+    if parameters.iter().any(|parameter| parameter.block.is_some()) {
+        return by_blocks(parameters, kind_of);
+    }
     let mut open: Vec<Open> = Vec::new();
     let mut closed: Vec<(usize, Vec<usize>)> = Vec::new();
     for (position, &index) in order.iter().enumerate() {
@@ -98,6 +103,24 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
     closed.extend(open.into_iter().filter(|bucket| !bucket.members.is_empty()).map(|open| (open.last, open.members)));
     closed.sort_by_key(|(last, _)| *last);
     closed.into_iter().map(|(_, members)| members).collect()
+}
+
+/// A bucket for each kind of parameter in each block. The last block comes first, and what is outside of blocks, 0, last: its gradients
+/// are complete at the end.
+fn by_blocks<K: PartialEq>(parameters: &[ParameterInfo], kind_of: impl Fn(&ParameterInfo) -> K) -> Vec<Vec<usize>> {
+    let mut buckets: Vec<Vec<usize>> = Vec::new();
+    for (index, parameter) in parameters.iter().enumerate() {
+        let fits = |bucket: &&mut Vec<usize>| {
+            let first = &parameters[bucket[0]];
+            first.block == parameter.block && kind_of(first) == kind_of(parameter)
+        };
+        match buckets.iter_mut().find(fits) {
+            Some(bucket) => bucket.push(index),
+            None => buckets.push(vec![index]),
+        }
+    }
+    buckets.sort_by_key(|bucket| std::cmp::Reverse(parameters[bucket[0]].block));
+    buckets
 }
 
 /// A gradient that has not been copied into its bucket yet.
@@ -407,6 +430,7 @@ mod tests {
     fn parameters(sizes: &[(usize, DType)]) -> Vec<ParameterInfo> {
         let info = |(index, (elements, dtype)): (usize, &(usize, DType))| ParameterInfo {
             name: format!("p{index}"),
+            block: None,
             shape: Shape::from(*elements),
             dtype: *dtype,
             arrives_as: *dtype,

@@ -1,4 +1,5 @@
 //! How a model is wrapped.
+use super::blocks::Construction;
 use super::graph::Registration;
 use super::model::DistributedModel;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
@@ -69,11 +70,25 @@ impl<M> DistributedDataParallel<M> {
         Error: From<E>,
     {
         let reducer = Arc::new(Reducer::new(group.clone()));
-        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
+        let construction = options.sharding.map(|sharding| Construction::new(group, varmap, sharding)).transpose()?;
+        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
-        let built = build(builder).map_err(Error::from);
-        let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), options)?;
+        let Some(construction) = construction else {
+            let built = build(builder).map_err(Error::from);
+            let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), None, options)?;
+            return Ok(Self { module, no_grad_module: None, core: Box::new(core) });
+        };
+        let built = construction.during(|| build(builder)).map_err(Error::from);
+        if construction.has_failed() {
+            let reason = "a block could not be built, and the model hides the error";
+            return Err(built.err().unwrap_or_else(|| Error::invalid("model", reason)));
+        }
+        let (built, blocks) = match built {
+            Ok(module) => (Ok(module), Some(construction.finish()?)),
+            Err(error) => (Err(error), None),
+        };
+        let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), blocks, options)?;
         Ok(Self { module, no_grad_module: None, core: Box::new(core) })
     }
 
@@ -122,7 +137,11 @@ impl<M> DistributedDataParallel<M> {
                 Role::Ignored => variables.ignored.push(Buffer { name, var }),
             }
         }
-        let (module, core) = DistributedModel::connect(reducer, built, variables, options)?;
+        if options.sharding.is_some() {
+            let reason = "a model of `from_vars` computes with whole variables: build it with `with_options`";
+            built = Err(Error::invalid("sharding", reason));
+        }
+        let (module, core) = DistributedModel::connect(reducer, built, variables, None, options)?;
         Ok(Self { module, no_grad_module: None, core: Box::new(core) })
     }
 }

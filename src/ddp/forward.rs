@@ -36,7 +36,9 @@ impl<M> DistributedDataParallel<M> {
         let module = self.no_grad_module.as_ref().filter(|_| !is_grad_enabled());
         self.core.begin_forward(module.is_some())?;
         let f = || self.core.options.run(|| f(module.unwrap_or(&self.module)));
-        self.core.phase("forward", f).map_err(|error| self.explain(error.into()))
+        let result = self.core.phase("forward", f);
+        self.core.end_forward();
+        result.map_err(|error| self.explain(error.into()))
     }
 
     /// Like [`call`](Self::call), for what changes the model: a forward pass that takes `&mut self`, a cache to be emptied, a mode.
@@ -55,7 +57,9 @@ impl<M> DistributedDataParallel<M> {
         let no_grad_module = no_grad_module.as_mut().filter(|_| !is_grad_enabled());
         core.begin_forward(no_grad_module.is_some())?;
         let f = || core.options.run(|| f(no_grad_module.unwrap_or(module)));
-        core.phase("forward", f).map_err(|error| self.explain(error.into()))
+        let result = core.phase("forward", f);
+        core.end_forward();
+        result.map_err(|error| self.explain(error.into()))
     }
 
     /// Ends DistributedDataParallel and returns the model with the parameters' last values: to merge adapters into its weights, or
@@ -65,8 +69,9 @@ impl<M> DistributedDataParallel<M> {
     /// build the model from the same `VarMap`.
     ///
     /// # Errors
-    /// The errors of the last copies of the variables.
+    /// The errors of the last copies of the variables; [`Error::InvalidArgument`] under sharding.
     pub fn into_module(self) -> Result<M> {
+        self.core.check_whole("into_module")?;
         self.core.begin_forward(false)?;
         Ok(self.module)
     }
@@ -114,6 +119,7 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
+        self.core.check_whole("with_no_grad_model")?;
         self.no_grad_module = Some(no_grad::build(&self.core, build)?);
         Ok(self)
     }

@@ -2,18 +2,23 @@
 use super::graph::Registration;
 use super::reducer::Reducer;
 use crate::Result;
-use crate::tensor::{copy, function};
-use candle_core::{DType, Tensor, Var};
+use crate::tensor::function;
+use candle_core::{Shape, Storage, Tensor, Var};
 use std::sync::{Arc, OnceLock};
 
-/// Creates the replica of `var` in the dtype `dtype`; its gradient goes to `reducer` as the gradient of parameter
-/// `index`, called `name`.
+/// Creates a replica of `copy`; its gradient goes to `reducer` as the gradient of parameter `index`, called `name`. `var` is the
+/// parameter's variable, or stands for it in candle's graph.
 ///
 /// candle has no backward hooks, but a custom operation sees the gradient of its result exactly once, when it is
 /// complete. So the model holds the result of such an operation on the variable: a copy, which must be kept up to date.
 /// The gradient is not stored for the variable; the reducer does that once it is averaged.
-pub(super) fn replicate(var: &Var, dtype: DType, reducer: Arc<Reducer>, index: usize, name: &str) -> Result<Tensor> {
-    let copy = copy::snapshot_tensor(var, dtype)?;
+pub(super) fn replicate(
+    var: &Var,
+    copy: (Storage, Shape),
+    reducer: Arc<Reducer>,
+    index: usize,
+    name: &str,
+) -> Result<Tensor> {
     let registration = Arc::<OnceLock<Registration>>::default();
     let model = Arc::clone(reducer.identity());
     let held = Arc::clone(&registration);

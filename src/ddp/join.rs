@@ -172,6 +172,7 @@ fn check<'a>(models: &[&'a DistributedModel]) -> Result<&'a ProcessGroup> {
     if models.iter().any(|model| !model.group().is_same(group)) {
         return Err(Error::invalid("models", "all models of a join must belong to the same process group"));
     }
+    models.iter().try_for_each(|model| model.check_whole("a join, in which some ranks compute nothing,"))?;
     if group.virtual_ranks().is_some() {
         let reason = "a join is for ranks with different numbers of batches, and cannot be combined with virtual ranks, of which \
                       each has a micro-batch in every step";

@@ -20,9 +20,10 @@ pub struct MemoryEstimate {
 pub struct DeviceMemory {
     /// The device.
     pub device: DeviceLocation,
-    /// All variables.
+    /// All variables, or this rank's pieces.
     pub parameters: usize,
-    /// The copies of parameters with which the model computes, in its dtype.
+    /// The copies of parameters with which the model computes, in its dtype; of a [sharded](crate::Sharding) model those outside of blocks,
+    /// and of two blocks.
     pub replicas: usize,
     /// Gradients that are not views of buckets: shards under ZeRO, and results whose dtype is not that of their bucket.
     pub gradients: usize,
@@ -111,9 +112,13 @@ impl<M> DistributedDataParallel<M> {
             all.on(device).parameters += bytes;
         }
         let converted = variables.frozen.iter().filter_map(|Frozen { converted, .. }| converted.as_ref());
-        for replica in variables.parameters.iter().filter_map(|parameter| parameter.replica()).chain(converted) {
-            let (device, bytes) = of(replica);
-            all.on(device).replicas += bytes;
+        if let Some(blocks) = &self.core.blocks {
+            all.on(self.core.group().device().location()).replicas += blocks.units.bytes();
+        } else {
+            for replica in variables.parameters.iter().filter_map(|parameter| parameter.replica()).chain(converted) {
+                let (device, bytes) = of(replica);
+                all.on(device).replicas += bytes;
+            }
         }
         // A state that is spread over the ranks is that of this rank, which need not ask the others.
         let state = optimizer.sharded_state_dict()?.map_or_else(|| optimizer.state_dict(), Ok)?;

@@ -2,6 +2,7 @@
 //! during the backward pass.
 mod announce;
 mod backward;
+mod blocks;
 mod bucket;
 mod checks;
 pub mod comm_hook;
@@ -46,6 +47,7 @@ mod virtual_ranks;
 mod window;
 
 pub use backward::{Backward, backward_micro_batch, backward_with};
+pub use blocks::{Block, Sharding, block};
 pub(crate) use gradients::{check_averaged, own_gradient};
 pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
@@ -368,6 +370,12 @@ impl<M> DistributedDataParallel<M> {
     /// all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
     pub fn skipped_steps(&self) -> u64 {
         lock(&self.core.skipped).total
+    }
+
+    /// How the parameters are spread over the ranks; None if every rank has all of them. The
+    /// [`parameters`](Self::parameters) of a sharded model are this rank's pieces.
+    pub fn sharding(&self) -> Option<Sharding> {
+        self.core.options.sharding
     }
 
     /// The group over which gradients are averaged.

@@ -1,4 +1,5 @@
 //! The part of a DDP model that does not depend on its module.
+use super::blocks::Blocks;
 use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
@@ -48,6 +49,8 @@ pub struct DistributedModel {
     pub(super) window: Mutex<Window>,
     pub(super) compared: Compared,
     pub(super) skipped: Mutex<Skipped>,
+    /// Under sharding.
+    pub(super) blocks: Option<Blocks>,
 }
 
 impl DistributedModel {
@@ -57,6 +60,7 @@ impl DistributedModel {
         reducer: Arc<Reducer>,
         built: Result<M>,
         variables: Variables,
+        blocks: Option<Blocks>,
         mut options: DdpOptions,
     ) -> Result<(M, Self)> {
         let group = reducer.groups().main();
@@ -70,6 +74,10 @@ impl DistributedModel {
                 preload(&variables, &options)?;
             }
             let ranks = group.micro_batches();
+            if ranks.is_some() && options.sharding.is_some() {
+                let reason = "a group with virtual ranks needs whole gradients on every rank until the end of a step: use either";
+                return Err(Error::invalid("sharding", reason));
+            }
             if ranks.is_some() {
                 virtual_ranks::check_options(&options, &variables)?;
             }
@@ -87,13 +95,18 @@ impl DistributedModel {
             reducer.groups().add_cpu()?;
         }
         let mixed = options.mixed_precision.unwrap_or_default();
-        let info = |parameter: &Parameter| parameter.info(&mixed, options.unused.allows(&parameter.name));
+        let info = |parameter: &Parameter| {
+            let block = blocks.as_ref().and_then(|blocks| blocks.owners.get(&parameter.name).copied());
+            parameter.info(&mixed, options.unused.allows(&parameter.name), block)
+        };
         let parameters = variables.parameters.iter().map(info).collect();
         reducer.set_parameters(parameters, caps, options.policy())?;
         if let Some(ranks) = ranks {
             reducer.set_virtual_ranks(ranks)?;
         }
-        sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
+        let shared = variables.shared().filter(|_| blocks.is_none());
+        let buffers = variables.buffers.iter().filter(|_| blocks.is_some()).map(|buffer| &buffer.var);
+        sync::broadcast(reducer.groups(), shared.map(|(_, var)| var).chain(buffers), 0)?.finish()?;
         if let Some(parameter) = variables.parameters.first() {
             reducer.identity().is_built(&parameter.var.as_detached_tensor());
         }
@@ -116,6 +129,7 @@ impl DistributedModel {
             window,
             compared,
             skipped,
+            blocks,
         };
         Ok((module, model))
     }
@@ -127,6 +141,15 @@ impl DistributedModel {
     /// Whether a backward pass that begins now sends gradients.
     pub(super) fn synchronises(&self) -> bool {
         self.no_sync.load(Ordering::Relaxed) == 0
+    }
+
+    /// Refuses `what` under sharding, where no rank has the whole model.
+    pub(super) fn check_whole(&self, what: &str) -> Result<()> {
+        if self.blocks.is_none() {
+            return Ok(());
+        }
+        let reason = format!("{what} needs the whole model, of which each rank has a part");
+        Err(Error::invalid("sharding", reason))
     }
 
     /// Whether gradients arrive during candle's backward pass.
@@ -156,10 +179,20 @@ impl DistributedModel {
         self.phase("refresh", || self.refresh(of_no_grad_model))
     }
 
+    /// Call when a forward pass is over.
+    pub(super) fn end_forward(&self) {
+        // Otherwise the backward pass needs the parameters outside of blocks.
+        if let Some(blocks) = self.blocks.as_ref().filter(|_| !is_grad_enabled()) {
+            blocks.units.end();
+        }
+    }
+
     /// Updates the replicas, and converted frozen tensors, from the variables. The model for `no_grad` needs only tensors whose
     /// dtype differs from the dtype of their variables.
     fn refresh(&self, only_converted: bool) -> Result<()> {
-        self.first_gradients().look(&self.variables.parameters)?;
+        if self.blocks.is_none() {
+            self.first_gradients().look(&self.variables.parameters)?;
+        }
         // Without a graph, no backward pass follows.
         if self.group().virtual_ranks().is_some() && is_grad_enabled() {
             lock(&self.pace).begin(Instant::now());
@@ -168,6 +201,13 @@ impl DistributedModel {
             }
         } else if matches!(self.options.policy(), OnNonFinite::Skip { .. }) && is_grad_enabled() {
             lock(&self.snapshots).keep_first(&self.variables.buffers)?;
+        }
+        if let Some(blocks) = &self.blocks {
+            blocks.units.begin_forward()?;
+            if let Some(parameter) = self.variables.parameters.first() {
+                self.reducer.identity().is_updated(None, &parameter.var.as_detached_tensor());
+            }
+            return Ok(());
         }
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
         // optimizer has just written them, and the model reads the first ones first.

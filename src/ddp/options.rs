@@ -1,3 +1,4 @@
+use super::blocks::Sharding;
 use super::mixed_precision::MixedPrecision;
 use super::non_finite::OnNonFinite;
 use super::replica_check::ReplicaCheck;
@@ -57,6 +58,9 @@ pub struct DdpOptions {
     /// names the rank and the parameter. Default: [`OnNonFinite::Stop`] if the environment variable `CANDLE_DDP_NAN_CHECK` is on, and
     /// otherwise [`OnNonFinite::Ignore`], which costs nothing.
     pub on_non_finite: Option<OnNonFinite>,
+    /// How parameters are spread over the ranks, so that none has the whole model: see [`Sharding`] and [`block`](crate::block).
+    /// Default: None, and every rank has all of them.
+    pub sharding: Option<Sharding>,
 }
 
 impl Default for DdpOptions {
@@ -74,6 +78,7 @@ impl Default for DdpOptions {
             init_seed: None,
             trace: None,
             on_non_finite: None,
+            sharding: None,
         }
     }
 }
@@ -139,6 +144,7 @@ impl fmt::Debug for DdpOptions {
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
             .field("on_non_finite", &self.on_non_finite)
+            .field("sharding", &self.sharding)
             .finish_non_exhaustive()
     }
 }

@@ -2,7 +2,7 @@
 use super::bucket::ParameterInfo;
 use super::graph::Registration;
 use super::mixed_precision::MixedPrecision;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Shape, Tensor, Var};
 
 /// A trainable variable, and the tensor that the model holds for it, possibly of another dtype.
 pub(super) struct Parameter {
@@ -50,16 +50,23 @@ impl Parameter {
         }
     }
 
+    /// The shape of the whole parameter, of which the variable may be a piece.
+    pub(super) fn shape(&self) -> &Shape {
+        self.replica().map_or(self.var.shape(), Tensor::shape)
+    }
+
     /// The dtype in which the model computes with it.
     pub(super) fn held_as(&self) -> DType {
         self.replica().map_or(self.var.dtype(), Tensor::dtype)
     }
 
-    pub(super) fn info(&self, mixed: &MixedPrecision, may_be_unused: bool) -> ParameterInfo {
+    /// `block` is the block to which it belongs, under sharding.
+    pub(super) fn info(&self, mixed: &MixedPrecision, may_be_unused: bool, block: Option<usize>) -> ParameterInfo {
         let dtype = mixed.reduce_dtype.unwrap_or(self.held_as());
         ParameterInfo {
             name: self.name.clone(),
-            shape: self.var.shape().clone(),
+            shape: self.shape().clone(),
+            block,
             dtype,
             arrives_as: self.held_as(),
             leaves_as: if mixed.keep_low_precision_grads { dtype } else { self.var.dtype() },

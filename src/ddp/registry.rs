@@ -1,12 +1,14 @@
 //! The `VarBuilder` that a model is built with under DDP: it hands out replicas and records what was requested.
+use super::blocks::Construction;
 use super::hook;
 use super::options::{DdpOptions, Role};
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::reducer::Reducer;
-use crate::Error;
 use crate::panic::lock;
 use crate::seed;
-use crate::variables::{check_shared, not_in_varmap};
+use crate::tensor::copy;
+use crate::variables::{check_shared, not_in_varmap, piece_of};
+use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
 use candle_nn::var_builder::SimpleBackend;
@@ -28,12 +30,19 @@ pub(super) struct Registry {
     varmap: VarMap,
     reducer: Arc<Reducer>,
     options: DdpOptions,
+    /// Under sharding.
+    construction: Option<Construction>,
     registered: Arc<Mutex<Registered>>,
 }
 
 impl Registry {
-    pub(super) fn new(varmap: VarMap, reducer: Arc<Reducer>, options: DdpOptions) -> Self {
-        Self { varmap, reducer, options, registered: Arc::default() }
+    pub(super) fn new(
+        varmap: VarMap,
+        reducer: Arc<Reducer>,
+        options: DdpOptions,
+        construction: Option<Construction>,
+    ) -> Self {
+        Self { varmap, reducer, options, construction, registered: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Registered> {
@@ -44,7 +53,16 @@ impl Registry {
     pub(super) fn seal(&self) -> Variables {
         let mut registered = self.lock();
         registered.sealed = true;
-        std::mem::take(&mut registered.variables)
+        let mut variables = std::mem::take(&mut registered.variables);
+        let mut pieces = self.construction.as_ref().map(Construction::take_pieces).unwrap_or_default();
+        let frozen = variables.frozen.iter_mut().map(|frozen| (&frozen.name, &mut frozen.var));
+        let parameters = variables.parameters.iter_mut().map(|parameter| (&parameter.name, &mut parameter.var));
+        for (name, var) in parameters.chain(frozen) {
+            if let Some(piece) = pieces.remove(name) {
+                *var = piece;
+            }
+        }
+        variables
     }
 
     /// The dtypes of a variable that the model requests as `asked`, and of the tensor that the model gets for it (None:
@@ -99,10 +117,15 @@ impl Registry {
             }
             Role::Frozen => {
                 // A tensor without an operation is not part of candle's backward pass.
-                let shared = var.detach();
+                let shared = match self.construction {
+                    // It does not stay in memory.
+                    Some(_) => var.to_dtype(held.unwrap_or(var.dtype()))?.copy()?.detach(),
+                    None => var.detach(),
+                };
                 let converted =
-                    held.filter(|held| *held != var.dtype()).map(|held| shared.to_dtype(held)).transpose()?;
+                    held.filter(|held| *held != shared.dtype()).map(|held| shared.to_dtype(held)).transpose()?;
                 let tensor = converted.clone().unwrap_or(shared);
+                let var = self.stand_in(name, &tensor, false, var)?;
                 registered.variables.frozen.push(Frozen { name: name.to_string(), var, converted });
                 tensor
             }
@@ -118,7 +141,10 @@ impl Registry {
                 }
                 let index = registered.variables.parameters.len();
                 let dtype = held.unwrap_or(var.dtype());
-                let replica = hook::replicate(&var, dtype, Arc::clone(&self.reducer), index, name)?;
+                let copy = copy::snapshot_tensor(&var, dtype)?;
+                let token_of = if self.construction.is_some() { empty(&var)? } else { var.clone() };
+                let replica = hook::replicate(&token_of, copy, Arc::clone(&self.reducer), index, name)?;
+                let var = self.stand_in(name, &replica, true, var)?;
                 let held = HeldAs::Replica(replica.clone());
                 registered.variables.parameters.push(Parameter { name: name.to_string(), var, held });
                 replica
@@ -127,6 +153,37 @@ impl Registry {
         registered.handed_out.insert(name.to_string(), tensor.clone());
         Ok(tensor)
     }
+
+    /// The variable itself, or under sharding one without elements until its block is complete. The model holds `tensor`.
+    fn stand_in(&self, name: &str, tensor: &Tensor, is_trained: bool, var: Var) -> candle_core::Result<Var> {
+        let Some(construction) = &self.construction else { return Ok(var) };
+        let stand_in = empty(&var)?;
+        construction.request(name, is_trained, tensor, var);
+        Ok(stand_in)
+    }
+
+    /// Refuses a variable of a sharded model that was built before.
+    fn check_whole(&self, name: &str) -> Result<()> {
+        if lock(self.varmap.data()).get(name).is_none_or(|var| piece_of(var).is_none()) {
+            return Ok(());
+        }
+        let reason = "the VarMap has this rank's piece of it, since a model was built with it under DdpOptions.sharding: build the model \
+                      with a new VarMap, and load a checkpoint";
+        Err(Error::parameter(name, reason))
+    }
+
+    /// The tensor that was handed out before.
+    fn again(&self, registered: &Registered, name: &str) -> candle_core::Result<Option<Tensor>> {
+        if let Some(construction) = &self.construction {
+            construction.check_again(name)?;
+        }
+        Ok(registered.handed_out.get(name).cloned())
+    }
+}
+
+/// A variable of the same dtype and device, without elements.
+fn empty(var: &Var) -> candle_core::Result<Var> {
+    Var::zeros(0, var.dtype(), var.device())
 }
 
 impl SimpleBackend for Registry {
@@ -139,10 +196,11 @@ impl SimpleBackend for Registry {
         device: &Device,
     ) -> candle_core::Result<Tensor> {
         let mut registered = self.lock();
-        if let Some(tensor) = registered.handed_out.get(name) {
-            check_shared(name, tensor, dtype, &shape)?;
-            return Ok(tensor.clone());
+        if let Some(tensor) = self.again(&registered, name)? {
+            check_shared(name, &tensor, dtype, &shape)?;
+            return Ok(tensor);
         }
+        self.check_whole(name)?;
         let dtypes = self.dtypes(name, dtype);
         let var =
             Var::from_tensor(&seed::get(&self.varmap, self.options.init_seed, shape, name, init, dtypes.0, device)?)?;
@@ -152,9 +210,10 @@ impl SimpleBackend for Registry {
     /// Works only for variables that are already in the VarMap.
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
         let mut registered = self.lock();
-        if let Some(tensor) = registered.handed_out.get(name) {
-            return Ok(tensor.clone());
+        if let Some(tensor) = self.again(&registered, name)? {
+            return Ok(tensor);
         }
+        self.check_whole(name)?;
         let var = lock(self.varmap.data()).get(name).cloned();
         match var {
             Some(var) => self.hand_out(&mut registered, name, var, self.dtypes(name, dtype)),

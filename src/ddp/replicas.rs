@@ -3,6 +3,7 @@ use super::model::DistributedModel;
 use super::pass::Pass;
 use crate::backend::label;
 use crate::state;
+use crate::variables::piece_of;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 
@@ -29,7 +30,9 @@ fn compare(model: &DistributedModel) -> Result<()> {
         true => variables.shared().collect(),
         false => variables.without_buffers().collect(),
     };
-    let dict = variables.into_iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
+    // Each rank has other pieces.
+    let variables = variables.into_iter().filter(|(_, var)| piece_of(var).is_none());
+    let dict = variables.map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
     let mut fingerprint = model.phase("compare replicas", || state::fingerprint(&dict))?;
     fingerprint.extend(model.marks().steps.fingerprint());
     let (ranks, names) = match label::DDP_REPLICAS.during(|| group.compare_states(&[("model", &fingerprint)])) {

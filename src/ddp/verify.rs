@@ -5,7 +5,7 @@ use crate::backend::label;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
-use candle_core::Var;
+use candle_core::{Shape, Var};
 
 /// Checks that all ranks built the same model with the same options; `model` is this rank's, or the reason why it has
 /// none. Every rank gets the same result; in PyTorch only the mismatching rank raises an error, and the others hang.
@@ -64,6 +64,9 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     }
     lines.push(format!("replica check: {:?}", options.replica_check));
     lines.push(format!("on_non_finite: {:?}", options.policy()));
+    if let Some(sharding) = options.sharding {
+        lines.push(format!("sharding: {sharding:?}"));
+    }
     if let Some(autocast) = options.autocast {
         lines.push(format!("autocast: {autocast:?}"));
     }
@@ -73,21 +76,25 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
             dtype => format!(" held as {}", dtype.as_str()),
         };
         let unused = if options.unused.allows(&parameter.name) { ", may be unused" } else { "" };
-        format!("parameter {index}: {}{held_as}{unused}", describe_variable(&parameter.name, &parameter.var))
+        let described = describe_variable(&parameter.name, parameter.shape(), &parameter.var);
+        format!("parameter {index}: {described}{held_as}{unused}")
     }));
     let frozen = variables.frozen.iter().enumerate();
     lines.extend(
-        frozen.map(|(index, frozen)| format!("frozen {index}: {}", describe_variable(&frozen.name, &frozen.var))),
+        // Pieces have other sizes on each rank. Those of frozen variables were compared before they were cut.
+        frozen.filter(|_| options.sharding.is_none()).map(|(index, frozen)| {
+            format!("frozen {index}: {}", describe_variable(&frozen.name, frozen.var.shape(), &frozen.var))
+        }),
     );
     let buffers = variables.buffers.iter().enumerate();
-    lines.extend(
-        buffers.map(|(index, buffer)| format!("buffer {index}: {}", describe_variable(&buffer.name, &buffer.var))),
-    );
+    lines.extend(buffers.map(|(index, buffer)| {
+        format!("buffer {index}: {}", describe_variable(&buffer.name, buffer.var.shape(), &buffer.var))
+    }));
     lines.join("\n")
 }
 
-fn describe_variable(name: &str, var: &Var) -> String {
+fn describe_variable(name: &str, shape: &Shape, var: &Var) -> String {
     // Ranks have different GPUs, but the same variables on them.
     let device = if var.device().is_cpu() { "" } else { " on a GPU" };
-    format!("{name} {}{device}", describe(var.dtype(), var.shape()))
+    format!("{name} {}{device}", describe(var.dtype(), shape))
 }

@@ -13,7 +13,7 @@ use crate::error::describe;
 use crate::kernels;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::DTYPES;
-use crate::variables::{Parameters, check_named};
+use crate::variables::{Parameters, check_named, piece_of};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
@@ -198,6 +198,11 @@ impl<R: UpdateRule> FusedOptimizer<R> {
                 return Err(Error::parameter(name, "its variable is given twice, and would be updated twice"));
             }
             if let Some(reason) = options.refuses(&var) {
+                return Err(Error::parameter(name, reason));
+            }
+            if piece_of(&var).is_some() {
+                let reason =
+                    "it is this rank's piece of a parameter, whose model is sharded: use ZeroRedundancyOptimizer";
                 return Err(Error::parameter(name, reason));
             }
             if var.dtype().is_float() {

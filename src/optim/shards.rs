@@ -1,11 +1,11 @@
 //! The shards of an optimizer's state that the ranks of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) have saved,
 //! put together.
 use super::rule::UpdateRule;
-use crate::state::{self, Dict, Loader};
+use crate::state::{self, Dict, Loader, Pieces};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 /// The entry of a parameter's state.
 pub(super) fn key(parameter: &str, part: &str) -> String {
@@ -31,7 +31,7 @@ pub(super) struct Shards {
     pub(super) learning_rates: Vec<f64>,
     /// The step of each parameter, in the order in which they were asked for.
     pub(super) steps: Vec<u64>,
-    parts: Parts,
+    parts: Pieces,
 }
 
 impl Shards {
@@ -43,7 +43,7 @@ impl Shards {
         groups: usize,
         expected: &[Expected<'_>],
     ) -> Result<Self> {
-        let mut parts = Parts::default();
+        let mut parts = Pieces::default();
         let (mut first, mut is_told) = (None, rank > 0);
         for shard in shards.iter().filter(|shard| !shard.is_empty()) {
             let mut loader = Loader::new(shard, &kind::<R>())?;
@@ -70,7 +70,7 @@ impl Shards {
         let Some((learning_rates, steps)) = first else {
             return Err(Error::invalid("shards", "there must be at least one that is not empty"));
         };
-        parts.check_all(expected, shards.iter().all(|shard| !shard.is_empty()))?;
+        check_all(&parts, expected, shards.iter().all(|shard| !shard.is_empty()))?;
         Ok(Self { learning_rates, steps, parts })
     }
 
@@ -94,69 +94,21 @@ impl Shards {
     }
 }
 
-/// Parts of states by the names of the whole states, each with the element at which it starts.
-#[derive(Default)]
-struct Parts(HashMap<String, Vec<(usize, Tensor)>>);
-
-impl Parts {
-    fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
-        self.0.entry(whole.to_string()).or_default().push((start, part.flatten_all()?));
-        Ok(())
-    }
-
-    /// Checks that every state is present (as a whole if `is_whole`) with the right dtype, and that there are no others.
-    fn check_all(&self, expected: &[Expected<'_>], is_whole: bool) -> Result<()> {
-        let mut known = HashSet::new();
-        for parameter in expected {
-            for name in parameter.states {
-                let key = key(parameter.name, name);
-                self.check(&key, is_whole.then(|| parameter.shape.elem_count()), parameter.dtype)?;
-                known.insert(key);
-            }
-        }
-        match self.0.keys().filter(|key| !known.contains(*key)).min() {
-            Some(key) => Err(Error::parameter(
-                key,
-                "the shards contain it, but no parameter here has that name: they belong to another model",
-            )),
-            None => Ok(()),
+/// Checks that every state is present (as a whole if `is_whole`) with the right dtype, and that there are no others.
+fn check_all(parts: &Pieces, expected: &[Expected<'_>], is_whole: bool) -> Result<()> {
+    let mut known = HashSet::new();
+    for parameter in expected {
+        for name in parameter.states {
+            let key = key(parameter.name, name);
+            parts.check(&key, is_whole.then(|| parameter.shape.elem_count()), parameter.dtype)?;
+            known.insert(key);
         }
     }
-
-    /// Checks the dtype of the parts, and that they add up to `elements` if that is given.
-    fn check(&self, key: &str, elements: Option<usize>, dtype: DType) -> Result<()> {
-        let parts = self.0.get(key).map_or(&[][..], Vec::as_slice);
-        let next = |end, (start, part): &(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
-        let end = || parts.iter().try_fold(0, next);
-        if let Some(elements) = elements
-            && end() != Some(elements)
-        {
-            let reason = format!("its parts in the shards do not add up to the {elements} elements that it has here");
-            return Err(Error::parameter(key, reason));
-        }
-        match parts.iter().find(|(_, part)| part.dtype() != dtype) {
-            Some((_, part)) => {
-                let (is, needed) = (part.dtype().as_str(), dtype.as_str());
-                Err(Error::parameter(key, format!("the shards hold {is}, but it must be {needed}")))
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// The elements of a whole state from `start` on.
-    fn take(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
-        let mut found = Vec::new();
-        for (offset, part) in self.0.get(key).into_iter().flatten() {
-            let (from, to) = (start.max(*offset), (start + elements).min(offset + part.elem_count()));
-            if from < to {
-                found.push(part.narrow(0, from - offset, to - from)?);
-            }
-        }
-        if found.iter().map(Tensor::elem_count).sum::<usize>() != elements {
-            let reason = format!("elements {start} to {} of it are missing from the shards", start + elements);
-            return Err(Error::parameter(key, reason));
-        }
-        // A copy, since the kernels change it in place.
-        Ok(Tensor::cat(&found, 0)?.copy()?)
+    match parts.names().filter(|key| !known.contains(*key)).min() {
+        Some(key) => Err(Error::parameter(
+            key,
+            "the shards contain it, but no parameter here has that name: they belong to another model",
+        )),
+        None => Ok(()),
     }
 }

@@ -3,12 +3,14 @@ pub(crate) mod file;
 mod fingerprint;
 mod parts;
 mod per_rank;
+mod pieces;
 mod state_dict;
 mod values;
 
 pub(crate) use fingerprint::{FileHash, fingerprint, non_finite, summary};
 pub use parts::Parts;
 pub use per_rank::{PerRank, RankZero};
+pub(crate) use pieces::Pieces;
 pub use state_dict::StateDict;
 pub(crate) use state_dict::*;
 pub use values::Serde;

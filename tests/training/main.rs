@@ -69,6 +69,7 @@ mod replica_check;
 mod resume;
 mod sampler;
 mod several_models;
+mod sharded_blocks;
 mod small_data;
 mod stale_graph;
 mod stop;

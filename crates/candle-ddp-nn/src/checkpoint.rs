@@ -42,24 +42,41 @@ pub fn checkpoint<F>(inputs: &[&Tensor], function: F) -> Result<Tensor>
 where
     F: Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
 {
+    checkpoint_holding(inputs, move |inputs, _| Ok((function(inputs)?, ())))
+}
+
+/// The two times at which a checkpointed function runs.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Run {
+    Forward,
+    Backward,
+}
+
+/// [`checkpoint`] for a function that also returns what it holds: after its run in the backward pass, until gradients have flowed
+/// through its result.
+///
+/// # Errors
+/// Those of [`checkpoint`].
+#[doc(hidden)]
+pub fn checkpoint_holding<F, G>(inputs: &[&Tensor], function: F) -> Result<Tensor>
+where
+    F: Fn(&[Tensor], Run) -> Result<(Tensor, G)> + Send + Sync + 'static,
+    G: 'static,
+{
     let detached: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
-    let (replay, result) = Replay::record(|| function(&detached));
-    let result = result?;
+    let (replay, result) = Replay::record(|| function(&detached, Run::Forward));
+    let (result, held) = result?;
     if !result.dtype().is_float() {
         let is = candle_ddp_tensor::error::describe(result.dtype(), result.shape());
-        return Err(Error::invalid(
-            "function",
-            format!(
-                "its result must be floating-point for gradients to flow, not \
-                                                       {is}"
-            ),
-        )
-        .into());
+        let reason = format!("its result must be floating-point for gradients to flow, not {is}");
+        return Err(Error::invalid("function", reason).into());
     }
+    drop(held);
     if !is_grad_enabled() {
         return Ok(result.detach());
     }
     let (leaves, mode) = (Leaves::of(&result), autocast_mode());
-    let again = move |inputs: &[Tensor]| set_autocast(mode, || replay.play(|| function(inputs)));
+    let again = move |inputs: &[Tensor]| set_autocast(mode, || replay.play(|| function(inputs, Run::Backward)));
     rerun("checkpoint", inputs, leaves, &result.detach(), again)
 }

@@ -15,6 +15,8 @@ pub mod error;
 pub mod finite;
 pub mod function;
 #[doc(hidden)]
+pub mod hold;
+#[doc(hidden)]
 pub mod kernels;
 mod math;
 mod memory_format;

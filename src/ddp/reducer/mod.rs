@@ -98,6 +98,10 @@ impl Reducer {
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
+        if state.parameters.iter().any(|parameter| parameter.block.is_some()) {
+            // A bucket is cut as its block's parameters are.
+            state.rebuild = Rebuild::Done;
+        }
         state.rebuild_buckets(&order, self.world_size())
     }
 

@@ -26,6 +26,9 @@ impl Reducer {
                 "virtual ranks add gradients along a fixed tree, and cannot be combined with a communication hook: use no hook, or \
                  a group without virtual ranks"
             }
+            Reduction::AllReduce if state.parameters.iter().any(|parameter| parameter.block.is_some()) => {
+                "the model is sharded, and each rank gets its part of the gradients: use no hook, or no sharding"
+            }
             Reduction::AllReduce if state.begun => "it must be registered before the first backward pass",
             Reduction::AllReduce => return Ok(()),
         };

@@ -15,6 +15,7 @@ use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// A rank's view of one bucket, which is split into as many equal parts as there are ranks.
 #[derive(Clone, Debug)]
@@ -101,6 +102,10 @@ impl BucketMemory {
     }
 }
 
+/// How long a rank waits for memory, where ranks might wait for each other.
+const PATIENCE: Duration = Duration::from_secs(3);
+const POLL: Duration = Duration::from_micros(50);
+
 /// Reduction of buckets under ZeRO.
 pub(crate) struct ShardReduction {
     rank: usize,
@@ -110,6 +115,8 @@ pub(crate) struct ShardReduction {
     tree: Option<TreeReduction>,
     /// The numbers of the buckets in flight.
     in_flight: VecDeque<(usize, Work)>,
+    /// Whether waiting for a bucket has never been in vain.
+    is_patient: bool,
     pending: Option<PendingGradients>,
     /// Earlier gradients, this rank's part of each bucket, to which those of the next pass are added.
     earlier: Option<(PendingGradients, Vec<Tensor>)>,
@@ -117,7 +124,16 @@ pub(crate) struct ShardReduction {
 
 impl ShardReduction {
     pub(crate) fn new(rank: usize, shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
-        Self { rank, shards, memory: Arc::default(), tree, in_flight: VecDeque::new(), pending: None, earlier: None }
+        Self {
+            rank,
+            shards,
+            memory: Arc::default(),
+            tree,
+            in_flight: VecDeque::new(),
+            is_patient: true,
+            pending: None,
+            earlier: None,
+        }
     }
 
     pub(crate) fn tree(&self) -> Option<&TreeReduction> {
@@ -181,17 +197,34 @@ impl ShardReduction {
     /// that could be forever: a rank that lacks gradients sends its buckets after the backward pass, in which it may wait for this
     /// rank's part in a collective of the graph.
     pub(crate) fn occupy(&mut self, buckets: &mut [Bucket], number: usize, trace: Option<&Trace>) -> Result<()> {
-        let may_wait = !ProcessGroup::has_companions();
-        let is_due = |in_flight: &VecDeque<(usize, Work)>| {
-            let is_completed = in_flight.front().is_some_and(|(_, work)| work.is_completed());
-            is_completed || (may_wait && in_flight.len() > 1)
-        };
-        while is_due(&self.in_flight) {
+        while self.is_due() {
             self.receive(buckets, trace)?;
         }
         let bucket = &mut buckets[number];
         let storage = self.memory.take(bucket.length(), bucket.tensor.dtype(), bucket.tensor.device())?;
         bucket.occupy(storage)
+    }
+
+    /// Whether to receive the bucket that was sent first.
+    fn is_due(&mut self) -> bool {
+        let Some((number, work)) = self.in_flight.front() else { return false };
+        if work.is_completed() {
+            return true;
+        }
+        if self.in_flight.len() < 2 || !ProcessGroup::has_companions() {
+            return self.in_flight.len() > 1;
+        }
+        // Another rank that does not use one of its parameters completes this bucket at its end, and before that it may wait for this rank
+        // in a companion group.
+        if self.is_patient && self.shards[*number].own.device().is_cpu() {
+            let start = Instant::now();
+            while !work.is_completed() && start.elapsed() < PATIENCE {
+                std::thread::sleep(POLL);
+            }
+            self.is_patient = work.is_completed();
+            return self.is_patient;
+        }
+        false
     }
 
     /// Waits for the bucket that was sent first, whose memory is then free.

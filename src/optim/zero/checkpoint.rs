@@ -60,7 +60,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 for member in &own.shard.members {
                     let parameter = &self.parameters[member.parameter];
                     if self.options[parameter.group].states().contains(&name) {
-                        let values = whole.narrow(0, member.offset, member.elements)?.reshape(parameter.var.shape())?;
+                        let values = whole.narrow(0, member.offset, member.elements)?.reshape(&parameter.shape)?;
                         dict.insert(key(&parameter.name, name), values);
                     }
                 }
@@ -79,7 +79,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             steps.insert(index, loader.count(&key(&parameter.name, "step"))?);
             let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
             for name in options.states() {
-                let source = loader.like(&key(&parameter.name, name), parameter.var.shape(), dtype)?;
+                let source = loader.like(&key(&parameter.name, name), &parameter.shape, dtype)?;
                 whole.insert((index, *name), source.flatten_all()?);
             }
         }
@@ -173,7 +173,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let expected = self.grouped().map(|(index, options)| {
             let parameter = &self.parameters[index];
             let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
-            Ok(Expected { name: &parameter.name, shape: parameter.var.shape(), dtype, states: options.states() })
+            Ok(Expected { name: &parameter.name, shape: &parameter.shape, dtype, states: options.states() })
         });
         let expected = expected.collect::<Result<Vec<_>>>()?;
         let shards = Shards::join::<R>(shards, self.process_group.rank(), self.options.len(), &expected)?;

@@ -3,8 +3,9 @@ use crate::ddp::{Member, Shard};
 use crate::optim::fused::state_dtype_of;
 use crate::optim::parameters::ParameterGroup;
 use crate::optim::rule::{self, UpdateRule};
+use crate::variables::piece_of;
 use crate::{Error, Result};
-use candle_core::{Tensor, Var};
+use candle_core::{Shape, Tensor, Var};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -14,6 +15,10 @@ pub(super) struct Trained {
     pub(super) var: Var,
     /// The variable's storage in one dimension.
     pub(super) flat: Tensor,
+    /// Whether the variable is this rank's piece, in a sharded model.
+    pub(super) is_piece: bool,
+    /// The whole parameter's.
+    pub(super) shape: Shape,
     /// The parameter group to which it belongs.
     pub(super) group: usize,
     pub(super) steps: u64,
@@ -67,7 +72,14 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
             return Err(Error::parameter(name, reason));
         };
         let flat = var.as_detached_tensor().flatten_all()?;
-        Ok(Trained { name, var, flat, group, steps: 0 })
+        let piece = piece_of(&var);
+        if piece.is_some() && !takes_pieces(&groups[group].options) {
+            let reason =
+                format!("{} needs whole parameters, but its model is sharded: use a rule for elements", R::NAME);
+            return Err(Error::parameter(name, reason));
+        }
+        let (is_piece, shape) = (piece.is_some(), piece.map_or_else(|| var.shape().clone(), |piece| piece.shape));
+        Ok(Trained { name, var, flat, is_piece, shape, group, steps: 0 })
     });
     trained.collect()
 }
@@ -91,13 +103,14 @@ impl Piece {
         offset: usize,
         rule: Option<&R>,
     ) -> Result<Self> {
-        let Trained { name, var, flat, .. } = trained;
+        let Trained { name, var, flat, is_piece, .. } = trained;
         let (start, elements) = (range.start, range.len());
         let dtype = state_dtype_of::<R>(name, var)?;
         let names = rule.map_or(&[][..], R::states);
         let states = names.iter().map(|_| Tensor::zeros(elements, dtype, flat.device()));
         let states = states.collect::<candle_core::Result<_>>()?;
-        Ok(Self { parameter, start, offset, elements, values: flat.narrow(0, start, elements)?, states })
+        let values = if *is_piece { flat.clone() } else { flat.narrow(0, start, elements)? };
+        Ok(Self { parameter, start, offset, elements, values, states })
     }
 }
 

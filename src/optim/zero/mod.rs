@@ -175,6 +175,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             let (numbers, parts) = self.parts(shard, &pending, &scales)?;
             let sums: Vec<Sums> = numbers.into_iter().map(|number| sums[number]).collect();
             update::update(&parts, &sums)?;
+            if self.parameters.iter().any(|parameter| parameter.is_piece) {
+                continue; // the model gathers them
+            }
             let gathering = Gathering::start(shard, &self.parameters, &self.memory, &self.process_group)?;
             if let Some(previous) = in_flight.replace(gathering) {
                 previous.finish(&self.parameters, &self.memory)?;

@@ -25,7 +25,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let mut parts = Vec::new();
         for Moved { whole, tensor, .. } in gradients {
             let (Some(own), Some(gradient)) = (&whole.own, tensor) else { continue };
-            let shape = self.parameters[whole.parameter].var.shape();
+            let shape = &self.parameters[whole.parameter].shape;
             parts.push(self.part(own, gradient, Some(shape), scales)?);
         }
         update::update(&parts, &vec![Sums::default(); parts.len()])?;

@@ -8,13 +8,13 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, Var};
 
 /// Returns a copy of `result`, which `again` computes from `inputs` and `leaves`. Nothing else is kept: the backward
-/// pass computes it again.
-pub fn rerun(
+/// pass computes it again. What `again` returns next to it lives until the backward pass through it has ended.
+pub fn rerun<G>(
     name: &'static str,
     inputs: &[&Tensor],
     leaves: Leaves,
     result: &Tensor,
-    again: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    again: impl Fn(&[Tensor]) -> Result<(Tensor, G)> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let Leaves { variables, copies } = leaves;
     let arguments = inputs.iter().copied().chain(&variables);
@@ -34,7 +34,9 @@ pub fn rerun(
         let (inputs, vars): (Vec<_>, Vec<_>) = fresh.into_iter().unzip();
         let gradient = gradient.clone();
         // As in the forward pass, even if the backward pass runs under `no_grad`.
-        let end = enable_grad(|| again(&inputs))?.apply_op1(Start(gradient))?;
+        let (result, _held) = enable_grad(|| again(&inputs))?;
+        let end = result.apply_op1(Start(gradient))?;
+        drop(result);
         let mut grads = {
             let _rerun = Rerun::begin();
             end.backward()?

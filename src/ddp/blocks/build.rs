@@ -1,0 +1,218 @@
+//! How a model of blocks is built: block by block, so that no rank ever has all of it.
+use super::flat::Flat;
+use super::sharding::Sharding;
+use super::unit::{Unit, Units};
+use crate::backend::{self, label};
+use crate::error::describe;
+use crate::panic::lock;
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, Var};
+use candle_nn::VarMap;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+thread_local! {
+    /// The construction of a sharded model on this thread.
+    static CURRENT: RefCell<Option<Construction>> = const { RefCell::new(None) };
+}
+
+/// A sharded model that is being built.
+#[derive(Clone)]
+pub(crate) struct Construction {
+    group: ProcessGroup,
+    varmap: VarMap,
+    units: Arc<Units>,
+    state: Arc<Mutex<State>>,
+}
+
+/// The blocks of a model that is built.
+pub(crate) struct Blocks {
+    pub(in crate::ddp) units: Arc<Units>,
+    /// What is outside of blocks. The other blocks hold their own.
+    _root: Arc<Unit>,
+    /// The block of each variable.
+    pub(in crate::ddp) owners: HashMap<String, usize>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What was requested outside of blocks.
+    outside: Vec<Requested>,
+    /// The block that is being built, with its name.
+    block: Option<(String, Vec<Requested>)>,
+    blocks: usize,
+    /// The block of each variable.
+    owners: HashMap<String, usize>,
+    /// This rank's pieces of the variables whose blocks are complete.
+    pieces: HashMap<String, Var>,
+    /// Whether all ranks know already that there will be no model.
+    failed: bool,
+}
+
+/// A variable that the model has requested.
+struct Requested {
+    name: String,
+    is_trained: bool,
+    /// What the model holds.
+    tensor: Tensor,
+    var: Var,
+}
+
+impl Requested {
+    fn kind(&self) -> (bool, DType, DType) {
+        (self.is_trained, self.var.dtype(), self.tensor.dtype())
+    }
+}
+
+impl Construction {
+    /// Every rank must call it.
+    pub(in crate::ddp) fn new(group: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> Result<Self> {
+        let units = Units::new(group, sharding)?;
+        Ok(Self { group: group.clone(), varmap: varmap.clone(), units, state: Arc::default() })
+    }
+
+    /// The construction of a sharded model on this thread.
+    pub(super) fn current() -> Option<Self> {
+        CURRENT.with_borrow(Clone::clone)
+    }
+
+    /// Builds the model: `build` may call [`block`](super::block).
+    pub(in crate::ddp) fn during<T>(&self, build: impl FnOnce() -> T) -> T {
+        /// Restores the enclosing construction, even if `build` panics.
+        struct Scope(Option<Construction>);
+        impl Drop for Scope {
+            fn drop(&mut self) {
+                CURRENT.set(self.0.take());
+            }
+        }
+        let _scope = Scope(CURRENT.replace(Some(self.clone())));
+        build()
+    }
+
+    /// The model has requested the variable `name`, and holds `tensor`. The variable leaves the VarMap when its block is complete.
+    pub(in crate::ddp) fn request(&self, name: &str, is_trained: bool, tensor: &Tensor, var: Var) {
+        let state = &mut *lock(&self.state);
+        let (number, requested) = match &mut state.block {
+            Some((_, requested)) => (state.blocks + 1, requested),
+            None => (0, &mut state.outside),
+        };
+        state.owners.insert(name.to_string(), number);
+        requested.push(Requested { name: name.to_string(), is_trained, tensor: tensor.clone(), var });
+    }
+
+    /// Checks that a variable that is requested again belongs to the block that is being built.
+    pub(in crate::ddp) fn check_again(&self, name: &str) -> Result<()> {
+        let state = lock(&self.state);
+        let here = if state.block.is_some() { state.blocks + 1 } else { 0 };
+        match state.owners.get(name) {
+            Some(owner) if *owner != here => Err(Error::parameter(
+                name,
+                "it is requested in a block and outside of it, but exists only while its own block computes: request tied weights in \
+                 one block, or all outside of blocks",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn open(&self, name: String) -> candle_core::Result<()> {
+        let mut state = lock(&self.state);
+        if let Some((outer, _)) = &state.block {
+            let reason = format!("{name} is a block within the block {outer}: only one of the two can be one");
+            return Err(Error::invalid("block", reason).into());
+        }
+        state.block = Some((name, Vec::new()));
+        Ok(())
+    }
+
+    pub(super) fn close(&self) -> candle_core::Result<Option<Arc<Unit>>> {
+        let (name, requested, number) = {
+            let mut state = lock(&self.state);
+            let (name, requested) = state.block.take().unwrap_or_default();
+            if requested.is_empty() {
+                return Ok(None);
+            }
+            state.blocks += 1;
+            (name, requested, state.blocks)
+        };
+        Ok(Some(self.spread(number, &format!("block {name}"), requested)?))
+    }
+
+    /// Completes the model.
+    pub(in crate::ddp) fn finish(&self) -> Result<Blocks> {
+        let requested = std::mem::take(&mut lock(&self.state).outside);
+        let root = self.spread(0, "the parameters outside of blocks", requested)?;
+        let owners = std::mem::take(&mut lock(&self.state).owners);
+        Ok(Blocks { units: Arc::clone(&self.units), _root: root, owners })
+    }
+
+    /// Whether all ranks know already that there will be no model.
+    pub(in crate::ddp) fn has_failed(&self) -> bool {
+        lock(&self.state).failed
+    }
+
+    /// This rank's pieces, by the names of their variables.
+    pub(in crate::ddp) fn take_pieces(&self) -> HashMap<String, Var> {
+        std::mem::take(&mut lock(&self.state).pieces)
+    }
+
+    /// Leaves each rank with its part of the variables, of rank 0's values.
+    fn spread(&self, number: usize, name: &str, requested: Vec<Requested>) -> Result<Arc<Unit>> {
+        let spread = self.try_spread(number, name, requested);
+        lock(&self.state).failed |= spread.is_err();
+        spread
+    }
+
+    fn check(&self, Requested { name, var, .. }: &Requested) -> Result<()> {
+        if !var.device().same_device(self.group.device()) {
+            let reason = "a sharded model must be on the device of its group: build it with the VarBuilder as it is";
+            return Err(Error::parameter(name, reason));
+        }
+        if !var.dtype().is_float() || !backend::takes(var.dtype()) {
+            let reason =
+                format!("its dtype must be f32, f64, f16 or bf16 under sharding, not {}", var.dtype().as_str());
+            return Err(Error::parameter(name, reason));
+        }
+        Ok(())
+    }
+
+    fn try_spread(&self, number: usize, name: &str, requested: Vec<Requested>) -> Result<Arc<Unit>> {
+        let checked = requested.iter().try_for_each(|requested| self.check(requested));
+        let report = checked.as_ref().map(|()| report(name, &requested));
+        let compared = label::DDP_NEW.during(|| self.group.compare(report, "it could not build its model"));
+        checked?;
+        if let Some((rank, difference)) = compared? {
+            return Err(Error::Mismatch { what: "model", rank, difference });
+        }
+        let mut kinds = Vec::new();
+        for requested in &requested {
+            if !kinds.contains(&requested.kind()) {
+                kinds.push(requested.kind());
+            }
+        }
+        let mut flats = Vec::new();
+        for kind in kinds {
+            let of_kind = || requested.iter().filter(|requested| requested.kind() == kind);
+            let tensors: Vec<_> = of_kind().map(|own| (own.tensor.clone(), own.var.clone())).collect();
+            let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.group, name, &tensors));
+            let (flat, pieces) = scattered.inspect_err(|error| self.group.abort(&format!("{name}: {error}")))?;
+            flats.push(flat);
+            for (own, piece) in of_kind().zip(pieces) {
+                lock(self.varmap.data()).insert(own.name.clone(), piece.clone());
+                lock(&self.state).pieces.insert(own.name.clone(), piece);
+            }
+        }
+        Ok(Unit::new(number, flats, &self.units))
+    }
+}
+
+/// What ranks must agree on.
+fn report(name: &str, requested: &[Requested]) -> String {
+    let mut lines = vec![name.to_string()];
+    lines.extend(requested.iter().map(|Requested { name, is_trained, tensor, var }| {
+        let kind = if *is_trained { "parameter" } else { "frozen" };
+        format!("{kind} {name} {} held as {}", describe(var.dtype(), tensor.shape()), tensor.dtype().as_str())
+    }));
+    lines.join("\n")
+}

@@ -1,0 +1,156 @@
+//! Blocks of a model whose parameters are spread over the ranks: PyTorch's `fully_shard`.
+mod build;
+mod flat;
+mod sharding;
+mod unit;
+
+pub(super) use build::{Blocks, Construction};
+pub use sharding::Sharding;
+
+use crate::tensor::function::is_grad_enabled;
+use candle_core::{Module, ModuleT, Result, Tensor};
+use candle_ddp_nn::{Run, checkpoint_holding};
+use candle_nn::VarBuilder;
+use std::fmt;
+use std::sync::Arc;
+use unit::Unit;
+
+/// A part of a model, such as a layer of a transformer, that [`DdpOptions::sharding`](crate::DdpOptions::sharding) spreads over the ranks.
+/// Without it, this is the plain module.
+///
+/// It is called like the module: [`Module`] and [`ModuleT`] have `forward` and `forward_t`, and [`call`](Self::call) takes any number of
+/// tensors. Made by [`block`].
+pub struct Block<M> {
+    module: Arc<M>,
+    unit: Option<Arc<Unit>>,
+}
+
+/// Builds a part of a model whose parameters are gathered together: PyTorch's `fully_shard(block)`.
+///
+/// ```
+/// use candle_core::{Module, Tensor};
+/// use candle_ddp::nn::{Linear, linear};
+/// use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+/// use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Sharding, block};
+/// use candle_nn::{VarBuilder, VarMap};
+///
+/// struct Net {
+///     blocks: Vec<Block<Linear>>,
+///     head: Linear,
+/// }
+///
+/// impl Net {
+///     fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+///         let one = |index| block(vb.pp(format!("h.{index}")), |vb| linear(8, 8, vb));
+///         let blocks = (0..4).map(one).collect::<candle_core::Result<_>>()?;
+///         Ok(Self { blocks, head: linear(8, 2, vb.pp("head"))? })
+///     }
+/// }
+///
+/// impl Module for Net {
+///     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+///         let x = self.blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x)?.tanh())?;
+///         self.head.forward(&x)
+///     }
+/// }
+///
+/// # fn main() -> candle_ddp::Result<()> {
+/// candle_ddp::spawn(2, |pg| {
+///     let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, options)?;
+///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+///     let x = Tensor::randn(0f32, 1., (4, 8), pg.device())?;
+///     let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///     optimizer.step(&grads)
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// `build` requests the block's variables, as any constructor does. They must not be requested anywhere else: tied weights are in one
+/// block, or outside of all. Buffers, such as running statistics, stay whole on every rank.
+///
+/// # Errors
+/// The errors of `build`; an error for a block within a block. Under sharding, on all ranks, errors for blocks that differ between ranks,
+/// and errors of the group.
+pub fn block<'a, M, E>(
+    vb: VarBuilder<'a>,
+    build: impl FnOnce(VarBuilder<'a>) -> std::result::Result<M, E>,
+) -> std::result::Result<Block<M>, E>
+where
+    E: From<candle_core::Error>,
+{
+    let Some(construction) = Construction::current() else {
+        return Ok(Block { module: Arc::new(build(vb)?), unit: None });
+    };
+    construction.open(vb.prefix())?;
+    let module = build(vb)?;
+    let unit = construction.close()?;
+    Ok(Block { module: Arc::new(module), unit })
+}
+
+impl<M: Send + Sync + 'static> Block<M> {
+    /// Runs `function` on the module and `inputs`: for forward passes that take other arguments than one tensor. Under sharding it runs again
+    /// in the backward pass, and everything that [`checkpoint`](crate::nn::checkpoint) says about its function is true of this one.
+    ///
+    /// # Errors
+    /// The errors of `function`; errors of the group that gathers the parameters.
+    pub fn call<F>(&self, inputs: &[&Tensor], function: F) -> Result<Tensor>
+    where
+        F: Fn(&M, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    {
+        let plain = |inputs: &[&Tensor]| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|input| (*input).clone()).collect();
+            function(&self.module, &inputs)
+        };
+        let Some(unit) = &self.unit else { return plain(inputs) };
+        if !is_grad_enabled() {
+            let _held = unit.hold(Run::Forward)?;
+            return plain(inputs);
+        }
+        if !unit.reshards() {
+            unit.keep()?;
+            return plain(inputs);
+        }
+        let (module, unit) = (Arc::clone(&self.module), Arc::clone(unit));
+        checkpoint_holding(inputs, move |inputs, run| {
+            let held = unit.hold(run)?;
+            Ok((function(&module, inputs)?, held))
+        })
+    }
+
+    /// The module's forward pass.
+    ///
+    /// # Errors
+    /// As [`call`](Self::call).
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor>
+    where
+        M: Module,
+    {
+        self.call(&[x], |module, inputs| module.forward(&inputs[0]))
+    }
+
+    /// The module's forward pass in training or evaluation mode.
+    ///
+    /// # Errors
+    /// As [`call`](Self::call).
+    pub fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor>
+    where
+        M: ModuleT,
+    {
+        self.call(&[x], move |module, inputs| module.forward_t(&inputs[0], train))
+    }
+}
+
+/// Allows `xs.apply_t(&block, train)`.
+impl<M: ModuleT + Send + Sync + 'static> ModuleT for Block<M> {
+    fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward_t(x, train)
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for Block<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Block").field("module", &self.module).field("is_sharded", &self.unit.is_some()).finish()
+    }
+}
