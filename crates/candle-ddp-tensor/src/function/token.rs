@@ -262,13 +262,19 @@ impl CustomOp1 for Lift {
     }
 }
 
-/// Joins `tokens` until there are at most three, as many as candle's operations take.
+/// Joins `tokens` until there are at most three, as many as candle's operations take. Their order stays: candle's backward pass visits
+/// the graph of the first one last, and so the parameters of a checkpointed function, which follow its inputs, before everything that
+/// came before it.
 fn join(mut tokens: Vec<Tensor>) -> Result<Vec<Tensor>> {
     while tokens.len() > 3 {
-        let rest = tokens.split_off(3);
-        let joined = tokens[0].apply_op3(&tokens[1], &tokens[2], Join)?;
-        tokens = rest;
-        tokens.push(joined);
+        let mut joined = Vec::with_capacity(tokens.len().div_ceil(3) + 1);
+        for group in tokens.chunks(3) {
+            match group {
+                [a, b, c] => joined.push(a.apply_op3(b, c, Join)?),
+                rest => joined.extend_from_slice(rest),
+            }
+        }
+        tokens = joined;
     }
     Ok(tokens)
 }
