@@ -3,15 +3,19 @@ use super::common::{assert_close, fill, floats, tensor, var};
 use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
-use candle_ddp::optim::{Ema, PeriodicModelAverager, PeriodicModelAveragerOptions};
+use candle_ddp::nn::{linear, no_grad};
+use candle_ddp::optim::Optimizer as _;
+use candle_ddp::optim::{
+    Ema, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions, ZeroRedundancyOptimizer,
+};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, WithGrad, backward_with,
-    spawn,
+    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad,
+    backward_with, block, spawn,
 };
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
 /// The tools under test, with tolerances for 16-bit arithmetic and for sums in another order.
-pub(crate) const TOOLS: [(&str, f32); 8] = [
+pub(crate) const TOOLS: [(&str, f32); 9] = [
     ("fp16", 3e-3),
     ("bf16", 2e-2),
     ("PowerSGD", 1e-3),
@@ -20,6 +24,7 @@ pub(crate) const TOOLS: [(&str, f32); 8] = [
     ("weighted", 1e-4),
     ("varied", 1e-4),
     ("with_grad", 1e-4),
+    ("sharded", 1e-4),
 ];
 const STEPS: usize = 6;
 const PER_RANK: usize = 4;
@@ -29,6 +34,9 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
     let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
+    if tool == "sharded" {
+        return sharded(pg, &x);
+    }
     let loss = |y: Tensor| y.sqr()?.mean_all();
     let vars = |varmap: &VarMap| NAMES.map(|name| var(varmap, name));
     let values = |varmap: &VarMap| NAMES.map(|name| floats(&var(varmap, name))).concat();
@@ -84,6 +92,35 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let averages = ema.averages()?;
     let averages = averages.iter().flat_map(|(_, average)| floats(average));
     Ok(values(&varmap).into_iter().chain(averages).collect())
+}
+
+/// The losses of a model whose parameters are spread over the ranks, and its output in an evaluation.
+fn sharded(pg: &ProcessGroup, x: &Tensor) -> Result<Vec<f32>> {
+    let sharding = Some(Sharding::default());
+    let options = DdpOptions { sharding, init_seed: Some(5), ..Default::default() };
+    let build = |vb: VarBuilder<'static>| {
+        // Fewer elements than ranks, and more, in parts that are not equal.
+        let layer = |(index, sizes): (usize, &[usize; 2])| block(vb.pp(index), |vb| linear(sizes[0], sizes[1], vb));
+        let layers = [[4, 7], [7, 1], [1, 5]].iter().enumerate().map(layer);
+        let layers = layers.collect::<candle_core::Result<Vec<_>>>()?;
+        Ok::<_, candle_core::Error>((layers, linear(5, 1, vb.pp("head"))?))
+    };
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
+    let forward = || {
+        ddp.call(|(layers, head)| {
+            let y = layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?;
+            head.forward(&y)
+        })
+    };
+    let mut found = Vec::new();
+    for _ in 0..STEPS {
+        let loss = (forward()? - 1.)?.sqr()?.mean_all()?;
+        found.push(loss.to_scalar()?);
+        optimizer.step(&ddp.backward(&loss)?)?;
+    }
+    found.extend(floats(&no_grad(forward)?));
+    Ok(found)
 }
 
 /// A loss of what all ranks have computed, by every collective with a gradient.

@@ -10,7 +10,8 @@ use candle_ddp::nn::attention::{self, AttnMask};
 use candle_ddp::nn::kv_cache::{Cache, ConcatKvCache, KvCache, RotatingCache, RotatingKvCache};
 use candle_ddp::nn::rnn::{GRUState, LSTMState};
 use candle_ddp::nn::{self, *};
-use candle_ddp::{DistributedDataParallel, Result};
+use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Result, Sharding, block};
 use candle_ddp_tensor::function;
 use candle_nn::VarMap;
 
@@ -37,6 +38,19 @@ fn linear_ddp(
     let mut results = ranks(1, |pg| {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| candle_nn::linear(3, 3, vb))?;
         let grads = ddp.backward(&ddp.forward(&call(&ddp, &t.of(&[4, 3]))?)?.sum_all()?)?;
+        Ok(grads.get(&t.0).cloned().unwrap_or(t.0.zeros_like()?))
+    })?;
+    Ok((t.0.as_tensor() * results.remove(0))?)
+}
+
+/// The same for a sharded block.
+fn sharded(call: fn(&Block<candle_nn::Linear>, &Tensor) -> candle_core::Result<Tensor>, t: &Tracked) -> Result<Tensor> {
+    let mut results = ranks(1, |pg| {
+        let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+        let build = |vb: VarBuilder<'static>| block(vb, |vb| candle_nn::linear(3, 3, vb));
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+        let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
+        let grads = ddp.backward(&ddp.call(|block| call(block, &t.of(&[4, 3])))?.sum_all()?)?;
         Ok(grads.get(&t.0).cloned().unwrap_or(t.0.zeros_like()?))
     })?;
     Ok((t.0.as_tensor() * results.remove(0))?)
@@ -236,6 +250,10 @@ fn training(rows: &mut Vec<Row>) {
         ["candle_ddp::DistributedDataParallel::forward"] "xs" => |t| linear_ddp(|ddp, x| ddp.forward(x), t)?;
         ["candle_ddp::DistributedDataParallel::forward_t"] "xs" =>
             |t| linear_ddp(|ddp, x| Ok(ModuleT::forward_t(ddp, &ddp.forward_t(x, true)?, true)?), t)?;
+        ["candle_ddp::Block::call"] "inputs" => |t| sharded(|block, x| block.call(&[x], |one, x| one.forward(&x[0])), t)?;
+        ["candle_ddp::Block::forward"] "x" => |t| sharded(|block, x| block.forward(x), t)?;
+        ["candle_ddp::Block::forward_t"] "x" => |t| sharded(|block, x| block.forward_t(x, true), t)?;
+        ["candle_ddp::Block::forward_t"] "xs" => |t| sharded(|block, x| ModuleT::forward_t(block, x, true), t)?;
         ["candle_ddp::DistributedDataParallel::cast_forward_inputs"] "xs" =>
             |t| linear_ddp(|ddp, x| ddp.cast_forward_inputs(x), t)?;
         ["candle_ddp::amp::GradScaler::scale"] "loss" => |t| {
