@@ -5,8 +5,9 @@
     python3 scripts/golden_metrics.py
 
 The inputs: 21 samples of 5 classes, of which class 3 is never a target and class 4 never there at all; a segmentation of 3 images of
-4 x 6 pixels, in which 255 is ignored; 21 scores of two classes, some of them equal; and 3 x 7 tokens of a vocabulary of 11, in which 0
-is ignored. Each result is float64, in the order micro, macro, weighted where it has three.
+4 x 6 pixels, in which 255 is ignored; 21 scores of two classes, some of them equal; 3 x 7 tokens of a vocabulary of 11, in which 0
+is ignored; and 21 probabilities of 5 classes, some of them equal, of which class 4 is never a target. Each result is float64, in the order
+micro, macro, weighted where it has three.
 """
 
 import pathlib
@@ -56,6 +57,12 @@ def main():
     words = torch.randn(3, 7, 11, generator=generator)
     found |= {"tokens.logits": words, "tokens.targets": tokens}
     found["tokens.perplexity"] = torch.stack([Perplexity()(words, tokens), Perplexity(ignore_index=0)(words, tokens)]).double()
+    probabilities = (torch.randn(21, 5, generator=generator).softmax(1) * 20).round() / 20
+    classes = torch.randint(0, 4, (21,), generator=generator)
+    found |= {"multiclass.scores": probabilities, "multiclass.targets": classes}
+    # The area of class 4, which has no curve, would be 0 here, and a part of the macro average.
+    areas = [tm.MulticlassAUROC(4, average=average)(probabilities[:, :4].double(), classes) for average in ("none", "macro", "weighted")]
+    found["multiclass.auroc"] = torch.cat([area.double().reshape(-1) for area in areas])
     save_file({name: value.contiguous() for name, value in found.items()}, OUTPUT)
     print(f"{OUTPUT}: {OUTPUT.stat().st_size} bytes")
 

@@ -163,6 +163,17 @@ pub(super) struct Places {
 }
 
 impl Places {
+    /// How many of the next `most` places are not padding, which is at the end.
+    pub(super) fn before_padding(&self, most: usize) -> usize {
+        let mut ahead = self.clone();
+        let is_padding = |_: &usize| {
+            let next = ahead.next;
+            ahead.advance();
+            next >= ahead.len
+        };
+        (0..most.min(self.remaining)).find(is_padding).unwrap_or(most.min(self.remaining))
+    }
+
     /// Moves to the next place.
     fn advance(&mut self) {
         self.next = self.next.saturating_add(self.world_size);

@@ -57,6 +57,8 @@ pub struct LoaderIter<T> {
     failure: Option<Error>,
     /// How many batches there are still.
     remaining: usize,
+    /// The samples of all batches, also of those that were delivered.
+    order: Option<Batches>,
     progress: Progress,
     /// Where the loader is after the batch that was delivered last.
     here: Position,
@@ -110,7 +112,7 @@ impl Progress {
 impl<T> LoaderIter<T> {
     pub(super) fn new(
         batches: Source<T>,
-        remaining: usize,
+        order: Batches,
         progress: Progress,
         start: Position,
         position: Arc<Mutex<Position>>,
@@ -119,7 +121,9 @@ impl<T> LoaderIter<T> {
         // After a resume, the iterator should begin in the middle.
         let restart = restart.filter(|_| start.consumed == 0 && !start.chosen);
         let here = Position { resume: false, ..start };
-        Self { batches: Some(batches), failure: None, remaining, progress, here, position, restart }
+        let remaining = order.len();
+        let order = Some(order);
+        Self { batches: Some(batches), failure: None, remaining, order, progress, here, position, restart }
     }
 
     /// An error in place of the batches.
@@ -127,7 +131,50 @@ impl<T> LoaderIter<T> {
         let progress =
             Progress { consumed: 0, most: 0, batch_size: 0, world_size: 0, per_step: 1, delivered: 0, padding: 0 };
         let here = Position { resume: false, ..start };
-        Self { batches: None, failure: Some(failure), remaining: 1, progress, here, position, restart: None }
+        let (failure, remaining) = (Some(failure), 1);
+        Self { batches: None, failure, remaining, order: None, progress, here, position, restart: None }
+    }
+
+    /// The batches, each with the indices of its samples in the dataset, such as for
+    /// [`gather_in_order`](crate::metrics::gather_in_order). [Padding](super::Remainder::Pad) has no index: if a batch has more samples
+    /// than indices, those at its end are padding, and an evaluation must not count them.
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use candle_ddp::data::{DataLoader, LoaderOptions, SamplerOptions, TensorDataset};
+    /// use candle_ddp::metrics::gather_in_order;
+    ///
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// candle_ddp::spawn(2, |pg| {
+    ///     let data = TensorDataset::new(Tensor::arange(0f32, 5., pg.device())?)?;
+    ///     let sampler = SamplerOptions { shuffle: false, ..Default::default() };
+    ///     let loader = DataLoader::new(data, &pg, LoaderOptions { batch_size: 2, sampler, ..Default::default() })?;
+    ///     let (mut samples, mut rows) = (Vec::new(), Vec::new());
+    ///     for batch in loader.iter().with_indices() {
+    ///         let (indices, x) = batch?;
+    ///         rows.push((x * 10.)?.narrow(0, 0, indices.len())?);
+    ///         samples.extend(indices);
+    ///     }
+    ///     // Rank 1 has had sample 0 again.
+    ///     assert_eq!(samples, if pg.rank() == 0 { vec![0, 2, 4] } else { vec![1, 3] });
+    ///     let all = gather_in_order(&pg, &samples, &Tensor::cat(&rows, 0)?)?;
+    ///     assert_eq!(all.to_vec1::<f32>()?, [0., 10., 20., 30., 40.]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_indices(mut self) -> impl ExactSizeIterator<Item = Result<(Vec<usize>, T)>> {
+        // The program knows which samples are padding.
+        self.progress.padding = 0;
+        let mut order = self.order.take();
+        let delivered = order.as_ref().map_or(0, |order| order.len() - self.remaining);
+        let mut next = move || order.as_mut().map_or_else(Vec::new, Batches::next_without_padding);
+        (0..delivered).for_each(|_| drop(next()));
+        self.map(move |batch| {
+            let indices = next();
+            Ok((indices, batch?))
+        })
     }
 
     /// The loader is where this iterator is.

@@ -210,6 +210,7 @@ pub(super) fn shuffle<T>(items: &mut [T], random: &mut Generator) {
 }
 
 /// The batches of one rank, as indices of samples.
+#[derive(Clone)]
 pub(super) struct Batches {
     order: Arc<EpochOrder>,
     places: Places,
@@ -231,6 +232,25 @@ impl Batches {
     /// How many samples are in them, at most.
     pub(super) fn samples_left(&self) -> usize {
         if self.order.ends.is_some() { self.order.len() } else { self.places.len() }
+    }
+
+    /// Takes the next one, and returns its samples without padding.
+    pub(super) fn next_without_padding(&mut self) -> Vec<usize> {
+        let mut indices = Vec::new();
+        match self.order.ends.is_some() {
+            // Such a batch is padding as a whole.
+            true => {
+                let is_padding = self.places.before_padding(1) == 0;
+                self.next_into(&mut indices);
+                indices.truncate(if is_padding { 0 } else { indices.len() });
+            }
+            false => {
+                let count = self.places.before_padding(self.options.batch_size);
+                self.next_into(&mut indices);
+                indices.truncate(count);
+            }
+        }
+        indices
     }
 
     /// Takes the next one into `indices`. Returns whether there was one.

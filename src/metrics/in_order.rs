@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 
 /// Returns the rows of all ranks in the order of their samples, on every rank. Row `i` of `rows`, of shape (N, …), belongs to sample
-/// `indices[i]` of the dataset; a [`Dataset`](crate::data::Dataset) may return each sample's index together with the sample. Samples that
+/// `indices[i]` of the dataset, as [`LoaderIter::with_indices`](crate::data::LoaderIter::with_indices) gives them. Samples that
 /// come more than once, because the sampler pads, are taken once. Gradients end here.
 ///
 /// ```
@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 /// [`Error::RankFailed`]. If a sample is missing, all ranks get [`Error::InvalidArgument`]. Otherwise as
 /// [`all_gather_varied`](ProcessGroup::all_gather_varied).
 #[track_caller]
-pub fn gather_in_order(pg: &ProcessGroup, indices: &[u32], rows: &Tensor) -> Result<Tensor> {
+pub fn gather_in_order(pg: &ProcessGroup, indices: &[usize], rows: &Tensor) -> Result<Tensor> {
     let fits = match rows.dims().first() == Some(&indices.len()) {
         true => Ok(()),
         false => Err(Error::invalid(
@@ -36,14 +36,15 @@ pub fn gather_in_order(pg: &ProcessGroup, indices: &[u32], rows: &Tensor) -> Res
     };
     pg.agree(fits)?;
     let all = pg.all_gather_varied(&rows.detach(), 0)?;
-    let numbers = pg.all_gather_varied(&Tensor::from_slice(indices, indices.len(), pg.device())?, 0)?;
-    let numbers = Tensor::cat(&numbers, 0)?.to_vec1::<u32>()?;
+    let own: Vec<i64> = indices.iter().map(|index| *index as i64).collect();
+    let numbers = pg.all_gather_varied(&Tensor::new(own, pg.device())?, 0)?;
+    let numbers = Tensor::cat(&numbers, 0)?.to_vec1::<i64>()?;
     // The first row of each sample.
     let mut places = BTreeMap::new();
     for (row, sample) in numbers.into_iter().enumerate() {
         places.entry(sample).or_insert(row as u32);
     }
-    if let Some((expected, _)) = (0u32..).zip(places.keys()).find(|(expected, sample)| expected != *sample) {
+    if let Some((expected, _)) = (0i64..).zip(places.keys()).find(|(expected, sample)| expected != *sample) {
         return Err(Error::invalid("indices", format!("no rank has sample {expected}, but one has a later one")));
     }
     let places: Vec<u32> = places.into_values().collect();

@@ -24,11 +24,13 @@
 //! ```
 mod confusion_matrix;
 mod in_order;
+mod multiclass_auroc;
 mod perplexity;
 mod scores;
 
 pub use confusion_matrix::{Average, ConfusionMatrix};
 pub use in_order::gather_in_order;
+pub use multiclass_auroc::MulticlassAuroc;
 pub use perplexity::Perplexity;
 pub use scores::{BinaryAuroc, TopKAccuracy};
 

@@ -95,22 +95,27 @@ impl BinaryAuroc {
         let all = pg.all_gather_object(&(scores, targets))?;
         let mut samples: Vec<(f32, bool)> =
             all.into_iter().flat_map(|(scores, targets)| scores.into_iter().zip(targets)).collect();
-        samples.sort_by(|one, other| one.0.total_cmp(&other.0));
-        let positives = samples.iter().filter(|sample| sample.1).count() as f64;
-        let negatives = samples.len() as f64 - positives;
-        // Pairs of which the positive is larger; of equal ones, half.
-        let (mut pairs, mut smaller) = (0., 0.);
-        for equal in samples.chunk_by(|one, other| one.0 == other.0) {
-            let own = equal.iter().filter(|sample| sample.1).count() as f64;
-            let others = equal.len() as f64 - own;
-            pairs += own * (smaller + others / 2.);
-            smaller += others;
-        }
-        Ok(ratio(pairs, positives * negatives))
+        Ok(area(&mut samples))
     }
 }
 
-fn misfit(expected: &str, scores: &Tensor, targets: &Tensor) -> Error {
+/// The area under the ROC curve of samples with a score each, which are positive or not.
+pub(super) fn area(samples: &mut [(f32, bool)]) -> f64 {
+    samples.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let positives = samples.iter().filter(|sample| sample.1).count() as f64;
+    let negatives = samples.len() as f64 - positives;
+    // Pairs of which the positive is larger; of equal ones, half.
+    let (mut pairs, mut smaller) = (0., 0.);
+    for equal in samples.chunk_by(|one, other| one.0 == other.0) {
+        let own = equal.iter().filter(|sample| sample.1).count() as f64;
+        let others = equal.len() as f64 - own;
+        pairs += own * (smaller + others / 2.);
+        smaller += others;
+    }
+    ratio(pairs, positives * negatives)
+}
+
+pub(super) fn misfit(expected: &str, scores: &Tensor, targets: &Tensor) -> Error {
     let [scores, targets] = [scores, targets].map(|tensor| describe(tensor.dtype(), tensor.shape()));
     Error::invalid("scores", format!("they must have {expected}, not {scores} for targets of {targets}"))
 }

@@ -35,7 +35,7 @@ pub(crate) use join::{Active, Join, Kind, Operation};
 pub(crate) use long_work::tests::queued;
 pub use mesh::DeviceMesh;
 pub use on_error::run;
-pub(crate) use reports::report_length;
+pub(crate) use reports::{report_length, same_on_all};
 pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 pub(crate) use stop::Stop;

@@ -118,7 +118,7 @@ impl ProcessGroup {
 }
 
 /// Returns an error if an argument, of which `all` has each rank's, is not the same on all ranks.
-pub(super) fn same_on_all<T: PartialEq + Display>(argument: &'static str, all: &[T]) -> Result<()> {
+pub(crate) fn same_on_all<T: PartialEq + Display>(argument: &'static str, all: &[T]) -> Result<()> {
     let Some(rank) = all.iter().position(|theirs| *theirs != all[0]) else { return Ok(()) };
     let (first, other) = (&all[0], &all[rank]);
     let reason = format!("it must be the same on all ranks, but is {first} on rank 0, {other} on rank {rank}");

@@ -76,6 +76,14 @@ fn metrics_are_those_of_torchmetrics_on_any_number_of_ranks() {
                 auroc.update(&batch[0], &batch[1])?;
             }
             assert_near(&[auroc.compute(&pg)?], &golden["binary.auroc"], "auroc");
+            let mut multiclass = MulticlassAuroc::new(5);
+            for batch in batches(&pg, &[&golden["multiclass.scores"], &golden["multiclass.targets"]])? {
+                multiclass.update(&batch[0], &batch[1])?;
+            }
+            let mut areas = multiclass.compute_each(&pg)?;
+            assert!(areas.pop().is_some_and(f64::is_nan), "the last class is never a target");
+            areas.extend([multiclass.compute(&pg, Average::Macro)?, multiclass.compute(&pg, Average::Weighted)?]);
+            assert_near(&areas, &golden["multiclass.auroc"], "multiclass auroc");
             let mut perplexity = [Perplexity::new(), Perplexity::new().with_ignore_index(0)];
             for batch in batches(&pg, &[&golden["tokens.logits"], &golden["tokens.targets"]])? {
                 perplexity.iter_mut().try_for_each(|perplexity| perplexity.update(&batch[0], &batch[1]))?;
@@ -103,7 +111,10 @@ fn metrics_of_nothing_are_no_numbers() {
             TopKAccuracy::new(1).compute(&pg)?,
             Perplexity::new().compute(&pg)?,
             BinaryAuroc::new().compute(&pg)?,
+            MulticlassAuroc::new(3).compute(&pg, Average::Macro)?,
+            MulticlassAuroc::new(3).compute(&pg, Average::Weighted)?,
         ]);
+        all.extend(MulticlassAuroc::new(3).compute_each(&pg)?);
         // One rank has an empty batch, the other one positive sample.
         let (mut matrix, mut auroc) = (ConfusionMatrix::new(3), BinaryAuroc::new());
         let (mut top, mut perplexity) = (TopKAccuracy::new(1), Perplexity::new());
@@ -159,6 +170,33 @@ fn what_does_not_fit_is_refused_and_not_counted() {
     assert!(errors.iter().all(|result| matches!(result, Err(Error::InvalidArgument { .. }))), "{errors:?}");
     let left = ranks(1, |pg| Ok([top.compute(&pg)?, auroc.compute(&pg)?, perplexity.compute(&pg)?])).unwrap();
     assert!(left[0].iter().all(|value| value.is_nan()));
+    let mut multiclass = MulticlassAuroc::new(2);
+    let chance = t(&[0.5, 0.5], &[1, 2]);
+    for (scores, targets, text) in [
+        (chance.clone(), c(&[2]), "must be at least 0 and below 2, but one is 2"),
+        (chance.clone(), c(&[1, 1]), "they must have (N, 2), not f32[1, 2] for targets of i64[2]"),
+        (
+            t(&[1.5, -0.5], &[1, 2]),
+            c(&[1]),
+            "they must be probabilities, such as the softmax of logits, but one is 1.5",
+        ),
+        (t(&[f32::NAN, 0.5], &[1, 2]), c(&[1]), "element 0 is NaN"),
+    ] {
+        let error = multiclass.update(&scores, &targets).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains(text), "{error}");
+    }
+    let errors = ranks(2, |pg| {
+        assert!(multiclass.compute_each(&pg)?.iter().all(|area| area.is_nan()));
+        let micro = multiclass.compute(&pg, Average::Micro).unwrap_err().to_string();
+        Ok([micro, MulticlassAuroc::new(2 + pg.rank()).compute_each(&pg).unwrap_err().to_string()])
+    });
+    for [micro, other] in errors.unwrap() {
+        assert!(micro.contains("it must be Average::Macro or Average::Weighted"), "{micro}");
+        assert!(
+            other.contains("classes: it must be the same on all ranks, but is 2 on rank 0, 3 on rank 1"),
+            "{other}"
+        );
+    }
     // Equal scores are no hits for all.
     top.update(&t(&[1., 1.], &[1, 2]), &c(&[1])).unwrap();
     assert_eq!(ranks(1, |pg| top.compute(&pg)).unwrap(), [0.]);
@@ -170,9 +208,10 @@ fn rows_are_gathered_in_the_order_of_the_dataset() {
         let found = ranks(world as usize, |pg| {
             // 21 samples, and on some ranks one of them again.
             let rank = pg.rank() as u32;
-            let indices: Vec<u32> =
-                (0..21u32.next_multiple_of(world)).filter(|i| i % world == rank).map(|i| i % 21).collect();
-            let rows = Tensor::new(indices.clone(), &Device::Cpu)?
+            let own = (0..21u32.next_multiple_of(world)).filter(|i| i % world == rank);
+            let indices: Vec<usize> = own.map(|i| i as usize % 21).collect();
+            let rows = indices.iter().map(|index| *index as i64).collect::<Vec<_>>();
+            let rows = Tensor::new(rows, &Device::Cpu)?
                 .to_dtype(DType::F32)?
                 .unsqueeze(1)?
                 .broadcast_as((indices.len(), 2))?;

@@ -44,10 +44,10 @@ where
     pub fn iter(&self) -> LoaderIter<T> {
         let mut start = self.start();
         match self.begin(&mut start) {
-            Ok((batches, remaining, progress)) => {
+            Ok((batches, order, progress)) => {
                 // Without a shuffle, all epochs have the same order.
                 let restart = (self.deal.rank == 0 && self.options.sampler.shuffle).then(|| self.restart.clone());
-                LoaderIter::new(batches, remaining, progress, start, self.position.clone(), restart)
+                LoaderIter::new(batches, order, progress, start, self.position.clone(), restart)
             }
             Err(error) => LoaderIter::failed(error, start, self.position.clone()),
         }
@@ -84,14 +84,13 @@ where
         start
     }
 
-    fn begin(&self, start: &mut Position) -> Result<(Source<T>, usize, Progress)> {
+    fn begin(&self, start: &mut Position) -> Result<(Source<T>, Batches, Progress)> {
         let order = self.order_of(start.epoch)?;
         start.order = Some(order.clone());
         let consumed = places_of(&order, start)?;
         let progress = Progress::new(&order, consumed, &self.deal, &self.options);
         let batches = Batches::new(order, consumed, &self.deal, self.options);
-        let remaining = batches.len();
-        Ok((self.batches(batches, start.epoch)?, remaining, progress))
+        Ok((self.batches(batches.clone(), start.epoch)?, batches, progress))
     }
 
     fn batches(&self, order: Batches, epoch: u64) -> Result<Source<T>> {
