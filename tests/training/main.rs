@@ -46,6 +46,7 @@ mod init_seed;
 mod join;
 mod loader;
 mod loader_epochs;
+mod loader_indices;
 mod loader_state;
 mod lora;
 mod lora_golden;

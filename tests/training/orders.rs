@@ -291,6 +291,16 @@ fn what_remains_may_be_dropped_or_uneven() {
     assert_eq!(read(Remainder::Uneven), [vec![vec![0, 1], vec![3, 4, 5]], vec![vec![2]]]);
 }
 
+#[test]
+fn a_batch_that_is_padding_has_no_indices() {
+    let order: Arc<dyn Order> = Arc::new(Own(9, |_| Ok(EpochOrder::of_batches([vec![0, 1], vec![2], vec![3, 4, 5]]))));
+    let read = spawn(2, |pg| {
+        let loader = loader(order.clone(), &pg, LoaderOptions::default())?;
+        loader.iter().with_indices().map(|batch| Ok(batch?.0)).collect::<Result<Vec<_>>>()
+    });
+    assert_eq!(read.unwrap(), [[vec![0, 1], vec![3, 4, 5]], [vec![2], vec![]]]);
+}
+
 /// The error of every rank.
 fn refused(make: impl Fn(usize) -> (Arc<dyn Order>, LoaderOptions) + Sync) -> Vec<Error> {
     let errors = spawn(2, |pg| {

@@ -285,6 +285,10 @@ fn training(rows: &mut Vec<Row>) {
             "candle_ddp::metrics::ConfusionMatrix::update" "targets",
         ];
         "src/metrics/in_order.rs": ["candle_ddp::metrics::gather_in_order" "rows"];
+        "src/metrics/multiclass_auroc.rs": [
+            "candle_ddp::metrics::MulticlassAuroc::update" "scores",
+            "candle_ddp::metrics::MulticlassAuroc::update" "targets",
+        ];
         "src/metrics/perplexity.rs":
             ["candle_ddp::metrics::Perplexity::update" "logits", "candle_ddp::metrics::Perplexity::update" "targets"];
         "src/metrics/scores.rs": [
