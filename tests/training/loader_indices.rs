@@ -12,7 +12,7 @@ fn loader(
     num_workers: usize,
 ) -> Result<DataLoader<TensorDataset<Tensor>, Tensor>> {
     let data = TensorDataset::new(Tensor::arange(0f32, SAMPLES as f32, &Device::Cpu)?)?;
-    let sampler = SamplerOptions { shuffle: true, seed: 3, remainder, ..Default::default() };
+    let sampler = SamplerOptions { shuffle: true, seed: 3, remainder };
     DataLoader::new(data, pg, LoaderOptions { batch_size: 4, num_workers, sampler, ..Default::default() })
 }
 
