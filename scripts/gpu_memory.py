@@ -34,7 +34,7 @@ def peak(program, arguments, batch):
 
 
 def memory(program, arguments):
-    """What a step takes with any batch, and for each sample."""
+    """Returns the memory of a step: the part that does not depend on the batch, and the part of each sample."""
     batches = (16, 32) if "--checkpoint" in arguments else (8, 16)
     first, second = (peak(program, arguments, batch) for batch in batches)
     each = (second - first) / (batches[1] - batches[0])

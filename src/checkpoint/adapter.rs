@@ -1,4 +1,4 @@
-//! What LoRA trains, in peft's files.
+//! The tensors that LoRA trains, in peft's files.
 use super::error::unreadable;
 use super::load::Prepared;
 use super::{LoadOptions, read_file, tensors};

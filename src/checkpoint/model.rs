@@ -1,5 +1,5 @@
 //! The variables of a model as a state.
-use super::load::Prepared;
+use super::load::{Prepared, converted};
 use super::{LoadOptions, load_tensors, tensors};
 use crate::error::describe;
 use crate::panic::lock;
@@ -126,7 +126,7 @@ impl Parts {
             return Err(Error::parameter(name, format!("the checkpoint has {has}, and the model {needs}")));
         }
         let value = match whole {
-            Some(whole) => whole.flatten_all()?.narrow(0, range.start, range.len())?.to_dtype(var.dtype())?,
+            Some(whole) => converted(&whole.flatten_all()?.narrow(0, range.start, range.len())?, var.dtype())?,
             None => {
                 self.pieces.check(name, self.are_all.then(|| shape.elem_count()), var.dtype())?;
                 if range.is_empty() {

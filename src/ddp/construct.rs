@@ -74,20 +74,16 @@ impl<M> DistributedDataParallel<M> {
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
-        let Some(construction) = construction else {
-            let built = build(builder).map_err(Error::from);
-            let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), None, options)?;
-            return Ok(Self { module, no_grad_module: None, core: Box::new(core) });
+        let built = match &construction {
+            Some(construction) => construction.during(|| build(builder)),
+            None => build(builder),
         };
-        let built = construction.during(|| build(builder)).map_err(Error::from);
-        if construction.has_failed() {
+        let built = built.map_err(Error::from);
+        if construction.as_ref().is_some_and(Construction::has_failed) {
             let reason = "a block could not be built, and the model hides the error";
             return Err(built.err().unwrap_or_else(|| Error::invalid("model", reason)));
         }
-        let (built, blocks) = match built {
-            Ok(module) => (Ok(module), Some(construction.finish()?)),
-            Err(error) => (Err(error), None),
-        };
+        let blocks = construction.filter(|_| built.is_ok()).map(|construction| construction.finish()).transpose()?;
         let (module, core) = DistributedModel::connect(reducer, built, registry.seal(), blocks, options)?;
         Ok(Self { module, no_grad_module: None, core: Box::new(core) })
     }

@@ -54,14 +54,19 @@ impl Registry {
         let mut registered = self.lock();
         registered.sealed = true;
         let mut variables = std::mem::take(&mut registered.variables);
-        let mut pieces = self.construction.as_ref().map(Construction::take_pieces).unwrap_or_default();
+        if self.construction.is_none() {
+            return variables;
+        }
+        // Their blocks have replaced the stand-ins by this rank's pieces.
+        let pieces = lock(self.varmap.data());
         let frozen = variables.frozen.iter_mut().map(|frozen| (&frozen.name, &mut frozen.var));
         let parameters = variables.parameters.iter_mut().map(|parameter| (&parameter.name, &mut parameter.var));
         for (name, var) in parameters.chain(frozen) {
-            if let Some(piece) = pieces.remove(name) {
-                *var = piece;
+            if let Some(piece) = pieces.get(name) {
+                *var = piece.clone();
             }
         }
+        drop(pieces);
         variables
     }
 

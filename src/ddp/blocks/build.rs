@@ -45,8 +45,6 @@ struct State {
     blocks: usize,
     /// The block of each variable.
     owners: HashMap<String, usize>,
-    /// This rank's pieces of the variables whose blocks are complete.
-    pieces: HashMap<String, Var>,
     /// Whether all ranks know already that there will be no model.
     failed: bool,
 }
@@ -152,11 +150,6 @@ impl Construction {
         lock(&self.state).failed
     }
 
-    /// This rank's pieces, by the names of their variables.
-    pub(in crate::ddp) fn take_pieces(&self) -> HashMap<String, Var> {
-        std::mem::take(&mut lock(&self.state).pieces)
-    }
-
     /// Leaves each rank with its part of the variables, of rank 0's values.
     fn spread(&self, number: usize, name: &str, requested: Vec<Requested>) -> Result<Arc<Unit>> {
         let spread = self.try_spread(number, name, requested);
@@ -199,8 +192,7 @@ impl Construction {
             let (flat, pieces) = scattered.inspect_err(|error| self.group.abort(&format!("{name}: {error}")))?;
             flats.push(flat);
             for (own, piece) in of_kind().zip(pieces) {
-                lock(self.varmap.data()).insert(own.name.clone(), piece.clone());
-                lock(&self.state).pieces.insert(own.name.clone(), piece);
+                lock(self.varmap.data()).insert(own.name.clone(), piece);
             }
         }
         Ok(Unit::new(number, flats, &self.units))

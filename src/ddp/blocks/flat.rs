@@ -1,11 +1,11 @@
 //! Tensors of a block that are gathered in one call.
 use crate::Result;
 use crate::backend::{Label, Work};
+use crate::ddp::reduction::shard::cut;
 use crate::process_group::ProcessGroup;
 use crate::tensor::{copy, hold};
 use crate::variables::{Piece, make_piece};
 use candle_core::{DType, Device, Tensor, Var};
-use std::ops::Range;
 
 /// The tensors of one kind, one after the other, cut into as many equal parts as there are ranks; the last part may extend beyond them.
 /// A bucket of their gradients is cut in the same way.
@@ -35,12 +35,6 @@ pub(super) struct Gathering {
     work: Option<Work>,
 }
 
-/// The elements of a tensor, which begins at `offset` in its flat, that are in the part of `rank`.
-fn range(offset: usize, elements: usize, rank: usize, part: usize) -> Range<usize> {
-    let within = |at: usize| at.clamp(offset, offset + elements) - offset;
-    within(rank * part)..within((rank + 1) * part)
-}
-
 impl Flat {
     /// Takes rank 0's values of `tensors`: those that the model holds, with their whole variables. Returns this rank's pieces as well.
     pub(super) fn scatter(group: &ProcessGroup, name: &str, tensors: &[(Tensor, Var)]) -> Result<(Self, Vec<Var>)> {
@@ -60,8 +54,8 @@ impl Flat {
         let (mut offset, mut members, mut pieces) = (0, Vec::new(), Vec::new());
         for (tensor, _) in tensors {
             let elements = tensor.elem_count();
-            let range = range(offset, elements, rank, part);
-            let at = offset + range.start - (rank * part).min(offset + range.start);
+            let range = cut(offset, elements, rank, part);
+            let at = (offset + range.start).saturating_sub(rank * part);
             // Of the parameter's rank, by which programs group parameters.
             let mut dims = vec![1; tensor.rank()];
             if let Some(last) = dims.last_mut() {

@@ -14,6 +14,7 @@ use crate::trace::{self, Trace};
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,20 @@ pub(crate) struct Member {
     pub(crate) parameter: usize,
     pub(crate) offset: usize,
     pub(crate) elements: usize,
+}
+
+impl Member {
+    /// The elements of it that are in rank `rank`'s part, if parts have `part` elements.
+    pub(crate) fn range(&self, rank: usize, part: usize) -> Range<usize> {
+        cut(self.offset, self.elements, rank, part)
+    }
+}
+
+/// The elements of a tensor that are in rank `rank`'s part of a flat one, in which it has `elements` elements from `offset` on. Parts have
+/// `part` elements.
+pub(in crate::ddp) fn cut(offset: usize, elements: usize, rank: usize, part: usize) -> Range<usize> {
+    let within = |at: usize| at.clamp(offset, offset + elements) - offset;
+    within(rank * part)..within((rank + 1) * part)
 }
 
 impl Shard {
@@ -288,13 +303,13 @@ impl ShardReduction {
     pub(crate) fn first_not_finite(&self, parameters: &[ParameterInfo]) -> Result<Option<Finding>> {
         for shard in &self.shards {
             let (own, start) = (shard.gradients(self.rank)?, shard.own.elem_count() * self.rank);
-            for Member { parameter, offset, elements } in &shard.members {
-                let range = (*offset).max(start)..(offset + elements).min(start + own.elem_count());
+            for member in &shard.members {
+                let range = member.range(self.rank, shard.own.elem_count());
                 if range.is_empty() {
                     continue;
                 }
-                if let Some(value) = non_finite(&own.narrow(0, range.start - start, range.len())?)? {
-                    return Ok(Some((parameters[*parameter].name.clone(), value)));
+                if let Some(value) = non_finite(&own.narrow(0, member.offset + range.start - start, range.len())?)? {
+                    return Ok(Some((parameters[member.parameter].name.clone(), value)));
                 }
             }
         }

@@ -1,5 +1,5 @@
 //! The parts of parameters that belong to this rank.
-use crate::ddp::{Member, Shard};
+use crate::ddp::Shard;
 use crate::optim::fused::state_dtype_of;
 use crate::optim::parameters::ParameterGroup;
 use crate::optim::rule::{self, UpdateRule};
@@ -89,12 +89,6 @@ pub(super) fn takes_pieces<R: UpdateRule>(rule: &R) -> bool {
     R::ELEMENTWISE || rule.fused().is_some()
 }
 
-/// The elements of a parameter that are in rank `rank`'s part of the bucket, whose parts have `length` elements.
-pub(super) fn range(member: &Member, rank: usize, length: usize) -> Range<usize> {
-    let within = |at: usize| at.clamp(member.offset, member.offset + member.elements) - member.offset;
-    within(rank * length)..within((rank + 1) * length)
-}
-
 impl Piece {
     /// The elements `range` of a parameter, with the initial state of `rule`, or without a state.
     pub(super) fn new<R: UpdateRule>(
@@ -119,7 +113,7 @@ impl OwnShard {
         let length = shard.own.elem_count();
         let mut pieces = Vec::new();
         for member in &shard.members {
-            let range = range(member, rank, length);
+            let range = member.range(rank, length);
             if range.is_empty() {
                 continue;
             }

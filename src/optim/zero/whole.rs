@@ -54,7 +54,7 @@ pub(super) fn wholes<R: UpdateRule>(
         let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
         loads[owner] += member.elements;
         let length = shards[shard].shard.own.elem_count();
-        let ranges = (0..loads.len()).map(|rank| layout::range(member, rank, length)).collect();
+        let ranges = (0..loads.len()).map(|rank| member.range(rank, length)).collect();
         let trained = (member.parameter, &parameters[member.parameter]);
         let own = || Piece::new(trained, 0..member.elements, 0, Some(rule(member)));
         let own = (owner == process_group.rank()).then(own).transpose()?;

@@ -10,7 +10,7 @@ use candle_nn::{Init, VarBuilder};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What the model has requested so far.
+/// The layers and stand-ins that the model has requested so far.
 #[derive(Default)]
 pub(super) struct Requested {
     /// The names of layers.

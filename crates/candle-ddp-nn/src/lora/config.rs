@@ -1,4 +1,4 @@
-//! What an adapter is, and which layers have one.
+//! The options of adapters, and the layers that have one.
 use super::names;
 use candle_core::Result;
 use candle_ddp_tensor::Error;
@@ -91,7 +91,7 @@ impl LoraConfig {
             || self.modules_to_save.iter().any(|pattern| names::contains(pattern, module))
     }
 
-    /// What the adapters' part is multiplied by.
+    /// The factor of the adapters' part.
     pub fn scaling(&self) -> f64 {
         self.lora_alpha / if self.use_rslora { (self.r as f64).sqrt() } else { self.r as f64 }
     }

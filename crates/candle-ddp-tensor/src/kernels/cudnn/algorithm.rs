@@ -104,10 +104,10 @@ pub(super) fn choose(
     })
 }
 
-/// What results are multiplied by, and what was there before.
+/// The factors of the result and of the earlier contents.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scalars {
-    /// Whether the arithmetic is that of f64.
+    /// Whether it calculates in f64.
     pub(super) is_wide: bool,
     /// Whether results are added to what is there.
     pub(super) accumulate: bool,
