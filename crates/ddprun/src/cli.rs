@@ -1,7 +1,7 @@
 //! The command line as typed. [`Config`](super::Config) holds its meaning.
 use super::mode::{FormerFlags, Mode};
-use super::options::{BUILD, Options, RANKS, trimmed};
-use super::processes::Processes;
+use super::options::{BUILD, Options, RANKS};
+use super::ranks::Ranks;
 use clap::builder::BoolishValueParser;
 use std::ffi::OsString;
 
@@ -51,54 +51,8 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
     mut_args = |arg| arg.hide_env(true)
 )]
 pub(crate) struct Cli {
-    /// Workers to start on this machine: a number, `gpu` (one per GPU in CUDA_VISIBLE_DEVICES), `cpu` (one per core
-    /// that this process may use) or `auto` (`gpu` if there is one, otherwise `cpu`).
-    #[arg(
-        long,
-        alias = "nproc_per_node",
-        env = "PET_NPROC_PER_NODE",
-        value_name = "N|auto|cpu|gpu",
-        default_value = "1",
-        allow_negative_numbers = true,
-        help_heading = RANKS
-    )]
-    pub(crate) nproc_per_node: Processes,
-
-    /// Number of machines. Start ddprun once on each, with the same options and its own --node-rank. A range MIN:MAX
-    /// needs --rdzv-backend c10d: the run continues while at least MIN are there, and admits more, up to MAX.
-    #[arg(long, env = "PET_NNODES", value_name = "N|MIN:MAX", default_value = "1", help_heading = RANKS)]
-    pub(crate) nnodes: String,
-
-    /// Rank of this machine, from 0 to nnodes - 1. Machine 0 hosts the rendezvous store. [default: 0]
-    #[arg(long, alias = "node_rank", env = "PET_NODE_RANK", value_name = "N", value_parser = trimmed::<usize>, help_heading = RANKS)]
-    pub(crate) node_rank: Option<usize>,
-
-    /// Name or address of machine 0; the ranks on all machines must be able to reach it. Required for several machines.
-    /// [default: 127.0.0.1]
-    #[arg(long, alias = "master_addr", env = "PET_MASTER_ADDR", value_name = "HOST", help_heading = RANKS)]
-    pub(crate) master_addr: Option<String>,
-
-    /// Port of the store on machine 0. [default: a free port on one machine, 29500 on several]
-    #[arg(long, alias = "master_port", env = "PET_MASTER_PORT", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = RANKS)]
-    pub(crate) master_port: Option<u16>,
-
-    /// Runs on this machine alone. The store's port is a free one, reserved from before the workers start until they
-    /// have exited, so several runs can share a machine. ddprun does this on a single machine anyway; the option exists
-    /// for scripts written for torchrun.
-    #[arg(long, env = "PET_STANDALONE", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
-    pub(crate) standalone: bool,
-
-    /// Name of this run: TORCHELASTIC_RUN_ID of the workers, and the name of the folder under --log-dir. [default:
-    /// derived from the time on one machine, `none` on several]
-    #[arg(
-        long,
-        visible_alias = "rdzv-id",
-        aliases = ["run_id", "rdzv_id"],
-        env = "PET_RDZV_ID",
-        value_name = "ID",
-        help_heading = RANKS
-    )]
-    pub(crate) run_id: Option<String>,
+    #[command(flatten)]
+    pub(crate) ranks: Ranks,
 
     /// Builds and runs this example of the current cargo package. cargo reports the path, so workspaces and
     /// CARGO_TARGET_DIR work. Arguments for the example follow `--`.
@@ -156,22 +110,6 @@ pub(crate) struct Cli {
     /// torchrun's option to run a Python module; refused with a hint.
     #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]
     pub(crate) module: bool,
-
-    /// How machines meet: `static` (a fixed number, each with its --node-rank, at --master-addr), or `c10d` (at
-    /// --rdzv-endpoint, where they get their ranks). [default: static]
-    #[arg(long, alias = "rdzv_backend", env = "PET_RDZV_BACKEND", value_name = "static|c10d", help_heading = RANKS)]
-    pub(crate) rdzv_backend: Option<String>,
-
-    /// Where machines meet with --rdzv-backend c10d. The machine that has this address hosts the store. [default port: 29400]
-    #[arg(long, alias = "rdzv_endpoint", env = "PET_RDZV_ENDPOINT", value_name = "HOST[:PORT]", help_heading = RANKS)]
-    pub(crate) rdzv_endpoint: Option<String>,
-
-    /// Times of the meeting, in seconds, as KEY=VALUE,…: join_timeout (600: for the required machines),
-    /// last_call_timeout (30: for more of them), keep_alive_interval (0.5) and keep_alive_max_attempt (10): a machine
-    /// is dead after so many intervals without a sign of life; exit_barrier_timeout (300: how long a machine that has
-    /// finished waits for the others). is_host=true makes this machine host the store.
-    #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
-    pub(crate) rdzv_conf: Option<String>,
 
     /// This machine's address in torchrun's rendezvous; refused with a hint, like the next option.
     #[arg(long, alias = "local_addr", env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]

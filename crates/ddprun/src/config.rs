@@ -113,7 +113,7 @@ impl Config {
                 return Err(Error::usage(option, reason));
             }
         }
-        let run_id = match &cli.run_id {
+        let run_id = match &cli.ranks.run_id {
             Some(id) if id.is_empty() || id.starts_with('.') || id.contains(|c: char| c == '/' || c.is_control()) => {
                 let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
                 return Err(Error::usage("--run-id", reason));
@@ -127,7 +127,7 @@ impl Config {
         let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
         let secret = RunSecret::resolve(options.no_secret, topology.nodes)?;
-        let pace = Pace::parse(cli.rdzv_conf.as_deref().unwrap_or_default())?;
+        let pace = Pace::parse(cli.ranks.rdzv_conf.as_deref().unwrap_or_default())?;
         let terms =
             Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts: options.max_restarts };
         let rendezvous = (max_nodes > 1).then_some(Rendezvous { terms, pace, is_static });
@@ -178,7 +178,7 @@ fn virtual_devices(visible: Option<&str>, workers: usize) -> Result<Vec<String>>
 
 /// Whether the nodes meet as in torchrun's static rendezvous.
 fn is_static(cli: &Cli) -> Result<bool> {
-    match cli.rdzv_backend.as_deref() {
+    match cli.ranks.rdzv_backend.as_deref() {
         None | Some("" | "static") => Ok(true),
         Some("c10d") => Ok(false),
         Some(other) => Err(Error::usage("--rdzv-backend", format!("{other:?} is not supported: use static or c10d"))),
@@ -187,7 +187,7 @@ fn is_static(cli: &Cli) -> Result<bool> {
 
 /// The smallest and the largest number of nodes.
 fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
-    let text = cli.nnodes.as_str();
+    let text = cli.ranks.nnodes.as_str();
     let (least, most) = text.split_once(':').unwrap_or((text, text));
     match (least.trim().parse::<usize>(), most.trim().parse::<usize>()) {
         (Ok(least), Ok(most)) if least > 0 && least < most && is_static => Err(Error::usage(
@@ -201,20 +201,20 @@ fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
 
 fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Topology> {
     // Elsewhere, nodes get their ranks when they meet.
-    let node_rank = cli.node_rank.filter(|_| is_static).unwrap_or(0);
+    let node_rank = cli.ranks.node_rank.filter(|_| is_static).unwrap_or(0);
     if node_rank >= nodes {
         let reason = format!("{node_rank} must be between 0 and {} (--nnodes {nodes})", nodes - 1);
         return Err(Error::usage("--node-rank", reason));
     }
-    if nodes > 1 && cli.standalone {
-        let reason = format!("means a single machine, but --nnodes is {}: omit one of the two", cli.nnodes);
+    if nodes > 1 && cli.ranks.standalone {
+        let reason = format!("means a single machine, but --nnodes is {}: omit one of the two", cli.ranks.nnodes);
         return Err(Error::usage("--standalone", reason));
     }
-    if nodes > 1 && is_static && cli.node_rank.is_none() {
+    if nodes > 1 && is_static && cli.ranks.node_rank.is_none() {
         let reason = format!("is required with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
         return Err(Error::usage("--node-rank", reason));
     }
-    let local_world_size = host.count(cli.nproc_per_node)?;
+    let local_world_size = host.count(cli.ranks.nproc_per_node)?;
     if nodes.checked_mul(local_world_size).is_none_or(|ranks| ranks > MOST_RANKS) {
         return Err(Error::usage(
             "--nnodes",
@@ -226,12 +226,12 @@ fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Top
 
 /// The address of the store, and its port unless any free one will do.
 fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
-    if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
+    if cli.ranks.standalone && (cli.ranks.master_port.is_some() || cli.ranks.master_addr.is_some()) {
         let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
         return Err(Error::usage("--standalone", reason));
     }
     // torchrun's `--standalone` ignores these as well.
-    let endpoint = cli.rdzv_endpoint.as_deref().filter(|text| !text.is_empty() && !cli.standalone);
+    let endpoint = cli.ranks.rdzv_endpoint.as_deref().filter(|text| !text.is_empty() && !cli.ranks.standalone);
     if let Some(endpoint) = endpoint {
         return master_at(endpoint, topology, is_static);
     }
@@ -240,13 +240,13 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
             "is required with --rdzv-backend c10d: HOST[:PORT] of the node that hosts the store, on every node";
         return Err(Error::usage("--rdzv-endpoint", reason));
     }
-    if cli.master_port == Some(0) {
+    if cli.ranks.master_port == Some(0) {
         return Err(Error::usage(
             "--master-port",
             "0 is not a port: omit this option on a single machine to get a free port",
         ));
     }
-    let address = match cli.master_addr.as_deref().map(str::trim) {
+    let address = match cli.ranks.master_addr.as_deref().map(str::trim) {
         Some("") => {
             return Err(Error::usage(
                 "--master-addr",
@@ -266,7 +266,7 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
         }
         None => loopback().to_string(),
     };
-    let port = cli.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
+    let port = cli.ranks.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
     Ok((address, port))
 }
 

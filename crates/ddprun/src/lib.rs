@@ -33,6 +33,7 @@ mod options;
 mod output;
 mod printer;
 mod processes;
+mod ranks;
 mod report;
 mod root_cause;
 mod secret;
