@@ -74,6 +74,8 @@ pub(crate) struct Piece {
     /// The parameter's.
     pub(crate) shape: Shape,
     pub(crate) range: Range<usize>,
+    /// Whether another rank has the same piece, and saves it.
+    pub(crate) is_copy: bool,
 }
 
 /// The variables that are pieces. They stay here, since a VarMap may have them when their model is gone.

@@ -51,7 +51,7 @@ impl StateDict for VarMap {
             };
             let shape: Vec<i64> = piece.shape.dims().iter().map(|size| *size as i64).collect();
             dict.insert(format!("{name}{SHAPE}"), state::list(&shape)?);
-            if !piece.range.is_empty() {
+            if !piece.range.is_empty() && !piece.is_copy {
                 dict.insert(format!("{name}@{}", piece.range.start), var.as_detached_tensor().flatten_all()?);
             }
         }

@@ -1,5 +1,6 @@
 //! Assignment of gradients to buckets, and the buckets' storage.
 use super::count;
+use super::groups::Groups;
 use super::sums::{Sum, Write};
 use crate::backend::{Label, Work};
 use crate::error::GRADIENTS;
@@ -209,8 +210,9 @@ impl Bucket {
         parameters: &[ParameterInfo],
         number: usize,
         members: Vec<usize>,
-        world_size: usize,
+        groups: &Groups,
     ) -> Result<Self> {
+        let world_size = groups.main().world_size();
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let shapes: Vec<Shape> = members.iter().map(|index| parameters[*index].shape.clone()).collect();
@@ -219,7 +221,8 @@ impl Bucket {
         let align = |count: usize| if device.is_cuda() { aligned(count, dtype, world_size) } else { count };
         let with_flags = align(gradients + flags);
         let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
-        let (with_count, in_parts) = (align(with_flags + for_count), gradients.next_multiple_of(world_size));
+        let (with_count, in_parts) =
+            (align(with_flags + for_count), gradients.next_multiple_of(groups.within().world_size()));
         let usual_flags = flag_tensor((0..flags).map(|flag| flag < members.len()), world_size, dtype, device)?;
         let none = usual_flags.narrow(0, 0, 0)?;
         let mut bucket = Self {

@@ -69,8 +69,8 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
-        let reducer = Arc::new(Reducer::new(group.clone()));
         let construction = options.sharding.map(|sharding| Construction::new(group, varmap, sharding)).transpose()?;
+        let reducer = Arc::new(Reducer::new(group.clone(), construction.as_ref().and_then(Construction::hybrid)));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
@@ -105,7 +105,7 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let Parameters { variables: mut vars, named } = vars.into();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let reducer = Arc::new(Reducer::new(group.clone()));
+        let reducer = Arc::new(Reducer::new(group.clone(), None));
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = check_named(named, "DDP").map(|()| module);

@@ -1,4 +1,4 @@
-//! Selects the process group that sends a tensor, since an engine works on tensors of one device.
+//! Selects the process group that sends a tensor.
 use crate::Result;
 use crate::process_group::ProcessGroup;
 use candle_core::Device;
@@ -10,11 +10,52 @@ use std::sync::OnceLock;
 pub(crate) struct Groups {
     main: ProcessGroup,
     cpu: OnceLock<ProcessGroup>,
+    hybrid: Option<Hybrid>,
+}
+
+/// The groups of a model that is spread over some of the ranks, while others have copies of it: PyTorch's hybrid sharding (HSDP).
+#[derive(Clone)]
+pub(super) struct Hybrid {
+    /// The ranks that have a model together.
+    within: ProcessGroup,
+    /// The ranks that have the same pieces.
+    across: ProcessGroup,
+}
+
+impl Hybrid {
+    pub(super) fn within(&self) -> &ProcessGroup {
+        &self.within
+    }
+
+    pub(super) fn across(&self) -> &ProcessGroup {
+        &self.across
+    }
+
+    /// The groups in which `ranks` consecutive ranks, a divisor of the world size, have a model. Every rank must call it.
+    pub(super) fn new(group: &ProcessGroup, ranks: usize) -> Result<Self> {
+        let mesh = group.mesh(&[group.world_size() / ranks, ranks], &["replicate", "shard"])?;
+        Ok(Self { within: mesh.get_group("shard")?.clone(), across: mesh.get_group("replicate")?.clone() })
+    }
 }
 
 impl Groups {
-    pub(super) fn new(main: ProcessGroup) -> Self {
-        Self { main, cpu: OnceLock::new() }
+    pub(super) fn new(main: ProcessGroup, hybrid: Option<Hybrid>) -> Self {
+        Self { main, cpu: OnceLock::new(), hybrid }
+    }
+
+    /// The ranks over which a model and its optimizer's state are spread, if they are.
+    pub(crate) fn within(&self) -> &ProcessGroup {
+        self.hybrid.as_ref().map_or(&self.main, |hybrid| &hybrid.within)
+    }
+
+    /// The ranks that have the same pieces, if there are several.
+    pub(crate) fn across(&self) -> Option<&ProcessGroup> {
+        self.hybrid.as_ref().map(|hybrid| &hybrid.across)
+    }
+
+    /// Whether another rank has the same pieces, and saves them.
+    pub(crate) fn is_copy(&self) -> bool {
+        self.across().is_some_and(|across| across.rank() > 0)
     }
 
     pub(super) fn main(&self) -> &ProcessGroup {

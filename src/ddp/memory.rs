@@ -120,9 +120,7 @@ impl<M> DistributedDataParallel<M> {
                 all.on(device).replicas += bytes;
             }
         }
-        // A state that is spread over the ranks is that of this rank, which need not ask the others.
-        let state = optimizer.sharded_state_dict()?.map_or_else(|| optimizer.state_dict(), Ok)?;
-        for tensor in state.values().filter(|tensor| tensor.dtype().is_float()) {
+        for tensor in optimizer.state_here()?.values().filter(|tensor| tensor.dtype().is_float()) {
             let (device, bytes) = of(tensor);
             all.on(device).optimizer += bytes;
         }

@@ -2,10 +2,13 @@
 use super::model::DistributedModel;
 use super::pass::Pass;
 use crate::backend::label;
+use crate::hash::content_64;
 use crate::state;
 use crate::variables::piece_of;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_core::Var;
+use std::collections::BTreeMap;
 
 /// At the end of a pass, compares the models whose turn it is.
 pub(super) fn compare_all(pass: &Pass) -> Result<()> {
@@ -30,11 +33,24 @@ fn compare(model: &DistributedModel) -> Result<()> {
         true => variables.shared().collect(),
         false => variables.without_buffers().collect(),
     };
-    // Each rank has other pieces.
-    let variables = variables.into_iter().filter(|(_, var)| piece_of(var).is_none());
-    let dict = variables.map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
-    let mut fingerprint = model.phase("compare replicas", || state::fingerprint(&dict))?;
+    let (pieces, whole): (Vec<_>, Vec<_>) = variables.into_iter().partition(|(_, var)| piece_of(var).is_some());
+    let hashes = |variables: Vec<(&String, &Var)>| {
+        let dict = variables.into_iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
+        model.phase("compare replicas", || state::fingerprint(&dict))
+    };
+    let mut fingerprint = hashes(whole)?;
     fingerprint.extend(model.marks().steps.fingerprint());
+    // Each rank has other pieces, but all copies of the model have the same.
+    let groups = model.reducer.groups();
+    if groups.across().is_some() {
+        let pieces = hashes(pieces)?;
+        let of_copy: Vec<BTreeMap<String, u64>> =
+            label::DDP_REPLICAS.during(|| groups.within().all_gather_object(&pieces))?;
+        fingerprint.extend(pieces.into_keys().map(|name| {
+            let of_all: Vec<u64> = of_copy.iter().filter_map(|pieces| pieces.get(&name).copied()).collect();
+            (name, content_64(bytemuck::cast_slice(&of_all)))
+        }));
+    }
     let (ranks, names) = match label::DDP_REPLICAS.during(|| group.compare_states(&[("model", &fingerprint)])) {
         Err(Error::PartDiffers { ranks, names, .. }) => (ranks, names),
         result => return result,

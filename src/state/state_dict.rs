@@ -59,6 +59,12 @@ pub trait StateDict {
         Ok(None)
     }
 
+    /// What this rank holds of the state, also if another rank saves it. The call does not communicate.
+    #[doc(hidden)]
+    fn state_here(&self) -> Result<HashMap<String, Tensor>> {
+        self.sharded_state_dict()?.map_or_else(|| self.state_dict(), Ok)
+    }
+
     /// Loads the parts that [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any
     /// size, in rank order, as rank `rank` of a world of `world_size`. The call does not communicate. A part that
     /// this rank is known not to need may be empty. Gradients end here, as in [`load_state_dict`](Self::load_state_dict).

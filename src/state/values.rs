@@ -94,6 +94,10 @@ macro_rules! forward {
             $shared.sharded_state_dict()
         }
 
+        fn state_here(&$self) -> Result<Dict> {
+            $shared.state_here()
+        }
+
         fn load_sharded_state_dict(&mut $self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
             $exclusive.load_sharded_state_dict(shards, rank, world_size)
         }

@@ -1,7 +1,9 @@
 //! Blocks whose parameters are spread over the ranks.
+mod hybrid;
+
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler, MixedPrecision};
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions};
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
 use candle_ddp::comm_hook::Fp16Compress;
 use candle_ddp::nn::{LayerNorm, Linear, add, gelu, layer_norm, linear, linear_no_bias, no_grad};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
@@ -107,7 +109,7 @@ fn same_bits(options: &DdpOptions, step: &Step) {
             let plain = train(&pg, options.clone(), step)?;
             assert!(plain.0.iter().all(|loss| loss.is_finite()));
             for reshard_after_forward in [true, false] {
-                let sharding = Some(Sharding { reshard_after_forward });
+                let sharding = Some(Sharding { reshard_after_forward, ..Default::default() });
                 let sharded = train(&pg, DdpOptions { sharding, ..options.clone() }, step)?;
                 assert_eq!(sharded, plain, "{ranks} ranks, reshard_after_forward: {reshard_after_forward}");
             }

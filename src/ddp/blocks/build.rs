@@ -3,6 +3,7 @@ use super::flat::Flat;
 use super::sharding::Sharding;
 use super::unit::{Unit, Units};
 use crate::backend::{self, label};
+use crate::ddp::groups::Hybrid;
 use crate::error::describe;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
@@ -22,6 +23,7 @@ thread_local! {
 #[derive(Clone)]
 pub(crate) struct Construction {
     group: ProcessGroup,
+    hybrid: Option<Hybrid>,
     varmap: VarMap,
     units: Arc<Units>,
     state: Arc<Mutex<State>>,
@@ -67,8 +69,21 @@ impl Requested {
 impl Construction {
     /// Every rank must call it.
     pub(in crate::ddp) fn new(group: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> Result<Self> {
-        let units = Units::new(group, sharding)?;
-        Ok(Self { group: group.clone(), varmap: varmap.clone(), units, state: Arc::default() })
+        let ranks = sharding.ranks(group.world_size());
+        let report = ranks.as_ref().map(|_| format!("{sharding:?}"));
+        let compared = label::DDP_NEW.during(|| group.compare(report, "it could not build its model"));
+        let ranks = ranks?;
+        if let Some((rank, difference)) = compared? {
+            return Err(Error::Mismatch { what: "model", rank, difference });
+        }
+        let hybrid = (ranks < group.world_size()).then(|| Hybrid::new(group, ranks)).transpose()?;
+        let units = Units::new(hybrid.as_ref().map_or(group, Hybrid::within), sharding)?;
+        Ok(Self { group: group.clone(), hybrid, varmap: varmap.clone(), units, state: Arc::default() })
+    }
+
+    /// The groups, if only some of the ranks have a model together.
+    pub(in crate::ddp) fn hybrid(&self) -> Option<Hybrid> {
+        self.hybrid.clone()
     }
 
     /// The construction of a sharded model on this thread.
@@ -188,7 +203,7 @@ impl Construction {
         for kind in kinds {
             let of_kind = || requested.iter().filter(|requested| requested.kind() == kind);
             let tensors: Vec<_> = of_kind().map(|own| (own.tensor.clone(), own.var.clone())).collect();
-            let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.group, name, &tensors));
+            let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.group, self.hybrid.as_ref(), name, &tensors));
             let (flat, pieces) = scattered.inspect_err(|error| self.group.abort(&format!("{name}: {error}")))?;
             flats.push(flat);
             for (own, piece) in of_kind().zip(pieces) {

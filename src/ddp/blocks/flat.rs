@@ -1,6 +1,7 @@
 //! Tensors of a block that are gathered in one call.
 use crate::Result;
 use crate::backend::{Label, Work};
+use crate::ddp::groups::Hybrid;
 use crate::ddp::reduction::shard::cut;
 use crate::process_group::ProcessGroup;
 use crate::tensor::{copy, hold};
@@ -37,7 +38,13 @@ pub(super) struct Gathering {
 
 impl Flat {
     /// Takes rank 0's values of `tensors`: those that the model holds, with their whole variables. Returns this rank's pieces as well.
-    pub(super) fn scatter(group: &ProcessGroup, name: &str, tensors: &[(Tensor, Var)]) -> Result<(Self, Vec<Var>)> {
+    pub(super) fn scatter(
+        group: &ProcessGroup,
+        hybrid: Option<&Hybrid>,
+        name: &str,
+        tensors: &[(Tensor, Var)],
+    ) -> Result<(Self, Vec<Var>)> {
+        let group = hybrid.map_or(group, Hybrid::within);
         let (rank, world_size) = (group.rank(), group.world_size());
         let (first, var) = &tensors[0];
         let (held_as, dtype, device) = (first.dtype(), var.dtype(), var.device().clone());
@@ -51,6 +58,10 @@ impl Flat {
         let own = Tensor::zeros(part, dtype, &device)?;
         group.scatter(&own, whole.as_ref(), 0)?;
         drop(whole);
+        if let Some(hybrid) = hybrid {
+            hybrid.across().broadcast(&own, 0)?;
+        }
+        let is_copy = hybrid.is_some_and(|hybrid| hybrid.across().rank() > 0);
         let (mut offset, mut members, mut pieces) = (0, Vec::new(), Vec::new());
         for (tensor, _) in tensors {
             let elements = tensor.elem_count();
@@ -65,7 +76,7 @@ impl Flat {
                 true => Var::zeros(dims, dtype, &device)?,
                 false => Var::from_tensor(&own.narrow(0, at, range.len())?.reshape(dims)?)?,
             };
-            make_piece(&piece, Piece { shape: tensor.shape().clone(), range });
+            make_piece(&piece, Piece { shape: tensor.shape().clone(), range, is_copy });
             members.push(Member { tensor: tensor.clone(), piece: piece.clone(), at, elements });
             pieces.push(piece);
             offset += elements;

@@ -1,4 +1,5 @@
 //! The option.
+use crate::{Error, Result};
 
 /// How the parameters of a model are spread over the ranks: each rank keeps its part of every parameter, of its gradient and of its
 /// optimizer's state. PyTorch's FSDP2 (`fully_shard`), ZeRO's stage 3.
@@ -20,10 +21,28 @@ pub struct Sharding {
     /// Whether a block's parameters are freed after its forward pass. Otherwise they stay until the backward pass has ended, which then
     /// computes nothing again: less time, more memory. Default: true.
     pub reshard_after_forward: bool,
+    /// The number of consecutive ranks that have a model together: PyTorch's hybrid sharding (HSDP). It must divide the world size. Each
+    /// such set of ranks has a copy of the model, and gathers parameters without the others; gradients are averaged over all ranks.
+    /// With [`pg.local_world_size()`](crate::ProcessGroup::local_world_size), only these averages are sent between hosts. Default: None, all ranks.
+    pub shard_ranks: Option<usize>,
+}
+
+impl Sharding {
+    /// The number of ranks that have a model together, in a group of `world_size`.
+    pub(super) fn ranks(&self, world_size: usize) -> Result<usize> {
+        match self.shard_ranks {
+            None => Ok(world_size),
+            Some(ranks) if ranks > 0 && world_size.is_multiple_of(ranks) => Ok(ranks),
+            Some(ranks) => {
+                let reason = format!("`shard_ranks` must divide the number of ranks, {world_size}, but is {ranks}");
+                Err(Error::invalid("sharding", reason))
+            }
+        }
+    }
 }
 
 impl Default for Sharding {
     fn default() -> Self {
-        Self { reshard_after_forward: true }
+        Self { reshard_after_forward: true, shard_ranks: None }
     }
 }

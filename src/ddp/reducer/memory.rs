@@ -22,7 +22,7 @@ impl Reducer {
             let sums = sums * dtype.size_in_bytes();
             match &state.reduction {
                 Reduction::Shard(shard) if shard.tree().is_none() => {
-                    all.push((device, parts / self.world_size() * dtype.size_in_bytes(), 0));
+                    all.push((device, parts / self.groups.within().world_size() * dtype.size_in_bytes(), 0));
                     in_turn.push((own.max(to_gather), device));
                 }
                 Reduction::Shard(_) => {

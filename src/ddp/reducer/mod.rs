@@ -10,7 +10,7 @@ use crate::backend::label;
 use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
 use crate::ddp::count;
 use crate::ddp::graph::Identity;
-use crate::ddp::groups::Groups;
+use crate::ddp::groups::{Groups, Hybrid};
 use crate::ddp::non_finite::{Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::sums::Write;
@@ -64,8 +64,8 @@ pub(crate) struct Part {
 }
 
 impl Reducer {
-    pub(crate) fn new(group: ProcessGroup) -> Self {
-        let (identity, groups) = (Arc::default(), Groups::new(group));
+    pub(in crate::ddp) fn new(group: ProcessGroup, hybrid: Option<Hybrid>) -> Self {
+        let (identity, groups) = (Arc::default(), Groups::new(group, hybrid));
         Self { identity, groups, state: Mutex::default(), part: Mutex::default(), trace: OnceLock::new() }
     }
 
@@ -102,7 +102,7 @@ impl Reducer {
             // A bucket is cut as its block's parameters are.
             state.rebuild = Rebuild::Done;
         }
-        state.rebuild_buckets(&order, self.world_size())
+        state.rebuild_buckets(&order, &self.groups)
     }
 
     /// Records what happens to the buckets from now on.
@@ -145,14 +145,14 @@ impl Reducer {
             }
             if let Rebuild::Due(order) = &state.rebuild {
                 let order = order.clone();
-                state.rebuild_buckets(&order, self.world_size())?;
+                state.rebuild_buckets(&order, &self.groups)?;
                 state.rebuild = Rebuild::Done;
             } else if part.is_held
                 && !matches!(state.reduction, Reduction::Shard(_))
                 && !state.accumulated.contains(&true)
                 && state.computed == 0
             {
-                state.renew_buckets(self.world_size())?;
+                state.renew_buckets(&self.groups)?;
             }
             if !matches!(state.reduction, Reduction::Shard(_)) {
                 // They may have lost it to an optimizer that is gone.

@@ -1,5 +1,6 @@
 //! The state of a reducer that outlives a backward pass: its buckets and what they hold.
 use crate::ddp::bucket::{self, Bucket, BucketCaps, Message, ParameterInfo};
+use crate::ddp::groups::Groups;
 use crate::ddp::non_finite::{Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::usage::Usage;
@@ -61,11 +62,11 @@ impl Gradient {
 
 impl State {
     /// Creates the buckets for gradients that arrive in `order`.
-    pub(super) fn rebuild_buckets(&mut self, order: &[usize], world_size: usize) -> Result<()> {
+    pub(super) fn rebuild_buckets(&mut self, order: &[usize], groups: &Groups) -> Result<()> {
         // The old storage is freed first, unless gradients of the last backward pass still use it.
         self.buckets.clear();
         let plan = bucket::plan(&self.parameters, order, self.caps);
-        let bucket = |(number, members)| Bucket::new(&self.parameters, number, members, world_size);
+        let bucket = |(number, members)| Bucket::new(&self.parameters, number, members, groups);
         self.buckets = plan.into_iter().enumerate().map(bucket).collect::<Result<_>>()?;
         self.reduction.set_buckets(&self.buckets, &self.parameters)?;
         self.slot_of = vec![(0, 0); self.parameters.len()];
@@ -78,9 +79,9 @@ impl State {
     }
 
     /// Gives the same buckets new memory, because the program still holds the gradients in the old one.
-    pub(super) fn renew_buckets(&mut self, world_size: usize) -> Result<()> {
+    pub(super) fn renew_buckets(&mut self, groups: &Groups) -> Result<()> {
         let renewed = self.buckets.iter_mut().enumerate().try_for_each(|(number, bucket)| {
-            let mut renewed = Bucket::new(&self.parameters, number, bucket.members.clone(), world_size)?;
+            let mut renewed = Bucket::new(&self.parameters, number, bucket.members.clone(), groups)?;
             // The program holds nothing but the first sum.
             renewed.stack = std::mem::take(&mut bucket.stack);
             *bucket = renewed;

@@ -98,17 +98,17 @@ impl Reducer {
         self.check_shard()?;
         let mut state = self.lock();
         if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
-            state.rebuild_buckets(&order, self.world_size())?;
+            state.rebuild_buckets(&order, &self.groups)?;
         }
         state.buckets.iter_mut().try_for_each(Bucket::fill)?;
         let keeps_buckets = matches!(state.reduction, Reduction::Tree(_));
-        let shard = |bucket| Shard::new(bucket, self.groups.main(), keeps_buckets);
+        let shard = |bucket| Shard::new(bucket, self.groups.within(), keeps_buckets);
         let shards = state.buckets.iter().map(shard).collect::<Result<_>>()?;
         let tree = match std::mem::take(&mut state.reduction) {
             Reduction::Tree(tree) => Some(tree),
             _ => None,
         };
-        let reduction = ShardReduction::new(self.groups.main().rank(), shards, tree);
+        let reduction = ShardReduction::new(&self.groups, shards, tree);
         let shards = reduction.shards();
         state.reduction = Reduction::Shard(reduction);
         state.free_buckets();

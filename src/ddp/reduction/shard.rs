@@ -123,13 +123,18 @@ const POLL: Duration = Duration::from_micros(50);
 
 /// Reduction of buckets under ZeRO.
 pub(crate) struct ShardReduction {
-    rank: usize,
+    /// The ranks over which buckets are spread.
+    within: ProcessGroup,
+    /// The ranks that have the same parts of buckets, if there are several.
+    across: Option<ProcessGroup>,
     shards: Vec<Shard>,
     memory: Arc<BucketMemory>,
     /// Under virtual ranks, gradients are added along its tree, and buckets keep their memory.
     tree: Option<TreeReduction>,
     /// The numbers of the buckets in flight.
     in_flight: VecDeque<(usize, Work)>,
+    /// The sums of parts over the ranks `across`.
+    adding_up: Vec<(usize, Work)>,
     /// Whether waiting for a bucket has never been in vain.
     is_patient: bool,
     pending: Option<PendingGradients>,
@@ -138,13 +143,15 @@ pub(crate) struct ShardReduction {
 }
 
 impl ShardReduction {
-    pub(crate) fn new(rank: usize, shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
+    pub(crate) fn new(groups: &Groups, shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
         Self {
-            rank,
+            within: groups.within().clone(),
+            across: groups.across().cloned(),
             shards,
             memory: Arc::default(),
             tree,
             in_flight: VecDeque::new(),
+            adding_up: Vec::new(),
             is_patient: true,
             pending: None,
             earlier: None,
@@ -192,6 +199,7 @@ impl ShardReduction {
     /// Discards the gradients of a pass that has failed. Those to which they would have been added are as they were.
     pub(crate) fn discard(&mut self) {
         self.in_flight.clear();
+        self.adding_up.clear();
         self.tree.iter_mut().for_each(TreeReduction::discard);
         self.pending = self.earlier.take().and_then(|(earlier, parts)| {
             let mut parts = self.shards.iter().zip(&parts);
@@ -203,7 +211,7 @@ impl ShardReduction {
         if let Some(tree) = &mut self.tree {
             return tree.launch(number, bucket, group);
         }
-        let work = group.reduce_scatter_async(&self.shards[number].own, &bucket.sum.parts, ReduceOp::Sum)?;
+        let work = self.within.reduce_scatter_async(&self.shards[number].own, &bucket.sum.parts, ReduceOp::Sum)?;
         self.in_flight.push_back((number, work));
         Ok(())
     }
@@ -252,6 +260,10 @@ impl ShardReduction {
         if let Some(storage) = buckets[number].vacate()? {
             self.memory.give_back(storage);
         }
+        if let Some(across) = &self.across {
+            // All ranks receive the buckets in the same order.
+            self.adding_up.push((number, across.all_reduce_async(&self.shards[number].own, ReduceOp::Sum)?));
+        }
         Ok(())
     }
 
@@ -271,6 +283,12 @@ impl ShardReduction {
         while !self.in_flight.is_empty() {
             self.receive(buckets, trace)?;
         }
+        for (number, work) in self.adding_up.drain(..) {
+            work.wait()?;
+            if let Some(trace) = trace {
+                trace::collective(trace, &work, format_args!("all-reduce of the part of bucket {number}"));
+            }
+        }
         if let Some((earlier, parts)) = &self.earlier {
             let add = |(shard, part)| {
                 let Shard { own: destination, .. }: &Shard = shard;
@@ -282,7 +300,7 @@ impl ShardReduction {
             (Some(usage), _) => usage,
             // Each rank sees its own part of the gradients.
             (None, own) => {
-                let parts = self.shards.iter().map(|shard| shard.gradients(self.rank));
+                let parts = self.shards.iter().map(|shard| shard.gradients(self.within.rank()));
                 let parts = parts.collect::<Result<Vec<_>>>()?;
                 let is_non_finite = Some(own == Some(true) || any_non_finite(&parts.iter().collect::<Vec<_>>())?);
                 self.send_usage(used, Message { is_non_finite, ..message }, groups)?
@@ -302,9 +320,9 @@ impl ShardReduction {
     /// The first parameter whose gradient is not finite in this rank's part.
     pub(crate) fn first_not_finite(&self, parameters: &[ParameterInfo]) -> Result<Option<Finding>> {
         for shard in &self.shards {
-            let (own, start) = (shard.gradients(self.rank)?, shard.own.elem_count() * self.rank);
+            let (own, start) = (shard.gradients(self.within.rank())?, shard.own.elem_count() * self.within.rank());
             for member in &shard.members {
-                let range = member.range(self.rank, shard.own.elem_count());
+                let range = member.range(self.within.rank(), shard.own.elem_count());
                 if range.is_empty() {
                     continue;
                 }

@@ -30,6 +30,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns the whole state on rank `to`, or on all ranks.
     fn consolidate(&self, to: Option<usize>) -> Result<Option<Dict>> {
         let is_here = to.is_none_or(|to| self.process_group.rank() == to);
+        // Under hybrid sharding, each copy of the model gathers its state on the rank with the same place.
+        let group = self.reducer.groups().within();
+        let to = to.map(|to| to % group.world_size());
         let mut dict = state::begin(R::NAME)?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for parameter in &self.parameters {
@@ -47,13 +50,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                     }
                 }
                 self.spread_states(number, name, &part)?;
-                let whole = match is_here {
+                let whole = match to.is_none_or(|to| group.rank() == to) {
                     true => Some(Tensor::zeros(own.shard.length, dtype, part.device())?),
                     false => None,
                 };
                 match (to, &whole) {
-                    (Some(to), whole) => self.process_group.gather(whole.as_ref(), &part, to)?,
-                    (None, Some(whole)) => self.process_group.all_gather(whole, &part)?,
+                    (Some(to), whole) => group.gather(whole.as_ref(), &part, to)?,
+                    (None, Some(whole)) => group.all_gather(whole, &part)?,
                     (None, None) => {}
                 }
                 let Some(whole) = whole else { continue };
@@ -131,7 +134,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
         label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
         let path = file(folder.as_ref(), rank, world_size);
-        let dict = self.shard_dict().map(|mut dict| {
+        let dict = self.shard_dict(false).map(|mut dict| {
             dict.insert(SAVING.to_string(), saving);
             dict
         });
@@ -139,13 +142,15 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         label::ZERO_SAVE.during(|| self.process_group.write_together(job)).map(drop)
     }
 
-    fn shard_dict(&self) -> Result<Dict> {
+    /// `with_copies`: also the parts that another rank has as well, and saves.
+    fn shard_dict(&self, with_copies: bool) -> Result<Dict> {
         let mut dict = state::begin(&kind::<R>())?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
-        for piece in self.pieces() {
+        let is_saved = with_copies || !self.reducer.groups().is_copy();
+        for piece in self.pieces().filter(|_| is_saved) {
             for (name, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
                 let key = key(&self.parameters[piece.parameter].name, name);
                 dict.insert(format!("{key}@{}", piece.start), state.clone());
@@ -268,7 +273,11 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
 
     /// Returns this rank's parts of the states, with the learning rates and the numbers of steps.
     fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        self.shard_dict().map(Some)
+        self.shard_dict(false).map(Some)
+    }
+
+    fn state_here(&self) -> Result<Dict> {
+        self.shard_dict(true)
     }
 
     fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {

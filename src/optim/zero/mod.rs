@@ -124,7 +124,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
         let (shards, memory) = reducer.shard()?;
-        let own = shards.into_iter().map(|shard| OwnShard::new(shard, process_group.rank(), &parameters, &options));
+        let own = shards
+            .into_iter()
+            .map(|shard| OwnShard::new(shard, reducer.groups().within().rank(), &parameters, &options));
         let own = own.collect::<Result<Vec<_>>>();
         let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, &process_group)?, own)));
         let (wholes, shards) = own.inspect_err(|_| reducer.unshard())?;
@@ -265,7 +267,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
 
     fn all_reduce(&self, values: Vec<f64>, op: ReduceOp) -> Result<Vec<f64>> {
         let values = Tensor::new(values, self.process_group.device())?;
-        self.process_group.all_reduce(&values, op)?;
+        self.reducer.groups().within().all_reduce(&values, op)?;
         Ok(values.to_vec1()?)
     }
 

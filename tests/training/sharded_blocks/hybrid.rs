@@ -1,0 +1,200 @@
+//! Models that some of the ranks have together, while others have copies of them.
+use super::*;
+
+fn hybrid(shard_ranks: usize) -> DdpOptions {
+    DdpOptions {
+        sharding: Some(Sharding { shard_ranks: Some(shard_ranks), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+/// Checks that training with these options and this step has the losses of plain training. Gradients may be added in another order.
+fn same_losses(options: &DdpOptions, step: &Step) {
+    for (ranks, shard_ranks) in [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)] {
+        spawn(ranks, |pg| {
+            let (losses, output) = train(&pg, options.clone(), step)?;
+            for reshard_after_forward in [true, false] {
+                let sharding = Some(Sharding { reshard_after_forward, shard_ranks: Some(shard_ranks) });
+                let hybrid = train(&pg, DdpOptions { sharding, ..options.clone() }, step)?;
+                if ranks == 2 || shard_ranks == ranks {
+                    assert_eq!(hybrid, (losses.clone(), output.clone()), "{ranks} ranks, {shard_ranks} with a model");
+                }
+                for (loss, expected) in hybrid.0.iter().chain(&hybrid.1).zip(losses.iter().chain(&output)) {
+                    assert!((loss - expected).abs() < 1e-5, "{ranks} ranks, {shard_ranks} with a model: {hybrid:?}");
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn copies_train_as_one_model() {
+    same_losses(&DdpOptions::default(), &plain_step);
+    same_losses(&DdpOptions::default(), &|ddp, optimizer, pg, number| {
+        {
+            let _guard = ddp.no_sync();
+            ddp.backward(&loss(ddp, pg, 10 + number)?)?;
+        }
+        let loss = loss(ddp, pg, number)?;
+        let mut grads = ddp.backward(&loss)?;
+        optimizer.clip_grad_norm(&mut grads, 0.1)?;
+        optimizer.step(&grads)?;
+        Ok(loss.to_scalar()?)
+    });
+    let options = DdpOptions { on_non_finite: Some(OnNonFinite::Skip { at_most: 3 }), ..Default::default() };
+    same_losses(&options, &|ddp, optimizer, pg, number| {
+        // A rank that all others must hear of.
+        let factor = if number == 2 && pg.rank() + 1 == pg.world_size() { f64::NAN } else { 1. };
+        let loss = loss(ddp, pg, number)?;
+        optimizer.step(&ddp.backward(&(&loss * factor)?)?)?;
+        assert_eq!(ddp.skipped_steps(), u64::from(number >= 2));
+        Ok(loss.to_scalar()?)
+    });
+    same_losses(&DdpOptions::default(), &|ddp, optimizer, pg, number| {
+        let mut scaler = GradScaler::new(pg, ddp, Default::default())?;
+        let loss = loss(ddp, pg, number)?;
+        let (first, second) = (scaler.scale(&loss)?, scaler.scale(&self::loss(ddp, pg, 20 + number)?)?);
+        let mut grads = ddp.backward(&first)?;
+        backward_with(&second, &[ddp], Backward { into: Some(&mut grads), ..Default::default() })?;
+        scaler.step(optimizer, &mut grads)?;
+        Ok(loss.to_scalar()?)
+    });
+}
+
+#[test]
+fn all_copies_begin_with_rank_0s_values() {
+    let values = spawn(4, |pg| {
+        let varmap = VarMap::new();
+        DistributedDataParallel::with_options(&pg, &varmap, Net::new, hybrid(2))?;
+        let vars = varmap.data().lock().unwrap();
+        let mut all = Vec::new();
+        for (name, var) in vars.iter() {
+            all.push((name.clone(), var.flatten_all()?.to_vec1::<f32>()?));
+        }
+        all.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Ok(all)
+    });
+    let values = values.unwrap();
+    assert_eq!((&values[0], &values[1]), (&values[2], &values[3]));
+    assert_ne!(values[0], values[1]);
+}
+
+#[test]
+fn checkpoints_have_each_piece_once_and_load_into_other_models() {
+    let folder = std::env::temp_dir().join(format!("hybrid-run-{}", std::process::id()));
+    let step = |ddp: &Ddp, optimizer: &mut Optim, step: usize| {
+        // The same batch on all ranks, so that their number makes no difference.
+        let x = Tensor::arange(0f32, 12., &Device::Cpu)?.affine(0.1, step as f64)?.sin()?.reshape((4, 3))?;
+        let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
+        optimizer.step(&ddp.backward(&loss)?)
+    };
+    let run = |ranks: usize, options: DdpOptions, number: u64| {
+        let all = spawn(ranks, |pg| {
+            let mut varmap = VarMap::new();
+            let (ddp, mut optimizer) = made(&pg, &varmap, options.clone())?;
+            let resumed = CheckpointerOptions { resume: true, ..Default::default() };
+            let mut checkpointer = Checkpointer::new(&pg, &folder, resumed)?;
+            let parts = (("model", &mut varmap), ("optimizer", &mut optimizer));
+            assert_eq!(checkpointer.load_latest(parts)?, number.checked_sub(1));
+            step(&ddp, &mut optimizer, number as usize)?;
+            checkpointer.save(number, (("model", &mut varmap), ("optimizer", &mut optimizer)))?;
+            checkpointer.finish()?;
+            let is_copy =
+                options.sharding.and_then(|sharding| sharding.shard_ranks).is_some_and(|ranks| pg.rank() >= ranks);
+            for state in [varmap.sharded_state_dict()?, optimizer.sharded_state_dict()?].into_iter().flatten() {
+                let pieces = state.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));
+                assert_eq!(pieces.count() == 0, is_copy, "rank {}", pg.rank());
+            }
+            let state = optimizer.consolidate_state_dict(ranks - 1)?;
+            assert_eq!(state.is_some(), pg.rank() == ranks - 1);
+            let moments = state.map(|state| state["state.stem.weight.exp_avg"].flatten_all()?.to_vec1::<f32>());
+            Ok((saved(&pg, &varmap, "hybrid")?, moments.transpose()?))
+        });
+        let mut all = all.unwrap();
+        (all.remove(0).0, all.pop().map_or(Vec::new(), |(_, moments)| moments.unwrap()))
+    };
+    run(4, hybrid(2), 0);
+    run(2, sharded(), 1);
+    run(4, hybrid(1), 2);
+    run(3, DdpOptions::default(), 3);
+    let (last, moments) = run(4, hybrid(2), 4);
+    std::fs::remove_dir_all(&folder).unwrap();
+    let mut reference = spawn(1, |pg| {
+        let varmap = VarMap::new();
+        let (ddp, mut optimizer) = made(&pg, &varmap, DdpOptions::default())?;
+        (0..5).try_for_each(|number| step(&ddp, &mut optimizer, number))?;
+        let state = optimizer.consolidate_state_dict(0)?.unwrap();
+        Ok((saved(&pg, &varmap, "reference")?, state["state.stem.weight.exp_avg"].flatten_all()?.to_vec1::<f32>()?))
+    })
+    .unwrap();
+    let (reference, expected) = reference.remove(0);
+    let close = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
+    assert!(close(&moments, &expected), "{moments:?}, {expected:?}");
+    assert_eq!(reference.len(), last.len());
+    for ((name, expected), (same, values)) in reference.iter().zip(&last) {
+        assert!(name == same && close(expected, values), "{name}");
+    }
+}
+
+#[test]
+fn a_copy_that_differs_is_found() {
+    let check = candle_ddp::ReplicaCheck { every: 1, warn_only: false };
+    spawn(4, |pg| {
+        let varmap = VarMap::new();
+        let (ddp, mut optimizer) = made(&pg, &varmap, DdpOptions { replica_check: Some(check), ..hybrid(2) })?;
+        plain_step(&ddp, &mut optimizer, &pg, 0)?;
+        plain_step(&ddp, &mut optimizer, &pg, 1)?;
+        if pg.rank() == 3 {
+            let var = varmap.data().lock().unwrap()["layers.1.second.weight"].clone();
+            var.set(&(var.as_detached_tensor() + 1e-3)?)?;
+        }
+        match ddp.backward(&loss(&ddp, &pg, 2)?) {
+            Err(Error::ReplicasDiffer { names, ranks, .. }) => {
+                assert_eq!((names, ranks), (vec!["layers.1.second.weight".to_string()], vec![2, 3]));
+                Ok(())
+            }
+            other => panic!("{other:?}"),
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_estimate_of_memory_is_the_same_on_all_copies() {
+    let all = spawn(4, |pg| {
+        let (ddp, optimizer) = made(&pg, &VarMap::new(), hybrid(2))?;
+        let whole = made(&pg, &VarMap::new(), sharded())?;
+        let (half, quarter) = (ddp.memory_estimate(&optimizer)?, whole.0.memory_estimate(&whole.1)?);
+        assert!(half.devices[0].optimizer >= 2 * quarter.devices[0].optimizer - 64, "{half}\n{quarter}");
+        Ok(half)
+    });
+    let all = all.unwrap();
+    assert_eq!((&all[0], &all[1]), (&all[2], &all[3]));
+}
+
+#[test]
+fn wrong_numbers_of_ranks_are_an_error_on_every_rank() {
+    let new = |pg: &ProcessGroup, options| DistributedDataParallel::with_options(pg, &VarMap::new(), Net::new, options);
+    for wrong in [0, 3, 8] {
+        spawn(4, |pg| {
+            let error = new(&pg, hybrid(wrong)).unwrap_err().to_string();
+            assert!(error.contains(&format!("must divide the number of ranks, 4, but is {wrong}")), "{error}");
+            pg.barrier()
+        })
+        .unwrap();
+    }
+    spawn(4, |pg| {
+        let error = new(&pg, hybrid(if pg.rank() == 1 { 4 } else { 2 })).unwrap_err();
+        assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
+        let error = new(&pg, hybrid(if pg.rank() == 1 { 3 } else { 2 })).unwrap_err().to_string();
+        assert!(error.contains("must divide"), "{error}");
+        // A rank without sharding at all.
+        let options = if pg.rank() == 1 { DdpOptions::default() } else { sharded() };
+        let error = new(&pg, options).unwrap_err();
+        assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
+        pg.barrier()
+    })
+    .unwrap();
+}
