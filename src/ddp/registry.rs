@@ -173,7 +173,7 @@ impl Registry {
             return Ok(());
         }
         let reason = "the VarMap has this rank's piece of it, since a model was built with it under DdpOptions.sharding: build the model \
-                      with a new VarMap, and load a checkpoint";
+                      with a new VarMap, and load a checkpoint. Under elastic::run, make the VarMap in the training loop, and commit it there";
         Err(Error::parameter(name, reason))
     }
 

@@ -2,14 +2,14 @@
 //! them.
 use crate::common::{floats, tensor};
 use crate::elastic_ranks::{BATCH, Net, SAMPLES, event, run_as_rank, variables};
-use candle_core::{DType, Device, IndexOp, Tensor};
+use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::LoaderState;
 use candle_ddp::elastic::State;
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DistributedDataParallel, ProcessGroup, Result};
-use candle_nn::VarMap;
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, block};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 const EPOCHS: u64 = 2;
 
@@ -26,9 +26,57 @@ impl Parts for Training {
     }
 }
 
+/// Whether the model is sharded: its variables are made in the training loop (`loop`), or by mistake before it (`before`).
+pub(crate) const SHARDED: &str = "CANDLE_DDP_TEST_SHARDED";
+
+/// [`Net`] in blocks.
+struct Blocks(Block<Linear>, Block<Linear>);
+
+impl Module for Blocks {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
+}
+
+/// A sharded model and its variables are those of one group, and get their values from the last commit.
+fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, made_before: bool) -> Result<Vec<f32>> {
+    let mut varmap = if made_before { state.varmap.clone() } else { VarMap::new() };
+    let build = |vb: VarBuilder<'static>| {
+        Ok::<_, candle_core::Error>(Blocks(
+            block(vb.pp("a"), |vb| linear(4, 8, vb))?,
+            block(vb.pp("b"), |vb| linear(8, 2, vb))?,
+        ))
+    };
+    let options = DdpOptions { sharding: Some(Sharding::default()), init_seed: Some(3), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
+    assert_eq!(state.restore("weights", &mut varmap)?, state.commits() > 0);
+    steps(pg, state, own, &ddp, &mut varmap)?;
+    // The pieces of all ranks.
+    let mut vars: Vec<_> = varmap.data().lock().unwrap().clone().into_iter().collect();
+    vars.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let pieces: Vec<Vec<f32>> = vars.iter().map(|(_, var)| floats(var)).collect();
+    let all = pg.all_gather_object(&pieces)?;
+    Ok((0..vars.len()).flat_map(|var| all.iter().flat_map(move |pieces| pieces[var].clone())).collect())
+}
+
 fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
+    if let Ok(sharded) = std::env::var(SHARDED) {
+        return train_sharded(pg, state, own, sharded == "before");
+    }
     let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
-    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?;
+    // No further part.
+    steps(pg, state, own, &ddp, &mut VarMap::new())?;
+    Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
+}
+
+fn steps<M: Module>(
+    pg: &ProcessGroup,
+    state: &mut State<Training>,
+    own: usize,
+    ddp: &DistributedDataParallel<M>,
+    weights: &mut VarMap,
+) -> Result<()> {
+    let mut optimizer = ZeroRedundancyOptimizer::new(ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?;
     assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
     let data = tensor(&[SAMPLES, 4], 1).to_device(pg.device())?;
     while state.progress.epoch < EPOCHS {
@@ -44,10 +92,10 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
         optimizer.set_learning_rate(optimizer.learning_rate() * 0.99)?;
         state.progress.advance(mine.len() * pg.world_size());
         event("step", own, state.commits())?;
-        state.commit_including(("optimizer", &mut optimizer))?;
+        state.commit_including((("optimizer", &mut optimizer), ("weights", &mut *weights)))?;
         event("commit", own, state.commits())?;
     }
-    Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
+    Ok(())
 }
 
 /// Runs a rank, and reports its final parameters, or its error.
@@ -55,7 +103,9 @@ pub(crate) fn run() {
     let new = |own, device: &Device| {
         let noise = Generator::for_rank(13, own);
         let progress = LoaderState { seed: 11, dataset_len: SAMPLES, ..Default::default() };
-        State::new(Training { varmap: variables(own, device), noise, progress })
+        // A sharded model has no variables outside of a group.
+        let varmap = if std::env::var(SHARDED).is_ok() { VarMap::new() } else { variables(own, device) };
+        State::new(Training { varmap, noise, progress })
     };
     run_as_rank(new, train);
 }

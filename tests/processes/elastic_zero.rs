@@ -1,6 +1,6 @@
 //! `elastic::run` with an optimizer whose state is sharded over the ranks, and random numbers of each rank; ranks are
 //! killed.
-use crate::elastic_ranks::{EVENTS, FOLDER, Run, arguments, result};
+use crate::elastic_ranks::{EVENTS, FOLDER, MIN, Run, arguments, result};
 use crate::elastic_zero_ranks;
 use std::process::Command;
 
@@ -17,6 +17,13 @@ fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize
     Run::of(RANK, world_size, options, events, min)
 }
 
+/// Three ranks, whose model is sharded.
+fn sharded(made: &str, events: &str, options: &[&str], min: Option<usize>) -> Run {
+    let min = min.map(|min| (MIN, min.to_string()));
+    let variables = min.into_iter().chain([(elastic_zero_ranks::SHARDED, made.to_string())]);
+    Run::with(RANK, 3, options, events, variables)
+}
+
 #[test]
 fn the_shards_of_a_killed_rank_come_from_its_mirror() {
     let calm = launched(3, &[], "", None);
@@ -27,6 +34,30 @@ fn the_shards_of_a_killed_rank_come_from_its_mirror() {
     run.succeeded();
     assert_eq!(result(run.folder.path(), &[0, 1, 2]), result(calm.folder.path(), &[0, 1, 2]));
     assert!(run.stderr().contains("(restart 7 of 7)"), "{}", run.stderr());
+}
+
+#[test]
+fn the_pieces_of_a_killed_rank_come_from_its_mirror() {
+    let calm = sharded("loop", "", &[], None);
+    calm.succeeded();
+    let events = "0 kill-forward 0,1 kill-forward 3,0 kill-backward 5,2 kill-step 7,1 kill-commit 9,0 kill-step 10,2 kill-commit 13";
+    let killed = sharded("loop", events, &["--max-restarts", "7"], None);
+    killed.succeeded();
+    assert_eq!(result(killed.folder.path(), &[0, 1, 2]), result(calm.folder.path(), &[0, 1, 2]));
+    // Two ranks have three ranks' pieces.
+    let fewer = sharded("loop", "0 kill-backward 4", &[], Some(2));
+    fewer.succeeded();
+    result(fewer.folder.path(), &[1, 2]);
+}
+
+#[test]
+fn sharded_variables_that_outlive_their_group_are_an_error_on_every_rank() {
+    let run = sharded("before", "0 kill-backward 4", &[], Some(2));
+    assert!(!run.output.status.success());
+    for rank in 1..3 {
+        let error = run.read(&format!("error-{rank}"));
+        assert!(error.contains("make the VarMap in the training loop"), "{error}");
+    }
 }
 
 #[test]
