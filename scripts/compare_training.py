@@ -34,7 +34,7 @@ class Program:
     """An example and its counterpart scripts/compare/NAME_pytorch.py, which have the same options."""
 
     title: str
-    # Options of both.
+    # Options of both; True is a flag.
     settings: dict
     # Options of the example alone.
     ours: dict
@@ -45,27 +45,31 @@ class Program:
     example_makes_data: bool
     # The training loss to reach.
     target: float
+    # The example, if it has another name.
+    example: str | None = None
 
 
+GPT = {"steps": 130, "batch-size": 16, "lr": 0.002, "warmup": 20, "context": 128, "width": 128, "heads": 4, "layers": 4}
 PROGRAMS = {
     "char_gpt": Program(
         title="GPT, 4 layers of width 128, 128 characters, batch 16 on each rank, AdamW",
-        settings={
-            "steps": 130,
-            "batch-size": 16,
-            "lr": 0.002,
-            "warmup": 20,
-            "context": 128,
-            "width": 128,
-            "heads": 4,
-            "layers": 4,
-        },
+        settings=GPT,
         # PyTorch's counterpart does not shard the optimizer state either.
         ours={"zero": "false"},
         check={"steps": CHECKED_STEPS, "layers": 2},
         data=lambda _: harness.ROOT / "docs",
         example_makes_data=False,
         target=2.9,
+    ),
+    "char_gpt_sharded": Program(
+        title="The same, with blocks that are spread over the ranks; in PyTorch fully_shard with activation checkpointing",
+        settings=GPT | {"shard": True},
+        ours={},
+        check={"steps": CHECKED_STEPS, "layers": 2},
+        data=lambda _: harness.ROOT / "docs",
+        example_makes_data=False,
+        target=2.9,
+        example="char_gpt",
     ),
     "cifar10_resnet18": Program(
         title="ResNet-18, 1498 digits in CIFAR-10's format without augmentation, batch 28 on each rank, SGD with momentum",
@@ -84,7 +88,7 @@ PROGRAMS = {
 
 def main():
     options = parse()
-    folder = harness.build(*(word for name in options.programs for word in ("--example", name)))
+    folder = harness.build(*(word for name in options.programs for word in ("--example", example(name))))
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.programs:
@@ -125,23 +129,28 @@ def measure(name, rounds, folder, scratch):
     return times
 
 
+def example(name):
+    return PROGRAMS[name].example or name
+
+
 def ours(name, settings, folder, scratch):
     """Runs the example, which also writes its initial weights, and returns its metrics by step."""
     program = PROGRAMS[name]
     settings = settings | program.ours | {"export-init": scratch / f"{name}.safetensors"}
     if not program.example_makes_data:
         settings["data"] = program.data(scratch)
-    return run([folder / "examples" / name], settings, scratch)
+    return run([folder / "examples" / example(name)], settings, scratch)
 
 
 def pytorch(name, settings, _, scratch):
     settings = settings | {"init": scratch / f"{name}.safetensors", "data": PROGRAMS[name].data(scratch)}
-    return run([harness.PYTHON, PEERS / f"{name}_pytorch.py"], settings, scratch)
+    return run([harness.PYTHON, PEERS / f"{example(name)}_pytorch.py"], settings, scratch)
 
 
 def run(command, settings, scratch):
     settings = settings | {"metrics": scratch / "metrics.jsonl"}
-    command = [*command, *(word for key, value in settings.items() for word in (f"--{key}", value))]
+    words = lambda key, value: [f"--{key}"] if value is True else [f"--{key}", value]
+    command = [*command, *(word for key, value in settings.items() for word in words(key, value))]
     harness.run_ranks(command, 2, harness.OneHost(), {"XDG_CACHE_HOME": scratch})
     return [row for row in harness.json_lines(settings["metrics"].read_text()) if "loss" in row]
 

@@ -135,6 +135,8 @@ mod pages {
     struct Elastic;
     #[doc = include_str!("../docs/evaluation.md")]
     struct Evaluation;
+    #[doc = include_str!("../docs/memory.md")]
+    struct Memory;
     #[doc = include_str!("../docs/migrating.md")]
     struct Migrating;
     #[doc = include_str!("../docs/performance.md")]

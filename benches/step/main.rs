@@ -10,14 +10,14 @@ mod net;
 use candle_core::{DType, Tensor};
 use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::backend::nccl::NcclOptions;
-use candle_ddp::nn::{MemoryFormat, to_memory_format};
-use candle_ddp::optim::{AdamW, Parameters};
+use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
+use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, ProcessGroup, ReplicaCheck, Result,
+    DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, ProcessGroup, ReplicaCheck, Result, Sharding,
     backward_micro_batch, init_process_group,
 };
 use candle_ddp_tensor::kernels;
-use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::median::median;
 use common::memory::peak_rss_bytes;
@@ -62,6 +62,9 @@ struct Options {
     /// Keep only the inputs of a GPT's blocks for the backward pass, which computes the blocks again.
     #[arg(long)]
     checkpoint: bool,
+    /// The number of a GPT's blocks. [default: the model's]
+    #[arg(long)]
+    layers: Option<usize>,
     /// The bucket size in MiB. [default: as in DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
@@ -91,6 +94,16 @@ enum Mode {
     Products,
     /// DistributedDataParallel whose ranks compare their models in every pass.
     Checked,
+    /// With a ZeroRedundancyOptimizer.
+    Zero,
+    /// The same, with the blocks of a GPT spread over the ranks.
+    Shard,
+    /// The same, whose parameters stay from forward to backward pass.
+    ShardKept,
+    /// The same as shard, with a copy of the model on each half of the ranks.
+    Hybrid,
+    /// DistributedDataParallel with adapters of rank 8 on a GPT's linear layers, whose weights are frozen.
+    Lora,
 }
 
 /// The number of unmeasured steps of each mode: the first steps allocate, and DDP rebuilds its buckets after the first.
@@ -120,11 +133,17 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let default = DdpOptions::default();
     let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
     let ddp = DdpOptions { bucket_cap_mb, ..default };
-    let build = |vb: VarBuilder| options.model.build(options.image_size, options.checkpoint, vb);
+    let build = |vb: VarBuilder| options.model.build(options.image_size, options.checkpoint, options.layers, vb);
     let new = |mode: &Mode| {
         let replica_check = matches!(mode, Mode::Checked).then(|| ReplicaCheck { every: 1, ..Default::default() });
         let on_non_finite = matches!(mode, Mode::Skip).then_some(OnNonFinite::Skip { at_most: 10 });
-        let ddp = DdpOptions { replica_check, on_non_finite, ..mode.precision(options.amp, ddp.clone())? };
+        let sharding = match mode {
+            Mode::Shard => Some(Sharding::default()),
+            Mode::ShardKept => Some(Sharding { reshard_after_forward: false, ..Default::default() }),
+            Mode::Hybrid => Some(Sharding { shard_ranks: Some(pg.world_size() / 2), ..Default::default() }),
+            _ => None,
+        };
+        let ddp = DdpOptions { replica_check, on_non_finite, sharding, ..mode.precision(options.amp, ddp.clone())? };
         Trainer::new(*mode, &build, options.dtype, pg, ddp)
     };
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
@@ -179,6 +198,11 @@ impl Mode {
             Self::Autocast => "autocast",
             Self::Products => "products",
             Self::Checked => "checked",
+            Self::Zero => "zero",
+            Self::Shard => "shard",
+            Self::ShardKept => "shard-kept",
+            Self::Hybrid => "hybrid",
+            Self::Lora => "lora",
         }
     }
 
@@ -188,13 +212,15 @@ impl Mode {
         match (self, amp) {
             (Self::Autocast | Self::Products, None) => Err(invalid("autocast and products need --amp")),
             (_, None) => Ok(options),
-            (Self::Ddp, Some(_)) => Ok(DdpOptions {
-                mixed_precision: Some(MixedPrecision { param_dtype: amp, ..Default::default() }),
-                ..options
-            }),
+            (Self::Ddp | Self::Lora | Self::Zero | Self::Shard | Self::ShardKept | Self::Hybrid, Some(_)) => {
+                Ok(DdpOptions {
+                    mixed_precision: Some(MixedPrecision { param_dtype: amp, ..Default::default() }),
+                    ..options
+                })
+            }
             (Self::Autocast, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Lists(dtype)), ..options }),
             (Self::Products, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Products(dtype)), ..options }),
-            _ => Err(invalid("must be ddp, autocast or products, with --amp")),
+            _ => Err(invalid("must be ddp, autocast, products or a sharded mode, with --amp")),
         }
     }
 }
@@ -202,7 +228,7 @@ impl Mode {
 /// A model and its training step.
 struct Trainer {
     net: Net,
-    optimizer: AdamW,
+    optimizer: Box<dyn Optimizer>,
     gradient_bytes: usize,
 }
 
@@ -224,7 +250,22 @@ impl Trainer {
         let plain = || build(VarBuilder::from_varmap(&varmap, dtype, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
-            Mode::Ddp | Mode::Autocast | Mode::Products | Mode::Checked | Mode::Skip => {
+            Mode::Ddp
+            | Mode::Autocast
+            | Mode::Products
+            | Mode::Checked
+            | Mode::Skip
+            | Mode::Zero
+            | Mode::Shard
+            | Mode::ShardKept
+            | Mode::Hybrid => {
+                Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
+            }
+            Mode::Lora => {
+                let base = VarBuilder::from_varmap(&VarMap::new(), dtype, device);
+                let target_modules = ["qkv", "projection", "fc1", "fc2"].map(String::from).to_vec();
+                let lora = LoraConfig { r: 8, lora_alpha: 16., target_modules, ..Default::default() };
+                let build = |vb| lora.build(base, vb, build);
                 Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
             }
             Mode::Virtual => {
@@ -247,7 +288,13 @@ impl Trainer {
         };
         let bytes = |var: &candle_core::Var| var.elem_count() * var.dtype().size_in_bytes();
         let gradient_bytes = parameters.iter().map(bytes).sum();
-        let optimizer = AdamW::new(parameters, ParamsAdamW { lr: LEARNING_RATE, ..Default::default() })?;
+        let params = ParamsAdamW { lr: LEARNING_RATE, ..Default::default() };
+        let optimizer: Box<dyn Optimizer> = match (&net, mode) {
+            (Net::Ddp(ddp), Mode::Zero | Mode::Shard | Mode::ShardKept | Mode::Hybrid) => {
+                Box::new(ZeroRedundancyOptimizer::new(ddp, params)?)
+            }
+            _ => Box::new(AdamW::new(parameters, params)?),
+        };
         Ok(Self { net, optimizer, gradient_bytes })
     }
 

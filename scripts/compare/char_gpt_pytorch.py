@@ -1,4 +1,4 @@
-"""PyTorch's counterpart of the example char_gpt, with DistributedDataParallel over Gloo: the same model from the same
+"""PyTorch's counterpart of the example char_gpt, with DistributedDataParallel over Gloo, or fully_shard with --shard: the same model from the same
 initial weights, the same text, order of samples, optimizer and schedule.
 
     torchrun --nproc-per-node 2 scripts/compare/char_gpt_pytorch.py --init FILE --metrics FILE …
@@ -11,6 +11,8 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -73,7 +75,12 @@ def train(options):
     text = Text(Path(options.data), options.context)
     model = Gpt(len(text.vocabulary), options.context, options.width, options.heads, options.layers)
     model.load_state_dict(safetensors.torch.load_file(options.init))
-    ddp = DistributedDataParallel(model)
+    if options.shard:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = fully_shard(checkpoint_wrapper(block))
+        ddp = fully_shard(model, reshard_after_forward=False)
+    else:
+        ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), options.lr, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options))
     sampler = DistributedSampler(text, seed=options.seed)
@@ -87,6 +94,7 @@ def train(options):
         loss.backward()
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), options.clip)
         optimizer.step()
+        norm = norm.full_tensor() if options.shard else norm
         metrics.write(step, loss.item(), grad_norm=norm.item())
         schedule.step()
 
@@ -94,6 +102,7 @@ def train(options):
 parser = training.parser(__doc__)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--warmup", type=int, required=True)
+parser.add_argument("--shard", action="store_true", help="spread the model over the ranks")
 parser.add_argument("--clip", type=float, default=1.0)
 for size in ["context", "width", "heads", "layers"]:
     parser.add_argument(f"--{size}", type=int, required=True)

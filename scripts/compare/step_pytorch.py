@@ -6,6 +6,9 @@ the bench `step`, with the same models, the same measurement and the same JSON o
 With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, tf32, bf16, or autocast: bf16 with parameters
 in f32. Words may follow it, with "-" between them: "channels_last", the layout of images and convolutions; "compile", the model
 goes through torch.compile; "autotune", the same in its mode max-autotune-no-cudagraphs; "benchmark", cuDNN measures its algorithms.
+MODES, with "," between them: "local"; "ddp"; "zero", DistributedDataParallel with a ZeroRedundancyOptimizer; "fsdp", whose blocks are
+sharded by fully_shard, and computed again in the backward pass; "fsdp-kept", whose parameters stay from forward to backward pass.
+
 With --no-phases, a step waits for the GPU once. The loss is a part of the compiled model. With --profile, the kernels of the measured
 steps are printed too; their times are then a little longer.
 """
@@ -22,6 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gpt
@@ -313,6 +319,10 @@ MODELS = {
     "resnet50": (resnet50, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
     "deeplab": (DeepLab, 8, lambda batch: torch.randn(batch, 3, 64, 64)),
     "unet": (Unet, 8, lambda batch: torch.randn(batch, 3, 32, 32)),
+    **{
+        f"gpt-{layers}": (lambda layers=layers: Gpt(layers=layers), 8, lambda batch: torch.randint(256, (batch, 256)))
+        for layers in [12, 24]
+    },
     "gpt": (Gpt, 8, lambda batch: torch.randint(256, (batch, 256))),
     "gpt2": (lambda: Gpt(50257, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
     # As its users pad the vocabulary, for faster products.
@@ -351,6 +361,20 @@ def step(model, optimizer, x, targets, autocast, phases):
     optimizer.step()
     end = now()
     return [1e3 * (forward - start), 1e3 * (backward - forward), 1e3 * (end - backward)]
+
+
+def wrapped(model, mode):
+    """Returns the model as `mode` trains it, and its optimizer."""
+    if mode.startswith("fsdp"):
+        blocks = model.model.blocks
+        for index, block in enumerate(blocks):
+            blocks[index] = fully_shard(checkpoint_wrapper(block) if mode == "fsdp" else block, reshard_after_forward=mode == "fsdp")
+        model = fully_shard(model, reshard_after_forward=False)
+    elif mode != "local":
+        model = DistributedDataParallel(model)
+    if mode == "zero":
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    return model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
 
 
 def slowest(times):
@@ -396,8 +420,7 @@ def main():
         model = WithLoss(build()).to(DEVICE, DTYPES[dtype], memory_format=memory_format)
         if compile_mode:
             model.compile(mode=compile_mode)
-        model = DistributedDataParallel(model) if mode == "ddp" else model
-        trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)))
+        trainers.append(wrapped(model, mode))
     times = [[] for _ in modes]
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if is_profiled else None
     for number in range(WARMUP + steps):

@@ -2,6 +2,7 @@
 use super::LossNet;
 use super::block::Block;
 use candle_core::{Module, Result};
+use candle_ddp::block;
 use candle_ddp::nn::{add, checkpoint, embedding, layer_norm, linear_cross_entropy, linear_no_bias};
 use candle_nn::{Init, VarBuilder};
 use std::sync::Arc;
@@ -9,9 +10,9 @@ use std::sync::Arc;
 pub(super) struct Sizes {
     pub(super) vocabulary: usize,
     pub(super) tokens: usize,
-    width: usize,
-    heads: usize,
-    layers: usize,
+    pub(super) width: usize,
+    pub(super) heads: usize,
+    pub(super) layers: usize,
 }
 
 pub(super) const SMALL: Sizes = Sizes { vocabulary: 256, tokens: 256, width: 384, heads: 6, layers: 6 };
@@ -26,7 +27,7 @@ pub(super) fn gpt(sizes: &Sizes, is_checkpointed: bool, vb: VarBuilder) -> Resul
     let Sizes { vocabulary, tokens, width, heads, layers } = *sizes;
     let positions = vb.get_with_hints((tokens, width), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;
     let tokens = embedding(vocabulary, width, vb.pp("tokens"))?;
-    let block = |layer| Block::new(width, heads, vb.pp(format!("blocks.{layer}"))).map(Arc::new);
+    let block = |layer| block(vb.pp(format!("blocks.{layer}")), |vb| Block::new(width, heads, vb)).map(Arc::new);
     let blocks = (0..layers).map(block).collect::<Result<Vec<_>>>()?;
     let norm = layer_norm(width, 1e-5, vb.pp("norm"))?;
     let head = linear_no_bias(width, vocabulary, vb.pp("head"))?;

@@ -93,18 +93,28 @@ impl Model {
         Ok(Batch { input, targets })
     }
 
-    /// Only the GPTs can be checkpointed.
-    pub(crate) fn build(self, image_size: usize, is_checkpointed: bool, vb: VarBuilder) -> Result<LossNet> {
+    /// Only the GPTs can be checkpointed, and have other numbers of `layers`.
+    pub(crate) fn build(
+        self,
+        image_size: usize,
+        is_checkpointed: bool,
+        layers: Option<usize>,
+        vb: VarBuilder,
+    ) -> Result<LossNet> {
+        let gpt = |sizes: gpt::Sizes, vb| {
+            let layers = layers.unwrap_or(sizes.layers);
+            gpt::gpt(&gpt::Sizes { layers, ..sizes }, is_checkpointed, vb)
+        };
         match self {
             Self::Mlp => mlp(vb).map(with_loss),
             Self::Resnet18 => resnet18(vb).map(with_loss),
             Self::Resnet50 => resnet50(vb).map(with_loss),
             Self::Deeplab => deeplab::deeplab(vb).map(with_loss),
             Self::Unet => unet::unet(vb).map(with_loss),
-            Self::Gpt => gpt::gpt(&gpt::SMALL, is_checkpointed, vb),
-            Self::Gpt2 => gpt::gpt(&gpt::GPT2, is_checkpointed, vb),
-            Self::Gpt2Medium => gpt::gpt(&gpt::MEDIUM, is_checkpointed, vb),
-            Self::Gpt2Xl => gpt::gpt(&gpt::XL, is_checkpointed, vb),
+            Self::Gpt => gpt(gpt::SMALL, vb),
+            Self::Gpt2 => gpt(gpt::GPT2, vb),
+            Self::Gpt2Medium => gpt(gpt::MEDIUM, vb),
+            Self::Gpt2Xl => gpt(gpt::XL, vb),
             Self::Lstm => {
                 let net = WordLm::new(WORDS, vb)?;
                 Ok(Box::new(move |words, next| Ok(net.loss(words, next, None, true)?.0)))
