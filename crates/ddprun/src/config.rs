@@ -87,6 +87,8 @@ pub(crate) struct Config {
     pub(crate) secret: RunSecret,
     /// Options that act as they were typed.
     pub(crate) options: Options,
+    /// Whether the workers are those of `ddprun check`.
+    pub(crate) is_check: bool,
 }
 
 impl Config {
@@ -145,6 +147,7 @@ impl Config {
             virtual_devices,
             secret,
             options,
+            is_check: false,
         })
     }
 }

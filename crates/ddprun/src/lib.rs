@@ -14,6 +14,7 @@
 //! `Cli` is the command line as typed, `Config` is its meaning, and `run` executes it.
 mod agent;
 mod cargo;
+mod check;
 mod child;
 mod cli;
 mod config;
@@ -110,6 +111,8 @@ fn run(mut cli: Cli) -> ExitCode {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
         Some(Mode::Explain { folder }) => explain(&folder),
         Some(Mode::Status { address, no_secret }) => show_status(&address, no_secret),
+        Some(Mode::Check(check)) => check::config(*check).and_then(|config| execute(&config)),
+        Some(Mode::CheckWorker(manner)) => check::work(&manner).map(End::now),
         None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
@@ -214,13 +217,16 @@ fn execute(config: &Config) -> Result<End> {
     let link = store::link(config, server.as_ref(), master_port, &events)?;
     let mut agent = Agent::new(starter, server, link);
     // Before any output of workers.
-    say_threads(config);
+    if !config.is_check {
+        say_threads(config);
+    }
     if !agent.is_linked() {
         agent.start_all(|worker| supervisor.workers.push(worker))?;
     }
     let (outcome, remains) = supervisor.watch(&events, &mut agent);
     let patience = config.options.shutdown_timeout;
     let (code, patience) = match outcome {
+        Outcome::Success if config.is_check => (check::code(&folder, agent.starter.topology.node_rank), patience),
         Outcome::Success => (0, patience),
         Outcome::Signalled(signal) => (supervisor.code_after(signal), patience.min(UNREAD)),
         Outcome::Failure(_) | Outcome::Elsewhere => {

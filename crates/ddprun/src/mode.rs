@@ -1,9 +1,10 @@
 //! The modes of `ddprun` that start no workers.
+use super::check::{Check, Manner, WORKER};
 use super::console::message;
 use std::path::PathBuf;
 
 /// A mode that starts no workers.
-#[derive(Debug, Clone, PartialEq, Eq, clap::Subcommand)]
+#[derive(Debug, Clone, PartialEq, clap::Subcommand)]
 pub(crate) enum Mode {
     /// Shows the state of a running job: its nodes and ranks, their steps and speed, the generation, the restarts used, and
     /// the last failure.
@@ -18,6 +19,17 @@ pub(crate) enum Mode {
         #[arg(long, alias = "no_secret")]
         no_secret: bool,
     },
+
+    /// Measures cores, memory and connections of all nodes before a run, and names what is slow or missing: exit code 1.
+    ///
+    /// Start it on every machine, with the options that say which ranks a run has and where they meet. Each core multiplies
+    /// matrices, each rank copies memory, each pair of ranks exchanges messages, and all add numbers up (all-reduce). Clocks,
+    /// limits, free memory, versions and GPUs of the nodes are compared.
+    Check(Box<Check>),
+
+    /// A rank of `check`.
+    #[command(name = WORKER, hide = true)]
+    CheckWorker(Manner),
 
     /// Says which rank parted from the others, and where, from the files that all ranks wrote to a folder because of
     /// CANDLE_DDP_FLIGHT_RECORDER.

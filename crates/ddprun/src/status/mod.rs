@@ -4,6 +4,8 @@ mod document;
 mod snapshot;
 mod table;
 
+pub(super) use table::table;
+
 pub(super) use document::{LastFailure, NodeStatus, Phase, RUN_STATUS, RunStatus};
 
 use super::error::{Error, Result};

@@ -73,7 +73,7 @@ fn or_unknown(value: Option<impl ToString>) -> String {
 }
 
 /// Lines of columns, after an empty line.
-fn table<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+pub(crate) fn table<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
     let rows: Vec<[String; N]> = std::iter::once(header.map(str::to_string)).chain(rows).collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 mod building;
 mod cause;
+mod check;
 mod elastic_nodes;
 mod ending;
 mod environment;

@@ -1,0 +1,52 @@
+//! The command line of a check.
+use super::judge::TOLERANCE;
+use crate::numa::Binding;
+use crate::options::RANKS;
+use crate::ranks::Ranks;
+
+/// The name of the hidden mode.
+pub(crate) const WORKER: &str = "check-worker";
+
+/// How a check is made and shown.
+#[derive(Debug, Clone, PartialEq, clap::Args)]
+pub(crate) struct Manner {
+    /// How many times slower than most a rank must be to count as an outlier. Connections between ranks may differ by twice
+    /// this.
+    #[arg(long, value_name = "FACTOR", value_parser = factor, default_value_t = TOLERANCE)]
+    pub(super) tolerance: f64,
+
+    /// Measures less, in about a third of the time.
+    #[arg(long)]
+    pub(super) quick: bool,
+
+    /// Shows all measurements as one line of JSON.
+    #[arg(long)]
+    pub(super) json: bool,
+
+    /// The most bytes of a call or a copy, for tests of builds without optimisation.
+    #[arg(long, hide = true, default_value_t = usize::MAX)]
+    pub(super) most_bytes: usize,
+}
+
+/// The command line of `ddprun check`.
+#[derive(Debug, Clone, PartialEq, clap::Args)]
+pub(crate) struct Check {
+    #[command(flatten)]
+    pub(super) ranks: Ranks,
+
+    #[command(flatten)]
+    pub(super) manner: Manner,
+
+    /// Binds each rank to processors, as in a run.
+    #[arg(long, alias = "numa_binding", value_name = "KIND", help_heading = RANKS)]
+    pub(super) numa_binding: Option<Binding>,
+
+    /// The store has no secret, as in a run.
+    #[arg(long, alias = "no_secret", help_heading = RANKS)]
+    pub(super) no_secret: bool,
+}
+
+fn factor(text: &str) -> std::result::Result<f64, String> {
+    let factor = text.trim().parse().ok().filter(|factor: &f64| *factor > 1.0 && factor.is_finite());
+    factor.ok_or_else(|| "it must be a number above 1".to_string())
+}

@@ -1,0 +1,34 @@
+//! A check as a run, and what follows from it.
+use super::args::{Check, Manner, WORKER};
+use crate::cli::Cli;
+use crate::config::Config;
+use crate::console::message;
+use crate::error::{Error, Result};
+use crate::folder::RunFolder;
+use crate::processes::Host;
+use clap::Parser;
+use std::ffi::OsString;
+
+/// The check as a run.
+pub(crate) fn config(check: Check) -> Result<Config> {
+    let Check { ranks, manner: Manner { tolerance, quick, json, most_bytes }, numa_binding, no_secret } = check;
+    let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
+    let mut words: Vec<OsString> = ["ddprun", "--max-restarts=0", "--redirects=0", "--tee=0"].map(Into::into).into();
+    words.extend([program.into_os_string(), WORKER.into(), format!("--tolerance={tolerance}").into()]);
+    words.push(format!("--most-bytes={most_bytes}").into());
+    words.extend(quick.then(|| "--quick".into()));
+    words.extend(json.then(|| "--json".into()));
+    let mut cli = Cli::try_parse_from(words).map_err(|error| Error::usage("check", error.to_string()))?;
+    cli.ranks = ranks;
+    (cli.options.numa_binding, cli.options.no_secret, cli.options.log_dir) = (numa_binding, no_secret, None);
+    Ok(Config { is_check: true, ..Config::resolve(cli, &Host::detect())? })
+}
+
+/// The exit code of a check whose workers have succeeded. Names the outliers, unless rank 0 has shown them here.
+pub(crate) fn code(folder: &RunFolder, node_rank: usize) -> u8 {
+    let Some(error) = folder.error(0, 0) else { return 0 };
+    if node_rank > 0 {
+        message(error.message);
+    }
+    1
+}

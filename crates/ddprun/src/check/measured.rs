@@ -1,0 +1,62 @@
+//! What each rank has measured.
+use super::facts::Facts;
+use super::network::Link;
+use serde::{Deserialize, Serialize};
+
+/// A rank.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Measured {
+    pub(super) rank: usize,
+    pub(super) node_rank: usize,
+    pub(super) host: String,
+    /// Equal for ranks whose kernel is the same.
+    pub(super) host_id: String,
+    /// Its cores with their GFLOP/s; without a number if there are more ranks than cores.
+    pub(super) products: Vec<(Option<usize>, f64)>,
+    /// GB/s.
+    pub(super) copy: f64,
+    pub(super) links: Vec<Link>,
+    /// Microseconds, for each of [`SIZES`](super::network::SIZES).
+    pub(super) all_reduce: Vec<f64>,
+    /// On the first rank of each node: seconds by which its clock is ahead of rank 0's.
+    pub(super) clock: Option<f64>,
+    /// On the first rank of each node.
+    pub(super) facts: Option<Facts>,
+}
+
+impl Measured {
+    pub(super) fn name(&self) -> String {
+        format!("rank {} (node {}, host {})", self.rank, self.node_rank, self.host)
+    }
+
+    /// The slowest core's speed.
+    pub(super) fn product(&self) -> f64 {
+        self.products.iter().map(|(_, speed)| *speed).min_by(f64::total_cmp).unwrap_or(0.0)
+    }
+}
+
+/// A node.
+pub(super) struct Node<'a> {
+    pub(super) node_rank: usize,
+    pub(super) host: &'a str,
+    /// The number of its ranks.
+    pub(super) ranks: usize,
+    pub(super) clock: Option<f64>,
+    pub(super) facts: &'a Facts,
+}
+
+impl<'a> Node<'a> {
+    /// The nodes of all ranks.
+    pub(super) fn all(ranks: &'a [Measured]) -> Vec<Self> {
+        let node = |rank: &'a Measured| {
+            let (node_rank, host, clock) = (rank.node_rank, &rank.host[..], rank.clock);
+            let ranks = ranks.iter().filter(|other| other.node_rank == node_rank).count();
+            rank.facts.as_ref().map(|facts| Self { node_rank, host, ranks, clock, facts })
+        };
+        ranks.iter().filter_map(node).collect()
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("node {} (host {})", self.node_rank, self.host)
+    }
+}

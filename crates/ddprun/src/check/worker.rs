@@ -1,0 +1,84 @@
+//! One rank of a check.
+use super::args::Manner;
+use super::compute;
+use super::effort::Effort;
+use super::facts::Facts;
+use super::group::Group;
+use super::judge::{self, Verdict};
+use super::measured::Measured;
+use super::network;
+use super::table;
+use crate::console::{Console, Target};
+use crate::error::{Error, Result};
+use crate::tail::plain;
+use candle_ddp_env::PROCESS;
+use candle_ddp_rendezvous::error::FILE_VARIABLE;
+use candle_ddp_rendezvous::host::{host_identity, host_name};
+use serde::{Deserialize, Serialize};
+
+/// Everything that a check has found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Report {
+    ranks: Vec<Measured>,
+    #[serde(flatten)]
+    verdict: Verdict,
+}
+
+/// Measures as one rank. Returns the exit code.
+pub(crate) fn work(manner: &Manner) -> Result<u8> {
+    let effort = if manner.quick { Effort::QUICK } else { Effort::FULL };
+    let effort = Effort { most_bytes: manner.most_bytes, ..effort };
+    let group = Group::join()?;
+    let own = measure(&group, effort)?;
+    let leads = own.facts.is_some();
+    let ranks = group.all_gather("measured", &own)?;
+    let report = Report { verdict: judge::judge(&ranks, manner.tolerance), ranks };
+    if group.rank == 0 {
+        let json = || Ok(format!("{}\n", serde_json::to_string(&report).map_err(std::io::Error::other)?));
+        let text = if manner.json { json() } else { Ok(plain(&table::text(&report.ranks, &report.verdict))) };
+        let text = text.map_err(|error: std::io::Error| Error::io("writing JSON", error))?;
+        // The text is lost if stdout has no reader.
+        let _ = Console::get().show(0, Target::Stdout, text.into_bytes());
+    }
+    // No rank ends while another one needs it.
+    group.barrier()?;
+    if report.verdict.outliers.is_empty() || !leads {
+        return Ok(0);
+    }
+    let Some(file) = PROCESS.path(FILE_VARIABLE) else { return Ok(1) };
+    let text = report.verdict.outliers.join("\n");
+    std::fs::write(&file, text).map_err(|error| Error::io(format!("writing {}", file.display()), error))?;
+    Ok(0)
+}
+
+fn measure(group: &Group, effort: Effort) -> Result<Measured> {
+    let local = PROCESS.raw("LOCAL_WORLD_SIZE").and_then(|text| text.parse().ok()).filter(|size| *size > 0);
+    let (rank, workers) = (group.rank, local.unwrap_or(1));
+    let host_id = format!("{:x}", host_identity(None));
+    // Ranks of one host that may use the same processors share them.
+    let cpus = compute::allowed();
+    let place = (host_id.clone(), format!("{cpus:?}"));
+    let places = group.all_gather("place", &place)?;
+    let sharers = |ranks: &[(String, String)]| ranks.iter().filter(|other| **other == place).count();
+    let own = compute::share(&cpus, sharers(places.get(..rank).unwrap_or_default()), sharers(&places));
+    group.barrier()?;
+    let products = compute::products(&own, effort.repetitions);
+    group.barrier()?;
+    let copy = compute::copy(own.first().copied(), effort);
+    group.barrier()?;
+    let all_reduce = network::all_reduce(group, effort)?;
+    let leaders: Vec<usize> = (0..group.world_size).step_by(workers).collect();
+    let node_rank = rank / workers;
+    let mut links = Vec::new();
+    if group.world_size <= network::MOST_PAIRED {
+        links.extend(network::links(group, &(0..group.world_size).collect::<Vec<_>>(), effort)?);
+    } else {
+        let own: Vec<usize> = (node_rank * workers..(node_rank + 1) * workers).collect();
+        links.extend(network::links(group, &own, effort)?);
+        links.extend(network::links(group, &leaders, effort)?);
+    }
+    let clock = network::clock(group, &leaders)?;
+    let facts = leaders.contains(&rank).then(Facts::of_this_node);
+    let host = host_name();
+    Ok(Measured { rank, node_rank, host, host_id, products, copy, links, all_reduce, clock, facts })
+}
