@@ -57,6 +57,14 @@ pub(super) const ROWS: &[Row] = &[
         default: "`cargo`",
     },
     Row {
+        names: &["LD_LIBRARY_PATH"],
+        kind: Text("folders, with `:` between them"),
+        set_by: "you",
+        read_by: "the system's loader, ddprun",
+        meaning: "where programs find libraries, and where `ddprun check` looks for NCCL, whose version it shows",
+        default: "the system's folders",
+    },
+    Row {
         names: &["TMPDIR"],
         kind: Path,
         set_by: "you",
