@@ -23,10 +23,10 @@ fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize
     Run::of(RANK, world_size, options, events, min)
 }
 
-/// Starts a ddprun that is one of one or two nodes with two ranks each, and waits until the store has `key`.
-fn node(folder: &Path, port: u16, events: &str, key: &str) -> Child {
+/// Starts a ddprun that is a node with two ranks of a run with `nnodes` nodes, and waits until the store has `key`.
+fn node(nnodes: &str, folder: &Path, port: u16, events: &str, key: &str) -> Child {
     let mut launcher = Command::new(crate::common::ddprun());
-    launcher.args(["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=elastic"]);
+    launcher.args(["--nnodes", nnodes, "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=elastic"]);
     launcher.arg(format!("--rdzv-endpoint=localhost:{port}"));
     launcher.arg("--rdzv-conf=keep_alive_interval=0.1,keep_alive_max_attempt=40");
     launcher.arg(std::env::current_exe().unwrap()).args(arguments(RANK));
@@ -44,8 +44,8 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     let (folder, port) = (folder.path(), crate::common::free_port());
     let events = "0 wait-forward 3,0 wait-forward 6";
     // The first node to come gets the first ranks.
-    let first = node(folder, port, events, "candle_ddp/nodes/welcome/0");
-    let mut second = node(folder, port, events, "candle_ddp/nodes/welcome/1");
+    let first = node("1:2", folder, port, events, "candle_ddp/nodes/welcome/0");
+    let mut second = node("1:2", folder, port, events, "candle_ddp/nodes/welcome/1");
     let entered = |rank: usize| {
         std::fs::read_to_string(folder.join(format!("entered-{rank}"))).map_or(0, |text| text.lines().count())
     };
@@ -58,7 +58,7 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     wait_for("steps without the second node", || waits(6));
     assert_eq!((entered(0), entered(2)), (2, 1));
     // It is admitted by its own generation.
-    let third = node(folder, port, events, "candle_ddp/agent/0/generation/2");
+    let third = node("1:2", folder, port, events, "candle_ddp/agent/0/generation/2");
     std::fs::write(folder.join("go-6"), "").unwrap();
     let outputs = [first, third].map(|node| node.wait_with_output().unwrap());
     for output in &outputs {
@@ -73,6 +73,33 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     assert!(replaced.len() == 2 && replaced[0] != replaced[1], "{replaced:?}");
     assert!(run.stderr().contains("The other 2 rank(s) continue without it"), "{}", run.stderr());
     assert!(run.stderr().contains("the others continue with it, 4 ranks in all"), "{}", run.stderr());
+}
+
+/// The spare, a third node, has waited since before the run began.
+#[test]
+fn a_spare_takes_the_place_of_a_node_that_dies() {
+    let folder = tempfile::tempdir().unwrap();
+    let (folder, port) = (folder.path(), crate::common::free_port());
+    let events = "0 wait-forward 3";
+    let start = |slot: usize| node("2", folder, port, events, &format!("candle_ddp/nodes/welcome/{slot}"));
+    let (first, mut second, spare) = (start(0), start(1), start(2));
+    wait_for("the first steps of four ranks", || folder.join("0 wait-forward 3-0-3").exists());
+    second.kill().unwrap();
+    second.wait().unwrap();
+    std::fs::write(folder.join("go-3"), "").unwrap();
+    let outputs = [first, spare].map(|node| node.wait_with_output().unwrap());
+    for output in &outputs {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && stderr.contains("A spare takes its place (host "), "{stderr}");
+        assert!(stderr.contains("the others continue with it, 4 ranks in all"), "{stderr}");
+    }
+    result(folder, &[0, 1, 2, 3]);
+    // One generation follows another: the survivors never were fewer than four.
+    for survivor in [processes(folder, 0), processes(folder, 1)] {
+        assert!(survivor.len() == 2 && survivor[0] == survivor[1], "{survivor:?}");
+    }
+    let replaced = processes(folder, 2);
+    assert!(replaced.len() == 2 && replaced[0] != replaced[1], "{replaced:?}");
 }
 
 /// The processes of a rank are replaced on the node where they were, while all others continue.

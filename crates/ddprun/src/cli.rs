@@ -112,13 +112,9 @@ pub(crate) struct Cli {
     #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]
     pub(crate) module: bool,
 
-    /// This machine's address in torchrun's rendezvous; refused with a hint, like the next option.
+    /// This machine's address in torchrun's rendezvous; refused with a hint.
     #[arg(long, alias = "local_addr", env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]
     pub(crate) local_addr: Option<String>,
-
-    /// The ranks whose output torchrun shows.
-    #[arg(long, alias = "local_ranks_filter", env = "PET_LOCAL_RANKS_FILTER", value_name = "LIST", hide = true)]
-    pub(crate) local_ranks_filter: Option<String>,
 
     /// torchrun's polling interval for its workers; ignored, because ddprun is notified when a worker exits.
     #[arg(long, alias = "monitor_interval", env = "PET_MONITOR_INTERVAL", value_name = "SECONDS", hide = true)]

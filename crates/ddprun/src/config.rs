@@ -6,6 +6,7 @@ use super::nodes::{Pace, Terms};
 use super::options::Options;
 use super::processes::Host;
 use super::secret::RunSecret;
+use super::streams::LocalRanks;
 use super::time;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::{MOST_RANKS, loopback};
@@ -109,8 +110,14 @@ impl Config {
         let topology = topology(&cli, host, max_nodes, is_static)?;
         let (master_addr, master_port) = master(&cli, &topology, is_static)?;
         let options = cli.options.clone();
-        for (option, selection) in [("--redirects", &options.redirects), ("--tee", &options.tee)] {
-            if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
+        let filter = options.local_ranks_filter.as_ref().and_then(LocalRanks::last);
+        let named = [
+            ("--redirects", options.redirects.last_named()),
+            ("--tee", options.tee.last_named()),
+            ("--local-ranks-filter", filter),
+        ];
+        for (option, last) in named {
+            if let Some(rank) = last.filter(|&rank| rank >= topology.local_world_size) {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
                 return Err(Error::usage(option, reason));
             }
@@ -156,14 +163,9 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
         return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
     }
-    let refused = [
-        ("--local-addr", &cli.local_addr, "ranks detect their own addresses: omit this option"),
-        ("--local-ranks-filter", &cli.local_ranks_filter, "use --redirects to hide the output of ranks, as in 1:3,2:3"),
-    ];
-    // Empty values are torchrun's defaults and match what ddprun does.
-    let given = refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !text.is_empty()));
-    if let Some((option, _, reason)) = given {
-        return Err(Error::usage(option, reason));
+    // An empty value is torchrun's default and matches what ddprun does.
+    if cli.local_addr.as_deref().is_some_and(|text| !text.is_empty()) {
+        return Err(Error::usage("--local-addr", "ranks detect their own addresses: omit this option"));
     }
     Ok(())
 }
@@ -334,6 +336,7 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prefix::VARIABLE as PREFIX_VARIABLE;
     use clap::Parser;
     use std::collections::BTreeSet;
     use std::time::Duration;
@@ -354,7 +357,8 @@ mod tests {
         let command = <Cli as clap::CommandFactory>::command();
         let read: BTreeSet<&str> = command.get_arguments().filter_map(|arg| arg.get_env()?.to_str()).collect();
         let rows = candle_ddp_env::SECTIONS.iter().flat_map(|(_, rows)| *rows);
-        let listed = rows.flat_map(|row| row.names).copied().filter(|name| name.starts_with("PET_")).collect();
+        let is_option = |name: &&str| name.starts_with("PET_") || *name == PREFIX_VARIABLE;
+        let listed = rows.flat_map(|row| row.names).copied().filter(is_option).collect();
         assert_eq!(read, listed);
     }
 
@@ -420,6 +424,7 @@ mod tests {
             (&["--standalone", "--master-port", "1", "x"], "free port"),
             (&["--master-port", "0", "x"], "not a port"),
             (&["--redirects", "0:1,1:3", "x"], "local rank 1"),
+            (&["--local-ranks-filter", "0,2", "x"], "local rank 2"),
             (&["--run-id", "a/b", "x"], "folder"),
             (&["--run-id", "a\u{1b}[31m", "x"], "folder"),
             (&["--features", "nccl", "x"], "--example NAME"),

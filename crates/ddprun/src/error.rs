@@ -26,6 +26,10 @@ pub(super) enum Error {
     #[error("cargo built the {kind} {name} but did not say where it is")]
     NoExecutable { kind: &'static str, name: String },
 
+    /// This machine should not take part in a run (`--check`).
+    #[error("--check: this machine does not join the run: {0}")]
+    Unfit(String),
+
     /// The system refused something, or the store, or a trace cannot be read.
     #[error(transparent)]
     Library(candle_ddp_rendezvous::Error),
@@ -55,7 +59,7 @@ impl Error {
             Self::Usage { .. } => USAGE,
             Self::Program { error, .. } if error.kind() == ErrorKind::NotFound => NOT_FOUND,
             Self::Program { .. } => NOT_EXECUTABLE,
-            Self::NoExecutable { .. } | Self::Library(_) => 1,
+            Self::NoExecutable { .. } | Self::Unfit(_) | Self::Library(_) => 1,
         }
     }
 }

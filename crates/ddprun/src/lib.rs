@@ -32,6 +32,7 @@ mod nodes;
 mod numa;
 mod options;
 mod output;
+mod prefix;
 mod printer;
 mod processes;
 mod ranks;
@@ -47,6 +48,7 @@ mod supervisor;
 mod tail;
 mod terminal;
 mod time;
+mod tolerance;
 mod worker;
 
 use agent::Agent;
@@ -189,6 +191,7 @@ fn execute(config: &Config) -> Result<End> {
             }
         },
     };
+    let fitness = config.options.check.map(|tolerance| check::of_this_machine(config, tolerance)).transpose()?;
     let events = Events::listen(&config.options.signals_to_handle)?;
     store::check_address(config)?;
     let (server, master_port) = store::host(config, &RunStatus::of(config))?;
@@ -214,7 +217,7 @@ fn execute(config: &Config) -> Result<End> {
         terminals,
     };
     let mut supervisor = Supervisor::new(config.options.shutdown_timeout);
-    let link = store::link(config, server.as_ref(), master_port, &events)?;
+    let link = store::link(config, server.as_ref(), (master_port, fitness), &events)?;
     let mut agent = Agent::new(starter, server, link);
     // Before any output of workers.
     if !config.is_check {

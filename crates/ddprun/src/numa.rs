@@ -36,6 +36,18 @@ impl FromStr for Binding {
     }
 }
 
+impl Binding {
+    /// As on the command line.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Node => "node",
+            Self::Socket => "socket",
+            Self::Exclusive => "exclusive",
+            Self::CoreComplex => "core-complex",
+        }
+    }
+}
+
 fn refuse(reason: String) -> Error {
     Error::usage("--numa-binding", reason)
 }

@@ -1,7 +1,9 @@
 //! The options whose values act as they were typed, whatever the others are.
 use super::numa::Binding;
+use super::prefix::{self, Template};
 use super::signal::{self, Signals};
-use super::streams::StreamSelection;
+use super::streams::{LocalRanks, StreamSelection};
+use super::tolerance::Tolerance;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -54,6 +56,28 @@ pub(crate) struct Options {
     #[arg(short, long, env = "PET_TEE", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
     pub(crate) tee: StreamSelection,
 
+    /// Prefix of each line that --tee shows: text with ${role_name}, ${local_rank}, ${rank} (the global rank), ${host},
+    /// ${group_rank} (the machine's rank) and ${restart_count} in it. [default: [${role_name}${local_rank}]:]
+    #[arg(
+        long,
+        alias = "log_line_prefix_template",
+        env = prefix::VARIABLE,
+        value_name = "TEXT",
+        help_heading = OUTPUT
+    )]
+    pub(crate) log_line_prefix_template: Option<Template>,
+
+    /// Local ranks whose output is shown, as in `0,2`; that of the others is not, but goes to log files as --redirects and
+    /// --tee say, and its last lines are shown if the rank fails. [default: all]
+    #[arg(
+        long,
+        alias = "local_ranks_filter",
+        env = "PET_LOCAL_RANKS_FILTER",
+        value_name = "LIST",
+        help_heading = OUTPUT
+    )]
+    pub(crate) local_ranks_filter: Option<LocalRanks>,
+
     /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
     /// time to write a final checkpoint.
     #[arg(
@@ -94,6 +118,19 @@ pub(crate) struct Options {
         help_heading = ENDING
     )]
     pub(crate) max_restarts: u32,
+
+    /// Measures this machine for a few seconds before it joins the run, as `ddprun check --quick` does. ddprun ends with exit
+    /// code 1 if it is not fit; of several machines that were started so, one that is slower than the others is refused. A
+    /// rank, or a machine, is too slow if others are FACTOR (1.5) times as fast.
+    #[arg(
+        long,
+        value_name = "FACTOR",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "1.5",
+        help_heading = RANKS
+    )]
+    pub(crate) check: Option<Tolerance>,
 
     /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
     /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,

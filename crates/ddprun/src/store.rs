@@ -1,4 +1,5 @@
 //! The rendezvous store, which the launcher of machine 0 hosts and which outlives the workers.
+use super::check::Fitness;
 use super::config::{Config, Rendezvous};
 use super::console::message;
 use super::error::{Error, Result};
@@ -103,7 +104,7 @@ fn listening(config: &Config, port: u16, is_static: bool) -> Result<Listening> {
 pub(super) fn link(
     config: &Config,
     server: Option<&TcpStoreServer>,
-    port: u16,
+    (port, fitness): (u16, Option<Fitness>),
     events: &Events,
 ) -> Result<Option<Link>> {
     let Some(Rendezvous { terms, pace, is_static }) = &config.rendezvous else { return Ok(None) };
@@ -111,7 +112,7 @@ pub(super) fn link(
     let start = |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static);
     let coordinator = server.map(start).transpose()?;
     let node_rank = is_static.then_some(config.topology.node_rank);
-    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone() };
+    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone(), fitness };
     // The host's name may not resolve to this host from inside.
     let host = server.map_or_else(|| config.master_addr.clone(), TcpStoreServer::own_host);
     Link::join(Address { host, port, secret }, node, pace, coordinator, events.newsroom()).map(Some)

@@ -1,5 +1,5 @@
 //! The output streams that an option selects.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
 /// A selection of a worker's two output streams.
@@ -80,6 +80,32 @@ impl FromStr for StreamSelection {
     }
 }
 
+/// The local ranks of `--local-ranks-filter`; all if there are none, as in torchrun.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LocalRanks(BTreeSet<usize>);
+
+impl LocalRanks {
+    pub(crate) fn has(&self, local_rank: usize) -> bool {
+        self.0.is_empty() || self.0.contains(&local_rank)
+    }
+
+    /// Returns the highest one.
+    pub(super) fn last(&self) -> Option<usize> {
+        self.0.last().copied()
+    }
+}
+
+impl FromStr for LocalRanks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let ranks = text.split(',').map(str::trim).filter(|_| !text.trim().is_empty());
+        let rank =
+            |text: &str| text.parse().map_err(|_| format!("{text:?} is not a local rank: give a list as in 0,2"));
+        ranks.map(rank).collect::<Result<_, _>>().map(Self)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,6 +118,15 @@ mod tests {
         let map = "0:1,2:3".parse::<StreamSelection>().unwrap();
         assert_eq!([0, 1, 2].map(|rank| map.of(rank)), [out, Streams::default(), both]);
         assert_eq!(map.last_named(), Some(2));
+    }
+
+    #[test]
+    fn a_list_of_local_ranks() {
+        let has = |text: &str| [0, 1, 2].map(|rank| text.parse::<LocalRanks>().unwrap().has(rank));
+        assert_eq!((has("0, 2"), has(""), has("1")), ([true, false, true], [true; 3], [false, true, false]));
+        for wrong in ["0,", "a", "0:1", "-1"] {
+            assert!(wrong.parse::<LocalRanks>().is_err(), "{wrong:?}");
+        }
     }
 
     #[test]

@@ -7,9 +7,11 @@ use super::folder::RunFolder;
 use super::lines::Lines;
 use super::numa::OnCpus;
 use super::output::{Intake, Source};
+use super::prefix::{self, Template};
 use super::tail::Tail;
 use super::{child, environment, signal, terminal};
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
+use candle_ddp_rendezvous::host::host_name;
 use rustix::fs::{Access, access};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
@@ -187,7 +189,8 @@ impl Starter<'_> {
             Target::Stderr => Some(log_file("stderr.log")?),
         };
         let rank = self.topology.rank(local_rank);
-        let visible = tee || !redirect;
+        let is_shown = config.options.local_ranks_filter.as_ref().is_none_or(|ranks| ranks.has(local_rank));
+        let visible = is_shown && (tee || !redirect);
         let terminal = visible && self.console.is_terminal(target);
         let (ours, theirs) = match terminal.then(terminal::open) {
             Some(Ok((ours, theirs))) => {
@@ -201,8 +204,12 @@ impl Starter<'_> {
                 (reader.into(), writer.into())
             }
         };
-        // As torchrun does.
-        let prefix = tee.then(|| format!("[{}{local_rank}]:", config.options.role));
+        let template = config.options.log_line_prefix_template.as_ref();
+        let prefix = tee.then(|| {
+            let (role_name, group_rank) = (&config.options.role, self.topology.node_rank);
+            let whose = prefix::Source { role_name, local_rank, rank, host: &host_name(), group_rank, restart_count };
+            template.map_or_else(|| Template::default().of(&whose), |template| template.of(&whose))
+        });
         let shown = visible.then(|| Lines::new(prefix, terminal));
         let tail = Tail::default();
         sources.push(Source { fd: Some(ours), local_rank, restart_count, target, shown, file, tail });

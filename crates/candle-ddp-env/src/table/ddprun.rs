@@ -25,12 +25,23 @@ pub(super) const ROWS: &[Row] = &[
             "PET_LOG_DIR",
             "PET_REDIRECTS",
             "PET_TEE",
+            "PET_LOCAL_RANKS_FILTER",
         ],
         kind: Text("a value of the option"),
         set_by: "you, Kubeflow",
         read_by: "ddprun",
         meaning: "the option of that name, as in torchrun; `ddprun` lists those that are set if the command line is wrong",
         default: "the option's, in `ddprun --help`",
+    },
+    Row {
+        names: &["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"],
+        kind: Text(
+            "text with `${role_name}`, `${local_rank}`, `${rank}`, `${host}`, `${group_rank}` and `${restart_count}`",
+        ),
+        set_by: "you",
+        read_by: "ddprun",
+        meaning: "the prefix of each line that `--tee` shows (`--log-line-prefix-template`). torchrun knows the first three names",
+        default: "`[${role_name}${local_rank}]:`",
     },
     Row {
         names: &["PET_MONITOR_INTERVAL", "PET_START_METHOD"],
@@ -41,7 +52,7 @@ pub(super) const ROWS: &[Row] = &[
         default: "–",
     },
     Row {
-        names: &["PET_MODULE", "PET_LOCAL_ADDR", "PET_LOCAL_RANKS_FILTER"],
+        names: &["PET_MODULE", "PET_LOCAL_ADDR"],
         kind: Text("a value of the option"),
         set_by: "you",
         read_by: "ddprun",

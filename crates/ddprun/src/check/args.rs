@@ -1,8 +1,8 @@
 //! The command line of a check.
-use super::judge::TOLERANCE;
 use crate::numa::Binding;
 use crate::options::RANKS;
 use crate::ranks::Ranks;
+use crate::tolerance::Tolerance;
 
 /// The name of the hidden mode.
 pub(crate) const WORKER: &str = "check-worker";
@@ -12,8 +12,8 @@ pub(crate) const WORKER: &str = "check-worker";
 pub(crate) struct Manner {
     /// How many times slower than most a rank must be to count as an outlier. Connections between ranks may differ by twice
     /// this.
-    #[arg(long, value_name = "FACTOR", value_parser = factor, default_value_t = TOLERANCE)]
-    pub(super) tolerance: f64,
+    #[arg(long, value_name = "FACTOR", default_value_t)]
+    pub(super) tolerance: Tolerance,
 
     /// Measures less, in about a third of the time.
     #[arg(long)]
@@ -44,9 +44,4 @@ pub(crate) struct Check {
     /// The store has no secret, as in a run.
     #[arg(long, alias = "no_secret", help_heading = RANKS)]
     pub(super) no_secret: bool,
-}
-
-fn factor(text: &str) -> std::result::Result<f64, String> {
-    let factor = text.trim().parse().ok().filter(|factor: &f64| *factor > 1.0 && factor.is_finite());
-    factor.ok_or_else(|| "it must be a number above 1".to_string())
 }

@@ -1,12 +1,9 @@
 //! Which ranks, connections and nodes differ from the others, or lack what a run needs.
 use super::facts::Facts;
-use super::measured::{Measured, Node};
+use super::measured::{Measured, Node, Verdict};
 use super::network::Link;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How many times slower than most a rank must be to be an outlier, unless the user says otherwise.
-pub(super) const TOLERANCE: f64 = 1.5;
 /// Connections differ more than cores do.
 const OF_LINKS: f64 = 2.0;
 /// Microseconds by which an outlier's latency is above the others', at least.
@@ -24,15 +21,6 @@ const GPU_MEMORY: u64 = 20;
 
 /// What a node says about something.
 type Text = fn(&Facts) -> Option<String>;
-
-/// The findings.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Verdict {
-    /// Each is a reason not to start a run.
-    pub(super) outliers: Vec<String>,
-    /// What may be intended.
-    pub(super) notes: Vec<String>,
-}
 
 /// Judges all ranks, by rank.
 pub(super) fn judge(ranks: &[Measured], tolerance: f64) -> Verdict {

@@ -3,6 +3,23 @@ use super::facts::Facts;
 use super::network::Link;
 use serde::{Deserialize, Serialize};
 
+/// Everything that a check has found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Report {
+    pub(super) ranks: Vec<Measured>,
+    #[serde(flatten)]
+    pub(super) verdict: Verdict,
+}
+
+/// The findings.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Verdict {
+    /// Each is a reason not to start a run.
+    pub(super) outliers: Vec<String>,
+    /// What may be intended.
+    pub(super) notes: Vec<String>,
+}
+
 /// A rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Measured {

@@ -7,6 +7,7 @@ mod args;
 mod compute;
 mod effort;
 mod facts;
+mod fitness;
 mod gpus;
 mod group;
 mod judge;
@@ -19,5 +20,6 @@ mod tests;
 mod worker;
 
 pub(super) use args::{Check, Manner, WORKER};
+pub(super) use fitness::{Fitness, of_this_machine};
 pub(super) use launch::{code, config};
 pub(super) use worker::work;

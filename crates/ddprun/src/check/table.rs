@@ -1,7 +1,6 @@
 //! The text that `ddprun check` shows.
 use super::compute::median;
-use super::judge::Verdict;
-use super::measured::{Measured, Node};
+use super::measured::{Measured, Node, Verdict};
 use super::network::{Link, SIZES};
 use crate::status::table;
 
@@ -93,7 +92,11 @@ fn all_reduce(ranks: &[Measured]) -> String {
         let time = if time < 1e4 { format!("{time:.1} us") } else { format!("{:.1} ms", time / 1e3) };
         Some(format!("{name} {time}{speed}"))
     });
-    format!("\nall-reduce over {} rank(s): {}\n", ranks.len(), shown.collect::<Vec<_>>().join(", "))
+    let shown: Vec<String> = shown.collect();
+    if shown.is_empty() {
+        return String::new();
+    }
+    format!("\nall-reduce over {} rank(s): {}\n", ranks.len(), shown.join(", "))
 }
 
 fn or_unknown(value: Option<impl ToString>) -> String {

@@ -1,7 +1,7 @@
 use super::facts::Facts;
 use super::gpus::Gpu;
-use super::judge::{Verdict, judge, of_most};
-use super::measured::Measured;
+use super::judge::{judge, of_most};
+use super::measured::{Measured, Verdict};
 use super::network::Link;
 use super::table;
 

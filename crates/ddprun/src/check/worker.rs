@@ -4,8 +4,8 @@ use super::compute;
 use super::effort::Effort;
 use super::facts::Facts;
 use super::group::Group;
-use super::judge::{self, Verdict};
-use super::measured::Measured;
+use super::judge;
+use super::measured::{Measured, Report};
 use super::network;
 use super::table;
 use crate::console::{Console, Target};
@@ -14,15 +14,6 @@ use crate::tail::plain;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::host::{host_identity, host_name};
-use serde::{Deserialize, Serialize};
-
-/// Everything that a check has found.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Report {
-    ranks: Vec<Measured>,
-    #[serde(flatten)]
-    verdict: Verdict,
-}
 
 /// Measures as one rank. Returns the exit code.
 pub(crate) fn work(manner: &Manner) -> Result<u8> {
@@ -32,7 +23,7 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
     let own = measure(&group, effort)?;
     let leads = own.facts.is_some();
     let ranks = group.all_gather("measured", &own)?;
-    let report = Report { verdict: judge::judge(&ranks, manner.tolerance), ranks };
+    let report = Report { verdict: judge::judge(&ranks, manner.tolerance.factor()), ranks };
     if group.rank == 0 {
         let json = || Ok(format!("{}\n", serde_json::to_string(&report).map_err(std::io::Error::other)?));
         let text = if manner.json { json() } else { Ok(plain(&table::text(&report.ranks, &report.verdict))) };

@@ -112,8 +112,21 @@ impl Run {
         is_changed.then(|| format!("{reason}. The other {left} rank(s) continue without it"))
     }
 
-    /// Admits a node while the others continue; returns whether it did.
-    pub(super) fn admit(&mut self, slot: Slot) -> bool {
+    /// Gives the place of a node that was lost to a spare, one of those that wait because the run has as many nodes as it may
+    /// have; returns whether it did.
+    pub(super) fn fill_in(&mut self, lost: Slot, reason: &str) -> bool {
+        let State::Running { members, .. } = &mut self.state else { return false };
+        // If each node has been given its rank, none is spare.
+        let spare = self.nodes.keys().copied().find(|slot| !members.contains(slot)).filter(|_| !self.is_static);
+        let (Some(spare), true) = (spare, self.elastic().is_some()) else { return false };
+        if let State::Running { members, .. } = &mut self.state {
+            members.retain(|member| *member != lost);
+        }
+        self.admit(spare, &format!("{reason}. A spare takes its place"))
+    }
+
+    /// Admits a node, because of `why`, while the others continue; returns whether it did.
+    pub(super) fn admit(&mut self, slot: Slot, why: &str) -> bool {
         if self.elastic().is_none() {
             return false;
         }
@@ -143,7 +156,7 @@ impl Run {
             members.push(slot);
         }
         self.restart_count += 1;
-        let reason = format!("a node has joined (host {host}): the others continue with it, {world_size} ranks in all");
+        let reason = format!("{why} (host {host}): the others continue with it, {world_size} ranks in all");
         self.actions.push(Action::Write(Entry::Admit(Admission {
             slot,
             node_rank,

@@ -88,8 +88,13 @@ fn run(nodes: usize, wait: Duration) -> String {
     std::thread::scope(|scope| {
         for node in 0..nodes {
             let address = Address { host: "127.0.0.1".into(), port, secret: secret.clone() };
-            let own =
-                Node { host: format!("host{node}"), node_rank: Some(node), hosts: node == 0, terms: terms.clone() };
+            let own = Node {
+                host: format!("host{node}"),
+                node_rank: Some(node),
+                hosts: node == 0,
+                terms: terms.clone(),
+                fitness: None,
+            };
             let (tell, news) = channel();
             let tell = move |piece| tell.send(piece).unwrap_or_default();
             let link = Link::join(address, own, &pace, coordinator.take(), tell).unwrap();

@@ -1,5 +1,6 @@
 //! The messages between the agents of a run and its coordinator. They travel as JSON through the store.
 use super::terms::Terms;
+use crate::check::Fitness;
 use serde::{Deserialize, Serialize};
 
 /// The number of a node, in the order in which the agents of a run have joined. A node that comes back gets a new one.
@@ -14,6 +15,8 @@ pub(crate) struct Node {
     /// Whether it hosts the store.
     pub(crate) hosts: bool,
     pub(crate) terms: Terms,
+    /// Its speed, if its user wants it to be compared with that of others.
+    pub(crate) fitness: Option<Fitness>,
 }
 
 /// A message of an agent to the coordinator.
@@ -77,6 +80,8 @@ pub(crate) enum Entry {
     ScaleDown { slot: Slot, rank: Option<usize>, reason: String },
     /// In an elastic run, a node starts its workers, and the others continue with them.
     Admit(Admission),
+    /// A node that was welcome cannot take part: others that have joined since are faster.
+    Refuse { slot: Slot, reason: String },
     /// All have finished.
     Done,
     /// The run has failed, or a signal to one of the nodes has ended it.

@@ -15,6 +15,8 @@ mod link;
 #[cfg(test)]
 mod many;
 mod message;
+#[cfg(test)]
+mod newcomers;
 mod reports;
 mod run;
 mod status;

@@ -171,13 +171,14 @@ impl Run {
             Some(format!("--node-rank {rank} is taken by the ddprun on host {host}: give each node its own rank"))
         };
         let difference = self.terms.difference(&node.terms);
+        let lacks = self.lacks(&node);
         let refusal = match &difference {
             Some(difference) => Some(difference.text("here")),
             None if self.has_ended() => {
                 let why = self.last_failure.as_ref().map(|failure| format!(": {}", failure.text)).unwrap_or_default();
                 Some(format!("the run has ended{why}"))
             }
-            None => node.node_rank.filter(|_| self.is_static).and_then(twice),
+            None => node.node_rank.filter(|_| self.is_static).and_then(twice).or_else(|| lacks.clone()),
         };
         let host = node.host.clone();
         self.actions.push(Action::Welcome(slot, refusal.clone()));
@@ -187,9 +188,13 @@ impl Run {
             let reason = difference.as_ref().map_or(reason, |difference| difference.text(&place));
             // Without this node, a fixed number of them never comes together.
             let is_needed = matches!(self.state, State::Meeting { .. }) && self.rounds == 0 && !self.has_range();
-            match difference.filter(|difference| is_needed && !difference.is_of_another_run()) {
-                Some(_) => self.fail(reason, 1, None),
-                None => log::warn!("the ddprun on host {host} is refused: {reason}"),
+            let is_fatal = match difference {
+                Some(difference) => !difference.is_of_another_run(),
+                None => self.is_static && lacks.is_some(),
+            };
+            match is_needed && is_fatal {
+                true => self.fail(reason, 1, None),
+                false => log::warn!("the ddprun on host {host} is refused: {reason}"),
             }
             return;
         }
@@ -197,7 +202,7 @@ impl Run {
         self.hosts.insert(slot, host.clone());
         if let State::Running { members, .. } = &self.state
             && members.len() < self.terms.max_nodes
-            && !self.admit(slot)
+            && !self.admit(slot, "a node has joined")
         {
             self.restart(format!("a node has joined (host {host}): restarting all workers, on {} nodes", {
                 self.nodes.len().min(self.terms.max_nodes)
@@ -352,7 +357,7 @@ impl Run {
         if is_running {
             self.note_failure(&reason);
         }
-        if is_running && !self.scale_down(slot, &reason, signal) {
+        if is_running && !self.fill_in(slot, &reason) && !self.scale_down(slot, &reason, signal) {
             self.replace_lost(reason.clone(), signal);
         } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
             self.end(reason.clone(), signal);
@@ -452,7 +457,35 @@ impl Run {
         format!(": look at the output of ddprun with --node-rank {}", some(&absent))
     }
 
+    /// Why a node is not fit, compared with those that are there, if its user wants it to be compared.
+    fn lacks(&self, node: &Node) -> Option<String> {
+        let others = self.nodes.values().filter(|other| *other != node).filter_map(|other| other.fitness);
+        let all: Vec<_> = node.fitness.into_iter().chain(others).collect();
+        let reason = node.fitness?.lacks(&all)?;
+        Some(format!("the machine of host {} is not fit for the run: {reason}", node.host))
+    }
+
+    /// Refuses nodes that are slower than others, which may have joined later; returns whether there are any.
+    fn refuse_unfit(&mut self) -> bool {
+        let lacks = |(slot, node): (&Slot, &Node)| Some((*slot, node.hosts, self.lacks(node)?));
+        let unfit: Vec<_> = self.nodes.iter().filter_map(lacks).collect();
+        for (slot, hosts, reason) in &unfit {
+            if self.is_static || *hosts {
+                // Without this node there is no run.
+                self.fail(reason.clone(), 1, None);
+                break;
+            }
+            self.nodes.remove(slot);
+            self.refused.insert(*slot);
+            self.actions.push(Action::Write(Entry::Refuse { slot: *slot, reason: reason.clone() }));
+        }
+        !unfit.is_empty()
+    }
+
     fn start(&mut self) {
+        if self.refuse_unfit() {
+            return;
+        }
         let mut slots: Vec<Slot> = self.nodes.keys().copied().collect();
         if self.is_static {
             slots.sort_by_key(|slot| self.nodes.get(slot).and_then(|node| node.node_rank));

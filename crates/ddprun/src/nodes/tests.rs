@@ -9,21 +9,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A run whose nodes have a worker each, and its clock. With `is_static`, a node's rank is its slot.
-struct Fixture {
-    run: Run,
-    is_static: bool,
+pub(super) struct Fixture {
+    pub(super) run: Run,
+    pub(super) is_static: bool,
     now: Instant,
 }
 
 impl Fixture {
-    fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
+    pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
         let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts };
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
         Self { run: Run::new(terms, Pace::default(), is_static, store), is_static, now: Instant::now() }
     }
 
     /// A run of two nodes, which have met.
-    fn of_two(min_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
+    pub(super) fn of_two(min_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
         let mut fixture = Self::new(min_nodes, 2, max_restarts, is_static);
         fixture.join(0);
         fixture.join(1);
@@ -32,14 +32,17 @@ impl Fixture {
     }
 
     /// A node comes, and is welcome.
-    fn join(&mut self, slot: Slot) {
+    pub(super) fn join(&mut self, slot: Slot) {
         let node_rank = self.is_static.then_some(usize::try_from(slot).unwrap());
         let terms = self.run.terms.clone();
-        self.tell(slot, Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms }));
+        self.tell(
+            slot,
+            Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None }),
+        );
         assert_eq!(self.run.actions.remove(0), Action::Welcome(slot, None));
     }
 
-    fn tell(&mut self, slot: Slot, message: Message) {
+    pub(super) fn tell(&mut self, slot: Slot, message: Message) {
         self.run.on_message(slot, message);
     }
 
@@ -50,13 +53,13 @@ impl Fixture {
     }
 
     /// The actions of the run until now.
-    fn actions(&mut self) -> Vec<Action> {
+    pub(super) fn actions(&mut self) -> Vec<Action> {
         self.run.on_time(self.now);
         self.run.take_actions()
     }
 
     /// The entries for the nodes until now.
-    fn entries(&mut self) -> Vec<Entry> {
+    pub(super) fn entries(&mut self) -> Vec<Entry> {
         let entry = |action| match action {
             Action::Write(entry) => Some(entry),
             _ => None,
@@ -66,7 +69,7 @@ impl Fixture {
 
     /// Asserts that all workers are now started again, and returns the reason.
     #[track_caller]
-    fn restart_reason(&mut self) -> String {
+    pub(super) fn restart_reason(&mut self) -> String {
         match self.entries().as_slice() {
             [Entry::Restart { reason }] => reason.clone(),
             other => panic!("{other:?} instead of a restart"),
@@ -75,7 +78,7 @@ impl Fixture {
 
     /// Asserts that the run has now failed, and returns the reason and the exit code.
     #[track_caller]
-    fn failure(&mut self) -> (String, u8) {
+    pub(super) fn failure(&mut self) -> (String, u8) {
         match self.entries().as_slice() {
             [Entry::Failed { reason, code, .. }] => (reason.clone(), *code),
             other => panic!("{other:?} instead of a failure"),
@@ -83,7 +86,7 @@ impl Fixture {
     }
 }
 
-fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
+pub(super) fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
     Action::Start(Round { attempt, restart_count, nodes: slots.len(), node_rank: None }, slots.to_vec())
 }
 
@@ -410,7 +413,10 @@ fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
     let join = |fixture: &mut Fixture, slot: Slot, workers: usize, run_id: &str| {
         let terms = Terms { workers, run_id: run_id.to_string(), ..fixture.run.terms.clone() };
         let node_rank = Some(usize::try_from(slot).unwrap());
-        fixture.tell(slot, Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms }));
+        fixture.tell(
+            slot,
+            Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None }),
+        );
         match fixture.run.actions.remove(0) {
             Action::Welcome(_, refusal) => refusal,
             other => panic!("{other:?}"),

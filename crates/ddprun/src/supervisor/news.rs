@@ -63,6 +63,13 @@ impl Supervisor {
                     self.check_started(started, agent);
                 }
             }
+            News::Entry(Entry::Refuse { slot, reason }) => match agent.is_own(slot) {
+                true => {
+                    agent.set_lost(reason);
+                    self.fail_elsewhere();
+                }
+                false => message(reason),
+            },
             News::Entry(Entry::Done) => {
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
             }

@@ -30,15 +30,9 @@ fn ranks_measure_and_the_table_shows_them() {
 #[test]
 fn a_slow_rank_is_named_and_the_exit_code_is_1() {
     let sandbox = Sandbox::new();
-    // One of the two is always slower by a millionth.
-    let ran = Ran::new(&mut sandbox.ddprun(&[
-        "check",
-        "--quick",
-        LITTLE,
-        "--json",
-        "--tolerance=1.000001",
-        "--nproc-per-node=2",
-    ]));
+    // One of the two is always slower by something.
+    let ran =
+        Ran::new(&mut sandbox.ddprun(&["check", "--quick", LITTLE, "--json", "--tolerance=1", "--nproc-per-node=2"]));
     assert_eq!((ran.code, ran.stderr.as_str()), (Some(1), ""), "{ran:?}");
     let report: serde_json::Value = serde_json::from_str(&ran.stdout).unwrap();
     let copy = |rank: usize| report["ranks"][rank]["copy"].as_f64().unwrap();
@@ -49,32 +43,31 @@ fn a_slow_rank_is_named_and_the_exit_code_is_1() {
     assert!(found.len() == 1 && found[0].starts_with(&named), "{found:?} {named}");
 }
 
-/// The nodes of a check over two nodes, of which the second may open fewer files.
+/// A command for ddprun that may open `limit` files.
+fn limited(limit: &str, ddprun: &Command) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("ulimit -n {limit}; exec \"$0\" \"$@\"")]).arg(ddprun.get_program());
+    command.args(ddprun.get_args());
+    ddprun.get_current_dir().into_iter().for_each(|folder| {
+        command.current_dir(folder);
+    });
+    for (name, value) in ddprun.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command
+}
+
 #[test]
 fn all_nodes_name_the_node_that_lacks_something() {
     let sandbox = Sandbox::new();
     let port = format!("--master-port={}", free_port());
+    let options = ["--no-secret", "--nproc-per-node=2", "--nnodes=2", "--master-addr=127.0.0.1", &port];
     let start = |node_rank: &str, limit: &str| {
-        let args = [
-            "check",
-            "--quick",
-            LITTLE,
-            ANY,
-            "--no-secret",
-            "--nproc-per-node=2",
-            "--nnodes=2",
-            "--master-addr=127.0.0.1",
-        ];
-        let ddprun = sandbox.ddprun(&[&args[..], &[&port, node_rank]].concat());
-        let mut command = Command::new("sh");
-        command.args(["-c", &format!("ulimit -n {limit}; exec \"$0\" \"$@\"")]).arg(ddprun.get_program());
-        command.args(ddprun.get_args()).current_dir(sandbox.path(""));
-        for (name, value) in ddprun.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
+        let args = [&["check", "--quick", LITTLE, ANY, node_rank], &options[..]].concat();
+        let mut command = limited(limit, &sandbox.ddprun(&args));
         Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
     };
     let all = finish(vec![start("--node-rank=0", "512"), start("--node-rank=1", "75")]);
@@ -87,10 +80,31 @@ fn all_nodes_name_the_node_that_lacks_something() {
 }
 
 #[test]
+fn a_run_starts_after_its_check_or_not_at_all() {
+    let sandbox = Sandbox::new();
+    // The run's options and secret are not those of the check.
+    let set = |command: &mut Command| {
+        command.env("PET_NNODES", "1:1").env("CANDLE_DDP_SECRET", "x".repeat(32));
+    };
+    let mut fit = sandbox.ddprun(&["--check=1e9", "sh", "-c", "echo started"]);
+    set(&mut fit);
+    let ran = Ran::new(&mut fit);
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "started\n"), "{ran:?}");
+    ran.says("this machine is fit: ");
+    let mut unfit = limited("66", &sandbox.ddprun(&["--check=1e9", "sh", "-c", "echo started"]));
+    set(&mut unfit);
+    let ran = Ran::new(&mut unfit);
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    assert!(ran.stdout.contains("1 outlier(s):") && !ran.stdout.contains("started"), "{ran:?}");
+    ran.says("this machine does not join the run: node 0 ");
+    ran.says("a process may open 66 files, and 1 ranks may need 67");
+}
+
+#[test]
 fn wrong_options_say_what_is_right() {
     let sandbox = Sandbox::new();
     for (args, says) in [
-        (&["check", "--tolerance=1"][..], "a number above 1"),
+        (&["check", "--tolerance=0.5"][..], "a number from 1 to 1e9"),
         (&["check", "--nnodes=2"], "--node-rank"),
         (&["check", "x"], "unexpected argument"),
     ] {

@@ -160,3 +160,37 @@ fn a_limit_on_files_does_not_end_the_run() {
     assert!(ran.code == Some(0) && sandbox.path("done").exists(), "{ran:?}");
     ran.says("stdout.log: File too large (os error 27). The file is incomplete from here on");
 }
+
+#[test]
+fn the_prefix_of_tee_may_say_which_rank_of_the_run_and_on_which_host() {
+    let sandbox = Sandbox::new();
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let option = "--log-line-prefix-template=<${host} ${rank} $role_name$$> ";
+    let ran = sandbox.run(&["--nproc-per-node=2", "--tee=3", option], "echo out; echo err >&2");
+    let lines = |stream: &str| [0, 1].map(|rank| format!("<{host} {rank} default$> {stream}"));
+    assert_eq!(ran.sorted(), lines("out"));
+    lines("err").iter().for_each(|line| ran.says(line));
+    // torchrun's variable.
+    let mut ddprun = sandbox.ddprun(&["--tee=1", "sh", "-c", "echo out"]);
+    let ran = Ran::new(ddprun.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: "));
+    assert_eq!(ran.stdout, "[rank0]: out\n");
+    let ran = sandbox.run(&["--log-line-prefix-template=$nobody"], "echo started");
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""));
+    ran.says("${nobody} is unknown: use ${role_name}");
+}
+
+#[test]
+fn only_some_ranks_are_shown_but_all_are_logged_and_reported() {
+    let sandbox = Sandbox::new();
+    let script = "echo out $RANK; echo err $RANK >&2; : >here$RANK
+        until [ -e here0 ] && [ -e here2 ]; do sleep 0.01; done
+        [ $RANK != 1 ] || exit 3; sleep 1000";
+    let ran = sandbox
+        .run(&["--nproc-per-node=3", "--local-ranks-filter=0,2", "--log-dir=logs", "--run-id=a", "--tee=1:1"], script);
+    assert_eq!((ran.code, ran.sorted()), (Some(3), vec!["out 0", "out 2"]));
+    assert_eq!(read_to_string(sandbox.path("logs/a/attempt_0/1/stdout.log")).unwrap(), "out 1\n");
+    ran.says("err 0\n");
+    // As the last line of the rank that failed.
+    assert_eq!(ran.stderr.matches("err 1").count(), 1, "{}", ran.stderr);
+    ran.says("rank 1 ");
+}

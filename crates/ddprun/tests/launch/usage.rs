@@ -21,7 +21,7 @@ fn invalid_command_lines_exit_with_code_2() {
         (&["--nnodes", "1:2", "--rdzv-backend", "c10d", "x"], "HOST[:PORT]"),
         (&["--rdzv-conf", "timeout=never", "x"], "a positive number of seconds"),
         (&["--local-addr", "a", "x"], "omit this option"),
-        (&["--local_ranks_filter", "0", "x"], "--redirects"),
+        (&["--local_ranks_filter", "0:1", "x"], "a list as in 0,2"),
         (&["--numa-binding", "cores", "x"], "expected node, socket, exclusive or core-complex"),
         (&["status"], "<HOST:PORT>"),
         (&["explain", "x", "y"], "unexpected argument 'y'"),

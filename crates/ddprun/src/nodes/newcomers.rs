@@ -1,0 +1,125 @@
+//! Tests of nodes that take the place of others, and of nodes that are not fit.
+use super::message::{Entry, Message, Node, Slot};
+use super::run::Action;
+use super::tests::{Fixture, start};
+use crate::check::Fitness;
+use candle_ddp_rendezvous::{Decision, Generations, Member};
+use std::sync::Arc;
+
+/// A node comes whose slowest core makes `product` MFLOP/s. Returns why it is refused.
+fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
+    let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
+    let (terms, fitness) = (fixture.run.terms.clone(), Some(Fitness::of(product, 10_000)));
+    let node = Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness };
+    fixture.tell(slot, Message::Join(node));
+    match fixture.run.actions.remove(0) {
+        Action::Welcome(_, refusal) => refusal,
+        other => panic!("{other:?}"),
+    }
+}
+
+const SLOW: &str = "the machine of host host1 is not fit for the run: its slowest core multiplies matrices at 20.0 GFLOP/s, on \
+                    others at 40.0 GFLOP/s (--check)";
+
+#[test]
+fn a_slow_node_is_refused_before_it_joins_and_another_may_come() {
+    let mut fixture = Fixture::new(2, 2, 0, false);
+    assert_eq!(come(&mut fixture, 0, 40_000), None);
+    assert_eq!(come(&mut fixture, 1, 20_000).as_deref(), Some(SLOW));
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(1, Message::Bye);
+    assert_eq!(come(&mut fixture, 2, 39_000), None);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
+    // Nor while the run goes on, as a spare.
+    assert!(come(&mut fixture, 3, 20_000).is_some());
+    assert_eq!(fixture.actions(), []);
+}
+
+#[test]
+fn a_slow_node_that_came_first_is_refused_when_faster_ones_are_there() {
+    let mut fixture = Fixture::new(2, 2, 0, false);
+    assert_eq!(come(&mut fixture, 1, 20_000), None);
+    assert_eq!(come(&mut fixture, 0, 40_000), None);
+    assert_eq!(fixture.actions(), [Action::Write(Entry::Refuse { slot: 1, reason: SLOW.to_string() })]);
+    assert_eq!(come(&mut fixture, 2, 40_000), None);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
+}
+
+#[test]
+fn a_slow_node_that_the_run_needs_ends_it() {
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    assert_eq!(come(&mut fixture, 0, 40_000), None);
+    assert!(come(&mut fixture, 1, 20_000).is_some());
+    assert_eq!(fixture.failure(), (SLOW.to_string(), 1));
+    // It hosts the store.
+    let mut fixture = Fixture::new(2, 3, 0, false);
+    for (slot, product) in [(0, 20_000), (1, 40_000), (2, 40_000)] {
+        assert_eq!(come(&mut fixture, slot, product), None);
+    }
+    assert!(fixture.failure().0.starts_with("the machine of host host0 is not fit"));
+}
+
+#[test]
+fn nodes_without_a_check_are_not_compared() {
+    let mut fixture = Fixture::new(3, 3, 0, true);
+    fixture.join(0);
+    fixture.join(2);
+    assert_eq!(come(&mut fixture, 1, 1), None);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 1, 2])]);
+}
+
+/// Two nodes of an elastic run, and a spare.
+fn with_spare() -> (Fixture, Generations) {
+    let mut fixture = Fixture::of_two(2, 0, false);
+    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
+    log.announce(2).unwrap();
+    fixture.join(2);
+    assert_eq!(fixture.actions(), []);
+    (fixture, log)
+}
+
+#[test]
+fn a_spare_takes_the_place_of_a_node_that_is_lost_or_leaves() {
+    let leave = Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) };
+    for lost in [Message::Gone, leave] {
+        let (mut fixture, log) = with_spare();
+        fixture.tell(1, lost);
+        let entries = fixture.entries();
+        let [Entry::Admit(admission)] = entries.as_slice() else { panic!("{entries:?}") };
+        assert_eq!((admission.slot, admission.node_rank, admission.nodes), (2, 1, 2));
+        assert_eq!(admission.incarnations, [1]);
+        assert!(admission.reason.starts_with("node 1 (host host1) "), "{}", admission.reason);
+        assert!(
+            admission
+                .reason
+                .ends_with("A spare takes its place (host host2): the others continue with it, 2 ranks in all")
+        );
+        let members = [(0, 0), (1, 1)].map(|(rank, incarnation)| Member { rank, incarnation });
+        assert_eq!(log.get(1).unwrap(), Some(Decision::Members(members.into())));
+        assert_eq!(log.get(2).unwrap(), None);
+        // It belongs to the run: the next loss is too much.
+        fixture.tell(2, Message::Gone);
+        fixture.failure();
+    }
+}
+
+#[test]
+fn a_spare_that_is_gone_takes_no_place() {
+    let (mut fixture, log) = with_spare();
+    fixture.tell(2, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(1, Message::Gone);
+    fixture.failure();
+    assert!(matches!(log.get(1).unwrap(), Some(Decision::Failed { .. })));
+}
+
+/// Programs that do not run elastically are started again, with the spare.
+#[test]
+fn all_start_again_with_a_spare() {
+    let mut fixture = Fixture::of_two(2, 0, false);
+    fixture.join(2);
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    fixture.tell(0, Message::Ended);
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 2])]);
+}

@@ -1,0 +1,130 @@
+//! The prefix of the lines that `--tee` shows.
+use std::str::FromStr;
+
+/// torchrun's variable with the template.
+pub(crate) const VARIABLE: &str = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+
+/// Text with `${name}` or `$name` in it, and `$$` for `$`, as in Python's `string.Template`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Template(Vec<Part>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Part {
+    Text(String),
+    Name(Name),
+}
+
+/// What a template may contain; the first three are torchrun's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Name {
+    Role,
+    LocalRank,
+    Rank,
+    Host,
+    GroupRank,
+    RestartCount,
+}
+
+const NAMES: [(&str, Name); 6] = [
+    ("role_name", Name::Role),
+    ("local_rank", Name::LocalRank),
+    ("rank", Name::Rank),
+    ("host", Name::Host),
+    ("group_rank", Name::GroupRank),
+    ("restart_count", Name::RestartCount),
+];
+
+/// Whose lines they are.
+pub(crate) struct Source<'a> {
+    pub(crate) role_name: &'a str,
+    pub(crate) local_rank: usize,
+    pub(crate) rank: usize,
+    pub(crate) host: &'a str,
+    pub(crate) group_rank: usize,
+    pub(crate) restart_count: u32,
+}
+
+impl Default for Template {
+    fn default() -> Self {
+        let text = |text: &str| Part::Text(text.to_string());
+        Self(vec![text("["), Part::Name(Name::Role), Part::Name(Name::LocalRank), text("]:")])
+    }
+}
+
+impl FromStr for Template {
+    type Err = String;
+
+    fn from_str(mut text: &str) -> Result<Self, String> {
+        let mut parts = Vec::new();
+        while let Some((before, rest)) = text.split_once('$') {
+            parts.push(Part::Text(before.to_string()));
+            if let Some(rest) = rest.strip_prefix('$') {
+                parts.push(Part::Text("$".to_string()));
+                text = rest;
+                continue;
+            }
+            let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
+            let (name, after) = match rest.strip_prefix('{') {
+                Some(rest) => rest.split_once('}').ok_or("${ has no }")?,
+                None => rest.split_at(end),
+            };
+            let known = NAMES.iter().find(|(known, _)| *known == name).ok_or_else(|| {
+                let names: Vec<String> = NAMES.iter().map(|(name, _)| format!("${{{name}}}")).collect();
+                format!("${{{name}}} is unknown: use {}, or $$ for $", names.join(", "))
+            })?;
+            parts.push(Part::Name(known.1));
+            text = after;
+        }
+        parts.push(Part::Text(text.to_string()));
+        Ok(Self(parts))
+    }
+}
+
+impl Template {
+    /// The prefix of the lines of `source`.
+    pub(crate) fn of(&self, source: &Source<'_>) -> String {
+        let part = |part: &Part| match part {
+            Part::Text(text) => text.clone(),
+            Part::Name(Name::Role) => source.role_name.to_string(),
+            Part::Name(Name::LocalRank) => source.local_rank.to_string(),
+            Part::Name(Name::Rank) => source.rank.to_string(),
+            Part::Name(Name::Host) => source.host.to_string(),
+            Part::Name(Name::GroupRank) => source.group_rank.to_string(),
+            Part::Name(Name::RestartCount) => source.restart_count.to_string(),
+        };
+        self.0.iter().map(part).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOURCE: Source =
+        Source { role_name: "trainer", local_rank: 1, rank: 5, host: "node2", group_rank: 2, restart_count: 3 };
+
+    #[test]
+    fn names_are_replaced() {
+        assert_eq!(Template::default().of(&SOURCE), "[trainer1]:");
+        for (template, expected) in [
+            ("", ""),
+            ("[${host} $rank]: ", "[node2 5]: "),
+            ("$role_name$local_rank", "trainer1"),
+            ("$$${group_rank}/${restart_count}$$rank", "$2/3$rank"),
+        ] {
+            assert_eq!(template.parse::<Template>().unwrap().of(&SOURCE), expected, "{template}");
+        }
+        let default = "[${role_name}${local_rank}]:".parse::<Template>().unwrap();
+        assert_eq!(default.of(&SOURCE), Template::default().of(&SOURCE));
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        for (wrong, says) in
+            [("${ranks}", "${ranks} is unknown: use ${role_name}, "), ("a$", "or $$ for $"), ("${rank", "no }")]
+        {
+            let error = wrong.parse::<Template>().unwrap_err();
+            assert!(error.contains(says), "{wrong}: {error}");
+        }
+    }
+}
