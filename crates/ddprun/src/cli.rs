@@ -10,6 +10,7 @@ Examples:
   ddprun --nproc-per-node 2 target/release/train --epochs 3
   ddprun --nproc-per-node 2 --example digits -- --epochs 3
   ddprun --nproc-per-node 2 python train.py
+  ddprun --hosts node0,node1 --nproc-per-node 8 target/release/train
   ddprun check --nproc-per-node 2
   ddprun status node0:29500
 

@@ -90,6 +90,8 @@ pub(crate) struct Config {
     pub(crate) options: Options,
     /// Whether the workers are those of `ddprun check`.
     pub(crate) is_check: bool,
+    /// Whether another ddprun has started this one (`--hosts`).
+    pub(crate) is_agent: bool,
 }
 
 impl Config {
@@ -155,6 +157,7 @@ impl Config {
             secret,
             options,
             is_check: false,
+            is_agent: false,
         })
     }
 }
@@ -357,7 +360,8 @@ mod tests {
         let command = <Cli as clap::CommandFactory>::command();
         let read: BTreeSet<&str> = command.get_arguments().filter_map(|arg| arg.get_env()?.to_str()).collect();
         let rows = candle_ddp_env::SECTIONS.iter().flat_map(|(_, rows)| *rows);
-        let is_option = |name: &&str| name.starts_with("PET_") || *name == PREFIX_VARIABLE;
+        let others = [PREFIX_VARIABLE, "CANDLE_DDP_RSH"];
+        let is_option = |name: &&str| name.starts_with("PET_") || others.contains(name);
         let listed = rows.flat_map(|row| row.names).copied().filter(is_option).collect();
         assert_eq!(read, listed);
     }

@@ -24,6 +24,7 @@ mod environment;
 mod error;
 mod events;
 mod folder;
+mod hosts;
 mod judge;
 mod lines;
 mod members;
@@ -113,9 +114,9 @@ fn run(mut cli: Cli) -> ExitCode {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
         Some(Mode::Explain { folder }) => explain(&folder),
         Some(Mode::Status { address, no_secret }) => show_status(&address, no_secret),
-        Some(Mode::Check(check)) => check::config(*check).and_then(|config| execute(&config)),
+        Some(Mode::Check(check)) => check::cli(*check).and_then(|cli| start(cli, true)),
         Some(Mode::CheckWorker(manner)) => check::work(&manner).map(End::now),
-        None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+        None => start(cli, false),
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));
@@ -178,6 +179,18 @@ fn show_status(address: &str, no_secret: bool) -> Result<End> {
     // The text is lost if stdout has no reader.
     let _ = Console::get().show(0, Target::Stdout, text.into_bytes());
     Ok(End::now(0))
+}
+
+/// Starts a run, or a check, on this machine or from here on others.
+fn start(cli: Cli, is_check: bool) -> Result<End> {
+    let is_agent = cli.ranks.hosts.is_some() && hosts::is_agent();
+    if let Some(hosts) = cli.ranks.hosts.as_ref().filter(|_| !is_agent) {
+        return hosts::run(&cli, hosts).map(End::now);
+    }
+    let secret = if is_agent { hosts::follow()? } else { None };
+    let mut config = Config { is_check, is_agent, ..Config::resolve(cli, &Host::detect())? };
+    config.secret = secret.map_or(config.secret, RunSecret::Given);
+    execute(&config)
 }
 
 fn execute(config: &Config) -> Result<End> {

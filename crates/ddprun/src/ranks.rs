@@ -1,4 +1,5 @@
 //! The options that say which ranks there are, and where they meet.
+use super::hosts::Hosts;
 use super::options::{RANKS, trimmed};
 use super::processes::Processes;
 use clap::builder::BoolishValueParser;
@@ -71,4 +72,15 @@ pub(crate) struct Ranks {
     /// finished waits for the others). is_host=true makes this machine host the store.
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
     pub(crate) rdzv_conf: Option<String>,
+
+    /// Starts the run on these machines from here, over ssh: HOST or HOST:WORKERS, with commas between them. The first one hosts
+    /// the store. ddprun, the program and the current folder must have the same path on all of them; the secret reaches
+    /// them over ssh. Of the environment, they get CANDLE_DDP_…, NCCL_…, PET_… and RUST_….
+    #[arg(long, value_name = "LIST", help_heading = RANKS)]
+    pub(crate) hosts: Option<Hosts>,
+
+    /// The program that runs a command on a machine of --hosts, with its options; it is called with the machine's name and the
+    /// command. [default: ssh -T -o BatchMode=yes …]
+    #[arg(long, env = "CANDLE_DDP_RSH", value_name = "COMMAND", help_heading = RANKS)]
+    pub(crate) rsh: Option<String>,
 }

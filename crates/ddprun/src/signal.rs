@@ -29,6 +29,11 @@ pub(super) fn parse_list(list: &str) -> Result<Signals, String> {
     Ok(signals)
 }
 
+/// The signal of this name.
+pub(super) fn of_name(name: &str) -> Option<Signal> {
+    (1..32).find(|&signal| signal_name(signal) == Some(name.trim())).and_then(typed)
+}
+
 /// Converts a number to rustix's type; `None` for real-time signals.
 pub(super) fn typed(signal: i32) -> Option<Signal> {
     Signal::from_named_raw(signal)

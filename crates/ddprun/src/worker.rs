@@ -9,7 +9,7 @@ use super::numa::OnCpus;
 use super::output::{Intake, Source};
 use super::prefix::{self, Template};
 use super::tail::Tail;
-use super::{child, environment, signal, terminal};
+use super::{child, environment, hosts, signal, terminal};
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::host::host_name;
 use rustix::fs::{Access, access};
@@ -121,6 +121,12 @@ impl Starter<'_> {
         );
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
+        if config.is_agent {
+            // A ddprun that the program starts is none of this run's.
+            hosts::OWN.iter().for_each(|name| {
+                command.env_remove(name);
+            });
+        }
         // The error file of an outer launcher is not for this worker.
         command.env_remove(FILE_VARIABLE);
         command.envs(environment::variables(

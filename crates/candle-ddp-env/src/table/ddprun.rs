@@ -68,6 +68,22 @@ pub(super) const ROWS: &[Row] = &[
         default: "`cargo`",
     },
     Row {
+        names: &["CANDLE_DDP_RSH"],
+        kind: Text("a program with its options"),
+        set_by: "you",
+        read_by: "ddprun",
+        meaning: "the program that runs a command on a machine of `--hosts` (`--rsh`)",
+        default: "`ssh -T -o BatchMode=yes …`",
+    },
+    Row {
+        names: &["CANDLE_DDP_HOSTS_AGENT"],
+        kind: Text("1"),
+        set_by: "ddprun",
+        read_by: "ddprun",
+        meaning: "another `ddprun` has started this one (`--hosts`), and gives it the secret and signals by standard input",
+        default: "–",
+    },
+    Row {
         names: &["LD_LIBRARY_PATH"],
         kind: Text("folders, with `:` between them"),
         set_by: "you",

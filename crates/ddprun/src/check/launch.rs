@@ -1,16 +1,14 @@
 //! A check as a run, and what follows from it.
 use super::args::{Check, Manner, WORKER};
 use crate::cli::Cli;
-use crate::config::Config;
 use crate::console::message;
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
-use crate::processes::Host;
 use clap::Parser;
 use std::ffi::OsString;
 
 /// The check as a run.
-pub(crate) fn config(check: Check) -> Result<Config> {
+pub(crate) fn cli(check: Check) -> Result<Cli> {
     let Check { ranks, manner: Manner { tolerance, quick, json, most_bytes }, numa_binding, no_secret } = check;
     let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
     let mut words: Vec<OsString> = ["ddprun", "--max-restarts=0", "--redirects=0", "--tee=0"].map(Into::into).into();
@@ -21,7 +19,7 @@ pub(crate) fn config(check: Check) -> Result<Config> {
     let mut cli = Cli::try_parse_from(words).map_err(|error| Error::usage("check", error.to_string()))?;
     cli.ranks = ranks;
     (cli.options.numa_binding, cli.options.no_secret, cli.options.log_dir) = (numa_binding, no_secret, None);
-    Ok(Config { is_check: true, ..Config::resolve(cli, &Host::detect())? })
+    Ok(cli)
 }
 
 /// The exit code of a check whose workers have succeeded. Names the outliers, unless rank 0 has shown them here.

@@ -6,6 +6,7 @@ mod check;
 mod elastic_nodes;
 mod ending;
 mod environment;
+mod hosts;
 mod leftovers;
 mod modes;
 mod nodes;

@@ -1,0 +1,271 @@
+//! Starting the agents, and following them.
+use super::list::Hosts;
+use super::{AGENT, MASTER_ADDR, NNODES, NODE_RANK, WORKERS};
+use crate::child;
+use crate::cli::Cli;
+use crate::console::{Target, message};
+use crate::error::{Error, Result};
+use crate::events::{Event, Events};
+use crate::lines::Lines;
+use crate::options::Options;
+use crate::output::{self, Intake, Source};
+use crate::processes::Processes;
+use crate::secret::RunSecret;
+use crate::signal;
+use crate::tail::Tail;
+use crate::worker::Exit;
+use candle_ddp_env::{PROCESS, SECTIONS};
+use rustix::io::Errno;
+use rustix::process::{Pid, WaitOptions, wait};
+use signal_hook::consts::SIGCHLD;
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// ssh asks for no password, since its input is the agent's, and notices within 15 s that the other machine is gone.
+const SSH: [&str; 8] =
+    ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"];
+/// ssh's exit code if the connection fails.
+const NO_CONNECTION: i32 = 255;
+/// How long agents may take to end, in addition to --shutdown-timeout, when they should.
+const REST: Duration = Duration::from_secs(15);
+
+/// Variables that reach the workers on all machines begin with one of these; others do not.
+const FORWARDED: [&str; 4] = ["CANDLE_DDP_", "NCCL_", "PET_", "RUST_"];
+
+/// A ddprun on another machine.
+struct Agent {
+    host: String,
+    process: Child,
+    pid: Pid,
+    /// `None` once it was told to end.
+    input: Option<ChildStdin>,
+    ended: Option<Exit>,
+}
+
+/// Runs the program of `cli` on `hosts`, with one ddprun on each, and returns the exit code: that of the first one that failed.
+pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
+    let workers = check(cli, hosts)?;
+    let options = &cli.options;
+    let secret = RunSecret::resolve(options.no_secret, 1)?;
+    let events = Events::listen(&options.signals_to_handle)?;
+    let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
+    events.forward(incoming)?;
+    let first_line = format!("{}\n", secret.get().map_or("", |secret| secret.reveal()));
+    let mut agents = Vec::new();
+    for (node_rank, host) in hosts.0.iter().enumerate() {
+        let script = script(cli, hosts, node_rank, workers)?;
+        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &script, &first_line, &intake, node_rank)?);
+    }
+    Ok(follow(&mut agents, intake, &events, options))
+}
+
+/// Refuses what contradicts `--hosts`. Returns the number of workers on each machine, if the list has it.
+fn check(cli: &Cli, hosts: &Hosts) -> Result<Option<usize>> {
+    let ranks = &cli.ranks;
+    let given = [
+        ("--nnodes", ranks.nnodes != "1"),
+        ("--node-rank", ranks.node_rank.is_some()),
+        ("--standalone", ranks.standalone),
+        ("--rdzv-endpoint", ranks.rdzv_endpoint.is_some()),
+        ("--rdzv-backend", !matches!(ranks.rdzv_backend.as_deref(), None | Some("" | "static"))),
+    ];
+    if let Some((option, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
+        return Err(Error::usage(option, "follows from --hosts: omit one of the two"));
+    }
+    let workers = hosts.workers().map_err(|reason| Error::usage("--hosts", reason))?;
+    match ranks.nproc_per_node {
+        Processes::Count(count) if count.get() == 1 || workers.is_none_or(|workers| workers == count.get()) => {}
+        _ if workers.is_none() => {}
+        _ => {
+            return Err(Error::usage(
+                "--nproc-per-node",
+                "differs from the number of workers in --hosts: omit one of the two",
+            ));
+        }
+    }
+    Ok(workers)
+}
+
+/// The command of the agent on a machine, for a shell there.
+fn script(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -> Result<OsString> {
+    let first = hosts.0.first().map_or("", |host| &host.name);
+    let first = first.rsplit_once('@').map_or(first, |(_, name)| name);
+    let mut variables: Vec<(&str, String)> = vec![
+        (AGENT, "1".to_string()),
+        (NNODES, hosts.0.len().to_string()),
+        (NODE_RANK, node_rank.to_string()),
+        (MASTER_ADDR, cli.ranks.master_addr.clone().unwrap_or_else(|| first.to_string())),
+    ];
+    variables.extend(workers.map(|workers| (WORKERS, workers.to_string())));
+    let is_own = |name: &str| name.contains("SECRET") || variables.iter().any(|(own, _)| *own == name);
+    let rows = SECTIONS.iter().flat_map(|(_, rows)| *rows).flat_map(|row| row.names).copied();
+    let names = rows.filter(|name| FORWARDED.iter().any(|start| name.starts_with(start)) && !is_own(name));
+    let others: Vec<_> = names.filter_map(|name| Some((name, PROCESS.raw(name)?))).collect();
+    variables.extend(others);
+    let folder = std::env::current_dir().map_err(|error| Error::io("finding the current folder", error))?;
+    let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
+    let mut script = OsString::from("cd ");
+    script.push(quoted(folder.as_os_str()));
+    script.push(" && d=");
+    script.push(quoted(program.as_os_str()));
+    script.push("; [ -x \"$d\" ] || d=ddprun; exec env");
+    for (name, value) in variables {
+        script.push(format!(" {name}="));
+        script.push(quoted(OsStr::new(&value)));
+    }
+    script.push(" \"$d\"");
+    // Each agent takes --hosts for what it is.
+    for argument in std::env::args_os().skip(1) {
+        script.push(" ");
+        script.push(quoted(&argument));
+    }
+    // Whatever the user's shell is there.
+    let mut command = OsString::from("exec sh -c ");
+    command.push(quoted(&script));
+    Ok(command)
+}
+
+/// A word for a POSIX shell.
+fn quoted(word: &OsStr) -> OsString {
+    let mut bytes = vec![b'\''];
+    for byte in word.as_bytes() {
+        match byte {
+            b'\'' => bytes.extend(br"'\''"),
+            byte => bytes.push(*byte),
+        }
+    }
+    bytes.push(b'\'');
+    OsStr::from_bytes(&bytes).to_os_string()
+}
+
+fn start(
+    rsh: Option<&str>,
+    host: &str,
+    script: &OsStr,
+    first_line: &str,
+    intake: &Intake,
+    node_rank: usize,
+) -> Result<Agent> {
+    let words: Vec<&str> = match rsh {
+        Some(rsh) => rsh.split_whitespace().collect(),
+        None => SSH.to_vec(),
+    };
+    let (program, arguments) = words.split_first().ok_or_else(|| Error::usage("--rsh", "is empty"))?;
+    let mut command = Command::new(program);
+    command.args(arguments).arg(host).arg(script);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // The terminal's signals are for this process, which forwards them.
+    command.process_group(0);
+    child::bind_to_launcher(&mut command);
+    let hint = "it starts ddprun on the machines of --hosts: install it, or give another program by --rsh".to_string();
+    let started = command.spawn();
+    let mut process = started.map_err(|error| Error::Program { program: program.to_string(), error, hint })?;
+    let pid = Pid::from_child(&process);
+    let streams = [
+        (Target::Stdout, process.stdout.take().map(Into::into)),
+        (Target::Stderr, process.stderr.take().map(Into::into)),
+    ];
+    for (target, fd) in streams {
+        let shown = Some(Lines::new(None, false));
+        intake.add(Source {
+            fd,
+            local_rank: node_rank,
+            restart_count: 0,
+            target,
+            shown,
+            file: None,
+            tail: Tail::default(),
+        });
+    }
+    let mut input = process.stdin.take();
+    // If the connection has failed already, its end says so.
+    let _ = input.as_mut().map(|input| input.write_all(first_line.as_bytes()));
+    Ok(Agent { host: host.to_string(), process, pid, input, ended: None })
+}
+
+/// Waits for all agents, and forwards signals to them.
+fn follow(agents: &mut [Agent], intake: Intake, events: &Events, options: &Options) -> u8 {
+    let (mut code, mut deadline, mut is_read) = (None, None, false);
+    loop {
+        reap(agents, &mut code, &mut deadline, options);
+        if agents.iter().all(|agent| agent.ended.is_some()) {
+            break;
+        }
+        match events.next(deadline) {
+            Some(Event::Signal(SIGCHLD) | Event::News(_)) => {}
+            Some(Event::Signal(number)) => {
+                let is_last = options.signals_to_handle.contains(&number);
+                let is_known = is_last || signal::FOR_WORKERS.contains(&number);
+                tell(agents, number, is_known);
+                if is_last && deadline.is_none() {
+                    deadline = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));
+                }
+            }
+            Some(Event::Output(_)) => is_read = true,
+            None => {
+                let late = agents.iter().filter(|agent| agent.ended.is_none());
+                let names: Vec<&str> = late.map(|agent| agent.host.as_str()).collect();
+                message(format_args!(
+                    "no longer waiting for {}: look for workers that may be left there",
+                    names.join(", ")
+                ));
+                for agent in agents.iter_mut().filter(|agent| agent.ended.is_none()) {
+                    agent.input = None;
+                    // It may have ended in the meantime.
+                    let _ = agent.process.kill();
+                }
+                code.get_or_insert(1);
+                break;
+            }
+        }
+    }
+    // No more output comes, except for what the agents wrote last.
+    drop(intake);
+    let until = Instant::now() + REST;
+    while !is_read {
+        match events.next(Some(until)) {
+            Some(Event::Output(_)) | None => is_read = true,
+            Some(_) => {}
+        }
+    }
+    code.unwrap_or(0)
+}
+
+fn tell(agents: &mut [Agent], number: i32, is_known: bool) {
+    let line = format!("{}\n", signal::name(number));
+    for input in agents.iter_mut().filter_map(|agent| agent.input.as_mut()).filter(|_| is_known) {
+        // If the connection has failed, its end says so.
+        let _ = input.write_all(line.as_bytes());
+    }
+}
+
+/// Notes the agents that have ended. The others would wait for one that has not come as far as to meet them.
+fn reap(agents: &mut [Agent], code: &mut Option<u8>, deadline: &mut Option<Instant>, options: &Options) {
+    loop {
+        let (pid, status) = match wait(WaitOptions::NOHANG) {
+            Ok(Some(ended)) => ended,
+            Err(Errno::INTR) => continue,
+            Ok(None) | Err(_) => return,
+        };
+        let Some(agent) = agents.iter_mut().find(|agent| agent.pid == pid) else { continue };
+        let how = Exit::new(status);
+        (agent.ended, agent.input) = (Some(how), None);
+        if how == Exit::Code(0) {
+            continue;
+        }
+        if how == Exit::Code(NO_CONNECTION) || matches!(how, Exit::Signal(_)) {
+            message(format_args!("the connection to {} has ended ({how}): its output is above", agent.host));
+        }
+        code.get_or_insert(how.code());
+        // Otherwise the agents end together, and say why.
+        if matches!(how, Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127)) {
+            agents.iter_mut().for_each(|agent| agent.input = None);
+        }
+        let end = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));
+        *deadline = deadline.or(end);
+    }
+}
