@@ -1,14 +1,16 @@
 //! The memory of a GPT's training: under ZeRO, each rank has its part of states and gradients, and two buckets; under
-//! sharding its part of everything, and two blocks.
+//! sharding its part of everything, and two blocks. Then that of its checkpoints.
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Module, Result, Tensor};
 use candle_ddp::amp::MixedPrecision;
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Sharding, SpawnOptions, backward_micro_batch, block, spawn_with,
+    DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, SpawnOptions, backward_micro_batch, block, spawn,
+    spawn_with,
 };
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{Linear, VarBuilder, VarMap, linear, linear_no_bias};
 use char_gpt_block::Block;
 use peak_alloc::PeakAlloc;
 
@@ -163,5 +165,88 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         // Parameters, two states and gradients.
         let expected = 1.15 * (4. * bytes / world_size as f64 + 2. * bytes / LAYERS as f64) + others;
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes of a sharded model, not {expected}");
+    }
+    checkpoints_take_the_pieces_and_a_part();
+}
+
+/// A model of matrices that are larger than what is sent at once.
+struct Matrices(#[allow(dead_code)] Vec<candle_ddp::Block<Linear>>);
+
+impl Module for Matrices {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.clone())
+    }
+}
+
+const MATRICES: usize = 3;
+/// The bytes of a matrix.
+const MATRIX: usize = 12 << 20;
+
+fn matrices(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> candle_ddp::Result<impl Sized + use<>> {
+    let new = |vb: VarBuilder| {
+        let one = |index: usize| block(vb.pp(index), |vb| linear_no_bias(1 << 10, 3 << 10, vb));
+        (0..MATRICES).map(one).collect::<Result<_>>().map(Matrices)
+    };
+    DistributedDataParallel::with_options(pg, varmap, new, DdpOptions { sharding, ..Default::default() })
+}
+
+/// What all ranks together have at the peak of `work`, in addition to what they had before.
+fn peak(pg: &ProcessGroup, work: impl FnOnce() -> candle_ddp::Result<()>) -> candle_ddp::Result<usize> {
+    pg.barrier()?;
+    let before = ALLOCATOR.current_usage();
+    pg.barrier()?;
+    ALLOCATOR.reset_peak_usage();
+    pg.barrier()?;
+    work()?;
+    pg.barrier()?;
+    let peak = ALLOCATOR.peak_usage();
+    pg.barrier()?;
+    Ok(peak.saturating_sub(before))
+}
+
+/// A save of a sharded model to one file takes some parts of 8 MiB on rank 0. Loads take the pieces once more, of which all ranks
+/// together have the model, until the last one is known to be right, and what a rank reads at once.
+fn checkpoints_take_the_pieces_and_a_part() {
+    let (model, bounded) = (MATRICES * MATRIX, 28 << 20);
+    for world_size in [2, 4] {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, run) = (folder.path().join("model"), folder.path().join("run"));
+        let found = spawn(world_size, |pg| {
+            let mut varmap = VarMap::new();
+            let _ddp = matrices(&pg, &varmap, Some(Sharding::default()))?;
+            let saved = peak(&pg, || checkpoint::save_distributed(&pg, &varmap, &file))?;
+            let load = || checkpoint::load_distributed(&pg, &varmap, &file, LoadOptions::default()).map(drop);
+            let loaded = peak(&pg, load)?;
+            if world_size == 2 {
+                return Ok([saved, loaded, 0]);
+            }
+            let mut checkpointer = Checkpointer::new(&pg, &run, CheckpointerOptions::default())?;
+            let checkpointed = peak(&pg, || checkpointer.save(1, ("model", &mut varmap))?.wait().map(drop))?;
+            drop(checkpointer);
+            Ok([saved, loaded, checkpointed])
+        });
+        let [saved, loaded, checkpointed] = found.unwrap()[0];
+        // The ranks that saved, and others.
+        let resumed = [4, 3].into_iter().filter(|_| world_size == 4).map(|ranks| {
+            let found = spawn(ranks, |pg| {
+                let mut varmap = VarMap::new();
+                let _ddp = matrices(&pg, &varmap, Some(Sharding::default()))?;
+                let options = CheckpointerOptions { resume: true, ..Default::default() };
+                let mut checkpointer = Checkpointer::new(&pg, &run, options)?;
+                peak(&pg, || checkpointer.load_latest(("model", &mut varmap)).map(|step| assert_eq!(step, Some(1))))
+            });
+            found.unwrap()[0]
+        });
+        let resumed: Vec<usize> = resumed.collect();
+        println!(
+            "{world_size} ranks, {model} bytes: {saved} to save, {loaded} to load, {checkpointed} to save a checkpoint, {resumed:?} to resume"
+        );
+        assert!(saved <= bounded, "{world_size} ranks: {saved} bytes to save");
+        assert!(loaded <= model + bounded, "{world_size} ranks: {loaded} bytes to load");
+        assert!(checkpointed <= model + bounded, "{world_size} ranks: {checkpointed} bytes to save a checkpoint");
+        // The present values are kept as well, until all parts are loaded. Other ranks put their pieces together from several files.
+        for (resumed, copies) in resumed.into_iter().zip([2, 3]) {
+            assert!(resumed <= copies * model + bounded, "{world_size} ranks: {resumed} bytes to resume");
+        }
     }
 }

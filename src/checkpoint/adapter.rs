@@ -1,7 +1,8 @@
 //! The tensors that LoRA trains, in peft's files.
 use super::error::unreadable;
 use super::load::Prepared;
-use super::{LoadOptions, read_file, tensors};
+use super::source::Source;
+use super::{LoadOptions, tensors};
 use crate::nn::{LoraBias, LoraConfig};
 use crate::state::file::{LONGEST_HEADER, PreparedFile, Progress, write_safetensors};
 use crate::{Error, Result};
@@ -192,8 +193,8 @@ pub fn load_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Pat
     }
     let path = folder.join(TENSORS);
     let own = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).replace(".base_layer.", ".");
-    let file = read_file(&path, None)?;
-    if let Some(name) = file.keys().map(|name| own(name)).filter(|name| !config.is_trained(name)).min() {
+    let file = Source::open(&path, None)?;
+    if let Some(name) = file.names().iter().map(|name| own(name)).filter(|name| !config.is_trained(name)).min() {
         return Err(unreadable(&path, format!("it has {name}, which the model's LoraConfig does not train")));
     }
     let is_frozen = {

@@ -1,77 +1,145 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
 use super::load::Prepared;
-use super::{LoadOptions, LoadReport, tensors};
-use crate::Result;
+use super::source::Source;
+use super::{LoadOptions, LoadReport};
 use crate::backend::label;
+use crate::error::describe;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
-use crate::state::file::WriteJob;
+use crate::state::file::{Hashed, Part, Values, WriteJob};
 use crate::tensor::copy::copy;
-use crate::variables::{Piece, piece_of};
+use crate::variables::piece_of;
+use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_nn::VarMap;
-use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 /// Rank 0 writes the variables of `varmap`, as [`save`](super::save) does; every rank calls it. Once it returns, the
-/// file exists, and every rank on the same file system may read it.
+/// file exists, and every rank on the same file system may read it. Under [sharding](crate::Sharding) all ranks send rank 0 their
+/// pieces while it writes, in parts of a few MiB; no rank ever has more of the model than its own pieces.
 ///
 /// The file takes its name only after all ranks have confirmed that everything has succeeded so far, on GPUs too. So
 /// an earlier file is never replaced by the variables of a failed run, as long as they are trained with `group`.
 /// Writing may take longer than the group's time-out; it fails only if there is no progress for that long (and for 10
-/// minutes). Under [sharding](crate::Sharding) rank 0 puts the whole model together in its host's memory; a
-/// [`Checkpointer`](super::Checkpointer) does not.
+/// minutes).
 ///
 /// # Errors
 /// On every rank: rank 0 gets its own error, the others [`Error::RankFailed`](crate::Error::RankFailed) with its
 /// text; or all get the group's failure. An earlier file stays, unless the group fails at the very moment in which
-/// the new, complete file takes its name.
+/// the new, complete file takes its name. Under sharding also [`Error::Mismatch`] for variables that are not the same on all ranks, and
+/// [`Error::Parameter`] for one of which no rank has a part.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
-    let gathered = label::SAVE.during(|| whole(group, varmap))?;
-    let job = (group.rank() == 0).then(|| WriteJob::new(path.as_ref(), &gathered)).transpose();
-    label::SAVE.during(|| group.write_together(job)).map(drop)
+    let saving = Saving::new(varmap);
+    let names = saving.sizes().into_iter().map(|(name, _)| name).collect();
+    label::SAVE.during(|| saving.write(group, &[(path.as_ref().to_path_buf(), names)]))
 }
 
-/// The variables as a whole, on rank 0. Under sharding, all ranks send it their pieces, variable by variable.
-fn whole(group: &ProcessGroup, varmap: &VarMap) -> Result<HashMap<String, Tensor>> {
-    let vars: BTreeMap<String, Var> = lock(varmap.data()).clone().into_iter().collect();
-    if vars.values().all(|var| piece_of(var).is_none()) {
-        return tensors(varmap);
+/// The variables of a model that are saved by several ranks.
+pub(super) struct Saving(BTreeMap<String, Var>);
+
+impl Saving {
+    pub(super) fn new(varmap: &VarMap) -> Self {
+        Self(lock(varmap.data()).clone().into_iter().collect())
     }
-    let pieces: Vec<Option<Piece>> = vars.values().map(piece_of).collect();
-    let ranges: Vec<Option<(usize, usize)>> =
-        pieces.iter().map(|piece| piece.as_ref().map(|piece| (piece.range.start, piece.range.len()))).collect();
-    let ranges = group.all_gather_object(&ranges)?;
-    let mut gathered = HashMap::new();
-    for (index, ((name, var), piece)) in vars.into_iter().zip(pieces).enumerate() {
-        let Some(piece) = piece else {
-            gathered.insert(name, var.as_tensor().clone());
-            continue;
+
+    /// The sizes of the whole variables in bytes, by name.
+    pub(super) fn sizes(&self) -> Vec<(String, u64)> {
+        let size = |var: &Var| match piece_of(var) {
+            Some(piece) => piece.shape.elem_count(),
+            None => var.elem_count(),
         };
-        let own = var.as_detached_tensor().flatten_all()?;
-        if group.rank() > 0 {
-            if own.elem_count() > 0 {
-                group.send(&own, 0)?;
-            }
-            continue;
-        }
-        let whole = Tensor::zeros(piece.shape.elem_count(), var.dtype(), var.device())?;
-        for (rank, ranges) in ranges.iter().enumerate() {
-            let Some(Some((start, elements))) = ranges.get(index).copied() else { continue };
-            let part = whole.narrow(0, start, elements)?;
-            match rank {
-                _ if elements == 0 => {}
-                0 => copy(&part, &own)?,
-                _ => group.recv(&part, rank)?,
-            }
-        }
-        gathered.insert(name, whole.to_device(&Device::Cpu)?.reshape(&piece.shape)?);
+        let sizes = self.0.iter().map(|(name, var)| (name.clone(), (size(var) * var.dtype().size_in_bytes()) as u64));
+        sizes.collect()
     }
-    Ok(gathered)
+
+    /// Rank 0 writes files of these variables. Every rank must call it.
+    pub(super) fn write(&self, group: &ProcessGroup, files: &[(PathBuf, Vec<String>)]) -> Result<()> {
+        let (is_first, is_sharded) = (group.rank() == 0, self.0.values().any(|var| piece_of(var).is_some()));
+        let values = |name: &String| {
+            let var = self.0.get(name)?;
+            let values = match piece_of(var) {
+                Some(piece) => Values::Sent(var.dtype(), piece.shape),
+                None => Values::Here(var.as_tensor().clone()),
+            };
+            Some((name.clone(), values))
+        };
+        let job =
+            |(path, names): &(PathBuf, Vec<String>)| WriteJob::of(path, names.iter().filter_map(values).collect());
+        // Of a plain model only rank 0's variables count.
+        let jobs = files.iter().filter(|_| is_first || is_sharded).map(job).collect::<Result<Vec<_>>>();
+        if !is_sharded {
+            return group.write_together(jobs).map(drop);
+        }
+        let holders = self.holders(group, jobs.as_ref().err());
+        let (mut jobs, holders) = (jobs?, holders?);
+        let parts: Vec<Part> = jobs.iter().flat_map(WriteJob::parts).collect();
+        let mut parts = parts.iter();
+        if !is_first {
+            jobs.clear();
+        }
+        let mut send = || parts.next().map_or(Ok(None), |part| holders.send(group, part));
+        group.write_sent(Ok(jobs), &mut send).map(drop)
+    }
+
+    /// Every rank must call it.
+    fn holders(&self, group: &ProcessGroup, failed: Option<&Error>) -> Result<Holders> {
+        let line = |(name, var): (&String, &Var)| match piece_of(var) {
+            Some(piece) => format!("piece of {name} {}", describe(var.dtype(), &piece.shape)),
+            None => format!("{name} {}", describe(var.dtype(), var.shape())),
+        };
+        let report = failed.map_or_else(|| Ok(self.0.iter().map(line).collect::<Vec<_>>().join("\n")), Err);
+        if let Some((rank, difference)) = group.compare(report, "it could not save its model")? {
+            return Err(Error::Mismatch { what: "model", rank, difference });
+        }
+        let pieces = self.0.iter().filter_map(|(name, var)| Some((name, var, piece_of(var)?.range)));
+        let pieces: Vec<_> = pieces.collect();
+        let own: Vec<_> = pieces.iter().map(|(_, _, range)| (range.start, range.end)).collect();
+        let all = group.all_gather_object(&own)?;
+        let of_all = |index: usize| all.iter().filter_map(move |own| own.get(index).map(|(start, end)| *start..*end));
+        let pieces = pieces.into_iter().enumerate().map(|(index, (name, var, _))| {
+            Ok((name.clone(), (var.as_detached_tensor().flatten_all()?, of_all(index).collect())))
+        });
+        Ok(Holders(pieces.collect::<Result<_>>()?))
+    }
+}
+
+/// This rank's elements of each variable that is spread, as a list, with the ranges of all ranks.
+struct Holders(BTreeMap<String, (Tensor, Vec<Range<usize>>)>);
+
+impl Holders {
+    /// Sends rank 0 what this rank has of a part. Rank 0 returns it.
+    fn send(&self, group: &ProcessGroup, part: &Part) -> Result<Option<Tensor>> {
+        let Part { name, dtype, elements } = part;
+        let missing = |at: usize| {
+            Error::parameter(name, format!("no rank has its element {at}, and the others cannot be saved alone"))
+        };
+        let (own, ranges) = self.0.get(name).ok_or_else(|| missing(0))?;
+        let rank = group.rank();
+        let whole = (rank == 0).then(|| Tensor::zeros(elements.len(), *dtype, own.device())).transpose()?;
+        let mut at = elements.start;
+        while at < elements.end {
+            // The first of several that have the same elements.
+            let holder = ranges.iter().position(|range| range.contains(&at)).ok_or_else(|| missing(at))?;
+            let end = elements.end.min(ranges[holder].end);
+            let mine = || own.narrow(0, at - ranges[holder].start, end - at);
+            let place = |whole: &Tensor| whole.narrow(0, at - elements.start, end - at);
+            match &whole {
+                Some(whole) if holder == 0 => copy(&place(whole)?, &mine()?)?,
+                Some(whole) => group.recv(&place(whole)?, holder)?,
+                None if holder == rank => group.send(&mine()?, 0)?,
+                None => {}
+            }
+            at = end;
+        }
+        Ok(whole.map(|whole| whole.to_device(&Device::Cpu)).transpose()?)
+    }
 }
 
 /// Every rank reads a checkpoint into its variables, as [`load_with`](super::load_with) does. On several hosts, each
-/// host needs a copy of the file.
+/// host needs a copy of the file. Under [sharding](crate::Sharding) each rank reads its pieces only, and the ranks check the file's hash
+/// together.
 ///
 /// # Errors
 /// If the file does not fit on one rank, every rank returns an error and no rank changes anything: that rank gets its
@@ -82,8 +150,17 @@ pub fn load_distributed(
     path: impl AsRef<Path>,
     options: LoadOptions,
 ) -> Result<LoadReport> {
-    let prepared = Prepared::new(varmap, path.as_ref(), &options);
-    let prepared = label::LOAD.during(|| group.agree(prepared))?;
-    let report = prepared.apply();
-    label::LOAD.during(|| group.agree(report))
+    let path = path.as_ref();
+    let is_sharded = lock(varmap.data()).values().any(|var| piece_of(var).is_some());
+    let hashed = if is_sharded { Hashed::Needed } else { Hashed::All };
+    let source = Source::open(path, options.key.as_deref());
+    let read = source.and_then(|source| Prepared::read(varmap, path, source, &options, hashed));
+    label::LOAD.during(|| {
+        let (prepared, hashes) = group.agree(read)?;
+        match is_sharded {
+            true => hashes.check_together(group)?,
+            false => group.agree(hashes.check())?,
+        }
+        group.agree(prepared.apply())
+    })
 }

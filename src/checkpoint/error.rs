@@ -1,6 +1,11 @@
 use crate::Error;
+use crate::state::file::Flaw;
 use std::path::Path;
 
 pub(super) fn unreadable(path: &Path, reason: impl Into<String>) -> Error {
     Error::CheckpointFile { path: path.to_path_buf(), reason: reason.into() }
+}
+
+pub(super) fn flawed(path: &Path, flaw: Flaw) -> Error {
+    unreadable(path, format!("it is {flaw}"))
 }

@@ -1,10 +1,12 @@
 //! Reading a checkpoint into the variables of a model.
 use super::error::unreadable;
-use super::{own_names, read_file};
+use super::hashes::Hashes;
+use super::own_names;
+use super::source::{Source, Values, Wanted};
 use crate::error::describe;
 use crate::panic::lock;
-use crate::state::file::Readable;
-use crate::variables::{NamePredicate, Piece, piece_of};
+use crate::state::file::Hashed;
+use crate::variables::{NamePredicate, piece_of};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
@@ -100,7 +102,8 @@ pub fn load(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
 /// # Errors
 /// As with [`load`]. Shapes must match even if `strict` is off, except for skipped names.
 pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: LoadOptions) -> Result<LoadReport> {
-    Prepared::new(varmap, path.as_ref(), &options)?.apply()
+    let path = path.as_ref();
+    Prepared::of(varmap, path, Source::open(path, options.key.as_deref())?, &options)?.apply()
 }
 
 /// Like [`load_with`], for tensors in memory: those that [`read`](super::read) returned, changed as the model needs
@@ -134,67 +137,62 @@ pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: LoadOptions) 
 /// As with [`load_with`], with "the map of tensors" in place of a path.
 pub fn load_tensors(varmap: &VarMap, tensors: HashMap<String, Tensor>, options: LoadOptions) -> Result<LoadReport> {
     let readable = tensors.into_iter().map(|(name, tensor)| (name, Ok(tensor))).collect();
-    Prepared::of(varmap, Path::new("the map of tensors"), readable, &options)?.apply()
+    Prepared::of(varmap, Path::new("the map of tensors"), Source::Tensors(readable), &options)?.apply()
 }
 
 /// A checkpoint that has been read and fits. Nothing has been changed yet.
 pub(super) struct Prepared {
     report: LoadReport,
-    values: Vec<(String, Var, Tensor)>,
+    values: Values,
 }
 
-/// Variables with values that fit.
-impl From<Vec<(String, Var, Tensor)>> for Prepared {
-    fn from(values: Vec<(String, Var, Tensor)>) -> Self {
+impl From<Values> for Prepared {
+    fn from(values: Values) -> Self {
         Self { report: LoadReport::default(), values }
     }
 }
 
 impl Prepared {
-    pub(super) fn new(varmap: &VarMap, path: &Path, options: &LoadOptions) -> Result<Self> {
-        Self::of(varmap, path, read_file(path, options.key.as_deref())?, options)
+    /// Prepares the tensors of the file `path`.
+    pub(super) fn of(varmap: &VarMap, path: &Path, source: Source, options: &LoadOptions) -> Result<Self> {
+        let (prepared, hashes) = Self::read(varmap, path, source, options, Hashed::All)?;
+        hashes.check().map(|()| prepared)
     }
 
-    /// Prepares the tensors of the file `path`.
-    pub(super) fn of(
+    /// As [`of`](Self::of), but the hashes are still to be checked. What does not fit is known before values are read.
+    pub(super) fn read(
         varmap: &VarMap,
         path: &Path,
-        file: HashMap<String, Readable>,
+        source: Source,
         options: &LoadOptions,
-    ) -> Result<Self> {
+        hashed: Hashed,
+    ) -> Result<(Self, Hashes)> {
         let vars = lock(varmap.data()).clone();
-        let mut file = own_names(path, file, |name| vars.contains_key(name), options.rename.as_ref())?;
+        // The names in the file, by those in the model.
+        let names = source.names().into_iter().map(|name| (name.clone(), name));
+        let mut file = own_names(path, names, |name| vars.contains_key(name), options.rename.as_ref())?;
         let vars: BTreeMap<String, Var> = vars.into_iter().collect();
-        let (mut report, mut different, mut values) = (LoadReport::default(), Vec::new(), Vec::new());
+        let (mut report, mut different, mut wanted) = (LoadReport::default(), Vec::new(), HashMap::new());
         for (name, var) in vars {
             let found = file.remove(&name);
             if (options.skip)(&name) {
                 report.skipped.push(name);
                 continue;
             }
-            let Some(tensor) = found else {
+            let Some(found) = found else {
                 report.missing.push(name);
                 continue;
             };
-            let tensor = tensor.map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
+            let (dtype, has) = source.entry(&found).map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
             let piece = piece_of(&var);
             let shape = piece.as_ref().map_or(var.shape(), |piece| &piece.shape);
-            if tensor.shape() != shape || tensor.dtype().is_float() != var.dtype().is_float() {
-                let (has, needs) = (describe(tensor.dtype(), tensor.shape()), describe(var.dtype(), shape));
+            if has != *shape || dtype.is_float() != var.dtype().is_float() {
+                let (has, needs) = (describe(dtype, &has), describe(var.dtype(), shape));
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
                 continue;
             }
-            let tensor = match &piece {
-                Some(Piece { range, .. }) => {
-                    // A copy, so that the whole tensor is freed.
-                    tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?.reshape(var.shape())?
-                }
-                None => tensor,
-            };
-            let tensor =
-                converted(&tensor, var.dtype()).map_err(|error| unreadable(path, format!("{name}: {error}")))?;
             report.loaded.push(name.clone());
-            values.push((name, var, tensor));
+            wanted.insert(found, Wanted { name, var, range: piece.map(|piece| piece.range) });
         }
         for name in file.into_keys() {
             let list = match name {
@@ -213,7 +211,8 @@ impl Prepared {
             let LoadReport { missing, unexpected, .. } = report;
             return Err(Error::CheckpointMismatch { path: path.to_path_buf(), missing, unexpected, different });
         }
-        Ok(Self { report, values })
+        let (values, hashes) = source.into_values(path, wanted, hashed)?;
+        Ok((Self { report, values }, hashes))
     }
 
     pub(super) fn apply(self) -> Result<LoadReport> {

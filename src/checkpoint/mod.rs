@@ -58,9 +58,12 @@ mod distributed;
 mod error;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
+mod hashes;
 mod load;
 mod model;
 mod pretrained;
+mod save_pretrained;
+mod source;
 
 pub use crate::state::{Parts, PerRank, RankZero, Serde, StateDict};
 pub use adapter::{load_adapter, read_adapter_config, save_adapter};
@@ -72,17 +75,17 @@ pub use distributed::{load_distributed, save_distributed};
 pub(crate) use fuzz::checkpoint_file as fuzz_checkpoint_file;
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 pub use pretrained::Pretrained;
+pub use save_pretrained::save_pretrained;
 
 use crate::panic::lock;
-use crate::state::file::{Contents, Readable, parse_safetensors, require_all, write_safetensors};
+use crate::state::file::{require_all, write_safetensors};
 use crate::variables::piece_of;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_nn::VarMap;
 use error::unreadable;
+use source::Source;
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::{Read, Seek};
 use std::path::Path;
 
 /// Writes the variables of `varmap` to a safetensors file. A temporary file in the same folder is written first and
@@ -107,13 +110,14 @@ pub fn save_tensors(tensors: &HashMap<String, Tensor>, path: impl AsRef<Path>) -
     write_safetensors(path.as_ref(), tensors)
 }
 
-/// Reads the tensors of a checkpoint to the CPU, under the file's names without the prefixes of PyTorch's wrappers.
+/// Reads the tensors of a checkpoint to the CPU, under the file's names without the prefixes of PyTorch's wrappers. A folder or an index
+/// of several files will do, as for [`Pretrained::open`].
 ///
 /// # Errors
 /// [`Error::CheckpointFile`], [`Error::Io`].
 pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
     let path = path.as_ref();
-    let tensors = own_names(path, read_file(path, None)?, |_| false, None)?;
+    let tensors = own_names(path, Source::open(path, None)?.into_tensors()?, |_| false, None)?;
     require_all(tensors).map_err(|reason| unreadable(path, reason))
 }
 
@@ -130,13 +134,13 @@ fn tensors(varmap: &VarMap) -> Result<HashMap<String, Tensor>> {
 
 /// Removes PyTorch's prefixes from names that the model does not have as they are, and then maps the names by
 /// `rename`.
-fn own_names(
+fn own_names<T>(
     path: &Path,
-    file: HashMap<String, Readable>,
+    file: impl IntoIterator<Item = (String, T)>,
     is_known: impl Fn(&str) -> bool,
     rename: Option<&Rename>,
-) -> Result<HashMap<String, Readable>> {
-    let mut renamed = HashMap::with_capacity(file.len());
+) -> Result<HashMap<String, T>> {
+    let mut renamed = HashMap::new();
     for (name, tensor) in file {
         let own = without_prefixes(&name, &is_known);
         let own = rename.map_or(own.clone(), |rename| rename(&own));
@@ -163,39 +167,6 @@ fn without_prefixes(name: &str, is_known: &impl Fn(&str) -> bool) -> String {
         parts.remove(0);
     }
     parts.join(".")
-}
-
-/// The tensors of a file, under the file's names.
-fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>> {
-    let io = |error| Error::io(format!("reading {}", path.display()), error);
-    let mut file = File::open(path).map_err(io)?;
-    let mut start = Vec::new();
-    file.by_ref().take(16).read_to_end(&mut start).map_err(io)?;
-    file.rewind().map_err(io)?;
-    // A safetensors file begins with the length of its JSON header in eight bytes. These may spell PK, so this check
-    // comes before the one for zip archives, where the same bytes would be an unknown compression method.
-    if start.get(8) == Some(&b'{') {
-        let parsed = parse_safetensors(&mut file).map_err(io)?;
-        let Contents { tensors, .. } = parsed.map_err(|flaw| unreadable(path, flaw.to_string()))?;
-        return Ok(tensors);
-    }
-    if start.starts_with(b"PK") {
-        return candle_ddp_pickle::read(file, key).map_err(|error| match error {
-            candle_ddp_pickle::Error::Io(error) => io(error),
-            error => unreadable(path, error.to_string()),
-        });
-    }
-    let reason = if start.is_empty() {
-        "it is empty"
-    } else if start.starts_with(&[0x80]) {
-        "it is in the format of PyTorch before 1.6: load it in PyTorch and write it again with torch.save, or as safetensors"
-    } else if start.starts_with(b"version https:/") {
-        "it is a Git LFS pointer, not the file itself: run `git lfs pull`"
-    } else {
-        "it is neither a safetensors file nor a file of torch.save, or its beginning is damaged: load another file, or write \
-         this one again"
-    };
-    Err(unreadable(path, reason))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@ use super::load::{Prepared, converted};
 use super::{LoadOptions, load_tensors, tensors};
 use crate::error::describe;
 use crate::panic::lock;
-use crate::state::{self, Dict, Loader, Pieces, StateDict};
+use crate::state::{self, Dict, Loader, Pieces, StateDict, of_piece_key, piece_key};
 use crate::variables::piece_of;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor, Var};
@@ -52,7 +52,7 @@ impl StateDict for VarMap {
             let shape: Vec<i64> = piece.shape.dims().iter().map(|size| *size as i64).collect();
             dict.insert(format!("{name}{SHAPE}"), state::list(&shape)?);
             if !piece.range.is_empty() && !piece.is_copy {
-                dict.insert(format!("{name}@{}", piece.range.start), var.as_detached_tensor().flatten_all()?);
+                dict.insert(piece_key(name, piece.range.start), var.as_detached_tensor().flatten_all()?);
             }
         }
         Ok(Some(dict))
@@ -99,9 +99,7 @@ impl Parts {
                         shape.iter().map(|size| usize::try_from(*size)).collect::<std::result::Result<Vec<_>, _>>();
                     let shape = shape.map_err(|_| Error::parameter(key, "it must have no negative sizes"))?;
                     parts.shapes.insert(name.to_string(), Shape::from(shape));
-                } else if let Some((name, start)) = key.rsplit_once('@')
-                    && let Ok(start) = start.parse::<usize>()
-                {
+                } else if let Some((name, start)) = of_piece_key(key) {
                     parts.pieces.add(name, start, loader.tensor(key)?)?;
                 } else if key != state::KIND {
                     parts.whole.entry(key.clone()).or_insert(loader.tensor(key)?.clone());
@@ -132,7 +130,7 @@ impl Parts {
                 if range.is_empty() {
                     return Ok(var.zeros_like()?);
                 }
-                self.pieces.take(name, range.start, range.len())?
+                self.pieces.get(name, range.start, range.len())?
             }
         };
         Ok(value.reshape(var.shape())?)

@@ -1,7 +1,7 @@
 //! The weights of pretrained models, in one or several safetensors files.
-use super::error::unreadable;
+use super::error::{flawed, unreadable};
 use crate::error::describe;
-use crate::state::file::{LONGEST_HEADER, SafetensorsFile};
+use crate::state::file::{LONGEST_HEADER, Readable, SafetensorsFile};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -14,8 +14,8 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+pub(super) const SINGLE: &str = "model.safetensors";
 
 /// The weights of a pretrained model as Hugging Face keeps them: `model.safetensors.index.json` and the files that it lists, or
 /// `model.safetensors` alone.
@@ -43,7 +43,7 @@ const SINGLE: &str = "model.safetensors";
 #[derive(Debug)]
 pub struct Pretrained {
     path: PathBuf,
-    files: Vec<(PathBuf, SafetensorsFile)>,
+    files: Vec<SafetensorsFile>,
     /// The file of each tensor.
     tensors: BTreeMap<String, usize>,
 }
@@ -63,12 +63,30 @@ impl Pretrained {
             [_, single] if single.exists() => single,
             _ => return Err(unreadable(path, format!("the folder has neither {INDEX} nor {SINGLE}"))),
         };
-        if path.extension().is_some_and(|extension| extension == "json") {
+        if is_index(&path) {
             return Self::of_index(path);
         }
         let file = open(&path)?;
         let tensors = file.names().into_iter().map(|name| (name, 0)).collect();
-        Ok(Self { files: vec![(path.clone(), file)], path, tensors })
+        Ok(Self { path, files: vec![file], tensors })
+    }
+
+    /// The file of a tensor.
+    pub(super) fn file_of(&self, name: &str) -> Option<&SafetensorsFile> {
+        self.files.get(*self.tensors.get(name)?)
+    }
+
+    pub(super) fn into_files(self) -> Vec<SafetensorsFile> {
+        self.files
+    }
+
+    /// Reads all tensors to the CPU, and checks the hashes of files that have one.
+    pub(super) fn read_all(&self) -> Result<HashMap<String, Readable>> {
+        let mut all = HashMap::new();
+        for file in &self.files {
+            all.extend(file.read_all()?.map_err(|flaw| flawed(file.path(), flaw))?);
+        }
+        Ok(all)
     }
 
     fn of_index(path: PathBuf) -> Result<Self> {
@@ -96,8 +114,7 @@ impl Pretrained {
                     return Err(unreadable(&this.path, reason));
                 }
                 numbers.insert(file.as_str(), this.files.len());
-                let opened = open(&at)?;
-                this.files.push((at, opened));
+                this.files.push(open(&at)?);
             }
             this.tensors.insert(name.clone(), numbers[file.as_str()]);
         }
@@ -108,8 +125,8 @@ impl Pretrained {
     /// Refuses an index that does not list exactly the tensors of its files.
     fn check(&self, listed: &BTreeMap<String, String>) -> Result<()> {
         let mut found = HashMap::new();
-        for (number, (path, file)) in self.files.iter().enumerate() {
-            let file_name = path.file_name().unwrap_or_default().to_string_lossy();
+        for (number, file) in self.files.iter().enumerate() {
+            let file_name = file.path().file_name().unwrap_or_default().to_string_lossy();
             for name in file.names() {
                 match self.tensors.get(&name) {
                     Some(listed) if *listed == number => drop(found.insert(name, ())),
@@ -147,14 +164,9 @@ impl Pretrained {
     /// # Errors
     /// [`Error::CheckpointFile`] for a name that no file has, or a tensor that candle cannot hold; [`Error::Io`].
     pub fn read(&self, name: &str) -> Result<Tensor> {
-        let Some(&number) = self.tensors.get(name) else {
-            return Err(unreadable(&self.path, format!("there is no tensor {name}")));
-        };
-        let (path, file) = &self.files[number];
-        let tensor =
-            file.read(name).map_err(|error| Error::io(format!("reading {name} from {}", path.display()), error))?;
-        let tensor = tensor.unwrap_or_else(|| Err("it is missing".to_string()));
-        tensor.map_err(|reason| unreadable(path, format!("{name}: {reason}")))
+        let file = self.file_of(name).ok_or_else(|| unreadable(&self.path, format!("there is no tensor {name}")))?;
+        let tensor = file.read(name)?.unwrap_or_else(|| Err("it is missing".to_string()));
+        tensor.map_err(|reason| unreadable(file.path(), format!("{name}: {reason}")))
     }
 
     /// A `VarBuilder` whose tensors are read when a model requests them, and converted to `dtype`. They are not trained: a
@@ -164,9 +176,13 @@ impl Pretrained {
     }
 }
 
+/// Whether a path is that of an index.
+pub(super) fn is_index(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "json")
+}
+
 fn open(path: &Path) -> Result<SafetensorsFile> {
-    let file = SafetensorsFile::open(path).map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
-    file.map_err(|flaw| unreadable(path, format!("it is {flaw}")))
+    SafetensorsFile::open(path)?.map_err(|flaw| flawed(path, flaw))
 }
 
 impl SimpleBackend for Pretrained {

@@ -1,7 +1,7 @@
 //! The shards of an optimizer's state that the ranks of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) have saved,
 //! put together.
 use super::rule::UpdateRule;
-use crate::state::{self, Dict, Loader, Pieces};
+use crate::state::{self, Dict, Loader, PART_OF, Pieces, of_piece_key};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
@@ -14,7 +14,7 @@ pub(super) fn key(parameter: &str, part: &str) -> String {
 
 /// The kind of a shard.
 pub(super) fn kind<R: UpdateRule>() -> String {
-    format!("part of {}", R::NAME)
+    format!("{PART_OF}{}", R::NAME)
 }
 
 /// A parameter of the optimizer that loads shards.
@@ -59,9 +59,7 @@ impl Shards {
                 ));
             }
             for key in shard.keys().filter(|key| key.starts_with("state.")) {
-                if let Some((whole, start)) = key.rsplit_once('@')
-                    && let Ok(start) = start.parse::<usize>()
-                {
+                if let Some((whole, start)) = of_piece_key(key) {
                     parts.add(whole, start, loader.tensor(key)?)?;
                 }
             }

@@ -1,13 +1,16 @@
 //! Files of tensors, which appear complete or not at all.
+mod bytes;
 mod safetensors;
+mod write;
 
+pub(crate) use bytes::{Hashed, PartHashes};
 pub(crate) use candle_ddp_rendezvous::file::{
     PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name,
 };
 pub(crate) use safetensors::{
-    Contents, LONGEST_HEADER, Readable, SafetensorsFile, WriteJob, parse_safetensors, read_hashed_safetensors,
-    read_safetensors, require_all, write_safetensors,
+    Flaw, LONGEST_HEADER, Readable, SafetensorsFile, read_safetensors, read_state, require_all, wrong,
 };
+pub(crate) use write::{NextPart, Part, Values, WriteJob, write_safetensors};
 
 #[cfg(test)]
 mod tests {
@@ -22,7 +25,7 @@ mod tests {
         std::fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header, &[7, 1]].concat()).unwrap();
         match read_safetensors(file.path()) {
             Err(Error::InvalidArgument { argument: "path", reason }) => {
-                assert_eq!(reason, format!("{}: b: candle has no dtype for I8", file.path().display()));
+                assert_eq!(reason, format!("{} cannot be read: b: candle has no dtype for I8", file.path().display()));
             }
             other => panic!("{other:?}"),
         }

@@ -39,14 +39,21 @@ pub(crate) fn of_tensor(tensor: &Tensor) -> Result<u64> {
 
 /// The hash of a tensor with these values. Files keep it, so it must never change.
 pub(crate) fn of_bytes(dtype: DType, dims: &[usize], values: &[u8]) -> u64 {
+    of_content(dtype, dims, content_64(values))
+}
+
+/// The hash of a tensor whose values have this one.
+pub(crate) fn of_content(dtype: DType, dims: &[usize], content: u64) -> u64 {
     let kind = format!("{} {dims:?}", dtype.as_str());
-    content_64(kind.as_bytes()).rotate_left(1) ^ content_64(values)
+    content_64(kind.as_bytes()).rotate_left(1) ^ content
 }
 
 /// The first tensor by name that has an infinity or a NaN, as text: `a NaN in layer.weight`. Single numbers may have one: a best loss
 /// begins as infinity.
 pub(crate) fn non_finite(dict: &Dict) -> Result<Option<String>> {
-    let mut tensors: Vec<_> = dict.iter().filter(|(_, tensor)| tensor.elem_count() > 1).collect();
+    // Elements that this rank does not need are one finite element, repeated.
+    let is_one = |tensor: &Tensor| tensor.elem_count() <= 1 || tensor.stride() == [0];
+    let mut tensors: Vec<_> = dict.iter().filter(|(_, tensor)| !is_one(tensor)).collect();
     tensors.sort_by_key(|(name, _)| *name);
     for (name, tensor) in tensors {
         if let Some(value) = finite::non_finite(tensor)? {

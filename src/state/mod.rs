@@ -10,7 +10,7 @@ mod values;
 pub(crate) use fingerprint::{FileHash, fingerprint, non_finite, summary};
 pub use parts::Parts;
 pub use per_rank::{PerRank, RankZero};
-pub(crate) use pieces::Pieces;
+pub(crate) use pieces::{Held, PART_OF, Pieces, of_piece_key, piece_key};
 pub use state_dict::StateDict;
 pub(crate) use state_dict::*;
 pub use values::Serde;

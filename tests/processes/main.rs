@@ -31,6 +31,7 @@ mod non_finite;
 mod objects;
 #[path = "../common/programs.rs"]
 mod programs;
+mod sharded_save;
 mod small_data;
 mod status;
 mod stop;

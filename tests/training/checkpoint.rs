@@ -285,7 +285,7 @@ fn refused(path: &Path, words: &str) {
 #[test]
 fn what_is_no_checkpoint_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
-    refused(folder.path(), "directory");
+    refused(folder.path(), "neither model.safetensors.index.json nor model.safetensors");
     refused(&folder.path().join("missing"), "No such file");
     let file = folder.path().join("file");
     let write = |bytes: &[u8], words: &str| {

@@ -71,6 +71,7 @@ mod resume;
 mod sampler;
 mod several_models;
 mod sharded_blocks;
+mod sharded_files;
 mod small_data;
 mod stale_graph;
 mod stop;

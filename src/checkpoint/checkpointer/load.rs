@@ -1,11 +1,11 @@
 //! Loading: all parts on all ranks, or none on any.
 use super::folder::{Checkpoint, Faulty, Listing, Name};
-use super::index::{Fault, Index, Part, Written};
+use super::index::{Fault, Index};
+use super::read::{Reader, Saved};
 use super::snapshot::Buffers;
 use super::{Checkpointer, Skipped};
 use crate::backend::label;
 use crate::checkpoint::error::unreadable;
-use crate::state::file::{read_hashed_safetensors, read_safetensors};
 use crate::state::{Dict, Parts, StateDict, non_finite};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -44,13 +44,6 @@ impl Wanted {
             Self::Step(step) => name.step == step,
         }
     }
-}
-
-/// A part that was read.
-enum Saved {
-    Whole(Dict),
-    /// In the order of the ranks that saved them.
-    Shards(Vec<Dict>),
 }
 
 impl Checkpointer {
@@ -124,9 +117,12 @@ impl Checkpointer {
         loop {
             let Some(Found { folder, index }) = self.find(wanted)? else { return Ok(None) };
             let folder = self.root.join(folder);
-            let read =
-                |name: &str| read_part(&folder, index.part(name).map_err(|error| of_part(&folder, name, error))?);
-            let read = parts.iter().map(|(name, _)| read(name)).collect::<Result<Vec<_>>>();
+            let read = |name: &str, state: &dyn StateDict| {
+                let part = index.part(name).map_err(|error| of_part(&folder, name, error))?;
+                Reader { folder: &folder, rank: self.group.rank(), world_size: self.group.world_size() }
+                    .read(part, state)
+            };
+            let read = parts.iter().map(|(name, state)| read(name, &**state)).collect::<Result<Vec<_>>>();
             let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
             let read = read.and_then(|saved| Ok((self.non_finite(&names, &saved)?, saved)));
             let (fault, saved) = match read {
@@ -304,18 +300,6 @@ impl Checkpointer {
 /// Adds to an error which part of which checkpoint it belongs to.
 fn of_part(folder: &Path, name: &str, error: Error) -> Error {
     Error::CheckpointPart { folder: folder.to_path_buf(), part: name.to_string(), error: Box::new(error) }
-}
-
-fn read_part(folder: &Path, part: &Part) -> Result<Saved> {
-    let read = |Written { name, hash, .. }: &Written| match hash {
-        Some(hash) => read_hashed_safetensors(&folder.join(name), *hash),
-        None => read_safetensors(&folder.join(name)),
-    };
-    let mut files = part.files.iter().map(read);
-    match (part.sharded, files.next()) {
-        (false, Some(state)) => Ok(Saved::Whole(state?)),
-        (_, first) => Ok(Saved::Shards(first.into_iter().chain(files).collect::<Result<_>>()?)),
-    }
 }
 
 /// Whether the contents of a file differ from what was written.

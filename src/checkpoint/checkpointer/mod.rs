@@ -3,6 +3,7 @@ mod folder;
 mod handle;
 mod index;
 mod load;
+mod read;
 mod save;
 mod snapshot;
 

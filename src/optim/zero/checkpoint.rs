@@ -8,7 +8,7 @@ use crate::optim::rule::UpdateRule;
 use crate::optim::shards::{Expected, Shards, key, kind};
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Dict, Loader, StateDict};
+use crate::state::{self, Dict, Loader, StateDict, piece_key};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
@@ -153,7 +153,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         for piece in self.pieces().filter(|_| is_saved) {
             for (name, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
                 let key = key(&self.parameters[piece.parameter].name, name);
-                dict.insert(format!("{key}@{}", piece.start), state.clone());
+                dict.insert(piece_key(&key, piece.start), state.clone());
             }
         }
         Ok(dict)

@@ -39,13 +39,13 @@ fn work_without_progress_is_given_up() {
         let (end, ended) = mpsc::channel::<()>();
         let rank = pg.rank();
         // Blocks until the end of the test, like a system call that does not return.
-        let work = move |_: &Progress| {
+        let work = move |_: &Progress, _: &mut NextPart| {
             if rank == 0 {
                 let _ = ended.recv();
             }
             Ok(())
         };
-        let error = pg.agree_on_work(work, Duration::from_secs(2)).unwrap_err();
+        let error = pg.agree_on_work(work, Duration::from_secs(2), &mut || Ok(None)).unwrap_err();
         drop(end);
         pg.barrier()?;
         Ok(error)
@@ -80,6 +80,66 @@ fn the_failure_of_one_calls_off_the_work_of_the_others() {
     assert!(matches!(&errors[1].0, Error::InvalidArgument { .. }), "{errors:?}");
     assert!(matches!(&errors[0].1, Error::RankFailed { rank: 1, reason } if reason.contains("a panic")), "{errors:?}");
     assert!(matches!(&errors[1].1, Error::Io { .. }), "{errors:?}");
+}
+
+/// Rank 1 sends numbers to rank 0's work, which asks for `asks` of them and fails after `fails`.
+fn sent(
+    pg: &ProcessGroup,
+    there: usize,
+    asks: usize,
+    fails: Option<usize>,
+    refuses: Option<usize>,
+) -> Result<Vec<f32>> {
+    let (rank, mut number) = (pg.rank(), 0);
+    let work = move |_: &Progress, next: &mut NextPart| {
+        let asks = if rank == 0 { asks } else { 0 };
+        let of = |index| match Some(index) == fails {
+            true => Err(Error::invalid("path", "it is full")),
+            false => Ok(next().map_err(|error| Error::io("waiting", error))?.to_vec1::<f32>()?[0]),
+        };
+        (0..asks).map(of).collect()
+    };
+    pg.agree_on_work(work, LONG, &mut || {
+        number += 1;
+        if number > there {
+            return Ok(None);
+        }
+        if rank == 1 && Some(number) == refuses {
+            return Err(Error::invalid("device", "it is gone"));
+        }
+        let part = Tensor::full(number as f32, 1, &Device::Cpu)?;
+        match rank {
+            0 => pg.recv(&part.zeros_like()?, 1).map(|()| Some(part)),
+            _ => pg.send(&part, 0).map(|()| None),
+        }
+    })
+}
+
+#[test]
+fn work_gets_the_parts_that_it_asks_for() {
+    // Asking for one more than there are is not an error of the ranks that send.
+    for (there, asks) in [(0, 0), (1, 1), (5, 5), (5, 2)] {
+        let found = ranks(LONG, |pg| {
+            let found = sent(&pg, there, asks, None, None)?;
+            pg.barrier()?;
+            Ok(found)
+        });
+        assert_eq!(found[0], (1..=asks).map(|number| number as f32).collect::<Vec<_>>(), "{there}, {asks}");
+    }
+}
+
+#[test]
+fn work_that_fails_while_parts_are_sent_fails_on_all_ranks() {
+    let errors = ranks(LONG, |pg| {
+        let full = sent(&pg, 5, 5, Some(2), None).unwrap_err();
+        // The group is as it was.
+        pg.barrier()?;
+        let gone = sent(&pg, 5, 5, None, Some(3)).unwrap_err();
+        Ok((full, gone.to_string()))
+    });
+    assert!(matches!(&errors[0].0, Error::InvalidArgument { .. }), "{errors:?}");
+    assert!(matches!(&errors[1].0, Error::RankFailed { rank: 0, reason } if reason.contains("full")), "{errors:?}");
+    assert!(errors.iter().all(|(_, gone)| gone.contains("it is gone")), "{errors:?}");
 }
 
 /// The CPU engine with a property of GPU engines: `wait` only orders work, and does not report failures.

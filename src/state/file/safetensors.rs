@@ -1,29 +1,19 @@
-//! The safetensors format, read and written tensor by tensor, so that no file is in memory twice.
-use super::{PreparedFile, Progress};
-use crate::panic::lock;
-use crate::state::fingerprint::{FileHash, of_bytes, of_tensor, summary};
+//! The safetensors format, read tensor by tensor, so that no file is in memory twice.
+use super::bytes::{Bytes, Hashed, PartHashes};
+use crate::state::fingerprint::{FileHash, of_content, summary};
 use crate::{Error, Result};
 use candle_core::safetensors::Load;
 use candle_core::{DType, Device, Tensor};
+use candle_ddp_rendezvous::hash::content_of_parts;
 pub(crate) use candle_ddp_tensor::Readable;
 use candle_ddp_tensor::read_tensor;
-use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView, View};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-
-/// The contents of a file, or what is wrong with it.
-pub(crate) type Parsed = std::result::Result<Contents, Flaw>;
-
-/// The contents of a file.
-pub(crate) struct Contents {
-    pub(crate) tensors: HashMap<String, Readable>,
-    /// The hash of the tensors, which the file has and which is right. Files of other programs have none.
-    pub(crate) hash: Option<FileHash>,
-}
 
 /// The fault of a file, as the end of a sentence that begins with `it is`.
 pub(crate) enum Flaw {
@@ -47,117 +37,30 @@ impl fmt::Display for Flaw {
 }
 
 /// The entry of the metadata with the hash of the tensors.
-const HASH: &str = "candle_ddp.hash";
+pub(super) const HASH: &str = "candle_ddp.hash";
 /// How a header begins, up to the hash. Transformers refuses a file that has metadata without a format.
-const BEGINNING: &str = r#"{"__metadata__":{"format":"pt","candle_ddp.hash":""#;
+pub(super) const BEGINNING: &str = r#"{"__metadata__":{"format":"pt","candle_ddp.hash":""#;
 /// The length of the header's length, with which a file begins.
-const LENGTH: usize = 8;
+pub(super) const LENGTH: usize = 8;
 
 /// The format's own library refuses longer headers.
 pub(crate) const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Writes `tensors` to a file that appears complete or not at all.
-pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
-    let (file, _) = WriteJob::new(path, tensors)?.run(&Progress::default())?;
-    Ok(file.commit()?)
-}
-
-/// A file that is ready to be written, on any thread.
-pub(crate) struct WriteJob {
-    path: PathBuf,
-    header: Vec<u8>,
-    tensors: Vec<(String, Tensor)>,
-}
-
-impl WriteJob {
-    /// Waits for the work queued on the tensors' devices: on GPUs, another thread has another queue.
-    pub(crate) fn new(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<Self> {
-        let invalid = |reason: String| Error::invalid("tensors", format!("they cannot be written: {reason}"));
-        let mut sorted = Vec::with_capacity(tensors.len());
-        let mut devices: Vec<&Device> = Vec::new();
-        for (name, tensor) in tensors {
-            let dtype = tensor.dtype();
-            if matches!(dtype, DType::F6E2M3 | DType::F6E3M2 | DType::F4 | DType::F8E8M0) {
-                return Err(Error::parameter(name, format!("candle cannot write dtype {}", dtype.as_str())));
-            }
-            if !devices.iter().any(|device| device.same_device(tensor.device())) {
-                devices.push(tensor.device());
-                tensor.device().synchronize()?;
-            }
-            sorted.push((Dtype::from(dtype), name, tensor));
-        }
-        // The format requires dtypes of larger alignment first.
-        sorted.sort_by(|(dtype, name, _), (other, other_name, _)| other.cmp(dtype).then(name.cmp(other_name)));
-        let mut end = 0;
-        let infos = sorted.iter().map(|(dtype, name, tensor)| {
-            let start = end;
-            end += View::data_len(*tensor);
-            (name.to_string(), TensorInfo { dtype: *dtype, shape: tensor.dims().to_vec(), data_offsets: (start, end) })
-        });
-        let metadata = Metadata::new(None, infos.collect()).map_err(|error| invalid(error.to_string()))?;
-        let infos = serde_json::to_string(&metadata).map_err(|error| invalid(error.to_string()))?;
-        let infos = infos.trim_start_matches('{');
-        let comma = if infos == "}" { "" } else { "," };
-        // `run` replaces the zeros.
-        let mut header =
-            format!(r#"{BEGINNING}{:0digits$}"}}{comma}{infos}"#, 0, digits = FileHash::DIGITS).into_bytes();
-        header.resize(header.len().next_multiple_of(8), b' ');
-        if header.len() as u64 > LONGEST_HEADER {
-            return Err(invalid(format!(
-                "their names and shapes take {} bytes, more than the format allows",
-                header.len()
-            )));
-        }
-        let tensors = sorted.into_iter().map(|(_, name, tensor)| (name.clone(), tensor.clone())).collect();
-        Ok(Self { path: path.to_path_buf(), header, tensors })
-    }
-
-    /// Writes the file, with the hash of its tensors, which is also returned.
-    pub(crate) fn run(&self, progress: &Progress) -> Result<(PreparedFile, FileHash)> {
-        let mut hash = FileHash(0);
-        let file = PreparedFile::write(&self.path, progress, |file| {
-            file.write_all(&(self.header.len() as u64).to_le_bytes())?;
-            file.write_all(&self.header)?;
-            let mut hashes = BTreeMap::new();
-            for (name, tensor) in &self.tensors {
-                // On the CPU, `data` does not fail.
-                let tensor = tensor.to_device(&Device::Cpu).map_err(io::Error::other)?;
-                let values = View::data(&tensor);
-                hashes.insert(name.clone(), of_bytes(tensor.dtype(), tensor.dims(), &values));
-                file.write_all(&values)?;
-            }
-            hash = FileHash(summary(&hashes));
-            file.overwrite((LENGTH + BEGINNING.len()) as u64, hash.to_string().as_bytes())
-        })?;
-        Ok((file, hash))
-    }
-}
-
-/// Reads all tensors of a safetensors file.
+/// Reads all tensors of the file of a state.
 pub(crate) fn read_safetensors(path: &Path) -> Result<HashMap<String, Tensor>> {
-    read_with_hash(path).map(|(tensors, _)| tensors)
+    read_state(path, None)
 }
 
-/// Reads all tensors of the safetensors file that has this hash.
-pub(crate) fn read_hashed_safetensors(path: &Path, expected: FileHash) -> Result<HashMap<String, Tensor>> {
-    match read_with_hash(path)? {
-        (tensors, Some(hash)) if hash == expected => Ok(tensors),
-        (_, other) => {
-            let has = other.map_or("has no hash".to_string(), |other| format!("has the hash {other}"));
-            let reason =
-                format!("{} {has}, and the file that was saved had {expected}: it is another file", path.display());
-            Err(Error::invalid("path", reason))
-        }
-    }
+/// Reads all tensors of the file of a state, which must have this hash.
+pub(crate) fn read_state(path: &Path, expected: Option<FileHash>) -> Result<HashMap<String, Tensor>> {
+    let tensors = SafetensorsFile::of_state(path, expected)?.read_all()?;
+    let tensors = tensors.map_err(|flaw| wrong(path, format_args!("is {flaw}")))?;
+    require_all(tensors).map_err(|reason| wrong(path, format_args!("cannot be read: {reason}")))
 }
 
-fn read_with_hash(path: &Path) -> Result<(HashMap<String, Tensor>, Option<FileHash>)> {
-    let parsed = File::open(path).and_then(|mut file| parse_safetensors(&mut file));
-    let Contents { tensors, hash } = parsed
-        .map_err(|error| Error::io(format!("reading {}", path.display()), error))?
-        .map_err(|flaw| Error::invalid("path", format!("{} is {flaw}", path.display())))?;
-    let tensors = require_all(tensors);
-    Ok((tensors.map_err(|reason| Error::invalid("path", format!("{}: {reason}", path.display())))?, hash))
+/// The error for the file of a state.
+pub(crate) fn wrong(path: &Path, reason: impl fmt::Display) -> Error {
+    Error::invalid("path", format!("{} {reason}", path.display()))
 }
 
 /// Returns the tensors if all of them can be read; otherwise why the first one cannot.
@@ -169,54 +72,138 @@ pub(crate) fn require_all(tensors: HashMap<String, Readable>) -> std::result::Re
     }
 }
 
-/// Reads the tensors of a safetensors file from its beginning, and checks their hash if the file has one.
-pub(crate) fn parse_safetensors(file: &mut File) -> io::Result<Parsed> {
-    let (metadata, data) = match parse_header(file)? {
-        Ok(parsed) => parsed,
-        Err(reason) => return Ok(Err(Flaw::Format(reason))),
-    };
-    let mut tensors = HashMap::new();
-    for (name, info) in metadata.tensors() {
-        file.seek(SeekFrom::Start(data + info.data_offsets.0 as u64))?;
-        tensors.insert(name, read(file, info)?);
-    }
-    let Some(stated) = metadata.metadata().as_ref().and_then(|entries| entries.get(HASH)) else {
-        return Ok(Ok(Contents { tensors, hash: None }));
-    };
-    // This crate writes no tensor that it cannot read.
-    let readable = tensors.iter().filter_map(|(name, tensor)| Some((name, tensor.as_ref().ok()?)));
-    let hashes = readable.map(|(name, tensor)| Ok((name.clone(), of_tensor(tensor)?)));
-    let hash = FileHash(summary(&hashes.collect::<Result<_>>().map_err(io::Error::other)?));
-    Ok(if *stated == hash.to_string() { Ok(Contents { tensors, hash: Some(hash) }) } else { Err(Flaw::Damage) })
-}
-
-/// A safetensors file whose tensors are read when they are asked for.
+/// A safetensors file whose tensors, or parts of them, are read when they are asked for.
 #[derive(Debug)]
 pub(crate) struct SafetensorsFile {
-    file: Mutex<File>,
+    path: PathBuf,
+    file: File,
     metadata: Metadata,
     /// Where the tensors' bytes begin.
     data: u64,
 }
 
 impl SafetensorsFile {
-    pub(crate) fn open(path: &Path) -> io::Result<std::result::Result<Self, Flaw>> {
-        let mut file = File::open(path)?;
-        let header = parse_header(&mut file)?.map_err(Flaw::Format);
-        Ok(header.map(|(metadata, data)| Self { file: Mutex::new(file), metadata, data }))
+    pub(crate) fn open(path: &Path) -> Result<std::result::Result<Self, Flaw>> {
+        let io = |error| Error::io(format!("reading {}", path.display()), error);
+        let mut file = File::open(path).map_err(io)?;
+        let header = parse_header(&mut file).map_err(io)?.map_err(Flaw::Format);
+        Ok(header.map(|(metadata, data)| Self { path: path.to_path_buf(), file, metadata, data }))
     }
 
+    /// Opens the file of a state, which must say that it has this hash if one is expected.
+    pub(crate) fn of_state(path: &Path, expected: Option<FileHash>) -> Result<Self> {
+        let file = Self::open(path)?.map_err(|flaw| wrong(path, format_args!("is {flaw}")))?;
+        match expected.map(|hash| hash.to_string()) {
+            Some(expected) if file.hash() != Some(&expected) => {
+                let has = file.hash().map_or("has no hash".to_string(), |other| format!("has the hash {other}"));
+                let reason = format_args!("{has}, and the file that was saved had {expected}: it is another file");
+                Err(wrong(path, reason))
+            }
+            _ => Ok(file),
+        }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// In the order of their bytes.
     pub(crate) fn names(&self) -> Vec<String> {
         self.metadata.offset_keys()
     }
 
-    /// None if the file has no tensor of this name.
-    pub(crate) fn read(&self, name: &str) -> io::Result<Option<Readable>> {
-        let Some(info) = self.metadata.info(name) else { return Ok(None) };
-        let mut file = lock(&self.file);
-        file.seek(SeekFrom::Start(self.data + info.data_offsets.0 as u64))?;
-        read(&mut file, info).map(Some)
+    /// The dtype with which a tensor is read, and its shape, or the reason why it cannot be read. None if the file does not have it.
+    pub(crate) fn entry(&self, name: &str) -> Option<std::result::Result<(DType, &[usize]), String>> {
+        let info = self.metadata.info(name)?;
+        Some(dtype_of(info).map(|dtype| (dtype, info.shape.as_slice())))
     }
+
+    /// None if the file has no tensor of this name.
+    pub(crate) fn read(&self, name: &str) -> Result<Option<Readable>> {
+        let Some(info) = self.metadata.info(name) else { return Ok(None) };
+        let elements = read(&mut self.bytes_of(info, Hashed::Nothing), info, 0..info.shape.iter().product());
+        elements.map_err(|error| self.reading(name, error)).map(|elements| Some(shaped(elements, &info.shape)))
+    }
+
+    /// Reads all tensors, and checks their hash if the file has one.
+    pub(crate) fn read_all(&self) -> Result<std::result::Result<HashMap<String, Readable>, Flaw>> {
+        let mut tensors = HashMap::new();
+        let all = |_: &str, shape: &[usize]| Some(0..shape.iter().product());
+        let hashes = self.scan(Hashed::All, all, |name, shape, elements| {
+            tensors.insert(name.to_string(), shaped(elements, shape));
+            Ok(())
+        })?;
+        Ok(self.check(&hashes).map(|()| tensors))
+    }
+
+    /// Gives `each` the elements of tensors for which `wanted` asks, in the order of the file; both get names and shapes, and elements
+    /// come as a list. Returns the hashes of the parts of all tensors, in the same order, if the file has a hash.
+    pub(crate) fn scan(
+        &self,
+        hashed: Hashed,
+        wanted: impl Fn(&str, &[usize]) -> Option<Range<usize>>,
+        mut each: impl FnMut(&str, &[usize], Readable) -> Result<()>,
+    ) -> Result<Vec<PartHashes>> {
+        let mut hashes = Vec::new();
+        for name in self.names() {
+            let Some(info) = self.metadata.info(&name) else { continue };
+            let mut bytes = self.bytes_of(info, if self.hash().is_some() { hashed } else { Hashed::Nothing });
+            if let Some(range) = wanted(&name, &info.shape) {
+                let elements = read(&mut bytes, info, range).map_err(|error| self.reading(&name, error))?;
+                each(&name, &info.shape, elements)?;
+            }
+            hashes.push(bytes.finish().map_err(|error| self.reading(&name, error))?);
+        }
+        Ok(hashes)
+    }
+
+    /// Reads and hashes the parts that have no hash and for which `is_own` says so.
+    pub(crate) fn hash_rest(&self, hashes: &mut [PartHashes], mut is_own: impl FnMut() -> bool) -> Result<()> {
+        for (name, hashes) in self.names().iter().zip(hashes) {
+            let Some(info) = self.metadata.info(name) else { continue };
+            for (index, hash) in hashes.iter_mut().enumerate().filter(|(_, hash)| hash.is_none()) {
+                if is_own() {
+                    *hash = self.bytes_of(info, Hashed::All).hash(index).map_err(|error| self.reading(name, error))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the hash, if the file has one, by those of all parts.
+    pub(crate) fn check(&self, hashes: &[PartHashes]) -> std::result::Result<(), Flaw> {
+        let Some(stated) = self.hash() else { return Ok(()) };
+        let mut tensors = BTreeMap::new();
+        for (name, hashes) in self.names().into_iter().zip(hashes) {
+            let Some(info) = self.metadata.info(&name) else { continue };
+            let length = info.data_offsets.1 - info.data_offsets.0;
+            let content = content_of_parts(length, hashes.iter().map(|hash| hash.unwrap_or_default()));
+            // This crate writes no tensor that it cannot read.
+            if let Ok(dtype) = dtype_of(info) {
+                tensors.insert(name, of_content(dtype, &info.shape, content));
+            }
+        }
+        if *stated == FileHash(summary(&tensors)).to_string() { Ok(()) } else { Err(Flaw::Damage) }
+    }
+
+    /// The hash that the file says its tensors have.
+    pub(crate) fn hash(&self) -> Option<&String> {
+        self.metadata.metadata().as_ref()?.get(HASH)
+    }
+
+    fn bytes_of(&self, info: &TensorInfo, hashed: Hashed) -> Bytes<'_> {
+        let (start, end) = info.data_offsets;
+        Bytes::new(&self.file, self.data + start as u64..self.data + end as u64, hashed)
+    }
+
+    fn reading(&self, name: &str, error: io::Error) -> Error {
+        Error::io(format!("reading {name} from {}", self.path.display()), error)
+    }
+}
+
+/// A tensor of these elements.
+fn shaped(elements: Readable, shape: &[usize]) -> Readable {
+    elements.and_then(|elements| elements.reshape(shape).map_err(|error| error.to_string()))
 }
 
 /// Returns the header, and where the tensors' bytes begin.
@@ -253,24 +240,37 @@ fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u6
     Ok(Ok((metadata, LENGTH as u64 + length)))
 }
 
-fn read(file: &mut File, info: &TensorInfo) -> io::Result<Readable> {
-    let TensorInfo { dtype, shape, data_offsets: (start, end) } = info;
+/// The dtype with which a tensor is read.
+fn dtype_of(TensorInfo { dtype, shape, .. }: &TensorInfo) -> std::result::Result<DType, String> {
     // candle multiplies dimensions without overflow checks, even if one of them is zero.
     if shape.iter().try_fold(1usize, |size, dim| size.checked_mul((*dim).max(1))).is_none() {
-        return Ok(Err(format!("its shape {shape:?} is too large")));
+        return Err(format!("its shape {shape:?} is too large"));
     }
     match dtype {
-        Dtype::BOOL => read_tensor(file, DType::U8, shape),
+        Dtype::BOOL => Ok(DType::U8),
+        Dtype::U16 => Ok(DType::U32),
+        _ => DType::try_from(*dtype).map_err(|_| format!("candle has no dtype for {dtype}")),
+    }
+}
+
+/// Reads these elements of a tensor, as a list.
+fn read(bytes: &mut Bytes, info: &TensorInfo, range: Range<usize>) -> io::Result<Readable> {
+    let dtype = match dtype_of(info) {
+        Ok(dtype) => dtype,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    match info.dtype {
         // candle widens the first dtype, and keeps the others.
         Dtype::U16 | Dtype::F4 | Dtype::F6_E2M3 | Dtype::F6_E3M2 | Dtype::F8_E8M0 => {
-            let mut bytes = vec![0; end - start];
-            file.read_exact(&mut bytes)?;
-            let view = TensorView::new(*dtype, shape.clone(), &bytes).map_err(|error| error.to_string());
-            Ok(view.and_then(|view| view.load(&Device::Cpu).map_err(|error| error.to_string())))
+            let mut all = vec![0; info.data_offsets.1 - info.data_offsets.0];
+            bytes.read_exact(&mut all)?;
+            let view = TensorView::new(info.dtype, info.shape.clone(), &all).map_err(|error| error.to_string());
+            let elements = |tensor: Tensor| tensor.flatten_all()?.narrow(0, range.start, range.len());
+            Ok(view.and_then(|view| view.load(&Device::Cpu).and_then(elements).map_err(|error| error.to_string())))
         }
-        _ => match DType::try_from(*dtype) {
-            Ok(dtype) => read_tensor(file, dtype, shape),
-            Err(_) => Ok(Err(format!("candle has no dtype for {dtype}"))),
-        },
+        _ => {
+            bytes.skip((range.start * dtype.size_in_bytes()) as u64)?;
+            read_tensor(bytes, dtype, &[range.len()])
+        }
     }
 }

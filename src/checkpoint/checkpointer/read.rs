@@ -1,0 +1,56 @@
+//! Reading a part: each rank has no more of it in memory than it needs.
+use super::index::{Part, Written};
+use crate::Result;
+use crate::state::file::{Hashed, SafetensorsFile, read_state, wrong};
+use crate::state::{Dict, Held, StateDict};
+use std::path::Path;
+
+/// A part that was read.
+pub(super) enum Saved {
+    Whole(Dict),
+    /// In the order of the ranks that saved them.
+    Shards(Vec<Dict>),
+}
+
+/// Reads the parts of a checkpoint.
+pub(super) struct Reader<'a> {
+    pub(super) folder: &'a Path,
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+}
+
+impl Reader<'_> {
+    /// What was saved of the part that `state` is.
+    pub(super) fn read(&self, part: &Part, state: &dyn StateDict) -> Result<Saved> {
+        let all = |Written { name, hash, .. }: &Written| read_state(&self.folder.join(name), *hash);
+        if let (false, [file]) = (part.sharded, &*part.files) {
+            return all(file).map(Saved::Whole);
+        }
+        let held = state.sharded_state_dict()?.as_ref().and_then(Held::of);
+        let shards = part.files.iter().enumerate().map(|(index, file)| match &held {
+            Some(held) => self.read_held(index, file, held),
+            None => all(file),
+        });
+        shards.collect::<Result<_>>().map(Saved::Shards)
+    }
+
+    /// Reads what this rank needs of a shard. One rank checks the hash, for which it reads the whole file, and forgets the rest.
+    fn read_held(&self, index: usize, Written { name, hash, .. }: &Written, held: &Held) -> Result<Dict> {
+        let path = self.folder.join(name);
+        let file = SafetensorsFile::of_state(&path, *hash)?;
+        let mut shard = Dict::new();
+        let needs = |key: &str, shape: &[usize]| held.needs(key, shape.iter().product());
+        let is_checked = index % self.world_size == self.rank;
+        let hashed = if is_checked { Hashed::All } else { Hashed::Nothing };
+        let hashes = file.scan(
+            hashed,
+            |key, shape| Some(needs(key, shape)),
+            |key, shape, elements| {
+                let part = elements.map_err(|reason| wrong(&path, format_args!("cannot be read: {key}: {reason}")))?;
+                Held::add(&mut shard, key, shape, needs(key, shape), part)
+            },
+        )?;
+        let checked = if is_checked { file.check(&hashes) } else { Ok(()) };
+        checked.map_err(|flaw| wrong(&path, format_args!("is {flaw}"))).map(|()| shard)
+    }
+}
