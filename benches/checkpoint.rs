@@ -2,20 +2,29 @@
 //!
 //! ```text
 //! cargo bench --bench checkpoint [-- --rounds 20 --ranks 1 --parameters 25000000 --folder FOLDER]
+//! cargo bench --bench checkpoint -- --resume 2000 --ranks 2 --rounds 5
 //! ```
 //!
 //! The state belongs to AdamW: a model of f32 and two moments of each parameter, in tensors of 512 × 1024 elements. Each
 //! round measures, one after the other, a copy of the whole state into memory that is there already (one thread,
 //! `copy_from_slice`), and a save, which then is waited for, so that nothing is written while the next round copies. With
 //! several ranks, which are threads, rank 0 saves, and the save is measured there. The first save, which has to get its
-//! memory from the system, is listed separately. Without `--bench` (as under `cargo test`), it runs two rounds with a small state
+//! memory from the system, is listed separately.
+//!
+//! With `--resume` it measures instead in which time the ranks load so many megabytes: the pieces of a sharded model and its
+//! optimizer that a `Checkpointer` has saved, and a whole file of weights. This is compared with the time in which they read the same
+//! files, each rank its part, from the system's cache and from the disk.
+//!
+//! Without `--bench` (as under `cargo test`), it runs two rounds with a small state
 //! as a smoke test.
 #[path = "../examples/common/median.rs"]
 mod median;
+#[path = "checkpoint/resume.rs"]
+mod resume;
 
 use candle_core::{DType, Device, Storage, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::{ProcessGroup, Result};
+use candle_ddp::{Context, ProcessGroup, Result};
 use clap::Parser;
 use median::median;
 use std::collections::HashMap;
@@ -40,6 +49,9 @@ struct Options {
     /// The number of the model's parameters.
     #[arg(long, default_value_t = 25_000_000)]
     parameters: usize,
+    /// Measure the time to load so many megabytes instead.
+    #[arg(long, value_name = "MEGABYTES")]
+    resume: Option<usize>,
     /// Where checkpoints are written (default: a folder in the system's folder for temporary files).
     #[arg(long)]
     folder: Option<PathBuf>,
@@ -123,10 +135,19 @@ fn rank(pg: &ProcessGroup, rounds: usize, parameters: usize, folder: &Path) -> R
 fn bench(options: &Options) -> Result<()> {
     let folder = options.folder.clone().unwrap_or_else(std::env::temp_dir);
     let folder = folder.join(format!("candle-ddp-checkpoint-bench-{}", std::process::id()));
-    let lines = candle_ddp::spawn(options.ranks, |pg| rank(&pg, options.rounds, options.parameters, &folder));
-    if let Err(error) = std::fs::remove_dir_all(&folder) {
-        eprintln!("{} stays: {error}", folder.display());
+    let remove = || {
+        if let Err(error) = std::fs::remove_dir_all(&folder) {
+            eprintln!("{} stays: {error}", folder.display());
+        }
+    };
+    if let Some(megabytes) = options.resume {
+        std::fs::create_dir_all(&folder).context("making a folder")?;
+        let measured = resume::bench(options.ranks, options.rounds, megabytes, &folder);
+        remove();
+        return measured;
     }
+    let lines = candle_ddp::spawn(options.ranks, |pg| rank(&pg, options.rounds, options.parameters, &folder));
+    remove();
     println!("| ranks | state, MiB | memcpy, ms | save, ms | save / memcpy | first save, ms | durable after, ms |");
     println!("|---|---|---|---|---|---|---|\n{}", lines?[0]);
     Ok(())
@@ -135,8 +156,9 @@ fn bench(options: &Options) -> Result<()> {
 fn main() -> ExitCode {
     // Other arguments are for cargo test's own harness.
     let measure = std::env::args().any(|argument| argument == "--bench");
-    let smoke = Options { bench: false, rounds: 2, ranks: 2, parameters: 2 * TENSOR, folder: None };
-    match bench(&if measure { Options::parse() } else { smoke }) {
+    let options = || Options { bench: false, rounds: 2, ranks: 2, parameters: 2 * TENSOR, resume: None, folder: None };
+    let smoke = || bench(&options()).and_then(|()| bench(&Options { resume: Some(20), ..options() }));
+    match if measure { bench(&Options::parse()) } else { smoke() } {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
