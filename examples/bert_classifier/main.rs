@@ -27,7 +27,6 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Re
 use candle_nn::VarMap;
 use clap::Parser;
 use clap::builder::ArgPredicate;
-use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash, require};
@@ -145,7 +144,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
     require_rest("--epochs", epochs_done, options.epochs)?;
 
-    let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), epochs_done > 0)?;
+    let mut writer = options.training.writer(pg, epochs_done)?;
     let mut summary = Summary::new("sentences");
     let mut validation_accuracy = 0.;
     for epoch in epochs_done + 1..=options.epochs {
@@ -181,13 +180,14 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         if pg.rank() == 0 {
             println!("epoch {epoch:>2}: loss {train_loss:.4}, validation accuracy {:.2} %", 100. * validation_accuracy);
         }
-        metrics.write(&serde_json::json!({
-            "epoch": epoch,
-            "train_loss": train_loss,
-            "validation_accuracy": validation_accuracy,
-            "learning_rate": training.optimizer.learning_rate(),
-            "parameter_hash": parameter_hash(&ddp)?.to_string(),
-        }))?;
+        let parameter_hash = parameter_hash(&ddp)?.to_string();
+        writer.write(&[
+            ("epoch", epoch.into()),
+            ("train_loss", train_loss.into()),
+            ("validation_accuracy", validation_accuracy.into()),
+            ("learning_rate", training.optimizer.learning_rate().into()),
+            ("parameter_hash", parameter_hash.as_str().into()),
+        ])?;
         if let Some(checkpointer) = &mut checkpointer {
             checkpointer.save(epoch, (&mut training, ("dropout", &mut dropout)))?;
         }

@@ -28,7 +28,6 @@ use candle_ddp::{
 use candle_nn::{VarBuilder, VarMap};
 use clap::{ArgAction, Parser};
 use common::hash;
-use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::Summary;
@@ -148,7 +147,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     require_rest("--steps", step, options.steps)?;
 
-    let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), step > 0)?;
+    let mut writer = options.training.writer(pg, step)?;
     let mut progress =
         Progress::new(pg, "steps".to_string(), options.steps.saturating_sub(step) as usize, "characters");
     let mut summary = Summary::new("characters");
@@ -176,14 +175,16 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
             let [loss] = pg.all_reduce_scalars([std::mem::take(&mut loss_sum)], ReduceOp::Avg)?;
             summary.count(seen);
+            let speed = summary.samples_per_second(pg, seen);
             progress.step(std::mem::take(&mut seen), loss);
-            metrics.write(&serde_json::json!({
-                "step": step,
-                "loss": loss,
-                "learning_rate": training.optimizer.learning_rate(),
-                "grad_norm": grad_norm,
-                "seconds": summary.seconds(),
-            }))?;
+            writer.write(&[
+                ("step", step.into()),
+                ("loss", loss.into()),
+                ("learning_rate", training.optimizer.learning_rate().into()),
+                ("grad_norm", grad_norm.into()),
+                ("seconds", summary.seconds().into()),
+                ("characters_per_second", speed.into()),
+            ])?;
             training.schedule.step(&mut training.optimizer)?;
             if let Some(checkpointer) = &mut checkpointer {
                 checkpointer.save_if_due(step, &mut training)?;
@@ -200,10 +201,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     let loss = validate(&ddp, &validation_loader)?;
     summary.print(&ddp, &[("validation loss", format!("{loss:.4} per character"))])?;
-    metrics.write(&serde_json::json!({
-        "validation_loss": loss,
-        "parameter_hash": common::summary::parameter_hash(&ddp)?.to_string(),
-    }))?;
+    let parameter_hash = common::summary::parameter_hash(&ddp)?.to_string();
+    writer.write(&[
+        ("step", step.into()),
+        ("validation_loss", loss.into()),
+        ("parameter_hash", parameter_hash.as_str().into()),
+    ])?;
     if let Some(folder) = &options.export {
         export(pg, folder, &config, &vocabulary, &training.varmap)?;
     }

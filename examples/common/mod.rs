@@ -6,7 +6,6 @@ pub(crate) mod digits;
 pub(crate) mod hash;
 pub(crate) mod median;
 pub(crate) mod memory;
-pub(crate) mod metrics;
 pub(crate) mod options;
 pub(crate) mod progress;
 pub(crate) mod run;

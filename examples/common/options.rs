@@ -2,6 +2,7 @@
 use candle_core::DType;
 use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision, OptLevel};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
+use candle_ddp::metrics::{Writer, WriterOptions};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
@@ -25,6 +26,9 @@ pub(crate) struct TrainOptions {
     /// Write one JSON object per line to this file (on rank 0).
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
+    /// Write event files for TensorBoard to this folder (on rank 0).
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) log_dir: Option<PathBuf>,
     /// Save everything that a later run needs to continue to this folder.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoints: Option<PathBuf>,
@@ -77,6 +81,13 @@ impl TrainOptions {
     pub(crate) fn checkpointer(&self, pg: &ProcessGroup, every: u64) -> Result<Option<Checkpointer>> {
         let options = CheckpointerOptions { every, resume: self.resume, ..Default::default() };
         self.checkpoints.as_ref().map(|folder| Checkpointer::new(pg, folder, options)).transpose()
+    }
+
+    /// Returns the writer of the run's metrics, after the `done` steps or epochs of the checkpoint.
+    pub(crate) fn writer(&self, pg: &ProcessGroup, done: u64) -> Result<Writer> {
+        let (lines, log_dir) = (self.metrics.clone(), self.log_dir.clone());
+        let purge_step = if done > 0 { done + 1 } else { 0 };
+        Writer::new(pg, WriterOptions { log_dir, lines, purge_step, ..Default::default() })
     }
 
     /// Returns the part of batch `index` of the `batches` that an epoch still has in its step.

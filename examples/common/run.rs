@@ -1,13 +1,12 @@
 //! The code around the loop of a program that trains for epochs: continuing from a checkpoint, adding up gradients, the progress
 //! bar, the metrics, a checkpoint after each epoch, and the summary.
-use super::metrics::Metrics;
 use super::options::{MicroBatch, TrainOptions, require_rest};
 use super::progress::Progress;
 use super::summary::{Summary, parameter_hash};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, Parts, Serde};
+use candle_ddp::metrics::Writer;
 use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
-use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 pub(crate) struct Run<'a> {
@@ -18,7 +17,7 @@ pub(crate) struct Run<'a> {
     epochs_done: u64,
     state: Serde<State>,
     checkpointer: Option<Checkpointer>,
-    metrics: Metrics,
+    writer: Writer,
     summary: Summary,
     /// Of the epoch: its progress and how many batches it has.
     progress: Option<Progress>,
@@ -51,6 +50,8 @@ impl<'a> Run<'a> {
         if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.resume) {
             epochs_done = checkpointer.load_latest((parts, ("run", &mut state)))?.unwrap_or(0);
         }
+        // Of an epoch that was not saved, the steps come again.
+        let writer = options.writer(pg, state.0.steps)?;
         Ok(Self {
             pg,
             options,
@@ -58,7 +59,7 @@ impl<'a> Run<'a> {
             epochs_done,
             state,
             checkpointer,
-            metrics: Metrics::create(pg, options.metrics.as_deref(), epochs_done > 0)?,
+            writer,
             summary: Summary::new("images"),
             progress: None,
             batches: 0,
@@ -121,12 +122,13 @@ impl<'a> Run<'a> {
         if let Some(progress) = &mut self.progress {
             progress.step(samples, loss);
         }
-        self.metrics.write(&serde_json::json!({
-            "step": self.state.0.steps,
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "seconds": self.summary.seconds(),
-        }))
+        self.writer.write(&[
+            ("step", self.state.0.steps.into()),
+            ("loss", loss.into()),
+            ("learning_rate", learning_rate.into()),
+            ("seconds", self.summary.seconds().into()),
+            ("images_per_second", self.summary.samples_per_second(self.pg, samples).into()),
+        ])
     }
 
     /// Writes down how good the model is after the epoch, with `more` that was measured, and saves `parts`, to which that
@@ -147,10 +149,12 @@ impl<'a> Run<'a> {
             let words: Vec<_> = scores.iter().map(|(name, score)| format!("{name} {:.2} %", 100. * score)).collect();
             println!("epoch {epoch:>3}: {}", words.join(", "));
         }
-        let mut line = Map::from_iter([("epoch".to_string(), epoch.into())]);
-        line.extend(scores.iter().map(|&(name, score)| (name.to_lowercase().replace(' ', "_"), score.into())));
-        line.insert("parameter_hash".to_string(), parameter_hash(ddp)?.to_string().into());
-        self.metrics.write(&Value::Object(line))?;
+        let names: Vec<_> = scores.iter().map(|(name, _)| name.to_lowercase().replace(' ', "_")).collect();
+        let parameter_hash = parameter_hash(ddp)?.to_string();
+        let mut fields = vec![("step", self.state.0.steps.into()), ("epoch", epoch.into())];
+        fields.extend(names.iter().zip(&scores).map(|(name, &(_, score))| (name.as_str(), score.into())));
+        fields.push(("parameter_hash", parameter_hash.as_str().into()));
+        self.writer.write(&fields)?;
 
         let state = &mut self.state.0;
         let is_best = score > state.best_score;

@@ -9,12 +9,15 @@ pub(crate) struct Summary {
     /// The unit of the count, such as "images".
     unit: &'static str,
     samples: usize,
+    /// When the speed was last asked for.
+    asked: Instant,
 }
 
 impl Summary {
     /// Starts the clock.
     pub(crate) fn new(unit: &'static str) -> Self {
-        Self { started: Instant::now(), unit, samples: 0 }
+        let now = Instant::now();
+        Self { started: now, unit, samples: 0, asked: now }
     }
 
     /// Counts the samples on which this rank has trained.
@@ -25,6 +28,12 @@ impl Summary {
     /// The seconds since the start.
     pub(crate) fn seconds(&self) -> f64 {
         self.started.elapsed().as_secs_f64()
+    }
+
+    /// The speed since the last call, if each rank has trained on so many samples since then.
+    pub(crate) fn samples_per_second(&mut self, pg: &ProcessGroup, samples: usize) -> f64 {
+        let since = std::mem::replace(&mut self.asked, Instant::now());
+        (samples * pg.world_size()) as f64 / (self.asked - since).as_secs_f64()
     }
 
     /// Prints, on rank 0, how much was trained, and `results` with their names. Every rank calls it.

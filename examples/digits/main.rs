@@ -20,7 +20,6 @@ use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::VarMap;
 use clap::Parser;
 use common::accuracy::accuracy;
-use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash, require};
@@ -103,7 +102,7 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     require_rest("--epochs", epochs_done, options.epochs)?;
 
-    let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), epochs_done > 0)?;
+    let mut writer = options.training.writer(pg, epochs_done)?;
     let mut summary = Summary::new("images");
     let mut test_accuracy = 0.;
     for epoch in epochs_done + 1..=options.epochs {
@@ -140,16 +139,19 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             );
         }
         let traffic = ddp.comm_hook_traffic();
-        metrics.write(&serde_json::json!({
-            "epoch": epoch,
-            "train_loss": train_loss,
-            "test_accuracy": test_accuracy,
-            "images_per_second": images_per_second,
-            "world_size": world_size,
-            "parameter_hash": parameter_hash(&ddp)?.to_string(),
-            "gradient_bytes": traffic.map(|traffic| traffic.gradient_bytes),
-            "bytes_sent": traffic.and_then(|traffic| traffic.bytes_sent),
-        }))?;
+        let parameter_hash = parameter_hash(&ddp)?.to_string();
+        let mut fields = vec![
+            ("epoch", epoch.into()),
+            ("train_loss", train_loss.into()),
+            ("test_accuracy", test_accuracy.into()),
+            ("images_per_second", images_per_second.into()),
+            ("world_size", world_size.into()),
+            ("parameter_hash", parameter_hash.as_str().into()),
+        ];
+        let gradient_bytes = traffic.map(|traffic| ("gradient_bytes", traffic.gradient_bytes.into()));
+        let bytes_sent = traffic.and_then(|traffic| Some(("bytes_sent", traffic.bytes_sent?.into())));
+        fields.extend([gradient_bytes, bytes_sent].into_iter().flatten());
+        writer.write(&fields)?;
         if let Some(checkpointer) = &mut checkpointer {
             checkpointer.save(epoch, &mut training)?;
         }

@@ -23,7 +23,6 @@ use candle_ddp::seed::{Generator, default_generator, seed_everything};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::VarMap;
 use clap::Parser;
-use common::metrics::Metrics;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash};
@@ -143,7 +142,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
     require_rest("--epochs", epochs_done, options.epochs)?;
 
-    let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), epochs_done > 0)?;
+    let mut writer = options.training.writer(pg, epochs_done)?;
     let mut summary = Summary::new("words");
     let mut perplexity = f64::NAN;
     for epoch in epochs_done + 1..=options.epochs {
@@ -180,13 +179,14 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
                 "epoch {epoch:>2}: loss {train_loss:.4}, validation loss {validation_loss:.4}, perplexity {perplexity:.2}"
             );
         }
-        metrics.write(&serde_json::json!({
-            "epoch": epoch,
-            "train_loss": train_loss,
-            "validation_loss": validation_loss,
-            "learning_rate": training.optimizer.learning_rate(),
-            "parameter_hash": parameter_hash(&ddp)?.to_string(),
-        }))?;
+        let parameter_hash = parameter_hash(&ddp)?.to_string();
+        writer.write(&[
+            ("epoch", epoch.into()),
+            ("train_loss", train_loss.into()),
+            ("validation_loss", validation_loss.into()),
+            ("learning_rate", training.optimizer.learning_rate().into()),
+            ("parameter_hash", parameter_hash.as_str().into()),
+        ])?;
         let is_best = !training.schedule.step(&mut training.optimizer, validation_loss)?;
         if let Some(checkpointer) = &mut checkpointer {
             match is_best {

@@ -1,4 +1,4 @@
-//! Metrics of an evaluation that are merged over ranks, with the numbers of torchmetrics.
+//! Metrics of an evaluation that are merged over ranks, with the numbers of torchmetrics, and the [`Writer`] of a run's metrics.
 //!
 //! Each rank updates its own metric with its own samples, and `compute`, or `all_reduce`, gives every rank the result for all. Samples are
 //! counted once if the sampler does not pad ([why](crate::data::Remainder::Uneven)); ranks may have different numbers of them.
@@ -27,12 +27,14 @@ mod in_order;
 mod multiclass_auroc;
 mod perplexity;
 mod scores;
+mod writer;
 
 pub use confusion_matrix::{Average, ConfusionMatrix};
 pub use in_order::gather_in_order;
 pub use multiclass_auroc::MulticlassAuroc;
 pub use perplexity::Perplexity;
 pub use scores::{BinaryAuroc, TopKAccuracy};
+pub use writer::{Field, Writer, WriterOptions};
 
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};

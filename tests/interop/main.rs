@@ -9,3 +9,4 @@ mod launch;
 #[path = "../common/pytorch.rs"]
 mod pytorch;
 mod store;
+mod writer;
