@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 /// Rows and columns of the matrices. Three of them fit into a core's cache of the second level.
 const SIZE: usize = 192;
+/// The same for tests.
+const SMALL: usize = 16;
 /// The bytes of a copy: more than the caches of a core hold.
 const COPIED: usize = 32 << 20;
 /// How long one repetition takes at least. A core that also runs something else is taken away for some milliseconds at a time.
@@ -28,16 +30,17 @@ pub(super) fn share(cpus: &[usize], local_rank: usize, local_world_size: usize) 
 }
 
 /// GFLOP/s of matrix products on each of these cores at the same time, or on one that the system chooses if there are none: the
-/// median of `repetitions`.
-pub(super) fn products(cpus: &[usize], repetitions: usize) -> Vec<(Option<usize>, f64)> {
+/// median of the repetitions.
+pub(super) fn products(cpus: &[usize], effort: Effort) -> Vec<(Option<usize>, f64)> {
+    let size = if effort.most_bytes < 4 * SIZE * SIZE { SMALL } else { SIZE };
     std::thread::scope(|scope| {
         let start = |cpu: Option<usize>| {
             let work = move || {
                 cpu.into_iter().for_each(pin);
-                let [left, right] = [0.5_f32, 0.25].map(|value| vec![value; SIZE * SIZE]);
-                let mut out = vec![0.0; SIZE * SIZE];
-                let flops = 2.0 * (SIZE * SIZE * SIZE) as f64;
-                rate(repetitions, || multiply(black_box(&left), black_box(&right), &mut out)) * flops / 1e9
+                let [left, right] = [0.5_f32, 0.25].map(|value| vec![value; size * size]);
+                let mut out = vec![0.0; size * size];
+                let flops = 2.0 * (size * size * size) as f64;
+                rate(effort.repetitions, || multiply(size, black_box(&left), black_box(&right), &mut out)) * flops / 1e9
             };
             // Where the system starts no more threads, the core counts as untested.
             (cpu, std::thread::Builder::new().spawn_scoped(scope, work))
@@ -93,20 +96,20 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// `out = left · right`.
-fn multiply(left: &[f32], right: &[f32], out: &mut [f32]) {
-    vectorise!(move || product(left, right, out));
+/// `out = left · right`, of matrices with `size` rows and columns, a multiple of 4.
+fn multiply(size: usize, left: &[f32], right: &[f32], out: &mut [f32]) {
+    vectorise!(move || product(size, left, right, out));
 }
 
 #[inline(always)]
-fn product(left: &[f32], right: &[f32], out: &mut [f32]) {
+fn product(size: usize, left: &[f32], right: &[f32], out: &mut [f32]) {
     out.fill(0.0);
-    for (out, left) in out.chunks_exact_mut(SIZE).zip(left.chunks_exact(SIZE)) {
-        for (left, right) in left.chunks_exact(4).zip(right.chunks_exact(4 * SIZE)) {
+    for (out, left) in out.chunks_exact_mut(size).zip(left.chunks_exact(size)) {
+        for (left, right) in left.chunks_exact(4).zip(right.chunks_exact(4 * size)) {
             let &[a, b, c, d] = left else { continue };
-            let (first, rest) = right.split_at(SIZE);
-            let (second, rest) = rest.split_at(SIZE);
-            let (third, fourth) = rest.split_at(SIZE);
+            let (first, rest) = right.split_at(size);
+            let (second, rest) = rest.split_at(size);
+            let (third, fourth) = rest.split_at(size);
             for ((((out, w), x), y), z) in out.iter_mut().zip(first).zip(second).zip(third).zip(fourth) {
                 *out += a * w + b * x + c * y + d * z;
             }
@@ -131,7 +134,7 @@ mod tests {
         let left: Vec<f32> = (0..SIZE * SIZE).map(|i| (i % 7) as f32).collect();
         let right: Vec<f32> = (0..SIZE * SIZE).map(|i| (i % 5) as f32).collect();
         let mut out = vec![1.0; SIZE * SIZE];
-        multiply(&left, &right, &mut out);
+        multiply(SIZE, &left, &right, &mut out);
         let (row, column) = (17, 101);
         let expected: f32 = (0..SIZE).map(|k| left[row * SIZE + k] * right[k * SIZE + column]).sum();
         assert_eq!(out[row * SIZE + column], expected);

@@ -53,7 +53,7 @@ fn measure(group: &Group, effort: Effort) -> Result<Measured> {
     let sharers = |ranks: &[(String, String)]| ranks.iter().filter(|other| **other == place).count();
     let own = compute::share(&cpus, sharers(places.get(..rank).unwrap_or_default()), sharers(&places));
     group.barrier()?;
-    let products = compute::products(&own, effort.repetitions);
+    let products = compute::products(&own, effort);
     group.barrier()?;
     let copy = compute::copy(own.first().copied(), effort);
     group.barrier()?;
