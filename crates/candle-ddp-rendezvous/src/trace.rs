@@ -104,6 +104,13 @@ struct Event {
 /// The most bytes of an event: reading a file that is not a trace takes no more memory.
 const LONGEST: u64 = 1 << 20;
 
+/// The whole events of a rank's file, as texts in JSON.
+#[doc(hidden)]
+pub fn events(file: &Path) -> Result<impl Iterator<Item = Result<String>>> {
+    let failed = |error| reading(file, error);
+    Ok(events_in(file).map_err(failed)?.map(move |event| event.map(|(_, text)| text).map_err(failed)))
+}
+
 fn events_in(file: &Path) -> io::Result<impl Iterator<Item = io::Result<(Event, String)>>> {
     Ok(events_of(BufReader::new(File::open(file)?)))
 }

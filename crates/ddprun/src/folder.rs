@@ -97,14 +97,15 @@ impl RunFolder {
 
     /// Returns the error that a worker wrote.
     pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<WorkerError> {
-        let mut bytes = Vec::new();
-        File::open(self.error_file(restart_count, local_rank)?)
-            .ok()?
-            .take(LONGEST_ERROR)
-            .read_to_end(&mut bytes)
-            .ok()?;
-        WorkerError::parse(&String::from_utf8_lossy(&bytes))
+        read_error(&self.error_file(restart_count, local_rank)?)
     }
+}
+
+/// Returns the error that a worker wrote to the file.
+pub(super) fn read_error(file: &Path) -> Option<WorkerError> {
+    let mut bytes = Vec::new();
+    File::open(file).ok()?.take(LONGEST_ERROR).read_to_end(&mut bytes).ok()?;
+    WorkerError::parse(&String::from_utf8_lossy(&bytes))
 }
 
 /// The content of a worker's error file.

@@ -33,6 +33,7 @@ mod nodes;
 mod numa;
 mod options;
 mod output;
+mod page;
 mod prefix;
 mod printer;
 mod processes;
@@ -113,6 +114,7 @@ fn run(mut cli: Cli) -> ExitCode {
     let result = match cli.mode.take().or_else(|| cli.former.mode(cli.options.no_secret)) {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
         Some(Mode::Explain { folder }) => explain(&folder),
+        Some(Mode::Report { folder, output }) => show_run(&folder, output.as_deref()),
         Some(Mode::Status { address, no_secret }) => show_status(&address, no_secret),
         Some(Mode::Check(check)) => check::cli(*check).and_then(|cli| start(cli, true)),
         Some(Mode::CheckWorker(manner)) => check::work(&manner).map(End::now),
@@ -171,6 +173,13 @@ fn merge_traces(folder: &Path) -> Result<End> {
 
 fn explain(folder: &Path) -> Result<End> {
     message(candle_ddp_rendezvous::flight_record::explain_folder(folder)?);
+    Ok(End::now(0))
+}
+
+fn show_run(folder: &Path, output: Option<&Path>) -> Result<End> {
+    let (path, notes) = page::write(folder, output)?;
+    notes.iter().for_each(message);
+    message(format_args!("{} shows the run: open it in a browser", path.display()));
     Ok(End::now(0))
 }
 

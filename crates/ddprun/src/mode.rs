@@ -39,6 +39,20 @@ pub(crate) enum Mode {
         folder: PathBuf,
     },
 
+    /// Shows a run as DIR/report.html, a page without scripts: its metrics over steps, how long each rank waits, the last steps of
+    /// all ranks side by side, and restarts.
+    ///
+    /// It looks for what the run has left in DIR and below: JSON lines of metrics (*.jsonl), the timelines of CANDLE_DDP_TRACE, and
+    /// the folder of --log-dir.
+    Report {
+        /// The folder.
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+        /// Writes the page to this file instead.
+        #[arg(long, short, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
+
     /// Merges the timelines that all ranks wrote to a folder because of CANDLE_DDP_TRACE into DIR/trace.json, for
     /// <https://ui.perfetto.dev>.
     MergeTraces {

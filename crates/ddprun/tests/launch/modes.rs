@@ -67,3 +67,35 @@ fn the_help_names_them() {
     let ran = Ran::new(&mut sandbox.ddprun(&["status", "--help"]));
     assert!(ran.code == Some(0) && ran.stdout.contains("CANDLE_DDP_SECRET_FILE"), "{ran:?}");
 }
+
+#[test]
+fn a_report_shows_what_a_run_has_left() {
+    let sandbox = Sandbox::new();
+    let script = "echo '{\"step\":1,\"loss\":0.5}' >>run$RANK.jsonl; [ $TORCHELASTIC_RESTART_COUNT = 1 ]";
+    let ran = Ran::new(&mut sandbox.ddprun(&[
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--log-dir=logs",
+        "--redirects=3",
+        "sh",
+        "-c",
+        script,
+    ]));
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    let ran = Ran::new(&mut sandbox.ddprun(&["report", "."]));
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    ran.says("./report.html shows the run");
+    let page = std::fs::read_to_string(sandbox.path("report.html")).unwrap();
+    for expected in
+        ["Metrics: run0.jsonl", "Metrics: run1.jsonl", "1 restart.", "<svg role=\"img\" aria-label=\"Loss\""]
+    {
+        assert!(page.contains(expected), "{expected}");
+    }
+    let ran = Ran::new(&mut sandbox.ddprun(&["report", "nowhere"]));
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    ran.says("nowhere");
+    std::fs::create_dir(sandbox.path("empty")).unwrap();
+    let ran = Ran::new(&mut sandbox.ddprun(&["report", "empty"]));
+    assert_eq!(ran.code, Some(2), "{ran:?}");
+    ran.says("empty has nothing to show");
+}

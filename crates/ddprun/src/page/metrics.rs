@@ -1,0 +1,151 @@
+//! The curves of a file of JSON lines.
+use super::series::Series;
+use super::{chart, html, number};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+/// The longest line that counts: a file that is something else takes no more memory.
+const LONGEST: u64 = 1 << 20;
+/// The most curves of a file.
+const CURVES: usize = 64;
+
+#[derive(Debug)]
+pub(super) struct Metrics {
+    name: String,
+    /// By position, "step" or "epoch", and name.
+    curves: BTreeMap<(&'static str, String), Series>,
+}
+
+/// Reads a file of JSON lines. `None` if it has no numbers.
+pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Option<Metrics> {
+    let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
+    let mut metrics = Metrics { name: name.clone(), curves: BTreeMap::new() };
+    match metrics.fill(file) {
+        Err(error) => notes.push(format!("{name} cannot be read: {error}")),
+        Ok(Skipped { lines, others, curves }) => {
+            if lines > 0 {
+                notes.push(format!("{name}: {lines} lines are torn, or are not JSON objects"));
+            }
+            if others > 0 {
+                notes.push(format!("{name}: {others} lines have no \"step\" and no \"epoch\""));
+            }
+            if curves {
+                notes.push(format!("{name}: only the first {CURVES} of its curves are shown"));
+            }
+        }
+    }
+    (!metrics.curves.is_empty()).then_some(metrics)
+}
+
+#[derive(Default)]
+struct Skipped {
+    lines: usize,
+    others: usize,
+    curves: bool,
+}
+
+impl Metrics {
+    fn fill(&mut self, file: &Path) -> std::io::Result<Skipped> {
+        let mut skipped = Skipped::default();
+        let mut file = BufReader::new(open(file)?);
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            if file.by_ref().take(LONGEST).read_until(b'\n', &mut line)? == 0 {
+                return Ok(skipped);
+            }
+            if line.trim_ascii().is_empty() {
+                continue;
+            }
+            match serde_json::from_slice::<Map<String, Value>>(&line) {
+                Ok(fields) => self.add(fields, &mut skipped),
+                Err(_) => skipped.lines += 1,
+            }
+        }
+    }
+
+    fn add(&mut self, fields: Map<String, Value>, skipped: &mut Skipped) {
+        let position = ["step", "epoch"].into_iter().find_map(|name| Some((name, fields.get(name)?.as_f64()?)));
+        let Some((position, at)) = position else {
+            skipped.others += 1;
+            return;
+        };
+        for (name, value) in fields {
+            // The position, and numbers that have no curve.
+            let value = match value {
+                _ if ["step", "epoch", "seconds", "world_size"].contains(&name.as_str()) => continue,
+                // What JSON has for NaN.
+                Value::Null => f64::NAN,
+                Value::Number(value) => value.as_f64().unwrap_or(f64::NAN),
+                _ => continue,
+            };
+            let key = (position, name);
+            if !self.curves.contains_key(&key) && self.curves.len() == CURVES {
+                skipped.curves = true;
+                continue;
+            }
+            self.curves.entry(key).or_default().push(at, value);
+        }
+    }
+
+    pub(super) fn html(&self) -> String {
+        let mut charts: BTreeMap<(Group<'_>, &str), Vec<chart::Curve<'_>>> = BTreeMap::new();
+        for ((position, name), series) in &self.curves {
+            charts.entry((Group::of(name), *position)).or_default().push((name, series.points()));
+        }
+        let mut figures = String::new();
+        for ((group, position), curves) in &charts {
+            for curves in curves.chunks(chart::MOST) {
+                figures += &chart::figure(&group.title(), position, curves);
+            }
+        }
+        let last = |((position, name), series): (&(&str, String), &Series)| {
+            let (at, value) = series.points().last()?;
+            Some([name.clone(), number::text(*value), format!("{position} {}", number::text(*at))])
+        };
+        let rows: Vec<[String; 3]> = self.curves.iter().filter_map(last).collect();
+        let table = html::table(["metric", "last value", "at"], &rows);
+        html::section(&format!("Metrics: {}", self.name), &format!("<div class=charts>{figures}</div>{table}"))
+    }
+}
+
+/// The curves that share a chart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Group<'a> {
+    Loss,
+    Score,
+    Speed,
+    Other(&'a str),
+}
+
+impl<'a> Group<'a> {
+    fn of(name: &'a str) -> Self {
+        let lower = name.to_lowercase();
+        let has = |parts: &[&str]| parts.iter().any(|part| lower.contains(part));
+        match () {
+            () if has(&["per_second"]) => Self::Speed,
+            () if has(&["loss"]) => Self::Loss,
+            () if has(&["accuracy", "f1", "iou", "auroc"]) => Self::Score,
+            () => Self::Other(name),
+        }
+    }
+
+    fn title(self) -> String {
+        match self {
+            Self::Loss => "Loss",
+            Self::Score => "Accuracy",
+            Self::Speed => "Samples per second",
+            Self::Other(name) => name,
+        }
+        .to_string()
+    }
+}
+
+/// Opens a file of data; a pipe would make the reader wait.
+pub(super) fn open(path: &Path) -> std::io::Result<File> {
+    let is_file = std::fs::symlink_metadata(path)?.is_file();
+    if !is_file { Err(std::io::Error::other("it must be a file")) } else { File::open(path) }
+}

@@ -1,0 +1,112 @@
+//! The timelines of ranks: how long each waits in a step, and the last steps.
+use super::series::Series;
+use super::timeline::{self, Span};
+use super::{chart, html, number};
+use candle_ddp_rendezvous::trace;
+use serde::Deserialize;
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+
+/// The most ranks that are shown.
+const RANKS: usize = 16;
+/// The most spans of a rank that are kept, which are its last: more than a few steps have.
+const SPANS: usize = 4096;
+/// The phase in which a rank waits for the gradients of the others.
+const WAIT: &str = "wait for buckets";
+
+#[derive(Debug)]
+pub(super) struct Traces {
+    name: String,
+    ranks: Vec<Rank>,
+}
+
+#[derive(Debug)]
+pub(super) struct Rank {
+    pub(super) rank: usize,
+    /// In milliseconds, by step.
+    waits: Series,
+    steps: u64,
+    waited: f64,
+    longest: f64,
+    pub(super) spans: VecDeque<Span>,
+}
+
+/// Reads the traces of a folder. `None` if they have no spans.
+pub(super) fn read(folder: &Path, files: &[(usize, PathBuf)], notes: &mut Vec<String>) -> Option<Traces> {
+    let parent = files.first()?.1.parent()?;
+    let name = parent.strip_prefix(folder).unwrap_or(parent).display().to_string();
+    if files.len() > RANKS {
+        notes.push(format!("{name}: only the traces of {RANKS} ranks of {} are shown", files.len()));
+    }
+    let mut ranks = Vec::new();
+    for (rank, file) in files.iter().take(RANKS) {
+        match of_rank(*rank, file) {
+            Ok(rank) if rank.spans.is_empty() => notes.push(format!("{} has no events", file.display())),
+            Ok(rank) => ranks.push(rank),
+            Err(error) => notes.push(error.to_string()),
+        }
+    }
+    (!ranks.is_empty()).then_some(Traces { name, ranks })
+}
+
+/// An event of a trace, with times in microseconds.
+#[derive(Deserialize)]
+struct Event {
+    name: String,
+    ph: String,
+    #[serde(default)]
+    ts: f64,
+    #[serde(default)]
+    dur: f64,
+    #[serde(default)]
+    tid: u64,
+}
+
+fn of_rank(rank: usize, file: &Path) -> candle_ddp_rendezvous::Result<Rank> {
+    let mut read = Rank { rank, waits: Series::default(), steps: 0, waited: 0., longest: 0., spans: VecDeque::new() };
+    for text in trace::events(file)? {
+        let Ok(event) = serde_json::from_str::<Event>(&text?) else { continue };
+        if event.ph != "X" || !event.ts.is_finite() || !event.dur.is_finite() || event.dur < 0. {
+            continue;
+        }
+        if event.name == WAIT {
+            let waited = event.dur / 1e3;
+            read.steps += 1;
+            read.waited += waited;
+            read.longest = read.longest.max(waited);
+            read.waits.push(read.steps as f64, waited);
+        }
+        if read.spans.len() == SPANS {
+            read.spans.pop_front();
+        }
+        read.spans.push_back(Span {
+            kind: timeline::Kind::of(&event.name, event.tid),
+            start: event.ts / 1e3,
+            end: (event.ts + event.dur) / 1e3,
+        });
+    }
+    Ok(read)
+}
+
+impl Traces {
+    pub(super) fn html(&self) -> String {
+        let names: Vec<String> = self.ranks.iter().map(|rank| format!("rank {}", rank.rank)).collect();
+        let curves: Vec<_> =
+            names.iter().zip(&self.ranks).map(|(name, rank)| (name.as_str(), rank.waits.points())).collect();
+        let waits = chart::figure("Waiting for the others, in milliseconds", "traced step", &curves);
+        let row = |rank: &Rank| {
+            let mean = if rank.steps > 0 { rank.waited / rank.steps as f64 } else { 0. };
+            [rank.rank.to_string(), rank.steps.to_string(), number::text(mean), number::text(rank.longest)]
+        };
+        let rows: Vec<_> = self.ranks.iter().map(row).collect();
+        let table = html::table(["rank", "traced steps", "mean wait (ms)", "longest wait (ms)"], &rows);
+        let hint = "<p>The rank that waits least is the one that the others wait for.</p>\n";
+        let hint = if self.ranks.len() > 1 { hint } else { "" };
+        let steps = timeline::figure(&self.ranks);
+        let name = if self.name.is_empty() { "this folder" } else { &self.name };
+        html::section(
+            &format!("Waits and timeline: {name}"),
+            &format!("<div class=charts>{waits}</div>{table}{hint}{steps}"),
+        )
+    }
+}
