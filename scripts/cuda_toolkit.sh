@@ -68,7 +68,7 @@ fi
 cat >"$home/env.sh" <<EOF
 export CUDA_HOME="$home" CUDA_PATH="$home" PATH="$home/bin:\$PATH"
 export CUDA_COMPUTE_CAP="\${CUDA_COMPUTE_CAP:-80}" CUDAFORGE_THREADS="\${CUDAFORGE_THREADS:-2}"
-export RUSTFLAGS="-L native=$home/lib64 -L native=$home/lib64/stubs \${RUSTFLAGS:-}"
+export LIBRARY_PATH="$home/lib64:$home/lib64/stubs:\${LIBRARY_PATH:-}"
 export LD_LIBRARY_PATH="$home/lib64:$home/lib64/stubs:\${LD_LIBRARY_PATH:-}"
 EOF
 

@@ -98,6 +98,7 @@ fn rank_of_another_test() {
         "unused" => training::unused(&pg(20)).unwrap(),
         "layers" => report_floats(&worker, &layers::train(&pg(60)).unwrap()),
         "sync batch norm" => norms::batches_join(&pg(20)).unwrap(),
+        "other blocks" => toolbox::refuse_other_blocks(&pg(20)),
         "elsewhere" => toolbox::refuse_variables_elsewhere(&pg(20)),
         "scaler" => optim::scales(&pg(60)).unwrap(),
         "zero" => optim::shards(&pg(60)).unwrap(),
@@ -327,6 +328,11 @@ fn hooks_and_averages_match_the_cpu() {
 #[test]
 fn variables_on_other_devices_are_refused_by_name() {
     finish("variables_on_other_devices_are_refused_by_name", 2, "elsewhere");
+}
+
+#[test]
+fn blocks_in_another_order_are_refused_by_name() {
+    finish("blocks_in_another_order_are_refused_by_name", 2, "other blocks");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use candle_ddp::{
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
 /// The tools under test, with tolerances for 16-bit arithmetic and for sums in another order.
-pub(crate) const TOOLS: [(&str, f32); 9] = [
+pub(crate) const TOOLS: [(&str, f32); 10] = [
     ("fp16", 3e-3),
     ("bf16", 2e-2),
     ("PowerSGD", 1e-3),
@@ -25,6 +25,7 @@ pub(crate) const TOOLS: [(&str, f32); 9] = [
     ("varied", 1e-4),
     ("with_grad", 1e-4),
     ("sharded", 1e-4),
+    ("hybrid", 1e-4),
 ];
 const STEPS: usize = 6;
 const PER_RANK: usize = 4;
@@ -34,8 +35,10 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
     let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
-    if tool == "sharded" {
-        return sharded(pg, &x);
+    match tool {
+        "sharded" => return sharded(pg, &x, Sharding::default()),
+        "hybrid" => return sharded(pg, &x, Sharding { shard_ranks: Some(1), ..Default::default() }),
+        _ => {}
     }
     let loss = |y: Tensor| y.sqr()?.mean_all();
     let vars = |varmap: &VarMap| NAMES.map(|name| var(varmap, name));
@@ -95,9 +98,8 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
 }
 
 /// The losses of a model whose parameters are spread over the ranks, and its output in an evaluation.
-fn sharded(pg: &ProcessGroup, x: &Tensor) -> Result<Vec<f32>> {
-    let sharding = Some(Sharding::default());
-    let options = DdpOptions { sharding, init_seed: Some(5), ..Default::default() };
+fn sharded(pg: &ProcessGroup, x: &Tensor, sharding: Sharding) -> Result<Vec<f32>> {
+    let options = DdpOptions { sharding: Some(sharding), init_seed: Some(5), ..Default::default() };
     let build = |vb: VarBuilder<'static>| {
         // Fewer elements than ranks, and more, in parts that are not equal.
         let layer = |(index, sizes): (usize, &[usize; 2])| block(vb.pp(index), |vb| linear(sizes[0], sizes[1], vb));
@@ -155,6 +157,30 @@ pub(crate) fn assert_like_the_cpu(tool: &str, tolerance: f32, reports: &[Vec<f32
     for (rank, (found, expected)) in reports.iter().zip(&expected).enumerate() {
         assert_close(found, expected, tolerance, &format!("{tool}, rank {rank}"));
     }
+}
+
+/// A rank that calls the blocks of a sharded model in another order is found in the next pass.
+pub(crate) fn refuse_other_blocks(pg: &ProcessGroup) {
+    let build = |vb: VarBuilder<'static>| {
+        let layer = |index| block(vb.pp(index), |vb| linear(4, 4, vb));
+        (0..3).map(layer).collect::<candle_core::Result<Vec<_>>>()
+    };
+    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options).unwrap();
+    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default()).unwrap();
+    let x = tensor(&[2, 4], 1).to_device(pg.device()).unwrap();
+    let mut pass = |order: &[usize]| {
+        let y = ddp.call(|layers| order.iter().try_fold(x.clone(), |x, layer| layers[*layer].forward(&x)))?;
+        optimizer.step(&ddp.backward(&y.sqr()?.mean_all()?)?)
+    };
+    let other: &[usize] = if pg.rank() == 0 { &[0, 1, 2] } else { &[2, 1, 0] };
+    pass(&[0, 1, 2]).unwrap();
+    pass(other).unwrap();
+    let refused = pass(&[0, 1, 2]).unwrap_err().to_string();
+    let order = if pg.rank() == 0 { "block 0, block 1, block 2" } else { "block 2, block 1, block 0" };
+    assert!(refused.contains("different orders") && refused.contains(order), "{refused}");
+    // The next pass is as it should be.
+    pass(&[0, 1, 2]).unwrap();
 }
 
 /// Variables that are neither on the group's device nor on the CPU are refused by name.

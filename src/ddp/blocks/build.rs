@@ -210,7 +210,7 @@ impl Construction {
                 lock(self.varmap.data()).insert(own.name.clone(), piece);
             }
         }
-        Ok(Unit::new(number, flats, &self.units))
+        Ok(Unit::new(number, name, flats, &self.units))
     }
 }
 

@@ -1,15 +1,19 @@
 //! The order in which blocks are gathered and freed.
 use super::flat::{Flat, Gathering};
 use super::sharding::Sharding;
-use crate::Result;
+use crate::backend::{Work, label};
+use crate::hash::content_64;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
+use crate::{Error, ReduceOp, Result};
+use candle_core::Tensor;
 use candle_ddp_nn::Run;
 use std::sync::{Arc, Mutex, Weak};
 
 /// The parameters of a block, or those outside of all blocks.
 pub(crate) struct Unit {
     number: usize,
+    name: String,
     flats: Vec<Flat>,
     units: Arc<Units>,
     /// How many computations need the parameters.
@@ -39,6 +43,8 @@ struct Flow {
     next: Option<(usize, Vec<Gathering>)>,
     /// Blocks that keep their parameters until the end of the backward pass.
     kept: Vec<Held>,
+    /// The comparison of the ranks' orders in the last backward pass.
+    comparison: Option<(Tensor, Work)>,
 }
 
 /// While this lives, a block has its parameters.
@@ -57,8 +63,9 @@ impl Drop for Held {
 }
 
 impl Unit {
-    pub(super) fn new(number: usize, flats: Vec<Flat>, units: &Arc<Units>) -> Arc<Self> {
-        let unit = Arc::new(Self { number, flats, units: Arc::clone(units), users: Mutex::new(0) });
+    pub(super) fn new(number: usize, name: &str, flats: Vec<Flat>, units: &Arc<Units>) -> Arc<Self> {
+        let (name, users) = (name.to_string(), Mutex::new(0));
+        let unit = Arc::new(Self { number, name, flats, units: Arc::clone(units), users });
         let mut all = lock(&units.all);
         if all.len() <= number {
             all.resize_with(number + 1, Weak::new);
@@ -125,8 +132,43 @@ impl Units {
         Ok(())
     }
 
+    /// Begins to compare the order of blocks with the other ranks'. The CPU engine compares every call by itself.
+    fn compare(&self) -> Result<()> {
+        let device = self.group.device();
+        if device.is_cpu() || self.group.world_size() == 1 {
+            return Ok(());
+        }
+        let mut flow = lock(&self.flow);
+        // Exact in an f64.
+        let hash = (content_64(bytemuck::cast_slice(&flow.called)) >> 16) as f64;
+        let extremes = Tensor::new(&[hash, -hash], device)?;
+        let work = label::DDP_ORDER.during(|| self.group.all_reduce_async(&extremes, ReduceOp::Max))?;
+        flow.comparison = Some((extremes, work));
+        Ok(())
+    }
+
+    /// Ends the comparison that has begun in the last backward pass, for whose result nobody waits then.
+    fn check(&self) -> Result<()> {
+        let Some((extremes, work)) = lock(&self.flow).comparison.take() else { return Ok(()) };
+        work.wait()?;
+        let extremes = extremes.to_vec1::<f64>()?;
+        if extremes[0] == -extremes[1] {
+            return Ok(());
+        }
+        let units: Vec<_> = lock(&self.all).iter().filter_map(Weak::upgrade).collect();
+        let name = |number: &usize| units.iter().find(|unit| unit.number == *number).map(|unit| unit.name.as_str());
+        let called: Vec<_> = lock(&self.flow).called.iter().filter_map(name).collect();
+        let reason = format!(
+            "in the last pass, ranks called their blocks in different orders, and computed with the parameters of other blocks; this rank \
+             called {}: call the same blocks in the same order on all ranks, and continue from a checkpoint",
+            called.join(", ")
+        );
+        Err(Error::invalid("blocks", reason))
+    }
+
     /// Call at the beginning of a forward pass: values may have changed.
     pub(crate) fn begin_forward(&self) -> Result<()> {
+        self.check()?;
         let kept = {
             let mut flow = lock(&self.flow);
             flow.before = std::mem::take(&mut flow.called);
@@ -155,6 +197,8 @@ impl Units {
     /// Call at the beginning of a backward pass, which may be the second one after a forward pass. Gathers the parameters that its graph
     /// does not gather itself, unless they are there, until [`end`](Self::end).
     pub(crate) fn begin_backward(&self) -> Result<()> {
+        self.check()?;
+        self.compare()?;
         let units: Vec<_> = match self.sharding.reshard_after_forward {
             true => self.root().into_iter().collect(),
             false => lock(&self.all).iter().filter_map(Weak::upgrade).collect(),
