@@ -33,29 +33,11 @@ impl StateDict for VarMap {
     }
 
     fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        let vars = lock(self.data());
-        if vars.values().all(|var| piece_of(var).is_none()) {
-            return Ok(None);
-        }
-        let mut dict = state::begin(PART)?;
-        if vars.contains_key(state::KIND) {
-            return Err(Error::parameter(
-                state::KIND,
-                "the parts of a sharded model have an entry of this name: rename it",
-            ));
-        }
-        for (name, var) in vars.iter() {
-            let Some(piece) = piece_of(var) else {
-                dict.insert(name.clone(), var.as_tensor().clone());
-                continue;
-            };
-            let shape: Vec<i64> = piece.shape.dims().iter().map(|size| *size as i64).collect();
-            dict.insert(format!("{name}{SHAPE}"), state::list(&shape)?);
-            if !piece.range.is_empty() && !piece.is_copy {
-                dict.insert(piece_key(name, piece.range.start), var.as_detached_tensor().flatten_all()?);
-            }
-        }
-        Ok(Some(dict))
+        pieces(self, false)
+    }
+
+    fn state_here(&self) -> Result<Dict> {
+        pieces(self, true)?.map_or_else(|| self.state_dict(), Ok)
     }
 
     fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {
@@ -74,6 +56,33 @@ impl StateDict for VarMap {
         let values = vars.into_iter().map(value).collect::<Result<Vec<_>>>()?;
         Prepared::from(values).apply().map(drop)
     }
+}
+
+/// This rank's pieces, if `varmap` has any. `with_copies`: also those that another rank has as well, and saves.
+fn pieces(varmap: &VarMap, with_copies: bool) -> Result<Option<Dict>> {
+    let vars = lock(varmap.data());
+    if vars.values().all(|var| piece_of(var).is_none()) {
+        return Ok(None);
+    }
+    let mut dict = state::begin(PART)?;
+    if vars.contains_key(state::KIND) {
+        return Err(Error::parameter(
+            state::KIND,
+            "the parts of a sharded model have an entry of this name: rename it",
+        ));
+    }
+    for (name, var) in vars.iter() {
+        let Some(piece) = piece_of(var) else {
+            dict.insert(name.clone(), var.as_tensor().clone());
+            continue;
+        };
+        let shape: Vec<i64> = piece.shape.dims().iter().map(|size| *size as i64).collect();
+        dict.insert(format!("{name}{SHAPE}"), state::list(&shape)?);
+        if !piece.range.is_empty() && (with_copies || !piece.is_copy) {
+            dict.insert(piece_key(name, piece.range.start), var.as_detached_tensor().flatten_all()?);
+        }
+    }
+    Ok(Some(dict))
 }
 
 /// The parts of a model that its ranks have saved.

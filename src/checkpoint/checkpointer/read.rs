@@ -26,7 +26,7 @@ impl Reader<'_> {
         if let (false, [file]) = (part.sharded, &*part.files) {
             return all(file).map(Saved::Whole);
         }
-        let held = state.sharded_state_dict()?.as_ref().and_then(Held::of);
+        let held = Held::of(&state.state_here()?);
         let shards = part.files.iter().enumerate().map(|(index, file)| match &held {
             Some(held) => self.read_held(index, file, held),
             None => all(file),
