@@ -140,7 +140,7 @@ impl Writer {
     }
 
     /// Writes an image of the shape (channels, height, width), with 1, 3 or 4 channels, to the event file: in U8, or as floats from 0
-    /// to 1. Needs the feature `vision`.
+    /// to 1. Needs the feature `vision`. Gradients end here.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::InvalidArgument`] for another shape or dtype, and for NaN.
@@ -155,7 +155,7 @@ impl Writer {
     }
 
     /// Writes the histogram of a tensor of any shape and dtype to the event file, with the buckets that `SummaryWriter` has by default.
-    /// NaN and infinities are left out, with a warning.
+    /// NaN and infinities are left out, with a warning. Gradients end here.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::InvalidArgument`] if no value is finite.

@@ -297,6 +297,8 @@ fn training(rows: &mut Vec<Row>) {
             "candle_ddp::metrics::BinaryAuroc::update" "scores",
             "candle_ddp::metrics::BinaryAuroc::update" "targets",
         ];
+        "src/metrics/writer/mod.rs":
+            ["candle_ddp::metrics::Writer::add_image" "image", "candle_ddp::metrics::Writer::add_histogram" "values"];
         "src/checkpoint/mod.rs": ["candle_ddp::checkpoint::save_tensors" "tensors"];
         "src/checkpoint/load.rs": ["candle_ddp::checkpoint::load_tensors" "tensors"];
         "crates/candle-ddp-nn/src/lora/merge.rs": ["candle_ddp_nn::LoraConfig::merge" "tensors"];
