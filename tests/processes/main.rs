@@ -32,6 +32,7 @@ mod objects;
 #[path = "../common/programs.rs"]
 mod programs;
 mod sharded_save;
+mod slow_rank;
 mod small_data;
 mod status;
 mod stop;

@@ -18,6 +18,7 @@ use crate::tcp::monitor;
 use crate::work_queue::WorkQueue;
 use crate::{Error, Result, thread};
 use candle_ddp_env::PROCESS;
+use candle_ddp_rendezvous::know_waits;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -121,6 +122,7 @@ impl Engine {
         for (peer, socket) in control.into_iter().enumerate() {
             socket.map(|socket| links.add(peer, socket, true));
         }
+        know_waits();
         let group = Group::new(rank, world_size, timeout, hosts, shm, links);
         let group = Arc::new(match construction.recording {
             Some(recording) => group.recorded(Arc::clone(&recording.recorder)),

@@ -111,12 +111,25 @@ impl Group {
         Ok(())
     }
 
-    /// Records that the call that [began](Self::begin) is complete, whether it succeeded, and when if the caller knows.
-    pub(crate) fn finish(&self, channel: Channel, sequence: u64, well: bool, at: Option<Instant>) {
+    /// Records that the call that [began](Self::begin) is complete, whether it succeeded, when if the caller knows, and how
+    /// long it waited for the last of the other ranks, if it is a collective.
+    pub(crate) fn finish(
+        &self,
+        channel: Channel,
+        sequence: u64,
+        well: bool,
+        at: Option<Instant>,
+        waited: Option<Duration>,
+    ) {
         if well && let Some((shm, kind)) = self.kind(channel) {
             shm.set_finished(kind, sequence);
         }
-        lock(&self.state).history_mut(channel).finish(well, at);
+        let mut state = lock(&self.state);
+        let history = state.history_mut(channel);
+        if let Some(waited) = waited {
+            history.note_wait(waited);
+        }
+        history.finish(well, at);
     }
 
     /// Looks at the places of a collective that is over.

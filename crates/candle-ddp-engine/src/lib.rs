@@ -6,6 +6,7 @@
 //! The `README.md` of the sources describes connections, threads, frames, failures and determinism. Items hidden from the
 //! documentation are for candle-ddp's other engines, and change with them.
 mod algorithm;
+mod arrival;
 mod call;
 mod call_site;
 mod call_sites;

@@ -1,4 +1,5 @@
 //! One running call: everything its algorithm needs to know, however the data travels.
+use crate::arrival::Arrival;
 use crate::call::{Channel, Header};
 use crate::error::Failure;
 use crate::group::Group;
@@ -15,6 +16,7 @@ pub(crate) struct Session<'a> {
     pub(crate) channel: Channel,
     pub(crate) header: Header,
     pub(crate) deadline: Instant,
+    pub(crate) arrival: &'a Arrival,
 }
 
 impl<'a> Session<'a> {

@@ -1,6 +1,7 @@
 //! A work queue runs the calls of one channel, one after the other, in the order in which they were started.
 use crate::Result;
 use crate::algorithm::{Flat, Hierarchical, Scratch, Shm, Tuning, dispatch};
+use crate::arrival::Arrival;
 use crate::call::{Call, Channel, Header};
 use crate::deadline::deadline_from;
 use crate::error::Failure;
@@ -11,11 +12,12 @@ use crate::session::Session;
 use crate::shm::session::ShmSession;
 use crate::tcp::session::TcpSession;
 use crate::thread::spawn;
+use candle_ddp_rendezvous::count_wait;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A queue of calls, which run one after another. It gets a thread with the first call that is not waited for at once.
 pub struct WorkQueue {
@@ -103,7 +105,11 @@ impl WorkQueue {
             Err(failure) => return Some(Err(failure)),
         };
         let turn = self.shared.take_turn(queue);
-        Some(turn.execute(header, operands, begun, deadline_from(begun, self.shared.group.timeout), None))
+        let deadline = deadline_from(begun, self.shared.group.timeout);
+        let arrival = Arrival::default();
+        let result = turn.execute(header, operands, (begun, deadline), &arrival, None);
+        count_wait_of(begun, self.shared.last_of(&arrival));
+        Some(result)
     }
 
     /// Runs the call with sequence number 0, which ends the construction, on the calling thread.
@@ -111,7 +117,7 @@ impl WorkQueue {
         let (header, begun) = (Header { sequence: 0, call }, Instant::now());
         self.shared.group.start(self.shared.channel, header, Some(begun))?;
         let turn = self.shared.take_turn(lock(&self.shared.queue));
-        turn.execute(header, Operands::default(), begun, deadline, None)
+        turn.execute(header, Operands::default(), (begun, deadline), &Arrival::default(), None)
     }
 
     /// Gets ready for [`start`](Self::start), which then fails only if the group has failed.
@@ -165,6 +171,12 @@ impl Shared {
         Ok(header)
     }
 
+    /// When the last of the other ranks came to a collective, if this rank has had to wait. A message waits for one rank, which may
+    /// have something else to do.
+    fn last_of(&self, arrival: &Arrival) -> Option<Instant> {
+        arrival.last().filter(|_| self.channel == Channel::Collectives)
+    }
+
     fn take_turn<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> Turn<'a> {
         queue.busy = true;
         Turn(self)
@@ -191,18 +203,19 @@ impl Shared {
             let deadline = deadline_from(begun, self.group.timeout);
             let mut ended = begun;
             let mut result = None;
+            let arrival = Arrival::default();
             tensors.with(&mut |operands| {
-                result = Some(turn.execute(header, operands, begun, deadline, Some(&mut ended)));
+                result = Some(turn.execute(header, operands, (begun, deadline), &arrival, Some(&mut ended)));
             });
             let result = result.unwrap_or_else(|| {
                 let reason = format!("{}: its tensors could not be reached", header.call);
                 Err(self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason }))
             });
-            let span = (begun, ended);
+            let ran = Ran { begun, arrived: self.last_of(&arrival), ended };
             drop(turn);
             // The caller is told only after the engine has released its tensors.
             drop(tensors);
-            *lock(&outcome.result) = Some((result, span));
+            *lock(&outcome.result) = Some((result, ran));
             outcome.over.notify_all();
         }
     }
@@ -212,21 +225,21 @@ impl Shared {
 struct Turn<'a>(&'a Shared);
 
 impl Turn<'_> {
-    /// Runs the call, which has begun at `begun`. If the caller wants to know when the call ended, the time goes into
-    /// `ended`.
+    /// Runs the call, which has begun at `begun`. When the other ranks have come goes into `arrival` and, if the caller wants
+    /// to know, when the call ended into `ended`.
     fn execute(
         &self,
         header: Header,
         operands: Operands,
-        begun: Instant,
-        deadline: Instant,
+        (begun, deadline): (Instant, Instant),
+        arrival: &Arrival,
         ended: Option<&mut Instant>,
     ) -> Result<(), Failure> {
         let Shared { group, channel, tuning, scratch, .. } = self.0;
         group.begin(*channel, header.sequence, begun)?;
         // A panic would be a bug in this engine. The calls queued behind it must not wait forever.
         let result = catch_unwind(AssertUnwindSafe(|| {
-            let session = Session { group, channel: *channel, header, deadline };
+            let session = Session { group, channel: *channel, header, deadline, arrival };
             let shm = group.shm.as_ref().map(|shm| ShmSession { session, shm });
             let tuning = *tuning;
             match shm {
@@ -242,7 +255,9 @@ impl Turn<'_> {
             *ended = Instant::now();
             *ended
         });
-        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))), at);
+        let since = |last: Instant| last.saturating_duration_since(begun);
+        let waited = (*channel == Channel::Collectives).then(|| self.0.last_of(arrival).map_or(Duration::ZERO, since));
+        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))), at, waited);
         group.look_at_call_sites(&header);
         result.unwrap_or_else(|_| {
             let reason = format!("{}: its engine panicked", header.call);
@@ -258,15 +273,28 @@ impl Drop for Turn<'_> {
     }
 }
 
+/// Counts the time for which the program has stood still, from `since` until the last of the other ranks had come to a call.
+fn count_wait_of(since: Instant, arrived: Option<Instant>) {
+    if let Some(arrived) = arrived {
+        count_wait(arrived.saturating_duration_since(since));
+    }
+}
+
 /// How a queued call ended, and when it ran; empty until then.
 #[derive(Default)]
 struct Outcome {
-    result: Mutex<Option<(Result<(), Failure>, Span)>>,
+    result: Mutex<Option<(Result<(), Failure>, Ran)>>,
     over: Condvar,
 }
 
-/// When execution started and finished.
-type Span = (Instant, Instant);
+/// When a call ran.
+#[derive(Clone, Copy)]
+struct Ran {
+    begun: Instant,
+    /// When the last of the other ranks had come to it, if this rank has had to wait.
+    arrived: Option<Instant>,
+    ended: Instant,
+}
 
 /// A queued call.
 #[derive(Clone)]
@@ -276,10 +304,16 @@ impl Work {
     /// Waits until the call is complete and its tensors are released.
     pub fn wait(&self) -> Result<(), Failure> {
         let mut result = lock(&self.0.result);
+        let mut since = None;
         loop {
-            if let Some((result, _)) = &*result {
+            if let Some((result, ran)) = &*result {
+                // The rank has waited only since the program has nothing else to do.
+                if let Some(since) = since {
+                    count_wait_of(ran.begun.max(since), ran.arrived);
+                }
                 return result.clone();
             }
+            since = since.or_else(|| Some(Instant::now()));
             result = wait(&self.0.over, result);
         }
     }
@@ -291,7 +325,7 @@ impl Work {
 
     /// When execution started and finished; `None` before the call is complete.
     pub fn span(&self) -> Option<(Instant, Instant)> {
-        lock(&self.0.result).as_ref().map(|(_, span)| *span)
+        lock(&self.0.result).as_ref().map(|(_, ran)| (ran.begun, ran.ended))
     }
 }
 

@@ -87,7 +87,7 @@ pub use options::RendezvousOptions;
 pub use plan::STORE_VARIABLE;
 pub use prefix_store::PrefixStore;
 #[doc(hidden)]
-pub use progress::{RankStatus, count_step, milliseconds, rank_status_key};
+pub use progress::{RankStatus, count_step, count_wait, know_waits, milliseconds, put_metric, rank_status_key};
 #[doc(hidden)]
 pub use reports::{Reports, StoreReports, decode_report, decode_reports, encode_report};
 pub use secret::Secret;

@@ -4,11 +4,13 @@ use super::json::encode;
 use super::{Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;
 use crate::host::host_name;
+use crate::panic::lock;
 use serde::{Deserialize, Serialize};
-use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::cell::Cell;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The minimum time between two documents.
@@ -23,9 +25,79 @@ const NO_GENERATION: u64 = u64::MAX;
 /// The training steps of this process.
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
+/// When the first of them was complete.
+static FIRST: OnceLock<Instant> = OnceLock::new();
+
+/// For how many nanoseconds since then the program has waited for other ranks.
+static WAITED: AtomicU64 = AtomicU64::new(0);
+
+/// Whether an engine of this process counts that.
+static KNOWS_WAITS: AtomicBool = AtomicBool::new(false);
+
+/// The newest values that the program has put.
+static METRICS: Mutex<BTreeMap<String, f64>> = Mutex::new(BTreeMap::new());
+
+thread_local! {
+    /// Whether this thread makes training steps. Others, such as one that writes checkpoints, hold nobody up when they wait.
+    static STEPS_HERE: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Counts a training step of this process: a backward pass that has averaged gradients.
 pub fn count_step() {
+    FIRST.get_or_init(Instant::now);
+    STEPS_HERE.set(true);
     STEPS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Says that an engine of this process [counts waits](count_wait).
+pub fn know_waits() {
+    KNOWS_WAITS.store(true, Ordering::Relaxed);
+}
+
+/// Counts a time in which this thread has stood still because other ranks had not come to a collective.
+pub fn count_wait(waited: Duration) {
+    if STEPS_HERE.get() {
+        WAITED.fetch_add(u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+/// The most names of metrics that a rank reports, and the most bytes of a name.
+const MOST_METRICS: usize = 64;
+const LONGEST_NAME: usize = 100;
+
+/// Reports a value of this process, such as its loss, to the metrics of [`ddprun`](https://docs.rs/ddprun): `--metrics-port`
+/// and `ddprun status --json`. It replaces the last one with this name, and is seen about a second later. Calls cost
+/// less than a microsecond. torchelastic has a function of this name, `torch.distributed.elastic.metrics.put_metric`.
+///
+/// Without `ddprun`, nobody sees the values.
+///
+/// ```
+/// # use candle_ddp_rendezvous::put_metric;
+/// # fn main() -> candle_ddp_rendezvous::Result<()> {
+/// put_metric("loss", 0.25)?;
+/// put_metric("samples_per_second", 1200.)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// Returns an error if the name is empty or longer than 100 bytes, has control characters, or is the 65th.
+pub fn put_metric(name: &str, value: f64) -> Result<()> {
+    if name.is_empty() || name.len() > LONGEST_NAME || name.contains(char::is_control) {
+        let reason = format!("{name:?} must have 1 to {LONGEST_NAME} bytes, and no control characters");
+        return Err(crate::Error::invalid("name", reason));
+    }
+    let mut metrics = lock(&METRICS);
+    if let Some(known) = metrics.get_mut(name) {
+        *known = value;
+        return Ok(());
+    }
+    if metrics.len() == MOST_METRICS {
+        let reason = format!("a process must report at most {MOST_METRICS} metrics: {name:?} would be one more");
+        return Err(crate::Error::invalid("name", reason));
+    }
+    metrics.insert(name.to_string(), value);
+    Ok(())
 }
 
 /// What a rank reports about itself.
@@ -43,6 +115,15 @@ pub struct RankStatus {
     pub steps_per_second: Option<f64>,
     /// When a new step was last seen to be complete, in milliseconds since 1970.
     pub last_step: Option<u64>,
+    /// The seconds since its first step was complete.
+    pub trained: f64,
+    /// For how many of them its program has stood still because other ranks had not come to a collective; `None` if its engine
+    /// does not know.
+    pub waited: Option<f64>,
+    /// The share of the time for which it has done so in the last seconds.
+    pub waiting: Option<f64>,
+    /// The newest values of [`put_metric`], as text, since JSON has no infinite numbers.
+    pub metrics: BTreeMap<String, String>,
 }
 
 /// The key of the report of rank `rank`.
@@ -106,10 +187,12 @@ fn report(place: &Place, generation: &AtomicU64, stopped: &Receiver<()>) {
     loop {
         let steps = STEPS.load(Ordering::Relaxed);
         let generation = Some(generation.load(Ordering::Relaxed)).filter(|generation| *generation != NO_GENERATION);
-        speed.add(steps, Instant::now(), SystemTime::now());
-        if told != Some((steps, generation)) {
+        speed.add(steps, waited(), Instant::now(), SystemTime::now());
+        let metrics = lock(&METRICS).clone();
+        let now = Some((steps, generation, metrics));
+        if told != now {
             match tell(&mut store, place, &speed.status(generation)) {
-                Ok(()) => told = Some((steps, generation)),
+                Ok(()) => told = now,
                 Err(error) => {
                     log::debug!("the progress of rank {} stays unknown: {error}", place.rank);
                     store = None;
@@ -122,6 +205,11 @@ fn report(place: &Place, generation: &AtomicU64, stopped: &Receiver<()>) {
     }
 }
 
+/// For how long the program has waited for other ranks.
+fn waited() -> Duration {
+    Duration::from_nanos(WAITED.load(Ordering::Relaxed))
+}
+
 fn tell(store: &mut Option<TcpStore>, place: &Place, status: &RankStatus) -> Result<()> {
     let store = match store {
         Some(store) => store,
@@ -130,39 +218,53 @@ fn tell(store: &mut Option<TcpStore>, place: &Place, status: &RankStatus) -> Res
     store.set(&rank_status_key(place.rank), &encode(status))
 }
 
+/// How many steps were complete at some time, and how long the program had waited by then.
+struct Seen {
+    steps: u64,
+    waited: Duration,
+    at: Instant,
+}
+
 /// The numbers of steps at different times.
 #[derive(Default)]
 struct Speed {
-    seen: VecDeque<(u64, Instant)>,
+    seen: VecDeque<Seen>,
     last: Option<SystemTime>,
 }
 
 impl Speed {
-    fn add(&mut self, steps: u64, now: Instant, time: SystemTime) {
-        if steps == self.seen.back().map_or(0, |(steps, _)| *steps) {
+    fn add(&mut self, steps: u64, waited: Duration, at: Instant, time: SystemTime) {
+        if steps == self.seen.back().map_or(0, |seen| seen.steps) {
             return;
         }
         if self.seen.len() > WINDOW {
             self.seen.pop_front();
         }
-        self.seen.push_back((steps, now));
+        self.seen.push_back(Seen { steps, waited, at });
         self.last = Some(time);
     }
 
-    fn per_second(&self) -> Option<f64> {
-        let ((before, from), (after, to)) = (self.seen.front()?, self.seen.back()?);
-        let seconds = to.duration_since(*from).as_secs_f64();
-        (seconds > 0.0).then(|| (after - before) as f64 / seconds)
+    /// How many steps a second there were in the last seconds, and the share of these in which the program waited.
+    fn rates(&self) -> Option<(f64, f64)> {
+        let (from, to) = (self.seen.front()?, self.seen.back()?);
+        let seconds = to.at.duration_since(from.at).as_secs_f64();
+        let waited = to.waited.saturating_sub(from.waited).as_secs_f64();
+        (seconds > 0.0).then(|| ((to.steps - from.steps) as f64 / seconds, waited / seconds))
     }
 
     fn status(&self, generation: Option<u64>) -> RankStatus {
+        let (rates, last, knows_waits) = (self.rates(), self.seen.back(), KNOWS_WAITS.load(Ordering::Relaxed));
         RankStatus {
             host: host_name(),
             pid: std::process::id(),
             generation,
-            steps: self.seen.back().map_or(0, |(steps, _)| *steps),
-            steps_per_second: self.per_second(),
+            steps: self.seen.back().map_or(0, |seen| seen.steps),
+            steps_per_second: rates.map(|(steps, _)| steps),
             last_step: self.last.map(milliseconds),
+            trained: last.zip(FIRST.get()).map_or(0., |(last, first)| last.at.duration_since(*first).as_secs_f64()),
+            waited: knows_waits.then(|| last.map_or(0., |last| last.waited.as_secs_f64())),
+            waiting: rates.filter(|_| knows_waits).map(|(_, waiting)| waiting),
+            metrics: lock(&METRICS).iter().map(|(name, value)| (name.clone(), value.to_string())).collect(),
         }
     }
 }
@@ -176,8 +278,8 @@ mod tests {
         let (start, time) = (Instant::now(), UNIX_EPOCH + Duration::from_secs(7));
         let mut speed = Speed::default();
         let mut add = |steps, second| {
-            speed.add(steps, start + Duration::from_secs(second), time);
-            (speed.status(None).steps, speed.per_second())
+            speed.add(steps, Duration::from_millis(100 * steps), start + Duration::from_secs(second), time);
+            (speed.status(None).steps, speed.rates().map(|(steps, _)| steps))
         };
         // How long the first step takes does not matter.
         assert_eq!(add(0, 0), (0, None));
@@ -189,5 +291,7 @@ mod tests {
         }
         assert_eq!(add(100, 80), (100, Some(5.0)));
         assert_eq!(speed.status(Some(3)).last_step, Some(7000));
+        // 0.1 s for each of 5 steps a second.
+        assert_eq!(speed.rates(), Some((5.0, 0.5)));
     }
 }

@@ -6,7 +6,7 @@ use super::error::Result;
 use super::judge::{self, End, Restarts};
 use super::members::Members;
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Report, Round, Slot};
-use super::status::{LastFailure, Phase, RUN_STATUS, RunStatus};
+use super::status::{LastFailure, Phase, RUN_STATUS, RunStatus, Source};
 use super::store;
 use super::worker::{Exit, Starter, Worker};
 use candle_ddp_rendezvous::json::encode;
@@ -36,6 +36,8 @@ pub(super) struct Agent<'a> {
     pub(super) starter: Starter<'a>,
     /// The store, if this machine hosts it.
     server: Option<TcpStoreServer>,
+    /// What the threads that watch the run read, if this machine hosts the store.
+    source: Option<Arc<Source>>,
     /// The connection to that store of an agent without other nodes, once it had a reason to connect.
     own_store: Option<Arc<dyn Store>>,
     /// The connection to the agents of the other nodes, if there are any.
@@ -60,13 +62,19 @@ pub(super) struct Agent<'a> {
 }
 
 impl<'a> Agent<'a> {
-    /// `server` is the store, if this machine hosts it; `link` connects it to other nodes.
-    pub(super) fn new(starter: Starter<'a>, server: Option<TcpStoreServer>, link: Option<Link>) -> Self {
+    /// `server` is the store, if this machine hosts it, which `source` reads; `link` connects it to other nodes.
+    pub(super) fn new(
+        starter: Starter<'a>,
+        server: Option<TcpStoreServer>,
+        source: Option<Arc<Source>>,
+        link: Option<Link>,
+    ) -> Self {
         let run_id = starter.config.run_id.clone();
         let restarts = Restarts::new(starter.config.options.max_restarts);
         Self {
             starter,
             server,
+            source,
             own_store: None,
             link,
             slot: None,
@@ -246,6 +254,9 @@ impl<'a> Agent<'a> {
         if self.server.take().is_some() {
             // A new store, since PyTorch uses the same keys in each attempt and would connect to ranks that have ended.
             (self.server, self.starter.master_port) = store::host(self.starter.config, &self.status())?;
+            if let (Some(source), Some(server)) = (&self.source, &self.server) {
+                source.set_store(server, self.status());
+            }
         }
         self.start_all(started)
     }
@@ -289,7 +300,11 @@ impl<'a> Agent<'a> {
     }
 
     fn tell_status(&mut self) {
-        let status = encode(&self.status());
+        let status = self.status();
+        if let Some(source) = &self.source {
+            source.set_run(status.clone());
+        }
+        let status = encode(&status);
         let told =
             self.own_store().and_then(|store| Ok(store.map(|store| store.set(RUN_STATUS, &status)).transpose()?));
         if let Err(error) = told {

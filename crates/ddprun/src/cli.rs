@@ -44,7 +44,7 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
     version,
     about = "Starts and supervises the ranks of a distributed program on this machine",
     long_about = None,
-    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...\n       ddprun check [OPTIONS]\n       ddprun status [--no-secret] HOST:PORT\n       ddprun explain DIR\n       ddprun merge-traces DIR",
+    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...\n       ddprun check [OPTIONS]\n       ddprun status [--no-secret] [--json] HOST:PORT\n       ddprun explain DIR\n       ddprun merge-traces DIR",
     after_help = AFTER_HELP,
     next_line_help = true,
     args_conflicts_with_subcommands = true,

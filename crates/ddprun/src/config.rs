@@ -11,7 +11,7 @@ use super::time;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::{MOST_RANKS, loopback};
 use std::ffi::OsString;
-use std::net::Ipv6Addr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::time::SystemTime;
 
 /// torchrun's default port. All machines of a run must agree on it beforehand.
@@ -86,6 +86,8 @@ pub(crate) struct Config {
     pub(crate) virtual_devices: Option<Vec<String>>,
     /// The secret that the processes of the run prove to each other.
     pub(crate) secret: RunSecret,
+    /// Where metrics are served.
+    pub(crate) metrics: Option<SocketAddr>,
     /// Options that act as they were typed.
     pub(crate) options: Options,
     /// Whether the workers are those of `ddprun check`.
@@ -138,6 +140,7 @@ impl Config {
         let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
         let secret = RunSecret::resolve(options.no_secret, topology.nodes)?;
+        let metrics = metrics(&options)?;
         let pace = Pace::parse(cli.ranks.rdzv_conf.as_deref().unwrap_or_default())?;
         let terms =
             Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts: options.max_restarts };
@@ -155,6 +158,7 @@ impl Config {
             cores: host.cores,
             virtual_devices,
             secret,
+            metrics,
             options,
             is_check: false,
             is_agent: false,
@@ -171,6 +175,18 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
         return Err(Error::usage("--local-addr", "ranks detect their own addresses: omit this option"));
     }
     Ok(())
+}
+
+/// Where metrics are served.
+fn metrics(options: &Options) -> Result<Option<SocketAddr>> {
+    let Options { metrics_addr, metrics_port, .. } = options;
+    match metrics_port {
+        Some(port) => Ok(Some(SocketAddr::new(metrics_addr.unwrap_or(loopback()), *port))),
+        None if metrics_addr.is_some() => {
+            Err(Error::usage("--metrics-addr", "needs --metrics-port: give the port of the metrics as well"))
+        }
+        None => Ok(None),
+    }
 }
 
 /// The GPU of each of `workers` workers, given the value of CUDA_VISIBLE_DEVICES, if it is set.

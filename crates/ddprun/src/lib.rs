@@ -28,6 +28,7 @@ mod hosts;
 mod judge;
 mod lines;
 mod members;
+mod metrics_server;
 mod mode;
 mod nodes;
 mod numa;
@@ -55,6 +56,7 @@ mod worker;
 
 use agent::Agent;
 use candle_ddp_env::PROCESS;
+use candle_ddp_rendezvous::thread;
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
@@ -67,12 +69,13 @@ use mode::Mode;
 use processes::Host;
 use rustix::thread::CpuSet;
 use secret::RunSecret;
-use status::RunStatus;
+use status::{RunStatus, SlowRanks, Source};
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 use summary::Findings;
 use supervisor::{Outcome, Supervisor};
 use worker::{Exit, Starter, Worker};
@@ -115,7 +118,7 @@ fn run(mut cli: Cli) -> ExitCode {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
         Some(Mode::Explain { folder }) => explain(&folder),
         Some(Mode::Report { folder, output }) => show_run(&folder, output.as_deref()),
-        Some(Mode::Status { address, no_secret }) => show_status(&address, no_secret),
+        Some(Mode::Status { address, no_secret, json }) => show_status(&address, no_secret, json),
         Some(Mode::Check(check)) => check::cli(*check).and_then(|cli| start(cli, true)),
         Some(Mode::CheckWorker(manner)) => check::work(&manner).map(End::now),
         None => start(cli, false),
@@ -183,8 +186,8 @@ fn show_run(folder: &Path, output: Option<&Path>) -> Result<End> {
     Ok(End::now(0))
 }
 
-fn show_status(address: &str, no_secret: bool) -> Result<End> {
-    let text = status::of_run(address, no_secret)?;
+fn show_status(address: &str, no_secret: bool, json: bool) -> Result<End> {
+    let text = status::of_run(address, no_secret, json)?;
     // The text is lost if stdout has no reader.
     let _ = Console::get().show(0, Target::Stdout, text.into_bytes());
     Ok(End::now(0))
@@ -217,6 +220,13 @@ fn execute(config: &Config) -> Result<End> {
     let events = Events::listen(&config.options.signals_to_handle)?;
     store::check_address(config)?;
     let (server, master_port) = store::host(config, &RunStatus::of(config))?;
+    let source = server.as_ref().map(|server| {
+        let secret = config.secret.get().cloned();
+        Arc::new(Source::new(server, secret, RunStatus::of(config)))
+    });
+    if !config.is_check {
+        watch(config, source.clone())?;
+    }
     if config.secret == RunSecret::None && !config.options.no_secret {
         secret::say_none(master_port);
     }
@@ -240,7 +250,7 @@ fn execute(config: &Config) -> Result<End> {
     };
     let mut supervisor = Supervisor::new(config.options.shutdown_timeout);
     let link = store::link(config, server.as_ref(), (master_port, fitness), &events)?;
-    let mut agent = Agent::new(starter, server, link);
+    let mut agent = Agent::new(starter, server, source, link);
     // Before any output of workers.
     if !config.is_check {
         say_threads(config);
@@ -266,6 +276,35 @@ fn execute(config: &Config) -> Result<End> {
     };
     agent.leave(supervisor.grace_left(), || events.interrupted());
     Ok(End { code, patience, events: Some(events) })
+}
+
+/// Serves metrics if the user wants them, and tells the user of ranks that hold the others up, if this machine hosts the store.
+fn watch(config: &Config, source: Option<Arc<Source>>) -> Result<()> {
+    /// The shortest time between two looks, and the largest share of the time that they may take.
+    const INTERVAL: Duration = Duration::from_secs(1);
+    const SHARE: u32 = 50;
+    let Some(source) = source else {
+        if config.metrics.is_some() {
+            message("--metrics-port: this ddprun serves no metrics, since the one that hosts the run's store does");
+        }
+        return Ok(());
+    };
+    if let Some(address) = config.metrics {
+        let at = metrics_server::start(address, Arc::clone(&source))?;
+        message(format_args!("metrics are at http://{at}/metrics"));
+    }
+    let look = move || {
+        let mut slow = SlowRanks::default();
+        loop {
+            let begun = Instant::now();
+            match source.snapshot() {
+                Ok(snapshot) => slow.look(&snapshot).into_iter().for_each(message),
+                Err(error) => log::debug!("the status of the run is unknown: {error}"),
+            }
+            std::thread::sleep(INTERVAL.max(SHARE * begun.elapsed()));
+        }
+    };
+    Ok(thread::spawn("ddprun-watch", look).map(drop)?)
 }
 
 /// Whether the kernel can kill the workers when this process ends; warns if not.

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 /// A mode that starts no workers.
 #[derive(Debug, Clone, PartialEq, clap::Subcommand)]
 pub(crate) enum Mode {
-    /// Shows the state of a running job: its nodes and ranks, their steps and speed, the generation, the restarts used, and
-    /// the last failure.
+    /// Shows the state of a running job: its nodes and ranks, their steps and speed, how long they wait for each
+    /// other, the generation, the restarts used, and the last failure.
     ///
     /// The secret is read from CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE; the run must have been started with the same one.
     Status {
@@ -18,6 +18,9 @@ pub(crate) enum Mode {
         /// The run has no secret.
         #[arg(long, alias = "no_secret")]
         no_secret: bool,
+        /// Shows it as one line of JSON, whose fields candle-ddp's docs/elastic.md describes.
+        #[arg(long)]
+        json: bool,
     },
 
     /// Measures cores, memory and connections of all nodes before a run, and names what is slow or missing: exit code 1.
@@ -77,7 +80,7 @@ pub(crate) struct FormerFlags {
 impl FormerFlags {
     /// The mode that one of them asks for, after a note.
     pub(crate) fn mode(&mut self, no_secret: bool) -> Option<Mode> {
-        let status = self.status.take().map(|address| ("status", Mode::Status { address, no_secret }));
+        let status = self.status.take().map(|address| ("status", Mode::Status { address, no_secret, json: false }));
         let explain = self.explain.take().map(|folder| ("explain", Mode::Explain { folder }));
         let merge_traces = self.merge_traces.take().map(|folder| ("merge-traces", Mode::MergeTraces { folder }));
         let (name, mode) = status.or(explain).or(merge_traces)?;

@@ -4,6 +4,7 @@ use super::prefix::{self, Template};
 use super::signal::{self, Signals};
 use super::streams::{LocalRanks, StreamSelection};
 use super::tolerance::Tolerance;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -77,6 +78,17 @@ pub(crate) struct Options {
         help_heading = OUTPUT
     )]
     pub(crate) local_ranks_filter: Option<LocalRanks>,
+
+    /// Serves the metrics of the run at http://ADDRESS:PORT/metrics, in the text format of Prometheus: steps, speed and waits of
+    /// each rank, what the programs report, restarts and more. 0 means a free port. The ddprun that hosts the store serves
+    /// them: the one on machine 0.
+    #[arg(long, alias = "metrics_port", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = OUTPUT)]
+    pub(crate) metrics_port: Option<u16>,
+
+    /// Address for --metrics-port. Whoever reaches it can read the metrics: 0.0.0.0 means all interfaces. [default:
+    /// 127.0.0.1]
+    #[arg(long, alias = "metrics_addr", value_name = "ADDRESS", value_parser = trimmed::<IpAddr>, help_heading = OUTPUT)]
+    pub(crate) metrics_addr: Option<IpAddr>,
 
     /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
     /// time to write a final checkpoint.

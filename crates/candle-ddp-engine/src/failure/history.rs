@@ -4,7 +4,7 @@ use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::flight_recorder::{CallRecord, CallState, ChannelKind, now_ns};
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The calls of one channel: those that were started (and may still be queued), and the one that is running.
 #[derive(Debug, Default)]
@@ -28,6 +28,8 @@ struct Entry {
     scheduled: Option<Instant>,
     started: Option<Instant>,
     completed: Option<Instant>,
+    /// How long the call waited for the last of the other ranks.
+    waited: Option<Duration>,
 }
 
 impl CallHistory {
@@ -50,7 +52,14 @@ impl CallHistory {
             self.calls.pop_front();
         }
         let scheduled = self.time(at);
-        self.calls.push_back(Entry { call, state: CallState::Scheduled, scheduled, started: None, completed: None });
+        self.calls.push_back(Entry {
+            call,
+            state: CallState::Scheduled,
+            scheduled,
+            started: None,
+            completed: None,
+            waited: None,
+        });
         self.started = sequence;
     }
 
@@ -68,6 +77,13 @@ impl CallHistory {
     pub fn finish(&mut self, well: bool, at: Option<Instant>) {
         self.running = false;
         self.complete(self.begun, well, at);
+    }
+
+    /// Records how long the running call has waited for the last of the other ranks.
+    pub(crate) fn note_wait(&mut self, waited: Duration) {
+        if let Some(entry) = self.entry_mut(self.begun) {
+            entry.waited = Some(waited);
+        }
     }
 
     /// Records that a call is complete; several calls may run at once.
@@ -134,7 +150,7 @@ impl CallHistory {
         let (now, now_ns) = (Instant::now(), now_ns());
         let since_1970 = move |at: Instant| now_ns.saturating_sub(now.saturating_duration_since(at).as_nanos() as u64);
         calls.map(move |(entry, sequence)| {
-            let Entry { call, state, scheduled, started, completed } = *entry;
+            let Entry { call, state, scheduled, started, completed, waited } = *entry;
             CallRecord {
                 channel: kind,
                 sequence,
@@ -151,6 +167,7 @@ impl CallHistory {
                 scheduled_ns: scheduled.map_or(0, since_1970),
                 started_ns: started.map(since_1970),
                 completed_ns: completed.map(since_1970),
+                waited_ns: waited.map(|waited| waited.as_nanos() as u64),
             }
         })
     }
@@ -160,7 +177,6 @@ impl CallHistory {
 mod tests {
     use super::*;
     use crate::operation::Operation;
-    use std::time::Duration;
 
     #[test]
     fn the_last_thousand_calls_are_remembered() {

@@ -12,8 +12,9 @@
 //! `failure`, and its `calls`: `channel` (`collectives`, `send` or `recv`), `sequence` (from 1 on, in each channel),
 //! `operation`, `dtype`, `count` (elements), `shape` (if it has at least two dimensions), `reduction`, `root`, `peer`, `label`
 //! (what it is for), `place` (the line of the program), `state`
-//! (`scheduled`, `started`, `completed` or `failed`), and `scheduled_ns`, `started_ns`, `completed_ns`. Times are
-//! nanoseconds since 1970. On GPUs, a call counts as started when it is on the stream, and its end is noticed up to 20
+//! (`scheduled`, `started`, `completed` or `failed`), and `scheduled_ns`, `started_ns`, `completed_ns`. These times are
+//! nanoseconds since 1970. `waited_ns`, on the CPU engine, is how long a collective waited until the last of the other ranks had come: the one
+//! that came last has waited least. On GPUs, a call counts as started when it is on the stream, and its end is noticed up to 20
 //! ms late.
 mod files;
 mod recorder;

@@ -1,7 +1,7 @@
 //! How a thread waits for a peer: first it spins, then it sleeps until the peer rings its eventcount.
 use super::layout::{Layout, Sleeper};
 use super::segment::Segment;
-use super::spin::spin;
+use super::spin::{Spun, spin};
 use super::sync::{AtomicBool, AtomicU32, Ordering, fence, futex_wait, futex_wake};
 use crate::transport_error::TransportError;
 use std::sync::Arc;
@@ -67,8 +67,8 @@ pub(super) struct Waiter<'a> {
 }
 
 impl Waiter<'_> {
-    /// Returns once `ready` is true; rank `peer` makes it so.
-    pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {
+    /// Returns once `ready` is true; rank `peer` makes it so. The result is when that was, unless it was at once.
+    pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<Option<Instant>, TransportError> {
         self.wait_unless(peer, ready, || false)
     }
 
@@ -78,13 +78,18 @@ impl Waiter<'_> {
         peer: usize,
         ready: impl Fn() -> bool,
         futile: impl Fn() -> bool,
-    ) -> Result<(), TransportError> {
-        if ready() || spin(self.eventcount.ranks, &ready, || self.check_closed(peer))? {
-            return Ok(());
+    ) -> Result<Option<Instant>, TransportError> {
+        if ready() {
+            return Ok(None);
+        }
+        match spin(self.eventcount.ranks, &ready, || self.check_closed(peer))? {
+            Spun::AtOnce => return Ok(None),
+            Spun::At(time) => return Ok(Some(time)),
+            Spun::NotYet => {}
         }
         let result = self.sleep(peer, || ready() || futile());
         self.eventcount.awaited().store(NOBODY, Ordering::Relaxed);
-        result
+        result.map(|()| Some(Instant::now()))
     }
 
     fn sleep(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {

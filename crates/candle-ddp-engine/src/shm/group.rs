@@ -7,6 +7,7 @@ use super::segment::{Memory, Segment};
 use super::slot::Slot;
 use super::stream::{Inbox, Outbox, Reader};
 use super::sync::{AtomicBool, Ordering, fence};
+use crate::arrival::Arrival;
 use crate::call::Header;
 use crate::memory::Region;
 use crate::panic::lock;
@@ -48,6 +49,9 @@ struct CollectiveStreams {
     outbox: Outbox,
     /// By rank; `None` for this rank itself.
     inboxes: Vec<Option<Inbox>>,
+    /// The number of calls, and, by rank, that of the last one for which something has come from it.
+    calls: u32,
+    met: Vec<u32>,
 }
 
 impl ShmGroup {
@@ -107,6 +111,8 @@ impl ShmGroup {
             inboxes: by_peer(rank, world_size, |peer| {
                 inbox(peer, layout.ring(), layout.passed(peer), Sleeper::Collectives)
             }),
+            calls: 0,
+            met: vec![0; world_size],
         };
         let sends = by_peer(rank, world_size, |peer| {
             let reader = reader(peer, layout.direct_passed(rank), Sleeper::RecvFrom(rank));
@@ -176,9 +182,17 @@ impl ShmGroup {
         Ok(())
     }
 
-    /// The streams of the collectives for one call, whose slots begin with `head`.
-    pub(crate) fn streams(&self, head: [u8; Header::BYTES], deadline: Instant) -> Streams<'_> {
-        Streams { shm: self, streams: lock(&self.collectives), head, deadline }
+    /// The streams of the collectives for one call, whose slots begin with `head`. When the others have come to it goes into
+    /// `arrival`.
+    pub(crate) fn streams<'a>(
+        &'a self,
+        head: [u8; Header::BYTES],
+        deadline: Instant,
+        arrival: &'a Arrival,
+    ) -> Streams<'a> {
+        let mut streams = lock(&self.collectives);
+        streams.calls = streams.calls.wrapping_add(1);
+        Streams { shm: self, streams, head, deadline, arrival }
     }
 
     /// Sends `data` to rank `peer`.
@@ -257,6 +271,7 @@ pub(crate) struct Streams<'a> {
     streams: MutexGuard<'a, CollectiveStreams>,
     head: [u8; Header::BYTES],
     deadline: Instant,
+    arrival: &'a Arrival,
 }
 
 impl Streams<'_> {
@@ -288,20 +303,24 @@ impl Streams<'_> {
         &mut self,
         fill: impl FnOnce(Slot, Arrived) -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
-        let CollectiveStreams { eventcount, outbox, inboxes } = &mut *self.streams;
+        let CollectiveStreams { eventcount, outbox, inboxes, .. } = &mut *self.streams;
         outbox.publish(&self.shm.waiter(eventcount, self.deadline), &self.head, |slot| fill(slot, Arrived(inboxes)))
     }
 
     /// Waits for the next slot of every peer.
     pub(crate) fn receive_all(&mut self) -> Result<(), TransportError> {
-        let CollectiveStreams { eventcount, inboxes, .. } = &mut *self.streams;
+        let CollectiveStreams { eventcount, inboxes, calls, met, .. } = &mut *self.streams;
         let waiter = self.shm.waiter(eventcount, self.deadline);
         for index in 0..inboxes.len() {
             let Some(inbox) = &inboxes[index] else { continue };
             // A peer that is in another call may be the reason why the awaited peer's slot does not come.
             let is_foreign = |inbox: &Inbox| inbox.is_foreign(&self.head);
             let others = &inboxes[index + 1..];
-            waiter.wait_unless(inbox.writer, || inbox.has_arrived(), || others.iter().flatten().any(is_foreign))?;
+            let futile = || others.iter().flatten().any(is_foreign);
+            let came = waiter.wait_unless(inbox.writer, || inbox.has_arrived(), futile)?;
+            if std::mem::replace(&mut met[index], *calls) != *calls {
+                self.arrival.note(came);
+            }
             if !inbox.has_arrived()
                 && let Some(foreign) = inboxes[index..].iter_mut().flatten().find(|inbox| is_foreign(inbox))
             {
@@ -330,12 +349,26 @@ impl Streams<'_> {
         peer: usize,
         read: impl FnOnce(Slot) -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
-        let CollectiveStreams { eventcount, inboxes, .. } = &mut *self.streams;
+        let CollectiveStreams { eventcount, inboxes, calls, met, .. } = &mut *self.streams;
         let inbox = inbox_mut(inboxes, peer)?;
-        inbox.receive(&self.shm.waiter(eventcount, self.deadline), &self.head)?;
+        let came = inbox.receive(&self.shm.waiter(eventcount, self.deadline), &self.head)?;
+        if std::mem::replace(&mut met[peer], *calls) != *calls {
+            self.arrival.note(came);
+        }
         read(inbox.slot())?;
         inbox.release();
         Ok(())
+    }
+
+    /// The next slots tell of the ranks of other hosts, so that waiting for them is waiting for ranks.
+    pub(crate) fn await_others(&mut self) {
+        self.streams.calls = self.streams.calls.wrapping_add(1);
+    }
+
+    /// All ranks have come: from now on, waiting is for the transport.
+    pub(crate) fn all_are_here(&mut self) {
+        let CollectiveStreams { calls, met, .. } = &mut *self.streams;
+        met.fill(*calls);
     }
 
     /// Skips the next `count` slots of rank `peer`, which are for others.
@@ -410,7 +443,8 @@ mod tests {
         std::thread::scope(|scope| {
             for shm in groups {
                 scope.spawn(move || {
-                    let mut streams = shm.streams(HEAD, soon());
+                    let arrival = Arrival::default();
+                    let mut streams = shm.streams(HEAD, soon(), &arrival);
                     for number in 0..100_u8 {
                         if shm.rank == 0 {
                             streams.publish(|slot, _| filled(slot, number)).unwrap();
@@ -443,7 +477,7 @@ mod tests {
     fn closing_ends_a_sleep() {
         let groups = groups(2, 0);
         std::thread::scope(|scope| {
-            let sleeper = scope.spawn(|| groups[1].streams(HEAD, soon()).take(0, |_| Ok(())));
+            let sleeper = scope.spawn(|| groups[1].streams(HEAD, soon(), &Arrival::default()).take(0, |_| Ok(())));
             let receiver = scope.spawn(|| {
                 let (buffer, waits) = (Buffer::new([0; 5]), LockWaits::default());
                 let region = Region::new(&buffer, 0..5, Locking { waits: &waits, deadline: soon() });
@@ -479,15 +513,16 @@ mod tests {
     fn another_call_is_noticed_whoever_is_waited_for() {
         let groups = groups(3, 0);
         let other = [8; Header::BYTES];
-        groups[1].streams(other, soon()).publish(|_, _| Ok(())).unwrap();
-        let result = groups[2].streams(HEAD, soon()).receive_all();
+        groups[1].streams(other, soon(), &Arrival::default()).publish(|_, _| Ok(())).unwrap();
+        let result = groups[2].streams(HEAD, soon(), &Arrival::default()).receive_all();
         assert!(matches!(result, Err(TransportError::Header { peer: 1, received }) if received == other), "{result:?}");
     }
 
     #[test]
     fn a_deadline_ends_a_wait_for_space_too() {
         let groups = groups(2, 0);
-        let mut streams = groups[0].streams(HEAD, Instant::now() + Duration::from_millis(30));
+        let arrival = Arrival::default();
+        let mut streams = groups[0].streams(HEAD, Instant::now() + Duration::from_millis(30), &arrival);
         let error = (0..).find_map(|_| streams.publish(|_, _| Ok(())).err());
         assert!(matches!(error, Some(TransportError::TimedOut { peers }) if peers == [1]));
         assert_eq!(streams.streams.outbox.position as usize, groups[0].layout.slots);

@@ -15,7 +15,8 @@ pub(crate) struct ShmSession<'a> {
 impl<'a> ShmSession<'a> {
     /// The streams of the collectives, for this call.
     pub(crate) fn streams(&self) -> Streams<'a> {
-        self.shm.streams(self.session.outgoing_head(), self.session.deadline)
+        let Session { deadline, arrival, .. } = self.session;
+        self.shm.streams(self.session.outgoing_head(), deadline, arrival)
     }
 
     /// Sends to another rank of this host.

@@ -73,9 +73,18 @@ impl Yields {
     }
 }
 
-/// Waits a little for `ready`, and returns whether it became true. `check` ends the wait by an error. `ranks` ranks share the
-/// processors.
-pub(super) fn spin<E>(ranks: usize, ready: impl Fn() -> bool, check: impl Fn() -> Result<(), E>) -> Result<bool, E> {
+/// How a short wait ended.
+pub(super) enum Spun {
+    /// What was awaited came within [`SPIN`].
+    AtOnce,
+    /// It came later: about then.
+    At(Instant),
+    /// It has not come yet.
+    NotYet,
+}
+
+/// Waits a little for `ready`. `check` ends the wait by an error. `ranks` ranks share the processors.
+pub(super) fn spin<E>(ranks: usize, ready: impl Fn() -> bool, check: impl Fn() -> Result<(), E>) -> Result<Spun, E> {
     /// The number of checks between two readings of the clock.
     const LOOKS: usize = 32;
     let start = Instant::now();
@@ -83,7 +92,7 @@ pub(super) fn spin<E>(ranks: usize, ready: impl Fn() -> bool, check: impl Fn() -
     while waited < SPIN {
         for _ in 0..LOOKS {
             if ready() {
-                return Ok(true);
+                return Ok(Spun::AtOnce);
             }
             std::hint::spin_loop();
         }
@@ -101,11 +110,11 @@ pub(super) fn spin<E>(ranks: usize, ready: impl Fn() -> bool, check: impl Fn() -
             if yields {
                 YIELDS.succeeded();
             }
-            return Ok(true);
+            return Ok(Spun::At(start + waited));
         }
         check()?;
     }
-    Ok(false)
+    Ok(Spun::NotYet)
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use super::sync::{Ordering, fence};
 use crate::call::Header;
 use crate::transport_error::TransportError;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The writer's end.
 pub(crate) struct Outbox {
@@ -88,10 +89,15 @@ impl Outbox {
 
 impl Inbox {
     /// Waits for the next slot, and checks that it belongs to the same call. It stays valid until
-    /// [`release`](Self::release).
-    pub(super) fn receive(&mut self, waiter: &Waiter, expected: &[u8; Header::BYTES]) -> Result<(), TransportError> {
-        waiter.wait(self.writer, || self.has_arrived())?;
-        self.accept(expected)
+    /// [`release`](Self::release). The result is when it came, unless it was there at once.
+    pub(super) fn receive(
+        &mut self,
+        waiter: &Waiter,
+        expected: &[u8; Header::BYTES],
+    ) -> Result<Option<Instant>, TransportError> {
+        let came = waiter.wait(self.writer, || self.has_arrived())?;
+        self.accept(expected)?;
+        Ok(came)
     }
 
     /// Whether the next slot has arrived.

@@ -76,11 +76,11 @@ impl<'a> TcpSession<'a> {
             });
             if is_needed { inflows[position].push(piece) } else { inflows[position].push_ahead(piece) }
         }
-        let Session { group, channel, deadline, .. } = self.session;
+        let Session { group, channel, deadline, arrival, .. } = self.session;
         let peers = outflows.iter().map(|flow| flow.peer).chain(inflows.iter().map(|flow| flow.peer));
         let reached = group.reach(channel, peers, deadline);
         let (transport, _) = group.transport(channel);
-        let exchanged = reached.and_then(|()| transport.exchange(&mut outflows, &mut inflows, deadline));
+        let exchanged = reached.and_then(|()| transport.exchange(&mut outflows, &mut inflows, deadline, arrival));
         exchanged.map_err(|error| self.session.failure(error))?;
         outflows.iter().for_each(|flow| self.sent_ahead[flow.peer] = flow.ahead());
         inflows.iter().for_each(|flow| self.received_ahead[flow.peer] = flow.ahead());

@@ -2,6 +2,7 @@
 //!
 //! The only primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and
 //! makes progress wherever it can, so that no order of large messages can block another.
+use crate::arrival::Arrival;
 use crate::call::Header;
 use crate::memory::Cut;
 use crate::tcp::piece::{Piece, PieceMut, beyond};
@@ -71,12 +72,13 @@ impl Transport {
     }
 
     /// Sends what `sends` need and receives what `recvs` need, until `deadline`, and moves as much of the rest as it
-    /// can without waiting. Both have at most one flow for each peer.
+    /// can without waiting. Both have at most one flow for each peer. When the last header has come goes into `arrival`.
     pub(crate) fn exchange(
         &self,
         sends: &mut [Outflow],
         recvs: &mut [Inflow],
         deadline: Instant,
+        arrival: &Arrival,
     ) -> Result<(), TransportError> {
         // Usually the sockets take everything at once, and small messages have already arrived: then no poll is needed.
         let mut sending = Vec::with_capacity(sends.len());
@@ -91,6 +93,7 @@ impl Transport {
                 receiving.push(index);
             }
         }
+        let mut is_awaited = recvs.iter().any(Inflow::awaits_head);
         let mut pace = Pace::default();
         loop {
             let unsent: usize = sending.iter().map(|index| sends[*index].missing()).sum();
@@ -109,6 +112,10 @@ impl Transport {
                 let flow = &mut recvs[index];
                 flow.advance(self.socket(flow.peer)?)
             })?;
+            if is_awaited && !recvs.iter().any(Inflow::awaits_head) {
+                is_awaited = false;
+                arrival.note(Some(Instant::now()));
+            }
         }
     }
 
@@ -288,6 +295,11 @@ impl Outflow<'_> {
 }
 
 impl Inflow<'_> {
+    /// Whether the header has not come yet.
+    fn awaits_head(&self) -> bool {
+        self.head.is_some() && self.done < Header::BYTES
+    }
+
     fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, TransportError> {
         while self.done < self.total {
             let head = self.head.map_or(0, |head| head.len());
@@ -377,7 +389,7 @@ mod tests {
         flow.push_ahead(&second[..]);
         // The peer does not read meanwhile.
         let mut sends = [flow];
-        near.exchange(&mut sends, &mut [], deadline).unwrap();
+        near.exchange(&mut sends, &mut [], deadline, &Arrival::default()).unwrap();
         let went = sends[0].ahead();
         assert!(went > 0 && went < second.len(), "{went}");
         let mut rest = Outflow::new(1, None);
@@ -385,17 +397,17 @@ mod tests {
         rest.push(&second[..]);
         let (mut got_first, mut got_second) = (vec![0; first.len()], vec![0; second.len()]);
         std::thread::scope(|scope| {
-            scope.spawn(|| near.exchange(&mut [rest], &mut [], deadline).unwrap());
+            scope.spawn(|| near.exchange(&mut [rest], &mut [], deadline, &Arrival::default()).unwrap());
             let mut flow = Inflow::new(0, None);
             flow.push(&mut got_first[..]);
             flow.push_ahead(&mut got_second[..]);
             let mut recvs = [flow];
-            far.exchange(&mut [], &mut recvs, deadline).unwrap();
+            far.exchange(&mut [], &mut recvs, deadline, &Arrival::default()).unwrap();
             let came = recvs[0].ahead();
             let mut rest = Inflow::new(0, None);
             rest.resume(came);
             rest.push(&mut got_second[..]);
-            far.exchange(&mut [], &mut [rest], deadline).unwrap();
+            far.exchange(&mut [], &mut [rest], deadline, &Arrival::default()).unwrap();
         });
         assert!(got_first == first && got_second == second);
     }

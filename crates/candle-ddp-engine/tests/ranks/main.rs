@@ -10,3 +10,4 @@ mod meeting;
 mod rank;
 mod secret;
 mod set_by;
+mod waits;

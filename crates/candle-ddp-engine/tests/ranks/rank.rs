@@ -1,4 +1,5 @@
 //! One rank under test, and calls with their memory.
+use candle_ddp_engine::flight_recorder::Recording;
 use candle_ddp_engine::{
     Call, CallSite, Channel, Construction, CpuOptions, Element, Engine, Label, Memory, Operands, Operation, ReduceOp,
     Result, ShapeCode, Slice, Tensors, Work,
@@ -182,6 +183,18 @@ impl Deref for Rank {
 impl Rank {
     pub(crate) fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
         Ok(Self(Engine::new(Construction::default(), store, rank, world_size, options)?))
+    }
+
+    /// A rank whose calls `recording` remembers.
+    pub(crate) fn recorded(
+        recording: &Recording,
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        options: CpuOptions,
+    ) -> Result<Self> {
+        let construction = Construction { recording: Some(recording), ..Construction::default() };
+        Ok(Self(Engine::new(construction, store, rank, world_size, options)?))
     }
 
     /// Makes a call, and waits for it.

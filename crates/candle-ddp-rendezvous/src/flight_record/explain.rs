@@ -1,5 +1,9 @@
 //! Which rank parted from the others, and where.
+mod group;
+mod late;
+
 use super::record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
+use group::{Group, collectives_of};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Explains the records of a run's ranks in plain sentences, one per line.
@@ -28,6 +32,7 @@ pub(super) fn explain(records: &[RankRecord]) -> String {
             None => "no rank has made a call".to_string(),
         });
     }
+    lines.extend(groups.iter().filter_map(|(name, group)| late::latecomer(name, group)));
     if !absent.is_empty() {
         lines.push(format!(
             "there is no file of {}: its process was killed, or ended before the failure, or wrote to another folder",
@@ -52,13 +57,6 @@ fn without_old(records: &[RankRecord]) -> (Vec<&RankRecord>, Vec<usize>) {
     let began = records.iter().map(|record| record.started_ns).max().unwrap_or(0);
     let (new, old): (Vec<_>, Vec<_>) = records.iter().partition(|record| record.written_ns >= began);
     (new, old.into_iter().map(|record| record.rank).collect())
-}
-
-/// The records of one group, by rank.
-type Group<'a> = BTreeMap<usize, &'a GroupRecord>;
-
-fn collectives_of(group: &GroupRecord) -> impl DoubleEndedIterator<Item = &CallRecord> {
-    group.calls.iter().filter(|call| call.channel == ChannelKind::Collectives)
 }
 
 /// Returns the first collective at which the ranks part: they called different things, or some did not come, or it does

@@ -48,6 +48,10 @@ pub struct CallRecord {
     pub started_ns: Option<u64>,
     /// When it completed or failed, as far as the engine has noticed.
     pub completed_ns: Option<u64>,
+    /// How long a collective waited for the last of the other ranks, if the engine knows. The rank that came last has waited
+    /// least.
+    #[serde(default)]
+    pub waited_ns: Option<u64>,
 }
 
 /// One group, as seen by one of its ranks.

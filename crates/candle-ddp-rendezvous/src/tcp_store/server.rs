@@ -88,6 +88,12 @@ impl TcpStoreServer {
         self.is_joined.load(Ordering::Relaxed)
     }
 
+    /// Whether it is joined, for longer than this server lives.
+    #[doc(hidden)]
+    pub fn joined(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_joined)
+    }
+
     /// Returns whether it listens on one of `addresses`.
     pub(crate) fn listens_on(&self, addresses: &[SocketAddr]) -> bool {
         addresses.iter().any(|address| {

@@ -56,6 +56,21 @@ impl LastFailure {
 }
 
 impl RunStatus {
+    /// A run of two workers on each node.
+    #[cfg(test)]
+    pub(crate) fn for_tests() -> Self {
+        Self {
+            run_id: "night".to_string(),
+            phase: Phase::Running,
+            attempt: 1,
+            restarts: 1,
+            max_restarts: 3,
+            workers: 2,
+            nodes: Vec::new(),
+            last_failure: None,
+        }
+    }
+
     /// The initial status of a run. The nodes of a run on several machines have yet to join.
     pub(crate) fn of(config: &Config) -> Self {
         let own = NodeStatus { host: host_name(), node_rank: Some(0), is_alive: true };

@@ -1,12 +1,18 @@
 //! `ddprun status`: shows the status of a run from its store. The launcher writes a document about the run and its
 //! nodes ([`RunStatus`]), and each rank one about itself ([`RankStatus`](candle_ddp_rendezvous::RankStatus)).
 mod document;
+mod json;
+pub(super) mod prometheus;
+mod slow;
 mod snapshot;
+mod source;
 mod table;
 
 pub(super) use table::table;
 
 pub(super) use document::{LastFailure, NodeStatus, Phase, RUN_STATUS, RunStatus};
+pub(super) use slow::SlowRanks;
+pub(super) use source::Source;
 
 use super::error::{Error, Result};
 use super::tail::plain;
@@ -17,14 +23,16 @@ use std::time::{Duration, SystemTime};
 /// How long the store may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The status, as text, of the run whose store is at `address`.
-pub(super) fn of_run(address: &str, no_secret: bool) -> Result<String> {
+/// The status, as text or as JSON, of the run whose store is at `address`.
+pub(super) fn of_run(address: &str, no_secret: bool, json: bool) -> Result<String> {
     let (host, port) = parse(address)?;
     let secret = if no_secret { None } else { Secret::from_env()? };
     let store = Arc::new(TcpStore::connect_with(&host, port, TcpStoreOptions { timeout: TIMEOUT, secret })?);
     let name = store.name();
+    let snapshot = snapshot::read(store, name)?;
+    let text = if json { json::text(&snapshot) } else { table::text(&snapshot, SystemTime::now()) };
     // Anyone who can write to the store can put control characters there.
-    Ok(plain(&table::text(&snapshot::read(store, name)?, SystemTime::now())))
+    Ok(plain(&text))
 }
 
 fn parse(address: &str) -> Result<(String, u16)> {
@@ -42,7 +50,52 @@ fn parse(address: &str) -> Result<(String, u16)> {
 
 #[cfg(test)]
 mod tests {
+    use super::snapshot::Snapshot;
     use super::*;
+    use candle_ddp_rendezvous::{RankStatus, milliseconds};
+    use std::time::UNIX_EPOCH;
+
+    /// When the [snapshot](snapshot()) was taken.
+    pub(super) fn now() -> SystemTime {
+        UNIX_EPOCH + Duration::from_secs(951_827_696)
+    }
+
+    /// A run of three ranks, of which the last has not reported.
+    pub(super) fn snapshot() -> Snapshot {
+        let node = |host: &str, node_rank, is_alive| NodeStatus { host: host.to_string(), node_rank, is_alive };
+        let metrics = [("loss", "0.5"), ("a \"b\"\\", "NaN")];
+        let told = RankStatus {
+            host: "node0".to_string(),
+            pid: 4711,
+            generation: Some(2),
+            steps: 812,
+            steps_per_second: Some(40.125),
+            last_step: Some(milliseconds(now()) - 2500),
+            trained: 20.,
+            waited: Some(5.),
+            waiting: Some(0.25),
+            metrics: metrics.map(|(name, value)| (name.to_string(), value.to_string())).into(),
+        };
+        let fresh = RankStatus {
+            generation: None,
+            steps: 0,
+            steps_per_second: None,
+            last_step: None,
+            trained: 0.,
+            waited: None,
+            waiting: None,
+            metrics: [].into(),
+            ..told.clone()
+        };
+        let text = "rank 1 was killed by SIGKILL".to_string();
+        let run = RunStatus {
+            nodes: vec![node("node0", Some(0), true), node("other", Some(1), false), node("spare", None, true)],
+            last_failure: Some(LastFailure { at: milliseconds(now()), text }),
+            ..RunStatus::for_tests()
+        };
+        let ranks = vec![(0, Some(told)), (1, Some(fresh)), (2, None)];
+        Snapshot { run, generation: Some(2), ranks, unlisted: 0 }
+    }
 
     #[test]
     fn addresses_have_a_host_and_a_port() {

@@ -5,7 +5,7 @@ use candle_ddp_rendezvous::{Decision, Generations, MOST_RANKS, RankStatus, Store
 use std::sync::Arc;
 
 /// A run at some time.
-pub(super) struct Snapshot {
+pub(crate) struct Snapshot {
     pub(super) run: RunStatus,
     /// The newest generation, if the ranks run elastically.
     pub(super) generation: Option<u64>,
@@ -13,6 +13,20 @@ pub(super) struct Snapshot {
     pub(super) ranks: Vec<(usize, Option<RankStatus>)>,
     /// How many more take part.
     pub(super) unlisted: usize,
+}
+
+impl Snapshot {
+    /// A run whose ranks have not reported.
+    pub(super) fn without_ranks(run: RunStatus) -> Self {
+        Self { run, generation: None, ranks: Vec::new(), unlisted: 0 }
+    }
+
+    /// The host of a rank, by what it has told, or by its node.
+    pub(super) fn host<'a>(&'a self, rank: usize, told: Option<&'a RankStatus>) -> Option<&'a str> {
+        let node_rank = rank / self.run.workers.max(1);
+        let node = || self.run.nodes.iter().find(|node| node.node_rank == Some(node_rank));
+        told.map(|told| told.host.as_str()).or_else(|| Some(node()?.host.as_str()))
+    }
 }
 
 /// Reads from `store`, which messages call `name`.
@@ -82,23 +96,15 @@ fn ranks_of(run: &RunStatus) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::document::{NodeStatus, Phase};
+    use crate::status::document::NodeStatus;
     use candle_ddp_rendezvous::json::encode;
     use candle_ddp_rendezvous::{HashStore, Member};
     use std::time::Duration;
 
     fn run() -> RunStatus {
         let node = |node_rank| NodeStatus { host: "a".to_string(), node_rank, is_alive: true };
-        RunStatus {
-            run_id: "night".to_string(),
-            phase: Phase::Running,
-            attempt: 2,
-            restarts: 2,
-            max_restarts: 3,
-            workers: 2,
-            nodes: vec![node(Some(0)), node(Some(1)), node(None)],
-            last_failure: None,
-        }
+        let nodes = vec![node(Some(0)), node(Some(1)), node(None)];
+        RunStatus { attempt: 2, restarts: 2, nodes, ..RunStatus::for_tests() }
     }
 
     #[test]
@@ -115,6 +121,10 @@ mod tests {
             steps: 9,
             steps_per_second: Some(0.1),
             last_step: Some(1),
+            trained: 90.,
+            waited: Some(1.5),
+            waiting: None,
+            metrics: [("loss".to_string(), "NaN".to_string())].into(),
         };
         store.set(&rank_status_key(3), &encode(&told)).unwrap();
         let ranks = |snapshot: &Snapshot| snapshot.ranks.iter().map(|(rank, _)| *rank).collect::<Vec<_>>();

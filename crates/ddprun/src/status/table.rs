@@ -27,7 +27,7 @@ pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
         text += &table(["node", "host", "state"], run.nodes.iter().map(node));
     }
     if !snapshot.ranks.is_empty() {
-        let header = ["rank", "host", "pid", "generation", "steps", "steps/s", "last step"];
+        let header = ["rank", "host", "pid", "generation", "steps", "steps/s", "waiting", "last step"];
         text += &table(header, snapshot.ranks.iter().map(|(rank, told)| rank_row(snapshot, *rank, told.as_ref(), now)));
     }
     if snapshot.unlisted > 0 {
@@ -51,19 +51,16 @@ fn node(node: &NodeStatus) -> [String; 3] {
     [or_unknown(node.node_rank), node.host.clone(), state.to_string()]
 }
 
-fn rank_row(snapshot: &Snapshot, rank: usize, told: Option<&RankStatus>, now: SystemTime) -> [String; 7] {
-    let run = &snapshot.run;
-    let node_rank = rank / run.workers.max(1);
-    let node = run.nodes.iter().find(|node| node.node_rank == Some(node_rank));
-    let host = told.map(|told| &told.host).or(node.map(|node| &node.host));
+fn rank_row(snapshot: &Snapshot, rank: usize, told: Option<&RankStatus>, now: SystemTime) -> [String; 8] {
     let ago = |at: u64| format!("{} s ago", milliseconds(now).saturating_sub(at) / 1000);
     [
         rank.to_string(),
-        or_unknown(host),
+        or_unknown(snapshot.host(rank, told)),
         or_unknown(told.map(|told| told.pid)),
         or_unknown(told.and_then(|told| told.generation)),
         or_unknown(told.map(|told| told.steps)),
         or_unknown(told.and_then(|told| told.steps_per_second).map(|speed| format!("{speed:.2}"))),
+        or_unknown(told.and_then(|told| told.waiting).map(|waiting| format!("{:.0} %", 100. * waiting))),
         or_unknown(told.and_then(|told| told.last_step).map(ago)),
     ]
 }
@@ -87,37 +84,11 @@ pub(crate) fn table<const N: usize>(header: [&str; N], rows: impl Iterator<Item 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::document::{LastFailure, RunStatus};
+    use crate::status::tests::{now, snapshot};
 
     #[test]
     fn a_run_in_words() {
-        let now = UNIX_EPOCH + Duration::from_secs(951_827_696);
-        let node = |host: &str, node_rank, is_alive| NodeStatus { host: host.to_string(), node_rank, is_alive };
-        let told = RankStatus {
-            host: "node0".to_string(),
-            pid: 4711,
-            generation: Some(2),
-            steps: 812,
-            steps_per_second: Some(40.123),
-            last_step: Some(milliseconds(now) - 2500),
-        };
-        let fresh = RankStatus { generation: None, steps: 0, steps_per_second: None, last_step: None, ..told.clone() };
-        let run = RunStatus {
-            run_id: "night".to_string(),
-            phase: Phase::Running,
-            attempt: 1,
-            restarts: 1,
-            max_restarts: 3,
-            workers: 2,
-            nodes: vec![node("node0", Some(0), true), node("other", Some(1), false), node("spare", None, true)],
-            last_failure: Some(LastFailure { at: milliseconds(now), text: "rank 1 was killed by SIGKILL".to_string() }),
-        };
-        let mut snapshot = Snapshot {
-            run,
-            generation: Some(2),
-            ranks: vec![(0, Some(told)), (1, Some(fresh)), (2, None)],
-            unlisted: 0,
-        };
+        let (now, mut snapshot) = (now(), snapshot());
         let expected = "\
 run night: running, generation 2, 1 of 3 restarts used
 
@@ -126,10 +97,10 @@ node  host   state
 1     other  lost
 -     spare  waiting
 
-rank  host   pid   generation  steps  steps/s  last step
-0     node0  4711  2           812    40.12    2 s ago
-1     node0  4711  -           0      -        -
-2     other  -     -           -      -        -
+rank  host   pid   generation  steps  steps/s  waiting  last step
+0     node0  4711  2           812    40.12    25 %     2 s ago
+1     node0  4711  -           0      -        -        -
+2     other  -     -           -      -        -        -
 
 last failure, 2000-02-29 12:34:56 UTC: rank 1 was killed by SIGKILL
 ";

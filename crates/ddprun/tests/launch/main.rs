@@ -8,6 +8,7 @@ mod ending;
 mod environment;
 mod hosts;
 mod leftovers;
+mod metrics;
 mod modes;
 mod nodes;
 mod output;

@@ -37,7 +37,7 @@ fn a_restart_is_shown_with_what_has_caused_it() {
     let text = status_when(&sandbox, port, "run a: running, attempt 0, 0 of 1 restarts used");
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-    for expected in [vec!["0", &host, "alive"], vec!["1", &host, "-", "-", "-", "-", "-"]] {
+    for expected in [vec!["0", &host, "alive"], vec!["1", &host, "-", "-", "-", "-", "-", "-"]] {
         assert!(lines.contains(&expected), "{expected:?} is not in:\n{text}");
     }
     assert!(text.ends_with("\nno failure so far\n"), "{text}");

@@ -28,6 +28,9 @@ fn invalid_command_lines_exit_with_code_2() {
         (&["merge-traces", "--nnodes", "2", "x"], "unexpected argument '--nnodes'"),
         (&["--merge-traces", "x", "y"], "cannot be used with"),
         (&["--explain", "x", "--merge-traces", "y"], "cannot be used with"),
+        (&["--metrics-addr", "::1", "x"], "needs --metrics-port"),
+        (&["--metrics-port", "1", "--metrics-addr", "localhost", "x"], "--metrics-addr"),
+        (&["--metrics-port", "70000", "x"], "--metrics-port"),
         (&["--redirects", "7", "x"], "expected 0 (none)"),
     ];
     for (args, hint) in cases {

@@ -87,6 +87,10 @@ impl Bridge<'_> {
                     self.reduce_inside(reduction, data.part(mine.clone()), part, partial)?;
                 }
                 None if step < steps => self.inside(|streams| {
+                    // Until the first result, such a rank waits for those on the rails, which wait for other hosts.
+                    if step <= delay + 1 {
+                        streams.await_others();
+                    }
                     streams.receive_all()?;
                     streams.release_all();
                     Ok(())
@@ -102,9 +106,16 @@ impl Bridge<'_> {
                 }
             }
             if let Some(done) = step.checked_sub(delay + 1) {
+                let is_first = done == 0 && rail.is_none();
                 self.inside(|streams| {
+                    if is_first {
+                        streams.await_others();
+                    }
                     let mut peers = streams.peers().filter(|peer| *peer < rails);
-                    peers.try_for_each(|peer| streams.take(peer, |slot| slot.read_into(data.part(piece(peer, done)))))
+                    peers
+                        .try_for_each(|peer| streams.take(peer, |slot| slot.read_into(data.part(piece(peer, done)))))?;
+                    streams.all_are_here();
+                    Ok(())
                 })?;
             }
         }

@@ -34,7 +34,12 @@ impl Bridge<'_> {
             });
             self.session.exchange_ahead((&sends_now, recvs_now), (&sends_ahead, recvs_ahead))?;
             for round in 0..rounds {
+                // A rank without ranks of other hosts hears of them only now.
+                let is_first = now.start == 0 && round == 1 && senders.is_empty();
                 self.inside(|streams| {
+                    if is_first {
+                        streams.await_others();
+                    }
                     if let Some(rank) = ours.get(round) {
                         streams.publish(|slot, _| slot.write_from(output.part(place(*rank, &now))))?;
                     }

@@ -182,7 +182,10 @@ impl Bridge<'_> {
         let sends: Vec<_> = leaders.iter().map(|leader| (*leader, Piece::EMPTY)).collect();
         let recvs: Recvs = leaders.iter().map(|leader| (*leader, PieceMut::Memory(&mut []))).collect();
         self.session.exchange(&sends, recvs)?;
-        self.inside(shm::barrier)
+        self.inside(|streams| {
+            streams.await_others();
+            shm::barrier(streams)
+        })
     }
 }
 
