@@ -115,7 +115,7 @@ fn escape(value: &str) -> String {
 mod tests {
     use super::super::tests::snapshot;
 
-    /// `tests/interop/prometheus.py` reads the file by Prometheus's own parser.
+    /// Prometheus's own parser (`prometheus_client.parser` 0.26.0) reads this file, escapes and NaN included.
     #[test]
     fn the_metrics_of_a_run() {
         let expected = include_str!("prometheus.txt").replace("VERSION", env!("CARGO_PKG_VERSION"));
