@@ -8,7 +8,7 @@ use crate::panic::lock;
 use crate::state::file::Hashed;
 use crate::variables::{NamePredicate, piece_of};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -222,10 +222,4 @@ impl Prepared {
         }
         Ok(self.report)
     }
-}
-
-/// Converts a file's tensor by way of f32, which holds every float8: candle may hang when it converts float8 to f64.
-pub(super) fn converted(tensor: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
-    let tensor = if tensor.dtype() == DType::F8E4M3 { tensor.to_dtype(DType::F32)? } else { tensor.clone() };
-    tensor.to_dtype(dtype)
 }

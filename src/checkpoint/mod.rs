@@ -54,6 +54,7 @@
 //! itself, which holds names and shapes, takes about a hundred times its own size while it is read.
 mod adapter;
 mod checkpointer;
+mod convert;
 mod distributed;
 mod error;
 #[cfg(any(test, fuzzing))]

@@ -1,5 +1,6 @@
 //! The variables of a model as a state.
-use super::load::{Prepared, converted};
+use super::convert::converted;
+use super::load::Prepared;
 use super::{LoadOptions, load_tensors, tensors};
 use crate::error::describe;
 use crate::panic::lock;

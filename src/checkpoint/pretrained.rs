@@ -1,4 +1,5 @@
 //! The weights of pretrained models, in one or several safetensors files.
+use super::convert::converted;
 use super::error::{flawed, unreadable};
 use crate::error::describe;
 use crate::state::file::{LONGEST_HEADER, Readable, SafetensorsFile};
@@ -198,7 +199,7 @@ impl SimpleBackend for Pretrained {
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-        super::load::converted(&self.read(name)?, dtype)?.to_device(device)
+        converted(&self.read(name)?, dtype)?.to_device(device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -1,7 +1,7 @@
 //! Where the tensors of a checkpoint come from.
+use super::convert::converted;
 use super::error::unreadable;
 use super::hashes::Hashes;
-use super::load::converted;
 use super::pretrained::{Pretrained, is_index};
 use crate::state::file::{Hashed, Readable};
 use crate::{Error, Result};

@@ -1,10 +1,23 @@
 //! The last steps of all ranks, side by side.
 use super::chart::{Area, letters, svg};
 use super::palette::{GRID, curve};
-use super::traces::Rank;
+use super::series::Series;
 use super::{html, number};
 use plotters::element::{PathElement, Rectangle, Text};
 use plotters::style::Color;
+use std::collections::VecDeque;
+
+/// What a rank has recorded.
+#[derive(Debug)]
+pub(super) struct Rank {
+    pub(super) rank: usize,
+    /// In milliseconds, by step.
+    pub(super) waits: Series,
+    pub(super) steps: u64,
+    pub(super) waited: f64,
+    pub(super) longest: f64,
+    pub(super) spans: VecDeque<Span>,
+}
 
 /// A phase of a rank, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,6 +1,6 @@
 //! The timelines of ranks: how long each waits in a step, and the last steps.
 use super::series::Series;
-use super::timeline::{self, Span};
+use super::timeline::{self, Rank, Span};
 use super::{chart, html, number};
 use candle_ddp_rendezvous::trace;
 use serde::Deserialize;
@@ -18,17 +18,6 @@ const WAIT: &str = "wait for buckets";
 pub(super) struct Traces {
     name: String,
     ranks: Vec<Rank>,
-}
-
-#[derive(Debug)]
-pub(super) struct Rank {
-    pub(super) rank: usize,
-    /// In milliseconds, by step.
-    waits: Series,
-    steps: u64,
-    waited: f64,
-    longest: f64,
-    pub(super) spans: VecDeque<Span>,
 }
 
 /// Reads the traces of a folder. `None` if they have no spans.
