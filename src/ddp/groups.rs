@@ -1,6 +1,6 @@
 //! Selects the process group that sends a tensor.
-use crate::Result;
 use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
 use candle_core::Device;
 use std::sync::OnceLock;
 
@@ -34,7 +34,13 @@ impl Hybrid {
     /// The groups in which `ranks` consecutive ranks, a divisor of the world size, have a model. Every rank must call it.
     pub(super) fn new(group: &ProcessGroup, ranks: usize) -> Result<Self> {
         let mesh = group.mesh(&[group.world_size() / ranks, ranks], &["replicate", "shard"])?;
-        Ok(Self { within: mesh.get_group("shard")?.clone(), across: mesh.get_group("replicate")?.clone() })
+        let (within, mut across) = (mesh.get_group("shard")?.clone(), mesh.get_group("replicate")?.clone());
+        if ranks == 1 {
+            // The mesh has the group itself here. Ranks call it at other times than this one.
+            let all: Vec<usize> = (0..group.world_size()).collect();
+            across = group.new_group(&all)?.ok_or_else(|| Error::invalid("sharding", "this rank is in no group"))?;
+        }
+        Ok(Self { within, across })
     }
 }
 
