@@ -31,6 +31,11 @@ impl Hybrid {
         &self.across
     }
 
+    /// Whether another rank has the same pieces, and saves them.
+    pub(super) fn is_copy(&self) -> bool {
+        self.across.rank() > 0
+    }
+
     /// The groups in which `ranks` consecutive ranks, a divisor of the world size, have a model. Every rank must call it.
     pub(super) fn new(group: &ProcessGroup, ranks: usize) -> Result<Self> {
         let mesh = group.mesh(&[group.world_size() / ranks, ranks], &["replicate", "shard"])?;
@@ -61,7 +66,7 @@ impl Groups {
 
     /// Whether another rank has the same pieces, and saves them.
     pub(crate) fn is_copy(&self) -> bool {
-        self.across().is_some_and(|across| across.rank() > 0)
+        self.hybrid.as_ref().is_some_and(Hybrid::is_copy)
     }
 
     pub(super) fn main(&self) -> &ProcessGroup {

@@ -61,7 +61,7 @@ impl Flat {
         if let Some(hybrid) = hybrid {
             hybrid.across().broadcast(&own, 0)?;
         }
-        let is_copy = hybrid.is_some_and(|hybrid| hybrid.across().rank() > 0);
+        let is_copy = hybrid.is_some_and(Hybrid::is_copy);
         let (mut offset, mut members, mut pieces) = (0, Vec::new(), Vec::new());
         for (tensor, _) in tensors {
             let elements = tensor.elem_count();
