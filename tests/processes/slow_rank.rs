@@ -1,7 +1,7 @@
 //! A rank that is slower than the others: what the launcher says, its status and its metrics.
 use crate::common::{free_port, tensor, test_arguments};
 use crate::elastic_ranks::wait_for;
-use candle_ddp::metrics::put_metric;
+use candle_ddp::metrics::{Writer, WriterOptions, put_metric};
 use candle_ddp::{DistributedDataParallel, InitOptions, init_process_group};
 use candle_nn::{VarMap, linear};
 use serde_json::Value;
@@ -23,13 +23,17 @@ fn rank_of_another_test() {
     let varmap = VarMap::new();
     let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| linear(64, 64, vb)).unwrap();
     let x = tensor(&[4, 64], 1);
-    for step in 0.. {
+    let mut writer = Writer::new(&pg, WriterOptions::default()).unwrap();
+    for step in 0..u32::MAX {
         if pg.rank() == SLOW {
             std::thread::sleep(Duration::from_millis(40));
         }
         let loss = ddp.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap();
         ddp.backward(&loss).unwrap();
         put_metric("loss", f64::from(step) + pg.rank() as f64 / 10.).unwrap();
+        let fields =
+            [("step", u64::from(step).into()), ("loss", 0.5.into()), ("written", 7.25.into()), ("text", "x".into())];
+        writer.write(&fields).unwrap();
     }
 }
 
@@ -73,6 +77,11 @@ fn the_rank_that_the_others_wait_for_is_named() {
         assert!(of(0, field) > of(SLOW, field) && of(2, field) > of(SLOW, field), "{json}");
     }
     assert!(of(0, "waiting_share") <= 1. && of(0, "waiting_seconds") <= of(0, "training_seconds"), "{json}");
+    // A writer's numbers come from rank 0 alone, and what the program has put comes first.
+    let metrics_of = |rank: usize| &json["ranks"][rank]["metrics"];
+    assert_eq!((&metrics_of(0)["written"], &metrics_of(1)["written"]), (&Value::from(7.25), &Value::Null), "{json}");
+    assert!(metrics_of(0)["loss"].as_f64().unwrap().fract() < 1e-9, "{json}");
+    assert!(metrics_of(0).get("step").is_none() && metrics_of(0).get("text").is_none(), "{json}");
     let table = status(&[]);
     assert!(table.contains("  waiting  ") && table.contains(" %  "), "{table}");
 
@@ -88,6 +97,8 @@ fn the_rank_that_the_others_wait_for_is_named() {
     // Each rank has its own values.
     let loss = value("ddprun_rank_metric{name=\"loss\",", 2);
     assert!((loss.fract() - 0.2).abs() < 1e-9, "{page}");
+    assert_eq!(value("ddprun_rank_metric{name=\"written\",", 0), 7.25);
+    assert_eq!(page.matches("name=\"written\"").count(), 1, "{page}");
 
     let pid = rustix::process::Pid::from_child(&run);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();

@@ -36,6 +36,7 @@ mod last_will;
 #[doc(hidden)]
 pub mod liveness;
 mod meeting;
+mod metrics;
 mod mpi;
 mod options;
 #[doc(hidden)]
@@ -82,12 +83,14 @@ pub use last_will::LastWill;
 #[doc(hidden)]
 pub use meeting::{Meeting, RunStore, meet};
 pub use meeting::{Rendezvous, rendezvous};
+#[doc(hidden)]
+pub use metrics::{hide_written_metrics, put_metric, show_written_metric};
 pub use options::RendezvousOptions;
 #[doc(hidden)]
 pub use plan::STORE_VARIABLE;
 pub use prefix_store::PrefixStore;
 #[doc(hidden)]
-pub use progress::{RankStatus, count_step, count_wait, know_waits, milliseconds, put_metric, rank_status_key};
+pub use progress::{RankStatus, count_step, count_wait, know_waits, milliseconds, rank_status_key};
 #[doc(hidden)]
 pub use reports::{Reports, StoreReports, decode_report, decode_reports, encode_report};
 pub use secret::Secret;

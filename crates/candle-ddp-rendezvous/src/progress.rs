@@ -1,16 +1,15 @@
 //! How a rank under `ddprun` reports its progress: it writes a document into the store of the run, which `ddprun
 //! status` reads.
 use super::json::encode;
-use super::{Secret, Store, TcpStore, TcpStoreOptions};
+use super::{Secret, Store, TcpStore, TcpStoreOptions, metrics};
 use crate::Result;
 use crate::host::host_name;
-use crate::panic::lock;
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The minimum time between two documents.
@@ -33,9 +32,6 @@ static WAITED: AtomicU64 = AtomicU64::new(0);
 
 /// Whether an engine of this process counts that.
 static KNOWS_WAITS: AtomicBool = AtomicBool::new(false);
-
-/// The newest values that the program has put.
-static METRICS: Mutex<BTreeMap<String, f64>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
     /// Whether this thread makes training steps. Others, such as one that writes checkpoints, hold nobody up when they wait.
@@ -61,45 +57,6 @@ pub fn count_wait(waited: Duration) {
     }
 }
 
-/// The most names of metrics that a rank reports, and the most bytes of a name.
-const MOST_METRICS: usize = 64;
-const LONGEST_NAME: usize = 100;
-
-/// Reports a value of this process, such as its loss, to the metrics of [`ddprun`](https://docs.rs/ddprun): `--metrics-port`
-/// and `ddprun status --json`. It replaces the last one with this name, and is seen about a second later. Calls cost
-/// less than a microsecond. torchelastic has a function of this name, `torch.distributed.elastic.metrics.put_metric`.
-///
-/// Without `ddprun`, nobody sees the values.
-///
-/// ```
-/// # use candle_ddp_rendezvous::put_metric;
-/// # fn main() -> candle_ddp_rendezvous::Result<()> {
-/// put_metric("loss", 0.25)?;
-/// put_metric("samples_per_second", 1200.)?;
-/// # Ok(())
-/// # }
-/// ```
-///
-/// # Errors
-/// Returns an error if the name is empty or longer than 100 bytes, has control characters, or is the 65th.
-pub fn put_metric(name: &str, value: f64) -> Result<()> {
-    if name.is_empty() || name.len() > LONGEST_NAME || name.contains(char::is_control) {
-        let reason = format!("{name:?} must have 1 to {LONGEST_NAME} bytes, and no control characters");
-        return Err(crate::Error::invalid("name", reason));
-    }
-    let mut metrics = lock(&METRICS);
-    if let Some(known) = metrics.get_mut(name) {
-        *known = value;
-        return Ok(());
-    }
-    if metrics.len() == MOST_METRICS {
-        let reason = format!("a process must report at most {MOST_METRICS} metrics: {name:?} would be one more");
-        return Err(crate::Error::invalid("name", reason));
-    }
-    metrics.insert(name.to_string(), value);
-    Ok(())
-}
-
 /// What a rank reports about itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankStatus {
@@ -122,7 +79,7 @@ pub struct RankStatus {
     pub waited: Option<f64>,
     /// The share of the time for which it has done so in the last seconds.
     pub waiting: Option<f64>,
-    /// The newest values of [`put_metric`], as text, since JSON has no infinite numbers.
+    /// The newest values of [`put_metric`](crate::put_metric), as text, since JSON has no infinite numbers.
     pub metrics: BTreeMap<String, String>,
 }
 
@@ -188,8 +145,7 @@ fn report(place: &Place, generation: &AtomicU64, stopped: &Receiver<()>) {
         let steps = STEPS.load(Ordering::Relaxed);
         let generation = Some(generation.load(Ordering::Relaxed)).filter(|generation| *generation != NO_GENERATION);
         speed.add(steps, waited(), Instant::now(), SystemTime::now());
-        let metrics = lock(&METRICS).clone();
-        let now = Some((steps, generation, metrics));
+        let now = Some((steps, generation, metrics::all()));
         if told != now {
             match tell(&mut store, place, &speed.status(generation)) {
                 Ok(()) => told = now,
@@ -264,7 +220,7 @@ impl Speed {
             trained: last.zip(FIRST.get()).map_or(0., |(last, first)| last.at.duration_since(*first).as_secs_f64()),
             waited: knows_waits.then(|| last.map_or(0., |last| last.waited.as_secs_f64())),
             waiting: rates.filter(|_| knows_waits).map(|(_, waiting)| waiting),
-            metrics: lock(&METRICS).iter().map(|(name, value)| (name.clone(), value.to_string())).collect(),
+            metrics: metrics::all().into_iter().map(|(name, value)| (name, value.to_string())).collect(),
         }
     }
 }

@@ -14,6 +14,7 @@ pub use field::Field;
 
 use crate::{Error, ProcessGroup, Result};
 use candle_core::{DType, Tensor};
+use candle_ddp_rendezvous::{hide_written_metrics, show_written_metric};
 use events::Events;
 use field::{Position, check_step, check_tag};
 use histogram::Histogram;
@@ -38,7 +39,8 @@ pub struct WriterOptions {
 }
 
 /// Writes the metrics of a run: event files for TensorBoard, JSON lines, or both at once. Its methods are those of PyTorch's
-/// `SummaryWriter`, and `write`, for values that belong together.
+/// `SummaryWriter`, and `write`, for values that belong together. The newest numbers are also among those of `ddprun status --json` and
+/// `ddprun --metrics-port`, without files as well, unless the program [puts](super::put_metric) a number of the same name itself.
 ///
 /// Rank 0 writes, and the methods do nothing on other ranks, unless [`WriterOptions::all_ranks`] is set. Nothing is collected over ranks:
 /// write the [mean over all](ProcessGroup::all_reduce_scalars).
@@ -70,6 +72,8 @@ pub struct WriterOptions {
 /// ```
 #[derive(Debug)]
 pub struct Writer {
+    /// Whether this rank writes.
+    is_open: bool,
     events: Option<Events>,
     lines: Option<Lines>,
 }
@@ -87,9 +91,11 @@ impl Writer {
             log_dir = log_dir.map(|folder| folder.join(format!("rank{rank}")));
             lines = lines.map(|file| of_rank(&file, rank));
         } else if rank > 0 {
-            return Ok(Self { events: None, lines: None });
+            hide_written_metrics();
+            return Ok(Self { is_open: false, events: None, lines: None });
         }
         Ok(Self {
+            is_open: true,
             lines: lines.map(|file| Lines::open(&file, purge_step)).transpose()?,
             events: log_dir.map(|folder| Events::create(&folder, purge_step)).transpose()?,
         })
@@ -127,16 +133,20 @@ impl Writer {
         if let Some(lines) = &mut self.lines {
             lines.write(fields)?;
         }
-        let Some(events) = &mut self.events else { return Ok(()) };
         let scalar = |field: Field<'_>| match field {
-            Field::Integer(value) => Some(Value::Scalar(value as f32)),
-            Field::Number(value) => Some(Value::Scalar(value as f32)),
+            Field::Integer(value) => Some(value as f64),
+            Field::Number(value) => Some(value),
             Field::Text(_) => None,
         };
         let is_value = |name: &str| !Position::NAMES.contains(&name);
         let named = fields.iter().filter(|(name, _)| is_value(name));
         let values: Vec<_> = named.filter_map(|(name, field)| Some((*name, scalar(*field)?))).collect();
-        if values.is_empty() { Ok(()) } else { events.write(position, &values) }
+        if self.is_open {
+            values.iter().for_each(|(name, value)| show_written_metric(name, *value));
+        }
+        let Some(events) = self.events.as_mut().filter(|_| !values.is_empty()) else { return Ok(()) };
+        let values: Vec<_> = values.into_iter().map(|(name, value)| (name, Value::Scalar(value as f32))).collect();
+        events.write(position, &values)
     }
 
     /// Writes an image of the shape (channels, height, width), with 1, 3 or 4 channels, to the event file: in U8, or as floats from 0
