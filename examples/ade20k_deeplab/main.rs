@@ -237,11 +237,13 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         }
 
         let mut confusion = ConfusionMatrix::new(CLASSES);
-        for batch in validation_loader.iter() {
-            let (images, masks) = batch?;
-            confusion.add(&no_grad(|| ddp.forward_t(&images, false))?.argmax(1)?, &masks)?;
-        }
-        confusion.all_reduce(pg)?;
+        run.pause(|| {
+            for batch in validation_loader.iter() {
+                let (images, masks) = batch?;
+                confusion.add(&no_grad(|| ddp.forward_t(&images, false))?.argmax(1)?, &masks)?;
+            }
+            confusion.all_reduce(pg)
+        })?;
         run.end_epoch(
             &ddp,
             epoch,

@@ -21,6 +21,7 @@ mod text;
 use accuracy::accuracy;
 use candle_core::DType;
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
+use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::optim::{AdamW, LrScheduler, Optimizer, ParameterGroup, ParamsAdamW};
 use candle_ddp::seed::{default_generator, seed_everything};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Role, nn};
@@ -145,11 +146,11 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     require_rest("--epochs", epochs_done, options.epochs)?;
 
     let mut writer = options.training.writer(pg, epochs_done)?;
-    let mut summary = Summary::new("sentences");
+    let mut summary = Summary::new(pg, "sentences", ThroughputOptions::default())?;
     let mut validation_accuracy = 0.;
     for epoch in epochs_done + 1..=options.epochs {
         let batches = training.loader.num_batches();
-        let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches, "sentences");
+        let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches);
         let (mut loss_sum, mut trained) = (0., 0);
         for (index, batch) in training.loader.iter().enumerate() {
             let (ids, mask, labels) = batch?;
@@ -169,14 +170,14 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let (loss, count) = (f64::from(loss.to_scalar::<f32>()?), labels.elem_count());
             loss_sum += loss * count as f64;
             trained += count;
-            progress.step(count, loss);
+            summary.step(count);
+            progress.step(loss, &summary);
         }
         progress.finish();
-        summary.count(trained);
 
         let [loss_sum, trained] = pg.all_reduce_scalars([loss_sum, trained as f64], ReduceOp::Sum)?;
         let train_loss = loss_sum / trained;
-        validation_accuracy = accuracy(&ddp, validation_loader.iter())?;
+        validation_accuracy = summary.throughput.pause(|| accuracy(&ddp, validation_loader.iter()))?;
         if pg.rank() == 0 {
             println!("epoch {epoch:>2}: loss {train_loss:.4}, validation accuracy {:.2} %", 100. * validation_accuracy);
         }
@@ -189,7 +190,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             ("parameter_hash", parameter_hash.as_str().into()),
         ])?;
         if let Some(checkpointer) = &mut checkpointer {
-            checkpointer.save(epoch, (&mut training, ("dropout", &mut dropout)))?;
+            summary.throughput.pause(|| checkpointer.save(epoch, (&mut training, ("dropout", &mut dropout))))?;
         }
     }
     if let Some(mut checkpointer) = checkpointer {

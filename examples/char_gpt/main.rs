@@ -3,10 +3,11 @@
 //! ```text
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example char_gpt
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example char_gpt -- --data shakespeare.txt --steps 5000
+//! cargo run -p ddprun --release --features nccl -- --nproc-per-node 1 --example char_gpt -- --amp bf16 --peak-flops 989.4e12
 //! ```
 //!
 //! ci: --steps 3 --layers 1 --width 32 --context 32 --batch-size 4 --accumulate 2 --amp bf16 --export target/char_gpt
-//! ci: --steps 3 --layers 2 --width 32 --context 32 --batch-size 4 --shard
+//! ci: --steps 3 --layers 2 --width 32 --context 32 --batch-size 4 --shard --peak-flops 1e12
 mod block;
 #[path = "../common/mod.rs"]
 mod common;
@@ -21,6 +22,7 @@ mod vocabulary;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
+use candle_ddp::metrics::{ThroughputOptions, TransformerFlops};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine, ZeroRedundancyOptimizer};
 use candle_ddp::{
     Context, DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, checkpoint, nn,
@@ -30,7 +32,7 @@ use clap::{ArgAction, Parser};
 use common::hash;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
-use common::summary::Summary;
+use common::summary::{Summary, parameters};
 use common::training::Training;
 use model::Gpt;
 use plain::Config;
@@ -78,6 +80,9 @@ struct Options {
     heads: usize,
     #[arg(long, default_value_t = 4)]
     layers: usize,
+    /// Show the model FLOPs utilization (MFU) for a device with this peak, in dense operations of the dtype per second.
+    #[arg(long, value_name = "FLOPS")]
+    peak_flops: Option<f64>,
     /// Save a checkpoint whenever this many steps have been made.
     #[arg(long, default_value_t = 100, value_name = "STEPS")]
     checkpoint_every: u64,
@@ -148,9 +153,14 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     require_rest("--steps", step, options.steps)?;
 
     let mut writer = options.training.writer(pg, step)?;
-    let mut progress =
-        Progress::new(pg, "steps".to_string(), options.steps.saturating_sub(step) as usize, "characters");
-    let mut summary = Summary::new("characters");
+    let mut progress = Progress::new(pg, "steps".to_string(), options.steps.saturating_sub(step) as usize);
+    // Positions are only looked up. The embedding's weights are the head's as well.
+    let parameters = parameters(&ddp)? - context * width;
+    let flops = TransformerFlops { parameters, layers, heads, head_dim: width / heads, context, ..Default::default() }
+        .per_token();
+    let throughput =
+        ThroughputOptions { flops_per_unit: Some(flops), peak_flops: options.peak_flops, ..Default::default() };
+    let mut summary = Summary::new(pg, "characters", throughput)?;
     while step < options.steps {
         let batches = training.loader.iter();
         let count = batches.len();
@@ -174,20 +184,22 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             step += 1;
 
             let [loss] = pg.all_reduce_scalars([std::mem::take(&mut loss_sum)], ReduceOp::Avg)?;
-            summary.count(seen);
-            let speed = summary.samples_per_second(pg, seen);
-            progress.step(std::mem::take(&mut seen), loss);
-            writer.write(&[
+            summary.step(std::mem::take(&mut seen));
+            progress.step(loss, &summary);
+            let rate = summary.throughput.rate();
+            let mut fields = vec![
                 ("step", step.into()),
                 ("loss", loss.into()),
                 ("learning_rate", training.optimizer.learning_rate().into()),
                 ("grad_norm", grad_norm.into()),
                 ("seconds", summary.seconds().into()),
-                ("characters_per_second", speed.into()),
-            ])?;
+                ("characters_per_second", rate.units_per_second.into()),
+            ];
+            fields.extend(rate.mfu.map(|mfu| ("mfu", mfu.into())));
+            writer.write(&fields)?;
             training.schedule.step(&mut training.optimizer)?;
             if let Some(checkpointer) = &mut checkpointer {
-                checkpointer.save_if_due(step, &mut training)?;
+                summary.throughput.pause(|| checkpointer.save_if_due(step, &mut training))?;
             }
             if step == options.steps {
                 break;

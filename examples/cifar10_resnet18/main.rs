@@ -179,7 +179,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             run.count(&micro_batch, &loss, labels.elem_count(), training.optimizer.learning_rate())?;
         }
         training.schedule.step(&mut training.optimizer)?;
-        let test_accuracy = accuracy(&ddp, test_loader.iter())?;
+        let test_accuracy = run.pause(|| accuracy(&ddp, test_loader.iter()))?;
         run.end_epoch(&ddp, epoch, test_accuracy, &[], &mut training)?;
     }
     let test_accuracy = run.finish(&ddp)?;

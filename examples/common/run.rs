@@ -5,7 +5,7 @@ use super::progress::Progress;
 use super::summary::{Summary, parameter_hash};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, Parts, Serde};
-use candle_ddp::metrics::Writer;
+use candle_ddp::metrics::{ThroughputOptions, Writer};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use std::ops::RangeInclusive;
 
@@ -52,6 +52,7 @@ impl<'a> Run<'a> {
         }
         // Of an epoch that was not saved, the steps come again.
         let writer = options.writer(pg, state.0.steps)?;
+        let summary = Summary::new(pg, "images", ThroughputOptions::default())?;
         Ok(Self {
             pg,
             options,
@@ -60,7 +61,7 @@ impl<'a> Run<'a> {
             state,
             checkpointer,
             writer,
-            summary: Summary::new("images"),
+            summary,
             progress: None,
             batches: 0,
             loss_sum: 0.,
@@ -78,7 +79,12 @@ impl<'a> Run<'a> {
     /// Begins an epoch, in which this rank has so many batches.
     pub(crate) fn begin_epoch(&mut self, epoch: u64, batches: usize) {
         self.batches = batches;
-        self.progress = Some(Progress::new(self.pg, format!("epoch {epoch}"), batches, "images"));
+        self.progress = Some(Progress::new(self.pg, format!("epoch {epoch}"), batches));
+    }
+
+    /// Runs `evaluate`, whose time is none of the training.
+    pub(crate) fn pause<T>(&mut self, evaluate: impl FnOnce() -> T) -> T {
+        self.summary.throughput.pause(evaluate)
     }
 
     /// Returns which part of a step the batch `index` of the epoch is.
@@ -118,16 +124,16 @@ impl<'a> Run<'a> {
         let [loss_sum, counted] = self.pg.all_reduce_scalars(sums, ReduceOp::Sum)?;
         let loss = loss_sum / counted;
         self.state.0.steps += 1;
-        self.summary.count(samples);
+        self.summary.step(samples);
         if let Some(progress) = &mut self.progress {
-            progress.step(samples, loss);
+            progress.step(loss, &self.summary);
         }
         self.writer.write(&[
             ("step", self.state.0.steps.into()),
             ("loss", loss.into()),
             ("learning_rate", learning_rate.into()),
             ("seconds", self.summary.seconds().into()),
-            ("images_per_second", self.summary.samples_per_second(self.pg, samples).into()),
+            ("images_per_second", self.summary.throughput.rate().units_per_second.into()),
         ])
     }
 
@@ -150,24 +156,26 @@ impl<'a> Run<'a> {
             println!("epoch {epoch:>3}: {}", words.join(", "));
         }
         let names: Vec<_> = scores.iter().map(|(name, _)| name.to_lowercase().replace(' ', "_")).collect();
-        let parameter_hash = parameter_hash(ddp)?.to_string();
-        let mut fields = vec![("step", self.state.0.steps.into()), ("epoch", epoch.into())];
-        fields.extend(names.iter().zip(&scores).map(|(name, &(_, score))| (name.as_str(), score.into())));
-        fields.push(("parameter_hash", parameter_hash.as_str().into()));
-        self.writer.write(&fields)?;
+        self.summary.throughput.pause(|| {
+            let parameter_hash = parameter_hash(ddp)?.to_string();
+            let mut fields = vec![("step", self.state.0.steps.into()), ("epoch", epoch.into())];
+            fields.extend(names.iter().zip(&scores).map(|(name, &(_, score))| (name.as_str(), score.into())));
+            fields.push(("parameter_hash", parameter_hash.as_str().into()));
+            self.writer.write(&fields)?;
 
-        let state = &mut self.state.0;
-        let is_best = score > state.best_score;
-        (state.score, state.best_score) = (score, score.max(state.best_score));
-        if let Some(checkpointer) = &mut self.checkpointer {
-            let parts = (parts, ("run", &mut self.state));
-            if is_best {
-                checkpointer.save_best(epoch, parts)?
-            } else {
-                checkpointer.save(epoch, parts)?
-            };
-        }
-        Ok(())
+            let state = &mut self.state.0;
+            let is_best = score > state.best_score;
+            (state.score, state.best_score) = (score, score.max(state.best_score));
+            if let Some(checkpointer) = &mut self.checkpointer {
+                let parts = (parts, ("run", &mut self.state));
+                if is_best {
+                    checkpointer.save_best(epoch, parts)?
+                } else {
+                    checkpointer.save(epoch, parts)?
+                };
+            }
+            Ok(())
+        })
     }
 
     /// Waits until the last checkpoint is written, prints the summary, and returns how good the model is.

@@ -1,6 +1,7 @@
 //! The summary that a run prints at its end.
 use super::hash::Hash;
 use super::memory::peak_rss_bytes;
+use candle_ddp::metrics::{Rate, Throughput, ThroughputOptions};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
 use std::time::Instant;
 
@@ -9,20 +10,19 @@ pub(crate) struct Summary {
     /// The unit of the count, such as "images".
     unit: &'static str,
     samples: usize,
-    /// When the speed was last asked for.
-    asked: Instant,
+    pub(crate) throughput: Throughput,
 }
 
 impl Summary {
     /// Starts the clock.
-    pub(crate) fn new(unit: &'static str) -> Self {
-        let now = Instant::now();
-        Self { started: now, unit, samples: 0, asked: now }
+    pub(crate) fn new(pg: &ProcessGroup, unit: &'static str, options: ThroughputOptions) -> Result<Self> {
+        Ok(Self { started: Instant::now(), unit, samples: 0, throughput: Throughput::new(pg, options)? })
     }
 
-    /// Counts the samples on which this rank has trained.
-    pub(crate) fn count(&mut self, samples: usize) {
+    /// Ends a step in which this rank, and each other, has trained on so many samples.
+    pub(crate) fn step(&mut self, samples: usize) {
         self.samples += samples;
+        self.throughput.step(samples);
     }
 
     /// The seconds since the start.
@@ -30,28 +30,36 @@ impl Summary {
         self.started.elapsed().as_secs_f64()
     }
 
-    /// The speed since the last call, if each rank has trained on so many samples since then.
-    pub(crate) fn samples_per_second(&mut self, pg: &ProcessGroup, samples: usize) -> f64 {
-        let since = std::mem::replace(&mut self.asked, Instant::now());
-        (samples * pg.world_size()) as f64 / (self.asked - since).as_secs_f64()
+    /// The speed of the last steps, in words.
+    pub(crate) fn speed(&self) -> String {
+        self.words(&self.throughput.rate())
+    }
+
+    fn words(&self, rate: &Rate) -> String {
+        let mfu = rate.mfu.map_or(String::new(), |mfu| format!(", MFU {:.1} %", 100. * mfu));
+        match rate.steps {
+            0 => "speed not measured yet".to_string(),
+            _ => format!("{:.0} {}/s{mfu}", rate.units_per_second, self.unit),
+        }
     }
 
     /// Prints, on rank 0, how much was trained, and `results` with their names. Every rank calls it.
     pub(crate) fn print<M>(&self, ddp: &DistributedDataParallel<M>, results: &[(&str, String)]) -> Result<()> {
         let (pg, seconds) = (ddp.process_group(), self.seconds());
-        let here: usize = ddp.parameters().iter().map(|parameter| parameter.elem_count()).sum();
-        let [samples, everywhere] = pg.all_reduce_scalars([self.samples as f64, here as f64], ReduceOp::Sum)?;
-        // A sharded model has each parameter once.
-        let parameters = if ddp.sharding().is_some() { everywhere } else { here as f64 };
+        let [samples] = pg.all_reduce_scalars([self.samples as f64], ReduceOp::Sum)?;
+        let (parameters, rate) = (parameters(ddp)?, self.throughput.compute(pg)?);
         let hash = parameter_hash(ddp)?;
         if pg.rank() > 0 {
             return Ok(());
         }
         let mut lines = vec![
             ("trained on", format!("{samples:.0} {} in {seconds:.1} s", self.unit)),
-            ("rate", format!("{:.0} {}/s on {} ranks", samples / seconds, self.unit, pg.world_size())),
             ("parameters", format!("{parameters}, with the hash {hash} on all ranks")),
         ];
+        // The first step does not count.
+        if rate.steps > 0 {
+            lines.insert(1, ("rate", format!("{} on {} ranks", self.words(&rate), pg.world_size())));
+        }
         if let Some(bytes) = peak_rss_bytes() {
             lines.push(("memory of rank 0", format!("{:.0} MiB at most", bytes as f64 / f64::from(1 << 20))));
         }
@@ -71,6 +79,16 @@ pub(crate) fn require(argument: &'static str, required: Option<f64>, what: &str,
             Err(Error::InvalidArgument { argument, reason })
         }
     }
+}
+
+/// Returns how many parameters the model has, of which a sharded one has a part on each rank. Every rank calls it.
+pub(crate) fn parameters<M>(ddp: &DistributedDataParallel<M>) -> Result<usize> {
+    let here: usize = ddp.parameters().iter().map(|parameter| parameter.elem_count()).sum();
+    if ddp.sharding().is_none() {
+        return Ok(here);
+    }
+    let [everywhere] = ddp.process_group().all_reduce_scalars([here as f64], ReduceOp::Sum)?;
+    Ok(everywhere as usize)
 }
 
 /// Returns the hash of all parameters, which must be the same on every rank; of a sharded model, the hash of the ranks' hashes.

@@ -15,6 +15,7 @@ use candle_core::DType;
 use candle_ddp::amp::GradScaler;
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
+use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::VarMap;
@@ -27,7 +28,6 @@ use dataset::digits;
 use hook::Hook;
 use net::Net;
 use std::process::ExitCode;
-use std::time::Instant;
 
 /// Train a convolutional network on 8×8 handwritten digits with DistributedDataParallel.
 #[derive(Parser)]
@@ -103,11 +103,10 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     require_rest("--epochs", epochs_done, options.epochs)?;
 
     let mut writer = options.training.writer(pg, epochs_done)?;
-    let mut summary = Summary::new("images");
+    let mut summary = Summary::new(pg, "images", ThroughputOptions::default())?;
     let mut test_accuracy = 0.;
     for epoch in epochs_done + 1..=options.epochs {
-        let start = Instant::now();
-        let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches, "images");
+        let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches);
         let (mut loss_sum, mut trained) = (0., 0);
         for (index, batch) in loader.epoch(epoch).enumerate() {
             let (images, labels) = batch?;
@@ -122,16 +121,14 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let loss = f64::from(loss.to_scalar::<f32>()?);
             loss_sum += loss * labels.elem_count() as f64;
             trained += labels.elem_count();
-            progress.step(labels.elem_count(), loss);
+            summary.step(labels.elem_count());
+            progress.step(loss, &summary);
         }
-        summary.count(trained);
-        let seconds = start.elapsed().as_secs_f64();
-
         progress.finish();
 
         let [loss_sum, trained] = pg.all_reduce_scalars([loss_sum, trained as f64], ReduceOp::Sum)?;
-        let (train_loss, images_per_second) = (loss_sum / trained, trained / seconds);
-        test_accuracy = accuracy(&ddp, &test_loader)?;
+        let (train_loss, images_per_second) = (loss_sum / trained, summary.throughput.rate().units_per_second);
+        test_accuracy = summary.throughput.pause(|| accuracy(&ddp, &test_loader))?;
         if rank == 0 {
             println!(
                 "epoch {epoch:>2}: loss {train_loss:.4}, test accuracy {:.2} %, {images_per_second:.0} images/s",
@@ -153,7 +150,7 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         fields.extend([gradient_bytes, bytes_sent].into_iter().flatten());
         writer.write(&fields)?;
         if let Some(checkpointer) = &mut checkpointer {
-            checkpointer.save(epoch, &mut training)?;
+            summary.throughput.pause(|| checkpointer.save(epoch, &mut training))?;
         }
     }
     if let Some(mut checkpointer) = checkpointer {

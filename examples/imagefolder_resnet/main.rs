@@ -189,7 +189,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             run.count(&micro_batch, &loss, labels.elem_count(), training.optimizer.learning_rate())?;
         }
         training.schedule.step(&mut training.optimizer)?;
-        let validation_accuracy = accuracy(&ddp, validation_loader.iter())?;
+        let validation_accuracy = run.pause(|| accuracy(&ddp, validation_loader.iter()))?;
         run.end_epoch(&ddp, epoch, validation_accuracy, &[], &mut training)?;
     }
     let validation_accuracy = run.finish(&ddp)?;

@@ -16,6 +16,7 @@ mod qwen2;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Pretrained, save_adapter, save_tensors};
+use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::nn::{LoraConfig, embedding, rms_norm};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::var_builder;
@@ -23,13 +24,13 @@ use candle_ddp::{Context, DdpOptions, DistributedDataParallel, Error, ProcessGro
 use candle_nn::{VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::memory::peak_rss_bytes;
+use common::summary::{Summary, parameters};
 use common::text::read_text;
 use qwen2::{Config, Layer, Qwen2};
 use serde_json::{Map, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Instant;
 
 /// Fine-tune a language model by LoRA with DistributedDataParallel.
 #[derive(Parser)]
@@ -55,6 +56,9 @@ struct Options {
     /// The rank of the adapters.
     #[arg(long, default_value_t = 8)]
     r: usize,
+    /// Show the model FLOPs utilization (MFU) for a device with this peak, in dense operations of bf16 per second.
+    #[arg(long, value_name = "FLOPS")]
+    peak_flops: Option<f64>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -142,8 +146,11 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let reason = format!("it must have more than {} bytes, not {}", length + 1, text.len());
         return Err(Error::InvalidArgument { argument: "--data", reason });
     }
+    let flops = config.flops(parameters(&ddp)?);
+    let throughput =
+        ThroughputOptions { flops_per_unit: Some(flops), peak_flops: options.peak_flops, ..Default::default() };
+    let mut summary = Summary::new(pg, "tokens", throughput)?;
     for step in 0..options.steps {
-        let began = Instant::now();
         let batch = |shift: usize| {
             let piece = |index: usize| {
                 let start = ((step * pg.world_size() + pg.rank()) * pieces + index) * length % places + shift;
@@ -156,15 +163,15 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let loss = ddp.call(|model| model.loss(&tokens, &next))?;
         optimizer.step(&ddp.backward(&loss)?)?;
         let [mean] = pg.all_reduce_scalars([f64::from(loss.to_scalar::<f32>()?)], ReduceOp::Avg)?;
+        summary.step(tokens.elem_count());
         if is_first {
-            println!("step {}: loss {mean:.4}, {:.2} s", step + 1, began.elapsed().as_secs_f64());
+            println!("step {}: loss {mean:.4}, {}", step + 1, summary.speed());
         }
     }
     if is_first {
-        let trained: usize = ddp.parameters().iter().map(|var| var.elem_count()).sum();
         let memory =
             peak_rss_bytes().map_or(String::new(), |bytes| format!(", at most {:.2} GB of memory", bytes as f64 / 1e9));
-        println!("{trained} parameters trained{memory}");
+        println!("{} parameters trained{memory}", parameters(&ddp)?);
         save_adapter(&lora, &varmap, options.folder.join("adapter"))?;
     }
     Ok(())

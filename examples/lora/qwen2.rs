@@ -1,5 +1,6 @@
 //! The architecture of Qwen2, with the names of its checkpoints. It does not know of adapters.
 use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_ddp::metrics::TransformerFlops;
 use candle_ddp::nn::{
     AttentionOptions, Embedding, Linear, RmsNorm, add, checkpoint, embedding, linear, linear_cross_entropy_with,
     linear_no_bias, rms_norm, rope, scaled_dot_product_attention, silu,
@@ -17,6 +18,18 @@ pub(crate) struct Config {
     pub(crate) heads: usize,
     pub(crate) key_heads: usize,
     pub(crate) context: usize,
+}
+
+impl Config {
+    /// The operations of training per token, with so many parameters in adapters. All weights are frozen, the head's too. Computing
+    /// layers again does not count.
+    pub(crate) fn flops(self, adapters: usize) -> f64 {
+        let Self { vocabulary, width, intermediate, layers, heads, key_heads, context } = self;
+        let head_dim = width / heads;
+        let attention = 2 * width * width + 2 * width * head_dim * key_heads;
+        let frozen_parameters = layers * (attention + 3 * width * intermediate) + vocabulary * width;
+        TransformerFlops { parameters: adapters, frozen_parameters, layers, heads, head_dim, context }.per_token()
+    }
 }
 
 /// A block of attention and a gated network.

@@ -18,6 +18,7 @@ mod model;
 use candle_core::Tensor;
 use candle_ddp::amp::GradScaler;
 use candle_ddp::checkpoint::{Parts, StateDict};
+use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::optim::{Optimizer, ParamsReduceLrOnPlateau, ParamsSgd, ReduceLrOnPlateau, Sgd, Threshold};
 use candle_ddp::seed::{Generator, default_generator, seed_everything};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, nn};
@@ -143,12 +144,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     require_rest("--epochs", epochs_done, options.epochs)?;
 
     let mut writer = options.training.writer(pg, epochs_done)?;
-    let mut summary = Summary::new("words");
+    let mut summary = Summary::new(pg, "words", ThroughputOptions::default())?;
     let mut perplexity = f64::NAN;
     for epoch in epochs_done + 1..=options.epochs {
         let batches = train.batches();
         let count = batches.len();
-        let mut progress = Progress::new(pg, format!("epoch {epoch}"), count, "words");
+        let mut progress = Progress::new(pg, format!("epoch {epoch}"), count);
         let (mut state, mut losses, mut seen) = (None::<Vec<Tensor>>, 0., 0);
         for (index, batch) in batches.enumerate() {
             let (words, next) = batch?;
@@ -167,12 +168,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let (loss, trained) = (f64::from(loss.to_scalar::<f32>()?), next.elem_count());
             losses += loss * trained as f64;
             seen += trained;
-            progress.step(trained, loss);
+            summary.step(trained);
+            progress.step(loss, &summary);
         }
         progress.finish();
-        summary.count(seen);
         let train_loss = mean(pg, losses, seen)?;
-        let validation_loss = validate(&ddp, &validation)?;
+        let validation_loss = summary.throughput.pause(|| validate(&ddp, &validation))?;
         perplexity = validation_loss.exp();
         if pg.rank() == 0 {
             println!(
@@ -189,10 +190,10 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         ])?;
         let is_best = !training.schedule.step(&mut training.optimizer, validation_loss)?;
         if let Some(checkpointer) = &mut checkpointer {
-            match is_best {
-                true => checkpointer.save_best(epoch, &mut training)?,
-                false => checkpointer.save(epoch, &mut training)?,
-            };
+            summary.throughput.pause(|| match is_best {
+                true => checkpointer.save_best(epoch, &mut training),
+                false => checkpointer.save(epoch, &mut training),
+            })?;
         }
     }
     if let Some(mut checkpointer) = checkpointer {

@@ -1,4 +1,5 @@
-//! Metrics of an evaluation that are merged over ranks, with the numbers of torchmetrics, and the [`Writer`] of a run's metrics.
+//! Metrics of an evaluation that are merged over ranks, with the numbers of torchmetrics, the [`Throughput`] of training, and the
+//! [`Writer`] of a run's metrics.
 //!
 //! Each rank updates its own metric with its own samples, and `compute`, or `all_reduce`, gives every rank the result for all. Samples are
 //! counted once if the sampler does not pad ([why](crate::data::Remainder::Uneven)); ranks may have different numbers of them.
@@ -27,6 +28,8 @@ mod in_order;
 mod multiclass_auroc;
 mod perplexity;
 mod scores;
+mod throughput;
+mod transformer_flops;
 mod writer;
 
 #[doc(inline)]
@@ -36,6 +39,8 @@ pub use in_order::gather_in_order;
 pub use multiclass_auroc::MulticlassAuroc;
 pub use perplexity::Perplexity;
 pub use scores::{BinaryAuroc, TopKAccuracy};
+pub use throughput::{Rate, Throughput, ThroughputOptions};
+pub use transformer_flops::TransformerFlops;
 pub use writer::{Field, Writer, WriterOptions};
 
 use crate::{Error, Result};
