@@ -97,8 +97,8 @@ pub struct DistributedDataParallel<M> {
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Runs `f` and shows it as `name` in the [trace](crate::trace), if there is one. Use it for the optimizer's step,
-    /// data loading and other parts of a training step; forward and backward passes are traced already.
+    /// Runs `f` and shows it as `name` in the [trace](crate::trace), if there is one, and with the feature `nvtx` in Nsight Systems.
+    /// Use it for the optimizer's step, data loading and other parts of a training step; forward and backward passes are traced already.
     pub fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
         self.core.phase(name, f)
     }

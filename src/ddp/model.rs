@@ -19,7 +19,7 @@ use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::function::is_grad_enabled;
-use crate::trace::{Row, Trace};
+use crate::trace::{Row, Trace, in_nvtx_range};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp_env::PROCESS;
@@ -248,8 +248,9 @@ impl DistributedModel {
         self.variables.parameters.first().map_or("", |parameter| &parameter.name)
     }
 
-    /// Runs `f`, and shows it as `name` in the trace, if there is one.
+    /// Runs `f`, and shows it as `name` in NVIDIA's tools, and in the trace if there is one.
     pub(super) fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
+        let f = || in_nvtx_range(name, f);
         let Some(trace) = self.reducer.trace() else { return f() };
         let start = Instant::now();
         let result = f();

@@ -17,7 +17,7 @@ use crate::ddp::sums::Write;
 use crate::panic::lock;
 use crate::process_group::{Active, ProcessGroup};
 use crate::tensor::copy;
-use crate::trace::{Row, Trace};
+use crate::trace::{Row, Trace, nvtx_mark};
 use crate::virtual_ranks::Leaf;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -282,6 +282,7 @@ impl Reducer {
     /// Sends the next bucket in line. `used` says which members this rank used, if it missed any.
     fn launch(&self, part: &mut Part, state: &mut State, used: Option<&[bool]>) -> Result<()> {
         let number = part.next;
+        nvtx_mark(format_args!("bucket {number} ready"));
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
