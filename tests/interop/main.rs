@@ -9,4 +9,5 @@ mod launch;
 #[path = "../common/pytorch.rs"]
 mod pytorch;
 mod store;
+mod torchfrtrace;
 mod writer;

@@ -52,11 +52,12 @@ mod tail;
 mod terminal;
 mod time;
 mod tolerance;
+mod torchfrtrace;
 mod worker;
 
 use agent::Agent;
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::thread;
+use candle_ddp_rendezvous::{flight_record, thread};
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
@@ -116,7 +117,7 @@ fn run(mut cli: Cli) -> ExitCode {
     signal::survive_file_limits();
     let result = match cli.mode.take().or_else(|| cli.former.mode(cli.options.no_secret)) {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
-        Some(Mode::Explain { folder }) => explain(&folder),
+        Some(Mode::Explain { folder, torchfrtrace }) => explain(&folder, torchfrtrace.as_deref()),
         Some(Mode::Report { folder, output }) => show_run(&folder, output.as_deref()),
         Some(Mode::Status { address, no_secret, json }) => show_status(&address, no_secret, json),
         Some(Mode::Check(check)) => check::cli(*check).and_then(|cli| start(cli, true)),
@@ -174,8 +175,19 @@ fn merge_traces(folder: &Path) -> Result<End> {
     Ok(End::now(0))
 }
 
-fn explain(folder: &Path) -> Result<End> {
-    message(candle_ddp_rendezvous::flight_record::explain_folder(folder)?);
+fn explain(folder: &Path, torchfrtrace: Option<&Path>) -> Result<End> {
+    let records = flight_record::read_folder(folder)?;
+    message(flight_record::explain(&records));
+    if let Some(output) = torchfrtrace {
+        let (records, _) = flight_record::newest(&records);
+        torchfrtrace::write(&records, output)?;
+        let partial = if records.iter().any(|record| records.len() < record.world_size) {
+            " --allow-incomplete-ranks"
+        } else {
+            ""
+        };
+        message(format_args!("PyTorch's analyser reads them with: torchfrtrace{partial} {}", output.display()));
+    }
     Ok(End::now(0))
 }
 

@@ -40,6 +40,9 @@ pub(crate) enum Mode {
         /// The folder.
         #[arg(value_name = "DIR")]
         folder: PathBuf,
+        /// Also writes the calls of all ranks to this folder, in the format of PyTorch's analyser, `torchfrtrace`.
+        #[arg(long, value_name = "DIR")]
+        torchfrtrace: Option<PathBuf>,
     },
 
     /// Shows a run as DIR/report.html, a page without scripts: its metrics over steps, how long each rank waits, the last steps of
@@ -81,7 +84,7 @@ impl FormerFlags {
     /// The mode that one of them asks for, after a note.
     pub(crate) fn mode(&mut self, no_secret: bool) -> Option<Mode> {
         let status = self.status.take().map(|address| ("status", Mode::Status { address, no_secret, json: false }));
-        let explain = self.explain.take().map(|folder| ("explain", Mode::Explain { folder }));
+        let explain = self.explain.take().map(|folder| ("explain", Mode::Explain { folder, torchfrtrace: None }));
         let merge_traces = self.merge_traces.take().map(|folder| ("merge-traces", Mode::MergeTraces { folder }));
         let (name, mode) = status.or(explain).or(merge_traces)?;
         message(format_args!(

@@ -7,8 +7,8 @@ use group::{Group, collectives_of};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Explains the records of a run's ranks in plain sentences, one per line.
-pub(super) fn explain(records: &[RankRecord]) -> String {
-    let (records, old) = without_old(records);
+pub fn explain(records: &[RankRecord]) -> String {
+    let (records, old) = newest(records);
     let mut lines = Vec::new();
     let world_size = records.iter().map(|record| record.world_size).max().unwrap_or(0);
     let present: BTreeSet<usize> = records.iter().map(|record| record.rank).collect();
@@ -53,7 +53,7 @@ pub(super) fn explain(records: &[RankRecord]) -> String {
 }
 
 /// The records of the newest run or generation, and the ranks of the others, which were written before it began.
-fn without_old(records: &[RankRecord]) -> (Vec<&RankRecord>, Vec<usize>) {
+pub fn newest(records: &[RankRecord]) -> (Vec<&RankRecord>, Vec<usize>) {
     let began = records.iter().map(|record| record.started_ns).max().unwrap_or(0);
     let (new, old): (Vec<_>, Vec<_>) = records.iter().partition(|record| record.written_ns >= began);
     (new, old.into_iter().map(|record| record.rank).collect())

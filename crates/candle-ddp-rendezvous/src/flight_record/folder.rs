@@ -1,5 +1,4 @@
 //! The files of all ranks in a folder.
-use super::explain::explain;
 use super::record::RankRecord;
 use super::{SUFFIX, VERSION};
 use crate::{Error, MOST_RANKS, Result};
@@ -7,11 +6,11 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Explains the files `rank*.flight.json` in `folder`: why a run stopped, in plain sentences, one per line.
+/// Reads the files `rank*.flight.json` in `folder`, in the order of the ranks.
 ///
 /// # Errors
 /// Returns an error if the folder has no such files, or if one of them cannot be read.
-pub fn explain_folder(folder: &Path) -> Result<String> {
+pub fn read_folder(folder: &Path) -> Result<Vec<RankRecord>> {
     let reading = |path: &Path| {
         let path = path.display().to_string();
         move |error: io::Error| Error::io(format!("reading {path}"), error)
@@ -40,7 +39,7 @@ pub fn explain_folder(folder: &Path) -> Result<String> {
         records.push(parse(&text).map_err(reading(path))?);
     }
     records.sort_by_key(|record| record.rank);
-    Ok(explain(&records))
+    Ok(records)
 }
 
 /// The most bytes of a file. A call takes some hundred bytes, and programs remember some thousand calls.
@@ -70,6 +69,7 @@ fn parse(text: &[u8]) -> io::Result<RankRecord> {
 /// Explains the files of several ranks, which are separated by zeros.
 #[cfg(any(test, fuzzing))]
 pub fn fuzz_records(data: &[u8]) {
+    use super::explain::explain;
     let mut records: Vec<RankRecord> = data.split(|byte| *byte == 0).filter_map(|text| parse(text).ok()).collect();
     records.sort_by_key(|record| record.rank);
     if !records.is_empty() {
@@ -79,6 +79,7 @@ pub fn fuzz_records(data: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::explain::explain;
     use super::*;
 
     fn text(rank: usize, world_size: usize) -> String {
@@ -96,17 +97,17 @@ mod tests {
             [(0, usize::MAX), (0, 1_000_000_000_000), (0, MOST_RANKS + 1), (usize::MAX, 2), (2, 2), (0, 0)]
         {
             std::fs::write(&file, text(rank, world_size)).unwrap();
-            let error = explain_folder(folder.path()).unwrap_err().to_string();
+            let error = read_folder(folder.path()).unwrap_err().to_string();
             assert!(error.contains("rank0.flight.json") && error.contains("must be at most 1048576"), "{error}");
         }
         // The largest run has a short explanation.
         std::fs::write(&file, text(0, MOST_RANKS)).unwrap();
-        let told = explain_folder(folder.path()).unwrap();
+        let told = explain(&read_folder(folder.path()).unwrap());
         assert!(told.contains("there is no file of ranks 1, 2, 3") && told.contains("and 1048511 more"), "{told}");
         assert!(told.len() < 1000, "{} bytes", told.len());
         // A file without an end.
         File::create(&file).unwrap().set_len(LONGEST + 1).unwrap();
-        let error = explain_folder(folder.path()).unwrap_err().to_string();
+        let error = read_folder(folder.path()).unwrap_err().to_string();
         assert!(error.contains("rank0.flight.json") && error.contains("at most 268435456 bytes"), "{error}");
     }
 }

@@ -4,9 +4,10 @@ mod explain;
 mod folder;
 mod record;
 
-pub use folder::explain_folder;
+pub use explain::{explain, newest};
 #[cfg(any(test, fuzzing))]
 pub use folder::fuzz_records;
+pub use folder::read_folder;
 pub use record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
 
 /// The version of the format.
