@@ -15,11 +15,7 @@ from pathlib import Path
 
 # Lowest first. A module may use those before it; modules on the same line may not use each other.
 LAYERS = [
-    ["rendezvous"],
-    ["error", "hash", "cbor"],
-    ["variables", "virtual_ranks"],
-    ["state"],
-    ["seed"],
+    ["rendezvous", "virtual_ranks"],
     ["flight_recorder"],
     ["backend"],
     ["process_group"],

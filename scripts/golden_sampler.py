@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/sampler.json: the results of PyTorch's DistributedSampler and randperm.
+"""Writes crates/candle-ddp-data/tests/golden/sampler.json: the results of PyTorch's DistributedSampler and randperm.
 
     python3 scripts/golden_sampler.py          (needs PyTorch; about 1 GB of memory and half a minute)
 
@@ -13,7 +13,7 @@ import pathlib
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "sampler.json"
+OUTPUT = pathlib.Path(__file__).parent.parent / "crates" / "candle-ddp-data" / "tests" / "golden" / "sampler.json"
 WHOLE = 12  # lists up to this length are stored completely
 ENDS = 3
 

@@ -17,7 +17,7 @@ pub fn checkpoint_file(data: &[u8]) {
 /// The pickle in a file of weights.
 #[cfg(fuzzing)]
 pub fn pickle(data: &[u8]) {
-    candle_ddp_pickle::fuzz_pickle(data);
+    candle_ddp_state::fuzz_pickle(data);
 }
 
 /// Indexes of checkpoints, the flight recorder's files, and traces; the first byte selects one. The tests of

@@ -69,7 +69,6 @@
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
 pub mod backend;
-mod cbor;
 pub mod checkpoint;
 #[cfg(doctest)]
 mod compile_fail;
@@ -79,48 +78,43 @@ pub mod data;
 pub mod data_parallel;
 mod ddp;
 pub mod elastic;
-mod error;
 pub mod flight_recorder;
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;
 #[cfg(all(test, not(fuzzing)))]
 mod fuzzing;
-mod hash;
 pub mod metrics;
 pub mod nn;
 pub mod optim;
 pub mod prelude;
 mod process_group;
 pub mod rendezvous;
-pub mod seed;
-mod state;
 pub mod trace;
-mod variables;
 mod virtual_ranks;
 #[cfg(feature = "vision")]
 pub mod vision;
 
 // The modules of the crates that this one is made of.
+use candle_ddp_data::origin;
 use candle_ddp_rendezvous::{deadline, host, panic, random, thread, warnings};
+use candle_ddp_state::{cbor, error, hash, state, variables};
 use candle_ddp_tensor::{self as tensor, kernels};
 
 pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
+#[doc(inline)]
+pub use candle_ddp_state::{Context, Error, Failure, NamePredicate, Result, seed};
 pub use ddp::{
     Backward, Block, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined,
     MemoryEstimate, NoSync, OnNonFinite, ReplicaCheck, Role, Sharding, Unused, backward_micro_batch, backward_with,
     block, comm_hook, join,
 };
-#[doc(inline)]
-pub use error::Failure;
-pub use error::{Context, Error, Result};
 pub use process_group::{
     Backend, CustomOptions, DeviceMesh, InitOptions, ProcessGroup, SpawnOptions, StopSignals, WithGrad,
     init_process_group, run, spawn, spawn_with,
 };
-pub use variables::NamePredicate;
 
 /// The Rust code in the README and in `docs/` is compiled with the doc tests.
 #[cfg(doctest)]

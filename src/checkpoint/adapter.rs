@@ -1,11 +1,9 @@
 //! The tensors that LoRA trains, in peft's files.
-use super::error::unreadable;
-use super::load::Prepared;
-use super::source::Source;
-use super::{LoadOptions, tensors};
+use super::LoadOptions;
 use crate::nn::{LoraBias, LoraConfig};
 use crate::state::file::{LONGEST_HEADER, PreparedFile, Progress, write_safetensors};
 use crate::{Error, Result};
+use candle_ddp_state::weights::{Prepared, Source, tensors, unreadable};
 use candle_nn::VarMap;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;

@@ -1,6 +1,5 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
-use super::load::Prepared;
-use super::source::Source;
+use super::hashes::OfRanks;
 use super::{LoadOptions, LoadReport};
 use crate::backend::label;
 use crate::error::describe;
@@ -11,6 +10,7 @@ use crate::tensor::copy::copy;
 use crate::variables::piece_of;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
+use candle_ddp_state::weights::{Prepared, Source};
 use candle_nn::VarMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -158,7 +158,7 @@ pub fn load_distributed(
     label::LOAD.during(|| {
         let (prepared, hashes) = group.agree(read)?;
         match is_sharded {
-            true => hashes.check_together(group)?,
+            true => OfRanks(hashes).check(group)?,
             false => group.agree(hashes.check())?,
         }
         group.agree(prepared.apply())

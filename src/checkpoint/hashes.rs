@@ -1,23 +1,18 @@
 //! The hashes of files of which each rank reads its pieces.
-use super::error::{flawed, unreadable};
 use crate::Result;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{PartHashes, SafetensorsFile};
+use candle_ddp_state::weights::{Hashes, unreadable};
 
-/// Files, with the hashes of the parts of their tensors that were read.
-pub(super) struct Hashes(pub(super) Vec<(SafetensorsFile, Vec<PartHashes>)>);
+/// [`Hashes`] that the ranks of a group check together.
+pub(super) struct OfRanks(pub(super) Hashes);
 
-impl Hashes {
-    /// Checks the hashes of the files that have one, all of whose parts were read.
-    pub(super) fn check(&self) -> Result<()> {
-        self.0.iter().try_for_each(|(file, hashes)| file.check(hashes).map_err(|flaw| flawed(file.path(), flaw)))
-    }
-
-    /// As [`check`](Self::check), if each rank has read what it needs: together they have all, apart from what no rank needs, which is
+impl OfRanks {
+    /// As [`Hashes::check`], if each rank has read what it needs: together they have all, apart from what no rank needs, which is
     /// read now. So everything that a rank uses counts as that rank has read it. Every rank must call it.
-    pub(super) fn check_together(mut self, group: &ProcessGroup) -> Result<()> {
+    pub(super) fn check(mut self, group: &ProcessGroup) -> Result<()> {
         self.compare(group)?;
-        if self.0.iter().all(|(file, _)| file.hash().is_none()) {
+        if self.0.0.iter().all(|(file, _)| file.hash().is_none()) {
             return Ok(());
         }
         self.join(group)?;
@@ -26,14 +21,14 @@ impl Hashes {
             missing += 1;
             missing % world_size == rank
         };
-        let rest = self.0.iter_mut().try_for_each(|(file, hashes)| file.hash_rest(hashes, &mut is_own));
+        let rest = self.0.0.iter_mut().try_for_each(|(file, hashes)| file.hash_rest(hashes, &mut is_own));
         group.agree(rest)?;
         self.join(group)?;
-        group.agree(self.check())
+        group.agree(self.0.check())
     }
 
     fn own(&mut self) -> impl Iterator<Item = &mut Option<u64>> {
-        self.0.iter_mut().flat_map(|(_, hashes)| hashes.iter_mut().flatten())
+        self.0.0.iter_mut().flat_map(|(_, hashes)| hashes.iter_mut().flatten())
     }
 
     /// Refuses files that are not the same on all ranks. On several hosts, each may have its own copies.
@@ -41,8 +36,8 @@ impl Hashes {
         let described = |(file, hashes): &(SafetensorsFile, Vec<PartHashes>)| {
             (file.hash().cloned(), hashes.iter().map(Vec::len).sum::<usize>())
         };
-        let all = group.all_gather_object(&self.0.iter().map(described).collect::<Vec<_>>())?;
-        let (Some(other), Some((file, _))) = (all.iter().position(|theirs| *theirs != all[0]), self.0.first()) else {
+        let all = group.all_gather_object(&self.0.0.iter().map(described).collect::<Vec<_>>())?;
+        let (Some(other), Some((file, _))) = (all.iter().position(|theirs| *theirs != all[0]), self.0.0.first()) else {
             return Ok(());
         };
         let reason = format!("rank {other} has another file of this name than rank 0: give all ranks the same one");
@@ -59,7 +54,7 @@ impl Hashes {
             *hash = found.next();
             differs |= found.any(|other| Some(other) != *hash);
         }
-        match self.0.first() {
+        match self.0.0.first() {
             Some((file, _)) if differs => {
                 Err(unreadable(file.path(), "ranks have read different bytes from it: one of their copies is damaged"))
             }

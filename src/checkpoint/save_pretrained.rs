@@ -1,10 +1,10 @@
 //! Writing the files of Hugging Face's folders.
 use super::distributed::Saving;
-use super::pretrained::{INDEX, SINGLE};
 use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
+use candle_ddp_state::weights::{INDEX, SINGLE};
 use candle_nn::VarMap;
 use serde_json::json;
 use std::collections::BTreeMap;

@@ -26,7 +26,6 @@ mod no_grad;
 pub(crate) mod non_finite;
 mod options;
 mod order;
-pub(crate) mod origin;
 mod pace;
 mod parameter;
 mod pass;

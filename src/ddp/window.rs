@@ -1,5 +1,5 @@
 //! Accumulation of gradients over the end of an epoch.
-use super::origin::{self, Origin};
+use crate::origin::{self, Origin};
 use crate::warnings::warn_aloud;
 
 /// The passes whose gradients add up to the gradients of one step.

@@ -52,6 +52,7 @@ pub(crate) mod unsaved;
 mod update;
 mod zero;
 
+#[doc(inline)]
 pub use crate::variables::Parameters;
 pub use adam::ParamsAdam;
 pub use averager::{PeriodicModelAverager, PeriodicModelAveragerOptions};

@@ -23,7 +23,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     ///
     /// # Errors
     /// Returns an error of the process group.
-    pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
+    pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<HashMap<String, Tensor>>> {
         label::ZERO_STATE.during(|| self.consolidate(Some(to)))
     }
 

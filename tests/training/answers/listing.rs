@@ -1,8 +1,13 @@
 //! The functions of `docs/public-api*.txt` that take tensors.
 use std::collections::BTreeSet;
 
-const LISTINGS: [&str; 4] =
-    ["docs/public-api.txt", "docs/public-api-nn.txt", "docs/public-api-tensor.txt", "docs/public-api-vision.txt"];
+const LISTINGS: [&str; 5] = [
+    "docs/public-api.txt",
+    "docs/public-api-data.txt",
+    "docs/public-api-nn.txt",
+    "docs/public-api-tensor.txt",
+    "docs/public-api-vision.txt",
+];
 
 /// Types that are tensors, or have some.
 const TYPES: [&str; 8] = [

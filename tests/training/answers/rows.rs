@@ -273,7 +273,7 @@ fn training(rows: &mut Vec<Row>) {
             |t| data_parallel::scatter(&t.of(&[4, 3]), &[Device::Cpu, Device::Cpu])?.remove(1);
         ["candle_ddp::data_parallel::gather"] "tensors" =>
             |t| data_parallel::gather(&[c(&[2, 3]), t.of(&[2, 3])], &Device::Cpu)?;
-        ["candle_ddp::data::TensorDataset::new"] "tensors" => |t| {
+        ["candle_ddp_data::TensorDataset::new"] "tensors" => |t| {
             let data = TensorDataset::new(t.of(&[4, 3]))?;
             let row = |index| data.get(index, &mut candle_ddp::seed::Generator::new(1));
             Collate::collate(vec![row(2)?, row(1)?])?
@@ -299,10 +299,10 @@ fn training(rows: &mut Vec<Row>) {
         ];
         "src/metrics/writer/mod.rs":
             ["candle_ddp::metrics::Writer::add_image" "image", "candle_ddp::metrics::Writer::add_histogram" "values"];
-        "src/checkpoint/mod.rs": ["candle_ddp::checkpoint::save_tensors" "tensors"];
-        "src/checkpoint/load.rs": ["candle_ddp::checkpoint::load_tensors" "tensors"];
+        "crates/candle-ddp-state/src/weights/mod.rs": ["candle_ddp::checkpoint::save_tensors" "tensors"];
+        "crates/candle-ddp-state/src/weights/load.rs": ["candle_ddp::checkpoint::load_tensors" "tensors"];
         "crates/candle-ddp-nn/src/lora/merge.rs": ["candle_ddp_nn::LoraConfig::merge" "tensors"];
-        "src/state/state_dict.rs": [
+        "crates/candle-ddp-state/src/state/state_dict.rs": [
             "candle_ddp::checkpoint::StateDict::load_state_dict" "state",
             "candle_ddp::checkpoint::StateDict::load_sharded_state_dict" "shards",
         ];

@@ -1,0 +1,79 @@
+//! Micro-batches with their numbers, for virtual ranks.
+use super::{LoaderIter, LoaderState};
+use candle_ddp_rendezvous::panic::lock;
+use candle_ddp_state::Result;
+use candle_ddp_state::seed::Generator;
+use candle_ddp_tensor::seed::forget_draws;
+use std::fmt;
+use std::sync::Mutex;
+
+/// A part of a global batch, as one virtual rank computes it: see [`DataLoader::micro_batches`](super::DataLoader::micro_batches).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct MicroBatch<T> {
+    /// Its number in the global batch, from 0 to `virtual_ranks - 1`.
+    pub number: usize,
+    /// The position before the global batch, from which its random numbers follow.
+    pub start: LoaderState,
+    /// The samples.
+    pub batch: T,
+}
+
+impl<T> MicroBatch<T> {
+    /// The generator for dropout and all else that draws random numbers in this micro-batch's forward pass. It follows from
+    /// the loader's seed, the epoch, the place of the global batch in it and the number, and not from the rank.
+    pub fn generator(&self) -> Generator {
+        let LoaderState { seed, epoch, consumed, .. } = self.start;
+        Generator::for_micro_batch(seed, epoch, consumed, self.number)
+    }
+
+    /// Makes layers that draw from `generator` draw the random numbers of this micro-batch. A model with dropout needs it
+    /// before each forward pass: `micro_batch.seed(&default_generator())` for layers of `Dropout::new`. Without
+    /// it, `backward_micro_batch` is an error.
+    pub fn seed(&self, generator: &Mutex<Generator>) {
+        *lock(generator) = self.generator();
+    }
+}
+
+/// The remaining micro-batches of an epoch: see [`DataLoader::micro_batches`](super::DataLoader::micro_batches).
+pub struct MicroBatches<T> {
+    batches: LoaderIter<T>,
+    /// The number of this rank's first.
+    first: usize,
+    seed: u64,
+    dataset_len: usize,
+}
+
+impl<T> MicroBatches<T> {
+    pub(super) fn new(batches: LoaderIter<T>, first: usize, seed: u64, dataset_len: usize) -> Self {
+        Self { batches, first, seed, dataset_len }
+    }
+}
+
+impl<T> Iterator for MicroBatches<T> {
+    type Item = Result<MicroBatch<T>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let number = self.first + self.batches.place();
+        let start = self.batches.step(self.seed, self.dataset_len);
+        let batch = self.batches.next()?;
+        // What was drawn before, as in an evaluation, does not belong to it.
+        forget_draws();
+        Some(batch.map(|batch| MicroBatch { number, start, batch }))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.batches.size_hint()
+    }
+}
+
+impl<T> fmt::Debug for MicroBatches<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MicroBatches")
+            .field("batches", &self.batches)
+            .field("first", &self.first)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<T> ExactSizeIterator for MicroBatches<T> {}

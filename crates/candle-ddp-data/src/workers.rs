@@ -1,0 +1,251 @@
+//! Threads that read samples and make batches of them ahead of the thread that asks, and in order.
+//!
+//! Workers take samples, one at a time, in the order in which they are needed; whoever reads the last sample of a batch
+//! makes the batch. So all workers share the work on the next batch, and a slow sample holds up nothing but its own batch
+//! and the delivery of those after it. The window bounds how many batches are begun and not yet delivered.
+use super::order::Batches;
+use super::recipe::Recipe;
+use super::{Dataset, LoaderOptions};
+use candle_ddp_rendezvous::panic::{lock, wait};
+use candle_ddp_state::{Error, Result};
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex};
+
+thread_local! {
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread is a worker of a loader.
+pub(super) fn is_worker() -> bool {
+    IS_WORKER.get()
+}
+
+/// The batches of one epoch. Dropping it ends the workers: each after the sample or
+/// the batch that it is working on, which nobody waits for.
+pub(super) struct Workers<S, T>(Arc<Shared<S, T>>);
+
+struct Shared<S, T> {
+    window: Mutex<Window<S, T>>,
+    /// Tells workers that the window has moved or was closed.
+    moved: Condvar,
+    /// Tells whoever waits for it that the first batch is made, or that there is none.
+    made: Condvar,
+}
+
+/// The batches that were begun and not delivered.
+struct Window<S, T> {
+    options: LoaderOptions,
+    /// Those that are not begun.
+    order: Batches,
+    batches: VecDeque<Batch<S, T>>,
+    /// The number of the first one of them in the epoch.
+    first: usize,
+    /// What to read next: a batch, by its number, and the place in it.
+    next: (usize, usize),
+    /// Nothing is left to be begun.
+    exhausted: bool,
+    /// Nobody wants batches any more.
+    closed: bool,
+}
+
+struct Batch<S, T> {
+    indices: Arc<[usize]>,
+    samples: Vec<Option<Result<S>>>,
+    /// How many samples are not read yet.
+    missing: usize,
+    batch: Option<Result<T>>,
+}
+
+/// A sample to read.
+struct Job {
+    batch: usize,
+    place: usize,
+    index: usize,
+}
+
+/// All samples of a batch.
+struct Complete<S> {
+    indices: Arc<[usize]>,
+    samples: Vec<Result<S>>,
+}
+
+impl<S: Send + 'static, T: Send + 'static> Workers<S, T> {
+    /// Starts `options.num_workers` threads.
+    pub(super) fn start<D, F>(recipe: Recipe<D, F>, order: Batches, options: LoaderOptions) -> Result<Self>
+    where
+        D: Dataset<Sample = S> + 'static,
+        F: Fn(Vec<S>) -> Result<T> + Send + Sync + 'static,
+    {
+        // An order's own batches have many samples.
+        let count = if order.len() == 0 { 0 } else { options.num_workers.min(order.samples_left()) };
+        let window = Window {
+            options,
+            exhausted: order.len() == 0,
+            order,
+            batches: VecDeque::new(),
+            first: 0,
+            next: (0, 0),
+            closed: false,
+        };
+        let shared = Shared { window: Mutex::new(window), moved: Condvar::new(), made: Condvar::new() };
+        // Dropped when a thread cannot be started, which ends the others.
+        let workers = Self(Arc::new(shared));
+        let recipe = Arc::new(recipe);
+        for number in 0..count {
+            let (shared, recipe) = (workers.0.clone(), recipe.clone());
+            // A separate pool for each worker: candle's and our operations compute on rayon's current pool, which is
+            // then this one thread, instead of competing with training for the threads of the global pool.
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(1)
+                .thread_name(move |_| format!("data-worker-{number}"))
+                // What is read and collated cannot panic here. What is left over may, when it is dropped, and without
+                // this it would end the process.
+                .panic_handler(|_| ())
+                .build()
+                .map_err(|error| {
+                    let context = format!("starting worker {number} of {count} of a data loader");
+                    Error::io(context, std::io::Error::other(error))
+                })?;
+            // The pool's thread ends after this.
+            pool.spawn(move || work(&shared, &recipe));
+        }
+        Ok(workers)
+    }
+}
+
+/// The work of a worker thread.
+fn work<D: Dataset, T, F>(shared: &Shared<D::Sample, T>, recipe: &Recipe<D, F>)
+where
+    F: Fn(Vec<D::Sample>) -> Result<T>,
+{
+    IS_WORKER.set(true);
+    while let Some(job) = shared.take() {
+        let sample = recipe.read(job.index);
+        if let Some(Complete { indices, samples }) = shared.put(&job, sample) {
+            let batch = recipe.collate(&indices, samples);
+            shared.deliver(job.batch, batch);
+        }
+    }
+}
+
+impl<S, T> Shared<S, T> {
+    /// The next sample to read, when there is room for it. None when there is nothing left to do.
+    fn take(&self) -> Option<Job> {
+        let mut window = lock(&self.window);
+        loop {
+            if window.closed || window.exhausted {
+                return None;
+            }
+            let (batch, _) = window.next;
+            let begun = batch < window.first + window.batches.len();
+            if begun || window.has_room() {
+                if !begun && !window.begin() {
+                    // The others as well have nothing left to do.
+                    self.moved.notify_all();
+                    self.made.notify_all();
+                    return None;
+                }
+                return Some(window.job());
+            }
+            window = wait(&self.moved, window);
+        }
+    }
+
+    /// Hands a sample in. Returns the samples of its batch if it was the last one.
+    fn put(&self, job: &Job, sample: Result<S>) -> Option<Complete<S>> {
+        let mut window = lock(&self.window);
+        // Unless the window was closed, the batch is still there: it is not made without this sample.
+        let number = job.batch - window.first;
+        let batch = window.batches.get_mut(number)?;
+        batch.samples[job.place] = Some(sample);
+        batch.missing -= 1;
+        if batch.missing > 0 {
+            return None;
+        }
+        let samples = std::mem::take(&mut batch.samples).into_iter().flatten().collect();
+        Some(Complete { indices: batch.indices.clone(), samples })
+    }
+
+    /// Hands a batch in.
+    fn deliver(&self, number: usize, made: Result<T>) {
+        let mut window = lock(&self.window);
+        let first = window.first;
+        if let Some(batch) = window.batches.get_mut(number - first) {
+            batch.batch = Some(made);
+            if number == first {
+                self.made.notify_all();
+            }
+        }
+    }
+}
+
+impl<S, T> Window<S, T> {
+    fn has_room(&self) -> bool {
+        self.batches.len() < self.options.num_workers * self.options.prefetch_factor
+    }
+
+    /// Begins another batch, if there is one.
+    fn begin(&mut self) -> bool {
+        let mut indices = Vec::new();
+        self.exhausted = !self.order.next_into(&mut indices);
+        if !self.exhausted {
+            let (samples, missing) = (indices.iter().map(|_| None).collect(), indices.len());
+            self.batches.push_back(Batch { indices: indices.into(), samples, missing, batch: None });
+        }
+        !self.exhausted
+    }
+
+    /// The next sample, of a batch that was begun.
+    fn job(&mut self) -> Job {
+        let (batch, place) = self.next;
+        let indices = &self.batches[batch - self.first].indices;
+        self.next = if place + 1 == indices.len() { (batch + 1, 0) } else { (batch, place + 1) };
+        Job { batch, place, index: indices[place] }
+    }
+
+    fn is_ready(&self) -> bool {
+        self.batches.front().is_some_and(|batch| batch.batch.is_some())
+    }
+}
+
+impl<S, T> Workers<S, T> {
+    /// Whether [`next`](Iterator::next) would return a batch at once.
+    #[cfg(any(feature = "cuda", test))]
+    pub(super) fn is_ready(&self) -> bool {
+        lock(&self.0.window).is_ready()
+    }
+}
+
+impl<S, T> Iterator for Workers<S, T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Result<T>> {
+        let mut window = lock(&self.0.window);
+        while !window.is_ready() {
+            if window.exhausted && window.batches.is_empty() {
+                return None;
+            }
+            window = wait(&self.0.made, window);
+        }
+        let batch = window.batches.pop_front()?.batch;
+        window.first += 1;
+        self.0.moved.notify_all();
+        batch
+    }
+}
+
+impl<S, T> Drop for Workers<S, T> {
+    fn drop(&mut self) {
+        let mut window = lock(&self.0.window);
+        window.closed = true;
+        let batches = std::mem::take(&mut window.batches);
+        self.0.moved.notify_all();
+        // Samples that were read ahead are freed without the lock.
+        drop(window);
+        drop(batches);
+    }
+}
+
+#[cfg(test)]
+mod tests;

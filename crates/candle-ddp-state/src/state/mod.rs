@@ -1,0 +1,16 @@
+//! Saving and loading: dicts of named tensors, and files that appear complete or not at all.
+pub mod file;
+mod fingerprint;
+mod parts;
+mod per_rank;
+mod pieces;
+mod state_dict;
+mod values;
+
+pub use fingerprint::{FileHash, fingerprint, non_finite, summary};
+pub use parts::Parts;
+pub use per_rank::{PerRank, RankZero};
+pub use pieces::{Held, PART_OF, Pieces, of_piece_key, piece_key};
+pub use state_dict::StateDict;
+pub use state_dict::*;
+pub use values::Serde;

@@ -1,0 +1,115 @@
+//! States that are not the same on all ranks.
+use super::state_dict::{Dict, StateDict};
+use crate::{Error, Result};
+
+/// A state that differs between ranks: a `Checkpointer` saves every rank's own, and loads it on the same rank. Without this wrapper, a state that differs between ranks is an error
+/// ([`Error::PartDiffers`](crate::Error::PartDiffers)).
+///
+/// A [`Generator`](crate::seed::Generator) of [`for_rank`](crate::seed::Generator::for_rank) does not need it.
+///
+/// ```
+/// use candle_ddp::checkpoint::{Checkpointer, PerRank};
+///
+/// # fn main() -> candle_ddp::Result<()> {
+/// # let folder = std::env::temp_dir().join(format!("per-rank-{}", std::process::id()));
+/// candle_ddp::spawn(2, |pg| {
+///     let mut seen = PerRank(10 * pg.rank() as u64); // samples that this rank has read
+///     let mut checkpointer = Checkpointer::new(&pg, &folder, Default::default())?;
+///     checkpointer.save(1, ("seen", &mut seen))?.wait()?;
+///     seen.0 = 0;
+///     checkpointer.load_latest(("seen", &mut seen))?;
+///     assert_eq!(seen.0, 10 * pg.rank() as u64);
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PerRank<S>(pub S);
+
+impl<S: StateDict> StateDict for PerRank<S> {
+    fn state_dict(&self) -> Result<Dict> {
+        self.0.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
+        self.0.load_state_dict(state)
+    }
+
+    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
+        match self.0.sharded_state_dict()? {
+            Some(shard) => Ok(Some(shard)),
+            None => self.0.state_dict().map(Some),
+        }
+    }
+
+    /// # Errors
+    /// As with [`load_state_dict`](StateDict::load_state_dict), and [`Error::InvalidArgument`] in a world of another
+    /// size, where no state belongs to a rank.
+    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
+        if self.0.sharded_state_dict()?.is_some() {
+            return self.0.load_sharded_state_dict(shards, rank, world_size);
+        }
+        if shards.len() != world_size {
+            let reason = format!(
+                "each of {} ranks has saved its own state (PerRank), which {world_size} ranks cannot share out: resume \
+                 with {} ranks, or do not load this part",
+                shards.len(),
+                shards.len()
+            );
+            return Err(Error::invalid("state", reason));
+        }
+        self.0.load_state_dict(shards.get(rank).ok_or(Error::RankOutOfRange { rank, world_size })?)
+    }
+}
+
+/// A state of which rank 0's version is saved and loaded on all ranks, even if it differs between ranks: the
+/// variables of a model whose running statistics are not broadcast, for example. Nothing is compared.
+///
+/// [`PerRank`] keeps each rank's own state instead.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RankZero<S>(pub S);
+
+impl<S: StateDict> StateDict for RankZero<S> {
+    fn state_dict(&self) -> Result<Dict> {
+        self.0.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
+        self.0.load_state_dict(state)
+    }
+
+    /// A state that is spread over the ranks has no version of rank 0 alone.
+    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
+        self.0.sharded_state_dict()
+    }
+
+    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
+        self.0.load_sharded_state_dict(shards, rank, world_size)
+    }
+
+    fn is_rank_zeros(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rank_gets_its_own_state_back_in_a_world_of_the_same_size() {
+        let shards: Vec<Dict> =
+            (0..3).map(|rank| PerRank(rank as f64).sharded_state_dict().unwrap().unwrap()).collect();
+        let mut value = PerRank(7.0);
+        value.load_sharded_state_dict(&shards, 2, 3).unwrap();
+        assert_eq!(value.0, 2.0);
+        let error = value.load_sharded_state_dict(&shards, 0, 2).unwrap_err().to_string();
+        assert!(error.contains("each of 3 ranks") && error.contains("2 ranks cannot share out"), "{error}");
+        // Without the wrapper, the state has another kind.
+        let error = 1.5f64.load_sharded_state_dict(&shards, 0, 3).unwrap_err().to_string();
+        assert!(error.contains("as 3 shards") && error.contains("PerRank"), "{error}");
+        assert!(RankZero(1.5).is_rank_zeros() && !PerRank(1.5).is_rank_zeros());
+    }
+}

@@ -1,0 +1,127 @@
+//! Tensors that are spread over the ranks, put together.
+use super::{Dict, KIND};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// How the kinds of states begin that have parts of tensors.
+pub const PART_OF: &str = "part of ";
+
+/// The key of the elements of `whole` from `start` on.
+pub fn piece_key(whole: &str, start: usize) -> String {
+    format!("{whole}@{start}")
+}
+
+/// The arguments of [`piece_key`], if `key` is one.
+pub fn of_piece_key(key: &str) -> Option<(&str, usize)> {
+    let (whole, start) = key.rsplit_once('@')?;
+    // Ends of parts are computed without checks.
+    start.parse().ok().filter(|start| *start <= isize::MAX as usize).map(|start| (whole, start))
+}
+
+/// The parts that a rank holds, which say what it needs of the parts that others have saved.
+#[derive(Debug)]
+pub struct Held(HashMap<String, Vec<Range<usize>>>);
+
+impl Held {
+    /// None if `dict`, this rank's part of a state, is not made of such parts.
+    pub fn of(dict: &Dict) -> Option<Self> {
+        let kind = dict.get(KIND)?.to_vec1::<u8>().ok()?;
+        if !kind.starts_with(PART_OF.as_bytes()) {
+            return None;
+        }
+        let mut held: HashMap<String, Vec<Range<usize>>> = HashMap::new();
+        for (key, part) in dict {
+            if let Some((whole, start)) = of_piece_key(key) {
+                held.entry(whole.to_string()).or_default().push(start..start + part.elem_count());
+            }
+        }
+        // Without any, this rank may have copies of parts that another rank saves, and needs what is not said here.
+        (!held.is_empty()).then_some(Self(held))
+    }
+
+    /// The elements of the entry `key`, which has `elements`, that this rank needs.
+    pub fn needs(&self, key: &str, elements: usize) -> Range<usize> {
+        let Some((whole, start)) = of_piece_key(key) else { return 0..elements };
+        let within = |at: usize| at.clamp(start, start + elements) - start;
+        let needed = self.0.get(whole).into_iter().flatten().map(|own| within(own.start)..within(own.end));
+        let needed = needed.filter(|needed| !needed.is_empty());
+        needed.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
+    }
+
+    /// Gives `dict` the entry `key` of this shape, of which only those elements that are [needed](Self::needs) are there: `part`, a
+    /// list. The others are one element, repeated, and take no memory.
+    pub fn add(dict: &mut Dict, key: &str, shape: &[usize], needed: Range<usize>, part: Tensor) -> Result<()> {
+        let all = shape.iter().product();
+        let Some((whole, start)) = of_piece_key(key).filter(|_| needed.len() < all) else {
+            dict.insert(key.to_string(), part.reshape(shape)?);
+            return Ok(());
+        };
+        for absent in [0..needed.start, needed.end..all].into_iter().filter(|absent| !absent.is_empty()) {
+            let one = Tensor::zeros(1, part.dtype(), &Device::Cpu)?;
+            dict.insert(piece_key(whole, start + absent.start), one.broadcast_as(absent.len())?);
+        }
+        if !needed.is_empty() {
+            dict.insert(piece_key(whole, start + needed.start), part);
+        }
+        Ok(())
+    }
+}
+
+/// Parts of tensors by the names of the whole ones, each with the element at which it starts.
+#[derive(Debug, Default)]
+pub struct Pieces(HashMap<String, Vec<(usize, Tensor)>>);
+
+impl Pieces {
+    pub fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
+        self.0.entry(whole.to_string()).or_default().push((start, part.flatten_all()?));
+        Ok(())
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &String> {
+        self.0.keys()
+    }
+
+    /// Checks the dtype of the parts, and that they add up to `elements` if that is given.
+    pub fn check(&self, key: &str, elements: Option<usize>, dtype: DType) -> Result<()> {
+        let mut parts: Vec<_> = self.0.get(key).into_iter().flatten().collect();
+        parts.sort_by_key(|(start, part)| (*start, part.elem_count()));
+        let next = |end, (start, part): &&(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
+        let end = || parts.iter().try_fold(0, next);
+        if let Some(elements) = elements
+            && end() != Some(elements)
+        {
+            let reason = format!("its parts in the shards do not add up to the {elements} elements that it has here");
+            return Err(Error::parameter(key, reason));
+        }
+        match parts.iter().find(|(_, part)| part.dtype() != dtype) {
+            Some((_, part)) => {
+                let (is, needed) = (part.dtype().as_str(), dtype.as_str());
+                Err(Error::parameter(key, format!("the shards hold {is}, but it must be {needed}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// A copy of the elements of a whole state from `start` on.
+    pub fn take(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+        Ok(self.get(key, start, elements)?.copy()?)
+    }
+
+    /// The elements of a whole state from `start` on, which may share memory with a part.
+    pub fn get(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+        let mut found = Vec::new();
+        for (offset, part) in self.0.get(key).into_iter().flatten() {
+            let (from, to) = (start.max(*offset), (start + elements).min(offset + part.elem_count()));
+            if from < to {
+                found.push(part.narrow(0, from - offset, to - from)?);
+            }
+        }
+        if found.iter().map(Tensor::elem_count).sum::<usize>() != elements {
+            let reason = format!("elements {start} to {} of it are missing from the shards", start + elements);
+            return Err(Error::parameter(key, reason));
+        }
+        Ok(Tensor::cat(&found, 0)?)
+    }
+}

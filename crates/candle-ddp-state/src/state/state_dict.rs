@@ -1,0 +1,241 @@
+//! Saving and loading the states of a training run.
+use crate::state::file::{read_safetensors, write_safetensors};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, WithDType};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// Named tensors.
+pub type Dict = HashMap<String, Tensor>;
+
+/// Something whose state can be saved and loaded: the variables of a model (`VarMap`), an optimizer, a learning-rate
+/// schedule, an average of weights, a `GradScaler`, a random generator, a number. A `Checkpointer` saves several, with their
+/// names ([`Parts`](crate::Parts)).
+///
+/// PyTorch's `Stateful`. A program's own states need two methods. For types that implement serde's traits,
+/// [`Serde`](crate::Serde) has them already:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_ddp::Result;
+/// use candle_ddp::checkpoint::StateDict;
+/// use std::collections::HashMap;
+///
+/// struct Queue(Tensor);
+///
+/// impl StateDict for Queue {
+///     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+///         Ok(HashMap::from([("queue".to_string(), self.0.clone())]))
+///     }
+///
+///     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+///         self.0 = state["queue"].clone();
+///         Ok(())
+///     }
+/// }
+/// ```
+pub trait StateDict {
+    /// The state as named tensors. Tensors of parameters share storage with the live state and change with it.
+    ///
+    /// # Errors
+    /// Returns an error if a part of the state cannot be named.
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
+
+    /// Loads a state. A state that does not fit is an error, and changes nothing. Gradients end here: a state is values.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] names an entry that is missing, is surplus, or has another shape or dtype.
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
+
+    /// This rank's part of a state that is spread over the ranks, like that of `ZeroRedundancyOptimizer`, or this rank's own
+    /// version of a state that differs between ranks ([`PerRank`](crate::PerRank)). `None`, the default, means that all
+    /// ranks have the same state, which a `Checkpointer` checks. All ranks must agree on whether it is `None`. The call
+    /// does not communicate.
+    ///
+    /// # Errors
+    /// As with [`state_dict`](Self::state_dict).
+    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+        Ok(None)
+    }
+
+    /// What this rank holds of the state, also if another rank saves it. The call does not communicate.
+    #[doc(hidden)]
+    fn state_here(&self) -> Result<HashMap<String, Tensor>> {
+        self.sharded_state_dict()?.map_or_else(|| self.state_dict(), Ok)
+    }
+
+    /// Loads the parts that [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any
+    /// size, in rank order, as rank `rank` of a world of `world_size`. The call does not communicate. A part that
+    /// this rank is known not to need may be empty. Gradients end here, as in [`load_state_dict`](Self::load_state_dict).
+    ///
+    /// # Errors
+    /// As with [`load_state_dict`](Self::load_state_dict). The default always returns an error: a state that is not
+    /// spread over ranks takes no parts.
+    fn load_sharded_state_dict(
+        &mut self,
+        shards: &[HashMap<String, Tensor>],
+        rank: usize,
+        world_size: usize,
+    ) -> Result<()> {
+        let _ = (rank, world_size);
+        let reason = format!(
+            "it was saved as {} shards, one from each rank (of a ZeroRedundancyOptimizer, PerRank, or a Generator of for_rank), \
+             and cannot be loaded into a state that is the same on all ranks",
+            shards.len()
+        );
+        Err(Error::invalid("state", reason))
+    }
+
+    /// Whether rank 0's state counts for all ranks, although theirs may differ: [`RankZero`](crate::RankZero).
+    /// Default: false.
+    fn is_rank_zeros(&self) -> bool {
+        false
+    }
+
+    /// Writes the state to a safetensors file. A temporary file in the same folder is written first and then takes
+    /// the file's name, so there is never half a file. Only one of several ranks should call this. It does not know
+    /// whether the other ranks have failed: give the file a new name, and remember that name only after a `save_distributed` of the
+    /// weights, as the training loop in `docs/checkpoints.md` does.
+    ///
+    /// # Errors
+    /// As with [`state_dict`](Self::state_dict), and [`Error::Io`].
+    fn save(&self, path: impl AsRef<Path>) -> Result<()>
+    where
+        Self: Sized,
+    {
+        write_safetensors(path.as_ref(), &self.state_dict()?)
+    }
+
+    /// Loads a file that [`save`](Self::save) wrote.
+    ///
+    /// # Errors
+    /// As with [`load_state_dict`](Self::load_state_dict), and [`Error::Io`].
+    fn load(&mut self, path: impl AsRef<Path>) -> Result<()>
+    where
+        Self: Sized,
+    {
+        self.load_state_dict(&read_safetensors(path.as_ref())?)
+    }
+}
+
+/// A state that is being loaded. It keeps track of the requested entries.
+#[derive(Debug)]
+pub struct Loader<'a> {
+    state: &'a HashMap<String, Tensor>,
+    taken: std::collections::HashSet<String>,
+}
+
+impl<'a> Loader<'a> {
+    /// `kind` is the required kind of the state.
+    pub fn new(state: &'a HashMap<String, Tensor>, kind: &str) -> Result<Self> {
+        let mut loader = Self { state, taken: Default::default() };
+        let found = loader.values::<u8>(KIND)?;
+        if found != kind.as_bytes() {
+            let found = String::from_utf8_lossy(&found);
+            return Err(Error::parameter(KIND, format!("it must be the state of {kind}, not of {found}")));
+        }
+        Ok(loader)
+    }
+
+    /// The tensor `key`.
+    pub fn tensor(&mut self, key: &str) -> Result<&'a Tensor> {
+        match self.state.get(key) {
+            Some(tensor) => {
+                self.taken.insert(key.to_string());
+                Ok(tensor)
+            }
+            None => Err(Error::parameter(
+                key,
+                "it is missing from the state, which is of another model, or of one with fewer trained parameters: \
+                 load a state that was saved for the same parameters",
+            )),
+        }
+    }
+
+    /// The values of the tensor `key`, which must be a list.
+    pub fn values<T: WithDType>(&mut self, key: &str) -> Result<Vec<T>> {
+        let tensor = self.tensor(key)?;
+        if tensor.dtype() != T::DTYPE || tensor.rank() != 1 {
+            let is = crate::error::describe(tensor.dtype(), tensor.shape());
+            return Err(Error::parameter(key, format!("it must be a list of {}, not {is}", T::DTYPE.as_str())));
+        }
+        Ok(tensor.to_vec1()?)
+    }
+
+    /// `count` values.
+    pub fn list<T: WithDType>(&mut self, key: &str, count: usize) -> Result<Vec<T>> {
+        let values = self.values(key)?;
+        if values.len() != count {
+            let reason =
+                format!("the state must have {count} values here, not {}: it is from another object", values.len());
+            return Err(Error::parameter(key, reason));
+        }
+        Ok(values)
+    }
+
+    /// One value that cannot be negative.
+    pub fn count(&mut self, key: &str) -> Result<u64> {
+        let value = self.list::<i64>(key, 1)?[0];
+        u64::try_from(value).map_err(|_| Error::parameter(key, format!("it must not be negative, but is {value}")))
+    }
+
+    /// A tensor of this shape and dtype.
+    pub fn like(&mut self, key: &str, shape: &candle_core::Shape, dtype: DType) -> Result<&'a Tensor> {
+        let tensor = self.tensor(key)?;
+        if tensor.shape() != shape || tensor.dtype() != dtype {
+            let describe = crate::error::describe;
+            let (is, needed) = (describe(tensor.dtype(), tensor.shape()), describe(dtype, shape));
+            let reason = format!(
+                "it must be {needed}, but the state has {is}: load the state that was saved with this \
+                                  model"
+            );
+            return Err(Error::parameter(key, reason));
+        }
+        Ok(tensor)
+    }
+
+    /// A learning rate for each group of parameters of an optimizer.
+    pub fn learning_rates(&mut self, key: &str, groups: usize) -> Result<Vec<f64>> {
+        let learning_rates = self.values(key)?;
+        if learning_rates.len() == groups {
+            return Ok(learning_rates);
+        }
+        let reason = format!(
+            "the state is from an optimizer with {} parameter group(s), and this one has {groups}: create it with the \
+             same groups as the saved one. After freezing or thawing parameters, load_known \
+             loads what both have (docs/migrating.md, \"Freezing\")",
+            learning_rates.len()
+        );
+        Err(Error::parameter(key, reason))
+    }
+
+    /// Refuses a state with entries that were not requested.
+    pub fn finish(self) -> Result<()> {
+        match self.state.keys().filter(|key| !self.taken.contains(*key)).min() {
+            Some(key) => Err(Error::parameter(
+                key,
+                "the state contains it, but nothing here has that name: load the state that \
+                                           was saved with this model",
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The key of a state's kind.
+pub const KIND: &str = "kind";
+
+/// The beginning of a state of `kind`.
+pub fn begin(kind: &str) -> Result<HashMap<String, Tensor>> {
+    Ok(HashMap::from([(KIND.to_string(), list(kind.as_bytes())?)]))
+}
+
+/// Values of a state.
+pub fn list<T: WithDType>(values: &[T]) -> Result<Tensor> {
+    Ok(Tensor::from_slice(values, values.len(), &Device::Cpu)?)
+}
+
+/// A counter of a state.
+pub fn count(value: u64) -> Result<Tensor> {
+    list(&[value as i64])
+}
