@@ -143,7 +143,7 @@ fn label(parameters: &[ParameterInfo], number: usize, members: &[usize]) -> Labe
     })
 }
 
-/// What a rank tells the others in a synchronised pass.
+/// The numbers that a rank sends to the others in a synchronised pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Message {
     /// Whether it was asked to stop.

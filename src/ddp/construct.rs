@@ -1,6 +1,7 @@
 //! How a model is wrapped.
 use super::blocks::Construction;
 use super::graph::Registration;
+use super::groups::Groups;
 use super::model::DistributedModel;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::registry::Registry;
@@ -70,7 +71,9 @@ impl<M> DistributedDataParallel<M> {
         Error: From<E>,
     {
         let construction = options.sharding.map(|sharding| Construction::new(group, varmap, sharding)).transpose()?;
-        let reducer = Arc::new(Reducer::new(group.clone(), construction.as_ref().and_then(Construction::hybrid)));
+        let groups =
+            construction.as_ref().map_or_else(|| Groups::new(group.clone()), |sharded| sharded.groups().clone());
+        let reducer = Arc::new(Reducer::new(groups));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
         let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
@@ -105,7 +108,7 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let Parameters { variables: mut vars, named } = vars.into();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let reducer = Arc::new(Reducer::new(group.clone(), None));
+        let reducer = Arc::new(Reducer::new(Groups::new(group.clone())));
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = check_named(named, "DDP").map(|()| module);

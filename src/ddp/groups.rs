@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 /// The group that a model was built with and, if that group works on GPUs and the model has variables on the CPU, a
 /// second group of the same ranks for those variables. PyTorch likewise has a backend for each device type
 /// (`"cpu:gloo,cuda:nccl"`).
+#[derive(Clone)]
 pub(crate) struct Groups {
     main: ProcessGroup,
     cpu: OnceLock<ProcessGroup>,
@@ -15,7 +16,7 @@ pub(crate) struct Groups {
 
 /// The groups of a model that is spread over some of the ranks, while others have copies of it: PyTorch's hybrid sharding (HSDP).
 #[derive(Clone)]
-pub(super) struct Hybrid {
+struct Hybrid {
     /// The ranks that have a model together.
     within: ProcessGroup,
     /// The ranks that have the same pieces.
@@ -23,21 +24,7 @@ pub(super) struct Hybrid {
 }
 
 impl Hybrid {
-    pub(super) fn within(&self) -> &ProcessGroup {
-        &self.within
-    }
-
-    pub(super) fn across(&self) -> &ProcessGroup {
-        &self.across
-    }
-
-    /// Whether another rank has the same pieces, and saves them.
-    pub(super) fn is_copy(&self) -> bool {
-        self.across.rank() > 0
-    }
-
-    /// The groups in which `ranks` consecutive ranks, a divisor of the world size, have a model. Every rank must call it.
-    pub(super) fn new(group: &ProcessGroup, ranks: usize) -> Result<Self> {
+    fn new(group: &ProcessGroup, ranks: usize) -> Result<Self> {
         let mesh = group.mesh(&[group.world_size() / ranks, ranks], &["replicate", "shard"])?;
         let (within, mut across) = (mesh.get_group("shard")?.clone(), mesh.get_group("replicate")?.clone());
         if ranks == 1 {
@@ -50,8 +37,14 @@ impl Hybrid {
 }
 
 impl Groups {
-    pub(super) fn new(main: ProcessGroup, hybrid: Option<Hybrid>) -> Self {
-        Self { main, cpu: OnceLock::new(), hybrid }
+    pub(super) fn new(main: ProcessGroup) -> Self {
+        Self { main, cpu: OnceLock::new(), hybrid: None }
+    }
+
+    /// The groups in which `ranks` consecutive ranks, a divisor of the world size, have a model. Every rank must call it.
+    pub(super) fn sharded(main: ProcessGroup, ranks: usize) -> Result<Self> {
+        let hybrid = (ranks < main.world_size()).then(|| Hybrid::new(&main, ranks)).transpose()?;
+        Ok(Self { hybrid, ..Self::new(main) })
     }
 
     /// The ranks over which a model and its optimizer's state are spread, if they are.
@@ -66,7 +59,7 @@ impl Groups {
 
     /// Whether another rank has the same pieces, and saves them.
     pub(crate) fn is_copy(&self) -> bool {
-        self.hybrid.as_ref().is_some_and(Hybrid::is_copy)
+        self.across().is_some_and(|across| across.rank() > 0)
     }
 
     pub(super) fn main(&self) -> &ProcessGroup {

@@ -15,7 +15,7 @@ use candle_nn::var_builder::SimpleBackend;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a model has requested so far, in order; that order numbers the parameters.
+/// The requests of a model so far, in order; that order numbers the parameters.
 #[derive(Default)]
 pub(super) struct Registered {
     variables: Variables,

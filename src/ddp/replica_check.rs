@@ -36,7 +36,7 @@ impl ReplicaCheck {
     }
 }
 
-/// What a model knows of earlier comparisons.
+/// A model's memory of earlier comparisons.
 #[derive(Debug, Default)]
 pub(super) struct Compared {
     /// The number of passes that count.

@@ -3,7 +3,7 @@ use super::flat::Flat;
 use super::sharding::Sharding;
 use super::unit::{Unit, Units};
 use crate::backend::{self, label};
-use crate::ddp::groups::Hybrid;
+use crate::ddp::groups::Groups;
 use crate::error::describe;
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
@@ -22,8 +22,7 @@ thread_local! {
 /// A sharded model that is being built.
 #[derive(Clone)]
 pub(crate) struct Construction {
-    group: ProcessGroup,
-    hybrid: Option<Hybrid>,
+    groups: Groups,
     varmap: VarMap,
     units: Arc<Units>,
     state: Arc<Mutex<State>>,
@@ -76,14 +75,13 @@ impl Construction {
         if let Some((rank, difference)) = compared? {
             return Err(Error::Mismatch { what: "model", rank, difference });
         }
-        let hybrid = (ranks < group.world_size()).then(|| Hybrid::new(group, ranks)).transpose()?;
-        let units = Units::new(hybrid.as_ref().map_or(group, Hybrid::within), sharding)?;
-        Ok(Self { group: group.clone(), hybrid, varmap: varmap.clone(), units, state: Arc::default() })
+        let groups = Groups::sharded(group.clone(), ranks)?;
+        let units = Units::new(groups.within(), sharding)?;
+        Ok(Self { groups, varmap: varmap.clone(), units, state: Arc::default() })
     }
 
-    /// The groups, if only some of the ranks have a model together.
-    pub(in crate::ddp) fn hybrid(&self) -> Option<Hybrid> {
-        self.hybrid.clone()
+    pub(in crate::ddp) fn groups(&self) -> &Groups {
+        &self.groups
     }
 
     /// The construction of a sharded model on this thread.
@@ -173,7 +171,7 @@ impl Construction {
     }
 
     fn check(&self, Requested { name, var, .. }: &Requested) -> Result<()> {
-        if !var.device().same_device(self.group.device()) {
+        if !var.device().same_device(self.groups.main().device()) {
             let reason = "a sharded model must be on the device of its group: build it with the VarBuilder as it is";
             return Err(Error::parameter(name, reason));
         }
@@ -188,7 +186,7 @@ impl Construction {
     fn try_spread(&self, number: usize, name: &str, requested: Vec<Requested>) -> Result<Arc<Unit>> {
         let checked = requested.iter().try_for_each(|requested| self.check(requested));
         let report = checked.as_ref().map(|()| report(name, &requested));
-        let compared = label::DDP_NEW.during(|| self.group.compare(report, "it could not build its model"));
+        let compared = label::DDP_NEW.during(|| self.groups.main().compare(report, "it could not build its model"));
         checked?;
         if let Some((rank, difference)) = compared? {
             return Err(Error::Mismatch { what: "model", rank, difference });
@@ -203,8 +201,9 @@ impl Construction {
         for kind in kinds {
             let of_kind = || requested.iter().filter(|requested| requested.kind() == kind);
             let tensors: Vec<_> = of_kind().map(|own| (own.tensor.clone(), own.var.clone())).collect();
-            let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.group, self.hybrid.as_ref(), name, &tensors));
-            let (flat, pieces) = scattered.inspect_err(|error| self.group.abort(&format!("{name}: {error}")))?;
+            let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.groups, name, &tensors));
+            let (flat, pieces) =
+                scattered.inspect_err(|error| self.groups.main().abort(&format!("{name}: {error}")))?;
             flats.push(flat);
             for (own, piece) in of_kind().zip(pieces) {
                 lock(self.varmap.data()).insert(own.name.clone(), piece);

@@ -1,7 +1,7 @@
 //! Tensors of a block that are gathered in one call.
 use crate::Result;
 use crate::backend::{Label, Work};
-use crate::ddp::groups::Hybrid;
+use crate::ddp::groups::Groups;
 use crate::ddp::reduction::shard::cut;
 use crate::process_group::ProcessGroup;
 use crate::tensor::{copy, hold};
@@ -38,13 +38,8 @@ pub(super) struct Gathering {
 
 impl Flat {
     /// Takes rank 0's values of `tensors`: those that the model holds, with their whole variables. Returns this rank's pieces as well.
-    pub(super) fn scatter(
-        group: &ProcessGroup,
-        hybrid: Option<&Hybrid>,
-        name: &str,
-        tensors: &[(Tensor, Var)],
-    ) -> Result<(Self, Vec<Var>)> {
-        let group = hybrid.map_or(group, Hybrid::within);
+    pub(super) fn scatter(groups: &Groups, name: &str, tensors: &[(Tensor, Var)]) -> Result<(Self, Vec<Var>)> {
+        let group = groups.within();
         let (rank, world_size) = (group.rank(), group.world_size());
         let (first, var) = &tensors[0];
         let (held_as, dtype, device) = (first.dtype(), var.dtype(), var.device().clone());
@@ -58,10 +53,10 @@ impl Flat {
         let own = Tensor::zeros(part, dtype, &device)?;
         group.scatter(&own, whole.as_ref(), 0)?;
         drop(whole);
-        if let Some(hybrid) = hybrid {
-            hybrid.across().broadcast(&own, 0)?;
+        if let Some(across) = groups.across() {
+            across.broadcast(&own, 0)?;
         }
-        let is_copy = hybrid.is_some_and(Hybrid::is_copy);
+        let is_copy = groups.is_copy();
         let (mut offset, mut members, mut pieces) = (0, Vec::new(), Vec::new());
         for (tensor, _) in tensors {
             let elements = tensor.elem_count();

@@ -10,12 +10,12 @@ use crate::backend::label;
 use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
 use crate::ddp::count;
 use crate::ddp::graph::Identity;
-use crate::ddp::groups::{Groups, Hybrid};
+use crate::ddp::groups::Groups;
 use crate::ddp::non_finite::{Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::sums::Write;
 use crate::panic::lock;
-use crate::process_group::{Active, ProcessGroup};
+use crate::process_group::Active;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace, nvtx_mark};
 use crate::virtual_ranks::Leaf;
@@ -64,9 +64,14 @@ pub(crate) struct Part {
 }
 
 impl Reducer {
-    pub(in crate::ddp) fn new(group: ProcessGroup, hybrid: Option<Hybrid>) -> Self {
-        let (identity, groups) = (Arc::default(), Groups::new(group, hybrid));
-        Self { identity, groups, state: Mutex::default(), part: Mutex::default(), trace: OnceLock::new() }
+    pub(in crate::ddp) fn new(groups: Groups) -> Self {
+        Self {
+            identity: Arc::default(),
+            groups,
+            state: Mutex::default(),
+            part: Mutex::default(),
+            trace: OnceLock::new(),
+        }
     }
 
     pub(crate) fn identity(&self) -> &Arc<Identity> {

@@ -27,7 +27,7 @@ pub(super) fn summary(wall_time: f64, step: u64, values: &[(&str, Value<'_>)]) -
     event(wall_time, step, 5, &summary)
 }
 
-/// What a tag has at a step.
+/// The value of a tag at a step.
 pub(super) enum Value<'a> {
     Scalar(f32),
     #[cfg_attr(not(feature = "vision"), allow(dead_code))]

@@ -261,13 +261,14 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 (sums[0], sums[1]) = (sums[0] + a, sums[1] + b);
             }
         }
-        let all = self.all_reduce(sums.concat(), ReduceOp::Sum)?;
+        let all = self.sum(sums.concat())?;
         Ok(all.chunks_exact(2).map(|sums| [sums[0], sums[1]]).collect())
     }
 
-    fn all_reduce(&self, values: Vec<f64>, op: ReduceOp) -> Result<Vec<f64>> {
+    /// Adds up the values of all ranks that have parts of the model.
+    fn sum(&self, values: Vec<f64>) -> Result<Vec<f64>> {
         let values = Tensor::new(values, self.process_group.device())?;
-        self.reducer.groups().within().all_reduce(&values, op)?;
+        self.reducer.groups().within().all_reduce(&values, ReduceOp::Sum)?;
         Ok(values.to_vec1()?)
     }
 
@@ -287,7 +288,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// The norm of all gradients over all ranks, scaled as in the next step.
     fn norm(&self, pending: &PendingGradients) -> Result<f64> {
         let squares = self.norm_here(pending, NormType::L2)?;
-        Ok(self.all_reduce(vec![squares], ReduceOp::Sum)?[0].sqrt() * pending.scale)
+        Ok(self.sum(vec![squares])?[0].sqrt() * pending.scale)
     }
 
     /// The options of each group.

@@ -49,7 +49,7 @@ struct CollectiveStreams {
     outbox: Outbox,
     /// By rank; `None` for this rank itself.
     inboxes: Vec<Option<Inbox>>,
-    /// The number of calls, and, by rank, that of the last one for which something has come from it.
+    /// The number of calls so far, and for each rank the number of the last call for which it has sent something.
     calls: u32,
     met: Vec<u32>,
 }

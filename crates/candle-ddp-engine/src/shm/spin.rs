@@ -75,7 +75,7 @@ impl Yields {
 
 /// How a short wait ended.
 pub(super) enum Spun {
-    /// What was awaited came within [`SPIN`].
+    /// The wait ended within [`SPIN`].
     AtOnce,
     /// It came later: about then.
     At(Instant),

@@ -1,4 +1,4 @@
-//! What a node is and has: versions, limits, memory, ports and GPUs.
+//! Facts about a node: versions, limits, memory, ports and GPUs.
 use super::gpus::{self, Gpu};
 use candle_ddp_env::PROCESS;
 use rustix::process::{Resource, getrlimit};

@@ -14,7 +14,7 @@ use clap::CommandFactory;
 use serde::{Deserialize, Serialize};
 use std::process::{Command, Stdio};
 
-/// The speed of a machine: that of its slowest rank.
+/// A machine is as fast as its slowest rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Fitness {
     /// MFLOP/s of matrix products on the slowest core.

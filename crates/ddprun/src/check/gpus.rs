@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What nvidia-smi is asked for, in the order of [`Gpu`].
+/// The fields that nvidia-smi prints, in the order of [`Gpu`].
 const QUERY: &str = "index,name,driver_version,memory.total,memory.used,temperature.gpu,\
                      clocks_event_reasons.hw_slowdown,ecc.errors.uncorrected.volatile.total";
 /// The same, as drivers before R535 call it.

@@ -6,7 +6,7 @@ use crate::status::table;
 
 const UNKNOWN: &str = "-";
 
-/// What all ranks have measured, and what follows from it.
+/// The measurements of all ranks, and the verdict.
 pub(super) fn text(ranks: &[Measured], verdict: &Verdict) -> String {
     let header = ["rank", "node", "host", "cores", "GFLOP/s", "copy GB/s", "latency us", "messages GB/s"];
     let mut text = table(header, ranks.iter().map(|rank| rank_row(ranks, rank)));

@@ -7,7 +7,7 @@ use plotters::element::{PathElement, Rectangle, Text};
 use plotters::style::Color;
 use std::collections::VecDeque;
 
-/// What a rank has recorded.
+/// The recording of one rank.
 #[derive(Debug)]
 pub(super) struct Rank {
     pub(super) rank: usize,
@@ -27,7 +27,7 @@ pub(super) struct Span {
     pub(super) end: f64,
 }
 
-/// What a rank does, which is its colour.
+/// An activity of a rank, which has a colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Forward,

@@ -22,7 +22,7 @@ pub(crate) struct SlowRanks {
     told: Vec<usize>,
 }
 
-/// What a rank has done since its last report that counts.
+/// The steps and waits of a rank since its last report that counts.
 struct Since {
     rank: usize,
     host: String,
