@@ -72,7 +72,7 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
         .filter_map(|(rank, host, (name, value))| Some((rank, host, name, value.parse().ok()?)))
         .peekable();
     if metrics.peek().is_some() {
-        text.head(name, "gauge", "The newest values that the program has given to put_metric.");
+        text.head(name, "gauge", "The newest values that the program has put or written.");
     }
     metrics.for_each(|(rank, host, metric, value)| {
         text.line(name, &[("name", metric), ("rank", rank), ("host", host)], value);
