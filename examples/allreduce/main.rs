@@ -137,7 +137,9 @@ fn redraw(options: &Options) -> Result<u64> {
 
 fn draw(path: &Path, options: &Options, curves: &[chart::Curve]) -> Result<()> {
     let svg = chart::draw(&format!("{}: bus bandwidth over size", options.collective.name()), curves);
-    std::fs::write(path, svg).with_context(|| format!("cannot write the chart to {}", path.display()))
+    svg.map_err(std::io::Error::other)
+        .and_then(|svg| std::fs::write(path, svg))
+        .with_context(|| format!("cannot write the chart to {}", path.display()))
 }
 
 fn sizes(options: &Options) -> Result<Vec<usize>> {
