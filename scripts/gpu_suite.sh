@@ -10,8 +10,9 @@
 # `run` writes to the folder RESULTS: a log of each step, a line of JSON for each step in `results.jsonl` as soon as it has ended,
 # and `summary.md`, also if it is interrupted. It fails if a test fails. Every step has a time limit; one that exceeds it leaves
 # the stacks of its threads (with gdb, where it is installed). CUDA_COMPUTE_CAP, 80 by default, is the oldest generation of GPUs
-# that the programs run on, PROFILE cargo's profile. JOBS is the number of tests that run at the same time, ONLY a pattern of their names, SUITE_SECONDS the time
-# for all steps together: when it has passed, a step that runs is ended and the others are left out.
+# that the programs run on, PROFILE cargo's profile, `release` by default. JOBS is the number of tests that run at the same time, ONLY a
+# pattern of their names, SUITE_SECONDS the time for all steps together: when it has passed, a step that runs is ended and the others are
+# left out.
 #
 #     preflight  the machine, versions and paths of the libraries, and whether a kernel runs
 #     tests      each test by itself, among them one that leaves out each fence between streams and sees wrong results
@@ -443,7 +444,7 @@ switches() {
   local count=20 gpt=(--model gpt --batch-size 32) resnet=(--model resnet50 --batch-size 64) tiny=()
   case $size in
     quick) count=5 ;;
-    tiny) count=1 gpt=(--model gpt --batch-size 1) resnet=(--model resnet50 --batch-size 2 --image-size 32) ;;
+    tiny) count=1 gpt=(--model gpt --batch-size 1) ;;
   esac
   tiny=(--steps "$count" --modes ddp --dtype bf16)
   ab() { # NAME, VARIABLE, OTHER VALUE, ARGUMENTS

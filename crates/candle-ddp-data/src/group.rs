@@ -1,4 +1,4 @@
-//! What a loader asks of the ranks that it is made for.
+//! A loader's questions to the ranks that it is made for.
 use candle_core::Device;
 use candle_ddp_state::{Error, Result};
 use std::ops::{Deref, Range};

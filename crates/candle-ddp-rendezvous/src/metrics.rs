@@ -50,9 +50,9 @@ pub fn hide_written_metrics() {
 
 /// The newest values of the program.
 struct Metrics {
-    /// What it has put.
+    /// The program has put these.
     put: BTreeMap<String, f64>,
-    /// What it has only written to its files: it takes the room that is left.
+    /// The program has only written these to its files: they take the room that is left.
     written: BTreeMap<String, f64>,
     /// Whether a written one was left out.
     is_incomplete: bool,

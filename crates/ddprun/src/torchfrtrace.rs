@@ -225,39 +225,35 @@ mod tests {
     use serde_json::{Value, json};
 
     fn call(channel: ChannelKind, operation: &str, sequence: u64) -> CallRecord {
-        let state = CallState::Completed;
-        let (dtype, peer) = (Some("bf16".to_string()), (channel != ChannelKind::Collectives).then_some(0));
-        let times = (sequence, Some(sequence), Some(sequence + 1_000_000));
         CallRecord {
             channel,
             sequence,
             operation: operation.to_string(),
-            dtype,
+            dtype: Some("bf16".to_string()),
             count: 4,
             reduction: None,
             root: None,
-            peer,
+            peer: (channel != ChannelKind::Collectives).then_some(0),
             label: None,
             shape: None,
             place: Some("C:/src/main.rs:7:3".to_string()),
-            state,
-            scheduled_ns: times.0,
-            started_ns: times.1,
-            completed_ns: times.2,
+            state: CallState::Completed,
+            scheduled_ns: sequence,
+            started_ns: Some(sequence),
+            completed_ns: Some(sequence + 1_000_000),
             waited_ns: None,
         }
     }
 
     fn record(rank: usize, calls: Vec<CallRecord>) -> RankRecord {
         let group = GroupRecord { name: "world/part".to_string(), ranks: vec![1, 3], failure: None, calls };
-        let (host, reason) = ("a".to_string(), String::new());
         RankRecord {
             version: 1,
             rank,
             world_size: 4,
-            host,
+            host: "a".to_string(),
             pid: 1,
-            reason,
+            reason: String::new(),
             written_ns: 9,
             started_ns: 1,
             groups: vec![group],

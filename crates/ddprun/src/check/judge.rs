@@ -152,7 +152,7 @@ fn connections(ranks: &[Measured], own_host: bool, tolerance: f64) -> Vec<String
     culprits.iter().filter_map(of_rank).chain(pairs.iter().filter_map(of_pair)).collect()
 }
 
-/// A resource of which a node has too little.
+/// The resources of which a node has too little.
 fn needs(node: &Node<'_>, world_size: usize) -> Vec<String> {
     let (facts, name, ranks) = (node.facts, node.name(), node.ranks as u64);
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
