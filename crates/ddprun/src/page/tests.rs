@@ -65,6 +65,16 @@ fn a_run_is_shown_with_what_it_has_left() {
     }
 }
 
+/// The phase of the optimizer is recorded by the programs that ask for it.
+#[test]
+fn a_step_without_a_phase_of_the_optimizer_is_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let without: Vec<String> =
+        trace(0, 5, 0.25).lines().filter(|line| !line.contains("optimizer")).map(String::from).collect();
+    put(folder.path().join("rank0.trace.json"), without.join("\n")).unwrap();
+    assert!(page_of(folder.path()).contains("The last steps"));
+}
+
 #[test]
 fn names_are_texts_whatever_they_are() {
     let folder = tempfile::tempdir().unwrap();

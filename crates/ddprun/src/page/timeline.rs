@@ -71,13 +71,15 @@ pub(super) fn figure(ranks: &[Rank]) -> String {
     format!("<figure class=wide>{caption}{}<div class=scroll>{svg}</div></figure>\n", html::legend(&Kind::NAMES))
 }
 
-/// From the beginning of a forward pass to the end of the last optimizer step after it.
+/// From the beginning of a forward pass to the end of the last step after it. A step ends when its buckets are there or, if the optimizer is
+/// recorded as well, with that.
 fn window(rank: &Rank) -> Option<(f64, f64)> {
     let mut spans: Vec<Span> = rank.spans.iter().copied().collect();
     spans.sort_by(|a, b| a.start.total_cmp(&b.start));
-    let ends: Vec<f64> = spans.iter().filter(|span| span.kind == Kind::Optimizer).map(|span| span.end).collect();
-    let end = *ends.last()?;
-    let before = ends.len().checked_sub(STEPS + 1).and_then(|index| ends.get(index)).copied();
+    let ends = |kind| spans.iter().filter(move |span| span.kind == kind).map(|span| span.end);
+    let waits: Vec<f64> = ends(Kind::Wait).collect();
+    let end = waits.iter().copied().chain(ends(Kind::Optimizer)).reduce(f64::max)?;
+    let before = waits.len().checked_sub(STEPS + 1).and_then(|index| waits.get(index)).copied();
     let start = spans.iter().find(|span| span.start >= before.unwrap_or(f64::MIN) && span.kind == Kind::Forward)?.start;
     (start < end).then_some((start, end))
 }
