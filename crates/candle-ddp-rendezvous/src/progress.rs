@@ -145,9 +145,10 @@ fn report(place: &Place, generation: &AtomicU64, stopped: &Receiver<()>) {
         let steps = STEPS.load(Ordering::Relaxed);
         let generation = Some(generation.load(Ordering::Relaxed)).filter(|generation| *generation != NO_GENERATION);
         speed.add(steps, waited(), Instant::now(), SystemTime::now());
-        let now = Some((steps, generation, metrics::all()));
+        let status = speed.status(generation);
+        let now = Some((steps, generation, status.metrics.clone()));
         if told != now {
-            match tell(&mut store, place, &speed.status(generation)) {
+            match tell(&mut store, place, &status) {
                 Ok(()) => told = now,
                 Err(error) => {
                     log::debug!("the progress of rank {} stays unknown: {error}", place.rank);

@@ -12,8 +12,10 @@
 mod coordinator;
 mod elastic;
 mod link;
+mod losses;
 #[cfg(test)]
 mod many;
+mod meeting;
 mod message;
 #[cfg(test)]
 mod newcomers;
