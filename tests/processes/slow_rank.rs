@@ -50,6 +50,8 @@ fn metrics(port: &str) -> String {
 fn the_rank_that_the_others_wait_for_is_named() {
     let [store, page] = [(); 2].map(|()| free_port().to_string());
     let mut launcher = Command::new(crate::common::ddprun());
+    let logs = tempfile::tempdir().unwrap();
+    launcher.arg("--log-dir").arg(logs.path());
     launcher.args(["--nproc-per-node=3", "--no-secret", "--master-port", &store, "--metrics-port", &page]);
     launcher.arg(std::env::current_exe().unwrap()).args(test_arguments(module_path!(), "rank_of_another_test"));
     let mut run = launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -103,5 +105,12 @@ fn the_rank_that_the_others_wait_for_is_named() {
     let pid = rustix::process::Pid::from_child(&run);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     run.wait().unwrap();
+    // The page has the waits without traces.
+    let report = Command::new(crate::common::ddprun()).arg("report").arg(logs.path()).output().unwrap();
+    assert!(report.status.success(), "{report:?}");
+    let report = std::fs::read_to_string(logs.path().join("report.html")).unwrap();
+    for expected in ["Waits of the ranks: ", &format!("rank 1 on {host} holds the others up"), "CANDLE_DDP_TRACE"] {
+        assert!(report.contains(expected), "{expected}: {report}");
+    }
     wait_for("the end of the launcher", || TcpStream::connect(format!("127.0.0.1:{store}")).is_err());
 }

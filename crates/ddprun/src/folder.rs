@@ -2,6 +2,7 @@
 use super::config::Config;
 use super::console::message;
 use super::error::{Error, Result};
+use super::status::RECORD;
 use super::tail::plain;
 use candle_ddp_rendezvous::error::RankError;
 use candle_ddp_rendezvous::host::boot_id;
@@ -93,6 +94,11 @@ impl RunFolder {
     /// Returns the path to which a worker may write its error.
     pub(super) fn error_file(&self, restart_count: u32, local_rank: usize) -> Option<PathBuf> {
         Some(self.worker(restart_count, local_rank)?.join(ERROR_FILE))
+    }
+
+    /// The file for the reports of ranks, if the folder is kept.
+    pub(super) fn record(&self) -> Option<PathBuf> {
+        Some(self.path.as_ref().filter(|_| self.temporary.is_none())?.join(RECORD))
     }
 
     /// Returns the error that a worker wrote.

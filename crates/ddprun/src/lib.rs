@@ -53,11 +53,12 @@ mod terminal;
 mod time;
 mod tolerance;
 mod torchfrtrace;
+mod watch;
 mod worker;
 
 use agent::Agent;
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::{flight_record, thread};
+use candle_ddp_rendezvous::flight_record;
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
@@ -70,15 +71,16 @@ use mode::Mode;
 use processes::Host;
 use rustix::thread::CpuSet;
 use secret::RunSecret;
-use status::{RunStatus, SlowRanks, Source};
+use status::{RunStatus, Source};
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use summary::Findings;
 use supervisor::{Outcome, Supervisor};
+use watch::Watch;
 use worker::{Exit, Starter, Worker};
 
 /// How long output may stay unread at the end of a run that must end at once.
@@ -236,13 +238,11 @@ fn execute(config: &Config) -> Result<End> {
         let secret = config.secret.get().cloned();
         Arc::new(Source::new(server, secret, RunStatus::of(config)))
     });
-    if !config.is_check {
-        watch(config, source.clone())?;
-    }
     if config.secret == RunSecret::None && !config.options.no_secret {
         secret::say_none(master_port);
     }
     let folder = RunFolder::create(config)?;
+    let watch = if config.is_check { None } else { Watch::start(config, source.clone(), &folder)? };
     let console = Console::get();
     let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(incoming)?;
@@ -271,6 +271,7 @@ fn execute(config: &Config) -> Result<End> {
         agent.start_all(|worker| supervisor.workers.push(worker))?;
     }
     let (outcome, remains) = supervisor.watch(&events, &mut agent);
+    watch.iter().for_each(Watch::finish);
     let patience = config.options.shutdown_timeout;
     let (code, patience) = match outcome {
         Outcome::Success if config.is_check => (check::code(&folder, agent.starter.topology.node_rank), patience),
@@ -288,35 +289,6 @@ fn execute(config: &Config) -> Result<End> {
     };
     agent.leave(supervisor.grace_left(), || events.interrupted());
     Ok(End { code, patience, events: Some(events) })
-}
-
-/// Serves metrics if the user wants them, and tells the user of ranks that hold the others up, if this machine hosts the store.
-fn watch(config: &Config, source: Option<Arc<Source>>) -> Result<()> {
-    /// The shortest time between two looks, and the largest share of the time that they may take.
-    const INTERVAL: Duration = Duration::from_secs(1);
-    const SHARE: u32 = 50;
-    let Some(source) = source else {
-        if config.metrics.is_some() {
-            message("--metrics-port: this ddprun serves no metrics, since the one that hosts the run's store does");
-        }
-        return Ok(());
-    };
-    if let Some(address) = config.metrics {
-        let at = metrics_server::start(address, Arc::clone(&source))?;
-        message(format_args!("metrics are at http://{at}/metrics"));
-    }
-    let look = move || {
-        let mut slow = SlowRanks::default();
-        loop {
-            let begun = Instant::now();
-            match source.snapshot() {
-                Ok(snapshot) => slow.look(&snapshot).into_iter().for_each(message),
-                Err(error) => log::debug!("the status of the run is unknown: {error}"),
-            }
-            std::thread::sleep(INTERVAL.max(SHARE * begun.elapsed()));
-        }
-    };
-    Ok(thread::spawn("ddprun-watch", look).map(drop)?)
 }
 
 /// Whether the kernel can kill the workers when this process ends; warns if not.

@@ -48,8 +48,8 @@ pub(crate) enum Mode {
     /// Shows a run as DIR/report.html, a page without scripts: its metrics over steps, how long each rank waits, the last steps of
     /// all ranks side by side, and restarts.
     ///
-    /// It looks for what the run has left in DIR and below: JSON lines of metrics (*.jsonl), the timelines of CANDLE_DDP_TRACE, and
-    /// the folder of --log-dir.
+    /// It looks for what the run has left in DIR and below: JSON lines of metrics (*.jsonl), the timelines of CANDLE_DDP_TRACE, the
+    /// folder of --log-dir, which also has the waits of all ranks, and flight records. It says which option records what is not there.
     Report {
         /// The folder.
         #[arg(value_name = "DIR")]

@@ -1,6 +1,8 @@
 //! The files of a run, by their names.
 use crate::error::{Error, Result};
-use std::collections::BTreeMap;
+use crate::status::RECORD;
+use candle_ddp_rendezvous::flight_record;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// A run's files lie at most so deep: `LOG_DIR/RUN_ID/attempt_0/0`.
@@ -15,6 +17,10 @@ pub(super) struct Found {
     pub(super) traces: Vec<Vec<(usize, PathBuf)>>,
     /// The folders of attempts, of which each run has one and one more for each restart.
     pub(super) attempts: Vec<(u32, PathBuf)>,
+    /// What ddprun has recorded about the ranks of each run.
+    pub(super) records: Vec<PathBuf>,
+    /// The folders of flight records.
+    pub(super) flights: BTreeSet<PathBuf>,
     /// What could not be read.
     pub(super) notes: Vec<String>,
 }
@@ -51,12 +57,17 @@ pub(super) fn find(folder: &Path) -> Result<Found> {
                 }
             } else if let Some(rank) = rank_of(name) {
                 traces.entry(entry.path().parent().map(Path::to_path_buf)).or_insert_with(Vec::new).push((rank, path));
+            } else if name.starts_with("rank") && name.ends_with(flight_record::SUFFIX) {
+                found.flights.extend(path.parent().map(Path::to_path_buf));
+            } else if name == RECORD {
+                found.records.push(path);
             } else if name.ends_with(".jsonl") {
                 found.metrics.push(path);
             }
         }
     }
     found.metrics.sort();
+    found.records.sort();
     found.attempts.sort_by(|(a, left), (b, right)| (left.parent(), a).cmp(&(right.parent(), b)));
     found.traces = traces.into_values().collect();
     found.traces.iter_mut().for_each(|files| files.sort());

@@ -4,10 +4,12 @@
 mod attempts;
 mod chart;
 mod find;
+mod flights;
 mod html;
 mod metrics;
 mod number;
 mod palette;
+mod ranks;
 mod series;
 #[cfg(test)]
 mod tests;
@@ -15,6 +17,7 @@ mod timeline;
 mod traces;
 
 use super::error::{Error, Result};
+use super::status::RECORD;
 use candle_ddp_rendezvous::file::{PreparedFile, Progress};
 use find::Found;
 use std::path::{Path, PathBuf};
@@ -33,22 +36,42 @@ pub(super) fn write(folder: &Path, output: Option<&Path>) -> Result<(PathBuf, Ve
 }
 
 fn page(folder: &Path) -> Result<(String, Vec<String>)> {
-    let Found { metrics, traces, attempts, mut notes } = find::find(folder)?;
+    let Found { metrics, traces, attempts, records, flights, mut notes } = find::find(folder)?;
     let metrics: Vec<_> = metrics.iter().filter_map(|file| metrics::read(folder, file, &mut notes)).collect();
     let traces: Vec<_> = traces.iter().filter_map(|files| traces::read(folder, files, &mut notes)).collect();
     let attempts = attempts::read(folder, &attempts, &mut notes);
-    if metrics.is_empty() && traces.is_empty() && attempts.is_empty() {
+    let ranks: Vec<_> = records.iter().filter_map(|file| ranks::read(folder, file, &mut notes)).collect();
+    let flights: String = flights.iter().map(|of| flights::html(folder, of, &mut notes)).collect();
+    let parts = [
+        (metrics.is_empty(), "curves", "metrics::Writer writes them, as *.jsonl"),
+        (ranks.is_empty(), "waits of the ranks", "ddprun --log-dir=FOLDER, on the machine that hosts the store"),
+        (traces.is_empty(), "timelines", "CANDLE_DDP_TRACE=FOLDER"),
+        (flights.is_empty(), "the last collectives of a run that has failed", "CANDLE_DDP_FLIGHT_RECORDER=FOLDER"),
+        (attempts.is_empty(), "restarts, and errors of workers", "ddprun --log-dir=FOLDER"),
+    ];
+    let missing: Vec<_> = parts
+        .into_iter()
+        .filter(|(is_missing, ..)| *is_missing)
+        .map(|(_, what, how)| [what, how].map(String::from))
+        .collect();
+    if missing.len() == parts.len() {
         let mut reason = format!(
             "{} has nothing to show: no JSON lines of metrics (*.jsonl), no traces (rank*.trace.json), no log files of ddprun \
-             (attempt_*)",
-            folder.display()
+             (attempt_*, {}), no flight records (rank*.flight.json)",
+            folder.display(),
+            RECORD
         );
         notes.iter().for_each(|note| reason += &format!("; {note}"));
         return Err(Error::usage("DIR", reason));
     }
     let mut body = String::new();
     metrics.iter().for_each(|metrics| body += &metrics.html());
+    ranks.iter().for_each(|ranks| body += &ranks.html());
     traces.iter().for_each(|traces| body += &traces.html());
     body += &attempts.html();
+    body += &flights;
+    if !missing.is_empty() {
+        body += &html::section("What the run has not recorded", &html::table(["what", "recorded by"], &missing));
+    }
     Ok((html::document(folder, &body, &notes), notes))
 }

@@ -139,3 +139,70 @@ fn numbers_are_short() {
     let texts = [0., 1., 0.25, 12.3456, 1234.56, 1e-5, 123_456_789., f64::NAN].map(number::text);
     assert_eq!(texts, ["0", "1", "0.25", "12.35", "1234.6", "1.00e-5", "1.23e8", "NaN"]);
 }
+
+/// A line of ddprun's record: the process, steps, seconds and waits of each rank.
+fn reports(at: u64, restarts: u32, failure: &str, ranks: &[(u32, u64, f64, &str)]) -> String {
+    let told = |(rank, (pid, steps, trained, waited)): (usize, &(u32, u64, f64, &str))| {
+        format!(
+            "{{\"rank\":{rank},\"host\":\"<b>\",\"pid\":{pid},\"steps\":{steps},\"trained\":{trained},\"waited\":{waited}}}"
+        )
+    };
+    let ranks: Vec<String> = ranks.iter().enumerate().map(told).collect();
+    format!("{{\"at\":{at},\"restarts\":{restarts},\"last_failure\":{failure},\"ranks\":[{}]}}\n", ranks.join(","))
+}
+
+#[test]
+fn waits_are_shown_without_traces_over_all_processes_of_a_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    create_dir_all(folder.path().join("night/attempt_0/0")).unwrap();
+    let file = folder.path().join("night").join(RECORD);
+    let failure = "[1700000000000,\"rank 1 <i>died\"]";
+    let lines = [
+        reports(1000, 0, "null", &[(1, 10, 4., "1.0"), (2, 10, 4., "0.0")]),
+        reports(3000, 0, "null", &[(1, 20, 8., "3.0"), (2, 20, 8., "0.5")]),
+        // New processes.
+        reports(9000, 1, failure, &[(3, 25, 2., "1.0"), (4, 5, 2., "0.0")]),
+    ];
+    put(&file, lines.concat() + "{\"at\":1,\"rest").unwrap();
+    let (text, notes) = page(folder.path()).unwrap();
+    for expected in [
+        "Waits of the ranks: night",
+        "<td>0</td><td>&lt;b&gt;</td><td>45</td><td>4.5</td><td>4</td><td>40</td>",
+        "<td>1</td><td>&lt;b&gt;</td><td>25</td><td>2.5</td><td>0.5</td><td>5</td>",
+        "<figcaption>Waiting for the others, in % of the time <small>by second of the record<",
+        "rank 1 on &lt;b&gt; holds the others up: over the last 45 steps, these spent 40 % of their time",
+        "Restarts used: 1.",
+        "rank 1 &lt;i&gt;died",
+        "What the run has not recorded",
+        "<td>timelines</td><td>CANDLE_DDP_TRACE=FOLDER</td>",
+        "CANDLE_DDP_FLIGHT_RECORDER=FOLDER",
+        "metrics::Writer",
+    ] {
+        assert!(text.contains(expected), "{expected} in {text}");
+    }
+    assert!(!text.contains("<td>waits of the ranks</td>"), "{text}");
+    assert_eq!(notes, [format!("night/{RECORD}: 1 lines are torn, or no ddprun has written them")]);
+    // All wait as long; then the engine of one does not tell; then numbers that no rank writes.
+    put(&file, reports(1, 0, "null", &[(1, 9, 4., "2"), (2, 9, 4., "2")])).unwrap();
+    assert!(page_of(folder.path()).contains("No rank has held the others up"));
+    put(&file, reports(1, 0, "null", &[(1, 9, 4., "2"), (2, 9, 4., "null")])).unwrap();
+    let text = page_of(folder.path());
+    assert!(
+        text.contains("their engine does not tell it") && text.contains("<td>9</td><td>2.25</td><td>-</td><td>-</td>")
+    );
+    let odd = [(1, u64::MAX, 1e308, "-1e308"), (2, 0, -1e308, "1e308")];
+    put(&file, reports(u64::MAX, 9, "null", &odd) + &reports(0, 9, "null", &[odd[0], (3, u64::MAX, 1e308, "1e308")]))
+        .unwrap();
+    assert!(page_of(folder.path()).contains("Waits of the ranks"));
+}
+
+#[test]
+fn flight_records_say_who_came_last() {
+    let folder = tempfile::tempdir().unwrap();
+    put(folder.path().join("rank0.flight.json"), "no record").unwrap();
+    assert!(page(folder.path()).unwrap_err().to_string().contains("rank0.flight.json"));
+    let record = "{\"version\":1,\"rank\":0,\"world_size\":2,\"started_ns\":1,\"written_ns\":2,\"host\":\"a\",\"pid\":1,\"reason\":\"a test\",\"groups\":[]}";
+    put(folder.path().join("rank0.flight.json"), record).unwrap();
+    let text = page_of(folder.path());
+    assert!(text.contains("Flight records: this folder") && text.contains("there is no file of rank 1"), "{text}");
+}

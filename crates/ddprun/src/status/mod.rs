@@ -3,6 +3,7 @@
 mod document;
 mod json;
 pub(super) mod prometheus;
+mod record;
 mod slow;
 mod snapshot;
 mod source;
@@ -11,7 +12,9 @@ mod table;
 pub(super) use table::table;
 
 pub(super) use document::{LastFailure, NodeStatus, Phase, RUN_STATUS, RunStatus};
-pub(super) use slow::SlowRanks;
+pub(super) use record::{Line, RECORD, Recorder, Told};
+pub(super) use slow::{Since, SlowRanks, holdup};
+pub(super) use snapshot::LISTED;
 pub(super) use source::Source;
 
 use super::error::{Error, Result};

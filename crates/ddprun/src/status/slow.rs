@@ -22,13 +22,18 @@ pub(crate) struct SlowRanks {
     told: Vec<usize>,
 }
 
-/// The steps and waits of a rank since its last report that counts.
-struct Since {
-    rank: usize,
-    host: String,
+/// The steps and waits of a rank in some time, such as since its last report that counts.
+pub(crate) struct Since {
+    pub(crate) rank: usize,
+    pub(crate) host: String,
     /// The share of its time for which it waited.
-    waited: f64,
-    steps: u64,
+    pub(crate) waited: f64,
+    pub(crate) steps: u64,
+}
+
+/// Names the ranks that have held the others up, if they have cost these much time.
+pub(crate) fn holdup(ranks: &mut [Since]) -> Option<String> {
+    slow(ranks).map(|(slow, others)| describe(slow, others))
 }
 
 impl SlowRanks {

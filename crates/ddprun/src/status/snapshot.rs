@@ -67,7 +67,7 @@ pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous
 
 /// The number of ranks whose reports are read. Anyone may write to a store without a secret: a status must not cost more than
 /// these.
-const LISTED: usize = 1 << 14;
+pub(crate) const LISTED: usize = 1 << 14;
 
 /// Refuses numbers that no launcher writes.
 fn check(run: &RunStatus, store: &str) -> candle_ddp_rendezvous::Result<()> {
