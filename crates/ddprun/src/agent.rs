@@ -133,6 +133,7 @@ impl<'a> Agent<'a> {
         let local_world_size = self.starter.topology.local_world_size;
         self.starter.topology = Topology { nodes: round.nodes, node_rank, local_world_size };
         (self.restart_count, self.attempt) = (round.restart_count, round.attempt);
+        self.starter.is_joint_check = round.is_check;
         Ok(true)
     }
 
@@ -225,7 +226,7 @@ impl<'a> Agent<'a> {
         let local_world_size = self.starter.topology.local_world_size;
         self.starter.topology = Topology { nodes, node_rank, local_world_size };
         (self.attempt, self.restart_count) = (attempt, restart_count);
-        self.is_member = true;
+        (self.is_member, self.starter.is_joint_check) = (true, false);
         (0..local_world_size).try_for_each(|local_rank| {
             let incarnation = incarnations.get(local_rank).copied().unwrap_or(0);
             self.start(local_rank, incarnation).map(&mut started)

@@ -252,6 +252,7 @@ fn execute(config: &Config) -> Result<End> {
         config,
         topology: config.topology,
         program: &program,
+        is_joint_check: false,
         folder: &folder,
         master_port,
         console,

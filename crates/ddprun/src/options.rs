@@ -132,8 +132,8 @@ pub(crate) struct Options {
     pub(crate) max_restarts: u32,
 
     /// Measures this machine for a few seconds before it joins the run, as `ddprun check --quick` does. ddprun ends with exit
-    /// code 1 if it is not fit; of several machines that were started so, one that is slower than the others is refused. A
-    /// rank, or a machine, is too slow if others are FACTOR (1.5) times as fast.
+    /// code 1 if it is not fit; of several machines that were started so, one that is slower than the others is refused, and they measure the
+    /// connections between them before the workers start. A rank, or a machine, is too slow if others are FACTOR (1.5) times as fast.
     #[arg(
         long,
         value_name = "FACTOR",

@@ -43,6 +43,12 @@ pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8
         return 1;
     }
     let others = |except| Some(findings.others(except)).filter(|text| !text.is_empty());
+    // The workers of a check are not to blame for what they have found.
+    let found = findings.errors.iter().flatten().next().filter(|_| agent.starter.is_joint_check);
+    if let Some(found) = found {
+        message(format_args!("--check: the run does not start: {}", found.message.replace('\n', "; ")));
+        return code;
+    }
     let text = match (root, cause) {
         (Some(root), Some(cause)) if Some(&root) == own.as_ref() => {
             root.text + &others(Some(cause.worker)).unwrap_or_default()

@@ -9,7 +9,7 @@ use super::numa::OnCpus;
 use super::output::{Intake, Source};
 use super::prefix::{self, Template};
 use super::tail::Tail;
-use super::{child, environment, hosts, signal, terminal};
+use super::{check, child, environment, hosts, signal, terminal};
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::host::host_name;
 use rustix::fs::{Access, access};
@@ -96,6 +96,8 @@ pub(super) struct Starter<'a> {
     /// The ranks of the run, and those on this machine, at present.
     pub(super) topology: Topology,
     pub(super) program: &'a OsStr,
+    /// Whether the check of all nodes together is started instead of the program (`--check`).
+    pub(super) is_joint_check: bool,
     pub(super) folder: &'a RunFolder,
     pub(super) master_port: u16,
     pub(super) console: &'static Console,
@@ -114,11 +116,12 @@ impl Starter<'_> {
     pub(super) fn start(&mut self, local_rank: usize, incarnation: &Incarnation) -> Result<Worker> {
         let config = self.config;
         let rank = self.topology.rank(local_rank);
-        let mut command = Command::new(self.program);
-        command.args(&config.args);
-        command.args(
-            config.options.pass_local_rank.iter().map(|name| format!("{name}={}", config.shown_local_rank(local_rank))),
-        );
+        let mut command = if self.is_joint_check { check::joint(config)? } else { Command::new(self.program) };
+        if !self.is_joint_check {
+            command.args(&config.args);
+            let local_rank = || config.shown_local_rank(local_rank);
+            command.args(config.options.pass_local_rank.iter().map(|name| format!("{name}={}", local_rank())));
+        }
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
         if config.is_agent {
@@ -142,7 +145,10 @@ impl Starter<'_> {
         let mut sources = Vec::new();
         // A background process is stopped when it reads from the terminal.
         command.stdin(Stdio::null());
-        let (redirects, tee) = (config.options.redirects.of(local_rank), config.options.tee.of(local_rank));
+        let (redirects, tee) = match self.is_joint_check {
+            true => Default::default(),
+            false => (config.options.redirects.of(local_rank), config.options.tee.of(local_rank)),
+        };
         if self.console.is_one() && !redirects.any() && !tee.any() {
             // Both streams end in the same place, so a single stream keeps their order.
             let both =
@@ -195,7 +201,8 @@ impl Starter<'_> {
             Target::Stderr => Some(log_file("stderr.log")?),
         };
         let rank = self.topology.rank(local_rank);
-        let is_shown = config.options.local_ranks_filter.as_ref().is_none_or(|ranks| ranks.has(local_rank));
+        let filter = config.options.local_ranks_filter.as_ref().filter(|_| !self.is_joint_check);
+        let is_shown = filter.is_none_or(|ranks| ranks.has(local_rank));
         let visible = is_shown && (tee || !redirect);
         let terminal = visible && self.console.is_terminal(target);
         let (ours, theirs) = match terminal.then(terminal::open) {

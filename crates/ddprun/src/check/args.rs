@@ -23,6 +23,10 @@ pub(crate) struct Manner {
     #[arg(long)]
     pub(super) json: bool,
 
+    /// Measures only what concerns several nodes, and shows only what is wrong.
+    #[arg(long, hide = true)]
+    pub(super) joint: bool,
+
     /// The most bytes of a call or a copy, for tests of builds without optimisation.
     #[arg(long, hide = true, default_value_t = usize::MAX)]
     pub(super) most_bytes: usize,

@@ -14,6 +14,9 @@ const COPIED: usize = 32 << 20;
 /// How long one repetition takes at least. A core that also runs something else is taken away for some milliseconds at a time.
 const REPETITION: Duration = Duration::from_millis(40);
 
+/// Cores with their GFLOP/s; without a number if there are more ranks than cores.
+pub(super) type Products = Vec<(Option<usize>, f64)>;
+
 /// The processors that this process may use.
 pub(super) fn allowed() -> Vec<usize> {
     let set = sched_getaffinity(None).unwrap_or_default();
@@ -31,7 +34,7 @@ pub(super) fn share(cpus: &[usize], local_rank: usize, local_world_size: usize) 
 
 /// GFLOP/s of matrix products on each of these cores at the same time, or on one that the system chooses if there are none: the
 /// median of the repetitions.
-pub(super) fn products(cpus: &[usize], effort: Effort) -> Vec<(Option<usize>, f64)> {
+pub(super) fn products(cpus: &[usize], effort: Effort) -> Products {
     let size = if effort.most_bytes < 4 * SIZE * SIZE { SMALL } else { SIZE };
     std::thread::scope(|scope| {
         let start = |cpu: Option<usize>| {

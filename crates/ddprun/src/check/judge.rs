@@ -14,6 +14,8 @@ const CLOCK: f64 = 0.1;
 const MEMORY: u64 = 512 << 20;
 /// Bytes of /dev/shm that NCCL may need.
 const SHM: u64 = 512 << 20;
+/// GB/s between hosts that are worth a note, however many have no more: less than half of gigabit Ethernet.
+const NETWORK: f64 = 0.05;
 /// Ports that should be free: most connections need one.
 const PORTS: u64 = 1000;
 /// The part of a GPU's memory that may be in use before the run, as by a display.
@@ -52,6 +54,15 @@ pub(super) fn judge(ranks: &[Measured], tolerance: f64) -> Verdict {
         ))
     };
     verdict.notes.extend(nodes.iter().filter_map(busy));
+    let is_between =
+        |rank: &Measured, link: &Link| ranks.get(link.peer).is_some_and(|peer| peer.host_id != rank.host_id);
+    let between = ranks.iter().flat_map(|rank| rank.links.iter().filter(move |link| is_between(rank, link)));
+    if let Some(best) = between.map(|link| link.bandwidth).max_by(f64::total_cmp).filter(|best| *best < NETWORK) {
+        verdict.notes.push(format!(
+            "no connection between hosts carries more than {best:.3} GB/s, less than half of gigabit Ethernet: look at the \
+             speed of the adapters (`ethtool`), and whether the address of the store is one of the fast network"
+        ));
+    }
     if ranks.iter().any(|rank| rank.products.iter().any(|(core, _)| core.is_none())) {
         verdict.notes.push("a node has more ranks than cores: their products are not compared".to_string());
     }

@@ -1,4 +1,5 @@
 //! What each rank has measured.
+use super::compute::Products;
 use super::facts::Facts;
 use super::network::Link;
 use serde::{Deserialize, Serialize};
@@ -28,8 +29,8 @@ pub(super) struct Measured {
     pub(super) host: String,
     /// Equal for ranks whose kernel is the same.
     pub(super) host_id: String,
-    /// Its cores with their GFLOP/s; without a number if there are more ranks than cores.
-    pub(super) products: Vec<(Option<usize>, f64)>,
+    /// Of its cores.
+    pub(super) products: Products,
     /// GB/s.
     pub(super) copy: f64,
     pub(super) links: Vec<Link>,

@@ -21,5 +21,5 @@ mod worker;
 
 pub(super) use args::{Check, Manner, WORKER};
 pub(super) use fitness::{Fitness, of_this_machine};
-pub(super) use launch::{cli, code};
+pub(super) use launch::{cli, code, joint};
 pub(super) use worker::work;

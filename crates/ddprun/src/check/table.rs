@@ -33,6 +33,7 @@ pub(super) fn text(ranks: &[Measured], verdict: &Verdict) -> String {
 fn rank_row(ranks: &[Measured], rank: &Measured) -> [String; 8] {
     let cores: Vec<String> = rank.products.iter().filter_map(|(core, _)| *core).map(|core| core.to_string()).collect();
     let cores = match &cores[..] {
+        [] if rank.products.is_empty() => UNKNOWN.to_string(),
         [] => "shared".to_string(),
         [one] => one.clone(),
         [first, .., last] => format!("{first}..{last}"),
@@ -50,8 +51,7 @@ fn rank_row(ranks: &[Measured], rank: &Measured) -> [String; 8] {
         }
     };
     let (latency, bandwidth) = (of(|link| link.latency, 1), of(|link| link.bandwidth, 2));
-    let speeds = [format!("{product:.1}"), format!("{copy:.1}")];
-    let [product, copy] = speeds;
+    let [product, copy] = [product, copy].map(|speed| or_unknown((speed > 0.0).then(|| format!("{speed:.1}"))));
     [rank.rank.to_string(), node, rank.host.clone(), cores, product, copy, latency, bandwidth]
 }
 

@@ -189,6 +189,23 @@ fn what_may_be_intended_is_a_note() {
     assert_eq!(notes, expected);
 }
 
+/// With two nodes, each connection is normal; but it may be slow anyway.
+#[test]
+fn a_network_that_is_slow_everywhere_is_a_note() {
+    let mut ranks = healthy(2);
+    ranks
+        .iter_mut()
+        .flat_map(|rank| &mut rank.links)
+        .filter(|link| link.bandwidth == 1.0)
+        .for_each(|link| link.bandwidth = 0.012);
+    let Verdict { outliers, notes } = judge(&ranks, 1.5);
+    assert!(outliers.is_empty(), "{outliers:?}");
+    assert!(
+        notes.len() == 1 && notes[0].starts_with("no connection between hosts carries more than 0.012 GB/s"),
+        "{notes:?}"
+    );
+}
+
 #[test]
 fn a_check_in_words() {
     let mut ranks = healthy(1);

@@ -8,7 +8,7 @@ use super::judge;
 use super::measured::{Measured, Report};
 use super::network;
 use super::table;
-use crate::console::{Console, Target};
+use crate::console::{Console, Target, message};
 use crate::error::{Error, Result};
 use crate::tail::plain;
 use candle_ddp_env::PROCESS;
@@ -20,11 +20,15 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
     let effort = if manner.quick { Effort::QUICK } else { Effort::FULL };
     let effort = Effort { most_bytes: manner.most_bytes, ..effort };
     let group = Group::join()?;
-    let own = measure(&group, effort)?;
+    let own = measure(&group, effort, manner.joint)?;
     let leads = own.facts.is_some();
     let ranks = group.all_gather("measured", &own)?;
     let report = Report { verdict: judge::judge(&ranks, manner.tolerance.factor()), ranks };
-    if group.rank == 0 {
+    let is_shown = !manner.joint || !report.verdict.outliers.is_empty();
+    if group.rank == 0 && !is_shown {
+        report.verdict.notes.iter().for_each(message);
+    }
+    if group.rank == 0 && is_shown {
         let json = || Ok(format!("{}\n", serde_json::to_string(&report).map_err(std::io::Error::other)?));
         let text = if manner.json { json() } else { Ok(plain(&table::text(&report.ranks, &report.verdict))) };
         let text = text.map_err(|error: std::io::Error| Error::io("writing JSON", error))?;
@@ -39,29 +43,27 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
     let Some(file) = PROCESS.path(FILE_VARIABLE) else { return Ok(1) };
     let text = report.verdict.outliers.join("\n");
     std::fs::write(&file, text).map_err(|error| Error::io(format!("writing {}", file.display()), error))?;
-    Ok(0)
+    Ok(u8::from(manner.joint))
 }
 
-fn measure(group: &Group, effort: Effort) -> Result<Measured> {
+/// With `is_joint`, only what each machine has not measured alone.
+fn measure(group: &Group, effort: Effort, is_joint: bool) -> Result<Measured> {
     let local = PROCESS.raw("LOCAL_WORLD_SIZE").and_then(|text| text.parse().ok()).filter(|size| *size > 0);
     let (rank, workers) = (group.rank, local.unwrap_or(1));
     let host_id = format!("{:x}", host_identity(None));
-    // Ranks of one host that may use the same processors share them.
-    let cpus = compute::allowed();
-    let place = (host_id.clone(), format!("{cpus:?}"));
-    let places = group.all_gather("place", &place)?;
-    let sharers = |ranks: &[(String, String)]| ranks.iter().filter(|other| **other == place).count();
-    let own = compute::share(&cpus, sharers(places.get(..rank).unwrap_or_default()), sharers(&places));
-    group.barrier()?;
-    let products = compute::products(&own, effort);
-    group.barrier()?;
-    let copy = compute::copy(own.first().copied(), effort);
-    group.barrier()?;
-    let all_reduce = network::all_reduce(group, effort)?;
+    let (products, copy, all_reduce) = match is_joint {
+        true => Default::default(),
+        false => {
+            let (products, copy) = processors(group, &host_id, effort)?;
+            (products, copy, network::all_reduce(group, effort)?)
+        }
+    };
     let leaders: Vec<usize> = (0..group.world_size).step_by(workers).collect();
     let node_rank = rank / workers;
     let mut links = Vec::new();
-    if group.world_size <= network::MOST_PAIRED {
+    if is_joint {
+        links.extend(network::links(group, &leaders, effort)?);
+    } else if group.world_size <= network::MOST_PAIRED {
         links.extend(network::links(group, &(0..group.world_size).collect::<Vec<_>>(), effort)?);
     } else {
         let own: Vec<usize> = (node_rank * workers..(node_rank + 1) * workers).collect();
@@ -69,7 +71,27 @@ fn measure(group: &Group, effort: Effort) -> Result<Measured> {
         links.extend(network::links(group, &leaders, effort)?);
     }
     let clock = network::clock(group, &leaders)?;
-    let facts = leaders.contains(&rank).then(Facts::of_this_node);
+    let mut facts = leaders.contains(&rank).then(Facts::of_this_node);
+    if is_joint {
+        // The machine has said it already.
+        facts.iter_mut().for_each(|facts| facts.load = None);
+    }
     let host = host_name();
     Ok(Measured { rank, node_rank, host, host_id, products, copy, links, all_reduce, clock, facts })
+}
+
+/// The GFLOP/s of this rank's cores, and the GB/s of its copies of memory.
+fn processors(group: &Group, host_id: &str, effort: Effort) -> Result<(compute::Products, f64)> {
+    // Ranks of one host that may use the same processors share them.
+    let cpus = compute::allowed();
+    let place = (host_id.to_string(), format!("{cpus:?}"));
+    let places = group.all_gather("place", &place)?;
+    let sharers = |ranks: &[(String, String)]| ranks.iter().filter(|other| **other == place).count();
+    let own = compute::share(&cpus, sharers(places.get(..group.rank).unwrap_or_default()), sharers(&places));
+    group.barrier()?;
+    let products = compute::products(&own, effort);
+    group.barrier()?;
+    let copy = compute::copy(own.first().copied(), effort);
+    group.barrier()?;
+    Ok((products, copy))
 }

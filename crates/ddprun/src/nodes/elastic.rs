@@ -1,6 +1,6 @@
 //! Runs of `candle_ddp::elastic::run` over several nodes: when some processes end, the others keep running.
 use super::message::{Admission, Entry, Exited, Replacement, Slot};
-use super::run::{Action, Run, State};
+use super::run::{Action, Check, Run, State};
 use crate::judge::{self, End, Verdict};
 use crate::members::Members;
 use candle_ddp_rendezvous::Member;
@@ -26,6 +26,10 @@ impl Run {
         let failed = code != 0;
         if failed {
             self.note_failure(&what);
+        }
+        if self.check == Check::Running && failed {
+            // Nothing is restarted: the machines are what they are.
+            return self.fail(format!("{what}, in the check before the run (--check)"), code, Some(slot));
         }
         let min_world_size = self.elastic();
         let elastic = self.processes.as_mut().zip(min_world_size);

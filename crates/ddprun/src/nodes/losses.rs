@@ -1,6 +1,6 @@
 //! What follows when a node leaves a run, or is lost.
 use super::message::{Entry, Slot};
-use super::run::{Action, Run, State};
+use super::run::{Action, Check, Run, State};
 
 impl Run {
     /// A node leaves voluntarily.
@@ -21,6 +21,8 @@ impl Run {
         let reason = format!("{} leaves: {reason}", self.name(slot));
         let hosts = self.nodes.get(&slot).is_some_and(|node| node.hosts);
         let has_finished = matches!(&self.state, State::Running { finished, .. } if finished.contains(&slot));
+        // The run itself begins after the check.
+        let has_finished = has_finished && self.check != Check::Running;
         match &self.state {
             State::Running { .. } if has_finished && hosts => {
                 self.nodes.remove(&slot);

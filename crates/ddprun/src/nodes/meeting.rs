@@ -1,6 +1,6 @@
 //! How the nodes of a run come together: who may join, and when the workers start.
 use super::message::{Entry, Node, Round, Slot};
-use super::run::{Action, Run, State};
+use super::run::{Action, Check, Run, State};
 use crate::members::Members;
 use candle_ddp_rendezvous::error::some;
 use std::collections::BTreeSet;
@@ -76,7 +76,11 @@ impl Run {
         }
         // Only the first round waits for more nodes than it needs. Later ones can join when they are ready.
         let enough_since = *enough_since.get_or_insert(now);
-        if there >= most || self.rounds > 0 || now.duration_since(enough_since) >= self.pace.last_call_timeout {
+        if there >= most
+            || self.rounds > 0
+            || self.check != Check::Pending
+            || now.duration_since(enough_since) >= self.pace.last_call_timeout
+        {
             self.start();
         }
     }
@@ -129,11 +133,16 @@ impl Run {
         }
         slots.truncate(self.terms.max_nodes);
         self.members = slots.clone();
-        let round =
-            Round { attempt: self.rounds, restart_count: self.restart_count, nodes: slots.len(), node_rank: None };
-        let world_size = slots.len() * self.terms.workers;
-        self.processes = Some(Members::new(Arc::clone(&self.store), self.rounds, world_size));
-        self.rounds += 1;
+        let is_checked = |slot: &Slot| self.nodes.get(slot).is_some_and(|node| node.fitness.is_some());
+        let is_check = self.check != Check::Over && slots.len() > 1 && slots.iter().all(is_checked);
+        self.check = if is_check { Check::Running } else { Check::Over };
+        let (attempt, restart_count, nodes) = (self.rounds, self.restart_count, slots.len());
+        let round = Round { attempt, restart_count, nodes, is_check, node_rank: None };
+        if !is_check {
+            let world_size = slots.len() * self.terms.workers;
+            self.processes = Some(Members::new(Arc::clone(&self.store), self.rounds, world_size));
+            self.rounds += 1;
+        }
         self.actions.push(Action::Start(round, slots.clone()));
         self.state = State::Running { members: slots, finished: BTreeSet::new(), suspicion: None };
     }

@@ -106,6 +106,8 @@ pub(crate) struct Round {
     pub(crate) restart_count: u32,
     /// The number of nodes.
     pub(crate) nodes: usize,
+    /// Whether the workers are those of the check that comes before the run (`--check`).
+    pub(crate) is_check: bool,
     /// The rank of the node that reads this, if it takes part. Each node's rank has a key of its own in the store, so that what
     /// a node reads does not grow with their number.
     #[serde(skip)]

@@ -1,5 +1,5 @@
 //! Tests of nodes that take the place of others, and of nodes that are not fit.
-use super::message::{Entry, Message, Node, Slot};
+use super::message::{Entry, Message, Node, Round, Slot};
 use super::run::Action;
 use super::tests::{Fixture, start};
 use crate::check::Fitness;
@@ -18,6 +18,60 @@ fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
     }
 }
 
+/// The check of these nodes together.
+fn check(restart_count: u32, slots: &[Slot]) -> Action {
+    match start(0, restart_count, slots) {
+        Action::Start(round, slots) => Action::Start(Round { is_check: true, ..round }, slots),
+        other => other,
+    }
+}
+
+/// Two nodes that check their connections.
+fn in_check(is_static: bool, min_nodes: usize, max_restarts: u32) -> Fixture {
+    let mut fixture = Fixture::new(min_nodes, 2, max_restarts, is_static);
+    (0..2).for_each(|slot| assert_eq!(come(&mut fixture, slot, 40_000), None));
+    assert_eq!(fixture.actions(), [check(0, &[0, 1])]);
+    fixture
+}
+
+#[test]
+fn the_run_starts_after_a_check_without_findings_and_counts_no_restart() {
+    for is_static in [true, false] {
+        let mut fixture = in_check(is_static, 2, 0);
+        (0..2).for_each(|slot| fixture.tell(slot, Message::Finished));
+        let reason = fixture.restart_reason();
+        assert_eq!(reason, "the connections between the 2 nodes are fit (--check): the run starts");
+        (0..2).for_each(|slot| fixture.tell(slot, Message::Ended));
+        assert_eq!(fixture.actions(), [Action::Clear, start(0, 0, &[0, 1])]);
+        (0..2).for_each(|slot| fixture.tell(slot, Message::Finished));
+        assert_eq!(fixture.entries(), [Entry::Done]);
+    }
+}
+
+#[test]
+fn a_check_that_finds_something_ends_the_run_whatever_restarts_are_left() {
+    let mut fixture = in_check(true, 2, 3);
+    fixture.tell(0, Message::Finished);
+    fixture.fail(1, 1);
+    let reason = "rank 1 on node 1 (host host1) exited with code 1, in the check before the run (--check)";
+    assert_eq!(fixture.failure(), (reason.to_string(), 1));
+}
+
+#[test]
+fn a_node_that_leaves_or_comes_during_the_check_changes_who_is_checked() {
+    // Its part of the check is done, but the run needs it.
+    let mut fixture = in_check(true, 2, 0);
+    fixture.tell(1, Message::Finished);
+    fixture.tell(1, Message::Leave { reason: "SIGTERM".to_string(), signal: None });
+    assert!(fixture.failure().0.starts_with("node 1 (host host1) leaves: SIGTERM"));
+    let mut fixture = in_check(false, 1, 0);
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    fixture.tell(0, Message::Ended);
+    // A single node has no connections, and a restart that no worker has seen does not count.
+    assert_eq!(fixture.actions(), [Action::Clear, start(0, 0, &[0])]);
+}
+
 const SLOW: &str = "the machine of host host1 is not fit for the run: its slowest core multiplies matrices at 20.0 GFLOP/s, on \
                     others at 40.0 GFLOP/s (--check)";
 
@@ -29,7 +83,7 @@ fn a_slow_node_is_refused_before_it_joins_and_another_may_come() {
     assert_eq!(fixture.actions(), []);
     fixture.tell(1, Message::Bye);
     assert_eq!(come(&mut fixture, 2, 39_000), None);
-    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
+    assert_eq!(fixture.actions(), [check(0, &[0, 2])]);
     // Nor while the run goes on, as a spare.
     assert!(come(&mut fixture, 3, 20_000).is_some());
     assert_eq!(fixture.actions(), []);
@@ -42,7 +96,7 @@ fn a_slow_node_that_came_first_is_refused_when_faster_ones_are_there() {
     assert_eq!(come(&mut fixture, 0, 40_000), None);
     assert_eq!(fixture.actions(), [Action::Write(Entry::Refuse { slot: 1, reason: SLOW.to_string() })]);
     assert_eq!(come(&mut fixture, 2, 40_000), None);
-    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
+    assert_eq!(fixture.actions(), [check(0, &[0, 2])]);
 }
 
 #[test]

@@ -42,6 +42,15 @@ pub(super) enum State {
     Ending { reports: Option<Reports> },
 }
 
+/// The check of the connections between the nodes, before the first round: once all of them have checked themselves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Check {
+    Pending,
+    Running,
+    /// It has found nothing, or is not wanted.
+    Over,
+}
+
 /// A failure that the death of another node may have caused. It is not acted on until these nodes have given a sign of
 /// life.
 #[derive(Debug)]
@@ -75,6 +84,7 @@ pub(super) struct Run {
     pub(super) rounds: u64,
     pub(super) restart_count: u32,
     pub(super) restarts: Restarts,
+    pub(super) check: Check,
     /// The processes of the last round, in case they run elastically.
     pub(super) processes: Option<Members>,
     pub(super) last_failure: Option<LastFailure>,
@@ -100,6 +110,7 @@ impl Run {
             rounds: 0,
             restart_count: 0,
             restarts,
+            check: Check::Pending,
             processes: None,
             last_failure: None,
             is_awaited: false,
@@ -213,6 +224,12 @@ impl Run {
     pub(super) fn finish_if_all_have(&mut self) {
         let State::Running { members, finished, .. } = &self.state else { return };
         if finished.len() >= members.len() && members.iter().all(|member| finished.contains(member)) {
+            if self.check == Check::Running {
+                let count = members.len();
+                self.restart(format!("the connections between the {count} nodes are fit (--check): the run starts"));
+                self.check = Check::Over;
+                return;
+            }
             self.actions.push(Action::Write(Entry::Done));
             self.state = State::Ending { reports: None };
         }
@@ -266,7 +283,9 @@ impl Run {
     /// Ends all workers, and restarts them afterwards.
     pub(super) fn restart(&mut self, reason: String) {
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
-        self.restart_count += 1;
+        if self.check != Check::Running {
+            self.restart_count += 1;
+        }
         self.actions.push(Action::Write(Entry::Restart { reason }));
         self.state = State::Stopping { awaited };
         self.meet_when_stopped();

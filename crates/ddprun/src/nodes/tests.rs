@@ -47,7 +47,7 @@ impl Fixture {
     }
 
     /// The worker of a node fails.
-    fn fail(&mut self, slot: Slot, code: u8) {
+    pub(super) fn fail(&mut self, slot: Slot, code: u8) {
         let rank = usize::try_from(slot).unwrap();
         self.tell(slot, Message::Exited(Exited { rank, how: format!("exited with code {code}"), code }));
     }
@@ -87,7 +87,10 @@ impl Fixture {
 }
 
 pub(super) fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
-    Action::Start(Round { attempt, restart_count, nodes: slots.len(), node_rank: None }, slots.to_vec())
+    Action::Start(
+        Round { attempt, restart_count, nodes: slots.len(), is_check: false, node_rank: None },
+        slots.to_vec(),
+    )
 }
 
 #[test]

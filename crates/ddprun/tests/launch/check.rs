@@ -113,3 +113,53 @@ fn wrong_options_say_what_is_right() {
         ran.says(says);
     }
 }
+
+/// Starts agents with `--check`, which count as hosts of their own; the last one may have another version of NCCL.
+fn checked_nodes(sandbox: &Sandbox, nodes: usize, workers: usize, last_has_nccl: bool) -> Vec<Ran> {
+    let port = format!("--master-port={}", free_port());
+    let libraries = sandbox.path("libraries");
+    std::fs::create_dir_all(&libraries).unwrap();
+    std::fs::write(libraries.join("libnccl.so.2.25.1"), "").unwrap();
+    std::os::unix::fs::symlink("libnccl.so.2.25.1", libraries.join("libnccl.so.2")).unwrap();
+    let start = |node: usize| {
+        let node_rank = format!("--node-rank={node}");
+        let counts = [format!("--nnodes={nodes}"), format!("--nproc-per-node={workers}")];
+        let placed = [&counts[0], &counts[1], "--master-addr=127.0.0.1", &port, &node_rank, "--no-secret"];
+        let script = "echo $RANK of $WORLD_SIZE, $TORCHELASTIC_RESTART_COUNT restarts, $1 >>started";
+        let run = ["--check=1e9", "--max-restarts=3", "--redirects=3", "--log-dir=logs", "sh", "-c", script, "sh", "x"];
+        let mut command = sandbox.ddprun(&[&placed[..], &run[..]].concat());
+        command.env("CANDLE_DDP_CPU_HOST", format!("host {node}"));
+        if last_has_nccl && node + 1 == nodes {
+            command.env("LD_LIBRARY_PATH", &libraries);
+        }
+        Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
+    };
+    finish((0..nodes).map(start).collect())
+}
+
+#[test]
+fn nodes_check_their_connections_together_before_the_run() {
+    let sandbox = Sandbox::new();
+    let all = checked_nodes(&sandbox, 2, 1, false);
+    for ran in &all {
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), ""), "{all:?}");
+        ran.says("the connections between the 2 nodes are fit (--check): the run starts");
+    }
+    let started = std::fs::read_to_string(sandbox.path("started")).unwrap();
+    let mut started: Vec<&str> = started.lines().collect();
+    started.sort_unstable();
+    let expected: Vec<String> = (0..2).map(|rank| format!("{rank} of 2, 0 restarts, x")).collect();
+    assert_eq!(started, expected);
+}
+
+#[test]
+fn nodes_that_do_not_fit_together_start_no_run() {
+    let sandbox = Sandbox::new();
+    let all = checked_nodes(&sandbox, 3, 1, true);
+    for ran in &all {
+        assert_eq!(ran.code, Some(1), "{all:?}");
+        ran.says("--check: the run does not start: NCCL is 2.25.1 on node 2 ");
+    }
+    assert!(all[0].stdout.contains("\n1 outlier(s):\n- NCCL is 2.25.1 on node 2 "), "{all:?}");
+    assert!(!sandbox.path("started").exists(), "{all:?}");
+}
