@@ -215,7 +215,7 @@ def document(options, engines, results, left_out, skipped, seconds):
         "- Program: `tests/processes/faults.rs`; expected outcomes: `scripts/faults/cases.py`",
         "",
         "Every survivor must end within its bound, with an error that names the rank and the reason: at once, or at the "
-        f"time-out of {SHORT} s where nothing else reveals the fault (plus a second to ask for the cause, and two for each group's goodbye); the "
+        f"time-out of {SHORT} s where nothing else reveals the fault (plus a second to ask for the cause, two for each group's goodbye, and three more to tell why the checkpointer's group failed); the "
         f"launcher may be first{first}. An allowance of 5 s, or up to 20 s under load, is added. Where the fault does not "
         "matter, and after a pause, the run must continue and end with the same bits as a run without a fault. Afterwards there is no "
         "process, shared memory, socket or temporary file, and a run that was interrupted in a checkpoint continues from a complete one.",

@@ -159,7 +159,7 @@ def expected_on_cpus(case):
         case "stop":
             reason = "does not answer|gave no sign of life|missing: |have not|not connect|do not answer|no connection"
             # On two hosts, one rank has a connection to the victim and waits for that goodbye when the others have ended.
-            return Expected(False, late + DIAGNOSIS, reason, launcher_first=case.engine == "hosts")
+            return Expected(False, late + DIAGNOSIS + told(case), reason, launcher_first=case.engine == "hosts")
         case "pause":
             return Expected(True, PAUSE)
         case "panic" | "error":
@@ -177,9 +177,11 @@ def expected_on_cpus(case):
         case "half_open" if case.engine == "hosts":
             # Only the connections between two hosts are broken: a rank may name the other end, or one that waits for it.
             reason = "does not answer|do not answer|was lost|too slow, or the network is|has not started this collective"
-            return Expected(False, late + DIAGNOSIS, reason, launcher_first=True, headline=False, others=True)
+            # Only the leader of a host has all of its connections by the time of the construction.
+            continues = None if moment == "construction" and case.victim % 2 == 1 else False
+            return Expected(continues, late + DIAGNOSIS, reason, launcher_first=True, headline=False, others=True)
         case "half_open":
-            return Expected(False, late + DIAGNOSIS, "does not answer|do not answer|was lost", headline=False)
+            return Expected(False, late + DIAGNOSIS + told(case), "does not answer|do not answer|was lost", headline=False)
         case "garbage" if early:
             return Expected(None, 10, ".", launcher_first=True, headline=False)
         case "garbage":
@@ -199,6 +201,11 @@ def expected_on_cpus(case):
         case "descriptors":
             return Expected(True, 0)
     raise ValueError(fault)
+
+
+def told(case):
+    """Returns for how much longer a rank waits until the victim has read why the checkpointer's group failed, which it tells the others."""
+    return 3 if case.moment == "checkpoint" else 0
 
 
 def names(text, rank):
