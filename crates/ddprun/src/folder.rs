@@ -35,11 +35,7 @@ impl RunFolder {
         let files =
             (0..workers).any(|rank| config.options.redirects.of(rank).any() || config.options.tee.of(rank).any());
         let (path, temporary) = match &config.options.log_dir {
-            Some(dir) => {
-                let dir = std::path::absolute(dir).map_err(|error| io_error(dir, error))?;
-                std::fs::create_dir_all(&dir).map_err(|error| io_error(&dir, error))?;
-                (create_new(&dir, &config.run_id, 0o777)?, None)
-            }
+            Some(dir) => (create_in(dir, &config.run_id)?, None),
             None if files => (create_new(&std::env::temp_dir(), &format!("ddprun-{}", config.run_id), 0o700)?, None),
             None => {
                 return Ok(Self::temporary(&config.run_id, workers).unwrap_or_else(|error| {
@@ -207,6 +203,13 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
 fn is_at(folder: &File, path: &Path) -> bool {
     let inode = |metadata: Metadata| (metadata.dev(), metadata.ino());
     folder.metadata().is_ok_and(|open| std::fs::metadata(path).is_ok_and(|now| inode(now) == inode(open)))
+}
+
+/// Creates the folder of a run in the folder of --log-dir.
+pub(super) fn create_in(dir: &Path, run_id: &str) -> Result<PathBuf> {
+    let dir = std::path::absolute(dir).map_err(|error| io_error(dir, error))?;
+    std::fs::create_dir_all(&dir).map_err(|error| io_error(&dir, error))?;
+    create_new(&dir, run_id, 0o777)
 }
 
 /// Creates `name` in `parent`, or `name_2` and so on if it exists, so that no run overwrites another's files.

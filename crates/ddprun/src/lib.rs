@@ -24,6 +24,7 @@ mod environment;
 mod error;
 mod events;
 mod folder;
+mod host_store;
 mod hosts;
 mod judge;
 mod lines;
@@ -123,6 +124,7 @@ fn run(mut cli: Cli) -> ExitCode {
         Some(Mode::Report { folder, output }) => show_run(&folder, output.as_deref()),
         Some(Mode::Status { address, no_secret, json }) => show_status(&address, no_secret, json),
         Some(Mode::Check(check)) => check::cli(*check).and_then(|cli| start(cli, true)),
+        Some(Mode::HostStore(options)) => host_store::serve(*options).map(End::now),
         Some(Mode::CheckWorker(manner)) => check::work(&manner).map(End::now),
         None => start(cli, false),
     };
@@ -242,7 +244,7 @@ fn execute(config: &Config) -> Result<End> {
         secret::say_none(master_port);
     }
     let folder = RunFolder::create(config)?;
-    let watch = if config.is_check { None } else { Watch::start(config, source.clone(), &folder)? };
+    let watch = if config.is_check { None } else { Watch::start(config, source.clone(), folder.record())? };
     let console = Console::get();
     let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(incoming)?;

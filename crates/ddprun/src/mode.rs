@@ -1,6 +1,8 @@
 //! The modes of `ddprun` that start no workers.
 use super::check::{Check, Manner, WORKER};
 use super::console::message;
+use super::ranks::Ranks;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 /// A mode that starts no workers.
@@ -29,6 +31,13 @@ pub(crate) enum Mode {
     /// matrices, each rank copies memory, each pair of ranks exchanges messages, and all add numbers up (all-reduce). Clocks,
     /// limits, free memory, versions and GPUs of the nodes are compared.
     Check(Box<Check>),
+
+    /// Hosts the store of a run on several nodes, on a machine that starts no workers: any node may then be lost, and a spare can
+    /// take its place.
+    ///
+    /// Start it with the options that say which ranks the run has and where they meet, with --rdzv-backend c10d; the nodes get the same
+    /// options. It ends with the run, and has its exit code. A signal to it ends the run on all nodes.
+    HostStore(Box<HostStore>),
 
     /// A rank of `check`.
     #[command(name = WORKER, hide = true)]
@@ -66,6 +75,33 @@ pub(crate) enum Mode {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
+}
+
+/// The command line of `ddprun host-store`.
+#[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
+pub(crate) struct HostStore {
+    #[command(flatten)]
+    pub(super) ranks: Ranks,
+
+    /// How often workers may be restarted, as in a run.
+    #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
+    pub(super) max_restarts: u32,
+
+    /// The store has no secret, as in a run.
+    #[arg(long, alias = "no_secret")]
+    pub(super) no_secret: bool,
+
+    /// Records the steps and waits of all ranks in DIR/RUN_ID, for `ddprun report`.
+    #[arg(long, alias = "log_dir", value_name = "DIR")]
+    pub(super) log_dir: Option<PathBuf>,
+
+    /// Serves the metrics of the run, as in a run.
+    #[arg(long, alias = "metrics_port", value_name = "PORT")]
+    pub(super) metrics_port: Option<u16>,
+
+    /// Address for --metrics-port.
+    #[arg(long, alias = "metrics_addr", value_name = "ADDRESS")]
+    pub(super) metrics_addr: Option<IpAddr>,
 }
 
 /// The flags that have become modes. They will be removed after one version.

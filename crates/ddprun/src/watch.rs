@@ -2,11 +2,11 @@
 use super::config::Config;
 use super::console::message;
 use super::error::Result;
-use super::folder::RunFolder;
 use super::metrics_server;
 use super::status::{Recorder, SlowRanks, Source};
 use candle_ddp_rendezvous::panic::lock;
 use candle_ddp_rendezvous::thread;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,8 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Starts to watch; `None` if another machine hosts the store.
-    pub(super) fn start(config: &Config, source: Option<Arc<Source>>, folder: &RunFolder) -> Result<Option<Self>> {
+    /// Starts to watch; `None` if another machine hosts the store. The reports go to the file `record`.
+    pub(super) fn start(config: &Config, source: Option<Arc<Source>>, record: Option<PathBuf>) -> Result<Option<Self>> {
         let Some(source) = source else {
             if config.metrics.is_some() {
                 message("--metrics-port: this ddprun serves no metrics, since the one that hosts the run's store does");
@@ -33,7 +33,7 @@ impl Watch {
             let at = metrics_server::start(address, Arc::clone(&source))?;
             message(format_args!("metrics are at http://{at}/metrics"));
         }
-        let watch = Self { source, recorder: Arc::new(Mutex::new(Recorder::new(folder.record()))) };
+        let watch = Self { source, recorder: Arc::new(Mutex::new(Recorder::new(record))) };
         let (source, recorder) = (Arc::clone(&watch.source), Arc::clone(&watch.recorder));
         let look = move || {
             let mut slow = SlowRanks::default();

@@ -12,6 +12,7 @@ use candle_ddp_rendezvous::{
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,9 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The coordinator's thread.
 pub(crate) struct Coordinator {
-    thread: JoinHandle<()>,
+    /// Returns the run's exit code.
+    thread: JoinHandle<u8>,
+    is_alone: Arc<AtomicBool>,
 }
 
 impl Coordinator {
@@ -42,8 +45,16 @@ impl Coordinator {
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
         let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None, tell_at: Instant::now() };
-        let work = move || serve(desk, run, &pace);
-        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)? })
+        let is_alone = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&is_alone);
+        let work = move || serve(desk, run, &pace, &told);
+        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, is_alone })
+    }
+
+    /// Coordinates a run none of whose nodes hosts the store, until it is over. Returns its exit code.
+    pub(crate) fn serve_alone(self) -> u8 {
+        self.is_alone.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap_or(1)
     }
 
     /// Waits until no agent needs the coordinator any more, but no longer than `until`, or until `interrupted`.
@@ -60,9 +71,10 @@ impl Coordinator {
     }
 }
 
-fn serve(mut desk: Desk, mut run: Run, pace: &Pace) {
+fn serve(mut desk: Desk, mut run: Run, pace: &Pace, is_alone: &AtomicBool) -> u8 {
     let mut tick = Instant::now() + pace.keep_alive_interval;
     while !run.is_over() {
+        run.has_host |= is_alone.load(Ordering::Relaxed);
         let now = Instant::now();
         let worked = if now >= tick {
             tick = now + pace.keep_alive_interval;
@@ -74,9 +86,10 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace) {
         if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(&run)) {
             // The store is in this process, so only the end of the process takes it away.
             log::debug!("the coordinator: {error}");
-            return;
+            return 1;
         }
     }
+    run.exit_code
 }
 
 struct Desk {

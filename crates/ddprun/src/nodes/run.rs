@@ -88,6 +88,7 @@ pub(super) struct Run {
     /// The processes of the last round, in case they run elastically.
     pub(super) processes: Option<Members>,
     pub(super) last_failure: Option<LastFailure>,
+    pub(super) exit_code: u8,
     pub(super) actions: Vec<Action>,
     /// Whether the user knows that nodes are missing.
     pub(super) is_awaited: bool,
@@ -113,6 +114,7 @@ impl Run {
             check: Check::Pending,
             processes: None,
             last_failure: None,
+            exit_code: 0,
             is_awaited: false,
             actions: Vec::new(),
         }
@@ -303,6 +305,7 @@ impl Run {
 
     fn end_with(&mut self, reason: String, code: u8, first: Option<Slot>, signal: Option<i32>) {
         self.note_failure(&reason);
+        self.exit_code = code;
         self.actions.push(Action::Write(Entry::Failed { reason, code, signal }));
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.restarts.stopped_by = signal;

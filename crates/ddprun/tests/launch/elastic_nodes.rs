@@ -1,9 +1,10 @@
 //! `--nnodes MIN:MAX` with `--rdzv-backend c10d`: nodes come and go.
 use crate::nodes::finish;
-use crate::status::status_when;
+use crate::status::{status, status_when};
 use crate::{Ran, Running, Sandbox, free_port, wait_until};
 use candle_ddp_rendezvous::TcpStore;
 use rustix::process::Signal;
+use std::process::Stdio;
 
 /// Each worker says which round it is in, and waits for the end.
 const SCRIPT: &str = ": >here-$TORCHELASTIC_RESTART_COUNT-$RANK-of-$WORLD_SIZE-$GROUP_RANK
@@ -52,6 +53,57 @@ impl Nodes {
     fn end(&self, nodes: Vec<Running>) -> Vec<Ran> {
         std::fs::write(self.sandbox.path("end"), "").unwrap();
         finish(nodes)
+    }
+}
+
+/// A machine that hosts the store and has no workers: the first node is no more than the others.
+fn host_store(nodes: &Nodes, args: &[&str]) -> Running {
+    let endpoint = format!("--rdzv-endpoint=localhost:{}", nodes.port);
+    let options = ["host-store", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=a", "--no-secret", &endpoint];
+    let mut command = nodes.sandbox.ddprun(&[&options[..], &["--nnodes", nodes.nnodes], args].concat());
+    let host = Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+    TcpStore::connect("localhost", nodes.port, crate::PATIENCE).unwrap();
+    host
+}
+
+#[test]
+fn a_spare_replaces_any_node_if_the_store_is_on_a_machine_without_workers() {
+    let nodes = Nodes::new("2");
+    let host = host_store(&nodes, &["--max-restarts=1", "--metrics-port=0", "--log-dir=logs"]);
+    let args = ["--max-restarts=1", "--no-secret"];
+    let mut first = nodes.start(&args, SCRIPT);
+    let second = nodes.start(&args, SCRIPT);
+    nodes.wait_for_round(0, 2);
+    let spare = nodes.start(&args, SCRIPT);
+    wait_until("the spare", || status(&nodes.sandbox, nodes.port).stdout.contains("waiting"));
+    first.send(Signal::KILL);
+    nodes.wait_for_round(1, 2);
+    let all = nodes.end(vec![host, second, spare]);
+    assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+    all[0].says("hosts the store of run a at port ");
+    all[0].says("metrics are at http://127.0.0.1:");
+    assert!(nodes.sandbox.path("logs/a").is_dir());
+    // The run fails: so does the process of its store.
+    let nodes = Nodes::new("2");
+    let host = host_store(&nodes, &[]);
+    let others = vec![nodes.start(&["--no-secret"], "exit 7"), nodes.start(&["--no-secret"], "sleep 1000")];
+    let all = finish([vec![host], others].into_iter().flatten().collect());
+    assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(7); 3], "{all:?}");
+}
+
+#[test]
+fn a_store_without_a_run_says_what_is_wrong() {
+    let sandbox = Sandbox::new();
+    for (args, says) in [
+        (&["host-store", "--nnodes=2", "--node-rank=0", "--master-addr=localhost"][..], "needs --rdzv-backend c10d"),
+        (
+            &["host-store", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1"],
+            "a free address of this machine",
+        ),
+    ] {
+        let ran = Ran::new(&mut sandbox.ddprun(args));
+        assert_eq!(ran.code, Some(2), "{ran:?}");
+        ran.says(says);
     }
 }
 

@@ -1,0 +1,53 @@
+//! `ddprun host-store`: the store of a run on several nodes, on a machine without workers. Then any node may be lost.
+use super::cli::Cli;
+use super::config::{Config, Rendezvous};
+use super::console::message;
+use super::error::{Error, Result};
+use super::mode::HostStore;
+use super::nodes::Coordinator;
+use super::processes::Host;
+use super::status::{RECORD, RunStatus, Source};
+use super::watch::Watch;
+use super::{folder, secret, store};
+use clap::Parser;
+use std::sync::Arc;
+
+/// Hosts the store until the run is over. Returns its exit code.
+pub(super) fn serve(options: HostStore) -> Result<u8> {
+    let HostStore { ranks, max_restarts, no_secret, log_dir, metrics_port, metrics_addr } = options;
+    let mut cli =
+        Cli::try_parse_from(["ddprun", "true"]).map_err(|error| Error::usage("host-store", error.to_string()))?;
+    cli.ranks = ranks;
+    (cli.options.max_restarts, cli.options.no_secret) = (max_restarts, no_secret);
+    (cli.options.metrics_port, cli.options.metrics_addr) = (metrics_port, metrics_addr);
+    let config = Config::resolve(cli, &Host::detect())?;
+    let Some(Rendezvous { terms, pace, is_static: false }) = &config.rendezvous else {
+        let reason =
+            "needs --rdzv-backend c10d, --rdzv-endpoint with an address of this machine, and the --nnodes of the run";
+        return Err(Error::usage("host-store", reason));
+    };
+    let (server, port) = store::host(&config, &RunStatus::of(&config))?;
+    let Some(server) = server else {
+        let reason = format!(
+            "{}:{port} must be a free address of this machine: it belongs to another one, or a ddprun of the run hosts the store \
+             already",
+            config.master_addr
+        );
+        return Err(Error::usage("--rdzv-endpoint", reason));
+    };
+    let secret = config.secret.get().cloned();
+    if secret.is_none() && !no_secret {
+        secret::say_none(port);
+    }
+    let folder = log_dir.map(|dir| folder::create_in(&dir, &config.run_id)).transpose()?;
+    let source = Arc::new(Source::new(&server, secret.clone(), RunStatus::of(&config)));
+    let watch = Watch::start(&config, Some(source), folder.map(|folder| folder.join(RECORD)))?;
+    let coordinator = Coordinator::start(&server, secret, terms.clone(), pace.clone(), false)?;
+    message(format_args!(
+        "this machine hosts the store of run {} at port {port}, and starts no workers",
+        config.run_id
+    ));
+    let code = coordinator.serve_alone();
+    watch.iter().for_each(Watch::finish);
+    Ok(code)
+}
