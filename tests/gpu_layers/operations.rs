@@ -10,8 +10,9 @@ use crate::on_gpu;
 use block::Block;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
-    AttentionOptions, GroupNorm, Linear, add, cross_entropy, embedding, layer_norm, linear_cross_entropy,
-    linear_no_bias, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked,
+    AttentionOptions, GroupNorm, Linear, RNNOptions, StackedGRU, StackedLSTM, add, cross_entropy, embedding,
+    layer_norm, linear_cross_entropy, linear_no_bias, scaled_dot_product_attention,
+    scaled_dot_product_attention_qkvpacked,
 };
 use candle_ddp::optim::{AdamW, FusedOptimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::vision::models::{ResNetOptions, resnet50};
@@ -183,6 +184,34 @@ fn tables_of_tensors_that_stay_are_uploaded_once() {
         assert_eq!(adam, counts(&["adam_f32"]));
         assert_eq!(sgd, counts(&["sgd_f32"]));
         assert_eq!(lamb, counts(&["allocation", "lamb_moments_f32", "lamb_sums", "lamb_update_f32"]));
+    });
+}
+
+/// Each step of a sequence is a product and a kernel, in both directions of the pass.
+#[test]
+fn a_sequence_of_an_lstm_or_gru_asks_for_little() {
+    const NAME: &str = "a_sequence_of_an_lstm_or_gru_asks_for_little";
+    const LENGTH: usize = 50;
+    on_gpu(NAME, |gpu| {
+        let x = Var::from_tensor(&tensor(&[LENGTH, 3, 8], 1).to_device(gpu).unwrap()).unwrap();
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, gpu);
+        let lstm = StackedLSTM::new(8, 8, RNNOptions::default(), vb.pp("lstm")).unwrap();
+        let gru = StackedGRU::new(8, 8, RNNOptions::default(), vb.pp("gru")).unwrap();
+        let step = |y: Tensor| y.sum_all()?.backward().map(drop);
+        let asked = [
+            asked("LSTM", || step(lstm.forward(&x, None, true)?.0)),
+            asked("GRU", || step(gru.forward(&x, None, true)?.0)),
+        ];
+        for asked in asked {
+            let Some(Asked { operations, allocations }) = asked else {
+                return skip(NAME, "only an emulated GPU counts operations");
+            };
+            assert!(
+                operations <= 4 * LENGTH + 40 && allocations <= 45,
+                "{operations} operations, {allocations} allocations"
+            );
+        }
     });
 }
 

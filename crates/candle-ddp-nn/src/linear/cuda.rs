@@ -42,7 +42,7 @@ pub(crate) fn forward(
 }
 
 /// The gradients of x, dy · W, of the weight, dyᵀ · x, and of the bias, the sums of dy's columns, as far as they are needed.
-pub(super) fn gradients(
+pub(crate) fn gradients(
     (rows, features, out): Extents,
     [x, weight, dy]: [&Tensor; 3],
     needed: [bool; 3],

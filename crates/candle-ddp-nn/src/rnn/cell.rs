@@ -1,8 +1,8 @@
 //! What the cells of LSTM and GRU do between products: vectors of gates.
 use crate::activation::sigmoid;
-use candle_core::{Result, Tensor, WithDType};
+use candle_core::WithDType;
+use candle_ddp_tensor::kernels::Kernel;
 use candle_ddp_tensor::{Element, Real, vectorise};
-use candle_nn::ops::sigmoid as sigmoid_of;
 
 /// The elementwise part of a step, of some rows. `hidden` is the length of a state.
 pub(super) trait Cell: Send + Sync + 'static {
@@ -17,6 +17,8 @@ pub(super) trait Cell: Send + Sync + 'static {
     const STATES: usize;
     /// Whether the recurrent product has another gradient than the product of the input.
     const DIFFERS: bool;
+    /// The kernels of a step and of its gradient.
+    const KERNELS: [Kernel; 2];
 
     /// Keeps what the backward pass needs and `forward` changes, `hidden` elements per row.
     fn keep<R: Real>(hidden: usize, recurrent: &[R], c: &[R], kept: &mut [R]);
@@ -32,9 +34,6 @@ pub(super) trait Cell: Send + Sync + 'static {
         d_states: [&mut [T::Real]; 2],
         d_products: [&mut [T::Real]; 2],
     );
-
-    /// The next states, by operations on tensors, from the gates of both products.
-    fn step(gates: &[Tensor], recurrent: &[Tensor], states: &[Tensor]) -> Result<Vec<Tensor>>;
 }
 
 /// Gates: input, forget, cell, output.
@@ -53,6 +52,7 @@ impl Cell for Lstm {
     const GATES: usize = 4;
     const STATES: usize = 2;
     const DIFFERS: bool = false;
+    const KERNELS: [Kernel; 2] = [Kernel::LstmStep, Kernel::LstmGradient];
 
     fn keep<R: Real>(_: usize, _: &[R], c: &[R], kept: &mut [R]) {
         kept.copy_from_slice(c);
@@ -103,13 +103,6 @@ impl Cell for Lstm {
             }
         });
     }
-
-    fn step(gates: &[Tensor], recurrent: &[Tensor], states: &[Tensor]) -> Result<Vec<Tensor>> {
-        let sum = |gate: usize| &gates[gate] + &recurrent[gate];
-        let [i, f, o] = [sigmoid_of(&sum(0)?)?, sigmoid_of(&sum(1)?)?, sigmoid_of(&sum(3)?)?];
-        let c = ((f * &states[1])? + (i * sum(2)?.tanh()?)?)?;
-        Ok(vec![(o * c.tanh()?)?, c])
-    }
 }
 
 impl Cell for Gru {
@@ -120,6 +113,7 @@ impl Cell for Gru {
     const GATES: usize = 3;
     const STATES: usize = 1;
     const DIFFERS: bool = true;
+    const KERNELS: [Kernel; 2] = [Kernel::GruStep, Kernel::GruGradient];
 
     /// The new gate's recurrent product, which the reset gate multiplies.
     fn keep<R: Real>(hidden: usize, recurrent: &[R], _: &[R], kept: &mut [R]) {
@@ -172,12 +166,6 @@ impl Cell for Gru {
                 }
             }
         });
-    }
-
-    fn step(gates: &[Tensor], recurrent: &[Tensor], states: &[Tensor]) -> Result<Vec<Tensor>> {
-        let sum = |gate: usize| sigmoid_of(&(&gates[gate] + &recurrent[gate])?);
-        let n = (&gates[2] + (sum(0)? * &recurrent[2])?)?.tanh()?;
-        Ok(vec![(((&states[0] - &n)? * sum(1)?)? + n)?])
     }
 }
 

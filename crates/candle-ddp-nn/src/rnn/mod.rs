@@ -1,7 +1,9 @@
 //! Recurrent layers, whose sequences are single operations.
-mod by_steps;
 mod cell;
+mod cpu;
+mod cuda;
 mod layer;
+mod plan;
 mod stack;
 mod stacked;
 mod steps;

@@ -84,6 +84,7 @@ sources! {
     Lookup: ["element.cu", "few.cu", "part.cu", "layer.cu"] "lookup.cu",
     Linear: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "linear.cu",
     Attention: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
+    Rnn: ["element.cu", "few.cu", "part.cu", "layer.cu"] "rnn.cu",
 }
 
 kernels! {
@@ -121,6 +122,7 @@ kernels! {
     Linear: RepeatRow "repeat_row", SumColumns "sum_columns", MoveColumns "move_columns";
     Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients",
         SplitHeads "split_heads", MergeHeads "merge_heads";
+    Rnn: LstmStep "lstm_step", LstmGradient "lstm_gradient", GruStep "gru_step", GruGradient "gru_gradient";
 }
 
 impl Kernel {

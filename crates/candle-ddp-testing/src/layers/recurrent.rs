@@ -67,7 +67,7 @@ fn gru(case: &Parameters, inputs: &[Tensor]) -> Result<Tensor> {
     joined(&[&y, &state.h])
 }
 
-/// All options, by one operation per layer and direction on CPUs, step by step on GPUs.
+/// All options.
 pub fn recurrent_layers_match_pytorch(device: &Device) {
     check(device, "lstm", lstm);
     check(device, "gru", gru);

@@ -1,0 +1,13 @@
+//! What a layer of a recurrent network in one direction does, on any device.
+use super::steps::Steps;
+use std::marker::PhantomData;
+
+/// What a layer does. Arguments: the input, both weights, the states, and the biases that there are.
+pub(super) struct Plan<C> {
+    pub(super) steps: Steps,
+    pub(super) inputs: usize,
+    pub(super) hidden: usize,
+    pub(super) has_bias: [bool; 2],
+    pub(super) cells: bool,
+    pub(super) cell: PhantomData<C>,
+}
