@@ -17,7 +17,7 @@ pub(super) fn run<C: Cell>(plan: Plan<C>, arguments: &[&Tensor]) -> Result<Tenso
         let shape = Shape::from((result.len() / hidden, hidden));
         let [x, w_ih, w_hh] = [0, 1, 2].map(|index: usize| arguments[index].detach());
         let result = (Storage::Cpu(T::to_cpu_storage_owned(result)), shape);
-        apply(&arguments, result, Backward { plan, x, w_ih, w_hh, kept })
+        apply(arguments, result, Backward { plan, x, w_ih, w_hh, kept })
     })
 }
 
