@@ -91,9 +91,11 @@ impl Size {
 /// Writes a model with random weights, a file for each layer, as Hugging Face divides large models.
 fn make(config: Config, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let (mut weight_map, device) = (Map::new(), candle_core::Device::Cpu);
+    let (mut weight_map, mut total_size, device) = (Map::new(), 0, candle_core::Device::Cpu);
     let mut write = |number: usize, tensors: HashMap<String, Tensor>| {
         let file = format!("model-{:05}-of-{:05}.safetensors", number + 1, config.layers + 1);
+        total_size +=
+            tensors.values().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum::<usize>();
         weight_map.extend(tensors.keys().map(|name| (name.clone(), json!(file))));
         save_tensors(&tensors, folder.join(file))
     };
@@ -118,7 +120,7 @@ fn make(config: Config, folder: &Path) -> Result<()> {
     }
     write(config.layers, rest)?;
     let index = folder.join("model.safetensors.index.json");
-    std::fs::write(&index, json!({ "weight_map": weight_map }).to_string())
+    std::fs::write(&index, json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map }).to_string())
         .with_context(|| format!("writing {}", index.display()))
 }
 

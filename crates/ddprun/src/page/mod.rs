@@ -44,7 +44,11 @@ fn page(folder: &Path) -> Result<(String, Vec<String>)> {
     let flights: String = flights.iter().map(|of| flights::html(folder, of, &mut notes)).collect();
     let parts = [
         (metrics.is_empty(), "curves", "metrics::Writer writes them, as *.jsonl"),
-        (ranks.is_empty(), "waits of the ranks", "ddprun --log-dir=FOLDER, on the machine that hosts the store"),
+        (
+            ranks.is_empty(),
+            "waits of the ranks",
+            "ddprun --log-dir=FOLDER, where it hosts the store, for programs of candle-ddp",
+        ),
         (traces.is_empty(), "timelines", "CANDLE_DDP_TRACE=FOLDER"),
         (flights.is_empty(), "the last collectives of a run that has failed", "CANDLE_DDP_FLIGHT_RECORDER=FOLDER"),
         (attempts.is_empty(), "restarts, and errors of workers", "ddprun --log-dir=FOLDER"),
