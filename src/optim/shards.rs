@@ -72,8 +72,13 @@ impl Shards {
         Ok(Self { learning_rates, steps, parts })
     }
 
-    /// The elements of a state from `start` on.
-    pub(super) fn take(&self, parameter: &str, state: &str, start: usize, elements: usize) -> Result<Tensor> {
+    /// A copy of the elements of a state from `start` on.
+    pub(super) fn copy(&self, parameter: &str, state: &str, start: usize, elements: usize) -> Result<Tensor> {
+        self.parts.copy(&key(parameter, state), start, elements)
+    }
+
+    /// Like [`copy`](Self::copy), and a part itself if possible: nobody else may have the tensors.
+    pub(super) fn take(&mut self, parameter: &str, state: &str, start: usize, elements: usize) -> Result<Tensor> {
         self.parts.take(&key(parameter, state), start, elements)
     }
 
@@ -84,7 +89,7 @@ impl Shards {
         for (parameter, steps) in expected.iter().zip(&self.steps) {
             dict.insert(key(parameter.name, "step"), state::count(*steps)?);
             for name in parameter.states {
-                let state = self.take(parameter.name, name, 0, parameter.shape.elem_count())?;
+                let state = self.copy(parameter.name, name, 0, parameter.shape.elem_count())?;
                 dict.insert(key(parameter.name, name), state.reshape(parameter.shape)?);
             }
         }

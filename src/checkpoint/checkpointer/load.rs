@@ -1,11 +1,10 @@
 //! Loading: all parts on all ranks, or none on any.
 use super::folder::{Checkpoint, Faulty, Listing, Name};
 use super::index::{Fault, Index};
-use super::read::{Reader, Saved};
-use super::snapshot::Buffers;
+use super::read::Reader;
 use super::{Checkpointer, Skipped};
 use crate::backend::label;
-use crate::state::{Dict, Parts, StateDict, non_finite};
+use crate::state::{Parts, Saved, StateDict, non_finite};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_ddp_state::weights::unreadable;
@@ -57,7 +56,7 @@ impl Checkpointer {
     /// their index had hashes are checked for missing files and wrong lengths only.
     ///
     /// # Errors
-    /// Errors come on every rank and leave all parts unchanged: [`Error::CheckpointPart`] for the first part that
+    /// Errors come on every rank and leave all parts unchanged: [`Error::CheckpointPart`] for a part that
     /// does not fit or that the checkpoint does not have; [`Error::CheckpointFile`] if there are only damaged checkpoints, or if
     /// a later version of this crate has saved the newest one; [`Error::Io`] for a file that cannot be read;
     /// [`Error::InvalidArgument`] without [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before
@@ -257,48 +256,10 @@ impl Checkpointer {
         });
         found.transpose()
     }
-
-    /// Loads all parts from `folder`, or none.
-    fn apply(&self, folder: &Path, parts: &mut [(&str, &mut dyn StateDict)], saved: Vec<Saved>) -> Result<()> {
-        let before = Buffers::default().backup(parts);
-        let before = self.group.agree(before)?;
-        let (rank, world_size) = (self.group.rank(), self.group.world_size());
-        let mut loaded = 0;
-        let result = parts.iter_mut().zip(saved).try_for_each(|((name, part), saved)| {
-            loaded += 1;
-            let result = match saved {
-                Saved::Whole(state) => part.load_state_dict(&state),
-                Saved::Shards(shards) => part.load_sharded_state_dict(&shards, rank, world_size),
-            };
-            result.map_err(|error| of_part(folder, name, error))
-        });
-        let agreed = self.group.agree(result);
-        if agreed.is_err() {
-            for ((name, part), before) in parts.iter_mut().zip(before).take(loaded) {
-                if let Err(error) = self.restore(*part, before) {
-                    let rank = self.group.rank();
-                    warn_aloud(format_args!(
-                        "rank {rank}: the part {name} could not be restored to its previous state: {error}"
-                    ));
-                }
-            }
-        }
-        agreed
-    }
-
-    fn restore(&self, part: &mut dyn StateDict, before: Dict) -> Result<()> {
-        let (rank, world_size) = (self.group.rank(), self.group.world_size());
-        if part.sharded_state_dict()?.is_none() {
-            return part.load_state_dict(&before);
-        }
-        let mut shards = vec![Dict::new(); world_size];
-        shards[rank] = before;
-        part.load_sharded_state_dict(&shards, rank, world_size)
-    }
 }
 
 /// Adds to an error which part of which checkpoint it belongs to.
-fn of_part(folder: &Path, name: &str, error: Error) -> Error {
+pub(super) fn of_part(folder: &Path, name: &str, error: Error) -> Error {
     Error::CheckpointPart { folder: folder.to_path_buf(), part: name.to_string(), error: Box::new(error) }
 }
 

@@ -1,4 +1,5 @@
 //! Checkpoints of a whole run.
+mod apply;
 mod folder;
 mod handle;
 mod index;

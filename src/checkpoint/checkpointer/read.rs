@@ -2,15 +2,8 @@
 use super::index::{Part, Written};
 use crate::Result;
 use crate::state::file::{Hashed, SafetensorsFile, read_state, wrong};
-use crate::state::{Dict, Held, StateDict};
+use crate::state::{Dict, Held, Saved, StateDict};
 use std::path::Path;
-
-/// A part that was read.
-pub(super) enum Saved {
-    Whole(Dict),
-    /// In the order of the ranks that saved them.
-    Shards(Vec<Dict>),
-}
 
 /// Reads the parts of a checkpoint.
 pub(super) struct Reader<'a> {

@@ -8,7 +8,7 @@ use crate::optim::rule::UpdateRule;
 use crate::optim::shards::{Expected, Shards, key, kind};
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Dict, Loader, StateDict, piece_key};
+use crate::state::{self, Dict, Loader, PutInPlace, Saved, StateDict, piece_key};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
@@ -166,25 +166,29 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`] if files are from
     /// different saves or worlds, [`Error::Io`] if one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
-        let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepare_shards(&shards));
+        let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepare_shards(&shards, Shards::take));
         let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
 
     /// Prepares a new state from the results of [`shard_dict`](Self::shard_dict) on the ranks of a world, in their order.
-    /// Ranks whose parts are not needed here may have an empty one.
-    fn prepare_shards(&self, shards: &[Dict]) -> Result<Prepared> {
+    /// Ranks whose parts are not needed here may have an empty one. `part` is how elements come out of them.
+    fn prepare_shards(
+        &self,
+        shards: &[Dict],
+        part: impl Fn(&mut Shards, &str, &str, usize, usize) -> Result<Tensor>,
+    ) -> Result<Prepared> {
         let expected = self.grouped().map(|(index, options)| {
             let parameter = &self.parameters[index];
             let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
             Ok(Expected { name: &parameter.name, shape: &parameter.shape, dtype, states: options.states() })
         });
         let expected = expected.collect::<Result<Vec<_>>>()?;
-        let shards = Shards::join::<R>(shards, self.process_group.rank(), self.options.len(), &expected)?;
+        let mut shards = Shards::join::<R>(shards, self.process_group.rank(), self.options.len(), &expected)?;
         let steps = shards.steps.iter().copied().enumerate().collect();
         self.prepare(steps, shards.learning_rates.clone(), |index, name, start, elements| {
-            shards.take(&self.parameters[index].name, name, start, elements)
+            part(&mut shards, &self.parameters[index].name, name, start, elements)
         })
     }
 
@@ -193,7 +197,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         &self,
         steps: HashMap<usize, u64>,
         learning_rates: Vec<f64>,
-        part: impl Fn(usize, &'static str, usize, usize) -> Result<Tensor>,
+        mut part: impl FnMut(usize, &'static str, usize, usize) -> Result<Tensor>,
     ) -> Result<Prepared> {
         check_learning_rates(&learning_rates, self.options.len())?;
         let mut states = Vec::new();
@@ -281,9 +285,27 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
     }
 
     fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {
-        let prepared = self.prepare_shards(shards)?;
+        let copy = |shards: &mut Shards, parameter: &str, name: &str, start, elements| {
+            shards.copy(parameter, name, start, elements)
+        };
+        let prepared = self.prepare_shards(shards, copy)?;
         self.apply(prepared);
         Ok(())
+    }
+
+    fn can_prepare(&self) -> bool {
+        true
+    }
+
+    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let prepared = match saved {
+            Saved::Whole(dict) => self.prepare_whole(&dict)?,
+            Saved::Shards(shards) => self.prepare_shards(&shards, Shards::take)?,
+        };
+        Ok(Box::new(move || {
+            self.apply(prepared);
+            Ok(())
+        }))
     }
 }
 

@@ -105,8 +105,20 @@ impl Pieces {
     }
 
     /// A copy of the elements of a whole state from `start` on.
-    pub fn take(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+    pub fn copy(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
         Ok(self.get(key, start, elements)?.copy()?)
+    }
+
+    /// The elements of a whole state from `start` on, which only the caller has then: a part itself if it has just these.
+    pub fn take(&mut self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+        let is_it = |(offset, part): &(usize, Tensor)| {
+            (*offset, part.elem_count()) == (start, elements)
+                && part.is_contiguous()
+                && part.layout().start_offset() == 0
+        };
+        let parts = self.0.get_mut(key);
+        let part = parts.and_then(|parts| Some(parts.swap_remove(parts.iter().position(is_it)?)));
+        part.map_or_else(|| self.copy(key, start, elements), |(_, part)| Ok(part))
     }
 
     /// The elements of a whole state from `start` on, which may share memory with a part.

@@ -8,6 +8,19 @@ use std::path::Path;
 /// Named tensors.
 pub type Dict = HashMap<String, Tensor>;
 
+/// A state that was read.
+#[doc(hidden)]
+#[derive(Debug)]
+pub enum Saved {
+    Whole(Dict),
+    /// In the order of the ranks that saved them.
+    Shards(Vec<Dict>),
+}
+
+/// Puts a state in place that has been checked.
+#[doc(hidden)]
+pub type PutInPlace<'a> = Box<dyn FnOnce() -> Result<()> + 'a>;
+
 /// Something whose state can be saved and loaded: the variables of a model (`VarMap`), an optimizer, a learning-rate
 /// schedule, an average of weights, a `GradScaler`, a random generator, a number. A `Checkpointer` saves several, with their
 /// names ([`Parts`](crate::Parts)).
@@ -84,6 +97,21 @@ pub trait StateDict {
             shards.len()
         );
         Err(Error::invalid("state", reason))
+    }
+
+    /// Whether [`prepare`](Self::prepare) does everything that can fail.
+    #[doc(hidden)]
+    fn can_prepare(&self) -> bool {
+        false
+    }
+
+    /// Checks a state whose tensors nobody else has, and returns what puts it in place. This changes nothing before.
+    #[doc(hidden)]
+    fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
+        Ok(Box::new(move || match saved {
+            Saved::Whole(state) => self.load_state_dict(&state),
+            Saved::Shards(shards) => self.load_sharded_state_dict(&shards, rank, world_size),
+        }))
     }
 
     /// Whether rank 0's state counts for all ranks, although theirs may differ: [`RankZero`](crate::RankZero).

@@ -1,5 +1,5 @@
 //! The programs' own states: numbers, values that serde can write, and states behind a lock.
-use super::state_dict::{Dict, Loader, StateDict, begin, list};
+use super::state_dict::{Dict, Loader, PutInPlace, Saved, StateDict, begin, list};
 use crate::cbor;
 use crate::panic::lock;
 use crate::{Error, Result};
@@ -110,6 +110,14 @@ macro_rules! forward {
 
 impl<S: StateDict + ?Sized> StateDict for Box<S> {
     forward!(self => (**self), (**self));
+
+    fn can_prepare(&self) -> bool {
+        (**self).can_prepare()
+    }
+
+    fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
+        (**self).prepare(saved, rank, world_size)
+    }
 }
 
 /// For states that several parts of a program share, such as the [`Generator`](crate::seed::Generator) of dropout layers.

@@ -136,8 +136,7 @@ pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: LoadOptions) 
 /// # Errors
 /// As with [`load_with`], with "the map of tensors" in place of a path.
 pub fn load_tensors(varmap: &VarMap, tensors: HashMap<String, Tensor>, options: LoadOptions) -> Result<LoadReport> {
-    let readable = tensors.into_iter().map(|(name, tensor)| (name, Ok(tensor))).collect();
-    Prepared::of(varmap, Path::new("the map of tensors"), Source::Tensors(readable), &options)?.apply()
+    Prepared::of_tensors(varmap, tensors, &options)?.apply()
 }
 
 /// A checkpoint that has been read and fits. Nothing has been changed yet.
@@ -158,6 +157,12 @@ impl Prepared {
     pub fn of(varmap: &VarMap, path: &Path, source: Source, options: &LoadOptions) -> Result<Self> {
         let (prepared, hashes) = Self::read(varmap, path, source, options, Hashed::All)?;
         hashes.check().map(|()| prepared)
+    }
+
+    /// Prepares tensors in memory.
+    pub(super) fn of_tensors(varmap: &VarMap, tensors: HashMap<String, Tensor>, options: &LoadOptions) -> Result<Self> {
+        let readable = tensors.into_iter().map(|(name, tensor)| (name, Ok(tensor))).collect();
+        Self::of(varmap, Path::new("the map of tensors"), Source::Tensors(readable), options)
     }
 
     /// As [`of`](Self::of), but the hashes are still to be checked. What does not fit is known before values are read.

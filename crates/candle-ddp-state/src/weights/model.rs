@@ -4,7 +4,7 @@ use super::load::Prepared;
 use super::{LoadOptions, load_tensors, tensors};
 use crate::error::describe;
 use crate::panic::lock;
-use crate::state::{self, Dict, Loader, Pieces, StateDict, of_piece_key, piece_key};
+use crate::state::{self, Dict, Loader, Pieces, PutInPlace, Saved, StateDict, of_piece_key, piece_key};
 use crate::variables::piece_of;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor, Var};
@@ -42,21 +42,38 @@ impl StateDict for VarMap {
     }
 
     fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {
-        let vars: BTreeMap<String, Var> = lock(self.data()).clone().into_iter().collect();
-        let parts = Parts::of(shards)?;
-        let known = |name: &String| parts.shapes.contains_key(name) || parts.whole.contains_key(name);
-        let missing: Vec<String> = vars.keys().filter(|name| !known(name)).cloned().collect();
-        let names = parts.shapes.keys().chain(parts.whole.keys());
-        let mut unexpected: Vec<String> = names.filter(|name| !vars.contains_key(*name)).cloned().collect();
-        unexpected.sort();
-        if !missing.is_empty() || !unexpected.is_empty() {
-            let path = PathBuf::from("the parts of a model");
-            return Err(Error::CheckpointMismatch { path, missing, unexpected, different: Vec::new() });
-        }
-        let value = |(name, var): (String, Var)| parts.value(&name, &var).map(|value| (name, var, value));
-        let values = vars.into_iter().map(value).collect::<Result<Vec<_>>>()?;
-        Prepared::from(values).apply().map(drop)
+        prepared(self, shards)?.apply().map(drop)
     }
+
+    /// On a GPU, a copy there may fail, for which there would have to be memory first.
+    fn can_prepare(&self) -> bool {
+        lock(self.data()).values().all(|var| var.device().is_cpu())
+    }
+
+    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let prepared = match saved {
+            Saved::Whole(state) => Prepared::of_tensors(self, state, &LoadOptions::default())?,
+            Saved::Shards(shards) => prepared(self, &shards)?,
+        };
+        Ok(Box::new(move || prepared.apply().map(drop)))
+    }
+}
+
+/// The values of the variables by the parts of a model.
+fn prepared(varmap: &VarMap, shards: &[Dict]) -> Result<Prepared> {
+    let vars: BTreeMap<String, Var> = lock(varmap.data()).clone().into_iter().collect();
+    let parts = Parts::of(shards)?;
+    let known = |name: &String| parts.shapes.contains_key(name) || parts.whole.contains_key(name);
+    let missing: Vec<String> = vars.keys().filter(|name| !known(name)).cloned().collect();
+    let names = parts.shapes.keys().chain(parts.whole.keys());
+    let mut unexpected: Vec<String> = names.filter(|name| !vars.contains_key(*name)).cloned().collect();
+    unexpected.sort();
+    if !missing.is_empty() || !unexpected.is_empty() {
+        let path = PathBuf::from("the parts of a model");
+        return Err(Error::CheckpointMismatch { path, missing, unexpected, different: Vec::new() });
+    }
+    let value = |(name, var): (String, Var)| parts.value(&name, &var).map(|value| (name, var, value));
+    vars.into_iter().map(value).collect::<Result<Vec<_>>>().map(Prepared::from)
 }
 
 /// This rank's pieces, if `varmap` has any. `with_copies`: also those that another rank has as well, and saves.
