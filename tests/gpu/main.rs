@@ -19,6 +19,8 @@ mod elastic_ranks;
 #[path = "../common/elastic_zero.rs"]
 mod elastic_zero_ranks;
 mod fences;
+#[path = "../common/gpu_counts.rs"]
+mod gpu_counts;
 mod hazards;
 mod late;
 mod launch;
@@ -27,6 +29,7 @@ mod left_out;
 mod norms;
 mod optim;
 mod several;
+mod sharded_step;
 mod toolbox;
 mod training;
 mod virtual_ranks;
@@ -99,6 +102,7 @@ fn rank_of_another_test() {
         "layers" => report_floats(&worker, &layers::train(&pg(60)).unwrap()),
         "sync batch norm" => norms::batches_join(&pg(20)).unwrap(),
         "other blocks" => toolbox::refuse_other_blocks(&pg(20)),
+        "sharded step" => sharded_step::asks_for_little(&pg(60)).unwrap(),
         "elsewhere" => toolbox::refuse_variables_elsewhere(&pg(20)),
         "scaler" => optim::scales(&pg(60)).unwrap(),
         "zero" => optim::shards(&pg(60)).unwrap(),
@@ -333,6 +337,11 @@ fn variables_on_other_devices_are_refused_by_name() {
 #[test]
 fn blocks_in_another_order_are_refused_by_name() {
     finish("blocks_in_another_order_are_refused_by_name", 2, "other blocks");
+}
+
+#[test]
+fn a_step_of_a_sharded_model_asks_for_little() {
+    finish("a_step_of_a_sharded_model_asks_for_little", 2, "sharded step");
 }
 
 #[test]

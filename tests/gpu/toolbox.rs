@@ -181,6 +181,18 @@ pub(crate) fn refuse_other_blocks(pg: &ProcessGroup) {
     assert!(refused.contains("different orders") && refused.contains(order), "{refused}");
     // The next pass is as it should be.
     pass(&[0, 1, 2]).unwrap();
+    // After an evaluation as well.
+    let evaluate = |order: &[usize]| {
+        no_grad(|| ddp.call(|layers| order.iter().try_fold(x.clone(), |x, layer| layers[*layer].forward(&x))))
+    };
+    evaluate(&[0, 1, 2]).unwrap();
+    evaluate(other).unwrap();
+    let refused = evaluate(&[0, 1, 2]).unwrap_err().to_string();
+    assert!(refused.contains("different orders") && refused.contains(order), "{refused}");
+    evaluate(other).unwrap();
+    let refused = pass(&[0, 1, 2]).unwrap_err().to_string();
+    assert!(refused.contains("different orders") && refused.contains(order), "{refused}");
+    pass(&[0, 1, 2]).unwrap();
 }
 
 /// Variables that are neither on the group's device nor on the CPU are refused by name.

@@ -1,11 +1,11 @@
 //! Upper bounds of what a training step asks of a GPU, as the emulated GPU counts it: operations (launches, copies, memsets, and
 //! calls of cuBLAS and cuDNN) and allocations. They do not depend on the sizes of the model, as long as attention's scores fit
 //! into one block, so the models are small.
-#![allow(unsafe_code)] // the emulated GPU's counts come from a symbol of its library
 #[path = "../../examples/char_gpt/block.rs"]
 mod block;
 
 use crate::common::{skip, tensor};
+pub(crate) use crate::gpu_counts::take_counts;
 use crate::on_gpu;
 use block::Block;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
@@ -19,30 +19,6 @@ use candle_ddp::vision::models::{ResNetOptions, resnet50};
 use candle_ddp::{Backend, DistributedDataParallel, InitOptions, init_process_group};
 use candle_nn::{Init, Optimizer, VarBuilder, VarMap};
 use std::cmp::Reverse;
-use std::ffi::{CStr, c_char, c_void};
-
-unsafe extern "C" {
-    fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
-/// What this thread has asked of the emulated GPU since the last call, by name. None on a real GPU.
-pub(crate) fn take_counts() -> Option<Vec<(String, usize)>> {
-    type TakeCounts = unsafe extern "C" fn(*mut c_char, usize) -> usize;
-    const NAME: &CStr = c"emulated_gpu_take_counts";
-    // SAFETY: null stands for all libraries of the process; the name ends with a zero.
-    let symbol = unsafe { dlsym(std::ptr::null_mut(), NAME.as_ptr()) };
-    if symbol.is_null() {
-        return None;
-    }
-    // SAFETY: this is the type of the function with this name (tests/emulated_gpu/src/count.rs).
-    let take = unsafe { std::mem::transmute::<*mut c_void, TakeCounts>(symbol) };
-    let mut text = vec![0u8; 1 << 16];
-    // SAFETY: there is room for as many bytes.
-    let length = unsafe { take(text.as_mut_ptr().cast(), text.len()) };
-    let text = String::from_utf8(text[..length].to_vec()).unwrap();
-    let count = |line: &str| line.split_once(' ').map(|(count, name)| (name.to_string(), count.parse().unwrap()));
-    Some(text.lines().map(|line| count(line).unwrap()).collect())
-}
 
 /// A model with its loss, of inputs and targets.
 type LossNet = Box<dyn Fn(&Tensor, &Tensor) -> Result<Tensor>>;

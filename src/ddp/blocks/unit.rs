@@ -1,8 +1,9 @@
 //! The order in which blocks are gathered and freed.
 use super::flat::{Flat, Gathering};
 use super::sharding::Sharding;
-use crate::backend::{Work, label};
+use crate::backend::label;
 use crate::hash::content_64;
+use crate::kernels::{self, Incoming};
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp, Result};
@@ -43,8 +44,10 @@ struct Flow {
     next: Option<(usize, Vec<Gathering>)>,
     /// Blocks that keep their parameters until the end of the backward pass.
     kept: Vec<Held>,
-    /// The comparison of the ranks' orders in the last backward pass.
-    comparison: Option<(Tensor, Work)>,
+    /// The comparison of the ranks' orders that is on its way.
+    comparison: Option<Incoming>,
+    /// Whether that of `called` has begun.
+    is_compared: bool,
 }
 
 /// While this lives, a block has its parameters.
@@ -138,20 +141,21 @@ impl Units {
         if device.is_cpu() || self.group.world_size() == 1 {
             return Ok(());
         }
-        let mut flow = lock(&self.flow);
         // Exact in an f64.
-        let hash = (content_64(bytemuck::cast_slice(&flow.called)) >> 16) as f64;
+        let hash = (content_64(bytemuck::cast_slice(&lock(&self.flow).called)) >> 16) as f64;
         let extremes = Tensor::new(&[hash, -hash], device)?;
-        let work = label::DDP_ORDER.during(|| self.group.all_reduce_async(&extremes, ReduceOp::Max))?;
-        flow.comparison = Some((extremes, work));
+        label::DDP_ORDER.during(|| self.group.all_reduce(&extremes, ReduceOp::Max))?;
+        // The host reads it later, without a wait for what the GPU does then.
+        let comparison = kernels::send(&extremes)?;
+        let mut flow = lock(&self.flow);
+        (flow.comparison, flow.is_compared) = (Some(comparison), true);
         Ok(())
     }
 
-    /// Ends the comparison that has begun in the last backward pass, for whose result nobody waits then.
+    /// Ends the comparison that has begun, as in the last backward pass, which does not wait for it.
     fn check(&self) -> Result<()> {
-        let Some((extremes, work)) = lock(&self.flow).comparison.take() else { return Ok(()) };
-        work.wait()?;
-        let extremes = extremes.to_vec1::<f64>()?;
+        let Some(comparison) = lock(&self.flow).comparison.take() else { return Ok(()) };
+        let extremes = comparison.receive()?;
         if extremes[0] == -extremes[1] {
             return Ok(());
         }
@@ -169,10 +173,15 @@ impl Units {
     /// Call at the beginning of a forward pass: values may have changed.
     pub(crate) fn begin_forward(&self) -> Result<()> {
         self.check()?;
+        // After a pass without a backward pass, as in an evaluation, it has not begun.
+        if lock(&self.flow).needs_comparison() {
+            self.compare()?;
+            self.check()?;
+        }
         let kept = {
             let mut flow = lock(&self.flow);
             flow.before = std::mem::take(&mut flow.called);
-            (flow.ahead, flow.next) = (0, None);
+            (flow.ahead, flow.next, flow.is_compared) = (0, None, false);
             std::mem::take(&mut flow.kept)
         };
         drop(kept);
@@ -221,6 +230,10 @@ impl Units {
 }
 
 impl Flow {
+    fn needs_comparison(&self) -> bool {
+        !self.is_compared && !self.called.is_empty()
+    }
+
     /// A block begins to compute. Returns the one that should be next.
     fn enter(&mut self, number: usize, run: Run) -> Option<usize> {
         if number == 0 {
