@@ -1,0 +1,94 @@
+//! The gradients of a GPT at the peak of a step, with AdamW and with `ZeroRedundancyOptimizer`.
+use super::ALLOCATOR;
+use super::char_gpt_block::Block;
+use candle_core::{DType, Module, Tensor};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Result, spawn};
+use candle_nn::{VarBuilder, VarMap};
+
+/// The blocks of a GPT without an embedding.
+#[derive(Clone, Copy)]
+pub(crate) struct Size {
+    pub(crate) layers: usize,
+    pub(crate) width: usize,
+}
+
+struct Gpt(Vec<Block>);
+
+impl Gpt {
+    fn new(Size { layers, width }: Size, vb: VarBuilder) -> candle_core::Result<Self> {
+        (0..layers).map(|layer| Block::new(width, 4, vb.pp(layer))).collect::<candle_core::Result<_>>().map(Self)
+    }
+}
+
+impl Module for Gpt {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.0.iter().try_fold(x.clone(), |x, block| block.forward(&x))
+    }
+}
+
+/// The bytes of a rank, and of all parameters and the largest one.
+struct Found {
+    peak: usize,
+    parameters: usize,
+    largest: usize,
+}
+
+/// Trains on so few positions that activations hardly count. The peak is that of the second step.
+fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
+    let ranks = spawn(world_size, |pg| {
+        let x = Tensor::ones((1, 2, size.width), DType::F32, pg.device())?;
+        // Layers keep work space for each thread.
+        let other =
+            Gpt::new(Size { layers: 1, ..size }, VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device()))?;
+        other.forward(&x)?.sum_all()?.backward()?;
+        drop(other);
+        pg.barrier()?;
+        let before = ALLOCATOR.current_usage();
+        pg.barrier()?;
+        let build = |vb| Gpt::new(size, vb);
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, DdpOptions::default())?;
+        let mut optimizer: Box<dyn Optimizer> = match zero {
+            true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
+            false => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
+        };
+        for step in 0..2 {
+            if step == 1 {
+                pg.barrier()?;
+                ALLOCATOR.reset_peak_usage();
+                pg.barrier()?;
+            }
+            optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
+        }
+        pg.barrier()?;
+        let peak = ALLOCATOR.peak_usage().saturating_sub(before) / world_size;
+        pg.barrier()?;
+        let bytes: Vec<usize> = ddp.parameters().iter().map(|var| 4 * var.elem_count()).collect();
+        Ok([peak, bytes.iter().sum(), bytes.into_iter().max().unwrap_or(0)])
+    })?;
+    let [peak, parameters, largest] = ranks[0];
+    Ok(Found { peak, parameters, largest })
+}
+
+/// Prints a row: a rank's peak with AdamW and with ZeRO-2, and ZeRO-2's gradients next to their part and two buckets.
+pub(crate) fn row(world_size: usize, size: Size) -> Result<()> {
+    let Found { peak: plain, parameters, largest } = train(world_size, size, false)?;
+    let spread = train(world_size, size, true)?.peak;
+    // With AdamW: variables and the copies with which the model computes, two states, and gradients. ZeRO-2 shards the states.
+    let others = plain.saturating_sub(5 * parameters);
+    let gradients = spread.saturating_sub(others + 2 * parameters + 2 * parameters / world_size);
+    let cap = (DdpOptions::default().bucket_cap_mb * f64::from(1 << 20)) as usize;
+    let bound = parameters / world_size + 2 * (cap + largest);
+    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+    println!(
+        "| {:.1} M parameters, a rank of {world_size} | {:.0} | {:.0} | {:.0} | {:.0} | {:.0} | {:.0} |",
+        parameters as f64 / 4e6,
+        mib(parameters),
+        mib(plain),
+        mib(spread),
+        mib(gradients),
+        mib(parameters / world_size),
+        mib(bound)
+    );
+    Ok(())
+}
