@@ -4,7 +4,6 @@ mod char_gpt_block;
 
 use super::common::{skip, tensor};
 use super::gpu_counts::take_counts;
-use candle_core::Module;
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
