@@ -1,5 +1,6 @@
 """Measures the overhead of DistributedDataParallel in a training step on two ranks, with candle-ddp and PyTorch over Gloo.
 
+    pip install matplotlib
     python3 scripts/compare_step.py
     python3 scripts/compare_step.py --dtype bf16
     python3 scripts/compare_step.py --overlap
@@ -131,7 +132,7 @@ def overhead(options, program):
         models = [(MODELS[model], {name: times(model, name) for name in names}) for model in options.models]
         title = f"A training step with DDP, 2 ranks, {harness.processor()}"
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "step.svg").write_text(bars.svg(title, models, names, parts))
+        bars.save(options.output / "step.svg", title, models, names, parts)
         picture = ["", "![steps](step.svg)", ""]
         picture.append("The bars are the medians of the parts, whose sums differ a little from the medians of whole steps.")
         lines += ["", f"| DDP step | {names[0]} | {names[1]} | ratio | memory, {names[0]} | {names[1]} | ratio |"]

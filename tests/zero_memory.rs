@@ -35,8 +35,12 @@ struct Gpt {
 
 impl Gpt {
     fn new(vb: VarBuilder) -> Result<Self> {
+        Self::of(LAYERS, vb)
+    }
+
+    fn of(layers: usize, vb: VarBuilder) -> Result<Self> {
         let block = |layer| block(vb.pp(format!("blocks.{layer}")), |vb| Block::new(WIDTH, 4, vb));
-        Ok(Self { blocks: (0..LAYERS).map(block).collect::<Result<_>>()?, head: linear(WIDTH, WIDTH, vb.pp("head"))? })
+        Ok(Self { blocks: (0..layers).map(block).collect::<Result<_>>()?, head: linear(WIDTH, WIDTH, vb.pp("head"))? })
     }
 }
 
@@ -70,7 +74,7 @@ fn train(Run { world_size, zero, mixed, virtual_ranks, sharding }: Run) -> Found
         // So few positions that activations hardly count.
         let x = Tensor::ones((1, 2, WIDTH), DType::F32, pg.device())?;
         // Layers keep work space for each thread.
-        let other = Gpt::new(VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device()))?;
+        let other = Gpt::of(1, VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device()))?;
         other.forward(&x)?.sum_all()?.backward()?;
         drop(other);
         pg.barrier()?;

@@ -1,44 +1,30 @@
-"""A picture of training steps side by side: for each model one bar per system, cut into the parts of a step."""
+"""A picture of training steps side by side: for each model one bar per system, cut into the parts of a step. Needs matplotlib."""
 
-from html import escape
+import matplotlib
 
-WIDTH, LEFT, RIGHT = 760, 24, 96
-BAR, GAP, TITLE, HEAD = 20, 5, 26, 56
+matplotlib.use("svg")
+from matplotlib import pyplot  # noqa: E402
+
 # The first colour is candle-ddp's: dark for the forward pass, light for the optimizer.
 SHADES = [["#1f5fa8", "#5b95d1", "#a9c8e8"], ["#8a5a00", "#d08c1d", "#ecc680"]]
 
 
-def svg(title, models, systems, parts):
-    """Returns the picture as text. `models` is a list of (name, {system: [milliseconds of each part]}); bars of a model are as
-    long as their step takes relative to the slowest system's."""
-    body, y = [], HEAD
-    for name, times in models:
-        body.append(f'<text x="{LEFT}" y="{y + 16}" font-weight="bold">{escape(name)}</text>')
-        y += TITLE
-        longest = max(sum(milliseconds) for milliseconds in times.values())
-        for index, system in enumerate(systems):
-            x = float(LEFT)
-            for shade, milliseconds in zip(SHADES[index], times[system]):
-                width = (WIDTH - LEFT - RIGHT) * milliseconds / longest
-                body.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{shade}"/>')
-                x += width
-            body.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{sum(times[system]):,.0f} ms</text>')
-            y += BAR + GAP
-        y += GAP
-    legend, x = [], float(LEFT)
-    for index, system in enumerate(systems):
-        for shade in SHADES[index]:
-            legend.append(f'<rect x="{x:.1f}" y="34" width="12" height="12" fill="{shade}"/>')
-            x += 13
-        text = f"{system} ({', '.join(parts)})"
-        legend.append(f'<text x="{x + 5:.1f}" y="45">{escape(text)}</text>')
-        x += 7.0 * len(text) + 16
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{y}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
-        *legend,
-        *body,
-        "</svg>",
-        "",
-    ])
+def save(path, title, models, systems, parts):
+    """Draws an SVG. `models` is a list of (name, {system: [milliseconds of each part]}); bars of a model are as long as their step takes
+    relative to the slowest system's."""
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
+    figure, axes = pyplot.subplots(len(models), figsize=(9, len(models)), layout="constrained")
+    figure.suptitle(title)
+    for plot, (name, times) in zip(figure.axes, models):
+        plot.set_title(name, loc="left", fontsize=10, fontweight="bold")
+        plot.set_axis_off()
+        plot.set_xlim(0, 1.12 * max(map(sum, times.values())))
+        plot.invert_yaxis()
+        for row, system in enumerate(systems):
+            for index, (part, milliseconds) in enumerate(zip(parts, times[system])):
+                start = sum(times[system][:index])
+                plot.barh(row, milliseconds, left=start, color=SHADES[row][index], label=f"{system}, {part}")
+            plot.text(sum(times[system]), row, f" {sum(times[system]):,.0f} ms", va="center", fontsize=9)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(systems), frameon=False, fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
