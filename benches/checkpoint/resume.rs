@@ -46,7 +46,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// What is read at a time.
+/// The number of bytes that are read at a time.
 const PART: u64 = 1 << 20;
 
 /// Reads this rank's part of each file, as it is: into one buffer, or into new memory for all of it.

@@ -34,7 +34,7 @@ struct Found {
     largest: usize,
 }
 
-/// Trains on so few positions that activations hardly count. The peak is that of the second step.
+/// Trains on so few positions that activations hardly count. The peak is measured in the second step.
 fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
     let ranks = spawn(world_size, |pg| {
         let x = Tensor::ones((1, 2, size.width), DType::F32, pg.device())?;

@@ -4,7 +4,7 @@ use super::plan::Plan;
 use crate::linear::cuda::gradients as linear_gradients;
 use crate::linear::product::{factor, product, target};
 use crate::view::cat;
-use candle_core::{CudaDevice, DType, Result, Shape, Storage, Tensor};
+use candle_core::{CudaDevice, DType, Result, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::function::{Function, apply, is_tracked};
 use candle_ddp_tensor::kernels::{
@@ -85,10 +85,9 @@ pub(super) fn run<C: Cell>(plan: Plan<C>, arguments: &[&Tensor]) -> Result<Tenso
     }
     let kept = kept.map(Output::into_tensor);
     let [x, w_ih, w_hh] = [x, w_ih, w_hh].map(|tensor| tensor.detach());
-    let result: (Storage, Shape) = results.into_result();
     match kept {
-        Some(kept) => apply(arguments, result, Backward { plan, x, w_ih, w_hh, kept }),
-        None => Ok(Tensor::from_storage(result.0, result.1, candle_core::op::BackpropOp::none(), false)),
+        Some(kept) => apply(arguments, results.into_result(), Backward { plan, x, w_ih, w_hh, kept }),
+        None => Ok(results.into_tensor()),
     }
 }
 

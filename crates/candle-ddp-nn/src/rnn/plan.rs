@@ -1,8 +1,8 @@
-//! What a layer of a recurrent network in one direction does, on any device.
+//! The plan of a recurrent layer in one direction, on any device.
 use super::steps::Steps;
 use std::marker::PhantomData;
 
-/// What a layer does. Arguments: the input, both weights, the states, and the biases that there are.
+/// The sizes and options of a pass over the steps. Arguments: the input, both weights, the states, and the biases that there are.
 pub(super) struct Plan<C> {
     pub(super) steps: Steps,
     pub(super) inputs: usize,

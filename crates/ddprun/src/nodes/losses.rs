@@ -1,4 +1,4 @@
-//! What follows when a node leaves a run, or is lost.
+//! How a run continues, or ends, when a node leaves or is lost.
 use super::message::{Entry, Slot};
 use super::run::{Action, Check, Run, State};
 

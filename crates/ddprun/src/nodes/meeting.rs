@@ -85,7 +85,7 @@ impl Run {
         }
     }
 
-    /// What to do about the nodes that have not joined; names them if they are known by rank.
+    /// Advice about the nodes that have not joined. It names them if they are known by rank.
     fn absent(&self) -> String {
         if !self.is_static {
             return ": start ddprun with the same options on the others, look at its output there, or give them more time \

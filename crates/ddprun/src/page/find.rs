@@ -17,7 +17,7 @@ pub(super) struct Found {
     pub(super) traces: Vec<Vec<(usize, PathBuf)>>,
     /// The folders of attempts, of which each run has one and one more for each restart.
     pub(super) attempts: Vec<(u32, PathBuf)>,
-    /// What ddprun has recorded about the ranks of each run.
+    /// The files in which ddprun has recorded the ranks of each run.
     pub(super) records: Vec<PathBuf>,
     /// The folders of flight records.
     pub(super) flights: BTreeSet<PathBuf>,

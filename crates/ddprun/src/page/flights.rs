@@ -1,12 +1,11 @@
-//! What flight records say: where the ranks parted, and who came last.
+//! The explanation of flight records: where the ranks parted, and who came last.
 use super::html;
 use candle_ddp_rendezvous::flight_record::{explain, read_folder};
 use std::path::Path;
 
 /// The section about the flight records in a folder; "" if they cannot be read.
 pub(super) fn html(folder: &Path, of: &Path, notes: &mut Vec<String>) -> String {
-    let name = of.strip_prefix(folder).ok().filter(|name| !name.as_os_str().is_empty());
-    let name = name.map_or_else(|| "this folder".to_string(), |name| name.display().to_string());
+    let name = html::place(folder, of);
     match read_folder(of) {
         Ok(records) => {
             let lines: Vec<[String; 1]> = explain(&records).lines().map(|line| [line.to_string()]).collect();

@@ -21,6 +21,12 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
+/// A folder's name in headings and notes, relative to the folder of the page.
+pub(super) fn place(folder: &Path, of: &Path) -> String {
+    let name = of.strip_prefix(folder).unwrap_or(of);
+    if name.as_os_str().is_empty() { "this folder".to_string() } else { name.display().to_string() }
+}
+
 /// The names of curves with their colours.
 pub(super) fn legend(names: &[&str]) -> String {
     let entry = |(index, name): (usize, &&str)| {

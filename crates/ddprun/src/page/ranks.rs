@@ -18,7 +18,7 @@ const LETTERS: usize = 2000;
 
 #[derive(Debug, Default)]
 pub(super) struct Ranks {
-    name: String,
+    place: String,
     ranks: BTreeMap<usize, Rank>,
     restarts: u32,
     failures: BTreeSet<(u64, String)>,
@@ -59,8 +59,8 @@ fn gain(last: Option<&Told>, told: &Told) -> Gain {
 /// Reads the record of a run. `None` if no rank has made steps.
 pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Option<Ranks> {
     let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
-    let parent = file.parent().and_then(|parent| parent.strip_prefix(folder).ok()).unwrap_or(Path::new(""));
-    let mut ranks = Ranks { name: parent.display().to_string(), ..Ranks::default() };
+    let place = html::place(folder, file.parent().unwrap_or(folder));
+    let mut ranks = Ranks { place, ..Ranks::default() };
     let mut torn = 0;
     let read = lines(file, &mut torn, |line| ranks.add(line)).and_then(|()| {
         ranks.choose();
@@ -164,8 +164,7 @@ impl Ranks {
         if !failures.is_empty() {
             text += &html::table(["when", "failure"], &failures);
         }
-        let place = if self.name.is_empty() { "this folder" } else { &self.name };
-        html::section(&format!("Waits of the ranks: {place}"), &text)
+        html::section(&format!("Waits of the ranks: {}", self.place), &text)
     }
 
     fn verdict(&self) -> String {

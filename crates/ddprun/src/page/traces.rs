@@ -16,16 +16,16 @@ const WAIT: &str = "wait for buckets";
 
 #[derive(Debug)]
 pub(super) struct Traces {
-    name: String,
+    place: String,
     ranks: Vec<Rank>,
 }
 
 /// Reads the traces of a folder. `None` if they have no spans.
 pub(super) fn read(folder: &Path, files: &[(usize, PathBuf)], notes: &mut Vec<String>) -> Option<Traces> {
     let parent = files.first()?.1.parent()?;
-    let name = parent.strip_prefix(folder).unwrap_or(parent).display().to_string();
+    let place = html::place(folder, parent);
     if files.len() > RANKS {
-        notes.push(format!("{name}: only the traces of {RANKS} ranks of {} are shown", files.len()));
+        notes.push(format!("{place}: only the traces of {RANKS} ranks of {} are shown", files.len()));
     }
     let mut ranks = Vec::new();
     for (rank, file) in files.iter().take(RANKS) {
@@ -35,7 +35,7 @@ pub(super) fn read(folder: &Path, files: &[(usize, PathBuf)], notes: &mut Vec<St
             Err(error) => notes.push(error.to_string()),
         }
     }
-    (!ranks.is_empty()).then_some(Traces { name, ranks })
+    (!ranks.is_empty()).then_some(Traces { place, ranks })
 }
 
 /// An event of a trace, with times in microseconds.
@@ -92,9 +92,8 @@ impl Traces {
         let hint = "<p>The rank that waits least is the one that the others wait for.</p>\n";
         let hint = if self.ranks.len() > 1 { hint } else { "" };
         let steps = timeline::figure(&self.ranks);
-        let name = if self.name.is_empty() { "this folder" } else { &self.name };
         html::section(
-            &format!("Waits and timeline: {name}"),
+            &format!("Waits and timeline: {}", self.place),
             &format!("<div class=charts>{waits}</div>{table}{hint}{steps}"),
         )
     }
