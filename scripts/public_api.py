@@ -34,10 +34,10 @@ LISTINGS = {
 }
 DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|PartialEq|PartialOrd)(<.*>)? for ")
 # The most lines that each listing may have, without those of derived traits. These numbers may only be lowered: do so whenever a listing has become shorter.
-# One rises only by functions of PyTorch and torchmetrics that were missing, so far by `with_grad`, objects, meshes, Muon, metrics, `SummaryWriter`, `put_metric`, files of adapters and of pretrained models
+# One rises only by functions of PyTorch and torchmetrics that were missing, so far by `with_grad`, `_register_fused_optim`, objects, meshes, Muon, metrics, `SummaryWriter`, `put_metric`, files of adapters and of pretrained models
 # (candle_ddp, also by `memory_estimate`, transformers' `save_pretrained`, torcheval's `Throughput` and torchtitan's operations per token), views, LSTM, GRU, `group_norm`, `instance_norm`, `ctc_loss` and LoRA (candle_ddp_nn).
 BUDGETS = {
-    "candle_ddp": 576,
+    "candle_ddp": 577,
     "candle_ddp_data": 99,
     "candle_ddp_nn": 316,
     "candle_ddp_tensor": 38,

@@ -82,7 +82,9 @@ enum Mode {
     Local,
     /// DistributedDataParallel: gradients are averaged during the backward pass.
     Ddp,
-    /// The same, but gradients are averaged after the backward pass.
+    /// The same, with `backward_and_step`. Its time counts as that of the backward pass.
+    Parts,
+    /// As ddp, but gradients are averaged after the backward pass.
     After,
     /// DistributedDataParallel that leaves out steps whose gradients are not finite.
     Skip,
@@ -192,6 +194,7 @@ impl Mode {
         match self {
             Self::Local => "local",
             Self::Ddp => "ddp",
+            Self::Parts => "parts",
             Self::After => "after",
             Self::Skip => "skip",
             Self::Virtual => "virtual",
@@ -212,12 +215,13 @@ impl Mode {
         match (self, amp) {
             (Self::Autocast | Self::Products, None) => Err(invalid("autocast and products need --amp")),
             (_, None) => Ok(options),
-            (Self::Ddp | Self::Lora | Self::Zero | Self::Shard | Self::ShardKept | Self::Hybrid, Some(_)) => {
-                Ok(DdpOptions {
-                    mixed_precision: Some(MixedPrecision { param_dtype: amp, ..Default::default() }),
-                    ..options
-                })
-            }
+            (
+                Self::Ddp | Self::Parts | Self::Lora | Self::Zero | Self::Shard | Self::ShardKept | Self::Hybrid,
+                Some(_),
+            ) => Ok(DdpOptions {
+                mixed_precision: Some(MixedPrecision { param_dtype: amp, ..Default::default() }),
+                ..options
+            }),
             (Self::Autocast, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Lists(dtype)), ..options }),
             (Self::Products, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Products(dtype)), ..options }),
             _ => Err(invalid("must be ddp, autocast, products or a sharded mode, with --amp")),
@@ -230,6 +234,7 @@ struct Trainer {
     net: Net,
     optimizer: Box<dyn Optimizer>,
     gradient_bytes: usize,
+    in_parts: bool,
 }
 
 enum Net {
@@ -251,6 +256,7 @@ impl Trainer {
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
             Mode::Ddp
+            | Mode::Parts
             | Mode::Autocast
             | Mode::Products
             | Mode::Checked
@@ -295,7 +301,7 @@ impl Trainer {
             }
             _ => Box::new(AdamW::new(parameters, params)?),
         };
-        Ok(Self { net, optimizer, gradient_bytes })
+        Ok(Self { net, optimizer, gradient_bytes, in_parts: matches!(mode, Mode::Parts) })
     }
 
     fn step(&mut self, batch: &Batch, phases: bool) -> Result<Times> {
@@ -317,15 +323,21 @@ impl Trainer {
         };
         let forward = now(phases)?;
         let gradients = match &self.net {
-            Net::Local(_) => loss.backward()?,
-            Net::Ddp(ddp) => ddp.backward(&loss)?,
+            Net::Local(_) => Some(loss.backward()?),
+            Net::Ddp(ddp) if self.in_parts => {
+                ddp.backward_and_step(&loss, &mut self.optimizer)?;
+                None
+            }
+            Net::Ddp(ddp) => Some(ddp.backward(&loss)?),
             Net::Virtual(ddp) => {
                 let number = ddp.process_group().rank();
-                backward_micro_batch(&loss, &[ddp], number, None)?.unwrap_or_default()
+                backward_micro_batch(&loss, &[ddp], number, None)?
             }
         };
         let backward = now(phases)?;
-        self.optimizer.step(&gradients)?;
+        if let Some(gradients) = gradients {
+            self.optimizer.step(&gradients)?;
+        }
         let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
         Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now(true)?)])
     }

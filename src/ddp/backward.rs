@@ -6,6 +6,7 @@ use super::micro_batch;
 use super::model::DistributedModel;
 use super::non_finite;
 use super::order::Member;
+use super::parts::{self, StepPart};
 use super::pass::Pass;
 use super::reducer::Gradient;
 use super::replicas;
@@ -131,9 +132,21 @@ pub struct Backward<'a> {
 pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward<'_>) -> Result<GradStore> {
     let Backward { count, into } = options;
     match into {
-        None => average(loss, &mut Pass::new(loss, models, None, count)),
+        None => average(loss, &mut Pass::new(loss, models, None, count), None),
         Some(grads) => run_into(loss, models, grads, count),
     }
+}
+
+/// [`backward`](crate::DistributedDataParallel::backward) for a step that follows at once. `step`, if there is one, gets the gradients of the
+/// buckets as soon as they are there, unless the step depends on something that is only known at the end. The store has all others.
+pub(crate) fn backward_in_parts(
+    model: &DistributedModel,
+    loss: &Tensor,
+    step: Option<&mut StepPart>,
+) -> Result<GradStore> {
+    let mut pass = Pass::new(loss, &[model], None, None);
+    parts::check(&pass)?;
+    average(loss, &mut pass, step)
 }
 
 /// Runs a backward pass and adds its gradients to those in `grads`. Returns a store of the same tensors.
@@ -154,7 +167,7 @@ fn run_into(
         return Err(Error::invalid("into", reason));
     }
     let mut pass = Pass::new(loss, models, Some(grads), count);
-    let mut new = average(loss, &mut pass)?;
+    let mut new = average(loss, &mut pass, None)?;
     if non_finite::is_skipped(&new) {
         *grads = copy_of(&new);
         return Ok(new);
@@ -243,7 +256,7 @@ pub fn backward_micro_batch(
 ) -> Result<Option<GradStore>> {
     let mut pass = Pass::of_micro_batch(loss, models, number, count);
     let is_last = pass.models.iter().any(|model| model.synchronises);
-    let mut all = average(loss, &mut pass)?;
+    let mut all = average(loss, &mut pass, None)?;
     if !is_last {
         return Ok(None);
     }
@@ -265,8 +278,8 @@ pub fn backward_micro_batch(
     Ok(Some(grads))
 }
 
-/// Runs `pass`, which begins at `loss`, and returns the averaged gradients.
-fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
+/// Runs `pass`, which begins at `loss`, and returns the averaged gradients, except for those that `step` gets before.
+fn average(loss: &Tensor, pass: &mut Pass, step: Option<&mut StepPart>) -> Result<GradStore> {
     origin::trains();
     check(pass)?;
     let counted = pass.count.map_or(Ok(()), count::check);
@@ -292,7 +305,11 @@ fn average(loss: &Tensor, pass: &mut Pass) -> Result<GradStore> {
             model.core.reducer.launch_remaining()?;
         }
         let buffers = broadcast_buffers(pass)?;
-        collect(&mut grads, pass)?;
+        match step.filter(|_| beside.is_none() && parts::has_parts(pass)) {
+            Some(step) => parts::step(pass, step)?,
+            None => collect(&mut grads, pass)?,
+        }
+        pass.synchronised().for_each(|model| model.reducer.identity().has_gradients());
         finish(buffers, pass)?;
         micro_batch::end(pass)?;
         if !settle::settle(pass, &mut grads)? {
@@ -367,7 +384,7 @@ fn broadcast_buffers<'a>(pass: &Pass<'a>) -> Result<Vec<sync::Broadcast<'a>>> {
 /// Waits for the buckets of all models, and puts their gradients into `grads`.
 fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
     let mut inserted = HashSet::new();
-    for Member { core: model, synchronises, .. } in &pass.models {
+    for Member { core: model, .. } in &pass.models {
         let gradients = model.phase("wait for buckets", || model.reducer.finalize_backward())?;
         for ((_, var), gradient) in model.variables.named_parameters().zip(gradients) {
             let Gradient::Present(mut gradient) = gradient else { continue };
@@ -377,9 +394,6 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
                 gradient = (of_another + gradient)?.detach();
             }
             grads.insert(var, gradient);
-        }
-        if *synchronises {
-            model.reducer.identity().has_gradients();
         }
     }
     Ok(())

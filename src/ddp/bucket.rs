@@ -8,6 +8,7 @@ use crate::kernels::Assignment;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::finite::non_finite;
+use crate::trace::{self, Trace};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 
@@ -328,6 +329,17 @@ impl Bucket {
         let (Some(room), Some(count)) = (&self.count, count) else { return Ok(&self.tensor) };
         copy::copy(&room.slots, &count::encode(count, rank, world_size, dtype, device)?)?;
         Ok(&room.sent)
+    }
+
+    /// Waits for its all-reduce, with this `number`.
+    pub(super) fn finish(&self, number: usize, trace: Option<&Trace>) -> Result<()> {
+        let Some(work) = &self.work else { return Ok(()) };
+        work.wait()?;
+        let bytes = self.tensor.elem_count() * self.tensor.dtype().size_in_bytes();
+        if let Some(trace) = trace {
+            trace::collective(trace, work, format_args!("all-reduce of bucket {number}, {bytes} bytes"));
+        }
+        Ok(())
     }
 
     /// In the first bucket after the all-reduce: above zero if any rank was asked to stop.

@@ -28,6 +28,7 @@ mod options;
 mod order;
 mod pace;
 mod parameter;
+mod parts;
 mod pass;
 mod reducer;
 mod reduction;
@@ -45,6 +46,7 @@ mod verify;
 mod virtual_ranks;
 mod window;
 
+pub(crate) use backward::backward_in_parts;
 pub use backward::{Backward, backward_micro_batch, backward_with};
 pub use blocks::{Block, Sharding, block};
 pub(crate) use gradients::{check_averaged, own_gradient};

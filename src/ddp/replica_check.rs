@@ -28,6 +28,11 @@ impl Default for ReplicaCheck {
 }
 
 impl ReplicaCheck {
+    /// Whether the pass with this number ends with a comparison. Most causes are there from the first step on.
+    pub(super) fn is_due(&self, pass: u64) -> bool {
+        pass == 2 || pass.is_multiple_of(self.every)
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         match self.every {
             0 => Err(Error::invalid("replica_check", "`every` must be at least 1, not 0 (None turns the check off)")),
@@ -48,6 +53,11 @@ impl Compared {
     /// Counts a pass. Returns its number.
     pub(super) fn count(&self) -> u64 {
         self.passes.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// The number of the next pass that counts.
+    pub(super) fn next(&self) -> u64 {
+        self.passes.load(Ordering::Relaxed) + 1
     }
 
     /// Whether this is the first warning.

@@ -1,6 +1,7 @@
 //! Compares the ranks' replicas, which may part in ways that no collective notices.
 use super::model::DistributedModel;
 use super::pass::Pass;
+use super::replica_check::ReplicaCheck;
 use crate::backend::label;
 use crate::hash::content_64;
 use crate::state;
@@ -18,14 +19,20 @@ pub(super) fn compare_all(pass: &Pass) -> Result<()> {
     pass.synchronised().try_for_each(compare)
 }
 
+/// Whether the next pass outside of a join ends with a comparison of this model.
+pub(super) fn are_due(model: &DistributedModel) -> bool {
+    check_of(model).is_some_and(|check| check.is_due(model.compared.next()))
+}
+
+/// How often its ranks compare it, if they do.
+fn check_of(model: &DistributedModel) -> Option<ReplicaCheck> {
+    model.options.replica_check.filter(|_| model.group().world_size() > 1 && !model.reducer.is_local())
+}
+
 fn compare(model: &DistributedModel) -> Result<()> {
-    let (group, Some(check)) = (model.group(), model.options.replica_check) else { return Ok(()) };
-    if group.world_size() == 1 || model.reducer.is_local() {
-        return Ok(());
-    }
+    let (group, Some(check)) = (model.group(), check_of(model)) else { return Ok(()) };
     let passes = model.compared.count();
-    // Most causes are there from the first step on.
-    if passes != 2 && !passes.is_multiple_of(check.every) {
+    if !check.is_due(passes) {
         return Ok(());
     }
     let variables = &model.variables;

@@ -36,6 +36,8 @@ use std::collections::{HashMap, HashSet};
 pub struct FusedOptimizer<R> {
     groups: Vec<Group<R>>,
     pub(super) named: bool,
+    /// Whether only some parameters have made the last step.
+    is_torn: bool,
 }
 
 #[derive(Debug)]
@@ -46,6 +48,9 @@ struct Group<R> {
 
 /// For which parameters need names.
 const SAVED: &str = "an optimizer to be saved or loaded";
+
+/// The key of a state that was saved after a step had failed in its middle. An optimizer that loads it refuses to continue.
+const TORN: &str = "failed_step";
 
 /// The parameters that an optimizer has already.
 #[derive(Default)]
@@ -162,8 +167,8 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
     pub fn from_groups(groups: Vec<ParameterGroup<R>>) -> Result<Self> {
-        let (mut optimizer, mut seen) =
-            (Self { groups: Vec::with_capacity(groups.len()), named: true }, Seen::default());
+        let mut optimizer = Self { groups: Vec::with_capacity(groups.len()), named: true, is_torn: false };
+        let mut seen = Seen::default();
         groups.into_iter().try_for_each(|group| optimizer.push(group, &mut seen))?;
         Ok(optimizer)
     }
@@ -259,6 +264,16 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         device.is_cuda() && self.options().all(may) && self.slots().all(|slot| slot.var.device().same_device(device))
     }
 
+    /// Refuses an optimizer whose last step has failed in its middle.
+    fn check_whole(&self) -> Result<()> {
+        if !self.is_torn {
+            return Ok(());
+        }
+        let reason = "its last step, in backward_and_step, failed after some parameters had been updated, so that they and their state are \
+                      a step ahead of the others: load the model and the optimizer's state from a checkpoint, or make both anew";
+        Err(Error::invalid("optimizer", reason))
+    }
+
     /// After a bad `verdict`, this is no step.
     fn apply(&mut self, grads: &GradStore, verdict: Option<&Verdict>) -> Result<()> {
         scaled::check_unscaled(grads, "step")?;
@@ -303,10 +318,24 @@ impl<R: UpdateRule> FusedOptimizer<R> {
 
 impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.check_whole()?;
         self.apply(grads, None)
     }
 
+    fn takes_parts(&self) -> Result<bool> {
+        self.check_whole()?;
+        Ok(self.options().all(|options| rule::max_grad_norm(options).is_none()))
+    }
+
+    fn step_part(&mut self, grads: &GradStore, is_last: bool) -> Result<()> {
+        self.is_torn = true;
+        self.apply(grads, None)?;
+        self.is_torn = !is_last;
+        Ok(())
+    }
+
     fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        self.check_whole()?;
         if self.may_judge()
             && let Some(stepped) = scaler.step_on_gpu(grads, |grads, verdict| self.apply(grads, Some(verdict)))?
         {
@@ -344,7 +373,7 @@ impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
 
     /// Updates every parameter that has a gradient.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        Ok(self.apply(grads, None)?)
+        Ok(Optimizer::step(self, grads)?)
     }
 
     /// The learning rate of the first group.
@@ -366,6 +395,9 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         check_named(self.named, SAVED)?;
         let mut dict = state::begin(R::NAME)?;
+        if self.is_torn {
+            dict.insert(TORN.to_string(), state::count(1)?);
+        }
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for Group { options, slots } in &self.groups {
             for slot in slots {
@@ -394,6 +426,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
                 }
             }
         }
+        let is_torn = dict.contains_key(TORN) && loader.count(TORN)? > 0;
         loader.finish()?;
         // Checks the learning rates before anything is changed.
         self.set_learning_rates(&learning_rates)?;
@@ -403,6 +436,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
         for (slot, steps) in self.groups.iter_mut().flat_map(|group| &mut group.slots).zip(steps) {
             slot.steps = steps;
         }
+        self.is_torn = is_torn;
         Ok(())
     }
 

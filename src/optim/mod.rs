@@ -34,6 +34,7 @@
 //! ```
 mod adam;
 mod averager;
+mod backward_and_step;
 mod clip;
 mod ema;
 mod fused;

@@ -101,6 +101,21 @@ pub trait Optimizer: StateDict {
         scaler.step_on_host(self, grads)
     }
 
+    /// Whether it may step some parameters before the gradients of the others are known, by [`step_part`](Self::step_part).
+    ///
+    /// # Errors
+    /// Returns the error of an optimizer that can make no step.
+    #[doc(hidden)]
+    fn takes_parts(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Makes a part of a step, which ends with the last part: each parameter has its gradient in one of them.
+    #[doc(hidden)]
+    fn step_part(&mut self, grads: &GradStore, _is_last: bool) -> Result<()> {
+        self.step(grads)
+    }
+
     /// Loads what a state has of this optimizer's parameters, by name, and reports the rest: for a state that was saved
     /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
     /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
@@ -203,6 +218,14 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
         (**self).step_scaled(scaler, grads)
+    }
+
+    fn takes_parts(&self) -> Result<bool> {
+        (**self).takes_parts()
+    }
+
+    fn step_part(&mut self, grads: &GradStore, is_last: bool) -> Result<()> {
+        (**self).step_part(grads, is_last)
     }
 
     fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {

@@ -10,12 +10,12 @@ use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::elastic::State;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StepLr};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DistributedDataParallel, P2pOp, ProcessGroup, ReduceOp, Result, nn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, P2pOp, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// How ranks communicate apart from DDP: a list of `norm`, `subgroups`, `messages`.
+/// How ranks communicate apart from DDP: a list of `norm`, `subgroups`, `messages`. With `parts`, steps are made in parts.
 pub(crate) const SHAPE: &str = "CANDLE_DDP_TEST_SHAPE";
 pub(crate) const EPOCHS: &str = "CANDLE_DDP_TEST_EPOCHS";
 /// How long each step waits, in milliseconds.
@@ -179,7 +179,11 @@ fn exchange(pg: &ProcessGroup, groups: &[ProcessGroup], own: usize, commit: u64,
 fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
     event("begin", own, state.commits())?;
     append(&format!("entered-{own}"), &std::process::id().to_string());
-    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb, Some(pg), own))?;
+    let options = match has("parts") {
+        true => DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., replica_check: None, ..Default::default() },
+        false => DdpOptions::default(),
+    };
+    let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| Net::new(vb, Some(pg), own), options)?;
     let groups = subgroups(pg)?;
     event("made", own, state.commits())?;
     // Objects that belong to the group, or are made in it.
@@ -209,10 +213,14 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             });
             let loss = output?.sqr()?.mean_all()?;
             event("forward", own, commit)?;
-            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
-            event("backward", own, commit)?;
-            scaler.step(&mut state.optimizer, &mut grads)?;
-            scaler.update()?;
+            if has("parts") {
+                ddp.backward_and_step(&loss, &mut state.optimizer)?;
+            } else {
+                let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+                event("backward", own, commit)?;
+                scaler.step(&mut state.optimizer, &mut grads)?;
+                scaler.update()?;
+            }
             schedule.step(&mut state.optimizer)?;
             event("step", own, commit)?;
             let (loader, scaler) = (("loader", &mut loader), ("scaler", &mut scaler));

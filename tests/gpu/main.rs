@@ -28,6 +28,7 @@ mod layers;
 mod left_out;
 mod norms;
 mod optim;
+mod parts;
 mod several;
 mod sharded_step;
 mod toolbox;
@@ -106,6 +107,8 @@ fn rank_of_another_test() {
         "elsewhere" => toolbox::refuse_variables_elsewhere(&pg(20)),
         "scaler" => optim::scales(&pg(60)).unwrap(),
         "zero" => optim::shards(&pg(60)).unwrap(),
+        "parts" => parts::same_bits(&pg(60)).unwrap(),
+        "early part" => parts::early(&pg(60)).unwrap(),
         "leave" => leave(&worker, &pg(200)),
         "killed" => worker.report(&all_reduces(&worker, &pg(300))),
         "desync" => worker.report(&disagree(&pg(SHORT))),

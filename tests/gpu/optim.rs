@@ -15,7 +15,7 @@ const STEPS: u64 = 100;
 /// Below, at and above the chunk size of a block.
 const SIZES: [usize; 6] = [1, 257, 4095, 4096, 4097, 100_003];
 
-fn tensor(size: usize, seed: u64, dtype: DType, device: &Device) -> Tensor {
+pub(crate) fn tensor(size: usize, seed: u64, dtype: DType, device: &Device) -> Tensor {
     let values = Tensor::from_vec(values(size, seed), size, &Device::Cpu).unwrap();
     values.to_dtype(dtype).unwrap().to_device(device).unwrap()
 }

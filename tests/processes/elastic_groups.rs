@@ -41,6 +41,13 @@ fn a_death_that_is_seen_first_in_the_group_of_the_layers() {
     survives("norm", &at("inside"));
 }
 
+/// The other ranks may have made parts of the step by then.
+#[test]
+fn a_death_in_the_middle_of_a_step_in_parts() {
+    // Each group of ranks makes its first step as a whole.
+    survives("parts", &(0..6).map(|kill| format!("{} kill-inside {}", kill % 3, 3 + 3 * kill)).collect::<Vec<_>>());
+}
+
 #[test]
 fn a_death_that_is_seen_first_in_a_subgroup() {
     survives("subgroups", &at("group"));

@@ -18,6 +18,7 @@ mod amp_scaled;
 mod answers;
 mod autocast;
 mod autocast_options;
+mod backward_and_step;
 mod bad_batches;
 #[path = "../common/bad_batches.rs"]
 mod bad_batches_ranks;

@@ -1,6 +1,7 @@
 //! The state machine between candle's backward pass and the communicator. See `src/ddp/README.md`.
 mod memory;
 mod micro_batch;
+mod parts;
 mod state;
 mod strategy;
 

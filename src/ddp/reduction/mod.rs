@@ -8,7 +8,7 @@ use super::bucket::{Bucket, Message, ParameterInfo};
 use super::groups::Groups;
 use super::usage::Usage;
 use crate::process_group::ProcessGroup;
-use crate::trace::{self, Trace};
+use crate::trace::Trace;
 use crate::{ReduceOp, Result};
 use hook::HookReduction;
 use shard::ShardReduction;
@@ -138,14 +138,7 @@ impl Reduction {
     ) -> Result<Option<Usage>> {
         match self {
             Self::AllReduce => {
-                for (number, bucket) in buckets.iter().enumerate() {
-                    let Some(work) = &bucket.work else { continue };
-                    work.wait()?;
-                    let bytes = bucket.tensor.elem_count() * bucket.tensor.dtype().size_in_bytes();
-                    if let Some(trace) = trace {
-                        trace::collective(trace, work, format_args!("all-reduce of bucket {number}, {bytes} bytes"));
-                    }
-                }
+                buckets.iter().enumerate().try_for_each(|(number, bucket)| bucket.finish(number, trace))?;
                 Ok(None)
             }
             Self::Hook(hook) => hook.finish(used, message, groups, trace),

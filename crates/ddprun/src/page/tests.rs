@@ -75,6 +75,24 @@ fn a_step_without_a_phase_of_the_optimizer_is_shown() {
     assert!(page_of(folder.path()).contains("The last steps"));
 }
 
+/// A step waits for buckets several times if the optimizer's step has parts.
+#[test]
+fn a_step_in_parts_is_one_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let in_parts: String = trace(0, 5, 0.25)
+        .lines()
+        .map(|line| match line.contains("wait for buckets") || line.contains("optimizer") {
+            true => format!("{line}\n{line}\n"),
+            false => format!("{line}\n"),
+        })
+        .collect();
+    put(folder.path().join("rank0.trace.json"), in_parts).unwrap();
+    let text = page_of(folder.path());
+    assert!(text.contains("<td>0</td><td>5</td><td>0.5</td><td>0.5</td>"), "{text}");
+    // Three steps are shown, which take 29 ms, with a mark at four fifths.
+    assert!(text.contains("23.2"), "{text}");
+}
+
 #[test]
 fn names_are_texts_whatever_they_are() {
     let folder = tempfile::tempdir().unwrap();

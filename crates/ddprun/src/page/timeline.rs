@@ -19,6 +19,17 @@ pub(super) struct Rank {
     pub(super) spans: VecDeque<Span>,
 }
 
+impl Rank {
+    /// Counts a step that has waited for so many milliseconds, if there was one.
+    pub(super) fn end_step(&mut self, waited: Option<f64>) {
+        let Some(waited) = waited else { return };
+        self.steps += 1;
+        self.waited += waited;
+        self.longest = self.longest.max(waited);
+        self.waits.push(self.steps as f64, waited);
+    }
+}
+
 /// A phase of a rank, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Span {
@@ -77,8 +88,22 @@ fn window(rank: &Rank) -> Option<(f64, f64)> {
     let mut spans: Vec<Span> = rank.spans.iter().copied().collect();
     spans.sort_by(|a, b| a.start.total_cmp(&b.start));
     let ends = |kind| spans.iter().filter(move |span| span.kind == kind).map(|span| span.end);
-    let waits: Vec<f64> = ends(Kind::Wait).collect();
-    let end = waits.iter().copied().chain(ends(Kind::Optimizer)).reduce(f64::max)?;
+    let end = ends(Kind::Wait).chain(ends(Kind::Optimizer)).reduce(f64::max)?;
+    // The end of each step's last wait.
+    let mut waits = Vec::new();
+    let mut is_new = true;
+    for span in &spans {
+        match span.kind {
+            Kind::Backward => is_new = true,
+            Kind::Wait => {
+                if !std::mem::take(&mut is_new) {
+                    waits.pop();
+                }
+                waits.push(span.end);
+            }
+            _ => {}
+        }
+    }
     let before = waits.len().checked_sub(STEPS + 1).and_then(|index| waits.get(index)).copied();
     let start = spans.iter().find(|span| span.start >= before.unwrap_or(f64::MIN) && span.kind == Kind::Forward)?.start;
     (start < end).then_some((start, end))

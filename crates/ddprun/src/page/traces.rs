@@ -53,27 +53,25 @@ struct Event {
 
 fn of_rank(rank: usize, file: &Path) -> candle_ddp_rendezvous::Result<Rank> {
     let mut read = Rank { rank, waits: Series::default(), steps: 0, waited: 0., longest: 0., spans: VecDeque::new() };
+    // A step waits several times if parts of the optimizer's step come in between.
+    let mut waited = None;
     for text in trace::events(file)? {
         let Ok(event) = serde_json::from_str::<Event>(&text?) else { continue };
         if event.ph != "X" || !event.ts.is_finite() || !event.dur.is_finite() || event.dur < 0. {
             continue;
         }
-        if event.name == WAIT {
-            let waited = event.dur / 1e3;
-            read.steps += 1;
-            read.waited += waited;
-            read.longest = read.longest.max(waited);
-            read.waits.push(read.steps as f64, waited);
+        let kind = timeline::Kind::of(&event.name, event.tid);
+        if kind == timeline::Kind::Backward {
+            read.end_step(waited.take());
+        } else if event.name == WAIT {
+            waited = Some(waited.unwrap_or(0.) + event.dur / 1e3);
         }
         if read.spans.len() == SPANS {
             read.spans.pop_front();
         }
-        read.spans.push_back(Span {
-            kind: timeline::Kind::of(&event.name, event.tid),
-            start: event.ts / 1e3,
-            end: (event.ts + event.dur) / 1e3,
-        });
+        read.spans.push_back(Span { kind, start: event.ts / 1e3, end: (event.ts + event.dur) / 1e3 });
     }
+    read.end_step(waited);
     Ok(read)
 }
 

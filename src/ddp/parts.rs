@@ -1,0 +1,62 @@
+//! The optimizer's step with the gradients of some buckets while later ones are still being reduced.
+use super::graph::Graph;
+use super::order::Member;
+use super::pass::Pass;
+use super::replicas;
+use super::scaled;
+use crate::{Error, Result};
+use candle_core::TensorId;
+use candle_core::backprop::GradStore;
+use std::collections::HashSet;
+
+/// Makes the part of a step for which the gradients are there.
+pub(crate) type StepPart<'a> = dyn FnMut(&GradStore) -> Result<()> + 'a;
+
+/// The most parts of a step: a GPU launches a kernel for each, and keeps the tables of a few of them only.
+const MOST: usize = 16;
+
+/// Refuses what no step may follow.
+pub(super) fn check(pass: &Pass) -> Result<()> {
+    if pass.synchronised().next().is_none() {
+        let reason = "under no_sync nothing is averaged, and a step must wait for the mean: call `backward` for the first \
+                      micro-batches, and backward_and_step outside of no_sync for the last one";
+        return Err(Error::invalid("optimizer", reason));
+    }
+    if pass.graph.iter().flat_map(Graph::variables).any(scaled::is_key) {
+        let reason = "backward_and_step updates parameters before it is known whether all gradients are finite: with a scaler, call \
+                      `ddp.backward(&loss)` and `scaler.step(&mut optimizer, &mut grads)`"
+            .to_string();
+        return Err(Error::GradScaler { call: "step", reason });
+    }
+    Ok(())
+}
+
+/// Whether a part of the step may be made before the last bucket is there. All that the ranks decide together at the end of the pass then
+/// comes too late: whether to leave the step out, and whether they have the same model.
+pub(super) fn has_parts(pass: &Pass) -> bool {
+    let [Member { core, synchronises: true, .. }] = pass.models[..] else { return false };
+    let mut known = HashSet::<TensorId>::new();
+    core.reducer.has_parts()
+        && !core.options.policy().is_on()
+        && (pass.is_joined() || !replicas::are_due(core))
+        // A variable with two names gets the sum of both gradients.
+        && core.variables.named_parameters().all(|(_, var)| known.insert(var.id()))
+}
+
+/// Waits for the buckets, and makes the step of each before it waits for the next.
+pub(super) fn step(pass: &Pass, step: &mut StepPart) -> Result<()> {
+    for Member { core, .. } in &pass.models {
+        let count = core.reducer.bucket_count();
+        let together = count.div_ceil(MOST).max(1);
+        for first in (0..count).step_by(together) {
+            let numbers = first..count.min(first + together);
+            let gradients = core.phase("wait for buckets", || core.reducer.finalize_buckets(numbers))?;
+            let mut part = GradStore::default();
+            for (index, gradient) in gradients {
+                part.insert(&core.variables.parameters[index].var, gradient);
+            }
+            step(&part)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,45 @@
+//! The results of a backward pass, some buckets at a time.
+use super::Reducer;
+use crate::Result;
+use crate::ddp::reduction::Reduction;
+use candle_core::Tensor;
+use std::ops::Range;
+
+impl Reducer {
+    /// Whether a bucket has all that a step with its gradients needs. In the first pass it has not, since some parameter may turn out to
+    /// be unused; hooks and shards send their flags after all buckets.
+    pub(crate) fn has_parts(&self) -> bool {
+        let state = self.lock();
+        state.trained && matches!(state.reduction, Reduction::AllReduce)
+    }
+
+    pub(crate) fn bucket_count(&self) -> usize {
+        self.lock().buckets.len()
+    }
+
+    /// [`finalize_backward`](Self::finalize_backward) for these buckets, which follow those of the last call. Returns the gradients of the
+    /// parameters that a rank used.
+    pub(crate) fn finalize_buckets(&self, numbers: Range<usize>) -> Result<Vec<(usize, Tensor)>> {
+        self.with_part(|part| {
+            let mut state = self.lock();
+            let mut gradients = Vec::new();
+            for number in numbers.clone() {
+                let bucket = &state.buckets[number];
+                bucket.finish(number, self.trace())?;
+                if number == 0 {
+                    self.groups.main().carry_stop(bucket.stop_flag()?);
+                }
+                let converted = bucket.converted(&state.parameters, 1.)?;
+                for (slot, (index, gradient)) in bucket.members.iter().zip(converted).enumerate() {
+                    if part.used[*index] || bucket.anybody_used(slot)? {
+                        gradients.push((*index, gradient));
+                    }
+                }
+            }
+            if numbers.end == state.buckets.len() {
+                state.clear_accumulated();
+            }
+            Ok(gradients)
+        })
+    }
+}

@@ -1,0 +1,145 @@
+//! A step in parts: the same bits as in one, and a part before the last bucket is there.
+use crate::common::{filled, floats};
+use crate::launch::{Ranks, Worker, gpus};
+use crate::optim::tensor;
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor};
+use candle_ddp::amp::MixedPrecision;
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::optim::{AdamW, FusedOptimizer, Optimizer, ParamsLamb, ParamsSgd, UpdateRule};
+use candle_ddp::{DdpOptions, ProcessGroup, Result};
+use candle_nn::{Linear, ParamsAdamW, VarBuilder, linear};
+use std::collections::HashMap;
+
+/// A bucket for each parameter. The step has parts from the second pass on.
+fn tiny() -> DdpOptions {
+    DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., replica_check: None, ..Default::default() }
+}
+
+fn net(vb: VarBuilder) -> candle_core::Result<[Linear; 2]> {
+    Ok([linear(30, 100, vb.pp("a"))?, linear(100, 3, vb.pp("b"))?])
+}
+
+fn loss([a, b]: &[Linear; 2], x: &Tensor, between: Between) -> candle_core::Result<Tensor> {
+    let x = x.to_dtype(a.weight().dtype())?;
+    b.forward(&a.forward(&x)?.tanh()?.apply_op1(between)?)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+}
+
+/// The identity. In its backward pass, between the gradients of the layers, it waits for a report of this rank.
+struct Between(Option<(Worker, usize)>);
+
+impl CustomOp1 for Between {
+    fn name(&self) -> &'static str {
+        "between"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        candle_core::bail!("this is for GPUs")
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        self.0.iter().for_each(|(worker, rank)| worker.await_report(*rank));
+        Ok(Some(gradient.clone()))
+    }
+}
+
+/// Rank 1 has its last gradients only when the GPU of rank 0 has updated a parameter.
+pub(crate) fn early(pg: &ProcessGroup) -> Result<()> {
+    struct Reporting(AdamW, Device);
+
+    impl Optimizer for Reporting {
+        fn step(&mut self, grads: &GradStore) -> Result<()> {
+            Optimizer::step(&mut self.0, grads)
+        }
+
+        fn takes_parts(&self) -> Result<bool> {
+            self.0.takes_parts()
+        }
+
+        fn step_part(&mut self, grads: &GradStore, is_last: bool) -> Result<()> {
+            self.0.step_part(grads, is_last)?;
+            self.1.synchronize()?;
+            Worker::of_this_process().report("a part");
+            Ok(())
+        }
+
+        fn learning_rates(&self) -> Vec<f64> {
+            self.0.learning_rates()
+        }
+
+        fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+            self.0.set_learning_rates(learning_rates)
+        }
+
+        fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+            self.0.clip_grad_norm(grads, max_norm)
+        }
+    }
+
+    impl StateDict for Reporting {
+        fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+            self.0.state_dict()
+        }
+
+        fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+            self.0.load_state_dict(state)
+        }
+    }
+
+    let (ddp, _) = filled(pg, net, tiny(), 3)?;
+    let mut optimizer = Reporting(AdamW::new(&ddp, ParamsAdamW::default())?, pg.device().clone());
+    let x = tensor(8 * 30, pg.rank() as u64, DType::F32, pg.device()).reshape((8, 30))?;
+    for pass in 0..2 {
+        let waits = (pass == 1 && pg.rank() == 1).then(|| (Worker::of_this_process(), 0));
+        ddp.backward_and_step(&ddp.call(|net| loss(net, &x, Between(waits)))?, &mut optimizer)?;
+    }
+    pg.barrier()
+}
+
+/// One call gives the bits of two.
+pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
+    fn train<R: UpdateRule>(pg: &ProcessGroup, rule: &R, options: DdpOptions, in_one: bool) -> Result<Vec<Vec<f32>>> {
+        let (ddp, _) = filled(pg, net, options, 3)?;
+        let mut optimizer = FusedOptimizer::new(&ddp, rule.clone())?;
+        for step in 0..3 {
+            let x = tensor(8 * 30, 50 + step + 100 * pg.rank() as u64, DType::F32, pg.device()).reshape((8, 30))?;
+            let loss = ddp.call(|net| loss(net, &x, Between(None)))?;
+            match in_one {
+                true => ddp.backward_and_step(&loss, &mut optimizer)?,
+                false => Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?,
+            }
+        }
+        let mut state: Vec<_> = optimizer.state_dict()?.into_iter().collect();
+        state.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Ok(ddp.parameters().iter().map(|var| floats(var)).chain(state.iter().map(|(_, state)| floats(state))).collect())
+    }
+    fn compare<R: UpdateRule>(pg: &ProcessGroup, rule: R, mixed: MixedPrecision) -> Result<()> {
+        let options = || DdpOptions { mixed_precision: Some(mixed), ..tiny() };
+        let expected = train(pg, &rule, options(), false)?;
+        assert_eq!(train(pg, &rule, options(), true)?, expected, "{rule:?} {mixed:?}");
+        Ok(())
+    }
+    let bf16 = MixedPrecision { param_dtype: Some(DType::BF16), keep_low_precision_grads: true, ..Default::default() };
+    compare(pg, ParamsAdamW::default(), bf16)?;
+    compare(pg, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() }, MixedPrecision::default())?;
+    compare(pg, ParamsLamb { lr: 0.01, max_grad_norm: None, ..Default::default() }, MixedPrecision::default())
+}
+
+#[test]
+fn a_part_of_a_step_comes_before_the_last_bucket() {
+    if gpus("a_part_of_a_step_comes_before_the_last_bucket").is_some() {
+        Ranks::start(2, "early part").finish();
+    }
+}
+
+#[test]
+fn a_step_in_parts_has_the_same_bits() {
+    if gpus("a_step_in_parts_has_the_same_bits").is_some() {
+        Ranks::start(2, "parts").finish();
+    }
+}
