@@ -170,6 +170,7 @@ impl Drop for Program {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::launches::THREADS;
     use crate::kernels::source::{DTYPES, Kernel};
     use std::collections::BTreeSet;
 
@@ -226,6 +227,30 @@ mod tests {
             let ptx = ptx(source, dtype, 90);
             assert!(!ptx.contains("fma."), "{}", source.name());
             assert!(!ptx.contains("sqrt.approx") && !ptx.contains("div.approx"), "{}", source.name());
+        }
+    }
+
+    /// The registers of a thread of each kernel in machine code, whose attribute EIATTR_REGCOUNT has them behind the kernel's symbol.
+    fn registers(code: &[u8]) -> Vec<u32> {
+        let attributes = code.windows(12).filter(|bytes| bytes.starts_with(&[0x04, 0x2f, 8, 0]));
+        attributes.map(|bytes| u32::from_le_bytes(bytes[8..].try_into().unwrap())).collect()
+    }
+
+    /// With one block alone, too few loads are in flight: the cross entropy then reached half of a copy's speed.
+    #[test]
+    fn two_blocks_of_the_largest_kernels_run_at_once_on_a_multiprocessor() {
+        let sources = [Source::Softmax, Source::Norm];
+        for (source, dtype) in
+            sources.into_iter().flat_map(|source| [DType::F32, DType::BF16].map(|dtype| (source, dtype)))
+        {
+            let registers = registers(&image_for(source, dtype, Target::Code(90)).unwrap());
+            let kernels = Kernel::ALL.iter().filter(|kernel| kernel.source() == source).count();
+            assert_eq!(registers.len(), kernels, "{}", source.name());
+            assert!(
+                registers.iter().all(|of_thread| of_thread * 2 * THREADS <= 65_536),
+                "{}: {registers:?}",
+                source.name()
+            );
         }
     }
 

@@ -10,9 +10,8 @@ struct Span {
     unsigned lane, lanes;
 };
 
-__device__ inline Span span(unsigned long long rows, unsigned long long count, unsigned lanes,
-                            unsigned long long block = blockIdx.x) {
-    const unsigned long long row = block * (THREADS / lanes) + threadIdx.x / lanes;
+__device__ inline Span span(unsigned long long rows, unsigned long long count, unsigned lanes) {
+    const unsigned long long row = (unsigned long long)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes;
     if (row >= rows) count = 0;
     Span of = {row, count, count, count, threadIdx.x % lanes, lanes};
     return of;
@@ -79,6 +78,20 @@ __device__ inline void for_each_of_row(const Span &of, Body body, const Row<T> &
         for_each_vector(of, i, body, Vectors<T>(row.from, of, i), Vectors<Others>(others.from, of, i)...);
     for (i = of.lane; i < of.head; i += of.lanes) body(One(), i, row[i], others[i]...);
     for (i = of.tail + of.lane; i < of.count; i += of.lanes) body(One(), i, row[i], others[i]...);
+}
+
+// The same for a row that is in memory only: a vector at a time, in few registers.
+template <typename Body, typename T>
+__device__ inline void for_each_few_of_row(const Span &of, const T *row, Body body) {
+    const unsigned step = of.lanes * Few<T>::most;
+    const auto load = [&](auto size, unsigned long long i) {
+        Few<T> few;
+        few.load(row + i, size.is_vector);
+        body(size, i, few);
+    };
+    _Pragma("unroll 1") for (unsigned long long i = of.head + of.lane * Few<T>::most; i < of.tail; i += step) load(Several(), i);
+    for (unsigned long long i = of.lane; i < of.head; i += of.lanes) load(One(), i);
+    for (unsigned long long i = of.tail + of.lane; i < of.count; i += of.lanes) load(One(), i);
 }
 
 // Reduces `value` over the threads of a row, for all of them. Each call in a kernel has its own `CALL`, and so its own memory.

@@ -251,42 +251,48 @@ __device__ inline Real loss_slope(const Slopes<Real> &of, const Real *weights, u
 __device__ inline double factor_of_logits(double scale) { return isinf(scale) ? scale : 1; }
 __device__ inline double factor_of_rest(double scale) { return isinf(scale) ? 1 : scale; }
 
-// tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64) or null, pairs (f64) for each sample:
-// its loss, and the weight of its target; and the factor of sums over samples and the sum of all weights (f64), or null. With these, the
-// gradients of the logits are written over them. What is between rows stays as it is. A few warps per sample.
-template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
+// `has_slopes`: whether the gradients of the logits are written over them. Apart, since the losses alone need few registers, so that more
+// blocks run at once.
+template <typename T, bool has_slopes> __device__ inline void losses_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Rows &r = ROWS;
-    T *logits = TENSOR(T, 0);
-    const Real *weights = TENSOR(const Real, 2);
-    const double *scale = TENSOR(const double, 5);
-    const unsigned lanes = LOSSES.lanes;
     const unsigned long long stride = LOSSES.stride;
-    for (unsigned long long block = blockIdx.x; block * (THREADS / lanes) < r.outer; block += gridDim.x) {
-        const Span row = aligned<T>(span(r.outer, r.count, lanes, block), logits, stride, LOSSES.are_aligned);
-        const Row<T> x(logits, row, stride);
-        const Sum<Real> of = sum_row(row, x);
-        const double norm = (double)of.largest + log((double)of.sum);
-        double smooth = 0;
-        if (by.reals[0] > 0) {
-            for_each_of_row(row, [&](auto size, unsigned long long i, const Few<T> &few) {
-                FOR_EACH_OF(T, size.is_vector, k) smooth += (weights ? weights[i + k] : 1) * (norm - few.at[k]);
-            }, x);
-            smooth = reduce_row<2, Add>(row, smooth);
-        }
-        if (row.lane == 0 && row.count > 0) put_loss(by, row.row, x.from, 1, norm, smooth);
-        // Before the target's logit is overwritten, and the memory of reductions is used for the next rows.
+    const Real *weights = TENSOR(const Real, 2);
+    const Span row = aligned<T>(span(r.outer, r.count, LOSSES.lanes), TENSOR(const T, 0), stride, LOSSES.are_aligned);
+    T *logits = TENSOR(T, 0) + row.row * stride;
+    const Row<T> x(TENSOR(const T, 0), row, stride);
+    const Sum<Real> of = sum_row(row, x);
+    const double norm = (double)of.largest + log((double)of.sum);
+    double smooth = 0;
+    if (by.reals[0] > 0) {
+        for_each_few_of_row(row, logits, [&](auto size, unsigned long long i, const Few<T> &few) {
+            FOR_EACH_OF(T, size.is_vector, k) smooth += (weights ? weights[i + k] : 1) * (norm - few.at[k]);
+        });
+        smooth = reduce_row<2, Add>(row, smooth);
+    }
+    if (row.lane == 0 && row.count > 0) put_loss(by, row.row, logits, 1, norm, smooth);
+    if constexpr (has_slopes) {
+        // Before the target's logit is overwritten.
         __syncthreads();
-        if (!scale || row.count == 0) continue;
+        if (row.count == 0) return;
+        const double *scale = TENSOR(const double, 5);
         const Slopes<Real> each = slopes<Real>(by, row.row, norm, factor_of_logits(scale[0]), scale[1]);
-        T *dx = logits + row.row * stride;
         for_each_of_row(row, [&](auto size, unsigned long long i, Few<T> few) {
             FOR_EACH_OF(T, size.is_vector, k) few.at[k] = loss_slope<T>(each, weights, i + k, few.at[k]);
-            few.store(dx + i, size.is_vector);
+            few.store(logits + i, size.is_vector);
         }, x);
     }
 }
+
+// tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64) or null, and pairs (f64) for each sample:
+// its loss, and the weight of its target. A few warps per sample.
+template <typename T> __device__ inline void losses_of_rows(const Arguments &by) { losses_of<T, false>(by); }
 LAYER(losses_of_rows)
+
+// tensors: as above, and the factor of sums over samples and the sum of all weights (f64). The gradients of the logits are written over
+// them. What is between rows stays as it is.
+template <typename T> __device__ inline void losses_and_slopes_of_rows(const Arguments &by) { losses_of<T, true>(by); }
+LAYER(losses_and_slopes_of_rows)
 
 // The same with one thread per vector of samples.
 template <typename T> __device__ inline void losses_of_columns(const Arguments &by) {

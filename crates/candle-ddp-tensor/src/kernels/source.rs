@@ -112,7 +112,8 @@ kernels! {
         PixelInputGradient "pixel_input_gradient";
     Softmax: SoftmaxRows "softmax_rows", SoftmaxColumns "softmax_columns", SoftmaxRowsBackward "softmax_rows_backward",
         SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
-        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossScale "loss_scale",
+        LossesAndSlopesOfRows "losses_and_slopes_of_rows", LossesOfColumns "losses_of_columns",
+        LossTotal "loss_total", LossScale "loss_scale",
         LossFactor "loss_factor", ScaleSums "scale_sums", LossRowsBackward "loss_rows_backward",
         LossColumnsBackward "loss_columns_backward";
     Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope",

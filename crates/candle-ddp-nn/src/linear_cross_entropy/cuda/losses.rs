@@ -47,16 +47,20 @@ impl<'a> Losses<'a> {
         let vector = Address::vector(&[logits], 0, dtype);
         let lanes = kernels::lanes(classes, vector);
         let blocks = kernels::blocks_of_rows(samples.len(), lanes);
+        let (kernel, scale) = match with_gradients {
+            true => (Kernel::LossesAndSlopesOfRows, self.scale.address()?),
+            false => (Kernel::LossesOfRows, Address::NONE),
+        };
         let tensors = [
             logits,
             address(&self.targets)?.skip(samples.start, DType::I64),
             address_or_none(self.weights.as_ref())?,
             Address::NONE,
             self.pairs.address()?.skip(2 * samples.start, DType::F64),
-            if with_gradients { self.scale.address()? } else { Address::NONE },
+            scale,
         ];
         let numbers = &self.numbers(samples.len(), vector > 1, lanes);
-        let (kernel, grid, reals) = (Kernel::LossesOfRows, Grid::Blocks(blocks), &[self.smoothing]);
+        let (grid, reals) = (Grid::Blocks(blocks), &[self.smoothing]);
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors: &tensors, numbers, reals })?)
     }
 
