@@ -190,27 +190,41 @@ fn convolutions_of_any_width_match_the_cpu() {
     });
 }
 
-/// Rows that are whole vectors, and others; the usual windows, and others.
+/// Rows that are whole vectors, and others; the usual windows, and others. Half as many windows as columns may be vectors, too.
 #[test]
 fn maxima_of_any_size_match_the_cpu() {
     on_gpu("maxima_of_any_size_match_the_cpu", |gpu| {
         let windows =
             [((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((3, 3), (1, 1), (1, 0)), ((2, 5), (3, 1), (1, 2))];
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
-            for ((kernel, stride, padding), shape) in
-                windows.into_iter().flat_map(|windows| [(windows, [2, 3, 9, 24]), (windows, [3, 1, 8, 11])])
-            {
-                let run = |device: &Device| {
-                    // Many are equal.
-                    let x = (tensor(&shape, 1) * 4.0).unwrap().round().unwrap().to_dtype(dtype).unwrap();
-                    let x = Var::from_tensor(&x.to_device(device).unwrap()).unwrap();
-                    let options = MaxPool2dOptions { stride: Some(stride), padding, ceil_mode: true };
-                    let y = max_pool2d(&x, kernel, options).unwrap();
-                    let dy = (tensor(y.dims(), 2) * 8.0).unwrap().round().unwrap().to_dtype(dtype).unwrap();
-                    let grads = (&y * dy.to_device(device).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
-                    [floats(&y), floats(grads.get(&x).unwrap())]
-                };
-                assert_eq!(run(gpu), run(&Device::Cpu), "{dtype:?} {shape:?} {kernel:?} {stride:?} {padding:?}");
+            for ((kernel, stride, padding), shape) in windows.into_iter().flat_map(|windows| {
+                let shapes = [[2, 3, 9, 24], [3, 1, 8, 11], [2, 2, 7, 32], [1, 2, 1, 8]];
+                shapes
+                    .into_iter()
+                    .filter(move |[.., rows, _]| rows + 2 * windows.2.0 >= windows.0.0)
+                    .map(move |shape| (windows, shape))
+            }) {
+                for ceil_mode in [true, false] {
+                    let run = |device: &Device| {
+                        // Many are equal.
+                        let mut values = floats(&(tensor(&shape, 1) * 4.0).unwrap().round().unwrap());
+                        values.iter_mut().skip(3).step_by(29).for_each(|value| *value = f32::NAN);
+                        values.iter_mut().take(40).for_each(|value| *value = f32::NEG_INFINITY);
+                        let x = Tensor::from_vec(values, &shape, device).unwrap().to_dtype(dtype).unwrap();
+                        let x = Var::from_tensor(&x).unwrap();
+                        let options = MaxPool2dOptions { stride: Some(stride), padding, ceil_mode };
+                        let y = max_pool2d(&x, kernel, options).unwrap();
+                        let dy = (tensor(y.dims(), 2) * 8.0).unwrap().round().unwrap().to_dtype(dtype).unwrap();
+                        let grads =
+                            (&y * dy.to_device(device).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+                        // Of all devices the same, and equal to itself.
+                        let comparable = |value: f32| if value.is_nan() { f32::INFINITY } else { value };
+                        [floats(&y), floats(grads.get(&x).unwrap())]
+                            .map(|values| values.into_iter().map(comparable).collect::<Vec<_>>())
+                    };
+                    let case = format!("{dtype:?} {shape:?} {kernel:?} {stride:?} {padding:?} {ceil_mode}");
+                    assert_eq!(run(gpu), run(&Device::Cpu), "{case}");
+                }
             }
         }
     });

@@ -77,7 +77,7 @@ struct MaxPool {
     format: MemoryFormat,
     rows: Windows,
     columns: Windows,
-    /// Where each maximum was found: in its plane, or with channels last in its window.
+    /// Where each maximum was found: in its plane, or in eight bits in its window.
     indices: OnceLock<Indices>,
 }
 
@@ -130,20 +130,34 @@ impl MaxPool {
         [&[planes][..], extents.as_flattened(), &[vector, channels]].concat()
     }
 
+    /// Whether windows are those of the kernels that halve the width.
+    fn halves(&self) -> bool {
+        let Windows { kernel, stride, padding, .. } = self.columns;
+        (self.rows.kernel, kernel, stride, padding) == (3, 3, 2, 1)
+    }
+
     fn forward_on_cuda(&self, x: Address, shape: &Shape, device: &CudaDevice, dtype: DType) -> Result<Output> {
         let y_shape = with_planes(self.format, shape, self.rows.count, self.columns.count);
-        let is_last = self.format == MemoryFormat::ChannelsLast;
         let y = Output::new(device, dtype, &y_shape)?;
-        let indices = Output::new(device, if is_last { DType::U8 } else { DType::U32 }, &y_shape)?;
-        let (kernel, vector) = match (is_last, shape.dims().last()) {
-            (true, Some(channels)) => (Kernel::MaxPoolPixels, Address::vector(&[x, y.address()?], *channels, dtype)),
-            _ => (Kernel::MaxPool, 1),
+        let (to, elements) = (y.address()?, y_shape.elem_count());
+        let most = Address::vector(&[x], self.columns.size, dtype);
+        let (kernel, vector, threads) = match (self.format, shape.dims().last()) {
+            (MemoryFormat::ChannelsLast, Some(channels)) => {
+                let vector = Address::vector(&[x, to], *channels, dtype);
+                (Kernel::MaxPoolPixels, vector, elements / vector)
+            }
+            _ if self.halves() && most > 1 => {
+                let vector = Address::vector(&[to], self.columns.count, dtype);
+                (Kernel::MaxPoolHalve, vector, elements / self.columns.count * self.columns.count.div_ceil(most))
+            }
+            _ => (Kernel::MaxPool, 1, elements),
         };
+        let indices = Output::new(device, if kernel == Kernel::MaxPool { DType::U32 } else { DType::U8 }, &y_shape)?;
         let launch = Launch {
             kernel,
             dtype,
-            grid: Grid::Threads(y_shape.elem_count() / vector),
-            tensors: &[x, y.address()?, indices.address()?],
+            grid: Grid::Threads(threads),
+            tensors: &[x, to, indices.address()?],
             numbers: &self.numbers(shape, vector),
             reals: &[],
         };
@@ -156,13 +170,19 @@ impl MaxPool {
         let (device, dtype) = (x.device().as_cuda_device()?, x.dtype());
         let dx = Output::new(device, dtype, x.shape())?;
         let tensors = &[kernels::address(dy)?, dx.address()?, indices.address()?];
-        let (kernel, vector) = match (self.format, x.dims().last()) {
+        let most = Address::vector(&tensors[1..2], self.columns.size, dtype);
+        let (kernel, vector, each) = match (self.format, x.dims().last()) {
             (MemoryFormat::ChannelsLast, Some(channels)) => {
-                (Kernel::MaxPoolPixelsBackward, Address::vector(&tensors[..2], *channels, dtype))
+                let vector = Address::vector(&tensors[..2], *channels, dtype);
+                (Kernel::MaxPoolPixelsBackward, vector, vector)
             }
-            _ => (Kernel::MaxPoolBackward, Address::vector(&tensors[1..2], self.columns.size, dtype)),
+            _ if indices.dtype() == DType::U8 => {
+                let is_half = self.columns.count.is_multiple_of(most / 2) && tensors[0].is_aligned();
+                (Kernel::MaxPoolHalveBackward, if is_half { most / 2 } else { 1 }, most)
+            }
+            _ => (Kernel::MaxPoolBackward, most, most),
         };
-        let (grid, numbers) = (Grid::Threads(x.elem_count() / vector), &self.numbers(x.shape(), vector));
+        let (grid, numbers) = (Grid::Threads(x.elem_count() / each), &self.numbers(x.shape(), vector));
         kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?;
         Ok(dx.into_tensor())
     }

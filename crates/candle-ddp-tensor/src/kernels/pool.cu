@@ -15,6 +15,12 @@ __device__ inline unsigned inside(const Windows &w, int axis, unsigned index, un
     return min(padded < padding ? 0 : padded - padding, (unsigned)w.input[axis] - 1);
 }
 
+// Along an axis: the first tap of window `index` that is not padding.
+__device__ inline unsigned first_tap(const Windows &w, int axis, unsigned index) {
+    const unsigned start = index * (unsigned)w.stride[axis], padding = w.padding[axis];
+    return start < padding ? padding - start : 0;
+}
+
 // `size`: of the windows, or 0 if it is not known.
 template <typename T, unsigned size> __device__ inline void max_pool_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
@@ -94,17 +100,119 @@ template <typename T> __device__ inline void max_pool_backward(const Arguments &
 }
 LAYER(max_pool_backward)
 
+// Windows of 3 × 3 that begin at every second column, one column before the first, as in the stem of a ResNet. Rows of x are whole
+// vectors.
+
+// tensors: x, y, and which tap of its window each maximum is (u8). Equal maxima and NaN count as above. A thread has as many neighbouring
+// windows as a vector has elements; numbers `vector`: whether they are a vector of y.
+template <typename T> __device__ inline void max_pool_halve(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Windows &w = WINDOWS;
+    const unsigned most = Few<T>::most, width = w.input[1], windows = w.output[1];
+    unsigned long long rest = thread_in_grid();
+    const unsigned first = take(rest, (windows + most - 1) / most) * most, row = take(rest, w.output[0]);
+    if (rest >= w.planes) return;
+    const T *x = TENSOR(const T, 0) + rest * w.input[0] * width;
+    const bool has_left = first > 0, has_first = 2 * first < width, has_second = 2 * first + most < width;
+    unsigned lines[3];
+    Real left[3];
+    Few<T> vectors[3][2];
+    _Pragma("unroll") for (unsigned i = 0; i < 3; i++) {
+        lines[i] = inside(w, 0, row, i);
+        const T *from = x + lines[i] * width;
+        left[i] = Element<T>::load(from[has_left ? 2 * first - 1 : 0]);
+        vectors[i][0].load(from + (has_first ? 2 * first : 0), true);
+        vectors[i][1].load(from + (has_second ? 2 * first + most : 0), true);
+    }
+    const Real least = __uint_as_float(0xff800000u);
+    Few<T> largest;
+    Neighbours<unsigned char, Few<T>::most> taps;
+    FOR_EACH_OF(T, true, k) {
+        largest.at[k] = least;
+        taps.at[k] = 3 * first_tap(w, 0, row) + (first + k == 0 ? 1 : 0);
+    }
+    _Pragma("unroll") for (unsigned i = 0; i < 3; i++) {
+        const unsigned tap = 3 * (lines[i] + (unsigned)w.padding[0] - row * (unsigned)w.stride[0]);
+        FOR_EACH_OF(T, true, k) {
+            _Pragma("unroll") for (int j = 0; j < 3; j++) {
+                const int at = 2 * k + j - 1;
+                const bool exists = at < 0 ? has_left : at < (int)most ? has_first : has_second;
+                const Real value = !exists ? least : at < 0 ? left[i] : vectors[i][at / most].at[at % most];
+                if (value > largest.at[k] || value != value) {
+                    largest.at[k] = value;
+                    taps.at[k] = tap + j;
+                }
+            }
+        }
+    }
+    const unsigned long long start = (rest * w.output[0] + row) * windows + first;
+    T *y = TENSOR(T, 1) + start;
+    unsigned char *to = TENSOR(unsigned char, 2) + start;
+    if (w.vector > 1) {
+        largest.store(y, true);
+        *reinterpret_cast<Neighbours<unsigned char, Few<T>::most> *>(to) = taps;
+        return;
+    }
+    FOR_EACH_OF(T, true, k) {
+        if (first + k >= windows) break;
+        y[k] = Element<T>::store(largest.at[k]);
+        to[k] = taps.at[k];
+    }
+}
+LAYER(max_pool_halve)
+
+// tensors: dy, dx, the taps of the maxima. A thread has a vector of dx; numbers `vector`: whether half a vector of dy is loaded at once.
+template <typename T> __device__ inline void max_pool_halve_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Windows &w = WINDOWS;
+    const int half = Few<T>::most / 2;
+    const unsigned windows = w.output[1];
+    unsigned long long rest = thread_in_grid();
+    const unsigned long long vector = rest;
+    const unsigned left = take(rest, w.input[1] / Few<T>::most) * half, row = take(rest, w.input[0]);
+    if (rest >= w.planes) return;
+    unsigned top, bottom;
+    windows_of(w, 0, row, row, top, bottom);
+    // The window behind these has the last element as well.
+    const bool has_next = left + half < windows;
+    Few<T> sums = {};
+    for (unsigned i = top; i < bottom; i++) {
+        const unsigned tap = 3 * (row + (unsigned)w.padding[0] - i * (unsigned)w.stride[0]);
+        const unsigned long long start = (rest * w.output[0] + i) * windows + left;
+        const T *dy = TENSOR(const T, 0) + start;
+        const unsigned char *taps = TENSOR(const unsigned char, 2) + start;
+        Neighbours<T, half> gradients;
+        Neighbours<unsigned char, half> found;
+        if (w.vector > 1) {
+            gradients = *reinterpret_cast<const Neighbours<T, half> *>(dy);
+            found = *reinterpret_cast<const Neighbours<unsigned char, half> *>(taps);
+        } else {
+            _Pragma("unroll") for (int k = 0; k < half; k++) {
+                gradients.at[k] = dy[k];
+                found.at[k] = taps[k];
+            }
+        }
+        const unsigned next = has_next ? half : 0;
+        const Real gradient_of_next = Element<T>::load(dy[next]);
+        const bool has_last = has_next && taps[next] == tap;
+        _Pragma("unroll") for (int k = 0; k < half; k++) {
+            const Real gradient = Element<T>::load(gradients.at[k]);
+            const unsigned of = found.at[k] - tap;
+            if (k > 0 && of == 0) sums.at[2 * k - 1] += gradient;
+            if (of == 1) sums.at[2 * k] += gradient;
+            if (of == 2) sums.at[2 * k + 1] += gradient;
+        }
+        if (has_last) sums.at[2 * half - 1] += gradient_of_next;
+    }
+    sums.store(TENSOR(T, 1) + vector * Few<T>::most, true);
+}
+LAYER(max_pool_halve_backward)
+
 // In channels_last, a thread has a vector of a pixel's channels.
 
 // Along an axis: input `tap` of window `index`; one of the padding is no input, and so at least as large as the input's size.
 __device__ inline unsigned seen(const Windows &w, int axis, unsigned index, unsigned tap) {
     return index * (unsigned)w.stride[axis] + tap - (unsigned)w.padding[axis];
-}
-
-// Along an axis: the first tap of window `index` that is not padding.
-__device__ inline unsigned first_tap(const Windows &w, int axis, unsigned index) {
-    const unsigned start = index * (unsigned)w.stride[axis], padding = w.padding[axis];
-    return start < padding ? padding - start : 0;
 }
 
 // `size`: of the windows, or 0 if it is not known. The loads of a row of a window are in flight together.

@@ -100,7 +100,8 @@ kernels! {
     Conv: Im2col "im2col", Col2im "col2im", ImagesToColumns "images_to_columns", ColumnsToImages "columns_to_images",
         AddBias "add_bias", DepthwiseForward "depthwise_forward", DepthwiseBackwardData "depthwise_backward_data",
         DepthwiseBackwardFilter "depthwise_backward_filter";
-    Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample",
+    Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", MaxPoolHalve "max_pool_halve",
+        MaxPoolHalveBackward "max_pool_halve_backward", Resample "resample",
         MaxPoolPixels "max_pool_pixels", MaxPoolPixelsBackward "max_pool_pixels_backward",
         ResamplePixels "resample_pixels";
     Channels: Moments "moments", Statistics "statistics", BatchStatistics "batch_statistics", ChannelSums "channel_sums",
