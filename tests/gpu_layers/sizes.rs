@@ -407,22 +407,39 @@ fn assert_alike(there: &[f32], here: &[f32], tolerance: f32, what: &str) {
     assert_close(&numbers(there), &numbers(here), tolerance, what);
 }
 
-/// More lookups than a block sorts, indices of several digits, and rows that fill no tile, one, or many.
+/// More lookups than a block sorts, and than threads that have the least of them; indices of several digits; rows that fill no tile, one, or
+/// many; and vectors, also of 16 bytes. Some indices are not in the table.
 #[test]
 fn gradients_of_many_lookups_match_the_cpu() {
     on_gpu("gradients_of_many_lookups_match_the_cpu", |gpu| {
-        for (rows, count, often) in [(300, 9000, 3), (5, 64, 1), (70_000, 4097, 100), (2, 8192, 1), (17, 1, 2)] {
+        let cases = [
+            (300, 9000, 3, 8),
+            (5, 64, 1, 3),
+            (70_000, 4097, 100, 3),
+            (2, 8192, 1, 16),
+            (17, 1, 2, 3),
+            (300, 550_000, 7, 1),
+        ];
+        for (rows, count, often, size) in cases {
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1.6e-2)] {
                 // Every `often`th is the same.
                 let index = |i: i64| if i % often == 0 { 1 } else { i * i % rows };
-                let indices: Vec<i64> = (0..count).map(index).collect();
+                let is_outside = |i: i64| i % 1000 == 999;
                 let run = |device: &Device| {
                     let values =
                         |shape: &[usize], seed| tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                    let table = Var::from_tensor(&values(&[rows as usize, 3], 1)).unwrap();
-                    let indices = Tensor::new(indices.as_slice(), device).unwrap();
-                    let y = Embedding::new(table.as_tensor().clone(), 3).forward(&indices).unwrap();
-                    let grads = (y * values(&[count as usize, 3], 2)).unwrap().sum_all().unwrap().backward().unwrap();
+                    let table = Var::from_tensor(&values(&[rows as usize, size], 1)).unwrap();
+                    // The CPU refuses indices that are not in the table: there, their gradients are zeros.
+                    let is_left_out = |i: i64| !device.is_cuda() && is_outside(i);
+                    let outside = |i: i64| if i / 1000 % 2 == 0 { rows } else { -1 };
+                    let found =
+                        (0..count).map(|i| if is_outside(i) && device.is_cuda() { outside(i) } else { index(i) });
+                    let indices = Tensor::new(found.collect::<Vec<_>>(), device).unwrap();
+                    let kept: Vec<f32> = (0..count).map(|i| if is_left_out(i) { 0.0 } else { 1.0 }).collect();
+                    let kept = Tensor::from_vec(kept, (count as usize, 1), device).unwrap().to_dtype(dtype).unwrap();
+                    let dy = values(&[count as usize, size], 2).broadcast_mul(&kept).unwrap();
+                    let y = Embedding::new(table.as_tensor().clone(), size).forward(&indices).unwrap();
+                    let grads = (y * dy).unwrap().sum_all().unwrap().backward().unwrap();
                     floats(grads.get(&table).unwrap())
                 };
                 assert_close(&run(gpu), &run(&Device::Cpu), tolerance, &format!("{count} of {rows} in {dtype:?}"));

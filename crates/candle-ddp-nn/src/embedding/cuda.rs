@@ -3,12 +3,15 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::accumulator;
-use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, Temporary};
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output, THREADS, Temporary};
 
-/// `lookup.cu`'s sizes: the lookups that a block sorts and those of a tile, and the bits of a digit.
-const CHUNK: usize = 4096;
-const TILE: usize = 64;
-const BITS: u32 = 4;
+/// `lookup.cu`'s sizes: the lookups of a tile, and the bits of a digit.
+const TILE: usize = 32;
+const BITS: usize = 8;
+/// A thread of a pass that sorts has at least so many lookups, and more if there were more blocks otherwise: each block reads the counts
+/// of all.
+const LEAST: usize = 4;
+const MOST_BLOCKS: usize = 512;
 
 pub(super) struct LookupOnCuda {
     /// i64
@@ -29,26 +32,31 @@ impl LookupOnCuda {
         tensors: &[Address],
     ) -> Result<()> {
         let count = self.indices.elem_count();
-        let numbers = &[count, rows, self.size, shift, count.div_ceil(CHUNK), vector];
+        let each = self.each();
+        let numbers = &[count, rows, self.size, shift, count.div_ceil(each * THREADS as usize), each, vector];
         Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
+    }
+
+    /// The lookups of a thread of a pass that sorts.
+    fn each(&self) -> usize {
+        self.indices.elem_count().div_ceil(MOST_BLOCKS * THREADS as usize).max(LEAST)
     }
 
     /// The lookups' rows and positions, sorted by row, in pairs of u32.
     fn sorted(&self, table: Table) -> Result<Temporary> {
         let (device, _, rows) = table;
         let count = self.indices.elem_count();
-        let blocks = count.div_ceil(CHUNK);
+        let blocks = count.div_ceil(self.each() * THREADS as usize);
         let counts = Temporary::new(device, DType::U32, blocks << BITS)?;
         let indices = kernels::address(&self.indices)?;
         let mut items: Option<Temporary> = None;
         // Rows, and one more for indices outside the table.
         let bits = usize::BITS - rows.leading_zeros();
-        for shift in (0..bits.max(1) as usize).step_by(BITS as usize) {
+        for shift in (0..bits.max(1) as usize).step_by(BITS) {
             let old = items.as_ref().map_or(Ok(Address::NONE), Temporary::address)?;
             let new = Temporary::new(device, DType::U32, 2 * count)?;
             let tensors = [indices, old, counts.address()?, new.address()?];
             self.launch(table, Kernel::LookupCount, Grid::Blocks(blocks), [shift, 1], &tensors)?;
-            self.launch(table, Kernel::LookupScan, Grid::Blocks(1), [shift, 1], &tensors)?;
             self.launch(table, Kernel::LookupMove, Grid::Blocks(blocks), [shift, 1], &tensors)?;
             items = Some(new);
         }

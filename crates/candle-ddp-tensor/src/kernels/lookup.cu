@@ -6,6 +6,7 @@ struct Lookup {
     unsigned long long count, rows, size;
     unsigned long long shift;  // the digit by which a pass sorts begins at this bit
     unsigned long long blocks; // of a pass
+    unsigned long long each;   // lookups of a thread of a pass
     unsigned long long vector; // elements of a thread: a whole vector, or one
 };
 #define LOOKUP (*reinterpret_cast<const Lookup *>(by.numbers))
@@ -36,99 +37,106 @@ template <typename T> __device__ inline void lookup(const Arguments &by) {
 }
 LAYER(lookup)
 
-// A pass sorts by a digit, and keeps the order of equal ones. A block sorts a chunk, of which each thread has neighbouring lookups.
-#define DIGITS 16u
-#define EACH (CHUNK / THREADS)
+// A pass sorts by a digit, and keeps the order of equal ones. A block sorts a chunk, of which each warp has neighbouring lookups.
+#define BITS 8u
+#define DIGITS (1u << BITS)
+static_assert(DIGITS == THREADS, "each thread of a block has a digit");
+#define WARPS (THREADS / WARP)
 
 // A lookup: its row in the table, or the number of rows if it has none, and its position.
 struct Item { unsigned row, position; };
 
-__device__ inline Item item_at(const Lookup &l, const long long *indices, const Item *items, unsigned long long slot) {
-    if (items) return items[slot];
-    const long long row = indices[slot];
-    const Item item = {(unsigned)(row >= 0 && row < (long long)l.rows ? row : l.rows), (unsigned)slot};
-    return item;
-}
+// A number for each warp of the block and each digit.
+typedef unsigned Counts[WARPS][DIGITS];
 
-__device__ inline unsigned digit_of(const Lookup &l, Item item) { return item.row >> l.shift & (DIGITS - 1); }
-
-// How often each thread of the block has each digit. Rows are longer than they need be, so that neighbouring ones begin in
-// different banks of the memory.
-typedef unsigned short Counts[DIGITS][THREADS + 2];
-
-__device__ inline void count_digits(const Lookup &l, const long long *indices, const Item *items, Counts &counts) {
-    for (unsigned digit = 0; digit < DIGITS; digit++) counts[digit][threadIdx.x] = 0;
-    const unsigned long long from = blockIdx.x * CHUNK + threadIdx.x * EACH, to = min(from + EACH, l.count);
-    for (unsigned long long slot = from; slot < to; slot++)
-        counts[digit_of(l, item_at(l, indices, items, slot))][threadIdx.x]++;
-    __syncthreads();
-}
-
-// tensors: indices, items or null in the first pass, and a count (u32) for each digit and block.
-template <typename T> __device__ inline void lookup_count(const Arguments &by) {
-    __shared__ Counts counts;
-    const Lookup &l = LOOKUP;
-    count_digits(l, TENSOR(const long long, 0), TENSOR(const Item, 1), counts);
-    const unsigned digit = threadIdx.x;
-    if (digit >= DIGITS) return;
-    unsigned sum = 0;
-    for (unsigned thread = 0; thread < THREADS; thread++) sum += counts[digit][thread];
-    TENSOR(unsigned, 2)[digit * l.blocks + blockIdx.x] = sum;
-}
-LAYER(lookup_count)
-
-// tensors: two that are not used, and the counts, each of which becomes the sum of those before it. One block.
-template <typename T> __device__ inline void lookup_scan(const Arguments &by) {
-    __shared__ unsigned sums[THREADS];
-    unsigned *counts = TENSOR(unsigned, 2);
-    const unsigned long long all = DIGITS * LOOKUP.blocks, each = (all + THREADS - 1) / THREADS;
-    const unsigned long long from = min(threadIdx.x * each, all), to = min(from + each, all);
-    unsigned own = 0;
-    for (unsigned long long i = from; i < to; i++) own += counts[i];
-    sums[threadIdx.x] = own;
-    __syncthreads();
-    for (unsigned distance = 1; distance < THREADS; distance *= 2) {
-        const unsigned before = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
-        __syncthreads();
-        sums[threadIdx.x] += before;
-        __syncthreads();
-    }
-    unsigned sum = sums[threadIdx.x] - own;
-    for (unsigned long long i = from; i < to; i++) {
-        const unsigned count = counts[i];
-        counts[i] = sum;
-        sum += count;
-    }
-}
-LAYER(lookup_scan)
-
-// tensors: indices, items or null in the first pass, the sums of the counts, and the items in the new order.
-template <typename T> __device__ inline void lookup_move(const Arguments &by) {
-    __shared__ Counts counts;
+// Calls `body` for each lookup of this thread with the number of its digit, which counts the lookups of the warp.
+template <typename Body> __device__ inline void for_each_item(const Arguments &by, Counts &counts, Body body) {
     const Lookup &l = LOOKUP;
     const long long *indices = TENSOR(const long long, 0);
     const Item *items = TENSOR(const Item, 1);
-    count_digits(l, indices, items, counts);
-    if (threadIdx.x < DIGITS) {
-        unsigned sum = 0;
-        for (unsigned thread = 0; thread < THREADS; thread++) {
-            const unsigned count = counts[threadIdx.x][thread];
-            counts[threadIdx.x][thread] = sum;
-            sum += count;
+    const unsigned lane = threadIdx.x % WARP;
+    unsigned long long slot = (blockIdx.x * (unsigned long long)THREADS + threadIdx.x - lane) * l.each + lane;
+    for (unsigned long long i = 0; i < l.each; i++, slot += WARP) {
+        const bool is_there = slot < l.count;
+        Item item = {};
+        if (is_there && items) {
+            item = items[slot];
+        } else if (is_there) {
+            const long long row = indices[slot];
+            item = {(unsigned)(row >= 0 && row < (long long)l.rows ? row : l.rows), (unsigned)slot};
         }
+        const unsigned digit = item.row >> l.shift & (DIGITS - 1);
+        // The lanes with the same digit.
+        unsigned equal = __ballot_sync(0xffffffffu, is_there);
+        _Pragma("unroll") for (unsigned bit = 0; bit < BITS; bit++) {
+            const bool is_set = digit >> bit & 1;
+            const unsigned set = __ballot_sync(0xffffffffu, is_set);
+            equal &= is_set ? set : ~set;
+        }
+        unsigned &count = counts[threadIdx.x / WARP][digit];
+        const unsigned before = count, lower = __popc(equal & ((1u << lane) - 1));
+        __syncwarp();
+        if (is_there && lower == 0) count = before + __popc(equal);
+        __syncwarp();
+        if (is_there) body(item, before + lower);
+    }
+}
+
+__device__ inline void count_digits(const Arguments &by, Counts &counts) {
+    _Pragma("unroll") for (unsigned warp = 0; warp < WARPS; warp++) counts[warp][threadIdx.x] = 0;
+    __syncthreads();
+    for_each_item(by, counts, [](Item, unsigned) {});
+    __syncthreads();
+}
+
+// tensors: indices, items or null in the first pass, and a count (u32) for each block and digit.
+template <typename T> __device__ inline void lookup_count(const Arguments &by) {
+    __shared__ Counts counts;
+    count_digits(by, counts);
+    unsigned sum = 0;
+    _Pragma("unroll") for (unsigned warp = 0; warp < WARPS; warp++) sum += counts[warp][threadIdx.x];
+    TENSOR(unsigned, 2)[blockIdx.x * DIGITS + threadIdx.x] = sum;
+}
+LAYER(lookup_count)
+
+// tensors: as above, and the items in the new order.
+template <typename T> __device__ inline void lookup_move(const Arguments &by) {
+    __shared__ Counts counts; // then the places of the next lookups
+    __shared__ unsigned sums[DIGITS];
+    const unsigned digit = threadIdx.x;
+    const unsigned *of_blocks = TENSOR(const unsigned, 2) + digit;
+    count_digits(by, counts);
+    // Of this digit: in all blocks, and in those before this one.
+    unsigned all = 0, place = 0;
+    _Pragma("unroll 8") for (unsigned block = 0; block < LOOKUP.blocks; block++) {
+        const unsigned count = of_blocks[block * DIGITS];
+        all += count;
+        if (block < blockIdx.x) place += count;
+    }
+    place -= all;
+    sums[digit] = all;
+    __syncthreads();
+    for (unsigned distance = 1; distance < DIGITS; distance *= 2) {
+        const unsigned before = digit >= distance ? sums[digit - distance] : 0;
+        __syncthreads();
+        sums[digit] += before;
+        __syncthreads();
+    }
+    place += sums[digit];
+    _Pragma("unroll") for (unsigned warp = 0; warp < WARPS; warp++) {
+        const unsigned count = counts[warp][digit];
+        counts[warp][digit] = place;
+        place += count;
     }
     __syncthreads();
-    const unsigned long long from = blockIdx.x * CHUNK + threadIdx.x * EACH, to = min(from + EACH, l.count);
-    for (unsigned long long slot = from; slot < to; slot++) {
-        const Item item = item_at(l, indices, items, slot);
-        const unsigned digit = digit_of(l, item);
-        TENSOR(Item, 3)[TENSOR(const unsigned, 2)[digit * l.blocks + blockIdx.x] + counts[digit][threadIdx.x]++] = item;
-    }
+    for_each_item(by, counts, [&](Item item, unsigned place) { TENSOR(Item, 3)[place] = item; });
 }
 LAYER(lookup_move)
 
 // Sorted lookups are added in tiles, so that a row that is looked up very often does not keep a single thread busy.
-#define TILE 64ull
+#define TILE 32ull
+// How many loads of a thread are in flight.
+#define AT_ONCE 4
 
 // A tile and columns of a thread.
 struct Place { unsigned long long tiles, tile, column; };
@@ -140,56 +148,80 @@ __device__ inline Place place_of(const Lookup &l) {
     return place;
 }
 
+template <typename T, bool is_vector> __device__ inline void lookup_sums_of(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Lookup &l = LOOKUP;
+    const Item *items = TENSOR(const Item, 0);
+    const Place place = place_of(l);
+    if (place.tile >= place.tiles) return;
+    const T *dy = TENSOR(const T, 1) + place.column;
+    Real *earlier = TENSOR(Real, 3) + place.tile * l.size + place.column, *later = earlier + place.tiles * l.size;
+    const unsigned long long start = place.tile * TILE, to = min(start + TILE, l.count);
+    unsigned row = items[start].row;
+    bool began = start == 0 || items[start - 1].row != row;
+    Few<T> sum = {};
+    for (unsigned long long from = start; from < to; from += AT_ONCE) {
+        Item of[AT_ONCE + 1];
+        Few<T> few[AT_ONCE];
+        _Pragma("unroll") for (unsigned n = 0; n <= AT_ONCE; n++) of[n] = items[min(from + n, l.count - 1)];
+        _Pragma("unroll") for (unsigned n = 0; n < AT_ONCE; n++) few[n].load(dy + of[n].position * l.size, is_vector);
+        _Pragma("unroll") for (unsigned n = 0; n < AT_ONCE; n++) {
+            const unsigned long long next = from + n + 1;
+            if (next > to) break;
+            FOR_EACH_OF(T, is_vector, k) sum.at[k] += few[n].at[k];
+            const bool goes_on = next < l.count && of[n + 1].row == row;
+            if (goes_on && next < to) continue;
+            if (!began) sum.store(earlier, is_vector);
+            else if (goes_on) sum.store(later, is_vector);
+            else if (row < l.rows) sum.store(TENSOR(T, 2) + row * l.size + place.column, is_vector);
+            row = of[n + 1].row;
+            began = true;
+            FOR_EACH_OF(T, is_vector, k) sum.at[k] = 0;
+        }
+    }
+}
+
 // tensors: the sorted items, dy, the gradient of the table, which is zero before, and for each tile and column the sum of the
 // gradients that belong to a row of an earlier tile, and then likewise of those whose row goes on in the next tile, in the dtype of
 // the arithmetic.
 template <typename T> __device__ inline void lookup_sums(const Arguments &by) {
-    typedef typename Element<T>::Real Real;
-    const Lookup &l = LOOKUP;
-    const bool is_vector = l.vector > 1;
-    const Item *items = TENSOR(const Item, 0);
-    const Place place = place_of(l);
-    if (place.tile >= place.tiles) return;
-    Real *earlier = TENSOR(Real, 3) + place.tile * l.size + place.column, *later = earlier + place.tiles * l.size;
-    const unsigned long long from = place.tile * TILE, to = min(from + TILE, l.count);
-    unsigned row = items[from].row;
-    bool began = from == 0 || items[from - 1].row != row;
-    Few<T> few, sum = {};
-    for (unsigned long long slot = from; slot < to; slot++) {
-        few.load(TENSOR(const T, 1) + items[slot].position * l.size + place.column, is_vector);
-        FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k];
-        const bool goes_on = slot + 1 < l.count && items[slot + 1].row == row;
-        if (goes_on && slot + 1 < to) continue;
-        if (!began) sum.store(earlier, is_vector);
-        else if (goes_on) sum.store(later, is_vector);
-        else if (row < l.rows) sum.store(TENSOR(T, 2) + row * l.size + place.column, is_vector);
-        if (slot + 1 < to) row = items[slot + 1].row;
-        began = true;
-        FOR_EACH_OF(T, is_vector, k) sum.at[k] = 0;
-    }
+    if (LOOKUP.vector > 1) lookup_sums_of<T, true>(by);
+    else lookup_sums_of<T, false>(by);
 }
 LAYER(lookup_sums)
 
-// tensors: as above. Adds the sums of the rows that more than one tile has. Of the threads, those work in whose tile such a row begins.
-template <typename T> __device__ inline void lookup_totals(const Arguments &by) {
+template <typename T, bool is_vector> __device__ inline void lookup_totals_of(const Arguments &by) {
     typedef typename Element<T>::Real Real;
     const Lookup &l = LOOKUP;
-    const bool is_vector = l.vector > 1;
     const Item *items = TENSOR(const Item, 0);
     const Place place = place_of(l);
     if (place.tile + 1 >= place.tiles) return;
     const unsigned long long from = place.tile * TILE;
-    unsigned long long next = from + TILE;
-    const unsigned row = items[next - 1].row;
-    if (row >= l.rows || items[next].row != row || (from > 0 && items[from - 1].row == row)) return;
-    const Real *earlier = TENSOR(const Real, 3) + place.tile * l.size + place.column;
-    Few<T> few, sum;
-    sum.load(earlier + place.tiles * l.size, is_vector);
-    for (; next < l.count && items[next].row == row && items[next - 1].row == row; next += TILE) {
-        earlier += l.size;
-        few.load(earlier, is_vector);
-        FOR_EACH_OF(T, is_vector, k) sum.at[k] += few.at[k];
+    const unsigned row = items[from + TILE - 1].row;
+    if (row >= l.rows || items[from + TILE].row != row || (from > 0 && items[from - 1].row == row)) return;
+    const Real *earlier = TENSOR(const Real, 3) + place.column, *later = earlier + place.tiles * l.size;
+    Few<T> sum;
+    sum.load(later + place.tile * l.size, is_vector);
+    bool goes_on = true;
+    for (unsigned long long tile = place.tile + 1; goes_on; tile += AT_ONCE) {
+        Few<T> few[AT_ONCE];
+        unsigned rows[AT_ONCE];
+        _Pragma("unroll") for (unsigned n = 0; n < AT_ONCE; n++) {
+            const unsigned long long at = min(tile + n, place.tiles - 1);
+            rows[n] = items[at * TILE].row;
+            few[n].load(earlier + at * l.size, is_vector);
+        }
+        _Pragma("unroll") for (unsigned n = 0; n < AT_ONCE; n++) {
+            goes_on = goes_on && tile + n < place.tiles && rows[n] == row;
+            if (goes_on) FOR_EACH_OF(T, is_vector, k) sum.at[k] += few[n].at[k];
+        }
     }
     sum.store(TENSOR(T, 2) + row * l.size + place.column, is_vector);
+}
+
+// tensors: as above. Adds the sums of the rows that more than one tile has. Of the threads, those work in whose tile such a row begins.
+template <typename T> __device__ inline void lookup_totals(const Arguments &by) {
+    if (LOOKUP.vector > 1) lookup_totals_of<T, true>(by);
+    else lookup_totals_of<T, false>(by);
 }
 LAYER(lookup_totals)

@@ -81,7 +81,7 @@ sources! {
     Pixels: ["element.cu", "few.cu", "part.cu", "layer.cu", "batch.cu"] "pixels.cu",
     Softmax: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "softmax.cu",
     Elementwise: ["element.cu", "few.cu", "part.cu", "layer.cu"] "elementwise.cu",
-    Lookup: ["element.cu", "few.cu", "part.cu", "layer.cu"] "lookup.cu",
+    Lookup: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "lookup.cu",
     Linear: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu", "rows.cu"] "linear.cu",
     Attention: ["element.cu", "few.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
     Rnn: ["element.cu", "few.cu", "part.cu", "layer.cu"] "rnn.cu",
@@ -119,8 +119,8 @@ kernels! {
         LossColumnsBackward "loss_columns_backward";
     Elementwise: Activation "activation", ActivationBackward "activation_backward", Add "add", Dropout "dropout", Rope "rope",
         Transpose "transpose";
-    Lookup: Lookup "lookup", LookupCount "lookup_count", LookupScan "lookup_scan", LookupMove "lookup_move",
-        LookupSums "lookup_sums", LookupTotals "lookup_totals";
+    Lookup: Lookup "lookup", LookupCount "lookup_count", LookupMove "lookup_move", LookupSums "lookup_sums",
+        LookupTotals "lookup_totals";
     Linear: RepeatRow "repeat_row", SumColumns "sum_columns", MoveColumns "move_columns";
     Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients",
         SplitHeads "split_heads", MergeHeads "merge_heads";
