@@ -1,6 +1,7 @@
 //! What a model needs for virtual ranks: options that allow them, and buffers that do not depend on the number of ranks.
 use super::options::DdpOptions;
 use super::parameter::{Buffer, Variables};
+use crate::kernels::is_attention_fast;
 use crate::tensor::copy;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -11,6 +12,13 @@ pub(super) fn check_options(options: &DdpOptions, variables: &Variables) -> Resu
     if !options.broadcast_buffers && !variables.buffers.is_empty() {
         return refuse(
             "they need broadcast_buffers, since each rank's own buffers depend on the number of ranks".to_string(),
+        );
+    }
+    if is_attention_fast()? && variables.shared().any(|(_, var)| var.device().is_cuda()) {
+        return refuse(
+            "CANDLE_DDP_CUDNN_ATTENTION must not be `fast` in the environment: the gradients of attention would have other bits in every \
+             run. Unset it"
+                .to_string(),
         );
     }
     if let Some(Buffer { name, .. }) = variables.ignored.first() {

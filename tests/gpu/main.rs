@@ -117,6 +117,9 @@ fn rank_of_another_test() {
         "virtual ranks with shards" => {
             report_floats(&worker, &virtual_ranks::train(&with_virtual_ranks(), true).unwrap())
         }
+        "virtual ranks in any order" => {
+            worker.report(&virtual_ranks::train(&with_virtual_ranks(), false).unwrap_err().to_string());
+        }
         "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
         _ if hazards::run(&worker, pg)
             || batch::run(&worker, pg)

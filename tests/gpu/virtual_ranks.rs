@@ -71,6 +71,22 @@ fn a_run_has_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
+/// Gradients that cuDNN adds up in any order have other bits in every run.
+#[test]
+#[cfg(feature = "cudnn")]
+fn sums_in_any_order_are_refused() {
+    if gpus("sums_in_any_order_are_refused").is_none() {
+        return;
+    }
+    let variable = |_| Some(("CANDLE_DDP_CUDNN_ATTENTION", "fast"));
+    for error in Ranks::start_in(2, "virtual ranks in any order", variable).finish() {
+        assert!(
+            error.contains("virtual_ranks") && error.contains("CANDLE_DDP_CUDNN_ATTENTION must not be `fast`"),
+            "{error}"
+        );
+    }
+}
+
 #[test]
 fn tensors_of_unequal_shapes_are_gathered() {
     finish("tensors_of_unequal_shapes_are_gathered", 3, "varied");

@@ -134,10 +134,10 @@ pub(super) const ROWS: &[Row] = &[
     },
     Row {
         names: &["CANDLE_DDP_CUDNN_ATTENTION"],
-        kind: Switch,
+        kind: Choice(&["1", "0", "fast"]),
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "`0`: attention runs [without cuDNN](performance.md#layers-on-gpus), also with the feature `cudnn`",
+        meaning: "`0`: attention runs [without cuDNN](performance.md#layers-on-gpus), also with the feature `cudnn`; `fast`: cuDNN may add up its gradients in any order, so that [runs differ](performance.md#attention-by-cudnn)",
         default: "`1`",
     },
     Row {

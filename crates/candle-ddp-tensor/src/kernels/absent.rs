@@ -198,6 +198,10 @@ pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address
     Err(absent())
 }
 
+pub fn is_attention_fast() -> Result<bool> {
+    Ok(false)
+}
+
 pub fn may_attend(_: DType, _: &AttendShape) -> Result<bool> {
     Ok(false)
 }

@@ -9,17 +9,30 @@ use candle_ddp_env::PROCESS;
 #[cfg(feature = "cudnn")]
 use std::sync::LazyLock;
 
-/// The environment variable that switches attention by cuDNN off with the value 0.
+/// The environment variable that switches attention by cuDNN off with the value 0, and lets it add up gradients in any order with `fast`.
 #[cfg(feature = "cudnn")]
 const VARIABLE: &str = "CANDLE_DDP_CUDNN_ATTENTION";
+
+#[cfg(feature = "cudnn")]
+fn choice() -> Result<Option<&'static str>> {
+    static CHOICE: LazyLock<candle_ddp_env::Result<Option<&'static str>>> = LazyLock::new(|| PROCESS.choice(VARIABLE));
+    Ok(CHOICE.clone()?)
+}
+
+/// Whether the gradients of attention by cuDNN may be sums that are made by atomic operations, so that they differ between runs.
+pub fn is_attention_fast() -> Result<bool> {
+    #[cfg(feature = "cudnn")]
+    return Ok(choice()? == Some("fast"));
+    #[cfg(not(feature = "cudnn"))]
+    Ok(false)
+}
 
 /// Whether cuDNN may have something for this: false in builds without it, where it is switched off, and for what it never has.
 #[cfg_attr(not(feature = "cudnn"), allow(unused_variables))]
 pub fn may_attend(dtype: DType, shape: &AttendShape) -> Result<bool> {
     #[cfg(feature = "cudnn")]
     {
-        static ENABLED: LazyLock<candle_ddp_env::Result<Option<bool>>> = LazyLock::new(|| PROCESS.switch(VARIABLE));
-        let is_enabled = super::convolve::is_enabled()? && ENABLED.clone()?.unwrap_or(true);
+        let is_enabled = super::convolve::is_enabled()? && choice()? != Some("0");
         // cuDNN's kernels load 16 bytes of a row at once.
         let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
         Ok(is_enabled && is_narrow && [shape.size, shape.value_size].iter().all(|size| size.is_multiple_of(8)))
@@ -43,7 +56,8 @@ pub fn attend(
         let AttendTensors { qkv: [q, k, v], y, backward, .. } = *tensors;
         let gradients = backward.iter().flat_map(|(dy, [dq, dk, dv])| [dy, dq, dk, dv]).copied();
         if [q, k, v, y].into_iter().chain(gradients).all(|address| address.is_aligned()) {
-            return super::cudnn::attend(device, dtype, shape, scale, tensors).map_err(with_remedy);
+            let is_fast = is_attention_fast()?;
+            return super::cudnn::attend(device, dtype, shape, scale, tensors, is_fast).map_err(with_remedy);
         }
     }
     Ok(false)

@@ -11,6 +11,7 @@ use super::launches::{Address, AttendShape, AttendTensors, ConvShape, Convolve};
 use super::temporary::Temporary;
 use crate::{Error, Result};
 use algorithm::{Algorithm, Scalars, choose, run};
+use attention::Pass;
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{CudaDevice, DType};
 use cudarc::cudnn::result;
@@ -52,8 +53,8 @@ struct Handle {
     limit: usize,
     /// None where cuDNN has no algorithm.
     plans: HashMap<Key, Option<Rc<Plan>>>,
-    /// Of attention, by whether it is the backward pass: a plan for equal parts of it; none where cuDNN has no plan.
-    attention: HashMap<(bool, DType, AttendShape), Option<InParts>>,
+    /// Of attention: a plan for equal parts of it; none where cuDNN has no plan.
+    attention: HashMap<(Pass, DType, AttendShape), Option<InParts>>,
 }
 
 impl Drop for Handle {
@@ -103,8 +104,8 @@ impl Handle {
         Ok(plan)
     }
 
-    fn attention(&mut self, is_backward: bool, dtype: DType, shape: &AttendShape) -> Result<Option<InParts>> {
-        let key = (is_backward, dtype, *shape);
+    fn attention(&mut self, pass: Pass, dtype: DType, shape: &AttendShape) -> Result<Option<InParts>> {
+        let key = (pass, dtype, *shape);
         if let Some(plan) = self.attention.get(&key) {
             return Ok(plan.clone());
         }
@@ -118,10 +119,10 @@ impl Handle {
         let (mut plan, mut most) = (None, usize::MAX);
         for part in attention::parts(shape) {
             let heads = part.batch * part.heads;
-            if heads > most || !attention::is_served(self.version, capability, is_backward, &part) {
+            if heads > most || !attention::is_served(self.version, capability, pass.is_backward(), &part) {
                 continue;
             }
-            match attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, is_backward, &part))? {
+            match attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, pass, &part))? {
                 Ok(found) => {
                     plan = Some((Rc::new(found), part));
                     break;
@@ -131,14 +132,14 @@ impl Handle {
             }
         }
         if plan.is_none() {
-            attention::warn_of_old(self.version, capability, is_backward, shape);
+            attention::warn_of_old(self.version, capability, pass.is_backward(), shape);
         }
-        let pass = if is_backward { "backward" } else { "forward" };
+        let name = if pass.is_backward() { "backward" } else { "forward" };
         match &plan {
             Some((_, part)) => {
-                log::debug!("attention's {pass} pass of {shape:?} in {dtype:?} by cuDNN, in parts of {part:?}")
+                log::debug!("attention's {name} pass of {shape:?} in {dtype:?} by cuDNN, in parts of {part:?}")
             }
-            None => log::debug!("attention's {pass} pass of {shape:?} in {dtype:?} by kernels without cuDNN"),
+            None => log::debug!("attention's {name} pass of {shape:?} in {dtype:?} by kernels without cuDNN"),
         }
         if self.attention.len() >= PLANS {
             self.attention.clear();
@@ -198,19 +199,24 @@ pub(super) fn attend(
     shape: &AttendShape,
     scale: f64,
     tensors: &AttendTensors,
+    is_fast: bool,
 ) -> Result<bool> {
-    let is_backward = tensors.backward.is_some();
+    let pass = match tensors.backward {
+        None => Pass::Forward,
+        Some(_) if is_fast => Pass::Fast,
+        Some(_) => Pass::Backward,
+    };
     with_handle(device, |handle| {
-        let Some((plan, part)) = handle.attention(is_backward, dtype, shape)? else { return Ok(false) };
-        // The numbers that the backward pass keeps for each query, and then the workspace.
-        let sums = if is_backward { part.batch * part.heads * part.queries } else { 0 };
-        let sums = (sums * DType::F32.size_in_bytes()).next_multiple_of(ALIGNMENT);
-        let memory = Temporary::new(device, DType::U8, sums + plan.workspace)?;
-        let memory = [memory.address()?, memory.address()?.skip(sums, DType::U8)];
+        let Some((plan, part)) = handle.attention(pass, dtype, shape)? else { return Ok(false) };
+        let bytes = |numbers: usize| (numbers * DType::F32.size_in_bytes()).next_multiple_of(ALIGNMENT);
+        let [queries, gradients] = pass.kept(&part).map(bytes);
+        let memory = Temporary::new(device, DType::U8, queries + gradients + plan.workspace)?;
+        let start = memory.address()?;
+        let memory = [0, queries, queries + gradients].map(|bytes| start.skip(bytes, DType::U8));
         for sample in (0..shape.batch).step_by(part.batch) {
             for key_head in (0..shape.key_heads).step_by(part.key_heads) {
                 let tensors = tensors.part((shape, dtype), sample, key_head);
-                attention::run(handle.raw, &plan, (&part, scale), &tensors, memory)?;
+                attention::run(handle.raw, (&plan, pass), (&part, scale), &tensors, memory)?;
             }
         }
         Ok(true)

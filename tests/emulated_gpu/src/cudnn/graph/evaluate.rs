@@ -148,6 +148,7 @@ enum Pointwise {
     Sub = 9,
     Exp = 13,
     Log = 15,
+    Identity = 21,
     AtLeast = 303,
     Index = 501,
     Select = 601,
@@ -162,6 +163,7 @@ impl Pointwise {
             Self::Sub,
             Self::Exp,
             Self::Log,
+            Self::Identity,
             Self::AtLeast,
             Self::Index,
             Self::Select,
@@ -172,7 +174,7 @@ impl Pointwise {
     /// The number of tensors that it reads.
     fn operands(self) -> usize {
         match self {
-            Self::Exp | Self::Log | Self::Index => 1,
+            Self::Exp | Self::Log | Self::Identity | Self::Index => 1,
             Self::Select => 3,
             _ => 2,
         }
@@ -246,6 +248,11 @@ impl Operation {
         }
     }
 
+    /// Whether the tensor, which is stored, is only converted.
+    pub(super) fn is_conversion(&self) -> bool {
+        matches!(self, Self::Pointwise { mode: Mode(Pointwise::Identity, _), inputs, .. } if !inputs[0].is_virtual)
+    }
+
     pub(super) fn is_product(&self) -> bool {
         matches!(self, Self::Product { .. })
     }
@@ -272,12 +279,14 @@ impl Operation {
             }
             Self::Reduction { x, y, .. } => (0..4).all(|axis| x.sizes[axis].is_multiple_of(y.sizes[axis])),
             Self::Reshape { x, y } => {
-                let offsets = |tensor: &Tensor| {
-                    let mut offsets: Vec<usize> = tensor.indices().map(|index| tensor.offset(index)).collect();
-                    offsets.sort_unstable();
-                    offsets
+                // The same dimensions in another order: all elements' offsets would be as many as a step's scores.
+                let axes = |tensor: &Tensor| {
+                    let axes = (0..4).filter(|axis| tensor.sizes[*axis] > 1);
+                    let mut axes: Vec<_> = axes.map(|axis| (tensor.strides[axis], tensor.sizes[axis])).collect();
+                    axes.sort_unstable();
+                    axes
                 };
-                offsets(x) == offsets(y)
+                axes(x) == axes(y)
             }
         }
     }
@@ -295,6 +304,7 @@ impl Operation {
                         Pointwise::Sub => at(0) - at(1),
                         Pointwise::Exp => at(0).exp(),
                         Pointwise::Log => at(0).ln(),
+                        Pointwise::Identity => at(0),
                         Pointwise::AtLeast => f64::from(at(0) >= at(1)),
                         Pointwise::Index => index[*axis] as f64,
                         Pointwise::Select => at(if at(2) != 0.0 { 0 } else { 1 }),

@@ -114,9 +114,9 @@ pub(super) unsafe fn plan_of(plan: &Descriptor) -> Plan<'_> {
         let graph = &*(configuration.one(CONFIGURATION_GRAPH) as *const Descriptor);
         let candidate = configuration.one(CONFIGURATION_NUMBER);
         let operations = operations(graph);
-        // As cuDNN's: the backward pass keeps two bytes for each pair of a query and a key.
+        // As cuDNN's: the backward pass keeps two bytes for each pair of a query and a key, unless it has memory for sums.
         let weights = operations.iter().map(|operation| operation.output().count()).max().unwrap_or_default();
-        let kept = if is_forward(&operations) { 0 } else { weights };
+        let kept = if is_forward(&operations) || adds_in_any_order(&operations) { 0 } else { weights };
         let workspace = if candidate == LARGE { 8 << 30 } else { 2 * kept + 12 };
         Plan { graph, candidate, workspace }
     }
@@ -125,6 +125,11 @@ pub(super) unsafe fn plan_of(plan: &Descriptor) -> Plan<'_> {
 /// Whether these are the operations of attention's forward pass: there are more products in its backward pass.
 fn is_forward(operations: &[Operation]) -> bool {
     operations.iter().filter(|operation| operation.is_product()).count() == 2
+}
+
+/// Whether the gradients of queries are sums in memory, to which cuDNN adds by atomic operations.
+fn adds_in_any_order(operations: &[Operation]) -> bool {
+    operations.iter().any(Operation::is_conversion)
 }
 
 /// The operations of a plan, with the addresses of tensors, and the values of scalars.
@@ -167,7 +172,11 @@ impl Program {
 
     /// For counts. The backward pass has five products.
     pub(super) fn name(&self) -> &'static str {
-        if is_forward(&self.operations) { "attention forward" } else { "attention backward" }
+        match () {
+            () if is_forward(&self.operations) => "attention forward",
+            () if adds_in_any_order(&self.operations) => "attention backward in any order",
+            () => "attention backward",
+        }
     }
 
     /// Ends the process if a tensor is not allocated.
