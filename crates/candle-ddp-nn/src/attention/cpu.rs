@@ -2,7 +2,7 @@
 use super::problem::Problem;
 use crate::gemm::{self, Strides, gemm, is_wide, same};
 use crate::rows::{dot, maximum, sum};
-use candle_core::{Result, WithDType};
+use candle_core::{DType, Result, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::{Element, Real, vectorise};
 use rayon::prelude::*;
@@ -85,6 +85,17 @@ fn factors<'a, T: Element, F: Element<Real = T::Real>>(values: &'a [T], buffer: 
     }
     buffer.clear();
     vectorise!(|| buffer.extend(values.iter().map(|value| F::narrow(value.widen()))));
+    buffer
+}
+
+/// Weights and gradients as factors of products. Those in bf16 are rounded, as in PyTorch, also for a processor that multiplies bf16 in f32.
+#[inline(always)]
+fn rounded<'a, T: Element, F: Element<Real = T::Real>>(values: &'a [T::Real], buffer: &'a mut Vec<F>) -> &'a [F] {
+    if T::DTYPE != DType::BF16 || !is_wide::<F>() {
+        return factors(values, buffer);
+    }
+    buffer.clear();
+    vectorise!(|| buffer.extend(values.iter().map(|value| F::narrow(T::narrow(*value).widen()))));
     buffer
 }
 
@@ -193,7 +204,7 @@ fn forward_block<T: Element, F: Element<Real = T::Real>>(
             weigh(scores, sums, &mut max[query], &mut total[query]);
         }
         let (extents, weights) = ((block.queries, value_size, block.keys), Strides::rows(block.keys));
-        let scores = factors::<_, F>(&scores[..block.queries * block.keys], of_weights);
+        let scores = rounded::<T, F>(&scores[..block.queries * block.keys], of_weights);
         gemm(extents, sums, true, (scores, weights), (v, Strides::rows(value_size)), 1)?;
     }
     let rows = y.chunks_exact_mut(value_size).zip(sums.chunks_exact(value_size)).zip(normalisers);
@@ -392,7 +403,7 @@ impl<T: Element> BackwardTask<'_, T> {
                         weights_of_row(scores, *normaliser);
                     }
                     let transposed = Strides::transposed(count);
-                    let weights = factors::<_, F>(&scores[..rows * count], of_weights);
+                    let weights = rounded::<T, F>(&scores[..rows * count], of_weights);
                     gemm((count, value_size, rows), dv, true, (weights, transposed), (dy, by_value), 1)?;
                     let of_value = Strides::transposed(value_size);
                     gemm((rows, count, value_size), gradients, false, (dy, by_value), (v, of_value), 1)?;
@@ -401,7 +412,7 @@ impl<T: Element> BackwardTask<'_, T> {
                     for ((weights, gradients), sum) in rows_of {
                         gradients_of_row(weights, gradients, *sum, scale);
                     }
-                    let scores = factors::<_, F>(&scores[..rows * count], of_weights);
+                    let scores = rounded::<T, F>(&scores[..rows * count], of_weights);
                     gemm((rows, size, count), dq, true, (scores, Strides::rows(count)), (k, by_key), 1)?;
                     gemm((count, size, rows), dk, true, (scores, transposed), (q, by_key), 1)?;
                 }
