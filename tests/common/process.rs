@@ -14,8 +14,12 @@ pub(crate) fn ddprun() -> &'static Path {
     })
 }
 
-/// The binary of an example. `cargo test` builds all of them along with the tests, `cargo test --test processes` does not.
+/// The binary of an example, from the folder that CANDLE_DDP_TEST_EXAMPLES names, if it does. `cargo test` builds all of them along with the
+/// tests, `cargo test --test processes` does not.
 pub(crate) fn example(name: &str) -> PathBuf {
+    if let Some(folder) = std::env::var_os("CANDLE_DDP_TEST_EXAMPLES") {
+        return Path::new(&folder).join(name);
+    }
     let path = profile().join("examples").join(name);
     if path.exists() { path } else { built(&["--example", name], &format!("examples/{name}")) }
 }

@@ -66,6 +66,7 @@ fn write_old(from: &Path, to: &Path) {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn an_exported_model_is_loaded_and_frozen_as_asked() {
     let home = tempfile::tempdir().unwrap();
     let [first, second, old, third, metrics] =
@@ -125,6 +126,7 @@ fn what_does_not_fit_is_an_error() {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn a_resumed_run_ends_as_it_would_have_ended() {
     let home = tempfile::tempdir().unwrap();
     let [checkpoints, metrics] = ["checkpoints", "metrics.jsonl"].map(|name| home.path().join(name));

@@ -24,6 +24,7 @@ fn metrics(ranks: usize, arguments: &[&str]) -> Vec<Value> {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn two_ranks_learn_to_read() {
     let epochs = metrics(2, &["--epochs", "5", "--require-accuracy", "0.9"]);
     assert_eq!(epochs.len(), 5);
@@ -39,6 +40,7 @@ fn two_ranks_learn_to_read() {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn sharded_optimizer_state_trains_the_same() {
     for ranks in [2, 3] {
         let hashes = |arguments: &[&str]| -> Vec<Value> {
@@ -51,6 +53,7 @@ fn sharded_optimizer_state_trains_the_same() {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn every_communication_hook_learns_too() {
     // The maximum share of the gradients that each hook may send.
     for (hook, part) in [("fp16", 0.51), ("bf16", 0.51), ("power-sgd", 0.8)] {
@@ -72,6 +75,7 @@ fn every_test_image_counts_once() {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn a_seed_determines_the_training() {
     let hashes = |seed: &str, epochs: &str| -> Vec<String> {
         let epochs = metrics(3, &["--epochs", epochs, "--seed", seed]);
@@ -102,6 +106,7 @@ fn an_accuracy_out_of_reach_is_a_failure() {
 }
 
 #[test]
+#[ignore = "slow without optimisation"]
 fn a_resumed_run_ends_as_it_would_have_ended() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = folder.path().to_str().unwrap();

@@ -97,7 +97,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("text"),
         set_by: "tests, scripts",
         read_by: "tests",
-        meaning: "what a test tells the processes that it starts",
+        meaning: "what a test tells the processes that it starts, or a script a test",
         default: "–",
     },
 ];
