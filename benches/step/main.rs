@@ -82,7 +82,7 @@ enum Mode {
     Local,
     /// DistributedDataParallel: gradients are averaged during the backward pass.
     Ddp,
-    /// The same, with `backward_and_step`. Its time counts as that of the backward pass.
+    /// The same, with `backward_and_step`. The backward pass's time includes the optimizer's.
     Parts,
     /// As ddp, but gradients are averaged after the backward pass.
     After,

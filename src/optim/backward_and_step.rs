@@ -44,8 +44,8 @@ impl<M> DistributedDataParallel<M> {
     ///   [`FusedOptimizer`](crate::optim::FusedOptimizer), such as a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer);
     /// - with a [communication hook](crate::comm_hook).
     ///
-    /// What ranks send is the same as by two calls, so that some may make these. In a [trace](crate::trace), the step is the phase
-    /// "optimizer".
+    /// Ranks send the same messages as with two calls, so some ranks may make one call and others two. In a [trace](crate::trace), the
+    /// step is the phase "optimizer".
     ///
     /// # Errors
     /// Returns the errors of `backward` and of the optimizer's [`step`](Optimizer::step). Before anything is sent:

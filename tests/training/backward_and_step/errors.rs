@@ -1,4 +1,4 @@
-//! What is refused, and what is left after an error.
+//! Refused calls, and the state after an error.
 use super::{Counting, adamw, loss, loss_of_two, tiny, two, values_of, wrap};
 use crate::common::{floats, ranks, var, with_virtual_ranks};
 use candle_core::{Tensor, Var};
@@ -10,7 +10,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Nothing is sent and nothing changes, and training goes on.
+/// Nothing is sent, nothing changes, and training continues.
 #[test]
 fn steps_without_averages_and_with_a_scaled_loss_are_refused() {
     for world_size in [1, 2] {
@@ -54,7 +54,7 @@ fn steps_without_averages_and_with_a_scaled_loss_are_refused() {
     .unwrap();
 }
 
-/// What the ranks find out together, they find out before the step.
+/// The ranks find errors together before the step.
 #[test]
 fn what_is_wrong_with_a_pass_changes_nothing() {
     let refused =

@@ -49,7 +49,7 @@ impl Pass {
         self != Self::Forward
     }
 
-    /// How many numbers in f32 it keeps beside the workspace: for each query, and for each element of the gradients of queries.
+    /// The numbers in f32 that it needs in addition to the workspace: one for each query, and one for each element of the queries' gradients.
     pub(super) fn kept(self, shape: &AttendShape) -> [usize; 2] {
         let queries = shape.batch * shape.heads * shape.queries;
         match self {
