@@ -110,7 +110,7 @@ fn apexs_levels_give_the_options() {
 
 /// Both sums of the pass reach the weight once, in f32, as without autocast.
 #[test]
-fn a_shared_weight_is_cast_once_and_averaged_once() {
+fn a_shared_weight_is_averaged_once() {
     let run = |mode: Option<Autocast>| {
         ranks(2, |pg| {
             let options = DdpOptions { autocast: mode, ..Default::default() };

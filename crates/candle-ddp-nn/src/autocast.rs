@@ -1,12 +1,10 @@
 //! Functions that cast their arguments: PyTorch's autocast.
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Result, Tensor, TensorId};
+use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::copy::snapshot_tensor;
-use candle_ddp_tensor::function::{Function, apply_in, is_tracked};
+use candle_ddp_tensor::function::{Function, apply_in};
 use candle_ddp_tensor::{Error, MemoryFormat};
-use std::cell::RefCell;
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::cell::Cell;
 
 /// Which functions cast their arguments, and to which dtype, [`F16`](DType::F16) or [`BF16`](DType::BF16).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +47,7 @@ impl From<DType> for Autocast {
 }
 
 thread_local! {
-    static REGION: RefCell<Option<Arc<Region>>> = const { RefCell::new(None) };
+    static MODE: Cell<Option<Autocast>> = const { Cell::new(None) };
 }
 
 /// Runs `f` with functions that cast their arguments: `torch.autocast`. `mode` may be a dtype, which means [`Autocast::Lists`].
@@ -62,9 +60,10 @@ thread_local! {
 /// this thread: a thread that works for another one uses [`set_autocast`]. candle-ddp's `DataParallel` passes it on to its own
 /// threads.
 ///
-/// A parameter that several products use is cast once in a region, unless its gradient has been calculated in between. A program that
-/// sets a parameter by other means than a step of training should do so outside of the region. On the CPU, linear layers round their
-/// weights in f32 while they multiply, and never cast them; their gradients are sums in f32, not rounded to 16 bits.
+/// Each product casts its parameters when it runs, so a parameter may change at any time, also inside of the region; torch.autocast keeps
+/// casts until its region ends. Linear layers and convolutions cast f32 weights again in the backward pass instead of keeping the casts.
+/// On the CPU, linear layers round their weights while they multiply, and never cast them; their gradients are sums in f32, not rounded
+/// to 16 bits.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Module, Tensor};
@@ -99,87 +98,56 @@ pub fn autocast_off<T>(f: impl FnOnce() -> T) -> T {
 
 /// Runs `f` under [`autocast`] or [`autocast_off`]. A thread that works for another thread passes that thread's [`autocast_mode`].
 pub fn set_autocast<T>(mode: Option<Autocast>, f: impl FnOnce() -> T) -> T {
-    let region = mode.map(|mode| Arc::new(Region { mode, parameters: Mutex::default() }));
-    let _restored = Restore(REGION.replace(region));
+    let _restored = Restore(MODE.replace(mode));
     f()
 }
 
 /// How functions of this thread cast; None outside of [`autocast`].
 pub fn autocast_mode() -> Option<Autocast> {
-    REGION.with_borrow(|region| region.as_ref().map(|region| region.mode))
+    MODE.get()
 }
 
 /// Gives the thread its earlier state back.
-struct Restore(Option<Arc<Region>>);
+struct Restore(Option<Autocast>);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        REGION.set(self.0.take());
-    }
-}
-
-/// A call of [`autocast`].
-struct Region {
-    mode: Autocast,
-    /// The casts of parameters, so that each is cast once.
-    parameters: Mutex<HashMap<TensorId, Tensor>>,
-}
-
-impl Region {
-    fn parameters(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
-        self.parameters.lock().unwrap_or_else(PoisonError::into_inner)
+        MODE.set(self.0);
     }
 }
 
 /// The casts of a product.
-pub(crate) struct Casts(Arc<Region>);
+pub(crate) struct Casts(Autocast);
 
 impl Casts {
     /// None if a product of these arguments casts nothing.
     pub(crate) fn of_product<'a>(arguments: impl IntoIterator<Item = &'a Tensor>) -> Result<Option<Self>> {
-        let Some(region) = REGION.with_borrow(Clone::clone) else { return Ok(None) };
-        region.mode.check()?;
-        let dtype = region.mode.dtype();
-        let changes = arguments.into_iter().any(|argument| is_cast(argument) && argument.dtype() != dtype);
-        Ok(changes.then_some(Self(region)))
+        let Some(mode) = autocast_mode() else { return Ok(None) };
+        mode.check()?;
+        let changes = arguments.into_iter().any(|argument| is_cast(argument) && argument.dtype() != mode.dtype());
+        Ok(changes.then_some(Self(mode)))
     }
 
-    /// An argument that is calculated anew in each pass.
-    pub(crate) fn input(&self, x: &Tensor) -> Result<Tensor> {
-        if is_cast(x) { cast(x, self.0.mode.dtype(), None) } else { Ok(x.clone()) }
+    /// An argument in the dtype of the product. It is cast anew each time: candle does not tell when a tensor has been written to.
+    pub(crate) fn of(&self, x: &Tensor) -> Result<Tensor> {
+        if is_cast(x) { to_dtype(x, self.0.dtype()) } else { Ok(x.clone()) }
     }
 
-    /// A parameter, which may be used more than once.
-    pub(crate) fn parameter(&self, parameter: &Tensor) -> Result<Tensor> {
-        // Without a gradient, nothing would tell when it changes.
-        if !is_cast(parameter) || !is_tracked(parameter) {
-            return self.input(parameter);
-        }
-        if let Some(known) = self.0.parameters().get(&parameter.id()) {
-            return Ok(known.clone());
-        }
-        let cast = cast(parameter, self.0.mode.dtype(), Some(Arc::downgrade(&self.0)))?;
-        self.0.parameters().insert(parameter.id(), cast.clone());
-        Ok(cast)
-    }
-
-    /// A parameter of a product that rounds it while it packs it, which costs nothing; otherwise as [`parameter`](Self::parameter).
-    pub(crate) fn packed(&self, parameter: &Tensor) -> Result<Tensor> {
-        match parameter.device().is_cpu() && parameter.dtype() == DType::F32 {
-            true => Ok(parameter.clone()),
-            false => self.parameter(parameter),
-        }
+    /// A parameter of a product that rounds it by itself if it is f32, in both passes, so that no graph holds the cast; otherwise as
+    /// [`of`](Self::of).
+    pub(crate) fn unrounded(&self, parameter: &Tensor) -> Result<Tensor> {
+        if parameter.dtype() == DType::F32 { Ok(parameter.clone()) } else { self.of(parameter) }
     }
 
     /// The dtype in which a product computes with this argument.
     pub(crate) fn dtype_of(&self, x: &Tensor) -> DType {
-        if is_cast(x) { self.0.mode.dtype() } else { x.dtype() }
+        if is_cast(x) { self.0.dtype() } else { x.dtype() }
     }
 
     /// The result `y` of a product whose first argument was `x`.
     pub(crate) fn result(&self, y: Tensor, x: &Tensor) -> Result<Tensor> {
-        match self.0.mode {
-            Autocast::Products(_) if is_cast(x) => cast(&y, x.dtype(), None),
+        match self.0 {
+            Autocast::Products(_) if is_cast(x) => to_dtype(&y, x.dtype()),
             _ => Ok(y),
         }
     }
@@ -187,7 +155,7 @@ impl Casts {
 
 /// The argument of a function that computes in f32: softmax, norms.
 pub(crate) fn wide(x: &Tensor) -> Result<Tensor> {
-    if is_widened(x)? { cast(x, DType::F32, None) } else { Ok(x.clone()) }
+    if is_widened(x)? { to_dtype(x, DType::F32) } else { Ok(x.clone()) }
 }
 
 /// Whether [`wide`] casts this argument.
@@ -216,25 +184,18 @@ fn is_cast(x: &Tensor) -> bool {
     matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// `x` in the dtype that a sum with it needs.
-pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    cast(x, dtype, None)
-}
-
 /// `x` in another dtype, in the same memory format. The gradient has the dtype of `x`.
-fn cast(x: &Tensor, dtype: DType, region: Option<Weak<Region>>) -> Result<Tensor> {
+pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());
     }
     let format = MemoryFormat::of(x);
     let result = snapshot_tensor(&format.stored(&x.detach())?, dtype)?;
-    apply_in(format, &[x], result, Cast { from: x.dtype(), parameter: region.map(|region| (region, x.id())) })
+    apply_in(format, &[x], result, Cast { from: x.dtype() })
 }
 
 struct Cast {
     from: DType,
-    /// The region in which the argument, a parameter, has this cast.
-    parameter: Option<(Weak<Region>, TensorId)>,
 }
 
 impl Function for Cast {
@@ -243,12 +204,6 @@ impl Function for Cast {
     }
 
     fn backward(&self, gradient: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        // A parameter with a gradient is about to change.
-        if let Some((region, id)) = &self.parameter
-            && let Some(region) = region.upgrade()
-        {
-            region.parameters().remove(id);
-        }
         let format = MemoryFormat::of(gradient);
         let (storage, shape) = snapshot_tensor(&format.stored(gradient)?, self.from)?;
         Ok(vec![Some(format.view(&Tensor::from_storage(storage, shape, BackpropOp::none(), false))?)])

@@ -5,7 +5,7 @@ mod uneven;
 
 pub(crate) use uneven::is_uneven;
 
-use super::autocast::Casts;
+use super::autocast::{Casts, to_dtype};
 use super::gemm::{self, Strides, threads};
 use super::lora::adapter::{self, Adapter};
 use candle_core::{D, DType, Module, Result, Shape, Storage, Tensor, WithDType};
@@ -100,8 +100,8 @@ impl Module for Linear {
         let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
             return multiply(x, (weight, weight.dtype()), bias.as_ref());
         };
-        let bias = bias.as_ref().map(|bias| casts.parameter(bias)).transpose()?;
-        let y = multiply(&casts.input(x)?, (&casts.packed(weight)?, casts.dtype_of(weight)), bias.as_ref())?;
+        let bias = bias.as_ref().map(|bias| casts.of(bias)).transpose()?;
+        let y = multiply(&casts.of(x)?, (&casts.unrounded(weight)?, casts.dtype_of(weight)), bias.as_ref())?;
         casts.result(y, x)
     }
 }
@@ -162,7 +162,7 @@ pub(crate) fn check(
 /// The product, with the tensors that its gradients need.
 struct Product {
     x: Tensor,
-    /// Of the dtype of `x`; on the CPU it may also be f32, and is rounded while it is packed.
+    /// Of the dtype of `x`, or f32. Then it is rounded to it in each pass, on the CPU while it is packed.
     weight: Tensor,
 }
 
@@ -181,8 +181,8 @@ impl Product {
         shape.pop();
         shape.push(out);
         if self.x.device().is_cuda() {
-            let shape = Shape::from(shape);
-            return Ok(cuda::forward((rows, features, out), &self.x, &self.weight, bias, shape)?.into_result());
+            let (weight, shape) = (to_dtype(&self.weight, self.x.dtype())?, Shape::from(shape));
+            return Ok(cuda::forward((rows, features, out), &self.x, &weight, bias, shape)?.into_result());
         }
         let storage = dispatch!(self.x.dtype(), "Linear", T => {
             let b = Strides::transposed(features);
@@ -238,7 +238,10 @@ impl Function for Product {
         let needs_bias = needed.get(2) == Some(&true);
         if dy.device().is_cuda() {
             let (extents, needed) = ((rows, features, out), [needed[0], needed[1], needs_bias]);
-            return Ok(cuda::gradients(extents, [&self.x, &self.weight, dy], needed)?.into());
+            let weight = to_dtype(&self.weight, self.x.dtype())?;
+            let [dx, d_weight, d_bias] = cuda::gradients(extents, [&self.x, &weight, dy], needed)?;
+            let d_weight = d_weight.map(|gradient| to_dtype(&gradient, self.weight.dtype())).transpose()?;
+            return Ok(vec![dx, d_weight, d_bias]);
         }
         let mut gradients = vec![None; needed.len()];
         if needs_bias {

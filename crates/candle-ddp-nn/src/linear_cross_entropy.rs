@@ -3,7 +3,7 @@ mod cpu;
 mod cuda;
 mod head;
 
-use crate::autocast::Casts;
+use crate::autocast::{Casts, to_dtype};
 use crate::cross_entropy::{CrossEntropyOptions, check, cross_entropy_with};
 use crate::linear;
 use crate::lora::adapter;
@@ -76,10 +76,10 @@ pub fn linear_cross_entropy_with(
     let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
         return with_head(x, (weight, weight.dtype()), bias, targets, options);
     };
-    let bias = bias.map(|bias| casts.parameter(bias)).transpose()?;
-    let (x, dtype) = (casts.input(x)?, casts.dtype_of(weight));
+    let bias = bias.map(|bias| casts.of(bias)).transpose()?;
+    let (x, dtype) = (casts.of(x)?, casts.dtype_of(weight));
     // The loss is f32 in any case.
-    with_head(&x, (&casts.packed(weight)?, dtype), bias.as_ref(), targets, options)
+    with_head(&x, (&casts.unrounded(weight)?, dtype), bias.as_ref(), targets, options)
 }
 
 /// The loss, with the weight and the dtype that it is rounded to.
@@ -107,6 +107,8 @@ fn with_head(
     let rows = targets.elem_count();
     let chunk = options.batch_chunk_size.unwrap_or(rows).clamp(1, rows.max(1));
     let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.map(Tensor::contiguous).transpose()?);
+    // On the CPU, it is rounded while it is packed.
+    let weight = if x.device().is_cuda() { to_dtype(&weight, dtype)? } else { weight };
     let head = Head { x: &x, weight: &weight, bias: bias.as_ref(), chunk };
     match x.device().is_cuda() {
         true => cuda::linear_cross_entropy(&head, targets, &options.cross_entropy),

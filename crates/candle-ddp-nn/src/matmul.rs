@@ -32,9 +32,7 @@ use rayon::prelude::*;
 /// are not floating-point.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if let Some(casts) = Casts::of_product([a, b])? {
-        // One matrix may be a parameter, which has other uses.
-        let of_b = if b.rank() == 2 { casts.parameter(b)? } else { casts.input(b)? };
-        return casts.result(matmul(&casts.input(a)?, &of_b)?, a);
+        return casts.result(matmul(&casts.of(a)?, &casts.of(b)?)?, a);
     }
     let batch = a.dims().split_last_chunk::<2>();
     let fits = match (batch, b.dims()) {

@@ -54,7 +54,7 @@ use problem::Problem;
 /// gradient; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     if let Some(casts) = Casts::of_product([q, k, v])? {
-        let y = scaled_dot_product_attention(&casts.input(q)?, &casts.input(k)?, &casts.input(v)?, options)?;
+        let y = scaled_dot_product_attention(&casts.of(q)?, &casts.of(k)?, &casts.of(v)?, options)?;
         return casts.result(y, q);
     }
     let problem = Problem::new([q, k, v], &options)?;

@@ -23,7 +23,7 @@ use std::sync::{Arc, OnceLock};
 /// As with [`scaled_dot_product_attention`], and for a `qkv` of another shape.
 pub fn scaled_dot_product_attention_qkvpacked(qkv: &Tensor, heads: usize, options: AttentionOptions) -> Result<Tensor> {
     if let Some(casts) = Casts::of_product([qkv])? {
-        let y = scaled_dot_product_attention_qkvpacked(&casts.input(qkv)?, heads, options)?;
+        let y = scaled_dot_product_attention_qkvpacked(&casts.of(qkv)?, heads, options)?;
         return casts.result(y, qkv);
     }
     let shape = match *qkv.dims() {

@@ -1,11 +1,11 @@
 //! Convolutions and transposed convolutions as operations with their own backward pass.
 use super::geometry::{Geometry, positions};
 use super::{cpu, cuda};
-use crate::autocast::Casts;
+use crate::autocast::{Casts, to_dtype};
 use crate::channels;
 use crate::gemm::wide;
 use crate::to_memory_format;
-use candle_core::{Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{DType, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice};
 use candle_ddp_tensor::copy;
 use candle_ddp_tensor::dispatch;
@@ -66,12 +66,23 @@ pub(super) fn convolution(
     bias: Option<&Tensor>,
     settings: Settings,
 ) -> Result<Tensor> {
-    if let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? {
-        let bias = bias.map(|bias| casts.parameter(bias)).transpose()?;
-        let y = convolution(name, &casts.input(x)?, &casts.parameter(weight)?, bias.as_ref(), settings)?;
-        return casts.result(y, x);
-    }
-    let (geometry, transposed) = (geometry(name, x, weight, bias, settings)?, settings.transposed);
+    let Some(casts) = Casts::of_product([x, weight].into_iter().chain(bias))? else {
+        return convolve(name, x, (weight, weight.dtype()), bias, settings);
+    };
+    let bias = bias.map(|bias| casts.of(bias)).transpose()?;
+    let weight = (&casts.unrounded(weight)?, casts.dtype_of(weight));
+    casts.result(convolve(name, &casts.of(x)?, weight, bias.as_ref(), settings)?, x)
+}
+
+/// The convolution, with the weight and the dtype that it is rounded to.
+fn convolve(
+    name: &'static str,
+    x: &Tensor,
+    (weight, dtype): (&Tensor, DType),
+    bias: Option<&Tensor>,
+    settings: Settings,
+) -> Result<Tensor> {
+    let (geometry, transposed) = (geometry(name, x, (weight, dtype), bias, settings)?, settings.transposed);
     // Only cuDNN takes channels last.
     let wanted = match x.device().is_cuda() && kernels::has_cudnn()? && !geometry.is_empty() {
         true => MemoryFormat::of(x),
@@ -100,7 +111,7 @@ fn kinds(transposed: bool) -> [Convolve; 2] {
 fn geometry(
     name: &'static str,
     x: &Tensor,
-    weight: &Tensor,
+    (weight, dtype): (&Tensor, DType),
     bias: Option<&Tensor>,
     settings: Settings,
 ) -> Result<Geometry> {
@@ -112,7 +123,7 @@ fn geometry(
         );
         Error::invalid(what, reason).into()
     };
-    let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
+    let alike = |other: &Tensor| other.dtype() == dtype && other.device().same_device(weight.device());
     let (rank, Settings { stride, padding, output_padding, dilation, groups, transposed }) = (weight.rank(), settings);
     if !(3..=4).contains(&rank) {
         return Err(refuse("weight", weight, "it must have 3 or 4 dimensions".to_string()));
@@ -180,12 +191,17 @@ struct Convolution {
     format: MemoryFormat,
     transposed: bool,
     x: Tensor,
+    /// Of the dtype of `x`, or f32. Then it is rounded to it in each pass.
     weight: Tensor,
 }
 
 impl Convolution {
+    fn rounded_weight(&self) -> Result<Tensor> {
+        to_dtype(&self.weight, self.x.dtype())
+    }
+
     fn forward(&self, bias: Option<&Tensor>) -> Result<(Storage, Shape)> {
-        let Self { geometry, format, x, weight, .. } = self;
+        let (Self { geometry, format, x, .. }, weight) = (self, &self.rounded_weight()?);
         let (channels, size) =
             if self.transposed { (geometry.ci, geometry.input) } else { (geometry.co, geometry.output) };
         let mut shape = vec![geometry.n, channels];
@@ -236,7 +252,7 @@ impl Convolution {
     }
 
     fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool], earlier: Earlier) -> Result<Vec<Option<Tensor>>> {
-        let Self { geometry, x, weight, transposed, .. } = self;
+        let (Self { geometry, x, transposed, .. }, weight) = (self, &self.rounded_weight()?);
         // cuDNN may lack some of the convolutions in channels last.
         let stored = |kind, tensor: &Tensor| {
             let format = cuda::format((geometry, self.format), x, kind)?;
@@ -274,7 +290,7 @@ impl Convolution {
     }
 
     fn backward_on_cpu(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let Self { geometry, x, weight, transposed, .. } = self;
+        let (Self { geometry, x, transposed, .. }, weight) = (self, &self.rounded_weight()?);
         let mut gradients = vec![None; needed.len()];
         dispatch!(dy.dtype(), self.name, T => with_slice::<T, _>(dy, |dy| {
             if needed[0] {
@@ -317,6 +333,7 @@ impl Function for Convolution {
             true => self.backward_on_cuda(dy, needed, earlier),
             false => self.backward_on_cpu(dy, needed),
         }?;
+        gradients[1] = gradients[1].take().map(|d_weight| to_dtype(&d_weight, self.weight.dtype())).transpose()?;
         if needed.get(2) == Some(&true) {
             gradients[2] = Some(channels::totals(&channels::batch_of(self.format, dy)?)?);
         }

@@ -57,11 +57,11 @@ impl Layer {
         let Self { w_ih, w_hh, b_ih, b_hh } = self;
         let parameters = [Some(w_ih), Some(w_hh), b_ih.as_ref(), b_hh.as_ref()];
         if let Some(casts) = Casts::of_product([x].into_iter().chain(parameters.into_iter().flatten()).chain(states))? {
-            let parameter = |of: &Option<Tensor>| of.as_ref().map(|of| casts.parameter(of)).transpose();
-            let (w_ih, w_hh) = (casts.parameter(w_ih)?, casts.parameter(w_hh)?);
+            let parameter = |of: &Option<Tensor>| of.as_ref().map(|of| casts.of(of)).transpose();
+            let (w_ih, w_hh) = (casts.of(w_ih)?, casts.of(w_hh)?);
             let layer = Self { w_ih, w_hh, b_ih: parameter(b_ih)?, b_hh: parameter(b_hh)? };
-            let states = states.iter().map(|state| casts.input(state)).collect::<Result<Vec<_>>>()?;
-            return casts.result(layer.run::<C>(&casts.input(x)?, &states, steps, cells)?, x);
+            let states = states.iter().map(|state| casts.of(state)).collect::<Result<Vec<_>>>()?;
+            return casts.result(layer.run::<C>(&casts.of(x)?, &states, steps, cells)?, x);
         }
         let (batch, hidden) = (steps.batch(), self.hidden()?);
         let check = |argument, x: &Tensor, weight: &Tensor, rows: usize, what: &str| {

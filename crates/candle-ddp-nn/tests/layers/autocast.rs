@@ -309,6 +309,37 @@ fn a_weight_that_changes_in_the_region_is_cast_again() {
     assert_eq!(floats(&stays), floats(&autocast(DType::BF16, run)));
 }
 
+/// Each parameter, in every layer that casts one, by `Var::set` alone.
+#[test]
+fn parameters_that_are_set_in_the_region_are_cast_again() {
+    let check = |name: &str, shapes: &[&[usize]], first: usize, run: Run| {
+        let vars = || -> Vec<Var> { shapes.iter().zip(0..).map(|(of, at)| wave(of, at, DType::F32)).collect() };
+        for index in first..shapes.len() {
+            let vars = vars();
+            let run = || run(&vars.iter().map(|var| var.as_tensor().clone()).collect::<Vec<_>>()).unwrap();
+            let (before, after) = autocast(DType::BF16, || {
+                let before = run();
+                vars[index].set(&(vars[index].as_detached_tensor() * 2.0).unwrap()).unwrap();
+                (before, run())
+            });
+            assert_ne!(floats(&before), floats(&after), "{name}, parameter {index}");
+            assert_eq!(floats(&after), floats(&autocast(DType::BF16, run)), "{name}, parameter {index}");
+        }
+    };
+    check("linear", &[&[5, 7], &[3, 7], &[3]], 1, &linear);
+    check("linear_cross_entropy", &[&[6, 7], &[10, 7], &[10]], 1, &|x| {
+        linear_cross_entropy(&x[0], &x[1], x.get(2), &classes()?)
+    });
+    check("matmul", &[&[5, 7], &[7, 3]], 0, &|x| matmul(&x[0], &x[1]));
+    check("conv1d", &[&[2, 5, 8], &[6, 5, 3], &[6]], 1, &conv1d);
+    check("conv2d", &[&[2, 5, 8, 8], &[6, 5, 3, 3], &[6]], 1, &conv2d);
+    check("conv_transpose1d", &[&[2, 4, 5], &[4, 3, 3], &[3]], 1, &conv_transpose1d);
+    check("conv_transpose2d", &[&[2, 4, 4, 5], &[4, 3, 3, 3], &[3]], 1, &conv_transpose2d);
+    check("attention", &[&[1, 2, 6, 8][..]; 3], 0, &attention);
+    check("lstm", &LSTM, 3, &recurrent);
+    check("gru", &GRU, 2, &recurrent);
+}
+
 /// Exactly as if they had been cast before, in all products. Their gradients have the bits of sums in f32.
 #[test]
 fn linear_layers_and_heads_round_their_weights() {
