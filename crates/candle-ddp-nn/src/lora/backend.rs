@@ -16,7 +16,7 @@ pub(super) struct Requested {
     /// The names of layers.
     pub(super) modules: BTreeSet<String>,
     /// The stand-ins, so that a name requested twice has one adapter.
-    stand_ins: HashMap<String, Tensor>,
+    pub(super) stand_ins: HashMap<String, Tensor>,
 }
 
 /// Gives a model stand-ins for the weights of adapted layers, trained tensors from `vb`, and the others from `base`.

@@ -24,7 +24,8 @@ impl LoraConfig {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], carried by candle's error, for options that are out of range, a pattern that no layer of the model
-    /// fits, and a layer whose weight has no 2, 3 or 4 dimensions or is quantised; the errors of `build`.
+    /// fits, and a layer in `target_modules` that can have no adapter: an LSTM or GRU, and one whose weight has no 2, 3 or 4 dimensions or
+    /// is quantised; the errors of `build`.
     pub fn build<'a, M, E: From<candle_core::Error>>(
         &self,
         base: VarBuilder<'a>,
@@ -40,7 +41,7 @@ impl LoraConfig {
         Ok(model)
     }
 
-    /// Refuses patterns that nothing fits, which are usually misspelt.
+    /// Refuses patterns that nothing fits, which are usually misspelt, and layers that have got no adapter.
     fn check_patterns(&self, requested: &Requested) -> Result<()> {
         let all = || requested.modules.iter().map(String::as_str);
         let lists = [
@@ -58,6 +59,18 @@ impl LoraConfig {
         if !all().any(|module| self.is_targeted(module)) {
             let reason = "it excludes every layer that target_modules has: at least one must remain";
             return Err(Error::invalid("exclude_modules", reason).into());
+        }
+        let has_none = |module: &&str| {
+            let weight = names::join(module, "weight");
+            self.is_targeted(module) && !self.is_whole(module) && !requested.stand_ins.contains_key(&weight)
+        };
+        if let Some(module) = all().find(has_none) {
+            let reason = format!(
+                "{module} has no tensor {:?}: a layer with an adapter must be linear, an embedding or a convolution. Change the pattern \
+                 that it fits, or list it in exclude_modules",
+                "weight"
+            );
+            return Err(Error::invalid("target_modules", reason).into());
         }
         Ok(())
     }

@@ -41,7 +41,8 @@ pub struct LoraConfig {
     pub target_modules: Vec<String>,
     /// Patterns of layers that get no adapter, although `target_modules` has them. Default: none.
     pub exclude_modules: Vec<String>,
-    /// Patterns of layers, or groups of layers, that are trained as a whole, such as a new head. Default: none.
+    /// Layers, or groups of layers, that are trained as a whole, such as a new head: all whose names end with one of these, so that `norm`
+    /// is also `input_layernorm`. `*` stands for any text. Default: none.
     pub modules_to_save: Vec<String>,
     /// Which biases are trained. Default: none.
     pub bias: LoraBias,
@@ -86,9 +87,12 @@ impl LoraConfig {
             LoraBias::All => last == "bias",
             LoraBias::LoraOnly => last == "bias" && self.is_targeted(module),
         };
-        is_bias
-            || names::is_adapter(name)
-            || self.modules_to_save.iter().any(|pattern| names::contains(pattern, module))
+        is_bias || names::is_adapter(name) || self.is_whole(module)
+    }
+
+    /// Whether all of the layer is trained.
+    pub(super) fn is_whole(&self, module: &str) -> bool {
+        self.modules_to_save.iter().any(|pattern| names::contains(pattern, module))
     }
 
     /// The factor of the adapters' part.

@@ -32,10 +32,10 @@ pub(super) fn fits(pattern: &str, module: &str) -> bool {
     [module].into_iter().chain(ends).any(|end| glob(pattern.as_bytes(), end.as_bytes()))
 }
 
-/// Whether the layer, or a group of layers that has it, [`fits`] the pattern.
+/// Whether the name of the layer, or of a group of layers that has it, ends with the pattern, as in peft: not only after a dot.
 pub(super) fn contains(pattern: &str, module: &str) -> bool {
-    let groups = module.match_indices('.').map(|(dot, _)| &module[..dot]);
-    [module].into_iter().chain(groups).any(|group| fits(pattern, group))
+    let (groups, end) = (module.match_indices('.').map(|(dot, _)| &module[..dot]), format!("*{pattern}"));
+    !pattern.is_empty() && [module].into_iter().chain(groups).any(|group| glob(end.as_bytes(), group.as_bytes()))
 }
 
 /// Whether `pattern`, in which `*` stands for any text, is the whole of `text`. The last `*` alone is tried again, so that the time is at
@@ -74,10 +74,13 @@ mod tests {
         for pattern in ["proj", "k_proj", "layers.1.*", "layers.1*1.q_proj", "self_attn", "model", "", "*q"] {
             assert!(!fits(pattern, layer), "{pattern}");
         }
-        for pattern in ["self_attn", "layers.*", "model", "q_proj"] {
+        // peft: any(key.endswith(target) for target in modules_to_save), for the names of layers and of groups.
+        for pattern in ["self_attn", "attn", "proj", "layers.*", "model", "q_proj", "11", "*attn"] {
             assert!(contains(pattern, layer), "{pattern}");
         }
-        assert!(!contains("attn", layer) && !contains("layers.12", layer));
+        for pattern in ["", "q_pro", "layers.12", "self", "model."] {
+            assert!(!contains(pattern, layer), "{pattern}");
+        }
     }
 
     #[test]

@@ -2,8 +2,8 @@
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp_nn::{
     Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, ConvTranspose1dConfig, Embedding, Linear, LoraBias, LoraConfig,
-    VarBuilder, VarMap, autocast, batch_norm, checkpoint, conv_transpose1d_no_bias, conv1d, conv2d, conv2d_no_bias,
-    embedding, layer_norm, linear, linear_cross_entropy, no_grad,
+    RNNOptions, StackedGRU, VarBuilder, VarMap, autocast, batch_norm, checkpoint, conv_transpose1d_no_bias, conv1d,
+    conv2d, conv2d_no_bias, embedding, layer_norm, linear, linear_cross_entropy, no_grad,
 };
 use candle_ddp_testing::{assert_close, fill, floats, tensor};
 use std::collections::HashMap;
@@ -299,6 +299,18 @@ fn wrong_options_and_layers_are_errors() {
     expect(LoraConfig { modules_to_save: none(), ..all() }, "modules_to_save: no layer");
     expect(LoraConfig { exclude_modules: vec!["*".to_string()], ..all() }, "it excludes every layer");
     expect(config(&["norm"]), "the weight of norm is f32[4]: a layer with an adapter must be linear");
+    // Its weights have other names.
+    let varmap = VarMap::new();
+    let build = |config: LoraConfig| {
+        config.build(builder(&varmap, DType::F32), builder(&varmap, DType::F32), |vb| {
+            StackedGRU::new(4, 4, RNNOptions::default(), vb.pp("gru"))?;
+            linear(4, 4, vb.pp("fc"))
+        })
+    };
+    let error = build(config(&["gru", "fc"])).unwrap_err().to_string();
+    assert!(error.contains("target_modules: gru has no tensor \"weight\": a layer with an adapter must be"), "{error}");
+    build(LoraConfig { exclude_modules: vec!["gru".to_string()], ..config(&["*"]) }).unwrap();
+    build(LoraConfig { modules_to_save: vec!["gru".to_string()], ..config(&["*"]) }).unwrap();
     expect(config(&["codes"]), "the weight of codes is u8[2, 2]: a weight with an adapter must be f32");
 }
 
