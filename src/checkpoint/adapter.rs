@@ -1,12 +1,12 @@
 //! The tensors that LoRA trains, in peft's files.
-use super::LoadOptions;
+use super::{LoadOptions, LoadReport};
 use crate::nn::{LoraBias, LoraConfig};
 use crate::state::file::{LONGEST_HEADER, PreparedFile, Progress, write_safetensors};
 use crate::{Error, Result};
 use candle_ddp_state::weights::{Prepared, Source, tensors, unreadable};
 use candle_nn::VarMap;
 use serde_json::{Map, Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
@@ -47,11 +47,7 @@ const UNSUPPORTED: [&str; 16] = [
 pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Path>) -> Result<()> {
     let folder = folder.as_ref();
     let trained: HashMap<_, _> = tensors(varmap)?.into_iter().filter(|(name, _)| config.is_trained(name)).collect();
-    let mut modules: Vec<String> = trained
-        .keys()
-        .filter_map(|name| name.strip_suffix(".lora_A.weight").or(name.strip_suffix(".lora_embedding_A")))
-        .map(str::to_string)
-        .collect();
+    let mut modules: Vec<String> = trained.keys().filter_map(|name| adapted(name)).map(str::to_string).collect();
     modules.sort();
     if modules.is_empty() {
         return Err(Error::invalid("varmap", "it has no adapter: build the model with LoraConfig::build first"));
@@ -106,13 +102,41 @@ pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Pat
 ///
 /// # Errors
 /// [`Error::CheckpointFile`] for a file that is no `adapter_config.json` of LoRA, and for options that have no counterpart here, such as
-/// DoRA, ranks that differ between layers, and a regular expression as `target_modules`; [`Error::Io`].
+/// DoRA, ranks that differ between layers, and a regular expression as `target_modules`; for adapters of another rank in
+/// `adapter_model.safetensors`; [`Error::Io`].
 pub fn read_adapter_config(folder: impl AsRef<Path>) -> Result<LoraConfig> {
     let path = folder.as_ref().join(CONFIG);
     let mut text = Vec::new();
     let read = File::open(&path).and_then(|file| file.take(LONGEST_HEADER).read_to_end(&mut text));
     read.map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
-    parse(&text).map_err(|reason| unreadable(&path, reason))
+    let config = parse(&text).map_err(|reason| unreadable(&path, reason))?;
+    check_rank(config.r, &folder.as_ref().join(TENSORS)).map(|()| config)
+}
+
+/// Refuses adapters of another rank: a model that is built with it would need memory for what the file does not have.
+fn check_rank(r: usize, path: &Path) -> Result<()> {
+    let file = Source::open(path, None)?;
+    let mut matrices: Vec<_> = file.names().into_iter().filter(|name| adapted(name).is_some()).collect();
+    matrices.sort();
+    if matrices.is_empty() {
+        return Err(unreadable(path, "it has no adapter"));
+    }
+    for name in matrices {
+        let (_, shape) = file.entry(&name).map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
+        if shape.dims().first() != Some(&r) || shape.elem_count() == 0 {
+            let reason = format!(
+                "{name} is {:?}, and the rank in {CONFIG} is {r}: it must be its first dimension",
+                shape.dims()
+            );
+            return Err(unreadable(path, reason));
+        }
+    }
+    Ok(())
+}
+
+/// The layer, if this is the name of a matrix A.
+fn adapted(name: &str) -> Option<&str> {
+    name.strip_suffix(".lora_A.weight").or(name.strip_suffix(".lora_embedding_A"))
 }
 
 fn parse(text: &[u8]) -> std::result::Result<LoraConfig, String> {
@@ -173,6 +197,9 @@ fn parse(text: &[u8]) -> std::result::Result<LoraConfig, String> {
 /// Reads an adapter that [`save_adapter`] or peft has written to a folder into the variables of `varmap` that `config` trains. The model
 /// has been built with `config`. Under DistributedDataParallel every rank calls it, with the same folder.
 ///
+/// peft also writes the frozen weights of adapted embeddings. Variables of `varmap` get them, too; frozen weights that are not in `varmap`
+/// stay as they are, with a warning.
+///
 /// # Errors
 /// [`Error::CheckpointFile`] if the saved rank or scaling differs from `config`'s, or the file has something that `config` does not train;
 /// otherwise those of [`load`](super::load). After every error the variables have their previous values.
@@ -192,13 +219,27 @@ pub fn load_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Pat
     let path = folder.join(TENSORS);
     let own = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).replace(".base_layer.", ".");
     let file = Source::open(&path, None)?;
-    if let Some(name) = file.names().iter().map(|name| own(name)).filter(|name| !config.is_trained(name)).min() {
+    let names: BTreeSet<String> = file.names().iter().map(|name| own(name)).collect();
+    let bases = names.iter().filter_map(|name| adapted(name)).map(|module| format!("{module}.weight"));
+    let bases: BTreeSet<String> = bases.filter(|name| names.contains(name) && !config.is_trained(name)).collect();
+    if let Some(name) = names.iter().find(|name| !config.is_trained(name) && !bases.contains(*name)) {
         return Err(unreadable(&path, format!("it has {name}, which the model's LoraConfig does not train")));
     }
-    let is_frozen = {
-        let config = config.clone();
-        move |name: &str| !config.is_trained(name)
+    let (trained, skipped, ignored) = (config.clone(), bases.clone(), bases);
+    let options = LoadOptions {
+        rename: Some(Arc::new(own)),
+        skip: Arc::new(move |name| !trained.is_trained(name) && !skipped.contains(name)),
+        ignored: Arc::new(move |name| ignored.contains(name)),
+        ..Default::default()
     };
-    let options = LoadOptions { rename: Some(Arc::new(own)), skip: Arc::new(is_frozen), ..Default::default() };
-    Prepared::of(varmap, &path, file, &options)?.apply().map(|_| ())
+    let LoadReport { ignored, .. } = Prepared::of(varmap, &path, file, &options)?.apply()?;
+    if let [first, ..] = &ignored[..] {
+        log::warn!(
+            "{} has the frozen weights of {} layers, such as {first}, which are not in the VarMap: the model keeps those that it was \
+             built with, which must be the same",
+            path.display(),
+            ignored.len()
+        );
+    }
+    Ok(())
 }

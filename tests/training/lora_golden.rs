@@ -175,4 +175,43 @@ fn options_without_a_counterpart_are_errors() {
         "its option modules_to_save must be a list of names",
     );
     refused("{", "[", "it is not a JSON object");
+    // A model of this rank would need terabytes.
+    fs::copy(folder("adapter").join("adapter_model.safetensors"), saved.path().join("adapter_model.safetensors"))
+        .unwrap();
+    refused("\"r\": 2", "\"r\": 1000000000000", "and the rank in adapter_config.json is 1000000000000");
+}
+
+/// peft adds the frozen weight of an embedding that has an adapter.
+#[test]
+fn an_adapter_may_have_the_frozen_weight_of_an_embedding() {
+    let saved = tempfile::tempdir().unwrap();
+    fs::copy(folder("adapter").join("adapter_config.json"), saved.path().join("adapter_config.json")).unwrap();
+    let mut tensors = checkpoint::read(folder("adapter").join("adapter_model.safetensors")).unwrap();
+    let frozen = wave(&[11, 8], |j| j.sin());
+    tensors.insert("base_model.model.embed.base_layer.weight".to_string(), frozen.clone());
+    let write = |tensors: &HashMap<String, Tensor>| {
+        checkpoint::save_tensors(tensors, saved.path().join("adapter_model.safetensors")).unwrap();
+    };
+    write(&tensors);
+    let config = read_adapter_config(saved.path()).unwrap();
+    let (varmap, _) = build(&config);
+    load_adapter(&config, &varmap, saved.path()).unwrap();
+    let (expected, _) = build(&config);
+    load_adapter(&config, &expected, folder("adapter")).unwrap();
+    let values = |varmap: &VarMap| {
+        let vars = varmap.data().lock().unwrap();
+        let mut values: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), floats(var))).collect();
+        values.sort_by(|(a, _), (b, _)| a.cmp(b));
+        values
+    };
+    assert_eq!(values(&varmap), values(&expected));
+    let own = Var::zeros((11, 8), DType::F32, &Device::Cpu).unwrap();
+    varmap.data().lock().unwrap().insert("embed.weight".to_string(), own.clone());
+    load_adapter(&config, &varmap, saved.path()).unwrap();
+    assert_eq!(floats(&own), floats(&frozen));
+    // That of a layer without an adapter is still refused.
+    tensors.insert("base_model.model.pool.base_layer.weight".to_string(), wave(&[12, 36], |j| j));
+    write(&tensors);
+    let error = load_adapter(&config, &varmap, saved.path()).unwrap_err().to_string();
+    assert!(error.contains("it has pool.weight, which the model's LoraConfig does not train"), "{error}");
 }

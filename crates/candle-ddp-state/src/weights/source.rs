@@ -76,7 +76,7 @@ impl Source {
     }
 
     /// The dtype and the shape of a tensor, or the reason why it cannot be read.
-    pub(super) fn entry(&self, name: &str) -> std::result::Result<(DType, Shape), String> {
+    pub fn entry(&self, name: &str) -> std::result::Result<(DType, Shape), String> {
         let entry = match self {
             Self::Files(files) => {
                 let entry = files.file_of(name).and_then(|file| file.entry(name));
