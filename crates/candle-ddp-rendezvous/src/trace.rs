@@ -4,11 +4,10 @@ mod timeline;
 #[doc(hidden)]
 pub use timeline::{Row, Trace};
 
-use crate::file::{PreparedFile, Progress};
+use crate::file::{PreparedFile, Progress, open_left, rank_in};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use serde::Deserialize;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -17,8 +16,8 @@ use std::path::{Path, PathBuf};
 /// rank belongs to an earlier run: it is left out, with a warning.
 ///
 /// # Errors
-/// Returns an error if the folder cannot be read or contains no trace, or if the file cannot be written; then no file
-/// is left.
+/// Returns an error if the folder cannot be read or contains no trace, if a trace is not a regular file, or if the file cannot be
+/// written; then no file is left.
 pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
     let (path, ranks, old) = merge_newest(folder)?;
     old.iter().for_each(|file| warn_aloud(format_args!("{}", left_out(file))));
@@ -112,7 +111,7 @@ pub fn events(file: &Path) -> Result<impl Iterator<Item = Result<String>>> {
 }
 
 fn events_in(file: &Path) -> io::Result<impl Iterator<Item = io::Result<(Event, String)>>> {
-    Ok(events_of(BufReader::new(File::open(file)?)))
+    Ok(events_of(BufReader::new(open_left(file)?)))
 }
 
 /// The events of a rank's file, with their texts: one per line. The line in which a killed rank's file was torn off, at whatever
@@ -157,14 +156,13 @@ pub fn fuzz_events(data: &[u8]) {
 }
 
 fn is_trace(path: &Path) -> bool {
-    path.file_name()
-        .and_then(|name| name.to_str())
-        .is_some_and(|name| name.starts_with("rank") && name.ends_with(".trace.json"))
+    path.file_name().and_then(|name| name.to_str()).and_then(|name| rank_in(name, ".trace.json")).is_some()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
 
     /// Four events, with braces, brackets and letters of several bytes in them.
     const TRACE: &str = "[{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"rank 0\"}},\n\

@@ -5,6 +5,7 @@ use super::error::{Error, Result};
 use super::status::RECORD;
 use super::tail::plain;
 use candle_ddp_rendezvous::error::RankError;
+use candle_ddp_rendezvous::file::open_left;
 use candle_ddp_rendezvous::host::boot_id;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -14,7 +15,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// The file of a worker's error.
-const ERROR_FILE: &str = "error.json";
+pub(super) const ERROR_FILE: &str = "error.json";
 /// The maximum number of bytes read from an error file.
 const LONGEST_ERROR: u64 = 1 << 20;
 
@@ -99,15 +100,18 @@ impl RunFolder {
 
     /// Returns the error that a worker wrote.
     pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<WorkerError> {
-        read_error(&self.error_file(restart_count, local_rank)?)
+        read_error(&self.error_file(restart_count, local_rank)?).ok().flatten()
     }
 }
 
-/// Returns the error that a worker wrote to the file.
-pub(super) fn read_error(file: &Path) -> Option<WorkerError> {
+/// Returns the error that a worker wrote to the file, if it wrote one.
+pub(super) fn read_error(file: &Path) -> std::io::Result<Option<WorkerError>> {
     let mut bytes = Vec::new();
-    File::open(file).ok()?.take(LONGEST_ERROR).read_to_end(&mut bytes).ok()?;
-    WorkerError::parse(&String::from_utf8_lossy(&bytes))
+    match open_left(file) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file?.take(LONGEST_ERROR).read_to_end(&mut bytes)?,
+    };
+    Ok(WorkerError::parse(&String::from_utf8_lossy(&bytes)))
 }
 
 /// The content of a worker's error file.

@@ -197,7 +197,8 @@ fn explain(folder: &Path, torchfrtrace: Option<&Path>) -> Result<End> {
 
 fn show_run(folder: &Path, output: Option<&Path>) -> Result<End> {
     let (path, notes) = page::write(folder, output)?;
-    notes.iter().for_each(message);
+    // Names of files may have line breaks.
+    notes.iter().for_each(|note| message(tail::line(note)));
     message(format_args!("{} shows the run: open it in a browser", path.display()));
     Ok(End::now(0))
 }

@@ -101,6 +101,12 @@ fn is_error(line: &str) -> bool {
     (is_name && (kind.ends_with("Error") || kind.ends_with("Exception"))) || line.contains(PANICKED)
 }
 
+/// Returns `text` as [`plain`] does, in one line. For text that somebody else has written: a line of it must not look like one of
+/// ddprun's.
+pub(super) fn line(text: &str) -> String {
+    plain(text).replace('\n', "\\n")
+}
+
 /// Returns `text` without ANSI control sequences (ESC [ … final byte) and control characters, except for line feeds.
 pub(super) fn plain(text: &str) -> String {
     let mut characters = text.chars().peekable();
@@ -163,5 +169,6 @@ mod tests {
     fn control_sequences_are_removed() {
         assert_eq!(lines(&["\r\x1b[2K\x1b[1;31merror\x1b[0m:\tbad\u{7}\n"]), ["error:\tbad"]);
         assert_eq!(lines(&["cut \x1b[12"]), ["cut "]);
+        assert_eq!(line("a\nddprun: \x1b[1mb\r\n"), "a\\nddprun: b\\n");
     }
 }

@@ -4,9 +4,10 @@ mod temporary;
 pub use temporary::{is_temporary, is_temporary_for, lock_leftover, temporary_name};
 
 use crate::{Error, Result};
-use std::fs::File;
+use rustix::fs::OFlags;
+use std::fs::{File, FileType};
 use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -45,22 +46,23 @@ impl PreparedFile {
     /// Creates an empty temporary file for `path`, for [`fill`](Self::fill). Follows symbolic links at `path`, and
     /// keeps the permissions of an existing file.
     pub fn create(path: &Path) -> Result<Self> {
-        Self::create_at(path, follow_links(path).map_err(|source| writing(path, source))?)
+        Self::create_at(path, follow_links(path).map_err(|source| writing(path, source))?, true)
     }
 
-    /// Like [`create`](Self::create), but replaces a symbolic link itself. For names that the program has not chosen:
-    /// somebody else may have put a link there that points to a file worth keeping.
+    /// Like [`create`](Self::create), but replaces a symbolic link itself, and keeps only the permissions of a file of this user.
+    /// For names that the program has not chosen: somebody else may have put a link there that points to a file worth keeping, or
+    /// a file that everybody may read.
     pub fn create_over_links(path: &Path) -> Result<Self> {
-        Self::create_at(path, path.to_path_buf())
+        Self::create_at(path, path.to_path_buf(), false)
     }
 
-    fn create_at(path: &Path, target: PathBuf) -> Result<Self> {
+    fn create_at(path: &Path, target: PathBuf, keeps_any: bool) -> Result<Self> {
         let io = |source| writing(path, source);
         let Some(name) = target.file_name() else {
             return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
         };
-        let permissions = match target.symlink_metadata() {
-            Ok(existing) if existing.is_file() => Some(existing.permissions()),
+        let existing = match target.symlink_metadata() {
+            Ok(existing) if existing.is_file() => Some(existing),
             Ok(existing) if existing.is_symlink() => None,
             Ok(_) => return Err(io(io::Error::other("it exists, but is not a regular file"))),
             Err(_) => None,
@@ -69,8 +71,10 @@ impl PreparedFile {
         temporary::remove_leftovers(folder, name);
         let (file, temporary) = temporary::create_locked(folder, name).map_err(io)?;
         let prepared = Self { temporary, target, file, is_committed: false };
-        if let Some(permissions) = permissions {
-            prepared.file.set_permissions(permissions).map_err(io)?;
+        if let Some(existing) = existing
+            && (keeps_any || prepared.file.metadata().map_err(io)?.uid() == existing.uid())
+        {
+            prepared.file.set_permissions(existing.permissions()).map_err(io)?;
         }
         Ok(prepared)
     }
@@ -98,6 +102,53 @@ impl Drop for PreparedFile {
             let _ = std::fs::remove_file(&self.temporary);
         }
     }
+}
+
+/// The most bytes of a file that a run leaves. Without a limit, a file with holes could take for ever to read.
+const LARGEST: u64 = 1 << 36;
+
+/// Opens a file that a run has left, to read it. Somebody else may have made its folder, so nothing but a regular file will do: a
+/// link may lead to a file that is not theirs to show, and FIFOs and devices may keep the reader waiting, or have no end.
+///
+/// # Errors
+/// Returns an error if it cannot be opened, is not a regular file, or has more than 64 GiB.
+pub fn open_left(path: &Path) -> io::Result<File> {
+    let wrong = |what: &str| io::Error::other(format!("it must be a regular file, and is {what}"));
+    // The second flag keeps a FIFO from waiting for a writer. It has no effect on regular files.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
+    let file = match File::options().read(true).custom_flags(flags.cast_signed()).open(path) {
+        Ok(file) => file,
+        // What cannot be opened may be something else, too.
+        Err(error) => match path.symlink_metadata().map(|there| there.file_type()) {
+            Ok(kind) if !kind.is_file() => return Err(wrong(name_of(kind))),
+            _ => return Err(error),
+        },
+    };
+    let opened = file.metadata()?;
+    match opened.file_type() {
+        kind if !kind.is_file() => Err(wrong(name_of(kind))),
+        _ if opened.len() > LARGEST => {
+            Err(io::Error::other(format!("it has {} bytes, but must have at most {LARGEST}", opened.len())))
+        }
+        _ => Ok(file),
+    }
+}
+
+fn name_of(kind: FileType) -> &'static str {
+    match kind {
+        kind if kind.is_symlink() => "a symbolic link",
+        kind if kind.is_dir() => "a folder",
+        kind if kind.is_fifo() => "a FIFO",
+        kind if kind.is_socket() => "a socket",
+        _ => "a device",
+    }
+}
+
+/// The rank in the name of a rank's file: `rank`, the number, and this end. Other names may hold anything, line breaks
+/// too.
+pub fn rank_in(name: &str, end: &str) -> Option<usize> {
+    let number = name.strip_prefix("rank")?.strip_suffix(end)?;
+    number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number)?.parse().ok()
 }
 
 /// Replaces a file with what `write` writes: other processes see the old file or the whole new one. Unlike a [`PreparedFile`], it

@@ -116,3 +116,30 @@ fn long_names_are_cut_between_characters() {
     assert_eq!(prefix(OsStr::new(&"x".repeat(255))).len(), 102);
     assert_eq!(prefix(OsStr::new(&format!("x{}", "é".repeat(120)))), format!(".x{}.", "é".repeat(49)));
 }
+
+/// Who made the file may have made it readable for everybody.
+#[test]
+fn the_permissions_of_another_users_file_are_not_taken_for_a_name_that_nobody_chose() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("report.html");
+    let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+    let replace = || PreparedFile::create_over_links(&path).unwrap().commit().unwrap();
+    std::fs::write(&path, "").unwrap();
+    let plain = mode();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+    replace();
+    assert_eq!(mode(), 0o666);
+    if std::os::unix::fs::chown(&path, Some(65534), None).is_err() {
+        return candle_ddp_testing::skip("another user's file", "only root can give files away");
+    }
+    replace();
+    assert_eq!(mode(), plain);
+}
+
+#[test]
+fn only_names_with_a_number_are_those_of_ranks() {
+    let found =
+        ["rank0.x", "rank12.x", "rank.x", "rank+1.x", "rank1\n.x", "rank1", "a1.x"].map(|name| rank_in(name, ".x"));
+    assert_eq!(found, [Some(0), Some(12), None, None, None, None, None]);
+}

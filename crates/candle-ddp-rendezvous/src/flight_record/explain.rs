@@ -6,7 +6,7 @@ use super::record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord}
 use group::{Group, collectives_of};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Explains the records of a run's ranks in plain sentences, one per line.
+/// Explains the records of a run's ranks in plain sentences, one per line: line breaks in a record do not begin a line.
 pub fn explain(records: &[RankRecord]) -> String {
     let (records, old) = newest(records);
     let mut lines = Vec::new();
@@ -49,7 +49,7 @@ pub fn explain(records: &[RankRecord]) -> String {
     let failures: BTreeSet<&str> =
         groups.values().flat_map(|group| group.values()).filter_map(|group| group.failure.as_deref()).collect();
     lines.extend(failures.into_iter().map(|failure| format!("the error was: {failure}")));
-    lines.join("\n")
+    lines.iter().map(|line| line.replace('\n', "\\n")).collect::<Vec<_>>().join("\n")
 }
 
 /// The records of the newest run or generation, and the ranks of the others, which were written before it began.

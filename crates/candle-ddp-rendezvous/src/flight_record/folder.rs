@@ -1,15 +1,16 @@
 //! The files of all ranks in a folder.
 use super::record::RankRecord;
 use super::{SUFFIX, VERSION};
+use crate::file::{open_left, rank_in};
 use crate::{Error, MOST_RANKS, Result};
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Reads the files `rank*.flight.json` in `folder`, in the order of the ranks.
 ///
 /// # Errors
-/// Returns an error if the folder has no such files, or if one of them cannot be read.
+/// Returns an error if the folder has no such files, if one of them cannot be read or is not a regular file, or if they are more,
+/// or larger, than those of a run.
 pub fn read_folder(folder: &Path) -> Result<Vec<RankRecord>> {
     let reading = |path: &Path| {
         let path = path.display().to_string();
@@ -19,8 +20,11 @@ pub fn read_folder(folder: &Path) -> Result<Vec<RankRecord>> {
     for entry in std::fs::read_dir(folder).map_err(reading(folder))? {
         let path = entry.map_err(reading(folder))?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if name.starts_with("rank") && name.ends_with(SUFFIX) {
+        if rank_in(name, SUFFIX).is_some() {
             paths.push(path);
+        }
+        if paths.len() > FILES {
+            return Err(too_much(folder, format!("at most {FILES} files rank*{SUFFIX}")));
         }
     }
     if paths.is_empty() {
@@ -32,16 +36,27 @@ pub fn read_folder(folder: &Path) -> Result<Vec<RankRecord>> {
         );
         return Err(Error::invalid("folder", reason));
     }
-    let mut records = Vec::new();
+    let (mut records, mut bytes) = (Vec::new(), 0);
     for path in &paths {
         let mut text = Vec::new();
-        File::open(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut text)).map_err(reading(path))?;
+        open_left(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut text)).map_err(reading(path))?;
+        bytes += text.len() as u64;
+        if bytes > MOST {
+            return Err(too_much(folder, format!("at most {MOST} bytes in all files rank*{SUFFIX}")));
+        }
         records.push(parse(&text).map_err(reading(path))?);
     }
     records.sort_by_key(|record| record.rank);
     Ok(records)
 }
 
+fn too_much(folder: &Path, limit: String) -> Error {
+    Error::invalid("folder", format!("{} must have {limit}: move some of them to another folder", folder.display()))
+}
+
+/// The most files, and bytes in all of them. In memory, the records take a few times as much.
+const FILES: usize = 1 << 14;
+const MOST: u64 = 1 << 31;
 /// The most bytes of a file. A call takes some hundred bytes, and programs remember some thousand calls.
 const LONGEST: u64 = 1 << 28;
 
@@ -81,6 +96,7 @@ pub fn fuzz_records(data: &[u8]) {
 mod tests {
     use super::super::explain::explain;
     use super::*;
+    use std::fs::File;
 
     fn text(rank: usize, world_size: usize) -> String {
         format!(
@@ -109,5 +125,13 @@ mod tests {
         File::create(&file).unwrap().set_len(LONGEST + 1).unwrap();
         let error = read_folder(folder.path()).unwrap_err().to_string();
         assert!(error.contains("rank0.flight.json") && error.contains("at most 268435456 bytes"), "{error}");
+    }
+
+    #[test]
+    fn more_files_than_a_run_leaves_are_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        (0..=FILES).for_each(|rank| drop(File::create(folder.path().join(format!("rank{rank}.flight.json"))).unwrap()));
+        let error = read_folder(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("must have at most 16384 files rank*.flight.json: move some"), "{error}");
     }
 }

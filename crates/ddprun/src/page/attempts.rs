@@ -1,10 +1,12 @@
 //! The attempts of a run, from ddprun's log folder.
 use super::html;
-use crate::folder::read_error;
+use crate::folder::{ERROR_FILE, read_error};
 use std::path::{Path, PathBuf};
 
 /// The most attempts that are listed.
 const MOST: usize = 256;
+/// The most workers of an attempt.
+const WORKERS: usize = 1 << 12;
 /// The most letters of an error.
 const LETTERS: usize = 2000;
 
@@ -29,8 +31,10 @@ fn row(folder: &Path, number: u32, path: &Path, notes: &mut Vec<String>) -> [Str
     let run = path.parent().and_then(|run| run.strip_prefix(folder).ok()).unwrap_or(Path::new(""));
     let mut workers: Vec<(usize, PathBuf)> = match std::fs::read_dir(path) {
         Ok(entries) => {
+            // A link may lead to a folder outside of the run's.
+            let folders = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
             let worker = |entry: std::fs::DirEntry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()));
-            entries.flatten().filter_map(worker).collect()
+            folders.filter_map(worker).take(WORKERS).collect()
         }
         Err(error) => {
             notes.push(format!("{} cannot be read: {error}", path.display()));
@@ -38,11 +42,17 @@ fn row(folder: &Path, number: u32, path: &Path, notes: &mut Vec<String>) -> [Str
         }
     };
     workers.sort();
-    let error = |(rank, path): &(usize, PathBuf)| {
-        let text: String = read_error(&path.join("error.json"))?.message.chars().take(LETTERS).collect();
-        Some(format!("local rank {rank}: {text}"))
-    };
-    let errors: Vec<String> = workers.iter().filter_map(error).collect();
+    let mut errors = Vec::new();
+    for (rank, path) in &workers {
+        let file = path.join(ERROR_FILE);
+        match read_error(&file) {
+            Ok(None) => {}
+            Ok(Some(error)) => {
+                errors.push(format!("local rank {rank}: {}", error.message.chars().take(LETTERS).collect::<String>()));
+            }
+            Err(error) => notes.push(format!("{} cannot be read: {error}", file.display())),
+        }
+    }
     [run.display().to_string(), number.to_string(), workers.len().to_string(), errors.join("\n")]
 }
 

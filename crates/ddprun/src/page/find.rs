@@ -1,7 +1,8 @@
 //! The files of a run, by their names.
 use crate::error::{Error, Result};
 use crate::status::RECORD;
-use candle_ddp_rendezvous::flight_record;
+use candle_ddp_rendezvous::file::rank_in;
+use candle_ddp_rendezvous::flight_record::SUFFIX;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -55,9 +56,9 @@ pub(super) fn find(folder: &Path) -> Result<Found> {
                 } else if depth < DEPTH {
                     open.push((path, depth + 1));
                 }
-            } else if let Some(rank) = rank_of(name) {
+            } else if let Some(rank) = rank_in(name, ".trace.json") {
                 traces.entry(entry.path().parent().map(Path::to_path_buf)).or_insert_with(Vec::new).push((rank, path));
-            } else if name.starts_with("rank") && name.ends_with(flight_record::SUFFIX) {
+            } else if rank_in(name, SUFFIX).is_some() {
                 found.flights.extend(path.parent().map(Path::to_path_buf));
             } else if name == RECORD {
                 found.records.push(path);
@@ -72,9 +73,4 @@ pub(super) fn find(folder: &Path) -> Result<Found> {
     found.traces = traces.into_values().collect();
     found.traces.iter_mut().for_each(|files| files.sort());
     Ok(found)
-}
-
-/// The rank whose trace has this name.
-fn rank_of(name: &str) -> Option<usize> {
-    name.strip_prefix("rank")?.strip_suffix(".trace.json")?.parse().ok()
 }

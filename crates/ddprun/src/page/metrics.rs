@@ -1,9 +1,9 @@
 //! The curves of a file of JSON lines.
 use super::series::Series;
 use super::{chart, html, number};
+use candle_ddp_rendezvous::file::open_left;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
@@ -50,7 +50,7 @@ struct Skipped {
 impl Metrics {
     fn fill(&mut self, file: &Path) -> std::io::Result<Skipped> {
         let mut skipped = Skipped::default();
-        let mut file = BufReader::new(open(file)?);
+        let mut file = BufReader::new(open_left(file)?);
         let mut line = Vec::new();
         loop {
             line.clear();
@@ -142,10 +142,4 @@ impl<'a> Group<'a> {
         }
         .to_string()
     }
-}
-
-/// Opens a file of data; a pipe would make the reader wait.
-pub(super) fn open(path: &Path) -> std::io::Result<File> {
-    let is_file = std::fs::symlink_metadata(path)?.is_file();
-    if !is_file { Err(std::io::Error::other("it must be a file")) } else { File::open(path) }
 }

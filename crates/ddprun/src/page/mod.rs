@@ -18,6 +18,7 @@ mod traces;
 
 use super::error::{Error, Result};
 use super::status::RECORD;
+use super::tail::line;
 use candle_ddp_rendezvous::file::{PreparedFile, Progress};
 use find::Found;
 use std::path::{Path, PathBuf};
@@ -65,7 +66,7 @@ fn page(folder: &Path) -> Result<(String, Vec<String>)> {
             folder.display(),
             RECORD
         );
-        notes.iter().for_each(|note| reason += &format!("; {note}"));
+        notes.iter().for_each(|note| reason += &format!("; {}", line(note)));
         return Err(Error::usage("DIR", reason));
     }
     let mut body = String::new();

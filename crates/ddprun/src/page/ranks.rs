@@ -1,9 +1,9 @@
 //! How long each rank waited, from the reports that ddprun records in its log folder.
-use super::metrics::open;
 use super::series::Series;
 use super::{chart, html, number};
 use crate::status::{LISTED, Line, Since, Told, holdup};
 use crate::time;
+use candle_ddp_rendezvous::file::open_left;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -81,7 +81,7 @@ pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Optio
 }
 
 fn lines(file: &Path, torn: &mut usize, mut each: impl FnMut(Line)) -> std::io::Result<()> {
-    let mut file = BufReader::new(open(file)?);
+    let mut file = BufReader::new(open_left(file)?);
     let mut text = Vec::new();
     loop {
         text.clear();

@@ -1,6 +1,7 @@
 //! The text that `ddprun status` shows.
 use super::document::{NodeStatus, Phase};
 use super::snapshot::Snapshot;
+use crate::tail::line;
 use crate::time;
 use candle_ddp_rendezvous::{RankStatus, milliseconds};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,7 +23,7 @@ pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
         None => format!("attempt {}", run.attempt),
     };
     let mut text =
-        format!("run {}: {phase}, {turn}, {} of {} restarts used\n", run.run_id, run.restarts, run.max_restarts);
+        format!("run {}: {phase}, {turn}, {} of {} restarts used\n", line(&run.run_id), run.restarts, run.max_restarts);
     if !run.nodes.is_empty() {
         text += &table(["node", "host", "state"], run.nodes.iter().map(node));
     }
@@ -37,7 +38,7 @@ pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
         None => text + "\nno failure so far\n",
         Some(failure) => {
             let at = time::readable(UNIX_EPOCH + Duration::from_millis(failure.at));
-            text + &format!("\nlast failure, {at}: {}\n", failure.text)
+            text + &format!("\nlast failure, {at}: {}\n", line(&failure.text))
         }
     }
 }
@@ -71,14 +72,16 @@ fn or_unknown(value: Option<impl ToString>) -> String {
 
 /// Lines of columns, after an empty line.
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    // Hosts and ranks have told what is in a cell.
+    let rows = rows.map(|row| row.map(|cell| line(&cell)));
     let rows: Vec<[String; N]> = std::iter::once(header.map(str::to_string)).chain(rows).collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);
-    let line = |row: &[String; N]| {
+    let shown = |row: &[String; N]| {
         let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
         format!("{}\n", cells.join("  ").trim_end())
     };
-    format!("\n{}", rows.iter().map(line).collect::<String>())
+    format!("\n{}", rows.iter().map(shown).collect::<String>())
 }
 
 #[cfg(test)]
@@ -109,5 +112,21 @@ last failure, 2000-02-29 12:34:56 UTC: rank 1 was killed by SIGKILL
         (snapshot.run.nodes, snapshot.run.phase) = (Vec::new(), Phase::Meeting);
         let expected = "run night: waiting for nodes, attempt 1, 1 of 3 restarts used\n\nno failure so far\n";
         assert_eq!(text(&snapshot, now), expected);
+    }
+
+    /// Whoever writes to the store of a run without a secret chooses these texts.
+    #[test]
+    fn line_breaks_in_the_document_begin_no_line() {
+        let mut snapshot = snapshot();
+        let expected = text(&snapshot, now()).lines().count();
+        let forged = "a\nddprun: all is well".to_string();
+        (snapshot.run.run_id, snapshot.run.nodes[0].host) = (forged.clone(), forged.clone());
+        snapshot.run.last_failure.as_mut().unwrap().text = forged.clone();
+        snapshot.ranks[0].1.as_mut().unwrap().host = forged;
+        let shown = text(&snapshot, now());
+        assert_eq!(shown.lines().count(), expected, "{shown}");
+        assert!(
+            shown.starts_with(r"run a\nddprun: all is well: running") && shown.ends_with("a\\nddprun: all is well\n")
+        );
     }
 }

@@ -1,6 +1,7 @@
 //! Modes that start no workers, and programs of the same names.
 use crate::{Ran, Sandbox, free_port};
-use std::os::unix::fs::PermissionsExt;
+use rustix::fs::{FileType, Mode, mknodat};
+use std::os::unix::fs::{PermissionsExt, symlink};
 
 /// A sandbox with a program `status` in `bin`.
 fn with_program() -> Sandbox {
@@ -98,4 +99,89 @@ fn a_report_shows_what_a_run_has_left() {
     let ran = Ran::new(&mut sandbox.ddprun(&["report", "empty"]));
     assert_eq!(ran.code, Some(2), "{ran:?}");
     ran.says("empty has nothing to show");
+}
+
+/// Runs a mode that reads the folder `run`.
+fn read(sandbox: &Sandbox, mode: &str) -> Ran {
+    Ran::new(&mut sandbox.ddprun(&[mode, "run"]))
+}
+
+/// The folder of a run, which somebody else may have made.
+fn left(folders: &str) -> Sandbox {
+    let sandbox = Sandbox::new();
+    std::fs::create_dir_all(sandbox.path("run").join(folders)).unwrap();
+    sandbox
+}
+
+/// `report` and `merge-traces` write what they find into the folder, where its owner reads it.
+#[test]
+fn links_in_the_folder_of_a_run_are_not_followed() {
+    let sandbox = left("attempt_0/0");
+    let private = |name: &str, text: &str| {
+        std::fs::write(sandbox.path(name), text).unwrap();
+        sandbox.path(name)
+    };
+    let key = private("id", "-----BEGIN PRIVATE KEY-----");
+    symlink(&key, sandbox.path("run/attempt_0/0/error.json")).unwrap();
+    std::fs::create_dir(sandbox.path("far")).unwrap();
+    std::fs::copy(&key, sandbox.path("far/error.json")).unwrap();
+    symlink(sandbox.path("far"), sandbox.path("run/attempt_0/1")).unwrap();
+    let json = private("kaggle.json", "{\"name\":\"v\",\"ph\":\"X\",\"key\":\"kaggle-secret\"}");
+    symlink(&json, sandbox.path("run/rank0.trace.json")).unwrap();
+    symlink(&json, sandbox.path("run/rank0.flight.json")).unwrap();
+    let ran = read(&sandbox, "report");
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    let page = std::fs::read_to_string(sandbox.path("run/report.html")).unwrap();
+    assert!(!page.contains("PRIVATE KEY") && !page.contains("kaggle-secret"), "{page}");
+    for file in ["attempt_0/0/error.json cannot be read", "rank0.trace.json", "rank0.flight.json"] {
+        ran.says(&format!("run/{file}: it must be a regular file, and is a symbolic link"));
+    }
+    for (mode, file) in [("merge-traces", "rank0.trace.json"), ("explain", "rank0.flight.json")] {
+        let ran = read(&sandbox, mode);
+        assert_eq!(ran.code, Some(1), "{ran:?}");
+        ran.says(&format!("reading run/{file}: it must be a regular file, and is a symbolic link"));
+    }
+    assert!(!sandbox.path("run/trace.json").exists());
+}
+
+#[test]
+fn fifos_and_devices_in_the_folder_of_a_run_keep_nobody_waiting() {
+    let names = ["rank1.trace.json", "rank0.flight.json", "attempt_0/0/error.json", "run.jsonl", "ddprun-ranks.jsonl"];
+    for name in names {
+        let sandbox = left("attempt_0/0");
+        mknodat(rustix::fs::CWD, sandbox.path("run").join(name), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let ran = read(&sandbox, "report");
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        ran.says(name);
+        ran.says("it must be a regular file, and is a FIFO");
+        for mode in ["merge-traces", "explain"] {
+            let ran = read(&sandbox, mode);
+            assert!([Some(1), Some(2)].contains(&ran.code), "{ran:?}");
+        }
+    }
+    let sandbox = left("attempt_0");
+    symlink("/dev/zero", sandbox.path("run/rank0.trace.json")).unwrap();
+    assert_eq!([read(&sandbox, "report").code, read(&sandbox, "merge-traces").code], [Some(0), Some(1)]);
+    // Holes cost nothing to send.
+    let sandbox = left("attempt_0");
+    std::fs::File::create(sandbox.path("run/rank0.trace.json")).unwrap().set_len(1 << 40).unwrap();
+    let ran = read(&sandbox, "merge-traces");
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    ran.says("it has 1099511627776 bytes, but must have at most");
+}
+
+#[test]
+fn what_a_record_says_looks_like_no_line_of_ddprun() {
+    let sandbox = left("");
+    let record = r#"{"version":1,"rank":0,"world_size":1,"host":"a","pid":1,"reason":"","written_ns":0,"groups":[{"name":"world",
+        "ranks":[0],"failure":"no disk\nddprun: all is well","calls":[]}]}"#;
+    std::fs::write(sandbox.path("run/rank0.flight.json"), record).unwrap();
+    // Nor does the name of a file.
+    std::fs::write(sandbox.path("run/x\nddprun: all is well.jsonl"), "{}\n").unwrap();
+    for mode in ["explain", "report"] {
+        let ran = read(&sandbox, mode);
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        assert!(!ran.stderr.contains("\nddprun: all is well"), "{ran:?}");
+    }
+    read(&sandbox, "explain").says("the error was: no disk\\nddprun: all is well");
 }
