@@ -33,8 +33,8 @@ pub struct TcpStoreServerOptions {
     /// server raises the soft limit to the hard one, up to 65,536. A rank has about three connections.
     pub max_clients: usize,
     /// The maximum number of clients that have connected but neither sent VALIDATE nor, if there is a secret, proved that
-    /// they know it; beyond it, the oldest one is closed. Default: 128, but at most a quarter of `max_clients`. `ddprun` allows for
-    /// the job's ranks, which may all come at once.
+    /// they know it; beyond it, the one that has been silent the longest is closed. Default: 512, but at most a quarter of
+    /// `max_clients`. `ddprun` allows for the job's ranks, which may all come at once.
     pub max_ungreeted: usize,
     /// How long a client may take for that. Default: 10 s. Afterwards it may be idle for any time.
     pub greeting_timeout: Duration,
@@ -54,7 +54,7 @@ impl Default for TcpStoreServerOptions {
             secret: None,
             guests: false,
             max_clients,
-            max_ungreeted: (max_clients / 4).clamp(1, 128),
+            max_ungreeted: (max_clients / 4).clamp(1, 512),
             greeting_timeout: Duration::from_secs(10),
             max_stored: 1 << 30,
             max_pending: 512 << 20,

@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 const TURN: usize = 1 << 20;
 /// The number of connections that are accepted before clients get their turn.
 const ACCEPTED: usize = 1024;
-/// The maximum memory in bytes of requests of a client that has not been admitted. A single read fills up to 64 KiB.
-const STRANGER: usize = 1 << 18;
+/// The maximum memory in bytes of requests of a client that has not been admitted. Until then, a client sends less than 100 bytes
+/// at a time.
+const STRANGER: usize = 1 << 10;
 /// How long accepting pauses when the process has run out of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -132,8 +133,9 @@ pub(super) struct Service {
     listeners: Vec<TcpListener>,
     stopped: UnixStream,
     clients: BTreeMap<ClientId, Client>,
-    /// The clients that have not been admitted, oldest first, with their deadlines.
-    ungreeted: BTreeMap<ClientId, Instant>,
+    /// The clients that have not been admitted, with their deadlines: first those that have not offered a proof, oldest first, then
+    /// those that have: the proof of a member that is far away takes its time.
+    ungreeted: BTreeMap<(bool, ClientId), Instant>,
     /// The number of guests.
     guests: usize,
     /// The memory that all clients use.
@@ -211,8 +213,7 @@ impl Service {
             let waits_for = if client.out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
             fds.push(PollFd::new(&client.stream, waits_for));
         }
-        let first_deadline = self.ungreeted.values().next();
-        let until = self.pause.iter().chain(first_deadline).min().copied();
+        let until = self.pause.into_iter().chain(self.longest().map(|(_, deadline)| deadline)).min();
         let timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if let Err(errno) = poll(&mut fds, timeout.as_ref()) {
@@ -242,13 +243,18 @@ impl Service {
         if let Err(leave) = served {
             self.close(id, leave);
         } else {
-            if client.standing.is_admitted() {
-                self.ungreeted.remove(&id);
-            }
-            let is_member = client.standing == Standing::Member;
+            let standing = client.standing;
             let held = client.decoder.allocated() + client.out.held();
             self.held = self.held - client.held + held;
             client.held = held;
+            if standing.is_admitted() {
+                self.forget(id);
+            } else if let Standing::Challenged(_) = standing
+                && let Some(deadline) = self.ungreeted.remove(&(false, id))
+            {
+                self.ungreeted.insert((true, id), deadline);
+            }
+            let is_member = standing == Standing::Member;
             self.bound_memory();
             if is_member {
                 self.close_guests();
@@ -292,7 +298,7 @@ impl Service {
     fn close(&mut self, id: ClientId, leave: Leave) {
         self.keys.members.leave(id);
         self.keys.guests.leave(id);
-        self.ungreeted.remove(&id);
+        self.forget(id);
         let Some(client) = self.clients.remove(&id) else { return };
         self.guests -= usize::from(client.standing == Standing::Guest);
         self.held -= client.held;
@@ -322,22 +328,38 @@ impl Service {
         self.keys.guests = State::new(0);
     }
 
+    /// Removes a client from those that have not been admitted.
+    fn forget(&mut self, id: ClientId) {
+        [false, true].iter().for_each(|offers| drop(self.ungreeted.remove(&(*offers, id))));
+    }
+
+    /// Of the clients that have not been admitted, the oldest one of each kind, with its deadline.
+    fn longest(&self) -> impl Iterator<Item = (ClientId, Instant)> + use<> {
+        let first = |offers: bool| self.ungreeted.range((offers, 0)..=(offers, ClientId::MAX)).next();
+        [false, true].map(|offers| first(offers).map(|((_, id), deadline)| (*id, *deadline))).into_iter().flatten()
+    }
+
     /// Closes clients that have not been admitted in time.
     fn close_silent(&mut self) {
         let now = Instant::now();
-        while let Some((id, _)) = self.ungreeted.first_key_value().filter(|(_, deadline)| **deadline <= now) {
+        while let Some((id, _)) = self.longest().find(|(_, deadline)| *deadline <= now) {
             let reason = format!("it did not identify itself within {:?}", self.options.greeting_timeout);
-            self.close(*id, Leave::Malformed(Malformed(reason)));
+            self.close(id, Leave::Malformed(Malformed(reason)));
         }
     }
 
-    /// Closes the client that has been silent the longest, unless it has sent data that was not read yet.
+    /// Closes a client that has not been admitted: the one that has been silent the longest, or else, if all offer a proof, the
+    /// one that has done so the longest. What it has sent is read first, and the next one takes its place if it sent enough.
     fn close_oldest_ungreeted(&mut self) {
-        let Some(id) = self.ungreeted.keys().next().copied() else { return };
-        self.serve(id);
-        if self.ungreeted.contains_key(&id) {
-            let reason = "it has not identified itself, and other clients want to connect".to_string();
-            self.close(id, Leave::Malformed(Malformed(reason)));
+        let before = self.ungreeted.len();
+        while self.ungreeted.len() == before
+            && let Some(oldest) = self.ungreeted.keys().next().copied()
+        {
+            self.serve(oldest.1);
+            if self.ungreeted.contains_key(&oldest) {
+                let reason = "it has not identified itself, and other clients want to connect".to_string();
+                self.close(oldest.1, Leave::Malformed(Malformed(reason)));
+            }
         }
     }
 
@@ -378,7 +400,7 @@ impl Service {
         let id = self.next;
         self.next += 1;
         self.clients.insert(id, client);
-        self.ungreeted.insert(id, deadline_after(self.options.greeting_timeout));
+        self.ungreeted.insert((false, id), deadline_after(self.options.greeting_timeout));
         // Ranks send VALIDATE as soon as they are connected, so most never count as silent.
         self.serve(id);
         if self.ungreeted.len() > self.options.max_ungreeted {

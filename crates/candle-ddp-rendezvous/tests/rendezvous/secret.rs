@@ -288,6 +288,69 @@ fn a_stranger_costs_little() {
     member.set("key", b"value").unwrap();
 }
 
+/// Sends a member's first requests, and takes the server's random number.
+fn offer(server: &TcpStoreServer) -> (TcpStream, [u8; 32]) {
+    let mut client = stranger(server, &[&VALIDATE[..], &OFFER].concat());
+    assert_eq!(take(&mut client), CHALLENGE);
+    let nonce = take(&mut client);
+    (client, nonce)
+}
+
+/// Sends a member's proof, which the server accepts.
+fn prove(member: &mut TcpStream, theirs: &[u8; 32]) {
+    let own = [5; 32];
+    let proof = secret().prove("candle-ddp store client", &[&own, theirs]);
+    member.write_all(&[&[0xdd][..], &own, &proof].concat()).unwrap();
+    assert_eq!(take(member), [1]);
+    take::<32>(member);
+}
+
+/// However long its packets take.
+#[test]
+fn silent_strangers_do_not_push_out_a_member_before_its_proof_arrives() {
+    let server = serve(TcpStoreServerOptions { secret: Some(secret()), max_ungreeted: 10, ..Default::default() });
+    let (mut member, theirs) = offer(&server);
+    let mut silent: Vec<TcpStream> = (0..100).map(|_| stranger(&server, &[])).collect();
+    silent.extend((0..100).map(|_| stranger(&server, &VALIDATE)));
+    // By the time that the server challenges this one, it has admitted all others.
+    let (first, _) = offer(&server);
+    prove(&mut member, &theirs);
+    // Clients that offer a proof and never send it give way to each other.
+    let offering: Vec<_> = (0..20).map(|_| offer(&server)).collect();
+    assert!(rest(first).is_empty());
+    member.write_all(&PING).unwrap();
+    assert_eq!(take::<4>(&mut member), PING[1..]);
+    drop((silent, offering));
+}
+
+#[test]
+fn the_memory_of_strangers_drives_out_no_member() {
+    let options = TcpStoreServerOptions {
+        secret: Some(secret()),
+        max_ungreeted: 100,
+        max_pending: 2 << 20,
+        ..Default::default()
+    };
+    let server = serve(options);
+    let (mut member, theirs) = offer(&server);
+    prove(&mut member, &theirs);
+    // A value arrives slowly.
+    const LENGTH: usize = 1 << 19;
+    member.write_all(&[&SET[..13], &(LENGTH as u64).to_le_bytes(), &[0; LENGTH / 2]].concat()).unwrap();
+    let part = [&VALIDATE[..], &SET[..13], &(1u64 << 20).to_le_bytes(), &[0; 60_000]].concat();
+    let strangers: Vec<TcpStream> = (0..60)
+        .map(|_| {
+            let mut stranger = stranger(&server, &VALIDATE);
+            // The server may close it at any time.
+            let _ = stranger.write_all(&part[VALIDATE.len()..]);
+            stranger
+        })
+        .collect();
+    strangers.into_iter().for_each(|stranger| assert!(rest(stranger).is_empty()));
+    member.write_all(&[&[0; LENGTH / 2][..], &PING].concat()).unwrap();
+    assert_eq!(take::<4>(&mut member), PING[1..]);
+}
+
 #[test]
 fn nothing_shows_it() {
     let text = "0123456789abcdef0123456789abcdef";

@@ -256,11 +256,11 @@ fn ranks_that_connect_all_at_once_are_all_accepted() {
 
 #[test]
 fn a_launchers_store_has_room_for_all_ranks_at_once() {
-    for (ranks, has_room) in [(2, false), (100, true)] {
+    for (ranks, has_room) in [(2, false), (250, true)] {
         let listening = Listening::at("127.0.0.1", 0, true, TIMEOUT).unwrap();
         let server = host_store(&listening, None, None, false, ranks, &[]).unwrap();
         let first = raw(&server);
-        let _others: Vec<TcpStream> = (0..200).map(|_| raw(&server)).collect();
+        let _others: Vec<TcpStream> = (0..600).map(|_| raw(&server)).collect();
         // By then, the server has admitted all that came before.
         assert!(pings(&mut greeted(&server)));
         first.set_nonblocking(true).unwrap();
