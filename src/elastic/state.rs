@@ -233,7 +233,7 @@ impl<S: Parts> State<S> {
             if part.is_rank_zeros() {
                 rank_zeros.insert(name.to_string());
             }
-            match part.sharded_state_dict()? {
+            match own_shard(part)? {
                 Some(shard) => sharded.add(name, shard),
                 None => live.add(name, part.state_dict()?),
             }
@@ -322,12 +322,18 @@ impl<S: Parts> State<S> {
         }
         let mut own = Named::default();
         for (name, part) in self.inner.parts() {
-            if let Some(shard) = part.sharded_state_dict()? {
+            if let Some(shard) = own_shard(part)? {
                 own.add(name, shard)?;
             }
         }
         self.shards.commit(self.commits, &own.tensors)
     }
+}
+
+/// What this rank holds of a part that is spread over the ranks, or that each rank has for itself. Under hybrid sharding that is also
+/// what another rank saves: the process that takes this one's place gets nothing else.
+fn own_shard(part: &dyn StateDict) -> Result<Option<Dict>> {
+    part.sharded_state_dict()?.map(|_| part.state_here()).transpose()
 }
 
 /// The tensors of several parts, by keys `part/key`.

@@ -26,7 +26,8 @@ impl Parts for Training {
     }
 }
 
-/// Whether the model is sharded: its variables are made in the training loop (`loop`), or by mistake before it (`before`).
+/// Whether the model is sharded: its variables are made in the training loop (`loop`), or by mistake before it (`before`). With `hybrid`,
+/// two ranks have a model together, and the others copies of it.
 pub(crate) const SHARDED: &str = "CANDLE_DDP_TEST_SHARDED";
 
 /// [`Net`] in blocks.
@@ -39,15 +40,17 @@ impl Module for Blocks {
 }
 
 /// A sharded model and its variables are those of one group, and get their values from the last commit.
-fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, made_before: bool) -> Result<Vec<f32>> {
-    let mut varmap = if made_before { state.varmap.clone() } else { VarMap::new() };
+fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, sharded: &str) -> Result<Vec<f32>> {
+    let mut varmap = if sharded == "before" { state.varmap.clone() } else { VarMap::new() };
     let build = |vb: VarBuilder<'static>| {
         Ok::<_, candle_core::Error>(Blocks(
             block(vb.pp("a"), |vb| linear(4, 8, vb))?,
             block(vb.pp("b"), |vb| linear(8, 2, vb))?,
         ))
     };
-    let options = DdpOptions { sharding: Some(Sharding::default()), init_seed: Some(3), ..Default::default() };
+    let shard_ranks = (sharded == "hybrid").then_some(2);
+    let sharding = Some(Sharding { shard_ranks, ..Default::default() });
+    let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     assert_eq!(state.restore("weights", &mut varmap)?, state.commits() > 0);
     steps(pg, state, own, &ddp, &mut varmap)?;
@@ -61,7 +64,7 @@ fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, mad
 
 fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
     if let Ok(sharded) = std::env::var(SHARDED) {
-        return train_sharded(pg, state, own, sharded == "before");
+        return train_sharded(pg, state, own, &sharded);
     }
     let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
     // No further part.

@@ -17,11 +17,11 @@ fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize
     Run::of(RANK, world_size, options, events, min)
 }
 
-/// Three ranks, whose model is sharded.
+/// Ranks whose model is sharded: three, or under hybrid sharding four.
 fn sharded(made: &str, events: &str, options: &[&str], min: Option<usize>) -> Run {
     let min = min.map(|min| (MIN, min.to_string()));
     let variables = min.into_iter().chain([(elastic_zero_ranks::SHARDED, made.to_string())]);
-    Run::with(RANK, 3, options, events, variables)
+    Run::with(RANK, if made == "hybrid" { 4 } else { 3 }, options, events, variables)
 }
 
 #[test]
@@ -48,6 +48,21 @@ fn the_pieces_of_a_killed_rank_come_from_its_mirror() {
     let fewer = sharded("loop", "0 kill-backward 4", &[], Some(2));
     fewer.succeeded();
     result(fewer.folder.path(), &[1, 2]);
+}
+
+#[test]
+fn a_rank_that_has_copies_of_pieces_is_replaced_like_any_other() {
+    let calm = sharded("hybrid", "", &[], None);
+    calm.succeeded();
+    let events = "3 kill-forward 0,1 kill-forward 2,2 kill-backward 3,3 kill-step 5,0 kill-commit 6,3 kill-backward 8,2 kill-step 9";
+    let killed = sharded("hybrid", events, &["--max-restarts", "7"], None);
+    killed.succeeded();
+    assert!(killed.stderr().contains("(restart 7 of 7)"), "{}", killed.stderr());
+    assert_eq!(result(killed.folder.path(), &[0, 1, 2, 3]), result(calm.folder.path(), &[0, 1, 2, 3]));
+    // Two ranks have one model, without copies.
+    let fewer = sharded("hybrid", "1 join-backward 4,3 join-backward 4", &[], Some(2));
+    fewer.succeeded();
+    result(fewer.folder.path(), &[0, 2]);
 }
 
 #[test]

@@ -77,10 +77,7 @@ impl Buffers {
     /// Like [`snapshot`](Self::snapshot), of this rank's own states, to restore them: nothing is compared.
     pub(super) fn backup(&mut self, parts: &[(&str, &mut dyn StateDict)]) -> Result<Vec<Dict>> {
         let mut devices = Vec::new();
-        let copies = parts.iter().map(|(name, state)| {
-            let own = state.sharded_state_dict()?.map_or_else(|| state.state_dict(), Ok)?;
-            self.copy(name, &own, &mut devices)
-        });
+        let copies = parts.iter().map(|(name, state)| self.copy(name, &state.state_here()?, &mut devices));
         let copies = copies.collect::<Result<Vec<_>>>()?;
         devices.iter().try_for_each(Device::synchronize)?;
         Ok(copies)

@@ -44,6 +44,10 @@ impl<S: StateDict> StateDict for PerRank<S> {
         }
     }
 
+    fn state_here(&self) -> Result<Dict> {
+        self.0.state_here()
+    }
+
     /// # Errors
     /// As with [`load_state_dict`](StateDict::load_state_dict), and [`Error::InvalidArgument`] in a world of another
     /// size, where no state belongs to a rank.
@@ -83,6 +87,10 @@ impl<S: StateDict> StateDict for RankZero<S> {
     /// A state that is spread over the ranks has no version of rank 0 alone.
     fn sharded_state_dict(&self) -> Result<Option<Dict>> {
         self.0.sharded_state_dict()
+    }
+
+    fn state_here(&self) -> Result<Dict> {
+        self.0.state_here()
     }
 
     fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {

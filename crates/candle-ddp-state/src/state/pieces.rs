@@ -74,8 +74,12 @@ impl Held {
 pub struct Pieces(HashMap<String, Vec<(usize, Tensor)>>);
 
 impl Pieces {
+    /// Adds a part, unless it is there: ranks that have the same part may all have given it.
     pub fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
-        self.0.entry(whole.to_string()).or_default().push((start, part.flatten_all()?));
+        let parts = self.0.entry(whole.to_string()).or_default();
+        if !parts.iter().any(|(at, known)| (*at, known.elem_count()) == (start, part.elem_count())) {
+            parts.push((start, part.flatten_all()?));
+        }
         Ok(())
     }
 
