@@ -1,6 +1,6 @@
 //! Selects the process group that sends a tensor.
+use crate::Result;
 use crate::process_group::ProcessGroup;
-use crate::{Error, Result};
 use candle_core::Device;
 use std::sync::OnceLock;
 
@@ -23,19 +23,6 @@ struct Hybrid {
     across: ProcessGroup,
 }
 
-impl Hybrid {
-    fn new(group: &ProcessGroup, ranks: usize) -> Result<Self> {
-        let mesh = group.mesh(&[group.world_size() / ranks, ranks], &["replicate", "shard"])?;
-        let (within, mut across) = (mesh.get_group("shard")?.clone(), mesh.get_group("replicate")?.clone());
-        if ranks == 1 {
-            // The mesh has the group itself here. Ranks call it at other times than this one.
-            let all: Vec<usize> = (0..group.world_size()).collect();
-            across = group.new_group(&all)?.ok_or_else(|| Error::invalid("sharding", "this rank is in no group"))?;
-        }
-        Ok(Self { within, across })
-    }
-}
-
 impl Groups {
     pub(super) fn new(main: ProcessGroup) -> Self {
         Self { main, cpu: OnceLock::new(), hybrid: None }
@@ -43,7 +30,8 @@ impl Groups {
 
     /// The groups in which `ranks` consecutive ranks, a divisor of the world size, have a model. Every rank must call it.
     pub(super) fn sharded(main: ProcessGroup, ranks: usize) -> Result<Self> {
-        let hybrid = (ranks < main.world_size()).then(|| Hybrid::new(&main, ranks)).transpose()?;
+        let hybrid = (ranks < main.world_size()).then(|| main.hybrid(ranks)).transpose()?;
+        let hybrid = hybrid.map(|(within, across)| Hybrid { within, across });
         Ok(Self { hybrid, ..Self::new(main) })
     }
 

@@ -192,7 +192,9 @@ fn failure_of(pg: &ProcessGroup) -> Option<Error> {
 fn is_lost_peer(failure: &Error, pg: &ProcessGroup) -> bool {
     match failure {
         Error::Group(Failure::Desync { .. } | Failure::TimedOut { .. }) => false,
-        Error::Group(Failure::PeerFailed { peer, .. }) => *peer != pg.rank() || !pg.was_aborted(),
+        Error::Group(Failure::PeerFailed { peer, .. }) if *peer == pg.rank() => !pg.was_aborted(),
+        // If no call has said so, this rank's program has failed by itself, and the others have only noticed that it left a group.
+        Error::Group(Failure::PeerFailed { .. } | Failure::PeerLeft { .. }) => pg.has_echo(),
         _ => true,
     }
 }

@@ -81,9 +81,14 @@ impl Job {
         chosen.filter_map(|group| Some((group.global_ranks.clone(), group.communicator.upgrade()?))).collect()
     }
 
-    /// Why a part of group number `part_of` has failed, if one has.
+    /// Why a part of group number `part_of` has failed, if one has, with ranks numbered as in the group of all ranks.
     pub(super) fn failure_of_parts(&self, part_of: u64) -> Option<Error> {
-        self.listed(Some(part_of)).iter().find_map(|(_, part)| part.failure())
+        self.listed(Some(part_of)).iter().find_map(|(global_ranks, part)| {
+            let error = part.failure()?;
+            let number = |rank: usize| global_ranks.get(rank).copied();
+            let in_all = error.failure().and_then(|failure| failure.renumbered(number));
+            Some(in_all.map_or(error, Error::from))
+        })
     }
 
     /// Ends the parts of group number `part_of`, or all groups that were split off, with `failure`, whose ranks are numbered

@@ -30,6 +30,8 @@ struct Dimension {
 struct Whole {
     pg: ProcessGroup,
     shape: Vec<usize>,
+    /// Whether the groups are parts of `pg` that the program does not know.
+    of_parts: bool,
     /// This rank's groups, by the dimensions in which their ranks differ.
     groups: Mutex<BTreeMap<Vec<usize>, ProcessGroup>>,
 }
@@ -60,10 +62,27 @@ impl ProcessGroup {
     /// for each dimension, or, on every rank, if ranks pass different arguments; and errors of [`new_group`](Self::new_group).
     #[track_caller]
     pub fn mesh(&self, shape: &[usize], names: &[&str]) -> Result<DeviceMesh> {
-        CallSite::during(Location::caller(), || label::MESH.during(|| self.make_mesh(shape, names)))
+        CallSite::during(Location::caller(), || label::MESH.during(|| self.make_mesh(shape, names, false)))
     }
 
-    fn make_mesh(&self, shape: &[usize], names: &[&str]) -> Result<DeviceMesh> {
+    /// The groups in which `ranks` consecutive ranks are, a divisor of the world size, and those of the ranks that have the same place in
+    /// these. They are parts of this group. Every rank must call it.
+    #[track_caller]
+    pub(crate) fn hybrid(&self, ranks: usize) -> Result<(Self, Self)> {
+        let shape = [self.world_size() / ranks, ranks];
+        let make = || label::MESH.during(|| self.make_mesh(&shape, &["replicate", "shard"], true));
+        let mesh = CallSite::during(Location::caller(), make)?;
+        let (within, mut across) = (mesh.get_group("shard")?.clone(), mesh.get_group("replicate")?.clone());
+        if ranks == 1 {
+            // The mesh has the group itself here. Ranks call it at other times than this one.
+            let all: Vec<usize> = (0..self.world_size()).collect();
+            across =
+                self.split_off(&all, true)?.ok_or_else(|| Error::invalid("sharding", "this rank is in no group"))?;
+        }
+        Ok((within, across))
+    }
+
+    fn make_mesh(&self, shape: &[usize], names: &[&str], of_parts: bool) -> Result<DeviceMesh> {
         let world = self.world_size();
         same_on_all("shape", &self.all_gather_object(&format!("{shape:?} with {names:?}"))?)?;
         if shape.iter().try_fold(1usize, |size, extent| size.checked_mul(*extent)) != Some(world) {
@@ -77,7 +96,7 @@ impl ProcessGroup {
                 format!("there must be a different name for each of the {} dimensions, not {names:?}", shape.len());
             return Err(Error::invalid("names", reason));
         }
-        let whole = Whole { pg: self.clone(), shape: shape.to_vec(), groups: Mutex::default() };
+        let whole = Whole { pg: self.clone(), shape: shape.to_vec(), of_parts, groups: Mutex::default() };
         let dims = names.iter().enumerate();
         let dims = dims.map(|(dim, name)| whole.dimension(name, vec![dim])).collect::<Result<_>>()?;
         Ok(DeviceMesh { dims, whole: Arc::new(whole) })
@@ -112,7 +131,7 @@ impl Whole {
         } else {
             // All ranks must call `new_group` for all lines, in the same order.
             for line in lines.values() {
-                own = self.pg.new_group(line)?.or(own);
+                own = self.pg.split_off(line, self.of_parts)?.or(own);
             }
         }
         let group = own.ok_or_else(|| Error::invalid("shape", "this rank is in no line"))?;

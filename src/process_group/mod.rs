@@ -258,7 +258,7 @@ impl ProcessGroup {
 
     /// Returns the [failure](Self::failure) of this group, if any; after a failure, not all ranks would join another group.
     fn failed(&self) -> Result<()> {
-        self.failure().map_or(Ok(()), Err)
+        self.failure().map_or(Ok(()), |error| Err(self.note(error)))
     }
 
     /// Starts any collective. The methods named after the collectives are easier to read.

@@ -108,7 +108,7 @@ impl Inner {
     /// Tells the launcher why the group of all ranks has failed, unless the program has said how it ends.
     pub(super) fn tell_end(&self) {
         let job = &self.place.job;
-        if !self.place.is_of_all() || !job.has_launcher {
+        if !self.place.is_all() || !job.has_launcher {
             return;
         }
         // A process may end after its last call without leaving the group, so an end only counts if a call has reported

@@ -1,10 +1,10 @@
 //! A group's place in its job.
 use super::job::Job;
 use crate::backend::{Communicator, Completion, Work};
-use crate::error::{Failure, RankError};
+use crate::error::{Failure, RankError, ranks};
 use crate::{Error, Result};
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 /// Which of the groups of a job a group is, and how its ranks are numbered in the group of all ranks.
 pub(super) struct Place {
@@ -15,13 +15,26 @@ pub(super) struct Place {
     /// This rank's number in the group.
     rank: usize,
     pub(super) global_ranks: Vec<usize>,
+    /// Of a part that does not have all ranks of its group.
+    whole: Option<Whole>,
+}
+
+/// The group of which some ranks form a part that the program does not know, and how the part's failure is told: as one of the
+/// group of all ranks.
+#[derive(Clone)]
+struct Whole {
+    communicator: Weak<dyn Communicator>,
+    global_ranks: Vec<usize>,
+    /// What the part's calls return once it has failed.
+    told: Arc<OnceLock<Failure>>,
 }
 
 impl Place {
     /// The place of the group of all ranks.
     pub(super) fn of_all(job: Job, rank: usize, world_size: usize) -> Self {
         let number = job.number();
-        Self { job: Arc::new(job), number, part_of: number, rank, global_ranks: (0..world_size).collect() }
+        let global_ranks = (0..world_size).collect();
+        Self { job: Arc::new(job), number, part_of: number, rank, global_ranks, whole: None }
     }
 
     /// The place of a group that is split off from this one: `ranks[i]` here is rank `i` there, of which this rank is number
@@ -29,18 +42,30 @@ impl Place {
     pub(super) fn split(&self, ranks: &[usize], rank: usize) -> Self {
         let number = self.job.number();
         let global_ranks = ranks.iter().map(|rank| self.global_ranks[*rank]).collect();
-        Self { job: Arc::clone(&self.job), number, part_of: number, rank, global_ranks }
+        Self { job: Arc::clone(&self.job), number, part_of: number, rank, global_ranks, whole: None }
+    }
+
+    /// The place of a part of this group, which `communicator` connects, with some of its ranks: either ends with the other.
+    pub(super) fn split_part(&self, communicator: &Arc<dyn Communicator>, ranks: &[usize], rank: usize) -> Self {
+        let (communicator, global_ranks) = (Arc::downgrade(communicator), self.global_ranks.clone());
+        let whole = Some(Whole { communicator, global_ranks, told: Arc::default() });
+        Self { part_of: self.part_of, whole, ..self.split(ranks, rank) }
     }
 
     /// The place of a group of the same ranks that is a part of this one: either ends with the other.
     pub(super) fn part(&self) -> Self {
         let (job, number, global_ranks) = (Arc::clone(&self.job), self.job.number(), self.global_ranks.clone());
-        Self { job, number, part_of: self.part_of, rank: self.rank, global_ranks }
+        Self { job, number, part_of: self.part_of, rank: self.rank, global_ranks, whole: self.whole.clone() }
     }
 
     /// Whether it is the group of all ranks, or a part of that group.
-    pub(super) fn is_of_all(&self) -> bool {
+    fn is_of_all(&self) -> bool {
         self.part_of == 0
+    }
+
+    /// Whether it is the group of all ranks.
+    pub(super) fn is_all(&self) -> bool {
+        self.number == 0
     }
 
     /// Lists the group in its job, so that it ends when the whole job does.
@@ -50,7 +75,14 @@ impl Place {
 
     /// Why a part of this group has failed, if one has.
     pub(super) fn failure_of_parts(&self) -> Option<Error> {
-        self.job.failure_of_parts(self.number)
+        let error = self.job.failure_of_parts(self.number)?;
+        let here = error.failure().and_then(|failure| failure.renumbered(|rank| self.number_here(rank)));
+        Some(here.map_or(error, Error::from))
+    }
+
+    /// The number in this group of a rank of the group of all ranks.
+    fn number_here(&self, rank: usize) -> Option<usize> {
+        self.global_ranks.iter().position(|global| *global == rank)
     }
 
     /// Ends the parts of this group with its `failure`.
@@ -62,23 +94,72 @@ impl Place {
 
     /// `failure` with ranks numbered as in the group of all ranks.
     fn in_all(&self, failure: &Failure) -> Option<Failure> {
-        failure.renumbered(|rank| self.global_ranks.get(rank).copied())
+        let number = |rank: usize| self.global_ranks.get(rank).copied();
+        let mut failure = failure.renumbered(number)?;
+        let is_renumbered = self.global_ranks.iter().enumerate().any(|(rank, global)| rank != *global);
+        if let Failure::TimedOut { waiting_for, reason, .. } = &mut failure
+            && is_renumbered
+        {
+            let (missing, all) = (ranks(waiting_for), ranks(&self.global_ranks));
+            *reason = format!(
+                "of its group of the ranks {all}, {missing} are missing. Numbered from 0 in that group, {reason}"
+            );
+        }
+        Some(failure)
     }
 
-    /// Records the error of a call, and of the construction, of the group.
+    /// Records the error of a call, and of the construction, of the group. Returns how the program is told.
     pub(super) fn note(&self, error: Error) -> Error {
-        self.job.note(self.told(&error));
-        if let Some(failure) = error.failure() {
-            if error.is_echo(self.rank) {
-                self.job.note_echo();
+        let Some(failure) = error.failure() else {
+            self.job.note(self.told(&error));
+            return error;
+        };
+        if error.is_echo(self.rank) {
+            self.job.note_echo();
+        }
+        let told = match &self.whole {
+            Some(whole) => self.told_by_whole(whole, failure),
+            None => self.in_all(failure),
+        };
+        if let Some(told) = &told
+            && (self.is_of_all() || matches!(told, Failure::PeerGone { .. }))
+        {
+            self.job.end(told.clone());
+        }
+        match (told, &self.whole) {
+            (Some(told), Some(_)) => {
+                let error = Error::from(told);
+                self.job.note(self.told_in_all(&error));
+                error
             }
-            if (self.is_of_all() || matches!(failure, Failure::PeerGone { .. }))
-                && let Some(failure) = self.in_all(failure)
-            {
-                self.job.end(failure);
+            _ => {
+                self.job.note(self.told(&error));
+                error
             }
         }
-        error
+    }
+
+    /// The `failure` of this part, with ranks numbered as in the group of all ranks. If it only says that another rank has failed or
+    /// left, the reason is that of the `whole`, which may take a moment: a rank whose program fails leaves the part first.
+    fn told_by_whole(&self, whole: &Whole, failure: &Failure) -> Option<Failure> {
+        const PATIENCE: Duration = Duration::from_secs(5);
+        if let Some(told) = whole.told.get() {
+            return Some(told.clone());
+        }
+        let is_echo = Error::from(failure.clone()).is_echo(self.rank);
+        let patience = if matches!(failure, Failure::PeerGone { .. }) { Duration::ZERO } else { PATIENCE };
+        let since = Instant::now();
+        let reason = loop {
+            let known = whole.communicator.upgrade().filter(|_| is_echo).and_then(|whole| whole.failure());
+            if known.is_some() || !is_echo || since.elapsed() >= patience {
+                break known;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let number = |rank: usize| whole.global_ranks.get(rank).copied();
+        let reason = reason.as_ref().and_then(|error| error.failure()?.renumbered(number));
+        let told = reason.or_else(|| self.in_all(failure))?;
+        Some(whole.told.get_or_init(|| told).clone())
     }
 
     /// `work`, whose error is [noted](Self::note) when it is waited for.
@@ -91,8 +172,7 @@ impl Place {
     pub(super) fn ended(&self) -> Option<Failure> {
         let ended = self.job.ended()?;
         let concerns_all = self.is_of_all() || matches!(ended, Failure::PeerGone { .. });
-        let place = |rank: usize| self.global_ranks.iter().position(|global| *global == rank);
-        concerns_all.then(|| ended.renumbered(place)).flatten()
+        concerns_all.then(|| ended.renumbered(|rank| self.number_here(rank))).flatten()
     }
 
     /// The launcher's number of a rank of this group.
@@ -112,8 +192,12 @@ impl Place {
 
     /// Why the job has ended, as it is reported to the launcher.
     pub(super) fn told_end(&self) -> Option<RankError> {
-        let error = Error::from(self.job.ended()?.clone());
-        Some(error.of_rank(self.own_number(), |rank| self.job.ranks.get(rank).copied()))
+        Some(self.told_in_all(&Error::from(self.job.ended()?.clone())))
+    }
+
+    /// An error whose ranks are numbered as in the group of all ranks, as it is reported to the launcher.
+    fn told_in_all(&self, error: &Error) -> RankError {
+        error.of_rank(self.own_number(), |rank| self.job.ranks.get(rank).copied())
     }
 }
 

@@ -25,6 +25,12 @@ impl ProcessGroup {
     /// or a rank given twice, an error if ranks do not arrive within the time-out, and, at once, the failure of this
     /// group if it has failed.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        self.split_off(ranks, false)
+    }
+
+    /// Like [`new_group`](Self::new_group). If `is_part`, the program does not know the group: either ends with the other, and its
+    /// errors are those of the group of all ranks.
+    pub(super) fn split_off(&self, ranks: &[usize], is_part: bool) -> Result<Option<Self>> {
         if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
             return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
         }
@@ -49,7 +55,10 @@ impl ProcessGroup {
         let recording = self.recording_of(&format!("group{number}"), ranks);
         let communicator = self.member(split, &store, place, ranks.len(), recording.as_ref());
         let Some(rank) = place else { return communicator.map(|_| None) };
-        let place = self.0.place.split(ranks, rank);
+        let place = match is_part {
+            true => self.0.place.split_part(&self.0.communicator, ranks, rank),
+            false => self.0.place.split(ranks, rank),
+        };
         let made = communicator.map_err(|error| self.note_of(&place, error))?;
         Ok(made.map(|made| Self::around(made, store, place, settings, recording).listed()))
     }

@@ -65,6 +65,26 @@ fn a_rank_that_has_copies_of_pieces_is_replaced_like_any_other() {
     result(fewer.folder.path(), &[0, 2]);
 }
 
+/// Under hybrid sharding, the others first notice that the rank leaves groups that the program does not know.
+#[test]
+fn an_error_of_the_program_ends_the_run_on_every_rank() {
+    for (made, ranks) in [("loop", 3), ("hybrid", 4)] {
+        for guilty in [0, ranks - 1] {
+            for place in ["forward", "backward", "step"] {
+                let run = sharded(made, &format!("{guilty} error-{place} 5"), &["--max-restarts", "3"], None);
+                assert!(!run.output.status.success());
+                for rank in 0..ranks {
+                    let error = run.read(&format!("error-{rank}"));
+                    assert!(error.contains("luck: it has run out"), "{made}, {guilty}, {place}: rank {rank}: {error}");
+                    assert!(rank == guilty || error.starts_with(&format!("rank {guilty} ended the group")), "{error}");
+                }
+                let summary = run.stderr().rsplit("ddprun: rank").next().unwrap().to_string();
+                assert!(summary.contains("luck: it has run out"), "{}", run.stderr());
+            }
+        }
+    }
+}
+
 #[test]
 fn sharded_variables_that_outlive_their_group_are_an_error_on_every_rank() {
     let run = sharded("before", "0 kill-backward 4", &[], Some(2));

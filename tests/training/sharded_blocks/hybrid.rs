@@ -1,5 +1,8 @@
 //! Models that some of the ranks have together, while others have copies of them.
 use super::*;
+use candle_ddp::Failure;
+use std::sync::Mutex;
+use std::time::Duration;
 
 fn hybrid(shard_ranks: usize) -> DdpOptions {
     DdpOptions {
@@ -195,6 +198,68 @@ fn wrong_numbers_of_ranks_are_an_error_on_every_rank() {
         let error = new(&pg, options).unwrap_err();
         assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
         pg.barrier()
+    })
+    .unwrap();
+}
+
+/// The other ranks first notice that the rank leaves groups that the program does not know.
+#[test]
+fn every_rank_has_the_first_error_and_its_ranks_number_in_the_world() {
+    for (guilty, place) in [(3, "forward"), (0, "forward"), (3, "step"), (2, "backward")] {
+        let found: Mutex<[Option<String>; 4]> = Mutex::default();
+        let step = move |ddp: &Ddp, optimizer: &mut Optim, pg: &ProcessGroup, number: usize| {
+            let fails = |here| match (pg.rank(), number, here) == (guilty, 2, place) {
+                true => Err(Error::InvalidArgument { argument: "luck", reason: "it has run out".to_string() }),
+                false => Ok(()),
+            };
+            fails("forward")?;
+            let loss = loss(ddp, pg, number)?;
+            fails("backward")?;
+            let grads = ddp.backward(&loss)?;
+            fails("step")?;
+            optimizer.step(&grads)?;
+            Ok(0.)
+        };
+        let failed = spawn(4, |pg| {
+            let result = train(&pg, hybrid(2), &step).map(drop);
+            found.lock().unwrap()[pg.rank()] = result.as_ref().err().map(ToString::to_string);
+            result
+        });
+        let cause = "luck: it has run out";
+        assert!(failed.unwrap_err().to_string().contains(cause));
+        for (rank, error) in found.into_inner().unwrap().into_iter().enumerate() {
+            let error = error.unwrap();
+            assert!(error.contains(cause), "{guilty} fails in {place}, rank {rank}: {error}");
+            let is_named = error.starts_with(&format!("rank {guilty} ended the group"));
+            assert_eq!(is_named, rank != guilty, "{guilty} fails in {place}, rank {rank}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_has_its_number_in_the_world() {
+    let waiting = Mutex::new(0);
+    let options = SpawnOptions { world_size: 4, timeout: Duration::from_secs(3), ..Default::default() };
+    spawn_with(options, |pg| {
+        let (ddp, mut optimizer) = made(&pg, &VarMap::new(), hybrid(2))?;
+        plain_step(&ddp, &mut optimizer, &pg, 0)?;
+        if pg.rank() == 3 {
+            // Until the rank that has a model together with this one has given up.
+            while *waiting.lock().unwrap() == 0 {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            return Ok(());
+        }
+        let error = plain_step(&ddp, &mut optimizer, &pg, 1).unwrap_err();
+        if pg.rank() == 2 {
+            *waiting.lock().unwrap() += 1;
+            let Error::Group(Failure::TimedOut { rank, waiting_for, .. }) = &error else { panic!("{error}") };
+            assert!(
+                (*rank, &**waiting_for) == (2, &[3]) && error.to_string().contains("of the ranks [2, 3], [3] are"),
+                "{error}"
+            );
+        }
+        Ok(())
     })
     .unwrap();
 }
