@@ -41,6 +41,15 @@ impl std::error::Error for Invalid {}
 /// The variables of this process.
 pub const PROCESS: Variables<'static> = Variables(&|name| std::env::var_os(name));
 
+/// The variables of this process that begin with one of `starts`, in the table or not: for a launcher that passes them on as they are.
+#[doc(hidden)]
+pub fn beginning_with(starts: &[&str]) -> Vec<(OsString, OsString)> {
+    let is_wanted = |name: &OsString| starts.iter().any(|start| name.as_encoded_bytes().starts_with(start.as_bytes()));
+    let mut found: Vec<_> = std::env::vars_os().filter(|(name, _)| is_wanted(name)).collect();
+    found.sort();
+    found
+}
+
 /// Environment variables, which are read by name. Each name must be in the table ([`SECTIONS`]).
 #[derive(Clone, Copy)]
 pub struct Variables<'a>(&'a dyn Fn(&str) -> Option<OsString>);

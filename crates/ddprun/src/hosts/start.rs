@@ -14,7 +14,7 @@ use crate::secret::RunSecret;
 use crate::signal;
 use crate::tail::Tail;
 use crate::worker::Exit;
-use candle_ddp_env::{PROCESS, SECTIONS};
+use candle_ddp_env::beginning_with;
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitOptions, wait};
 use signal_hook::consts::SIGCHLD;
@@ -25,13 +25,32 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// ssh asks for no password, since its input is the agent's, and notices within 15 s that the other machine is gone.
-const SSH: [&str; 8] =
-    ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"];
+/// ssh asks for no password, since its input is the agent's, and notices within 15 s that the other machine is gone or cannot be
+/// reached. Nothing of this machine is forwarded there, such as the user's ssh-agent, whatever the user's configuration says.
+const SSH: [&str; 14] = [
+    "ssh",
+    "-T",
+    "-a",
+    "-x",
+    "-o",
+    "ClearAllForwardings=yes",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=15",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+];
 /// ssh's exit code if the connection fails.
 const NO_CONNECTION: i32 = 255;
 /// How long agents may take to end, in addition to --shutdown-timeout, when they should.
 const REST: Duration = Duration::from_secs(15);
+
+/// How long the other agents may take to end by themselves when one has failed: those of a run end together, but one that has ended
+/// before it met the others would be waited for.
+const TOGETHER: Duration = Duration::from_secs(5);
 
 /// Variables that reach the workers on all machines begin with one of these; others do not.
 const FORWARDED: [&str; 4] = ["CANDLE_DDP_", "NCCL_", "PET_", "RUST_"];
@@ -57,8 +76,8 @@ pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
     let first_line = format!("{}\n", secret.get().map_or("", |secret| secret.reveal()));
     let mut agents = Vec::new();
     for (node_rank, host) in hosts.0.iter().enumerate() {
-        let script = script(cli, hosts, node_rank, workers)?;
-        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &script, &first_line, &intake, node_rank)?);
+        let command = command(cli, hosts, node_rank, workers)?;
+        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &command, &first_line, &intake, node_rank)?);
     }
     Ok(follow(&mut agents, intake, &events, options))
 }
@@ -91,7 +110,7 @@ fn check(cli: &Cli, hosts: &Hosts) -> Result<Option<usize>> {
 }
 
 /// The command of the agent on a machine, for a shell there.
-fn script(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -> Result<OsString> {
+fn command(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -> Result<String> {
     let first = hosts.0.first().map_or("", |host| &host.name);
     let first = first.rsplit_once('@').map_or(first, |(_, name)| name);
     let mut variables: Vec<(&str, String)> = vec![
@@ -101,32 +120,57 @@ fn script(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) ->
         (MASTER_ADDR, cli.ranks.master_addr.clone().unwrap_or_else(|| first.to_string())),
     ];
     variables.extend(workers.map(|workers| (WORKERS, workers.to_string())));
-    let is_own = |name: &str| name.contains("SECRET") || variables.iter().any(|(own, _)| *own == name);
-    let rows = SECTIONS.iter().flat_map(|(_, rows)| *rows).flat_map(|row| row.names).copied();
-    let names = rows.filter(|name| FORWARDED.iter().any(|start| name.starts_with(start)) && !is_own(name));
-    let others: Vec<_> = names.filter_map(|name| Some((name, PROCESS.raw(name)?))).collect();
-    variables.extend(others);
+    let is_own = |name: &OsStr| {
+        let name = name.to_string_lossy();
+        name.contains("SECRET") || variables.iter().any(|(own, _)| *own == name)
+    };
+    let others: Vec<_> = beginning_with(&FORWARDED).into_iter().filter(|(name, _)| !is_own(name)).collect();
     let folder = std::env::current_dir().map_err(|error| Error::io("finding the current folder", error))?;
     let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
+    let host = hosts.0.get(node_rank).map_or("", |host| &host.name);
+    let says = |text: String, code: u8| {
+        let text = quoted(OsStr::new(&format!("ddprun: {host}: {text}")));
+        format!(" || {{ printf '%s\\n' {} >&2; exit {code}; }}; ", text.to_string_lossy())
+    };
     let mut script = OsString::from("cd ");
     script.push(quoted(folder.as_os_str()));
-    script.push(" && d=");
+    let shown = folder.display();
+    script.push(says(format!("there is no folder {shown}: all machines of --hosts must have the run's folder"), 126));
+    // Positional parameters, since a variable may be in the environment of that machine.
+    script.push("set -- ");
     script.push(quoted(program.as_os_str()));
-    script.push("; [ -x \"$d\" ] || d=ddprun; exec env");
-    for (name, value) in variables {
-        script.push(format!(" {name}="));
-        script.push(quoted(OsStr::new(&value)));
+    script.push("; [ -f \"$1\" ] && [ -x \"$1\" ] || set -- ddprun; command -v \"$1\" >/dev/null");
+    let shown = program.display();
+    script.push(says(format!("there is no ddprun: neither {shown} nor one in PATH"), 127));
+    script.push("exec env");
+    let variables = variables.into_iter().map(|(name, value)| (OsString::from(name), OsString::from(value)));
+    for (mut variable, value) in variables.chain(others) {
+        variable.push("=");
+        variable.push(value);
+        script.push(" ");
+        script.push(quoted(&variable));
     }
-    script.push(" \"$d\"");
+    script.push(" \"$1\"");
     // Each agent takes --hosts for what it is.
     for argument in std::env::args_os().skip(1) {
         script.push(" ");
         script.push(quoted(&argument));
     }
-    // Whatever the user's shell is there.
-    let mut command = OsString::from("exec sh -c ");
-    command.push(quoted(&script));
-    Ok(command)
+    Ok(for_any_shell(&script))
+}
+
+/// A command that runs `script` with `sh`, whatever the user's shell is on the other machine. Shells do not agree on backslashes,
+/// exclamation marks and line breaks within quotes, so these are written as numbers.
+fn for_any_shell(script: &OsStr) -> String {
+    let mut command = String::from("exec sh -c 'eval \"$(printf \"");
+    for byte in script.as_bytes() {
+        match byte {
+            b'\'' | b'"' | b'$' | b'`' | b'\\' | b'!' | b'%' => command += &format!("\\{byte:03o}"),
+            b' '..=b'~' => command.push(char::from(*byte)),
+            byte => command += &format!("\\{byte:03o}"),
+        }
+    }
+    command + "\")\"'"
 }
 
 /// A word for a POSIX shell.
@@ -145,7 +189,7 @@ fn quoted(word: &OsStr) -> OsString {
 fn start(
     rsh: Option<&str>,
     host: &str,
-    script: &OsStr,
+    script: &str,
     first_line: &str,
     intake: &Intake,
     node_rank: usize,
@@ -189,13 +233,14 @@ fn start(
 
 /// Waits for all agents, and forwards signals to them.
 fn follow(agents: &mut [Agent], intake: Intake, events: &Events, options: &Options) -> u8 {
-    let (mut code, mut deadline, mut is_read) = (None, None, false);
+    let (mut failed, mut deadline, mut is_read) = (None, None, false);
     loop {
-        reap(agents, &mut code, &mut deadline, options);
+        reap(agents, &mut failed, &mut deadline, options);
         if agents.iter().all(|agent| agent.ended.is_some()) {
             break;
         }
-        match events.next(deadline) {
+        let alone = failed.as_ref().and_then(|failed: &Failed| failed.alone);
+        match events.next(alone.into_iter().chain(deadline).min()) {
             Some(Event::Signal(SIGCHLD) | Event::News(_)) => {}
             Some(Event::Signal(number)) => {
                 let is_last = options.signals_to_handle.contains(&number);
@@ -206,19 +251,28 @@ fn follow(agents: &mut [Agent], intake: Intake, events: &Events, options: &Optio
                 }
             }
             Some(Event::Output(_)) => is_read = true,
+            None if failed
+                .as_mut()
+                .is_some_and(|failed| failed.alone.take_if(|at| *at <= Instant::now()).is_some()) =>
+            {
+                let Some(Failed { host, how, .. }) = &failed else { continue };
+                message(format_args!(
+                    "the ddprun on {host} has {how}, and its output is above. Those on {} have not ended: ending them",
+                    left(agents)
+                ));
+                agents.iter_mut().for_each(|agent| agent.input = None);
+            }
             None => {
-                let late = agents.iter().filter(|agent| agent.ended.is_none());
-                let names: Vec<&str> = late.map(|agent| agent.host.as_str()).collect();
                 message(format_args!(
                     "no longer waiting for {}: look for workers that may be left there",
-                    names.join(", ")
+                    left(agents)
                 ));
                 for agent in agents.iter_mut().filter(|agent| agent.ended.is_none()) {
                     agent.input = None;
                     // It may have ended in the meantime.
                     let _ = agent.process.kill();
                 }
-                code.get_or_insert(1);
+                failed.get_or_insert(Failed { host: String::new(), how: Exit::Code(1), alone: None });
                 break;
             }
         }
@@ -232,7 +286,21 @@ fn follow(agents: &mut [Agent], intake: Intake, events: &Events, options: &Optio
             Some(_) => {}
         }
     }
-    code.unwrap_or(0)
+    failed.map_or(0, |failed| failed.how.code())
+}
+
+/// The first agent that has failed.
+struct Failed {
+    host: String,
+    how: Exit,
+    /// When the others are told to end, if they have not ended by themselves.
+    alone: Option<Instant>,
+}
+
+/// The hosts of the agents that have not ended.
+fn left(agents: &[Agent]) -> String {
+    let late = agents.iter().filter(|agent| agent.ended.is_none());
+    late.map(|agent| agent.host.as_str()).collect::<Vec<_>>().join(", ")
 }
 
 fn tell(agents: &mut [Agent], number: i32, is_known: bool) {
@@ -244,7 +312,7 @@ fn tell(agents: &mut [Agent], number: i32, is_known: bool) {
 }
 
 /// Notes the agents that have ended. The others would wait for one that has not come as far as to meet them.
-fn reap(agents: &mut [Agent], code: &mut Option<u8>, deadline: &mut Option<Instant>, options: &Options) {
+fn reap(agents: &mut [Agent], failed: &mut Option<Failed>, deadline: &mut Option<Instant>, options: &Options) {
     loop {
         let (pid, status) = match wait(WaitOptions::NOHANG) {
             Ok(Some(ended)) => ended,
@@ -260,12 +328,56 @@ fn reap(agents: &mut [Agent], code: &mut Option<u8>, deadline: &mut Option<Insta
         if how == Exit::Code(NO_CONNECTION) || matches!(how, Exit::Signal(_)) {
             message(format_args!("the connection to {} has ended ({how}): its output is above", agent.host));
         }
-        code.get_or_insert(how.code());
-        // Otherwise the agents end together, and say why.
-        if matches!(how, Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127)) {
+        // The agents of a run end together, and say why.
+        let alone = match how {
+            Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127) => None,
+            Exit::Code(_) => Instant::now().checked_add(TOGETHER),
+        };
+        failed.get_or_insert(Failed { host: agent.host.clone(), how, alone });
+        if alone.is_none() {
             agents.iter_mut().for_each(|agent| agent.input = None);
         }
         let end = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));
         *deadline = deadline.or(end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever shell the user has on the other machine.
+    #[test]
+    fn all_shells_read_a_command_alike() {
+        let words = [
+            "it's",
+            "a\\b",
+            "\\'",
+            "two\nlines\n",
+            "!1 !! wow!",
+            "$HOME `id`",
+            "100 %s",
+            "\u{fc}\u{2192}",
+            "\"q\"",
+            "",
+            "* ~ [a] {b,c} ; & | > #",
+            "-n",
+            "^a^b",
+            "\t",
+        ];
+        let mut script = OsString::from("exec printf '<%s>'");
+        for word in words {
+            script.push(" ");
+            script.push(quoted(OsStr::new(word)));
+        }
+        let expected: String = words.iter().map(|word| format!("<{word}>")).collect();
+        for shell in ["sh", "bash", "zsh", "ksh", "csh", "fish"] {
+            match Command::new(shell).args(["-c", &for_any_shell(&script)]).output() {
+                Ok(output) => assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{shell}: {output:?}"),
+                Err(_) => {
+                    candle_ddp_testing::skip("all_shells_read_a_command_alike", &format!("{shell} is not installed"))
+                }
+            }
+        }
     }
 }

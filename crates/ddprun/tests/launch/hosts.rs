@@ -1,6 +1,7 @@
 //! `--hosts`, with a stand-in for ssh that runs the command on this machine. Real sshds are for `scripts/ssh_hosts.sh`.
 use crate::{Ran, Running, Sandbox, free_port, is_alive, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
@@ -22,10 +23,23 @@ const SSH: &str = r#"#!/bin/sh
 const WAIT: &str = "trap 'echo asked >asked$RANK; exit 0' TERM; echo $$ >pid$RANK; while :; do sleep 0.02; done";
 
 fn sandbox() -> Sandbox {
+    with_ssh(SSH)
+}
+
+fn program(sandbox: &Sandbox, name: &str, text: &str) {
+    std::fs::write(sandbox.path(name), text).unwrap();
+    std::fs::set_permissions(sandbox.path(name), std::fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+fn with_ssh(text: &str) -> Sandbox {
     let sandbox = Sandbox::new();
-    std::fs::write(sandbox.path("ssh"), SSH).unwrap();
-    std::fs::set_permissions(sandbox.path("ssh"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    program(&sandbox, "ssh", text);
     sandbox
+}
+
+/// The second machine differs from the first: the stand-in runs `line` before the command there.
+fn with_other(line: &str) -> Sandbox {
+    with_ssh(&SSH.replace("exec 3<&0", &format!("[ $host = 127.0.0.1 ] || {{ {line}; }}; exec 3<&0")))
 }
 
 /// A ddprun with two machines.
@@ -111,12 +125,88 @@ fn all_end_when_a_connection_is_lost() {
 
 #[test]
 fn a_machine_that_cannot_be_reached_ends_all() {
-    let sandbox = sandbox();
-    std::fs::write(sandbox.path("ssh"), SSH.replace("echo \"$*\"", "[ $host = 127.0.0.1 ] || exit 255; echo \"$*\""))
-        .unwrap();
+    let sandbox = with_other("exit 255");
     let ran = Ran::new(&mut ddprun(&sandbox, &[], "echo started"));
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(255), ""), "{ran:?}");
     ran.says("the connection to user@localhost has ended (exited with code 255)");
+}
+
+/// Something else with the program's name may lie in the user's home there.
+#[test]
+fn a_machine_without_the_folder_runs_nothing_and_is_named() {
+    let sandbox = with_other(r##"set -- "$(printf %s "$*" | sed "s#cd \\\\047$PWD#&/absent#")""##);
+    let ran = Ran::new(&mut ddprun(&sandbox, &[], "echo started"));
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(126), ""), "{ran:?}");
+    ran.says("ddprun: user@localhost: there is no folder ");
+}
+
+#[test]
+fn a_machine_without_ddprun_is_named_and_no_variable_names_another() {
+    let own = env!("CARGO_BIN_EXE_ddprun");
+    let sandbox = with_other(&format!("set -- \"$(printf %s \"$*\" | sed 's#{own}#/absent#')\"; export d=./other"));
+    program(&sandbox, "other", "#!/bin/sh\necho the wrong program\n");
+    let ran = Ran::new(&mut ddprun(&sandbox, &[], "echo started"));
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(127), ""), "{ran:?}");
+    ran.says("ddprun: user@localhost: there is no ddprun: neither ");
+}
+
+/// It has said why, but not to the others.
+#[test]
+fn a_machine_that_fails_before_it_joins_is_named_and_the_others_do_not_wait() {
+    let sandbox = with_other("exit 1");
+    let ran = Ran::new(&mut ddprun(&sandbox, &[], "echo started"));
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""), "{ran:?}");
+    ran.says(
+        "the ddprun on user@localhost has exited with code 1, and its output is above. Those on 127.0.0.1 have not",
+    );
+    assert!(!ran.stderr.contains("look for workers"), "{ran:?}");
+}
+
+#[test]
+fn a_secret_of_several_lines_is_refused_and_not_shown() {
+    let sandbox = sandbox();
+    let (first, second) = ("a".repeat(64), "b".repeat(64));
+    let mut command = ddprun(&sandbox, &[], "true");
+    let ran = Ran::new(command.env("CANDLE_DDP_SECRET", format!("{first}\n{second}")));
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    ran.says("CANDLE_DDP_SECRET=\"(hidden)\": the secret must be a single line");
+    assert!(!ran.stderr.contains(&second[..32]), "{ran:?}");
+    // Nor is what an agent gets from a ddprun that sends it all the same.
+    let mut agent =
+        sandbox.ddprun(&["--hosts=localhost", "sh", "-c", ": >here; until [ -e end ]; do sleep 0.02; done"]);
+    agent.env("CANDLE_DDP_HOSTS_AGENT", "1").stdin(Stdio::piped());
+    let mut running = Running::new(agent.stdout(Stdio::piped()).stderr(Stdio::piped()));
+    let mut input = running.child().stdin.take().unwrap();
+    input.write_all(format!("{first}\n{second}\n").as_bytes()).unwrap();
+    wait_until("the worker", || sandbox.path("here").exists());
+    std::fs::write(sandbox.path("end"), "").unwrap();
+    let ran = Ran::of(running);
+    assert!(ran.code == Some(0) && !ran.stderr.contains(&second[..32]), "{ran:?}");
+    ran.says("has sent a line that is no signal");
+}
+
+#[test]
+fn variables_reach_all_machines_by_the_beginning_of_their_names() {
+    let sandbox = with_ssh("#!/bin/sh\nshift; exec env -i HOME=$HOME PATH=$PATH sh -c \"$*\"\n");
+    let script = "echo $NCCL_IB_HCA $NCCL_NET_PLUGIN $RUST_BACKTRACE $CANDLE_DDP_TEST_OWN $PET_OWN, $HF_TOKEN";
+    let mut command = ddprun(&sandbox, &[], script);
+    command.env("NCCL_IB_HCA", "mlx5").env("NCCL_NET_PLUGIN", "a'w\\s").env("RUST_BACKTRACE", "1");
+    command.env("CANDLE_DDP_TEST_OWN", "x").env("PET_OWN", "y").env("HF_TOKEN", "mine");
+    let ran = Ran::new(&mut command);
+    assert_eq!((ran.code, ran.sorted()), (Some(0), vec![r"mlx5 a'w\s 1 x y,"; 2]), "{ran:?}");
+}
+
+#[test]
+fn ssh_forwards_nothing_and_does_not_wait_long_for_a_machine() {
+    let sandbox = with_ssh("#!/bin/sh\nuntil [ $1 = localhost ]; do echo $1; shift; done; shift; exec sh -c \"$*\"\n");
+    let port = format!("--master-port={}", free_port());
+    let mut command = sandbox.ddprun(&["--hosts=localhost", &port, "true"]);
+    let path = format!("{}:{}", sandbox.path("").display(), std::env::var("PATH").unwrap());
+    let ran = Ran::new(command.env("PATH", path).env_remove("CANDLE_DDP_RSH"));
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    for option in ["-a", "-x", "ClearAllForwardings=yes", "ConnectTimeout=15", "BatchMode=yes"] {
+        assert!(ran.stdout.lines().any(|line| line == option), "{option}: {ran:?}");
+    }
 }
 
 #[test]
