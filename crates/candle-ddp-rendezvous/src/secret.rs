@@ -52,7 +52,7 @@ impl Secret {
     /// The secret `text`, without surrounding spaces.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] if it has fewer than 32 characters.
+    /// Returns [`Error::InvalidArgument`] if it has fewer than 32 characters, or several lines.
     pub fn new(text: &str) -> Result<Self> {
         Self::checked(text).map_err(|reason| Error::invalid("secret", reason))
     }
@@ -61,8 +61,8 @@ impl Secret {
     /// An empty variable counts as unset.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidEnvironment`], without the value, if it has fewer than 32 characters, and [`Error::Io`] if
-    /// the file cannot be read.
+    /// Returns [`Error::InvalidEnvironment`], without the value, if it has fewer than 32 characters or several lines, and
+    /// [`Error::Io`] if the file cannot be read.
     pub fn from_env() -> Result<Option<Self>> {
         let invalid = |variable: &str, value: String, reason| {
             let variable = variable.to_string();
@@ -85,7 +85,10 @@ impl Secret {
             length if length < LEAST => {
                 Err(format!("the secret has {length} characters, but must have at least {LEAST}: {HOW}"))
             }
-            _ if text.contains('\0') => Err(format!("the secret contains a zero byte: {HOW}")),
+            // Where lines are read, the others would be left out, and shown as something else.
+            _ if text.contains(char::is_control) => {
+                Err(format!("the secret must be a single line without control characters: {HOW}"))
+            }
             // As it is read from a variable with other bytes.
             _ if text.contains('\u{fffd}') => Err(format!("the secret is not text: {HOW}")),
             _ => Ok(Self(text.into())),
@@ -168,6 +171,10 @@ mod tests {
         let error = Secret::new("  correct horse battery staple \n").unwrap_err().to_string();
         assert!(error.contains("28 characters") && !error.contains("horse"), "{error}");
         assert_eq!(Secret::new(&format!(" {}\n", secret.0)).unwrap(), secret);
+        for separator in ["\n", "\r\n", "\t", "\0", "\u{85}"] {
+            let error = Secret::new(&format!("{}{separator}{}", secret.0, secret.0)).unwrap_err().to_string();
+            assert!(error.contains("must be a single line") && !error.contains(&*secret.0), "{error}");
+        }
     }
 
     #[test]
