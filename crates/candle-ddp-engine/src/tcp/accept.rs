@@ -6,16 +6,20 @@ use crate::warnings::Warnings;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long a caller has to send its greeting, and to prove that it has the secret if others wait to do so. A peer
-/// proves it at once, except while it waits for other ranks.
+/// How long a caller has to send its greeting, and then to prove that it has the secret. A peer proves it at once, except
+/// while it waits for other ranks: so while the group is created, a caller may take longer for its proof.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// How many callers may be silent at a time. The oldest of them gives way to another one.
 const SILENT: usize = 512;
+/// How many callers may have sent a greeting and no proof at a time. In a large group, it is so many for each rank.
+const UNPROVED: usize = 128;
+const CALLERS: usize = 2 * Kind::ALL.len();
 /// How many connections are accepted before the others get their turn.
 const ACCEPTED: usize = 1024;
 /// The pause after the system ran out of resources for a connection, and how long such a lack may last.
@@ -46,18 +50,30 @@ impl Acceptor {
         }
     }
 
-    /// Closes connections that have been silent for too long.
-    pub(crate) fn tidy(&mut self, conversations: &mut Vec<Conversation>) {
-        let (now, rank, warnings) = (Instant::now(), self.rank, &mut self.warnings);
-        conversations.retain(|conversation| {
-            let keep = !conversation.is_silent() || now.duration_since(conversation.since) < HANDSHAKE_TIME;
-            if !keep {
-                let address = conversation.address;
-                let reason = "which did not identify itself";
-                warnings.warn(format_args!("rank {rank} closed the connection of {address}, {reason}"));
+    /// Closes connections that have been silent for too long, and callers that have not proved that they know the secret, if
+    /// they have had their time for it or are too many in a group of so many ranks. Of these, the first one that claims the most
+    /// claimed rank gives way to the next: a peer proves itself within a round trip, and nobody takes the places of those that
+    /// claim another rank. A peer that was closed calls again.
+    pub(crate) fn tidy(&mut self, conversations: &mut Vec<Conversation>, ranks: usize, is_complete: bool) {
+        let now = Instant::now();
+        let is_late = |other: &mut Conversation| {
+            let is_timed = other.is_silent() || is_complete && other.claim().is_some();
+            is_timed && now.duration_since(other.since) >= HANDSHAKE_TIME
+        };
+        for Conversation { address, stage, .. } in conversations.extract_if(.., is_late) {
+            match stage {
+                Stage::Proof { caller, .. } => self.refuse_unproved(address, caller.rank),
+                _ => {
+                    let (rank, reason) = (self.rank, "which did not identify itself");
+                    self.warnings.warn(format_args!("rank {rank} closed the connection of {address}, {reason}"));
+                }
             }
-            keep
-        });
+        }
+        let unproved = conversations.iter().filter_map(Conversation::claim).count();
+        let excess = unproved.saturating_sub(UNPROVED.max(CALLERS * ranks));
+        for _ in 0..excess {
+            self.close_unproved(conversations);
+        }
         self.paused_until = self.paused_until.filter(|until| now < *until);
     }
 
@@ -97,6 +113,7 @@ impl Acceptor {
                 }
                 // One connection fewer, and there may be room for the next.
                 Err(error) if is_shortage(&error) && silent > 0 && self.close_oldest(conversations) => silent -= 1,
+                Err(error) if is_shortage(&error) && self.close_unproved(conversations) => {}
                 Err(error) if is_shortage(&error) => {
                     if self.short_since.get_or_insert_with(Instant::now).elapsed() >= SHORTAGE_TIME {
                         let what = format!("rank {}: accepting connections ({SHORTAGE_HINT})", self.rank);
@@ -132,18 +149,19 @@ impl Acceptor {
         true
     }
 
-    /// Whether one more caller may prove that it has the secret, of at most `limit` at a time. A caller that has used
-    /// up its time for the proof gives way. A peer that was turned away calls again.
-    pub(crate) fn make_room(&mut self, conversations: &mut Vec<Conversation>, limit: usize) -> bool {
-        if conversations.iter().filter(|other| other.is_proving()).count() < limit {
+    /// Closes the first caller that claims the most claimed rank and has not proved it, unless its proof has arrived. Returns
+    /// whether one caller fewer lacks a proof.
+    fn close_unproved(&mut self, conversations: &mut Vec<Conversation>) -> bool {
+        let mut claims = BTreeMap::<usize, usize>::new();
+        conversations.iter().filter_map(Conversation::claim).for_each(|rank| *claims.entry(rank).or_default() += 1);
+        let Some((rank, _)) = claims.into_iter().max_by_key(|(_, count)| *count) else { return false };
+        let claiming = conversations.iter_mut().enumerate().filter(|(_, other)| other.claim() == Some(rank));
+        let Some((first, other)) = claiming.min_by_key(|(_, other)| other.since) else { return false };
+        if let Heard::All = other.read() {
             return true;
         }
-        let late = |other: &Conversation| other.is_proving() && other.since.elapsed() >= HANDSHAKE_TIME;
-        let Some(late) = conversations.iter().position(late) else { return false };
-        let other = conversations.remove(late);
-        if let Stage::Proof { caller, .. } = other.stage {
-            self.refuse_unproved(other.address, caller.rank);
-        }
+        let Conversation { address, .. } = conversations.remove(first);
+        self.refuse_unproved(address, rank);
         true
     }
 
@@ -265,9 +283,12 @@ impl Conversation {
         }
     }
 
-    /// Whether the caller must still prove that it knows the secret.
-    pub(crate) fn is_proving(&self) -> bool {
-        matches!(self.stage, Stage::Proof { .. })
+    /// The rank that a caller claims to be whose proof has not arrived, as far as this end has read.
+    fn claim(&self) -> Option<usize> {
+        match &self.stage {
+            Stage::Proof { caller, .. } if self.read < PROOF => Some(caller.rank),
+            _ => None,
+        }
     }
 
     /// Whether the caller claims to be `peer`.
@@ -363,6 +384,64 @@ mod tests {
         }
         assert_eq!(heard, [1, 2]);
         assert_eq!(silent(&conversations), SILENT - 1);
+    }
+
+    /// A caller that has sent its greeting as this rank and is to prove it, and its own end.
+    fn claiming(rank: usize) -> (Conversation, TcpStream) {
+        use crate::tcp::handshake::{By, HandshakeConfig};
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let caller = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (socket, address) = listener.accept().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let config = HandshakeConfig { world_size: 4, secret: true, segment: 1, small: 1 };
+        let handshake = Handshake { nonce: 7, rank, kind: Kind::Control, control: By::Higher, config };
+        let exchange = Exchange { caller: [0; GREETING], callee: [0; GREETING] };
+        (Conversation::new(socket, address, Stage::Greeting).await_proof(handshake, exchange), caller)
+    }
+
+    fn acceptor() -> Acceptor {
+        Acceptor::new(TcpListener::bind("127.0.0.1:0").unwrap(), 0)
+    }
+
+    #[test]
+    fn who_claims_a_rank_takes_no_places_of_those_that_claim_another_one() {
+        let (mut acceptor, mut conversations, mut callers) = (acceptor(), Vec::new(), Vec::new());
+        // Rank 1 calls first, and its proof takes long. Then a stranger comes whose proof has arrived, if not been read.
+        for rank in [1, 2].into_iter().chain([2; 2 * UNPROVED]).chain([3, 2]) {
+            let (conversation, mut caller) = claiming(rank);
+            if callers.len() == 1 {
+                caller.write_all(&[9; PROOF]).unwrap();
+            }
+            conversations.push(conversation);
+            callers.push(caller);
+        }
+        let newest = conversations.last().unwrap().address;
+        acceptor.tidy(&mut conversations, 4, false);
+        assert_eq!(conversations.len(), UNPROVED + 1);
+        let kept: Vec<Option<usize>> = conversations.iter().map(Conversation::claim).collect();
+        assert_eq!((kept[0], kept[1], kept[UNPROVED - 1]), (Some(1), None, Some(3)));
+        assert!(kept[2..UNPROVED - 1].iter().all(|claim| *claim == Some(2)));
+        assert_eq!(conversations[UNPROVED].address, newest);
+    }
+
+    #[test]
+    fn a_caller_may_take_its_time_for_the_proof_only_while_the_group_is_created() {
+        let (mut acceptor, (mut late, _caller), (early, _other)) = (acceptor(), claiming(1), claiming(1));
+        late.since = late.since.checked_sub(HANDSHAKE_TIME).unwrap();
+        let mut conversations = vec![late, early];
+        acceptor.tidy(&mut conversations, 4, false);
+        assert_eq!(conversations.len(), 2);
+        acceptor.tidy(&mut conversations, 4, true);
+        assert_eq!(conversations.len(), 1);
+        assert!(acceptor.strangers().contains("claims to be rank 1"));
+    }
+
+    #[test]
+    fn callers_without_a_proof_give_way_when_the_system_has_no_room() {
+        let (mut acceptor, (one, _caller), (other, _other)) = (acceptor(), claiming(1), claiming(2));
+        let mut conversations = vec![one, other];
+        assert!(acceptor.close_unproved(&mut conversations) && acceptor.close_unproved(&mut conversations));
+        assert!(conversations.is_empty() && !acceptor.close_unproved(&mut conversations));
     }
 
     #[test]

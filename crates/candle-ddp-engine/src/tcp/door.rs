@@ -11,9 +11,7 @@ use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
 use crate::tcp::accept::{self, Acceptor, Call, Conversation, Heard, Stage};
 use crate::tcp::connector::Own;
-use crate::tcp::handshake::{
-    By, End, Exchange, GREETING, Greeting, Handshake, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
-};
+use crate::tcp::handshake::{By, End, Exchange, GREETING, Greeting, Handshake, Kind, REPLY, SAME_SECRET, greeting};
 use crate::tcp::keepalive::{give_up_after, keep_alive};
 use crate::tcp::keys::Keys;
 use crate::{Error, Result};
@@ -68,8 +66,6 @@ const CONNECT_TIME: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
 /// Without a secret, a peer has room for every greeting that comes at once, so few attempts suffice.
 const ATTEMPTS: u32 = 5;
-/// How many callers may be proving that they know the secret at a time, for each rank.
-const CALLERS: usize = 2 * Kind::ALL.len();
 
 impl Door {
     pub(crate) fn new(identity: Identity, listener: TcpListener, addresses: Vec<Option<SocketAddr>>) -> Self {
@@ -150,7 +146,6 @@ impl Door {
         let now = Instant::now();
         let due: Vec<(Instant, Call)> = self.later.extract_if(.., |(at, _)| *at <= now).collect();
         due.into_iter().for_each(|(_, call)| self.dial(call));
-        self.acceptor.tidy(&mut self.conversations);
         for mut conversation in std::mem::take(&mut self.conversations) {
             if let Stage::Connecting { .. } = conversation.stage {
                 self.connect(conversation);
@@ -185,6 +180,8 @@ impl Door {
                 (Heard::Closed, Stage::Reply { call, .. }) => self.call_again(*call),
             }
         }
+        // All that has arrived has been read: this rank itself may have been stopped for a while.
+        self.acceptor.tidy(&mut self.conversations, self.addresses.len(), self.is_complete);
         self.acceptor.accept(&mut self.conversations)
     }
 
@@ -258,8 +255,7 @@ impl Door {
 
     /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, this
     /// makes the caller a peer; one with a different configuration is told so by the reply. With a secret, the connection
-    /// waits for the proof, if there is room for one more. A peer whose proof of the control connection is still on its way
-    /// calls again for the others.
+    /// waits for the proof. A peer whose proof of the control connection is still on its way calls again for the others.
     fn welcome(&mut self, caller: Conversation) -> Result<()> {
         let (address, identity) = (caller.address, &self.identity);
         let (handshake, greeted) = match Handshake::decode(caller.heard()) {
@@ -272,13 +268,9 @@ impl Door {
                 self.acceptor.refuse(address, reason);
                 return Ok(());
             }
+            // It gets no answer: it may be anybody. Ranks of different versions notice it by their cards.
             Err(error) => {
                 self.acceptor.refuse(address, error.describe());
-                if let HandshakeError::Version(_) = error {
-                    // The caller should learn why, but this rank does not wait for it.
-                    let _ = (&caller.socket)
-                        .write(&identity.own.handshake(identity.nonce, Kind::Control, By::Higher).encode());
-                }
                 return Ok(());
             }
         };
@@ -287,13 +279,11 @@ impl Door {
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
         if identity.keys.secret.is_some() {
-            let limit = CALLERS * self.addresses.len();
-            let key = identity.keys.get(handshake.rank, &handshake);
-            if !handshake.config.secret || key.is_some() && !self.acceptor.make_room(&mut self.conversations, limit) {
+            if !handshake.config.secret || handshake.rank >= self.addresses.len() {
                 self.acceptor.refuse_unproved(address, handshake.rank);
                 return Ok(());
             }
-            let Some(key) = key else {
+            let Some(key) = identity.keys.get(handshake.rank, &handshake) else {
                 log::debug!(
                     "rank {}: rank {} calls before it has proved itself",
                     self.identity.own.rank,

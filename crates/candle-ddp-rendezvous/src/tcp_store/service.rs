@@ -330,7 +330,9 @@ impl Service {
 
     /// Removes a client from those that have not been admitted.
     fn forget(&mut self, id: ClientId) {
-        [false, true].iter().for_each(|offers| drop(self.ungreeted.remove(&(*offers, id))));
+        for offers in [false, true] {
+            self.ungreeted.remove(&(offers, id));
+        }
     }
 
     /// Of the clients that have not been admitted, the oldest one of each kind, with its deadline.

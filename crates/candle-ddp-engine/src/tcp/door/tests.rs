@@ -143,3 +143,26 @@ fn data_comes_from_the_process_that_has_made_the_control_connection() {
         assert!(steps(&mut doors).is_empty());
     }
 }
+
+/// They know the number of the group, and nothing that proves who they are.
+#[test]
+fn strangers_that_prove_nothing_do_not_turn_a_peer_away() {
+    let mut doors = pair();
+    let handshake = doors[1].identity.own.handshake(doors[0].identity.nonce, Kind::Control, By::Higher);
+    let mut strangers = Vec::new();
+    // More than there are places, in portions that fit into the queue of the system.
+    for _ in 0..20 {
+        for _ in 0..20 {
+            let mut stranger = TcpStream::connect(doors[1].addresses[0].unwrap()).unwrap();
+            stranger.write_all(&greeting(&handshake).unwrap()).unwrap();
+            strangers.push(stranger);
+        }
+        assert!(steps(&mut doors).is_empty());
+    }
+    doors[1].call(0, Kind::Control);
+    let started = Instant::now();
+    while !steps(&mut doors).iter().any(|(number, event)| *number == 0 && matches!(event, Event::Connected { .. })) {
+        assert!(doors[1].later.is_empty(), "it has to call again");
+        assert!(started.elapsed() < PATIENCE);
+    }
+}
