@@ -1,10 +1,13 @@
 //! Compiled kernels in a folder, so that a machine compiles each of them once.
 use crate::Result;
 use candle_ddp_env::PROCESS;
-use std::fs::{self, File};
-use std::io::Write;
+use rustix::fs::OFlags;
+use std::collections::hash_map::RandomState;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::hash::BuildHasher;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The environment variable that names the folder, or with the value 0 switches the cache off. By default it is
 /// `candle-ddp/kernels` in the user's folder for caches.
@@ -13,7 +16,8 @@ const FOLDER: &str = "CANDLE_DDP_KERNEL_CACHE";
 const MAGIC: &[u8; 8] = b"cddpker1";
 
 /// A folder of compiled kernels. A file is complete or absent, and names everything that its content follows from. Without access to
-/// the folder, kernels are compiled, as without a cache.
+/// the folder, kernels are compiled, as without a cache. Other users may be able to write to it: only regular files of this process's
+/// user count, and links are not followed.
 #[derive(Debug)]
 pub(super) struct Cache(PathBuf);
 
@@ -43,7 +47,8 @@ impl Cache {
             return Ok(image);
         }
         // Unlocked when it is closed. Not every file system has locks; then several processes compile at once.
-        let lock = fs::create_dir_all(&self.0).and_then(|()| File::create(self.0.join("lock")));
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.0);
+        let lock = made.and_then(|()| open(&self.0.join("lock"), File::options().write(true).create(true)));
         let locked = lock.and_then(|file| file.lock().map(|()| file));
         if locked.is_ok()
             && let Some(image) = read(&path, key)
@@ -56,11 +61,10 @@ impl Cache {
         Ok(image)
     }
 
-    fn write(&self, path: &Path, key: &Key, image: &[u8]) -> std::io::Result<()> {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let new = self.0.join(format!("{}.{number}.new", std::process::id()));
-        let mut file = File::create(&new)?;
+    fn write(&self, path: &Path, key: &Key, image: &[u8]) -> io::Result<()> {
+        // Processes of other machines may have the same id.
+        let new = self.0.join(format!("{}.{:016x}.new", std::process::id(), RandomState::new().hash_one(0)));
+        let mut file = File::create_new(&new)?;
         let text = key.text.as_bytes();
         let lengths = [text.len(), image.len()].map(|length| (length as u64).to_le_bytes());
         let sum = fingerprint([text, image]).to_le_bytes();
@@ -73,9 +77,19 @@ impl Cache {
     }
 }
 
+/// Opens a file of the folder, if it is one of this user.
+fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    // Without the second flag, opening a FIFO waits for its other end.
+    let file = options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32).open(path)?;
+    let found = file.metadata()?;
+    let is_own = found.is_file() && found.uid() == rustix::process::geteuid().as_raw();
+    if is_own { Ok(file) } else { Err(io::ErrorKind::PermissionDenied.into()) }
+}
+
 /// Returns the image in the file at `path`, if it is intact and of `key`.
 fn read(path: &Path, key: &Key) -> Option<Vec<u8>> {
-    let bytes = fs::read(path).ok()?;
+    let mut bytes = Vec::new();
+    open(path, File::options().read(true)).ok()?.read_to_end(&mut bytes).ok()?;
     let (magic, rest) = bytes.split_first_chunk::<8>()?;
     let (text_length, rest) = rest.split_first_chunk::<8>()?;
     let (image_length, rest) = rest.split_first_chunk::<8>()?;
@@ -98,7 +112,9 @@ fn fingerprint<const N: usize>(parts: [&[u8]; N]) -> u64 {
 mod tests {
     use super::*;
     use std::cell::Cell;
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
     use std::sync::Barrier;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     fn key(text: &str) -> Key {
         Key { name: "adam.cu-f32".to_string(), text: text.to_string() }
@@ -167,6 +183,32 @@ mod tests {
             }
         });
         assert_eq!(compiled.into_inner(), 1);
+    }
+
+    #[test]
+    fn links_in_a_folder_that_others_write_to_are_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache(folder.path().join("made"));
+        let get = |image: &[u8]| cache.get(&key("source"), || Ok(image.to_vec())).unwrap();
+        assert_eq!(get(b"first"), b"first");
+        let mode = fs::metadata(&cache.0).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        // Somebody else puts links there: to a file worth keeping, and to an image.
+        let (precious, planted) = (folder.path().join("precious"), folder.path().join("planted"));
+        let (lock, entry) = (cache.0.join("lock"), entry(&cache.0));
+        fs::write(&precious, "worth keeping").unwrap();
+        fs::rename(&entry, &planted).unwrap();
+        fs::remove_file(&lock).unwrap();
+        symlink(&precious, &lock).unwrap();
+        symlink(&planted, &entry).unwrap();
+        assert_eq!(get(b"second"), b"second");
+        assert_eq!(fs::read(&precious).unwrap(), b"worth keeping");
+        assert!(fs::read(&planted).unwrap().ends_with(b"first"));
+        assert_eq!(get(b"unused"), b"second");
+        // Only root can give a file away.
+        if chown(&entry, Some(65534), None).is_ok() {
+            assert_eq!(get(b"third"), b"third");
+        }
     }
 
     #[test]

@@ -12,7 +12,8 @@ mod absent;
 pub mod address;
 #[cfg(feature = "cuda")]
 mod attend;
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", test))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // its tests need no CUDA
 mod cache;
 #[cfg(feature = "cuda")]
 mod compile;
