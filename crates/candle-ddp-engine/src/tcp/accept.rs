@@ -35,7 +35,7 @@ pub(crate) struct Acceptor {
     short_since: Option<Instant>,
     /// The last caller that did not prove that it knows the secret, and the rank that it claimed.
     unproved: Option<(SocketAddr, usize)>,
-    warnings: Warnings,
+    pub(crate) warnings: Warnings,
 }
 
 impl Acceptor {

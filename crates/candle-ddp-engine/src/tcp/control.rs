@@ -16,6 +16,10 @@ pub(crate) struct Control {
     woken: UnixStream,
 }
 
+/// The bytes that may wait for a peer before it gets no more answers. A peer that asks reads them, and all the reports of a large
+/// host are less.
+const UNREAD: usize = 8 << 20;
+
 pub(crate) struct Link {
     pub(crate) socket: TcpStream,
     /// Bytes that the socket has not accepted yet.
@@ -65,6 +69,11 @@ impl Control {
     pub(crate) fn send(&self, peer: usize, frame: &Frame) {
         let Some(link) = self.link(peer) else { return };
         let mut unsent = lock(&link.unsent);
+        if let Frame::Answer { .. } = frame
+            && unsent.len() >= UNREAD
+        {
+            return;
+        }
         unsent.extend_from_slice(&frame.encode());
         link.write(&mut unsent);
         if !unsent.is_empty() {
@@ -108,5 +117,35 @@ impl Link {
                 Err(_) => unsent.clear(),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::Call;
+    use crate::error::Failure;
+    use crate::failure::ProgressReport;
+    use crate::operation::Operation;
+    use std::net::TcpListener;
+
+    #[test]
+    fn answers_for_a_peer_that_does_not_read_take_a_bounded_memory() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (socket, _) = listener.accept().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let control = Control::new(2).unwrap();
+        assert!(control.add(1, socket, true));
+        let report = ProgressReport { calls: vec![Call::bare(Operation::Barrier); 1000], ..Default::default() };
+        let answer = Frame::Answer { id: 1, rank: 0, report };
+        let (length, unsent) = (answer.encode().len(), || lock(&control.link(1).unwrap().unsent).len());
+        // The system takes some as well.
+        (0..(UNREAD + (64 << 20)) / length).for_each(|_| control.send(1, &answer));
+        let full = unsent();
+        assert!((UNREAD..UNREAD + length).contains(&full), "{full}");
+        // It still learns why the group ends.
+        control.send(1, &Frame::Abort(Failure::PeerFailed { peer: 0, reason: "out of memory".into() }));
+        assert!(unsent() > full);
     }
 }

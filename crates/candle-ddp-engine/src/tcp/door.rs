@@ -16,6 +16,7 @@ use crate::tcp::keepalive::{give_up_after, keep_alive};
 use crate::tcp::keys::Keys;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags};
+use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -121,6 +122,11 @@ impl Door {
     /// Whether `peer` has called, and must still prove that it knows the secret.
     pub(crate) fn is_caller(&self, peer: usize) -> bool {
         self.conversations.iter().any(|other| other.is_caller(peer))
+    }
+
+    /// Warns of what any caller can cause.
+    pub(crate) fn warn(&mut self, warning: Arguments<'_>) {
+        self.acceptor.warnings.warn(warning);
     }
 
     /// Describes the last caller that did not prove that it knows the secret, for an error.

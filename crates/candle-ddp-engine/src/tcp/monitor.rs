@@ -68,7 +68,10 @@ pub(crate) fn run(group: &Group, door: Door) -> Result<()> {
     Ok(())
 }
 
-/// Handles all frames that have arrived.
+/// How many times a connection is read before it is the turn of the others.
+const TURN: usize = 64;
+
+/// Handles the frames that have arrived, as many as one turn allows.
 fn read(
     group: &Group,
     peer: usize,
@@ -76,7 +79,7 @@ fn read(
     reader: &mut FrameReader,
 ) -> std::result::Result<(), Ended> {
     let mut buffer = [0; 4096];
-    loop {
+    for _ in 0..TURN {
         match socket.read(&mut buffer) {
             Ok(0) => return Err(Ended::Closed),
             Ok(count) => reader.push(&buffer[..count]),
@@ -88,4 +91,5 @@ fn read(
             group.on_frame(peer, frame);
         }
     }
+    Ok(())
 }

@@ -98,7 +98,14 @@ impl Group {
     pub(crate) fn attend(&self, door: &mut Door) {
         for event in door.events() {
             match event {
-                Event::Connected { peer, kind, socket, is_own } => self.add(peer, kind, socket, is_own),
+                Event::Connected { peer, kind, socket, is_own } => {
+                    if !self.add(peer, kind, socket, is_own) {
+                        let rank = self.rank;
+                        door.warn(format_args!(
+                            "rank {rank}: a second {kind:?} connection of rank {peer} was turned away"
+                        ));
+                    }
+                }
                 Event::Answered { peer } => lock(&self.state).peers[peer].answers_calls = true,
                 // A higher rank may be out of reach of this one's calls, and yet call.
                 Event::Failed { peer, error } if peer < self.rank => self.set_unreachable(&[peer], &error.to_string()),
@@ -133,21 +140,20 @@ impl Group {
     }
 
     /// Takes a connection. If the group has failed, no thread waits for one for data, and it would not be closed; on one for
-    /// control, the peer learns of the failure.
-    fn add(&self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool) {
+    /// control, the peer learns of the failure. Returns whether it is the first one.
+    fn add(&self, peer: usize, kind: Kind, socket: TcpStream, is_own: bool) -> bool {
         let state = lock(&self.state);
         let is_first = match self.of_kind(kind) {
             Some(_) if state.failure.is_some() => true,
             Some(transport) => transport.add(peer, socket),
             None => self.control.add(peer, socket, is_own == (peer < self.rank)),
         };
-        if !is_first {
-            log::warn!("rank {}: a second {kind:?} connection of rank {peer} was turned away", self.rank);
-        } else if kind == Kind::Control {
+        if is_first && kind == Kind::Control {
             self.greet(&state, peer);
         }
         drop(state);
         self.changed.notify_all();
+        is_first
     }
 
     fn set_unreachable(&self, peers: &[usize], reason: &str) {
