@@ -64,7 +64,10 @@ fn of_shard(shard: &Shard, folder: Option<&Path>) -> Result<Index> {
         return Ok(index);
     }
     let index = made(shard, file)?;
-    save(&index, owner)?;
+    // Zeros are an archive without files, but also what a source may give by mistake.
+    if index.len() > 0 || !shard.is_remote() {
+        save(&index, owner)?;
+    }
     Ok(index)
 }
 
@@ -119,6 +122,9 @@ fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
     let Some((found, stamp, places)) = parse(&words) else { return bad("is damaged") };
     if found != owner {
         return bad("is that of another shard");
+    }
+    if places.is_empty() && shard.is_remote() {
+        return Ok(None);
     }
     let indexed = Indexed { stamp, file: file.to_path_buf() };
     // Shards elsewhere are compared when they are first read: to ask for the version of all of them takes time.
@@ -205,8 +211,12 @@ fn save(index: &Index, owner: u64) -> Result<()> {
     let mut words: Vec<u64> = header.iter().chain(index.places.as_flattened()).copied().collect();
     words.push(hash_of(&words));
     let bytes = bytes_of(&words);
-    let written =
-        PreparedFile::write(file, &Progress::default(), |to| to.write_all(&bytes)).and_then(PreparedFile::commit);
+    let write = |prepared: PreparedFile| {
+        prepared.fill(&Progress::default(), |to| to.write_all(&bytes))?;
+        prepared.commit()
+    };
+    // Its name follows from the shard's: a link there may be somebody else's.
+    let written = PreparedFile::create_over_links(file).and_then(write);
     written.map_err(|error| {
         let hint =
             "an index is kept beside its shard, or in TarOptions::index_folder; choose a folder that may be written";
@@ -214,7 +224,7 @@ fn save(index: &Index, owner: u64) -> Result<()> {
     })
 }
 
-/// Reads all headers. If they are wrong in a shard elsewhere, only a cache may be at fault, so they are read once more.
+/// Reads all headers. If they are wrong in a shard elsewhere, or there are none, only a cache may be at fault, so they are read once more.
 fn made(shard: &Shard, file: PathBuf) -> Result<Index> {
     let stamp = shard.stamp()?;
     let scanned = |again| {
@@ -230,6 +240,10 @@ fn made(shard: &Shard, file: PathBuf) -> Result<Index> {
                 }
                 read => read,
             })
+        }
+        Ok(places) if places.is_empty() && shard.is_remote() => {
+            log::warn!("{} has no sample; reading it again past the cache", shard.name());
+            scanned(true)
         }
         once => once,
     };

@@ -51,12 +51,21 @@ impl TarShards {
     /// The files of `folder` whose names end in `.tar`.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new); [`Error::Io`] if the folder cannot be listed.
+    /// Those of [`new`](Self::new); [`Error::InvalidArgument`] if the folder has compressed archives, such as `*.tar.gz`, whose samples
+    /// would be left out; [`Error::Io`] if the folder cannot be listed.
     pub fn in_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let listing = |error| Error::io(format!("listing {}", folder.display()), error);
         let entries = std::fs::read_dir(folder).map_err(listing)?;
         let paths = entries.map(|entry| Ok(entry.map_err(listing)?.path())).collect::<Result<Vec<_>>>()?;
+        if let Some(path) = paths.iter().filter(|path| is_compressed(path)).min() {
+            let reason = format!(
+                "{} is compressed, and samples are read by their positions: unpack all such files first, for example by gunzip or unzstd, \
+                 or give the shards to TarShards::new",
+                path.display()
+            );
+            return Err(Error::invalid("folder", reason));
+        }
         let shards: Vec<PathBuf> =
             paths.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "tar")).collect();
         if shards.is_empty() {
@@ -183,6 +192,25 @@ impl TarShards {
             }
         }
     }
+}
+
+/// Whether this is the name of a compressed archive.
+fn is_compressed(path: &Path) -> bool {
+    const ENDS: [&str; 11] = [
+        ".tar.gz",
+        ".tgz",
+        ".tar.zst",
+        ".tzst",
+        ".tar.xz",
+        ".txz",
+        ".tar.bz2",
+        ".tbz2",
+        ".tar.lz4",
+        ".tar.z",
+        ".tar.lzma",
+    ];
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    ENDS.iter().any(|end| name.ends_with(end))
 }
 
 impl fmt::Debug for TarShards {

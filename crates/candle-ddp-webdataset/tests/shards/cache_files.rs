@@ -271,3 +271,21 @@ fn a_source_that_lied_is_asked_again() {
     let error = open(cache.path(), tempdir().unwrap().path()).unwrap_err().to_string();
     assert!(error.contains("0.tar") && error.contains("so the source says, past the cache"), "{error}");
 }
+
+/// Zeros are a tar archive without files. Neither the cache nor the index keeps that.
+#[test]
+fn a_shard_that_was_once_zeros_is_read_again() {
+    let content = tar(0..20);
+    let source = source("s3://train", vec![0; content.len()]);
+    let (cache, indices) = (tempdir().unwrap(), tempdir().unwrap());
+    let open = || {
+        let cache = RangeCache::new(source.clone(), cache.path(), options())?;
+        TarShards::remote(["0.tar"], cache, indices.path())
+    };
+    let error = open().unwrap_err().to_string();
+    assert!(error.contains("there must be at least one sample"), "{error}");
+    source.change("1", content);
+    for _ in 0..2 {
+        assert_eq!(keys(&open().unwrap()).unwrap(), expected(0..20));
+    }
+}

@@ -164,3 +164,34 @@ fn a_shard_that_changes_is_an_error() {
     fs::remove_file(hint).unwrap();
     assert_eq!(TarShards::new([&path]).unwrap().num_samples(), 30);
 }
+
+#[test]
+fn a_folder_with_compressed_shards_is_refused() {
+    let folder = tempdir().unwrap();
+    shard(&folder.path().join("0.tar"), &files(0..2));
+    assert_eq!(TarShards::in_folder(folder.path()).unwrap().num_samples(), 2);
+    for name in ["1.tar.gz", "1.tgz", "1.tar.zst", "1.TAR.GZ"] {
+        fs::write(folder.path().join(name), "compressed").unwrap();
+        let error = TarShards::in_folder(folder.path()).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { argument: "folder", .. }), "{error:?}");
+        assert!(error.to_string().contains(&format!("{name} is compressed")), "{error}");
+        fs::remove_file(folder.path().join(name)).unwrap();
+    }
+}
+
+/// Somebody else may have put it there.
+#[test]
+fn an_index_replaces_a_link() {
+    let folder = tempdir().unwrap();
+    let (path, other) = (folder.path().join("a.tar"), folder.path().join("other"));
+    shard(&path, &files(0..2));
+    for linked in ["", "ddp-tar2, but damaged"] {
+        fs::write(&other, linked).unwrap();
+        let index = folder.path().join("a.tar.index");
+        let _ = fs::remove_file(&index);
+        std::os::unix::fs::symlink(&other, &index).unwrap();
+        TarShards::new([&path]).unwrap();
+        assert_eq!(fs::read_to_string(&other).unwrap(), linked);
+        assert!(index.symlink_metadata().unwrap().is_file());
+    }
+}
