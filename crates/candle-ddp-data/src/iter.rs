@@ -24,6 +24,8 @@ pub(super) struct Position {
     pub(super) chosen: bool,
     /// How often the epoch was begun again in its middle.
     restarts: usize,
+    /// How often the loader has got a state.
+    pub(super) resumes: usize,
     /// The epoch's order, if it was made.
     pub(super) order: Option<Arc<EpochOrder>>,
 }
@@ -31,12 +33,17 @@ pub(super) struct Position {
 impl Position {
     /// The beginning of an epoch.
     pub(super) fn begin(epoch: u64) -> Self {
-        Self { epoch, consumed: 0, resume: false, ended: false, chosen: false, restarts: 0, order: None }
+        Self { epoch, consumed: 0, resume: false, ended: false, chosen: false, restarts: 0, resumes: 0, order: None }
     }
 
-    /// Where a run was stopped.
-    pub(super) fn resumed(epoch: u64, consumed: usize) -> Self {
-        Self { consumed, resume: true, ..Self::begin(epoch) }
+    /// Moves to the beginning of an epoch.
+    pub(super) fn enter(&mut self, epoch: u64) {
+        *self = Self { resumes: self.resumes, ..Self::begin(epoch) };
+    }
+
+    /// Where a run was stopped, in a loader that has got this many states before.
+    pub(super) fn resumed(epoch: u64, consumed: usize, resumes: usize) -> Self {
+        Self { consumed, resume: true, resumes: resumes + 1, ..Self::begin(epoch) }
     }
 
     pub(super) fn state(&self, seed: u64, dataset_len: usize) -> LoaderState {
@@ -199,12 +206,18 @@ impl<T> LoaderIter<T> {
         *position = self.here.clone();
     }
 
+    /// Whether the loader has got a state since.
+    fn is_outdated(&self) -> bool {
+        lock(&self.position).resumes != self.here.resumes
+    }
+
     /// The epoch is over, unless the program has moved the loader since.
     fn finish(&mut self) {
         self.batches = None;
         let mut position = lock(&self.position);
-        if position.epoch == self.here.epoch && position.consumed == self.here.consumed {
-            *position = Position::begin(self.here.epoch + 1);
+        let place = |position: &Position| (position.resumes, position.epoch, position.consumed);
+        if place(&position) == place(&self.here) {
+            position.enter(self.here.epoch + 1);
         }
         if let Progress { padding: padding @ 1.., .. } = self.progress
             && let Some(order) = &self.here.order
@@ -238,6 +251,12 @@ impl<T> Iterator for LoaderIter<T> {
         if let Some(failure) = self.failure.take() {
             self.remaining = 0;
             return Some(Err(failure));
+        }
+        if self.remaining > 0 && self.is_outdated() {
+            (self.batches, self.remaining) = (None, 0);
+            let reason = "the loader has got it after this iterator was made, so the iterator would give samples that have been trained \
+                          with: make the iterator after load_latest, load_state_dict or resume";
+            return Some(Err(Error::invalid("state", reason)));
         }
         match self.batches.as_mut()?.next() {
             Some(batch) => {

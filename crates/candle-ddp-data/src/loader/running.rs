@@ -75,7 +75,8 @@ where
     fn start(&self) -> Position {
         let mut position = self.position();
         if position.ended {
-            *position = Position::begin(position.epoch + 1);
+            let next = position.epoch + 1;
+            position.enter(next);
         }
         let mut start = position.clone();
         if !start.resume {
@@ -128,14 +129,15 @@ impl<D: Dataset, T> DataLoader<D, T> {
     /// takes over its seed.
     ///
     /// No sample is read to get there. Over the whole epoch, each sample is seen as often as without the interruption: once,
-    /// except that fewer than `world_size` samples are padding or dropped, as in any epoch.
+    /// except that fewer than `world_size` samples are padding or dropped, as in any epoch. Iterators that were made before return an
+    /// error.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] in the middle of an epoch if the dataset had another length, or the epoch another order: if it
     /// was shuffled and is not, or has other weights or lengths, for example. The loader then stays where it was.
     pub fn resume(&mut self, state: LoaderState) -> Result<()> {
         let LoaderState { seed, epoch, consumed, dataset_len, order: expected } = state;
-        let mut position = Position::resumed(epoch, consumed);
+        let mut position = Position::resumed(epoch, consumed, self.position().resumes);
         if consumed > 0 {
             let len = self.dataset.len();
             if dataset_len != len {
@@ -188,7 +190,7 @@ impl<D: Dataset, T> DataLoader<D, T> {
     pub fn set_epoch(&self, epoch: u64) {
         let mut position = self.position();
         if position.epoch != epoch {
-            *position = Position::begin(epoch);
+            position.enter(epoch);
         } else {
             (position.chosen, position.ended) = (true, false);
         }

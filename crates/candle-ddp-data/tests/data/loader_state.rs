@@ -279,6 +279,27 @@ fn a_loop_that_is_left_early_begins_the_epoch_anew() {
 }
 
 #[test]
+fn an_iterator_that_was_made_before_a_resume_is_an_error() {
+    for num_workers in [0, 2] {
+        let mut run = run(12, 1, 2, SamplerOptions::default());
+        run.loader.num_workers = num_workers;
+        let all: Vec<_> = run.loader(0).iter().map(Result::unwrap).collect();
+        let mut loader = run.loader(0);
+        let (mut unused, mut begun) = (loader.iter(), loader.iter());
+        begun.next().unwrap().unwrap();
+        loader.resume(LoaderState { consumed: 4, ..loader.state() }).unwrap();
+        for early in [&mut unused, &mut begun] {
+            let error = early.next().unwrap().unwrap_err().to_string();
+            assert!(error.contains("make the iterator after load_latest"), "{error}");
+            assert!(early.next().is_none() && early.len() == 0);
+        }
+        drop((unused, begun));
+        assert_eq!(loader.state().consumed, 4);
+        assert_eq!(loader.iter().map(Result::unwrap).collect::<Vec<_>>(), all[2..]);
+    }
+}
+
+#[test]
 fn what_does_not_fit_is_refused() {
     let sampler = |len| DistributedSampler::new(len, 0, 1, SamplerOptions::default()).unwrap();
     let new = |len, options| DataLoader::from_sampler(0..40, sampler(len), options, Ok).map(|_| ());
