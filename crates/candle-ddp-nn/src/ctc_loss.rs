@@ -20,7 +20,8 @@ pub struct CtcLossOptions {
     /// the mean over the batch. `None` returns the losses of all samples, of shape (N).
     pub reduction: Option<Reduction>,
     /// Whether a sample whose loss is infinite, because its input is too short for its target, counts as a loss of 0 with a gradient of
-    /// 0. By default it does not, and its gradient is NaN.
+    /// 0. By default it does not, and its gradient is NaN, unless the gradient of its loss is 0, as after `where_cond`: then its own is 0,
+    /// where PyTorch's is NaN.
     pub zero_infinity: bool,
 }
 
@@ -190,7 +191,8 @@ impl Function for CtcLoss {
                 let mut probabilities = vec![Acc::default(); classes];
                 let rows = row.chunks_mut(classes).zip(x.chunks(classes)).zip(alignments).zip(&occupied).zip(&factors);
                 for ((((row, x), one), occupied), factor) in rows {
-                    let is_zero = *zero_infinity && one.loss.is_infinite();
+                    // A sample whose loss does not count has none, whatever its loss is.
+                    let is_zero = *factor == 0.0 || *zero_infinity && one.loss.is_infinite();
                     if time >= one.length || is_zero {
                         continue;
                     }
