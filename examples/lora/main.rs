@@ -1,5 +1,5 @@
 //! Fine-tunes a language model like Qwen2 by LoRA, in bf16. The pretrained model is read from a folder with several safetensors files, which
-//! the program makes with random weights if it is empty:
+//! the program makes with random weights if there is no such folder, or nothing in it:
 //!
 //! ```text
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora
@@ -126,8 +126,10 @@ fn make(config: Config, folder: &Path) -> Result<()> {
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (config, is_first) = (options.size.config(), pg.rank() == 0);
-    if is_first && !options.folder.join("model.safetensors.index.json").exists() {
+    // Whatever somebody keeps there stays as it is.
+    if is_first && !std::fs::read_dir(&options.folder).is_ok_and(|mut entries| entries.next().is_some()) {
         make(config, &options.folder)?;
+        println!("{} has a new model with random weights", options.folder.display());
     }
     pg.barrier()?;
 

@@ -1,11 +1,13 @@
 //! Pretrained weights in one file and in several, also damaged and crafted ones.
 use crate::common::{floats, peak_memory, test_process};
-use candle_core::{DType, Device, Tensor};
-use candle_ddp::checkpoint::{self, Pretrained};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::checkpoint::{self, LoadOptions, Pretrained};
 use candle_ddp::nn::{linear, linear_no_bias};
 use candle_ddp::{Error, Result};
+use candle_nn::VarMap;
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 fn write(path: &Path, tensors: &[(&str, f32)]) {
     let tensors =
@@ -69,7 +71,6 @@ fn a_crafted_index_is_an_error() {
     expect(r#"{"a": "one", "b": "one", "c": "three"}"#, "c is in three, which does not exist");
     expect(r#"{"a": "one", "b": "one", "c": "one"}"#, "c is in one, which does not have it");
     expect(r#"{"a": "one", "b": "two", "c": "two"}"#, "b is in two, but one has it as well or instead");
-    expect(r#"{"a": "one", "c": "two"}"#, "one has b, which the index does not list");
     expect(r#"{"a": "one", "b": "one", "c": "two", "a": "two"}"#, "it lists a twice");
     for outside in ["../one", "/etc/passwd", "folder/one", "./one", "..", ".", "", "one/"] {
         let reason = open(&format!(r#"{{"a": "{outside}"}}"#));
@@ -81,7 +82,65 @@ fn a_crafted_index_is_an_error() {
     // The same tensor in two files.
     let twice = folder(RIGHT);
     write(&twice.path().join("two"), &[("c", 3.0), ("a", 5.0)]);
-    assert!(reason(Pretrained::open(twice.path())).contains("a is in one, but two has it as well or instead"));
+    assert!(
+        reason(Pretrained::open(twice.path())).contains("it says that a is in one, but two has it as well or instead")
+    );
+    fs::write(twice.path().join("model.safetensors.index.json"), r#"{"weight_map": {"b": "one", "c": "two"}}"#)
+        .unwrap();
+    assert!(reason(Pretrained::open(twice.path())).starts_with("a is in one, but two has it as well or instead"));
+}
+
+/// What counts is in the files. The options of a load decide about names that only the model or only the files have.
+#[test]
+fn an_index_may_list_other_tensors_than_its_files_have() {
+    let fewer = folder(r#"{"a": "one", "c": "two"}"#);
+    assert_eq!(Pretrained::open(fewer.path()).unwrap().names().collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert_eq!(checkpoint::read(fewer.path()).unwrap().len(), 3);
+    let more = folder(r#"{"a": "one", "b": "one", "c": "two", "d": "two"}"#);
+    for reason in [reason(Pretrained::open(more.path())), reason(checkpoint::read(more.path()))] {
+        assert!(reason.contains("it says that d is in two, which does not have it"), "{reason}");
+    }
+    let varmap = |names: &[&str]| {
+        let vars = names.iter().map(|name| (name.to_string(), Var::zeros(2, DType::F32, &Device::Cpu).unwrap()));
+        let varmap = VarMap::new();
+        varmap.data().lock().unwrap().extend(vars);
+        varmap
+    };
+    let lenient = || LoadOptions { strict: false, ..Default::default() };
+    for (folder, names) in [(&fewer, &["a", "b", "c"][..]), (&more, &["a", "b", "c"])] {
+        let varmap = varmap(names);
+        checkpoint::load(&varmap, folder.path()).unwrap();
+        assert_eq!(floats(&varmap.data().lock().unwrap()["b"]), [2.0; 2]);
+    }
+    let error = checkpoint::load(&varmap(&["a", "b", "c", "d"]), more.path()).unwrap_err();
+    assert!(matches!(&error, Error::CheckpointMismatch { missing, .. } if missing == &["d"]), "{error:?}");
+    let report = checkpoint::load_with(&varmap(&["a", "b", "c", "d"]), more.path(), lenient()).unwrap();
+    assert_eq!((report.loaded.len(), report.missing), (3, vec!["d".to_string()]));
+    let error = checkpoint::load(&varmap(&["a", "c"]), fewer.path()).unwrap_err();
+    assert!(matches!(&error, Error::CheckpointMismatch { unexpected, .. } if unexpected == &["b"]), "{error:?}");
+    let ignored = LoadOptions { ignored: Arc::new(|name| name == "b"), ..Default::default() };
+    checkpoint::load_with(&varmap(&["a", "c"]), fewer.path(), ignored).unwrap();
+}
+
+#[test]
+fn an_index_and_another_single_file_are_two_models() {
+    let both = folder(RIGHT);
+    write(&both.path().join("model.safetensors"), &[("a", 4.0), ("b", 5.0), ("c", 6.0)]);
+    let varmap = VarMap::new();
+    for reason in [
+        reason(Pretrained::open(both.path())),
+        reason(checkpoint::read(both.path())),
+        reason(checkpoint::load(&varmap, both.path())),
+    ] {
+        assert!(reason.contains("the folder also has model.safetensors, which the index does not list"), "{reason}");
+    }
+    for (name, value) in [("model.safetensors", 4.0), ("model.safetensors.index.json", 1.0)] {
+        let pretrained = Pretrained::open(both.path().join(name)).unwrap();
+        assert_eq!(floats(&pretrained.read("a").unwrap())[0], value);
+    }
+    let listed = r#"{"weight_map": {"a": "model.safetensors", "b": "model.safetensors", "c": "model.safetensors"}}"#;
+    fs::write(both.path().join("model.safetensors.index.json"), listed).unwrap();
+    assert_eq!(floats(&Pretrained::open(both.path()).unwrap().read("a").unwrap())[0], 4.0);
 }
 
 #[test]

@@ -49,6 +49,8 @@ pub struct Pretrained {
     files: Vec<SafetensorsFile>,
     /// The file of each tensor.
     tensors: BTreeMap<String, usize>,
+    /// The tensors that the index lists and no file has, with the file that should have them.
+    absent: BTreeMap<String, String>,
 }
 
 impl Pretrained {
@@ -56,22 +58,55 @@ impl Pretrained {
     /// of all files.
     ///
     /// # Errors
-    /// [`Error::CheckpointFile`] for a folder without these files, an index that does not list exactly the tensors of its files, or that
-    /// names a file outside of its folder, and a damaged header; [`Error::Io`].
+    /// [`Error::CheckpointFile`] for a folder without these files, or with an index and a single file that it does not list, since these
+    /// are two models; an index that lists a tensor that its file does not have, or names a file outside of its folder; and a damaged
+    /// header; [`Error::Io`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        let path = match [INDEX, SINGLE].map(|name| path.join(name)) {
-            _ if !path.is_dir() => path.to_path_buf(),
-            [index, _] if index.exists() => index,
-            [_, single] if single.exists() => single,
-            _ => return Err(unreadable(path, format!("the folder has neither {INDEX} nor {SINGLE}"))),
+        let this = Self::open_incomplete(path.as_ref())?;
+        this.check_complete().map(|()| this)
+    }
+
+    /// [`open`](Self::open) for an index that may list tensors that no file has.
+    pub(super) fn open_incomplete(path: &Path) -> Result<Self> {
+        let [index, single] = [INDEX, SINGLE].map(|name| path.join(name));
+        let (path, unlisted) = match path.is_dir() {
+            false => (path.to_path_buf(), None),
+            true => match (index.exists(), single.exists()) {
+                (true, is_there) => (index, is_there.then_some(single)),
+                (false, true) => (single, None),
+                _ => return Err(unreadable(path, format!("the folder has neither {INDEX} nor {SINGLE}"))),
+            },
         };
         if is_index(&path) {
-            return Self::of_index(path);
+            let this = Self::of_index(path)?;
+            return match unlisted.filter(|single| this.files.iter().all(|file| file.path() != single)) {
+                Some(single) => {
+                    let reason = format!(
+                        "the folder also has {SINGLE}, which the index does not list: they are two models, of which one is old. Remove \
+                         one, or open {} or the index itself",
+                        single.display()
+                    );
+                    Err(unreadable(&this.path, reason))
+                }
+                None => Ok(this),
+            };
         }
         let file = open(&path)?;
         let tensors = file.names().into_iter().map(|name| (name, 0)).collect();
-        Ok(Self { path, files: vec![file], tensors })
+        Ok(Self { path, files: vec![file], tensors, absent: BTreeMap::new() })
+    }
+
+    fn check_complete(&self) -> Result<()> {
+        match self.absent.first_key_value() {
+            Some((name, file)) => {
+                let reason = format!(
+                    "it says that {name} is in {file}, which does not have it: download the whole model, or load it with load_with or \
+                     load_distributed, which take what the files have"
+                );
+                Err(unreadable(&self.path, reason))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The file of a tensor.
@@ -85,6 +120,7 @@ impl Pretrained {
 
     /// Reads all tensors to the CPU, and checks the hashes of files that have one.
     pub(super) fn read_all(&self) -> Result<HashMap<String, Readable>> {
+        self.check_complete()?;
         let mut all = HashMap::new();
         for file in &self.files {
             all.extend(file.read_all()?.map_err(|flaw| flawed(file.path(), flaw))?);
@@ -101,7 +137,7 @@ impl Pretrained {
             .map_err(|error| unreadable(&path, format!("it is not an index of safetensors files: {error}")))?
             .weight_map
             .0;
-        let mut this = Self { path, files: Vec::new(), tensors: BTreeMap::new() };
+        let mut this = Self { path, files: Vec::new(), tensors: BTreeMap::new(), absent: BTreeMap::new() };
         let mut numbers = HashMap::new();
         for (name, file) in &listed {
             let components: Vec<_> = Path::new(file).components().collect();
@@ -121,40 +157,29 @@ impl Pretrained {
             }
             this.tensors.insert(name.clone(), numbers[file.as_str()]);
         }
-        this.check(&listed)?;
+        this.compare(listed)?;
         Ok(this)
     }
 
-    /// Refuses an index that does not list exactly the tensors of its files.
-    fn check(&self, listed: &BTreeMap<String, String>) -> Result<()> {
-        let mut found = HashMap::new();
+    /// Takes the tensors that the files have, `listed` or not. Refuses those that two files have, or another one than the listed.
+    fn compare(&mut self, listed: BTreeMap<String, String>) -> Result<()> {
+        let mut found = BTreeMap::new();
         for (number, file) in self.files.iter().enumerate() {
             let file_name = file.path().file_name().unwrap_or_default().to_string_lossy();
             for name in file.names() {
-                match self.tensors.get(&name) {
-                    Some(listed) if *listed == number => drop(found.insert(name, ())),
-                    Some(_) => {
-                        let reason = format!(
-                            "it says that {name} is in {}, but {file_name} has it as well or instead",
-                            listed[&name]
-                        );
-                        return Err(unreadable(&self.path, reason));
-                    }
-                    None => {
-                        return Err(unreadable(
-                            &self.path,
-                            format!("{file_name} has {name}, which the index does not list"),
-                        ));
-                    }
+                let expected = self.tensors.get(&name).or(found.get(&name));
+                if let Some(expected) = expected.filter(|expected| **expected != number) {
+                    let other = self.files[*expected].path().file_name().unwrap_or_default().to_string_lossy();
+                    let says = if listed.contains_key(&name) { "it says that " } else { "" };
+                    let reason = format!("{says}{name} is in {other}, but {file_name} has it as well or instead");
+                    return Err(unreadable(&self.path, reason));
                 }
+                found.insert(name, number);
             }
         }
-        match listed.iter().find(|(name, _)| !found.contains_key(name.as_str())) {
-            Some((name, file)) => {
-                Err(unreadable(&self.path, format!("it says that {name} is in {file}, which does not have it")))
-            }
-            None => Ok(()),
-        }
+        self.absent = listed.into_iter().filter(|(name, _)| !found.contains_key(name)).collect();
+        self.tensors = found;
+        Ok(())
     }
 
     /// The names of all tensors, sorted.

@@ -35,7 +35,7 @@ impl Source {
     /// Opens a safetensors file, several of them with their index, or a file of `torch.save`, all of which is read.
     pub fn open(path: &Path, key: Option<&str>) -> Result<Self> {
         if is_index(path) || path.is_dir() {
-            return Pretrained::open(path).map(Self::Files);
+            return Pretrained::open_incomplete(path).map(Self::Files);
         }
         let io = |error| Error::io(format!("reading {}", path.display()), error);
         let mut file = File::open(path).map_err(io)?;
@@ -45,7 +45,7 @@ impl Source {
         // A safetensors file begins with the length of its JSON header in eight bytes. These may spell PK, so this check
         // comes before the one for zip archives, where the same bytes would be an unknown compression method.
         if start.get(8) == Some(&b'{') {
-            return Pretrained::open(path).map(Self::Files);
+            return Pretrained::open_incomplete(path).map(Self::Files);
         }
         if start.starts_with(b"PK") {
             let tensors = candle_ddp_pickle::read(file, key).map_err(|error| match error {
