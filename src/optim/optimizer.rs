@@ -4,10 +4,11 @@ use crate::amp::GradScaler;
 use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{KIND, StateDict};
+use crate::state::{self, Dict, KIND, PART_OF, Pieces, StateDict, of_piece_key};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
@@ -120,13 +121,15 @@ pub trait Optimizer: StateDict {
     /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
     /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
     /// may be others. [`load_state_dict`](StateDict::load_state_dict) takes only a state of the same parameters. Gradients end
-    /// here, as there.
+    /// here, as there. The parts that the ranks of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) have saved may be
+    /// together in one map.
     ///
     /// # Errors
     /// Returns those of `load_state_dict` for a state of another kind of optimizer, or of a parameter of another shape.
     /// Nothing is changed then.
     fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
         let mut own = self.state_dict()?;
+        let state = &*joined(state, &own)?;
         let names = |dict: &HashMap<String, Tensor>| dict.keys().filter_map(|key| parameter(key)).collect();
         let (mine, theirs): (BTreeSet<String>, BTreeSet<String>) = (names(&own), names(state));
         let is_known = |key: &String| parameter(key).is_some_and(|name| mine.contains(&name) && theirs.contains(&name));
@@ -177,6 +180,29 @@ pub struct KnownState {
     pub new: Vec<String>,
     /// The state's parameters that the optimizer does not train.
     pub gone: Vec<String>,
+}
+
+/// The whole state, if `state` has the parts of all ranks. `own` has the shapes.
+fn joined<'a>(state: &'a Dict, own: &Dict) -> Result<Cow<'a, Dict>> {
+    let kind = state.get(KIND).and_then(|kind| kind.to_vec1::<u8>().ok());
+    let Some(kind) = kind.as_deref().and_then(|kind| kind.strip_prefix(PART_OF.as_bytes())) else {
+        return Ok(Cow::Borrowed(state));
+    };
+    let (mut whole, mut pieces) = (Dict::from([(KIND.to_string(), state::list(kind)?)]), Pieces::default());
+    let (mut parts, rest): (Vec<_>, Vec<_>) = state.iter().partition(|(key, _)| of_piece_key(key).is_some());
+    whole.extend(rest.into_iter().filter(|(key, _)| *key != KIND).map(|(key, tensor)| (key.clone(), tensor.clone())));
+    // They are put together in this order.
+    parts.sort_by_key(|(key, _)| of_piece_key(key).map(|(_, start)| start));
+    for (key, tensor) in parts {
+        if let Some((key, start)) = of_piece_key(key) {
+            pieces.add(key, start, tensor)?;
+        }
+    }
+    for (key, own) in pieces.names().filter_map(|key| Some((key, own.get(key)?))) {
+        pieces.check(key, Some(own.elem_count()), own.dtype())?;
+        whole.insert(key.clone(), pieces.get(key, 0, own.elem_count())?.reshape(own.shape())?);
+    }
+    Ok(Cow::Owned(whole))
 }
 
 /// The parameter to which the entry `key` of an optimizer's state belongs.

@@ -1,7 +1,7 @@
 //! A head that is trained first, then everything: the optimizer keeps its state, and the losses are PyTorch's.
 use crate::common::{ranks, tensor};
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
-use candle_ddp::checkpoint::StateDict;
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
     Adam, Ema, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdam, ParamsSgd, ParamsStepLr, Sgd, StepLr, UpdateRule,
     ZeroRedundancyOptimizer,
@@ -148,6 +148,38 @@ fn a_new_optimizer_loads_what_is_known() {
     assert_pytorchs(&train(first, |ddp, old| thaw(ddp, old, true)));
     let lost = train(first, |ddp, old| thaw(ddp, old, false));
     assert!((lost[THAWED + 1] - losses_of_pytorch()[THAWED + 1]).abs() > 1e-4, "lost moments must show: {lost:?}");
+}
+
+/// From the files of a checkpoint, one of each rank.
+#[test]
+fn a_new_sharded_optimizer_loads_what_is_known() {
+    let losses = train(
+        |ddp| ZeroRedundancyOptimizer::new(ddp, params(0.05)),
+        |ddp, mut old| {
+            let group = ddp.process_group();
+            let own = (group.rank() == 0).then(|| tempfile::tempdir().unwrap());
+            let folder = group.broadcast_object(own.as_ref().map(|own| own.path().to_path_buf()).as_ref(), 0)?;
+            Checkpointer::new(group, &folder, CheckpointerOptions::default())?
+                .save(1, ("optimizer", &mut old))?
+                .wait()?;
+            drop(old);
+            let file = |rank: usize| folder.join(format!("step-00000001/optimizer-{rank:05}-of-00002.safetensors"));
+            let head = ddp.named_parameters().into_iter().filter(|(name, _)| name.starts_with("head."));
+            let head = ParameterGroup { parameters: head.collect(), options: params(0.05) };
+            let groups = vec![head, backbone(ddp, params(0.02))];
+            let mut optimizer = ZeroRedundancyOptimizer::from_groups(ddp, groups)?;
+            let mut state = checkpoint::read(file(0))?;
+            let error = optimizer.load_known(&state).unwrap_err().to_string();
+            assert!(error.contains("its parts in the shards do not add up to the"), "{error}");
+            state.extend(checkpoint::read(file(1))?);
+            let report = optimizer.load_known(&state)?;
+            assert_eq!((report.loaded.len(), report.new.len(), report.gone.len()), (2, 2, 0), "{report:?}");
+            group.barrier()?;
+            drop(own);
+            Ok(optimizer)
+        },
+    );
+    assert_pytorchs(&losses);
 }
 
 fn named(names: &[&str]) -> Vec<(String, Var)> {

@@ -53,7 +53,8 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
         rule::check(&group.options)?;
         for (name, var) in &group.parameters {
             if !all.iter().any(|(_, known)| known.id() == var.id()) {
-                let reason = "DistributedDataParallel does not average its gradient: give it its own optimizer";
+                let reason = "DistributedDataParallel does not average its gradient: give it its own optimizer. If it is of another \
+                              VarMap than the model, make the optimizer anew, and load its state with load_known";
                 return Err(Error::parameter(name, reason));
             }
             state_dtype_of::<R>(name, var)?;
