@@ -5,11 +5,14 @@ use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Component, Path, PathBuf};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
+/// An index of a hundred thousand tensors has a tenth of it.
+const LONGEST_INDEX: u64 = 100_000_000;
 
 /// Where a model comes from, and where it goes.
 #[derive(Clone, Debug)]
@@ -55,6 +58,10 @@ impl Hub {
         let builder = ApiBuilder::from_cache(self.cache.clone()).with_endpoint(self.endpoint.clone());
         let api = builder.with_progress(false).with_retries(3).build().map_err(text)?;
         let info = api.repo(repo.clone()).info().map_err(text)?;
+        // It becomes part of a path.
+        if info.sha.len() != 40 || !info.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(format!("its commit must be 40 hexadecimal digits, not {:?}", info.sha));
+        }
         let has = |name: &str| info.siblings.iter().any(|file| file.rfilename == name);
         // A branch may move during the download.
         let commit = api.repo(Repo::with_revision(model.to_string(), RepoType::Model, info.sha.clone()));
@@ -79,7 +86,11 @@ fn shards(index: &Path) -> std::result::Result<BTreeSet<String>, String> {
         weight_map: BTreeMap<String, String>,
     }
     let wrong = |error: &dyn std::fmt::Display| format!("{INDEX}: {error}");
-    let text = std::fs::read(index).map_err(|error| wrong(&error))?;
+    let mut text = Vec::new();
+    let read = File::open(index).and_then(|file| file.take(LONGEST_INDEX + 1).read_to_end(&mut text));
+    if read.map_err(|error| wrong(&error))? as u64 > LONGEST_INDEX {
+        return Err(wrong(&format_args!("it must have at most {LONGEST_INDEX} bytes")));
+    }
     let index: Index = serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
     let files: BTreeSet<String> = index.weight_map.into_values().collect();
     let is_here = |file: &&String| Path::new(file).components().eq([Component::Normal(file.as_ref())]);

@@ -12,7 +12,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 const MODEL: &str = "some/model";
-const COMMIT: &str = "c0ffee";
+const COMMIT: &str = "c0ffee0123456789c0ffee0123456789c0ffee01";
 const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
 /// The files of a model with two shards of a tensor each.
@@ -42,12 +42,16 @@ struct Server {
 
 impl Server {
     fn start(files: HashMap<String, Vec<u8>>, lost: Option<&'static str>) -> Self {
+        Self::of_commit(files, lost, COMMIT)
+    }
+
+    fn of_commit(files: HashMap<String, Vec<u8>>, lost: Option<&'static str>, commit: &'static str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         let downloads = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&downloads);
         std::thread::spawn(move || {
-            listener.incoming().for_each(|connection| answer(connection.unwrap(), &files, lost, &told));
+            listener.incoming().for_each(|connection| answer(connection.unwrap(), (&files, commit), lost, &told));
         });
         Self { endpoint, downloads }
     }
@@ -60,7 +64,12 @@ impl Server {
     }
 }
 
-fn answer(mut to: TcpStream, files: &HashMap<String, Vec<u8>>, lost: Option<&str>, told: &Mutex<Vec<String>>) {
+fn answer(
+    mut to: TcpStream,
+    (files, commit): (&HashMap<String, Vec<u8>>, &str),
+    lost: Option<&str>,
+    told: &Mutex<Vec<String>>,
+) {
     let lines: Vec<String> = BufReader::new(to.try_clone().unwrap())
         .lines()
         .map_while(|line| line.ok().filter(|line| !line.is_empty()))
@@ -70,7 +79,7 @@ fn answer(mut to: TcpStream, files: &HashMap<String, Vec<u8>>, lost: Option<&str
     let (status, headers, body) = match path.strip_prefix(&format!("/{MODEL}/resolve/{COMMIT}/")) {
         None if path == format!("/api/models/{MODEL}/revision/main") => {
             let names: Vec<String> = files.keys().map(|name| format!("{{\"rfilename\":{name:?}}}")).collect();
-            let info = format!("{{\"sha\":{COMMIT:?},\"siblings\":[{}]}}", names.join(","));
+            let info = format!("{{\"sha\":{commit:?},\"siblings\":[{}]}}", names.join(","));
             ("200 OK", String::new(), info.into_bytes())
         }
         Some(name) if lost != Some(name) && files.contains_key(name) => {
@@ -130,6 +139,7 @@ fn all_ranks_fail_if_one_cannot_download() {
     let cases = [
         (Server::start(files.clone(), Some(SHARDS[1])), SHARDS[1]),
         (Server::start(elsewhere("../evil"), None), "\"../evil\" must be in the folder of the index"),
+        (Server::of_commit(files, None, "../../evil"), "its commit must be 40 hexadecimal digits, not \"../../evil\""),
         (Server::start(HashMap::new(), None), "it has neither model.safetensors.index.json nor model.safetensors"),
         (Server { endpoint: "http://127.0.0.1:1".to_string(), downloads: Arc::default() }, "127.0.0.1:1"),
     ];

@@ -42,7 +42,7 @@ impl Bucket {
                     Box::new(MicrosoftAzureBuilder::from_env().with_url(url).with_retry(retry).build()?)
                 }
                 ObjectStoreScheme::Http => {
-                    let options = ClientOptions::new().with_allow_http(true);
+                    let options = ClientOptions::new().with_allow_http(url.scheme() == "http");
                     let host = HttpBuilder::new().with_url(&url[..Position::BeforePath]);
                     Box::new(host.with_client_options(options).with_retry(retry).build()?)
                 }

@@ -3,9 +3,12 @@
 use crate::error::Context;
 use crate::hash::content_64;
 use crate::state::FileHash;
+use crate::state::file::LONGEST_HEADER;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 /// The name of the index in the folder of a checkpoint.
@@ -123,8 +126,9 @@ impl Index {
     /// Reads the index in `folder`, the folder of step `step`. `Ok(Err(…))` says why the checkpoint there cannot be used.
     pub(super) fn read(folder: &Path, step: u64) -> Result<std::result::Result<Self, Fault>> {
         let path = folder.join(INDEX);
-        let text = match std::fs::read(&path) {
-            Ok(text) => text,
+        let mut text = Vec::new();
+        match File::open(&path).and_then(|file| file.take(LONGEST_HEADER).read_to_end(&mut text)) {
+            Ok(_) => {}
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Err(Fault::Absent)),
             Err(error) => return Err(Error::io(format!("reading {}", path.display()), error)),
         };
