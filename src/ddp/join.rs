@@ -2,7 +2,6 @@
 use super::model::DistributedModel;
 use super::{backward, scaled, sync, verify};
 use crate::backend::label;
-use crate::panic::lock;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::warnings::warn_aloud;
@@ -117,7 +116,7 @@ pub(crate) fn run<T, C>(
         }
     }
     // Ranks without inputs have counted nothing.
-    models.iter().for_each(|model| lock(&model.skipped).in_a_row = 0);
+    models.iter().for_each(|model| model.count_skipped(|skipped| skipped.in_a_row = 0));
     let last = join.last();
     Ok(Joined { value, last: last.root(), was_uneven: last.count() < group.world_size(), group: group.clone() })
 }

@@ -367,8 +367,8 @@ impl<M> DistributedDataParallel<M> {
         self.core.reducer.bucket_names()
     }
 
-    /// The number of steps that [`OnNonFinite::Skip`] has left out since the model was built: DeepSpeed's `skipped_steps`. The same on
-    /// all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
+    /// The number of steps that [`OnNonFinite::Skip`] has left out since the model was built, or since the [elastic run](crate::elastic)
+    /// began: DeepSpeed's `skipped_steps`. The same on all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
     pub fn skipped_steps(&self) -> u64 {
         lock(&self.core.skipped).total
     }

@@ -50,6 +50,8 @@ pub struct DistributedModel {
     pub(super) window: Mutex<Window>,
     pub(super) compared: Compared,
     pub(super) skipped: Mutex<Skipped>,
+    /// Where the group keeps `skipped`.
+    kept: usize,
     /// Under sharding.
     pub(super) blocks: Option<Blocks>,
 }
@@ -114,7 +116,9 @@ impl DistributedModel {
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new(&variables)?), Mutex::default());
-        let (snapshots, pace, ran_without_graph, window, compared, skipped) = Default::default();
+        let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
+        let (kept, numbers) = group.keep();
+        let skipped = Mutex::new(Skipped::from(numbers));
         let model = Self {
             reducer,
             variables,
@@ -130,6 +134,7 @@ impl DistributedModel {
             window,
             compared,
             skipped,
+            kept,
             blocks,
         };
         Ok((module, model))
@@ -137,6 +142,14 @@ impl DistributedModel {
 
     pub(super) fn group(&self) -> &ProcessGroup {
         self.reducer.groups().main()
+    }
+
+    /// Changes what is known of the steps that were left out, also where an elastic run keeps it.
+    pub(super) fn count_skipped<T>(&self, change: impl FnOnce(&mut Skipped) -> T) -> T {
+        let mut skipped = lock(&self.skipped);
+        let changed = change(&mut skipped);
+        self.group().keep_numbers(self.kept, skipped.numbers());
+        changed
     }
 
     /// Whether a backward pass that begins now sends gradients.

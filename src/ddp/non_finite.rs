@@ -74,7 +74,18 @@ pub(super) struct Skipped {
     is_left_out: bool,
 }
 
+/// As a group keeps them for an elastic run.
+impl From<[u64; 3]> for Skipped {
+    fn from([total, in_a_row, is_left_out]: [u64; 3]) -> Self {
+        Self { total, in_a_row, is_left_out: is_left_out > 0 }
+    }
+}
+
 impl Skipped {
+    pub(super) fn numbers(&self) -> [u64; 3] {
+        [self.total, self.in_a_row, u64::from(self.is_left_out)]
+    }
+
     /// Counts a pass, which `begins` a step unless its gradients are added to those of the last pass. Returns whether the step is left
     /// out.
     pub(super) fn pass(&mut self, begins: bool, is_finite: bool) -> bool {

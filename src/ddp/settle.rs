@@ -19,9 +19,8 @@ pub(super) fn settle(pass: &Pass, grads: &mut GradStore) -> Result<bool> {
     let is_found = findings.iter().any(|findings| findings.is_agreed);
     let (mut is_left_out, mut in_a_row) = (false, 0);
     for (Member { core, adds_up, .. }, _) in members.iter().zip(&findings).filter(|(_, findings)| findings.looks) {
-        let mut skipped = lock(&core.skipped);
-        is_left_out |= skipped.pass(!adds_up, !is_found);
-        in_a_row = skipped.in_a_row.max(in_a_row);
+        let counted = core.count_skipped(|skipped| (skipped.pass(!adds_up, !is_found), skipped.in_a_row));
+        (is_left_out, in_a_row) = (is_left_out | counted.0, in_a_row.max(counted.1));
     }
     if is_found && in_a_row > policy.at_most() {
         return Err(name(pass, &findings, in_a_row)?);

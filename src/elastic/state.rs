@@ -1,6 +1,7 @@
 //! The state of a training run, and its last commit.
 use super::shards::Shards;
 use crate::backend::label;
+use crate::panic::lock;
 use crate::process_group::{ProcessGroup, WeakProcessGroup};
 use crate::state::{Dict, Parts, StateDict, fingerprint};
 use crate::tensor::copy::copy_all;
@@ -9,6 +10,7 @@ use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::sync::Mutex;
 
 /// A training run with its last commit, to which the surviving ranks return when one is gone: Horovod's
 /// `hvd.elastic.State`. It dereferences to the value from which it was made.
@@ -35,6 +37,8 @@ pub struct State<S> {
     sharded: BTreeSet<String>,
     /// The parts of which one rank's state serves all ranks.
     rank_zeros: BTreeSet<String>,
+    /// The parts of the present group that every commit must have: those of its commits, and those that were to be restored.
+    needed: Mutex<BTreeSet<String>>,
     /// The group of the present generation.
     group: WeakProcessGroup,
     /// Whether the ranks of this generation have found the parts of a commit to be equal.
@@ -63,6 +67,7 @@ impl<S: Parts> State<S> {
             shards: Shards::default(),
             sharded: BTreeSet::new(),
             rank_zeros: BTreeSet::new(),
+            needed: Mutex::default(),
             group: WeakProcessGroup::default(),
             load_last: None,
             is_compared: false,
@@ -117,7 +122,9 @@ impl<S: Parts> State<S> {
     ///
     /// # Errors
     /// Returns errors of the parts, of the device when memory runs out, and of the group. Returns
-    /// [`Error::PartDiffers`], on every rank, for a part that is not the same on all ranks.
+    /// [`Error::PartDiffers`], on every rank, for a part that is not the same on all ranks. Returns [`Error::InvalidArgument`] if an
+    /// earlier [`commit_including`](Self::commit_including) or [`restore`](Self::restore) of this generation has named a part
+    /// that this commit does not have: after a failure, it would begin from its initial state.
     pub fn commit(&mut self) -> Result<()> {
         self.commit_parts(Vec::new())
     }
@@ -138,6 +145,19 @@ impl<S: Parts> State<S> {
     }
 
     fn commit_parts(&mut self, more: Vec<(&str, &mut dyn StateDict)>) -> Result<()> {
+        let names: BTreeSet<String> = more.iter().map(|(name, _)| name.to_string()).collect();
+        let own: BTreeSet<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
+        let mut needed = lock(&self.needed);
+        let missing: Vec<_> = needed.iter().filter(|name| !names.contains(*name) && !own.contains(*name)).collect();
+        if !missing.is_empty() {
+            let reason = format!(
+                "the commit must have the parts {missing:?} too, which commit_including or restore have named before: pass them to \
+                 commit_including in every commit. After a failure they would begin from their initial state"
+            );
+            return Err(Error::invalid("parts", reason));
+        }
+        needed.extend(names);
+        drop(needed);
         // The last commit is only overwritten by parts that are known to be right.
         if let Some(group) = self.group.upgrade() {
             group.settle()?;
@@ -179,6 +199,7 @@ impl<S: Parts> State<S> {
     /// # Errors
     /// Returns the part's errors; with sharded parts also errors of the group.
     pub fn restore(&self, name: &str, part: &mut dyn StateDict) -> Result<bool> {
+        lock(&self.needed).insert(name.to_string());
         if part.sharded_state_dict()?.is_some() {
             return self.shards.restore(self.commits, name, part);
         }
@@ -243,6 +264,12 @@ impl<S: Parts> State<S> {
         if let Some(name) = sharded.names.iter().find(|name| live.names.contains(*name)) {
             return Err(twice(name));
         }
+        if let Some(kept) = self.group.upgrade().map(|group| group.kept())
+            && kept.iter().flatten().any(|number| *number > 0)
+        {
+            let numbers: Vec<i64> = kept.iter().flatten().map(|number| *number as i64).collect();
+            live.tensors.insert(SKIPPED.to_string(), crate::state::list(&numbers)?);
+        }
         self.shards.commit(commit, &sharded.tensors)?;
         // Nothing changes before everything is known to fit.
         let mut copies = Vec::new();
@@ -280,8 +307,12 @@ impl<S: Parts> State<S> {
     }
 
     /// Begins a generation with this group.
-    pub(super) fn enter(&mut self, pg: &ProcessGroup) {
-        (self.group, self.is_compared) = (pg.downgrade(), false);
+    pub(super) fn enter(&mut self, pg: &ProcessGroup) -> Result<()> {
+        (self.group, self.is_compared, self.needed) = (pg.downgrade(), false, Mutex::default());
+        let Some(numbers) = self.committed.get(SKIPPED) else { return Ok(()) };
+        let numbers = numbers.to_vec1::<i64>()?;
+        pg.take_over(numbers.chunks_exact(3).map(|of| [of[0] as u64, of[1] as u64, of[2] as u64]).collect());
+        Ok(())
     }
 
     /// The last commit.
@@ -364,6 +395,8 @@ fn twice(name: &str) -> Error {
 }
 
 const COMMITS: &str = "commits";
+/// What the models have counted of the steps that they have left out.
+const SKIPPED: &str = "skipped_steps";
 
 /// The last commit, for a checkpoint from which a run that has lost all its ranks can begin.
 impl<S: Parts> StateDict for State<S> {

@@ -68,8 +68,7 @@ pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, ent
     }
     state.shards.settle(shards, &ring, pg);
     label::ELASTIC.during(|| state.roll_back_own())?;
-    state.enter(pg);
-    Ok(())
+    state.enter(pg)
 }
 
 /// The reports of all ranks.

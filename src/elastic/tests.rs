@@ -1,9 +1,11 @@
 //! Commits, and which of them ranks take over; ranks are threads.
 #![allow(clippy::unwrap_used)]
 mod shards;
+mod skipped;
 
 use super::State;
 use super::synchronise::{Entrance, synchronise};
+use crate::Error;
 use crate::amp::{GradScaler, GradScalerOptions};
 use crate::data::{DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, SamplerOptions};
 use crate::process_group::{ProcessGroup, spawn};
@@ -189,6 +191,31 @@ fn parts_of_a_group_are_committed_with_the_others() {
         Ok(second.current_scale())
     });
     assert_eq!(scales.unwrap(), [8., 8.]);
+}
+
+#[test]
+fn a_commit_that_lacks_a_part_of_the_group_is_refused() {
+    spawn(2, |pg| {
+        let mut state = state(1.);
+        let refused = |state: &mut State<Training>| match state.commit() {
+            Err(Error::InvalidArgument { argument: "parts", reason }) => assert!(reason.contains("scaler"), "{reason}"),
+            other => panic!("{other:?}"),
+        };
+        let mut scaler = GradScaler::new(&pg, &VarMap::new(), GradScalerOptions::default())?;
+        synchronise(&mut state, &pg, entrance(false))?;
+        state.commit_including(("scaler", &mut scaler))?;
+        refused(&mut state);
+        state.commit_including(("scaler", &mut scaler))?;
+        assert_eq!(state.commits(), 2);
+        // In the first commit of a group as well, and a part of the state itself may be restored.
+        synchronise(&mut state, &pg, entrance(false))?;
+        state.restore("progress", &mut LoaderState { dataset_len: 10, ..Default::default() })?;
+        state.commit()?;
+        state.restore("scaler", &mut scaler)?;
+        refused(&mut state);
+        Ok(())
+    })
+    .unwrap();
 }
 
 /// A run with random numbers of each rank.

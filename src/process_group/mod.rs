@@ -45,6 +45,7 @@ pub use with_grad::WithGrad;
 use crate::backend::{CallSite, Collective, Communicator, Construction, Work};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
+use crate::panic::lock;
 use crate::rendezvous::{PrefixStore, Store};
 use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
@@ -117,6 +118,14 @@ struct Inner {
     /// What the ranks have said of their speeds.
     speeds: Mutex<Option<Arc<[f64]>>>,
     stop: Stop,
+    kept: Mutex<Kept>,
+}
+
+/// What models count, each in its place: an elastic run gives it to the models that take their places in its next group.
+#[derive(Default)]
+struct Kept {
+    models: usize,
+    numbers: Vec<[u64; 3]>,
 }
 
 impl ProcessGroup {
@@ -157,6 +166,7 @@ impl ProcessGroup {
             was_aborted: AtomicBool::new(false),
             speeds: Mutex::default(),
             stop: Stop::default(),
+            kept: Mutex::default(),
         }))
     }
 
@@ -305,6 +315,32 @@ impl ProcessGroup {
     /// Whether a call has said, in any group of the job, that another rank has failed or left that group.
     pub(crate) fn has_echo(&self) -> bool {
         self.0.place.job.has_echo()
+    }
+
+    /// The place of a new model, and what the model there has counted in the last group of an elastic run. All ranks make their models
+    /// in the same order.
+    pub(crate) fn keep(&self) -> (usize, [u64; 3]) {
+        let mut kept = lock(&self.0.kept);
+        let place = kept.models;
+        kept.models += 1;
+        let models = kept.models.max(kept.numbers.len());
+        kept.numbers.resize(models, [0; 3]);
+        (place, kept.numbers[place])
+    }
+
+    /// Keeps what the model in `place` has counted.
+    pub(crate) fn keep_numbers(&self, place: usize, numbers: [u64; 3]) {
+        lock(&self.0.kept).numbers[place] = numbers;
+    }
+
+    /// What all models have counted.
+    pub(crate) fn kept(&self) -> Vec<[u64; 3]> {
+        lock(&self.0.kept).numbers.clone()
+    }
+
+    /// Begins with what the models of another group have counted.
+    pub(crate) fn take_over(&self, numbers: Vec<[u64; 3]>) {
+        lock(&self.0.kept).numbers = numbers;
     }
 
     /// Ends the group on every rank: work in flight and all later calls fail with `reason`, here and on the peers. Use

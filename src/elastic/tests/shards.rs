@@ -63,11 +63,11 @@ impl StateDict for Slice {
     }
 }
 
-type States = Vec<Option<State<Training>>>;
+pub(super) type States = Vec<Option<State<Training>>>;
 
 /// Runs a generation with the states of the ranks that were there before it, and new ones for the others. Returns the states,
 /// and what went wrong.
-fn generation(
+pub(super) fn generation(
     states: States,
     body: impl Fn(&ProcessGroup, &mut State<Training>) -> Result<()> + Sync,
 ) -> (States, Vec<Option<String>>) {
