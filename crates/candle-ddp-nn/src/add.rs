@@ -4,7 +4,8 @@ use candle_core::{Result, Tensor};
 use candle_ddp_tensor::function;
 
 /// `a` + `b`, of the same dtype. `b` has the shape of `a`, or its last dimensions: then it is added for each index of the others, like
-/// the positions of a transformer to all sequences of a batch.
+/// the positions of a transformer to all sequences of a batch. Leading dimensions of size 1, as in positions of shape (1, N, D), may come
+/// in addition.
 ///
 /// Under [`autocast`](crate::autocast()) by lists, the sum of two dtypes is calculated in f32, and f32. Apart from that, this is
 /// [`candle_ddp_tensor::function::add`].

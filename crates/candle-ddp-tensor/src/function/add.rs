@@ -8,7 +8,7 @@ use crate::sum::{is_fast, values};
 use candle_core::{Result, Shape, Storage, Tensor};
 
 /// `a` + `b`, of the same dtype. `b` has the shape of `a`, or its last dimensions: then it is added for each index of the others, like
-/// the positions of a transformer to all sequences of a batch.
+/// the positions of a transformer to all sequences of a batch. It may have leading dimensions of size 1 in addition, for some of those.
 ///
 /// Tensors of f32, f64, f16 and bf16 on CPUs and CUDA are added in one pass; the sum has the [memory format](MemoryFormat) of `a`
 /// unless `b` is repeated. Backward, the gradient passes to both unchanged, but to a
@@ -17,6 +17,9 @@ use candle_core::{Result, Shape, Storage, Tensor};
 /// # Errors
 /// candle's, for tensors of other shapes, or of different dtypes or devices.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if let Some(last) = after_ones(a.dims(), b.dims()) {
+        return add(a, &argument(b).reshape(last)?);
+    }
     if !is_fast(a, b) {
         let (a, b) = (argument(a), argument(b));
         return if a.shape() != b.shape() && a.dims().ends_with(b.dims()) { a.broadcast_add(&b) } else { a.add(&b) };
@@ -25,6 +28,15 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let format = if repeated.is_some() { MemoryFormat::Contiguous } else { MemoryFormat::of(a) };
     let sums = values(&format.stored(&a.detach())?, &format.stored(&b.detach())?)?;
     apply_in(format, &[a, b], sums, Add { repeated })
+}
+
+/// The dimensions of b after those leading ones of size 1 that must go, so that the rest are the last ones of a.
+fn after_ones<'b>(a: &[usize], b: &'b [usize]) -> Option<&'b [usize]> {
+    if b.len() > a.len() || a.ends_with(b) {
+        return None;
+    }
+    let ones = b.iter().take_while(|size| **size == 1).count();
+    (1..=ones).map(|skipped| &b[skipped..]).find(|last| a.ends_with(last))
 }
 
 /// The sum of two tensors of one shape, which has been computed already.
@@ -76,6 +88,8 @@ mod tests {
         }
         let of = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
         assert!(add(&of(&[2], DType::F32), &of(&[3], DType::F32)).is_err());
+        assert!(add(&of(&[2, 3], DType::F32), &of(&[1, 1, 3], DType::F32)).is_err());
+        assert!(add(&of(&[2, 3], DType::F32), &of(&[2, 1], DType::F32)).is_err());
         assert!(add(&of(&[2], DType::F32), &of(&[2], DType::BF16)).is_err());
         assert_eq!(add(&of(&[2], DType::U32), &of(&[2], DType::U32)).unwrap().dtype(), DType::U32);
         assert_eq!(add(&of(&[0, 3], DType::BF16), &of(&[0, 3], DType::BF16)).unwrap().dims(), [0, 3]);
@@ -86,14 +100,14 @@ mod tests {
     fn the_last_dimensions_are_added_for_all_others() {
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 5e-3), (DType::BF16, 4e-2)] {
             for shape in [&[5, 3, 4][..], &[70, 1, 5], &[9, 0, 2], &[0, 3, 2]] {
-                for skipped in 1..4 {
+                for (skipped, ones) in [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (2, 2), (3, 3)] {
                     let var = |shape: &[usize], start: f64| {
                         let count = shape.iter().product::<usize>();
                         let values: Vec<f64> = (0..count).map(|i| (i as f64 + start).sin()).collect();
                         let values = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
                         Var::from_tensor(&values).unwrap()
                     };
-                    let (a, b) = (var(shape, 0.0), var(&shape[skipped..], 7.0));
+                    let (a, b) = (var(shape, 0.0), var(&[&[1; 3][..ones], &shape[skipped..]].concat(), 7.0));
                     let run = |sum: Tensor| {
                         let gradients = (&sum * &sum).unwrap().sum_all().unwrap().backward().unwrap();
                         // candle leaves out some gradients without elements.
