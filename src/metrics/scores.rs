@@ -69,7 +69,7 @@ impl BinaryAuroc {
         Self::default()
     }
 
-    /// Takes samples with `scores` and `targets` of the same shape; targets are 0 or 1, of dtype u8, u32 or i64. Waits for the device.
+    /// Takes samples with `scores` and `targets` of the same shape; targets are 0 or 1, of any dtype. Waits for the device.
     /// Gradients end here.
     ///
     /// # Errors
@@ -79,7 +79,11 @@ impl BinaryAuroc {
             return Err(misfit("the targets' shape", scores, targets));
         }
         let scores = floats("scores", &scores.detach())?;
-        let targets = classes(targets)?.into_iter().map(|class| Ok(check_class("targets", class, 2)? == 1));
+        let targets = match targets.dtype().is_float() {
+            true => floats("targets", &targets.detach())?.into_iter().map(whole).collect::<Result<_>>()?,
+            false => classes(targets)?,
+        };
+        let targets = targets.into_iter().map(|class| Ok(check_class("targets", class, 2)? == 1));
         let targets = targets.collect::<Result<Vec<bool>>>()?;
         self.samples.extend(scores.into_iter().zip(targets));
         Ok(())
@@ -96,6 +100,14 @@ impl BinaryAuroc {
         let mut samples: Vec<(f32, bool)> =
             all.into_iter().flat_map(|(scores, targets)| scores.into_iter().zip(targets)).collect();
         Ok(area(&mut samples))
+    }
+}
+
+/// A class that is given as a floating-point number.
+fn whole(target: f32) -> Result<i64> {
+    match target.fract() == 0. {
+        true => Ok(target as i64),
+        false => Err(Error::invalid("targets", format!("they must be 0 or 1, but one is {target}"))),
     }
 }
 
