@@ -42,9 +42,10 @@ fn a_finite_difference_trains_the_penalty() {
         let (critic, x) = (critic(&pg)?, input()?);
         let gradient = slope(&critic, &x)?;
         let direction = gradient.broadcast_div(&norm(&gradient)?)?;
-        let eps = 1e-5;
-        let ahead = judge(&critic, &(x.detach() + (direction * eps)?)?)?;
-        let grads = critic.backward(&penalty(&((ahead - judge(&critic, &x.detach())?)? / eps)?)?)?;
+        let eps = 1e-2;
+        let (at, step) = (x.detach(), (direction * eps)?);
+        let (ahead, behind) = (judge(&critic, &(&at + &step)?)?, judge(&critic, &(&at - &step)?)?);
+        let grads = critic.backward(&penalty(&((ahead - behind)? / (2. * eps))?)?)?;
 
         // Differences of the exact penalty.
         const STEP: f64 = 1e-5;
