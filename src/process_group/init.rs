@@ -9,8 +9,10 @@ use crate::error::{Failure, ranks};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::kernels;
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Secret, StoreReports};
+use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Device;
+use std::sync::Once;
 use std::time::Duration;
 
 /// Options of [`init_process_group`]. The default takes everything from the environment that `ddprun`, torchrun, Slurm,
@@ -132,6 +134,8 @@ fn init(options: InitOptions) -> Result<ProcessGroup> {
 /// How this process joins groups of ranks that have met.
 pub(crate) struct Joining {
     backend: Backend,
+    /// Why a program that is built for GPUs trains on the CPU.
+    no_gpu: Option<String>,
     device: Option<Device>,
     timeout: Duration,
     nccl: nccl::NcclOptions,
@@ -147,8 +151,10 @@ impl Joining {
             super::parent::die_with_parent()?;
         }
         let backend = choose(options.backend, options.device.as_ref(), nccl::device_count, nccl::version)?;
+        let has_a_choice = options.backend == Backend::Auto && options.device.is_none();
         Ok(Self {
             backend,
+            no_gpu: if has_a_choice { no_gpu(cfg!(feature = "cuda"), nccl::device_count()) } else { None },
             device: options.device.clone(),
             timeout: options.timeout,
             nccl: options.nccl.clone(),
@@ -173,6 +179,10 @@ impl Joining {
         };
         kernels::keep_memory(&device)?;
         let (rank, world_size) = (found.rank, found.world_size);
+        if let Some(warning) = self.no_gpu.as_ref().filter(|_| rank == 0) {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| warn_aloud(format_args!("{warning}")));
+        }
         let reports = StoreReports { store: &*found.store, topic: "backend", rank, world_size };
         threads::limit(rank, &agree_on_backend(&reports, backend)?);
         log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
@@ -203,6 +213,15 @@ impl Joining {
 
 fn unavailable(what: &str, hint: impl Into<String>) -> Error {
     Error::Unavailable { what: what.to_string(), hint: hint.into() }
+}
+
+/// The warning of a program that is built for GPUs and finds none.
+fn no_gpu(is_built_for_gpus: bool, device_count: Result<usize>) -> Option<String> {
+    let reason = device_count.err().filter(|_| is_built_for_gpus)?;
+    Some(format!(
+        "this program is built for GPUs (feature `cuda`) and trains on the CPU: {reason}. If the CPU is meant, set InitOptions.device \
+         to Device::Cpu"
+    ))
 }
 
 /// The engine to use. `device_count` gives the number of GPUs, or why there are none; `nccl_version` fails without
@@ -304,6 +323,14 @@ mod tests {
         assert_eq!(choose(Backend::Nccl, None, none, nccl::version).is_ok(), cfg!(feature = "nccl"));
         assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two, nccl::version).unwrap(), Backend::Cpu);
         assert_eq!(choose(Backend::Cpu, None, two, nccl::version).unwrap(), Backend::Cpu);
+    }
+
+    #[test]
+    fn a_program_for_gpus_says_why_it_takes_the_cpu() {
+        let text = no_gpu(true, none()).unwrap();
+        assert!(text.contains("trains on the CPU") && text.contains("none here"), "{text}");
+        assert_eq!(no_gpu(true, two()), None);
+        assert_eq!(no_gpu(false, none()), None);
     }
 
     #[test]
