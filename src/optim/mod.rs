@@ -46,6 +46,7 @@ mod parameters;
 mod plateau;
 mod rule;
 mod schedule;
+mod setting;
 mod sgd;
 mod shards;
 mod sums;

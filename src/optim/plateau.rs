@@ -2,6 +2,7 @@
 use super::optimizer::Optimizer;
 use super::rule::not_negative;
 use super::schedule::Scheduler;
+use super::setting::{self, Setting, choice, settings};
 use super::unsaved;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
@@ -25,6 +26,25 @@ pub enum Threshold {
     Relative(f64),
     /// An absolute difference.
     Absolute(f64),
+}
+
+choice!(PlateauMode: PlateauMode::Min, PlateauMode::Max);
+
+impl Setting for Threshold {
+    fn numbers(&self) -> Vec<f64> {
+        match self {
+            Self::Relative(threshold) => vec![0., *threshold],
+            Self::Absolute(threshold) => vec![1., *threshold],
+        }
+    }
+
+    fn of(numbers: &[f64]) -> Option<Self> {
+        match numbers {
+            [0., threshold] => Some(Self::Relative(*threshold)),
+            [1., threshold] => Some(Self::Absolute(*threshold)),
+            _ => None,
+        }
+    }
 }
 
 /// Options of [`ReduceLrOnPlateau`], with PyTorch's meaning and defaults.
@@ -60,6 +80,20 @@ impl Default for ParamsReduceLrOnPlateau {
     }
 }
 
+impl ParamsReduceLrOnPlateau {
+    settings!(mode, factor, patience, threshold, cooldown, min_lr, eps);
+
+    fn check(&self) -> Result<()> {
+        if !(0. ..1.).contains(&self.factor) {
+            return Err(Error::invalid("factor", format!("it must be below 1, but is {}", self.factor)));
+        }
+        not_negative("min_lr", self.min_lr)?;
+        not_negative("eps", self.eps)?;
+        let (Threshold::Relative(threshold) | Threshold::Absolute(threshold)) = self.threshold;
+        not_negative("threshold", threshold)
+    }
+}
+
 /// Reduces the learning rates when a metric has stopped improving: PyTorch's `ReduceLROnPlateau`.
 ///
 /// Every rank must pass the same metric, or the learning rates diverge: all-reduce it first.
@@ -77,13 +111,7 @@ impl ReduceLrOnPlateau {
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for invalid options.
     pub fn new(options: ParamsReduceLrOnPlateau) -> Result<Self> {
-        if !(0. ..1.).contains(&options.factor) {
-            return Err(Error::invalid("factor", format!("it must be below 1, but is {}", options.factor)));
-        }
-        not_negative("min_lr", options.min_lr)?;
-        not_negative("eps", options.eps)?;
-        let (Threshold::Relative(threshold) | Threshold::Absolute(threshold)) = options.threshold;
-        not_negative("threshold", threshold)?;
+        options.check()?;
         let best = match options.mode {
             PlateauMode::Min => f64::INFINITY,
             PlateauMode::Max => f64::NEG_INFINITY,
@@ -146,8 +174,8 @@ impl Scheduler for ReduceLrOnPlateau {
     }
 }
 
-/// Contains `best`, `bad_steps` and `cooldown`. The learning rates are in the optimizer's state; the program must keep
-/// the options itself.
+/// Contains `best`, `bad_steps`, `cooldown`, and the options (`option.patience`), which are loaded as those of the other
+/// [schedules](super::LrScheduler) are. The learning rates are in the optimizer's state.
 impl StateDict for ReduceLrOnPlateau {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         unsaved::saved();
@@ -155,6 +183,7 @@ impl StateDict for ReduceLrOnPlateau {
         dict.insert("best".to_string(), state::list(&[self.best])?);
         dict.insert("bad_steps".to_string(), state::count(self.bad_steps)?);
         dict.insert("cooldown".to_string(), state::count(self.cooldown)?);
+        setting::save(&mut dict, self.options.settings())?;
         Ok(dict)
     }
 
@@ -162,7 +191,12 @@ impl StateDict for ReduceLrOnPlateau {
         let mut loader = Loader::new(dict, "ReduceLrOnPlateau")?;
         let best = loader.list::<f64>("best", 1)?[0];
         let (bad_steps, cooldown) = (loader.count("bad_steps")?, loader.count("cooldown")?);
+        let own = self.options.settings();
+        let changed = setting::load(dict, &mut loader, &own)?;
         loader.finish()?;
+        let (set, check) = (ParamsReduceLrOnPlateau::set, ParamsReduceLrOnPlateau::check);
+        setting::apply(&mut self.options, &own, &changed, set, check)?;
+        setting::warn_of_changed("ReduceLrOnPlateau", &own, &changed);
         (self.best, self.bad_steps, self.cooldown) = (best, bad_steps, cooldown);
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Learning rates as functions of the number of steps.
 use super::optimizer::Optimizer;
 use super::rule::{fraction, not_negative};
+use super::setting::{self, choice, settings};
 use super::unsaved;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
@@ -19,6 +20,18 @@ pub trait Schedule {
 
     /// The learning rate in step `step`, counted from 0, of a group whose own learning rate is `base`.
     fn learning_rate(&self, base: f64, step: u64) -> f64;
+
+    /// The options that a state has, with their names.
+    #[doc(hidden)]
+    fn settings(&self) -> Vec<(&'static str, Vec<f64>)> {
+        Vec::new()
+    }
+
+    /// Sets one of them. Returns whether it could.
+    #[doc(hidden)]
+    fn set(&mut self, _name: &str, _numbers: &[f64]) -> bool {
+        false
+    }
 }
 
 impl<S: Schedule + ?Sized> Schedule for Box<S> {
@@ -32,6 +45,14 @@ impl<S: Schedule + ?Sized> Schedule for Box<S> {
 
     fn learning_rate(&self, base: f64, step: u64) -> f64 {
         (**self).learning_rate(base, step)
+    }
+
+    fn settings(&self) -> Vec<(&'static str, Vec<f64>)> {
+        (**self).settings()
+    }
+
+    fn set(&mut self, name: &str, numbers: &[f64]) -> bool {
+        (**self).set(name, numbers)
     }
 }
 
@@ -137,25 +158,45 @@ impl<S: Schedule> LrScheduler<S> {
     }
 }
 
-/// Contains `step` and `base`, the learning rates that the schedule started with. The program must keep the options
-/// itself.
+/// Contains `step`, `base`, the learning rates that the schedule started with, and the options (`option.total_steps`). As in PyTorch, a
+/// schedule that loads a state takes its options, and so goes on where it was, also where the program computes others from another number
+/// of ranks; rank 0 then warns of both. To go on with other options, make the schedule anew, and call
+/// [`advance`](LrScheduler::advance) as often as it has made steps.
+///
+/// The options of a [`Schedule`] of your own are not saved, but the current `rates` are, and rank 0 warns if they change.
 impl<S: Schedule> StateDict for LrScheduler<S> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         unsaved::saved();
         let mut dict = state::begin(self.schedule.name())?;
         dict.insert("step".to_string(), state::count(self.step)?);
         dict.insert("base".to_string(), state::list(&self.base)?);
+        let settings = self.schedule.settings();
+        if settings.is_empty() {
+            dict.insert(RATES.to_string(), state::list(&self.learning_rates())?);
+        }
+        setting::save(&mut dict, settings)?;
         Ok(dict)
     }
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, self.schedule.name())?;
         let (step, base) = (loader.count("step")?, loader.learning_rates("base", self.base.len())?);
+        let own = self.schedule.settings();
+        let changed = setting::load(dict, &mut loader, &own)?;
+        let rates = dict.contains_key(RATES).then(|| loader.list::<f64>(RATES, base.len())).transpose()?;
         loader.finish()?;
+        setting::apply(&mut self.schedule, &own, &changed, S::set, S::check)?;
         (self.step, self.base) = (step, base);
+        setting::warn_of_changed(self.schedule.name(), &own, &changed);
+        if let Some(rates) = rates {
+            setting::warn_of_rates(self.schedule.name(), step, &rates, &self.learning_rates());
+        }
         Ok(())
     }
 }
+
+/// The key of the current learning rates, of a schedule whose options a state does not have.
+const RATES: &str = "rates";
 
 /// PyTorch's `StepLR`.
 pub type StepLr = LrScheduler<ParamsStepLr>;
@@ -185,6 +226,8 @@ impl Default for ParamsStepLr {
 }
 
 impl Schedule for ParamsStepLr {
+    settings!(step_size, gamma);
+
     fn name(&self) -> &'static str {
         "StepLr"
     }
@@ -215,6 +258,8 @@ impl Default for ParamsMultiStepLr {
 }
 
 impl Schedule for ParamsMultiStepLr {
+    settings!(milestones, gamma);
+
     fn name(&self) -> &'static str {
         "MultiStepLr"
     }
@@ -246,6 +291,8 @@ impl Default for ParamsCosineAnnealingLr {
 }
 
 impl Schedule for ParamsCosineAnnealingLr {
+    settings!(t_max, eta_min);
+
     fn name(&self) -> &'static str {
         "CosineAnnealingLr"
     }
@@ -281,6 +328,8 @@ impl Default for ParamsWarmupCosine {
 }
 
 impl Schedule for ParamsWarmupCosine {
+    settings!(warmup_steps, total_steps, start_factor, eta_min);
+
     fn name(&self) -> &'static str {
         "WarmupCosine"
     }
@@ -317,6 +366,8 @@ pub enum Anneal {
     Linear,
 }
 
+choice!(Anneal: Anneal::Cosine, Anneal::Linear);
+
 /// Rises from `max_lr / div_factor` to `max_lr`, then falls to `max_lr / div_factor / final_div_factor`, where `max_lr` is
 /// the group's own learning rate. After `total_steps` the learning rate stays at its final value (PyTorch raises an
 /// error). A phase that `pct_start` leaves without steps is skipped (PyTorch divides by zero).
@@ -351,6 +402,8 @@ impl Default for ParamsOneCycleLr {
 }
 
 impl Schedule for ParamsOneCycleLr {
+    settings!(total_steps, pct_start, anneal_strategy, div_factor, final_div_factor, three_phase);
+
     fn name(&self) -> &'static str {
         "OneCycleLr"
     }

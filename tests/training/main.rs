@@ -67,6 +67,7 @@ mod pretrained;
 mod quick_start;
 mod replica_check;
 mod resume;
+mod schedules;
 mod several_models;
 mod sharded_blocks;
 mod sharded_files;

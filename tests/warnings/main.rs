@@ -16,5 +16,6 @@ mod no_batch;
 mod nothing_counted;
 mod places;
 mod replicas;
+mod schedules;
 mod secrets;
 mod shm_fallback;

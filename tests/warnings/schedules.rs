@@ -1,0 +1,69 @@
+//! A schedule that is resumed by a program which makes it with other options says so, once.
+use crate::common::ranks;
+use crate::logger::{self, LOG};
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::optim::{
+    LrScheduler, ParamsReduceLrOnPlateau, ParamsSgd, ParamsWarmupCosine, ReduceLrOnPlateau, Schedule, Sgd,
+};
+use candle_ddp::{Error, Result};
+
+/// A schedule of a program's own.
+struct Falling {
+    steps: u64,
+}
+
+impl Schedule for Falling {
+    fn name(&self) -> &'static str {
+        "Falling"
+    }
+
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn learning_rate(&self, base: f64, step: u64) -> f64 {
+        base * (1. - step as f64 / self.steps as f64)
+    }
+}
+
+fn resumed<S: Schedule>(saved: S, now: S) -> Vec<String> {
+    let schedule = |schedule| {
+        let mut sgd = Sgd::new(Vec::<candle_core::Var>::new(), ParamsSgd { lr: 0.1, ..Default::default() })?;
+        LrScheduler::new(&mut sgd, schedule)
+    };
+    let mut saved = schedule(saved).unwrap();
+    (0..5).for_each(|_| saved.advance());
+    let (state, mut now) = (saved.state_dict().unwrap(), schedule(now).unwrap());
+    LOG.0.lock().unwrap().clear();
+    // Every rank of a process, and a run that is resumed several times.
+    for _ in 0..2 {
+        now.load_state_dict(&state).unwrap();
+    }
+    std::mem::take(&mut *LOG.0.lock().unwrap())
+}
+
+#[test]
+fn other_options_are_told_of_once() {
+    let _turn = logger::collect();
+    let cosine = |total_steps| ParamsWarmupCosine { warmup_steps: 2, total_steps, ..Default::default() };
+    let told = resumed(cosine(400), cosine(800));
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("WarmupCosine") && told[0].contains("total_steps 400 (the program says 800)"), "{told:?}");
+    assert!(!told[0].contains("warmup_steps"), "{told:?}");
+    assert_eq!(resumed(cosine(500), cosine(500)), [""; 0]);
+    let told = resumed(Falling { steps: 10 }, Falling { steps: 20 });
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("[0.05] in step 5") && told[0].contains("[0.075"), "{told:?}");
+    assert_eq!(resumed(Falling { steps: 30 }, Falling { steps: 30 }), [""; 0]);
+
+    let of = |patience| ParamsReduceLrOnPlateau { patience, ..Default::default() };
+    LOG.0.lock().unwrap().clear();
+    ranks(2, |_| {
+        let state = ReduceLrOnPlateau::new(of(3))?.state_dict()?;
+        ReduceLrOnPlateau::new(of(4))?.load_state_dict(&state)?;
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+    let told = std::mem::take(&mut *LOG.0.lock().unwrap());
+    assert!(told.len() == 1 && told[0].contains("patience 3 (the program says 4)"), "{told:?}");
+}
