@@ -1,7 +1,9 @@
 //! The tensors that LoRA trains, in peft's files.
 use super::{LoadOptions, LoadReport};
 use crate::nn::{LoraBias, LoraConfig};
+use crate::panic::lock;
 use crate::state::file::{LONGEST_HEADER, PreparedFile, Progress, write_safetensors};
+use crate::variables::check_whole;
 use crate::{Error, Result};
 use candle_ddp_state::weights::{Prepared, Source, tensors, unreadable};
 use candle_nn::VarMap;
@@ -39,13 +41,17 @@ const UNSUPPORTED: [&str; 16] = [
 /// Writes what `config` trains of the variables of `varmap` to a folder, as peft's `save_pretrained` does: `adapter_model.safetensors`
 /// and `adapter_config.json`. peft loads it with `PeftModel.from_pretrained`.
 ///
-/// Only one of several ranks should call this, as with [`save`](super::save).
+/// Only one of several ranks should call this, as with [`save`](super::save). A sharded model goes through a file of
+/// [`save_distributed`](super::save_distributed), which the error describes.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if `varmap` has no adapter, or a pattern of `modules_to_save` has a `*`, which peft does not know; the
 /// errors of [`save`](super::save).
 pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Path>) -> Result<()> {
     let folder = folder.as_ref();
+    let instead = "save_adapter needs whole tensors. Call save_distributed(&pg, &varmap, path) on all ranks. Then, on one of them, put what \
+                   checkpoint::read(path) returns into a new VarMap, as Vars, and give that to save_adapter";
+    check_whole(lock(varmap.data()).iter(), instead)?;
     let trained: HashMap<_, _> = tensors(varmap)?.into_iter().filter(|(name, _)| config.is_trained(name)).collect();
     let mut modules: Vec<String> = trained.keys().filter_map(|name| adapted(name)).map(str::to_string).collect();
     modules.sort();

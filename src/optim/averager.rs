@@ -5,7 +5,7 @@ use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
-use crate::variables::Parameters;
+use crate::variables::{Parameters, check_whole};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use std::collections::HashMap;
@@ -57,14 +57,17 @@ impl PeriodicModelAverager {
     /// their place. Variables of integer type are left alone.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] on all ranks if names, shapes or dtypes differ, and those of
-    /// [`ProcessGroup::all_reduce`].
+    /// Returns [`Error::Mismatch`] on all ranks if names, shapes or dtypes differ, [`Error::Parameter`] for the parameters of a sharded
+    /// model, of which each rank has another part, and the errors of [`ProcessGroup::all_reduce`].
     pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
+        let parameters = parameters.into();
+        let instead = "each rank has other elements, and none trains alone, so there is nothing to average. A model that ranks train \
+                       separately must be built without DdpOptions::sharding";
+        check_whole(parameters.variables.iter().map(|(name, var)| (name, var)), instead)?;
         let PeriodicModelAveragerOptions { period, warmup_steps } = self.options;
         let due = self.step >= warmup_steps && (self.step - warmup_steps).is_multiple_of(period);
         if due && self.group.world_size() > 1 {
-            let mut parameters: Vec<_> =
-                parameters.into().into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
+            let mut parameters: Vec<_> = parameters.into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
             parameters.sort_by(|a, b| a.0.cmp(&b.0));
             self.check(&parameters)?;
             average(&self.group, &parameters)?;

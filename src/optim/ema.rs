@@ -3,7 +3,7 @@ use super::rule::state_dtype;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::borrow::zip;
 use crate::tensor::{DTYPES, Element, dispatch};
-use crate::variables::{Parameters, check_named};
+use crate::variables::{Parameters, check_named, check_whole};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, WithDType};
 use std::collections::HashMap;
@@ -15,7 +15,10 @@ use std::collections::HashMap;
 /// Averages of 16-bit weights are kept in f32, since their own dtype would round such small changes away (PyTorch keeps that
 /// dtype). Variables of integer type are left alone. Buffers are averaged if they are given.
 ///
-/// Under DDP all ranks have the same weights and so the same average, without communication.
+/// Under DDP all ranks have the same weights and so the same average, without communication. Of a sharded model, each rank averages its
+/// pieces: [`apply`](Self::apply) evaluates the averaged model, and [saves](crate::checkpoint) it as any other. The [`Ema`] itself cannot be
+/// saved then. To resume, load the averaged model first, make the `Ema` with [`FirstUpdate::Averages`], which begins with it, and then load
+/// the weights.
 pub struct Ema {
     options: EmaOptions,
     updates: u64,
@@ -200,8 +203,9 @@ impl Ema {
     /// change with each [`update`](Self::update).
     ///
     /// # Errors
-    /// Returns an error of candle.
+    /// Returns [`Error::Parameter`] for a sharded model, of whose averages each rank has pieces, and an error of candle.
     pub fn averages(&self) -> Result<Vec<(String, Tensor)>> {
+        self.check_whole()?;
         let averages = self.slots.iter().map(|slot| Ok((slot.name.clone(), slot.average.reshape(slot.var.shape())?)));
         averages.collect()
     }
@@ -209,6 +213,13 @@ impl Ema {
     /// The number of calls of [`update`](Self::update): PyTorch's `n_averaged`.
     pub fn updates(&self) -> u64 {
         self.updates
+    }
+
+    /// Refuses averages of pieces, which say nothing without those of the other ranks.
+    fn check_whole(&self) -> Result<()> {
+        let instead = "its average is one of a piece. Call `apply`, save the model with a Checkpointer or save_distributed, and call `restore`. To \
+                       resume, load that model, make the Ema with FirstUpdate::Averages, and then load the weights";
+        check_whole(self.slots.iter().map(|slot| (&slot.name, &slot.var)), instead)
     }
 
     fn refuse_if_applied(&self, call: &'static str) -> Result<()> {
@@ -240,7 +251,7 @@ fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<(
 impl StateDict for Ema {
     /// # Errors
     /// [`Error::InvalidArgument`] while the averages are applied: the weights would not be in a checkpoint, but the averages
-    /// twice.
+    /// twice. [`Error::Parameter`] for a sharded model.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         self.refuse_if_applied("state_dict")?;
         check_named(self.named, SAVED)?;
@@ -253,6 +264,7 @@ impl StateDict for Ema {
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         self.refuse_if_applied("load_state_dict")?;
         check_named(self.named, SAVED)?;
+        self.check_whole()?;
         let mut loader = Loader::new(dict, "Ema")?;
         let updates = loader.count("updates")?;
         let mut averages = Vec::new();

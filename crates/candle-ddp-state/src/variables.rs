@@ -93,6 +93,20 @@ pub fn piece_of(var: &Var) -> Option<Piece> {
     lock(&PIECES).get(&var.id()).cloned()
 }
 
+/// Refuses pieces, where the parameters themselves are needed. `instead` says what to do.
+///
+/// # Errors
+/// [`Error::Parameter`] for the first piece.
+pub fn check_whole<'a>(variables: impl IntoIterator<Item = (&'a String, &'a Var)>, instead: &str) -> Result<()> {
+    match variables.into_iter().find(|(_, var)| piece_of(var).is_some()) {
+        Some((name, _)) => {
+            let reason = format!("its variable is this rank's piece of it, since its model is sharded: {instead}");
+            Err(Error::parameter(name, reason))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Checks that variables have names, without which `whole` cannot be.
 pub fn check_named(named: bool, whole: &str) -> Result<()> {
     if named {

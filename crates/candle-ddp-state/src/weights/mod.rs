@@ -20,10 +20,12 @@ pub use pretrained::{INDEX, SINGLE};
 #[doc(hidden)]
 pub use source::Source;
 
+#[cfg(doc)]
+use crate::Error;
+use crate::Result;
 use crate::panic::lock;
 use crate::state::file::{require_all, write_safetensors};
-use crate::variables::piece_of;
-use crate::{Error, Result};
+use crate::variables::check_whole;
 use candle_core::Tensor;
 use candle_nn::VarMap;
 use std::collections::HashMap;
@@ -66,11 +68,9 @@ pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
 #[doc(hidden)]
 pub fn tensors(varmap: &VarMap) -> Result<HashMap<String, Tensor>> {
     let vars = lock(varmap.data());
-    if let Some((name, _)) = vars.iter().find(|(_, var)| piece_of(var).is_some()) {
-        let reason = "this rank has only a piece of it, since its model is sharded: save with a Checkpointer, which writes the pieces, \
-                      or with save_distributed, which puts them together";
-        return Err(Error::parameter(name, reason));
-    }
+    let instead =
+        "save with a Checkpointer, which writes the pieces, or with save_distributed, which puts them together";
+    check_whole(vars.iter(), instead)?;
     Ok(vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect())
 }
 
