@@ -42,8 +42,8 @@ pub struct DdpOptions {
     /// How the functions of [`nn`](crate::nn) cast their arguments in forward passes and in [`call`](crate::DistributedDataParallel::call),
     /// while parameters stay as they are (see [`amp`](crate::amp)). Default: None, and the state of the calling thread holds.
     pub autocast: Option<Autocast>,
-    /// When the ranks compare their models, which may part without an error of any collective. Default: in the second synchronised
-    /// backward pass and in every 1000th, which costs less than a thousandth of a step; a difference is an error that names ranks and
+    /// When the ranks compare their models, which may part without an error of any collective. Default: in the synchronised
+    /// backward passes 2, 10 and 100, and in every 1000th, which costs less than a thousandth of a step; a difference is an error that names ranks and
     /// variables. None: never.
     pub replica_check: Option<ReplicaCheck>,
     /// The seed for initial values of variables that are not in the VarMap yet, which makes them reproducible (see

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 ///
 /// The ranks compare parameters, frozen variables, and buffers if they are [broadcast](crate::DdpOptions::broadcast_buffers), at the end
 /// of a backward pass; and of the last step of an [optimizer](crate::optim::Optimizer) of this crate its options and its number, if the
-/// optimizer has a state. They do so in the second pass, since most causes are there from the first step on, and then every `every` passes.
+/// optimizer has a state. They do so in the second pass, since most causes are there from the first step on, in the 10th and the 100th, and
+/// every `every` passes.
 /// Passes under `no_sync` or in a join do not count, nor do those of a communication hook that averages no gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicaCheck {
@@ -30,7 +31,7 @@ impl Default for ReplicaCheck {
 impl ReplicaCheck {
     /// Whether the pass with this number ends with a comparison. Most causes are there from the first step on.
     pub(super) fn is_due(&self, pass: u64) -> bool {
-        pass == 2 || pass.is_multiple_of(self.every)
+        [2, 10, 100].contains(&pass) || pass.is_multiple_of(self.every)
     }
 
     pub(super) fn check(&self) -> Result<()> {

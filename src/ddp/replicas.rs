@@ -64,7 +64,7 @@ fn compare(model: &DistributedModel) -> Result<()> {
     };
     let error = Error::ReplicasDiffer { ranks, names, passes };
     if !check.warn_only {
-        return Err(error);
+        return Err(group.note(error));
     }
     if group.rank() == 0 && model.compared.warns() {
         warn_aloud(format_args!("{error}"));

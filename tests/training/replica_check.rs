@@ -83,11 +83,60 @@ fn ranks_that_part_are_named_with_their_variables() {
         Ok(())
     };
     assert_eq!(found(options(3), flip), (3, vec!["weight".to_string()]));
+    // Between the second pass and the 1000th.
+    let late: fn(&_, &mut Sgd, u64) -> _ =
+        |ddp, sgd, pass| sgd.set_learning_rate(if is_second(ddp) && pass > 2 { 0.2 } else { 0.1 });
+    assert_eq!(found(options(1000), late), (10, both_and(OPTIONS)));
     // Nothing parts, nobody looks, or somebody only warns.
     assert_eq!(found(options(1), |_, _, _| Ok(())).0, 0);
     assert_eq!(found(DdpOptions { replica_check: None, ..options(1) }, flip).0, 0);
     let warns = ReplicaCheck { every: 1, warn_only: true };
     assert_eq!(found(DdpOptions { replica_check: Some(warns), ..options(1) }, flip).0, 0);
+}
+
+/// The ranks that are named when one rank of several has other weights.
+fn odd(world_size: usize, odd: usize) -> Vec<usize> {
+    let found = ranks(world_size, |pg| {
+        let ddp = model(&pg, options(1))?;
+        if pg.rank() == odd {
+            let bias = ddp.named_parameters().into_iter().find(|(name, _)| name == "bias").unwrap().1;
+            bias.set(&(bias.as_detached_tensor() + 1.)?)?;
+        }
+        match ddp.backward(&loss(&ddp, 1)?).map(drop) {
+            Err(Error::ReplicasDiffer { ranks, names, .. }) if names == ["bias"] => Ok(ranks),
+            other => panic!("{other:?}"),
+        }
+    });
+    let found = found.unwrap();
+    assert!(found.iter().all(|ranks| ranks == &found[0]), "{found:?}");
+    found[0].clone()
+}
+
+#[test]
+fn the_rank_that_most_others_contradict_is_named() {
+    for rank in 0..3 {
+        assert_eq!(odd(3, rank), [rank]);
+    }
+    // Of two, nobody knows.
+    assert_eq!(odd(2, 0), [0, 1]);
+    assert_eq!(odd(2, 1), [0, 1]);
+}
+
+/// A rank that built another model, too.
+#[test]
+fn a_model_that_only_rank_0_built_is_named_as_its_own() {
+    let errors = ranks(3, |pg| {
+        let outputs = if pg.rank() == 0 { 3 } else { 2 };
+        let built = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(3, outputs, vb));
+        match built.map(drop) {
+            Err(Error::Mismatch { rank, difference, .. }) => Ok((rank, difference)),
+            other => panic!("{other:?}"),
+        }
+    });
+    for (rank, difference) in errors.unwrap() {
+        assert_eq!(rank, 0);
+        assert!(difference.contains("on rank 0, ") && difference.ends_with("on rank 1"), "{difference}");
+    }
 }
 
 /// What the ranks find in the second pass, when optimizers have made one step and `again`.
@@ -105,7 +154,7 @@ fn found_after<O: Optimizer>(
         }
         drop(grads);
         match ddp.backward(&loss(&ddp, 2)?).map(drop) {
-            Err(Error::ReplicasDiffer { names, passes: 2, ranks }) if ranks == [1] => Ok(names),
+            Err(Error::ReplicasDiffer { names, passes: 2, ranks }) if ranks == [0, 1] => Ok(names),
             other => panic!("{other:?}"),
         }
     });

@@ -357,7 +357,7 @@ pub enum Error {
 
     /// The ranks' models have parted: see `ReplicaCheck`.
     #[error(
-        "the models of the ranks are no longer the same: after {passes} synchronised backward passes, {} on {} {} from rank 0's. All \
+        "the models of the ranks are no longer the same: after {passes} synchronised backward passes, {} on {} {} from other ranks'. All \
          ranks must make the same optimizer steps, with the same options and learning rate, and only with the gradients of a \
          synchronised pass; load the same file on all ranks, or none; and let all ranks decide together what they skip. If all do, \
          the memory of a host may be faulty. DdpOptions::replica_check says when models are compared",
@@ -366,7 +366,7 @@ pub enum Error {
         if names.len() == 1 { "differs" } else { "differ" }
     )]
     ReplicasDiffer {
-        /// The ranks whose variables differ from rank 0's.
+        /// The ranks whose variables differ from those of most ranks, or from rank 0's if no values have a majority; of two ranks, both.
         ranks: Vec<usize>,
         /// The variables that differ, sorted; also `the optimizer's options` and `the optimizer's number of steps`.
         names: Vec<String>,
@@ -376,7 +376,7 @@ pub enum Error {
 
     /// A part of a checkpoint, or of an elastic run, that should be the same on all ranks.
     #[error(
-        "the part {part:?} is not the same on all ranks: {} on {} {} from rank 0's. Reduce or broadcast values \
+        "the part {part:?} is not the same on all ranks: {} on {} {} from other ranks'. Reduce or broadcast values \
          that ranks have computed separately. A part with pieces of a sharded model must return them from \
          sharded_state_dict. For other parts, use PerRank(part) if each rank has its own, which as many ranks can load, \
          RankZero(part) if rank 0's serves all ranks, and seed::Generator::for_rank for random numbers",
@@ -387,7 +387,7 @@ pub enum Error {
     PartDiffers {
         /// The name of the part.
         part: String,
-        /// The ranks whose state differs from rank 0's.
+        /// The ranks whose state differs from that of most ranks, or from rank 0's if no state has a majority; of two ranks, both.
         ranks: Vec<usize>,
         /// The tensors of the part that differ, sorted.
         names: Vec<String>,
@@ -470,6 +470,12 @@ impl Error {
             Self::Group(failure) => failure.culprit(),
             Self::Rendezvous(error) => error.culprit(),
             Self::RankFailed { rank, .. } => Some(*rank),
+            Self::NonFinite { rank, .. } => *rank,
+            // Of several, nobody knows.
+            Self::ReplicasDiffer { ranks, .. } | Self::PartDiffers { ranks, .. } => match ranks[..] {
+                [rank] => Some(rank),
+                _ => None,
+            },
             Self::Connect { peers: ranks, .. } | Self::MonitoredBarrier { missing: ranks, .. } => {
                 ranks.first().copied()
             }

@@ -27,8 +27,8 @@ fn one_tensor_differs_and_several_differ() {
         let names = names.iter().map(ToString::to_string).collect();
         Error::PartDiffers { part: "model".to_string(), ranks: vec![1, 2], names }.to_string()
     };
-    assert!(text(&["w"]).contains(": w on ranks 1, 2 differs from rank 0's."), "{}", text(&["w"]));
-    assert!(text(&["b", "w"]).contains(": b, w on ranks 1, 2 differ from rank 0's."), "{}", text(&["b", "w"]));
+    assert!(text(&["w"]).contains(": w on ranks 1, 2 differs from other ranks'."), "{}", text(&["w"]));
+    assert!(text(&["b", "w"]).contains(": b, w on ranks 1, 2 differ from other ranks'."), "{}", text(&["b", "w"]));
 }
 
 #[test]
@@ -85,6 +85,12 @@ fn nobody_blames_itself() {
     let own = Error::from(Failure::PeerFailed { peer: 1, reason: "no disk".to_string() });
     assert_eq!(own.of_rank(1, Some).culprit, None);
     assert_eq!((own.of_rank(5, |peer| Some(peer + 2)).culprit, own.name()), (Some(3), "PeerFailed"));
+    let non_finite = |rank| {
+        Error::NonFinite { parameter: None, rank, value: "a NaN".to_string(), steps: 1 }.of_rank(1, Some).culprit
+    };
+    assert_eq!([Some(2), Some(1), None].map(non_finite), [Some(2), None, None]);
+    let differ = |ranks| Error::ReplicasDiffer { ranks, names: Vec::new(), passes: 2 }.of_rank(1, Some).culprit;
+    assert_eq!([vec![0], vec![1], vec![0, 1]].map(differ), [Some(0), None, None]);
     let unknown = Error::RankFailed { rank: 7, reason: "no disk".to_string() };
     assert_eq!(unknown.of_rank(1, |_| None).culprit, None);
 }
