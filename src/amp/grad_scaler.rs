@@ -1,7 +1,8 @@
 //! Scales losses, and skips steps that overflow.
-use super::unscale::{unscale, unscale_on_gpu};
+use super::unscale::{Known, unscale, unscale_on_gpu, unscale_others};
 use super::verdict::Verdict;
-use crate::ddp::scaled;
+use crate::ddp::steps::Steps;
+use crate::ddp::{first_kept, scaled};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};
@@ -12,6 +13,7 @@ use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The smallest scale: f32, in which losses and gradients are multiplied, has both it and its reciprocal as normal numbers.
@@ -68,7 +70,7 @@ impl GradScalerOptions {
 /// the gradients, then [`step`](Self::step) and [`update`](Self::update), the same on all ranks. An overflow on one
 /// rank counts for all.
 ///
-/// Several optimizers may share a scaler that was created for the parameters of all of them. They step together, in one
+/// Several optimizers may share a scaler. They step together, in one
 /// [`step_if_finite`](Self::step_if_finite), which divides all gradients at once; a second `step` before `update` (PyTorch's
 /// way, one per optimizer) is refused. An overflow skips the step of all optimizers, where PyTorch decides for each.
 ///
@@ -109,7 +111,9 @@ impl std::fmt::Debug for GradScaler {
 
 impl GradScaler {
     /// A scaler for the gradients of `parameters`, such as those of a `&DistributedDataParallel`, which the ranks of `group` use
-    /// together.
+    /// together. It also knows the parameters of an optimizer that it steps, and those of every DDP model whose gradients are in the
+    /// store, such as one that was made anew with thawed parameters. A program that steps yet other variables, in
+    /// [`step_if_finite`](Self::step_if_finite), must give them here: their gradients are divided, but an overflow in them skips no step.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for a scale that f32 cannot carry, a growth factor that is below 1
@@ -145,7 +149,7 @@ impl GradScaler {
         Ok(scaled::mark(&(loss.to_dtype(dtype)? * self.scale)?)?)
     }
 
-    /// Divides the parameters' gradients in `grads` by the scale, in place, and checks whether any of them is infinite
+    /// Divides all gradients in `grads` by the scale, the parameters' in place, and checks whether any of the parameters' is infinite
     /// or NaN on any rank: PyTorch's `unscale_`. Use it to inspect or clip gradients before [`step`](Self::step), which
     /// otherwise does this itself. Call it after all gradients have been accumulated.
     ///
@@ -154,36 +158,55 @@ impl GradScaler {
     /// # Errors
     /// Returns [`Error::GradScaler`] for a second call in the same step, and on every rank if none has called
     /// [`scale`](Self::scale) in this step; [`Error::Parameter`] for gradients in f16, which cannot hold the divided
-    /// values.
+    /// values; [`Error::InvalidArgument`] for gradients that a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)
+    /// keeps, whose own [`unscale`](crate::optim::Optimizer::unscale) divides them.
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
-        self.unscale_parameters(grads, |_, overflow| {
-            overflow.ok_or_else(|| {
-                let reason = "it has no gradient for any of the scaler's parameters: with a ZeroRedundancyOptimizer, \
-                              call `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut \
-                              grads)` first";
-                Error::invalid("grads", reason)
-            })
+        self.unscale_with(grads, std::iter::empty())
+    }
+
+    /// Like [`unscale`](Self::unscale), for the gradients of `more` parameters, of which the scaler may not know.
+    pub(crate) fn unscale_with<'a>(
+        &mut self,
+        grads: &mut GradStore,
+        more: impl Iterator<Item = (&'a String, &'a Var)>,
+    ) -> Result<bool> {
+        self.unscale_parameters(grads, more, None, |_, overflow| {
+            let reason = "it has no gradient for any of the scaler's parameters: with a ZeroRedundancyOptimizer, \
+                          call `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut \
+                          grads)` first";
+            overflow.ok_or_else(|| Error::invalid("grads", reason))
         })
     }
 
-    /// Like [`unscale`](Self::unscale), for gradients that are not all in `grads`: `divide_others` gets the factor by which to
-    /// multiply the others, and returns whether any of this rank's is infinite or NaN.
+    /// Like [`unscale`](Self::unscale), for the model with the parameter `kept`, whose averaged gradients are not in `grads`: `divide`
+    /// gets the factor by which to multiply them, and returns whether any of this rank's is infinite or NaN.
     pub(crate) fn unscale_sharded(
         &mut self,
         grads: &mut GradStore,
-        divide_others: impl FnOnce(f64) -> Result<bool>,
+        kept: Option<&Var>,
+        divide: impl FnOnce(f64) -> Result<bool>,
     ) -> Result<bool> {
-        self.unscale_parameters(grads, |factor, overflow| Ok(divide_others(factor)? || overflow == Some(true)))
+        let verdict = |factor, overflow| Ok(divide(factor)? || overflow == Some(true));
+        self.unscale_parameters(grads, std::iter::empty(), kept, verdict)
     }
 
     /// `verdict` gets the factor and whether `grads` has infinities or NaNs, and returns whether there are any at all.
-    fn unscale_parameters(
+    fn unscale_parameters<'a>(
         &mut self,
         grads: &mut GradStore,
+        more: impl Iterator<Item = (&'a String, &'a Var)>,
+        kept: Option<&Var>,
         verdict: impl FnOnce(f64, Option<bool>) -> Result<bool>,
     ) -> Result<bool> {
-        let parameters = std::mem::take(&mut self.parameters);
-        let result = self.unscale_by(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
+        let (parameters, models) = (std::mem::take(&mut self.parameters), Steps::of(grads));
+        let known = known(&parameters, &models, more);
+        let result = self.unscale_by(|factor| {
+            check_kept(grads, &known, models.iter().find(|model| kept.is_some_and(|var| model.has(var))))?;
+            let is_bad = verdict(factor, unscale(&known, grads, factor)?)?;
+            unscale_others(grads, factor, is_done(&known, &models))?;
+            Ok(is_bad)
+        });
+        drop(known);
         self.parameters = parameters;
         self.note_overflow(matches!(result, Ok(false)), grads);
         if result.is_ok() {
@@ -220,28 +243,39 @@ impl GradScaler {
         Ok(!overflow)
     }
 
-    /// [`step`](Self::step) of an optimizer that launches its kernels with the verdict: they do nothing if it is bad, and the host learns
-    /// of it while they run. `None`, and nothing happens, where the host must decide.
-    pub(crate) fn step_on_gpu(
-        &mut self,
+    /// Divides the gradients for a [`step`](Self::step) of an optimizer that launches its kernels with the verdict: they do nothing if it is
+    /// bad, and the host learns of it while they run, in [`conclude`](Self::conclude). `None`, and nothing happens, where the host must
+    /// decide. `more` as in [`unscale_with`](Self::unscale_with).
+    pub(crate) fn judge_on_gpu<'a>(
+        &self,
         grads: &mut GradStore,
-        step: impl FnOnce(&GradStore, &Verdict) -> Result<()>,
-    ) -> Result<Option<bool>> {
+        more: impl Iterator<Item = (&'a String, &'a Var)>,
+    ) -> Result<Option<Verdict>> {
         let has_scaled = self.has_scaled.load(Ordering::Relaxed);
         if !self.options.enabled || self.stage != Stage::Scaled || !has_scaled {
             return Ok(None);
         }
-        let Some(numbers) = unscale_on_gpu(&self.parameters, grads, self.factor())? else { return Ok(None) };
+        let models = Steps::of(grads);
+        let known = known(&self.parameters, &models, more);
+        if check_kept(grads, &known, None).is_err() {
+            return Ok(None);
+        }
+        let Some(numbers) = unscale_on_gpu(&known, grads, self.factor())? else { return Ok(None) };
         self.group.announce(Operation::Unscale)?;
         let verdict = Verdict::of_all_ranks(&self.group, numbers)?;
+        unscale_others(grads, self.factor(), is_done(&known, &models))?;
         scaled::unmark(grads);
-        let stepped = step(grads, &verdict);
+        Ok(Some(verdict))
+    }
+
+    /// Call once the kernels of the step are launched. Returns whether they make one.
+    pub(crate) fn conclude(&mut self, grads: &GradStore, verdict: &Verdict, stepped: Result<()>) -> Result<bool> {
         let overflow = verdict.is_bad()?;
         self.stage = Stage::Unscaled { overflow };
         self.note_overflow(overflow, grads);
         stepped?;
         self.stage = Stage::Stepped { overflow };
-        Ok(Some(!overflow))
+        Ok(!overflow)
     }
 
     /// As in PyTorch: the reciprocal in f64, rounded to f32.
@@ -249,10 +283,16 @@ impl GradScaler {
         f64::from((1.0 / self.scale) as f32)
     }
 
-    /// Finds the first parameter whose gradient overflowed, if that will be said.
+    /// Tells the models that the step with `grads` is left out if there is an `overflow`, and finds the first parameter whose gradient
+    /// overflowed if that will be said.
     fn note_overflow(&mut self, overflow: bool, grads: &GradStore) {
-        if overflow && self.group.rank() == 0 && self.would_sink() {
-            self.overflowed = first_overflow(&self.parameters, grads);
+        if !overflow {
+            return;
+        }
+        let models = Steps::of(grads);
+        models.iter().for_each(|model| model.leave_out());
+        if self.group.rank() == 0 && self.would_sink() {
+            self.overflowed = first_overflow(&known(&self.parameters, &models, std::iter::empty()), grads);
         }
     }
 
@@ -354,11 +394,41 @@ impl GradScaler {
     }
 }
 
+/// The scaler's `parameters`, those of the `models` whose gradients are in the store, and `more`.
+fn known<'a, 'more: 'a>(
+    parameters: &'a [(String, Var)],
+    models: &'a [Arc<Steps>],
+    more: impl Iterator<Item = (&'more String, &'more Var)>,
+) -> Vec<(&'a String, &'a Var)> {
+    let mut seen = HashSet::new();
+    let own = parameters.iter().map(|(name, var)| (name, var));
+    let all = own.chain(models.iter().flat_map(|model| model.named()));
+    let all = all.chain(more.map(|own| -> (&'a String, &'a Var) { own }));
+    all.filter(|(_, var)| seen.insert(var.id())).collect()
+}
+
+/// Which entries of a store are no gradients, or those of `known` variables.
+fn is_done(known: &Known, models: &[Arc<Steps>]) -> impl Fn(TensorId) -> bool + use<> {
+    let marks = models.iter().map(|model| model.mark.id());
+    let ids: HashSet<TensorId> = known.iter().map(|(_, var)| var.id()).chain(marks).collect();
+    move |id| ids.contains(&id) || scaled::is_key(id)
+}
+
+/// Refuses gradients that are not in `grads`, since a ZeroRedundancyOptimizer keeps them, except for those of `own`.
+fn check_kept(grads: &GradStore, known: &Known, own: Option<&Arc<Steps>>) -> Result<()> {
+    let others = known.iter().map(|(_, var)| *var).filter(|var| own.is_none_or(|own| !own.has(var)));
+    let Some(name) = first_kept(grads, others) else { return Ok(()) };
+    let reason = format!(
+        "a ZeroRedundancyOptimizer keeps the gradient of {name}, and divides it itself: call `scaler.step(&mut optimizer, &mut grads)`, or \
+         `optimizer.unscale(&mut scaler, &mut grads)` first (a scaler serves one such optimizer)"
+    );
+    Err(Error::invalid("grads", reason))
+}
+
 /// The first parameter whose gradient is not finite.
-fn first_overflow(parameters: &[(String, Var)], grads: &GradStore) -> Option<String> {
-    let overflows =
-        |(_, var): &&(String, Var)| grads.get(var).is_some_and(|gradient| matches!(non_finite(gradient), Ok(Some(_))));
-    parameters.iter().find(overflows).map(|(name, _)| name.clone())
+fn first_overflow(parameters: &Known, grads: &GradStore) -> Option<String> {
+    let overflows = |var: &Var| grads.get(var).is_some_and(|gradient| matches!(non_finite(gradient), Ok(Some(_))));
+    parameters.iter().find(|(_, var)| overflows(var)).map(|(name, _)| (*name).clone())
 }
 
 /// The text mentions `step_if_finite` too: with `update` alone, a second optimizer would divide the same gradients again.

@@ -2,6 +2,7 @@
 use super::checks::{check, check_fresh, check_one_number, check_reached, check_recorded, not_finite};
 use super::count;
 use super::graph::Graph;
+use super::ignored;
 use super::micro_batch;
 use super::model::DistributedModel;
 use super::non_finite;
@@ -187,14 +188,15 @@ fn run_into(
         None => Ok((id, gradient.clone())),
     };
     let sums = added.filter_map(|id| Some((*id, new.get_id(*id)?))).map(sum).collect::<Result<Vec<_>>>()?;
+    let of_sums: Vec<Tensor> = pass.synchronised().map(|model| model.marks().of_sums()).collect::<Result<_>>()?;
     // From here on, nothing fails.
-    for model in pass.synchronised() {
+    for (model, of_sums) in pass.synchronised().zip(of_sums) {
         // Sums have their own memory, so the buckets can be reused.
         let becomes_view = |(_, var): (_, &Var)| new.get(var).is_some() && grads.get(var).is_none();
         let has_views = model.reducer.is_sharded() || model.variables.named_parameters().any(becomes_view);
         let mark = model.marks().take(&mut new).filter(|_| has_views);
         model.marks().take(grads);
-        model.marks().put_back(grads, mark);
+        model.marks().put_back(grads, Some(mark.unwrap_or(of_sums)));
     }
     sums.into_iter().for_each(|(id, sum)| drop(grads.insert_id(id, sum)));
     Ok(copy_of(grads))
@@ -311,6 +313,7 @@ fn average(loss: &Tensor, pass: &mut Pass, step: Option<&mut StepPart>) -> Resul
         }
         pass.synchronised().for_each(|model| model.reducer.identity().has_gradients());
         finish(buffers, pass)?;
+        ignored::look(pass, Some(&grads))?;
         micro_batch::end(pass)?;
         if !settle::settle(pass, &mut grads)? {
             let models = pass.synchronised().filter(|model| model.blocks.is_none());
@@ -366,7 +369,8 @@ pub(super) fn shadow(models: &[&DistributedModel], kind: Kind, active: &Active) 
         for model in pass.synchronised() {
             model.reducer.finalize_backward()?;
         }
-        finish(buffers, pass)
+        finish(buffers, pass)?;
+        ignored::look(pass, None)
     })
 }
 
@@ -402,7 +406,7 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
 /// Marks `grads` as the gradients of a pass that has succeeded.
 fn put_marks(grads: &mut GradStore, pass: &Pass) -> Result<()> {
     pass.models.iter().try_for_each(|Member { core, synchronises, .. }| match synchronises {
-        true => core.marks().put_averaged(grads),
+        true => core.marks().put_averaged(grads, core.reducer.is_sharded()),
         false => core.marks().put_local(grads),
     })
 }
@@ -436,6 +440,10 @@ fn take_unhooked(grads: &mut GradStore, pass: &Pass) -> Result<Option<String>> {
 /// Warns if the program may have expected gradients to accumulate, as in PyTorch.
 fn warn_of_lost(model: &DistributedModel) -> Result<()> {
     let is_held = model.marks().is_last_held();
+    if model.marks().steps.take_left_out() {
+        model.first_gradients().are_left_out();
+        return Ok(());
+    }
     let lost = model.first_gradients().are_lost(&model.variables.parameters, is_held)?;
     if lost && model.group().rank() == 0 {
         let first = model.first_name();

@@ -43,6 +43,13 @@ impl FirstGradients {
         Ok(was_unused && !is_held)
     }
 
+    /// Call if all ranks have left out the step with the first gradients, so that the next ones count.
+    pub(super) fn are_left_out(&mut self) {
+        if matches!(self, Self::Unused) {
+            *self = Self::ToCome;
+        }
+    }
+
     /// Call at the end of a synchronised backward pass.
     pub(super) fn come(&mut self, parameters: &[Parameter]) {
         if matches!(self, Self::ToCome) {

@@ -24,20 +24,23 @@ enum Kind {
     Averaged = 1,
     /// This rank's sums of a pass under `no_sync`.
     Local = 2,
+    /// Means over the ranks that a ZeroRedundancyOptimizer keeps: the store has none of them.
+    Kept = 3,
 }
 
 impl Marks {
     pub(super) fn new(variables: &Variables) -> Result<Self> {
         let key = Var::zeros((), DType::F32, &Device::Cpu)?;
-        let steps = Steps::new(&key, variables.named_parameters().map(|(_, var)| var));
+        let steps = Steps::new(&key, variables);
         Ok(Self { key, last: None, steps })
     }
 
-    /// Marks `grads` as the holder of the averaged gradients of the pass that has just ended.
-    pub(super) fn put_averaged(&mut self, grads: &mut GradStore) -> Result<()> {
+    /// Marks `grads` as the holder of the averaged gradients of the pass that has just ended, unless they `are_kept`.
+    pub(super) fn put_averaged(&mut self, grads: &mut GradStore, are_kept: bool) -> Result<()> {
         let held = Arc::new(());
         let weak = Arc::downgrade(&held);
-        let mark = self.key.apply_op1(Mark { kind: Kind::Averaged, _held: held })?;
+        let kind = if are_kept { Kind::Kept } else { Kind::Averaged };
+        let mark = self.key.apply_op1(Mark { kind, _held: held })?;
         self.last = Some((mark.id(), weak));
         grads.insert(&self.key, mark);
         Ok(())
@@ -48,6 +51,11 @@ impl Marks {
         let mark = self.key.apply_op1(Mark { kind: Kind::Local, _held: Arc::default() })?;
         grads.insert(&self.key, mark);
         Ok(())
+    }
+
+    /// A mark for averaged gradients that have their own memory.
+    pub(super) fn of_sums(&self) -> Result<Tensor> {
+        Ok(self.key.apply_op1(Mark { kind: Kind::Averaged, _held: Arc::default() })?)
     }
 
     pub(super) fn take(&self, grads: &mut GradStore) -> Option<Tensor> {
@@ -71,13 +79,24 @@ impl Marks {
     }
 
     pub(super) fn has_local(&self, grads: &GradStore) -> bool {
-        is_local(grads, &self.key)
+        is_of(grads, &self.key, Kind::Local)
     }
 }
 
-/// Whether the mark that `grads` has under `key` is one of sums that are not averaged.
-fn is_local(grads: &GradStore, key: &Var) -> bool {
-    grads.get(key).is_some_and(|mark| mark.elem_count() == Kind::Local as usize)
+/// Whether the mark that `grads` has under `key` is one of this `kind`.
+fn is_of(grads: &GradStore, key: &Var, kind: Kind) -> bool {
+    grads.get(key).is_some_and(|mark| mark.elem_count() == kind as usize)
+}
+
+/// The name of the first of `vars` whose averaged gradient a ZeroRedundancyOptimizer keeps, so that `grads` does not have it.
+pub(crate) fn first_kept<'a>(grads: &GradStore, vars: impl Iterator<Item = &'a Var>) -> Option<String> {
+    let is_kept = |model: &Arc<Steps>| is_of(grads, &model.mark, Kind::Kept);
+    let models: Vec<_> = Steps::of(grads).into_iter().filter(is_kept).collect();
+    let name = |var: &Var| {
+        let model = models.iter().find(|model| model.has(var))?;
+        model.named().find(|(_, own)| own.id() == var.id()).map(|(name, _)| name.clone())
+    };
+    vars.filter(|_| !models.is_empty()).find_map(name)
 }
 
 /// Refuses sums of a pass under `no_sync`, before an optimizer's step on these parameters.
@@ -85,7 +104,7 @@ pub(crate) fn check_averaged<'a>(
     grads: &GradStore,
     parameters: impl Iterator<Item = (&'a String, &'a Var)>,
 ) -> Result<()> {
-    let is_local = |model: &Arc<Steps>| is_local(grads, &model.mark);
+    let is_local = |model: &Arc<Steps>| is_of(grads, &model.mark, Kind::Local);
     let models: Vec<_> = Steps::of(grads).into_iter().filter(is_local).collect();
     let is_sum = |var: &Var| models.iter().any(|model| model.has(var)) && grads.get(var).is_some();
     match parameters.filter(|_| !models.is_empty()).find(|(_, var)| is_sum(var)) {

@@ -16,6 +16,7 @@ mod groups;
 mod guards;
 mod hook;
 mod hook_state;
+mod ignored;
 mod join;
 mod leaf;
 mod memory;
@@ -49,7 +50,7 @@ mod window;
 pub(crate) use backward::backward_in_parts;
 pub use backward::{Backward, backward_micro_batch, backward_with};
 pub use blocks::{Block, Sharding, block};
-pub(crate) use gradients::{check_averaged, own_gradient};
+pub(crate) use gradients::{check_averaged, first_kept, own_gradient};
 pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
 pub use memory::{DeviceMemory, MemoryEstimate};
@@ -232,6 +233,7 @@ impl<M> DistributedDataParallel<M> {
     /// `zero_grad`.
     pub fn zero_grad(&self) {
         self.core.reducer.zero_grad();
+        lock(&self.core.skipped).ignored = None;
     }
 
     /// Runs `body`, this rank's training loop, when ranks have different numbers of batches: PyTorch's `with

@@ -21,7 +21,7 @@ use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::function::is_grad_enabled;
 use crate::trace::{Row, Trace, in_nvtx_range};
-use crate::{Error, Result};
+use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp_env::PROCESS;
 use std::fmt;
@@ -38,6 +38,8 @@ pub struct DistributedModel {
     pub(super) no_sync: AtomicUsize,
     /// Numbers the models that were built with this group; the same on all ranks.
     pub(super) number: u64,
+    /// Whether any rank ignores variables of the model.
+    pub(super) ignores: bool,
     /// Agreed orders for backward passes in which this model is given first: the numbers of all models, and the order
     /// of their positions.
     pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
@@ -113,7 +115,7 @@ impl DistributedModel {
         if let Some(parameter) = variables.parameters.first() {
             reducer.identity().is_built(&parameter.var.as_detached_tensor());
         }
-        let number = agreed_number(group)?;
+        let (number, ignores) = agreed(group, !variables.ignored.is_empty())?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new(&variables)?), Mutex::default());
         let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
@@ -125,6 +127,7 @@ impl DistributedModel {
             options,
             no_sync,
             number,
+            ignores,
             orders,
             marks,
             first,
@@ -293,16 +296,19 @@ impl fmt::Debug for DistributedModel {
     }
 }
 
-/// A number that no other model of this group has; the same on all ranks.
-fn agreed_number(group: &ProcessGroup) -> Result<u64> {
+/// A number that no other model of this group has, and whether any rank `ignores` variables; the same on all ranks.
+fn agreed(group: &ProcessGroup, ignores: bool) -> Result<(u64, bool)> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     if group.world_size() == 1 {
-        return Ok(number);
+        return Ok((number, ignores));
     }
-    let of_rank_0 = Tensor::new(&[number as i64], group.device())?;
-    label::DDP_NEW.during(|| group.broadcast(&of_rank_0, 0))?;
-    Ok(of_rank_0.to_vec1::<i64>()?[0] as u64)
+    // Rank 0's number.
+    let own = if group.rank() == 0 { number as f64 } else { -1. };
+    let of_all = Tensor::new(&[own, f64::from(u8::from(ignores))], group.device())?;
+    label::DDP_NEW.during(|| group.all_reduce(&of_all, ReduceOp::Max))?;
+    let of_all = of_all.to_vec1::<f64>()?;
+    Ok((of_all[0] as u64, of_all[1] > 0.))
 }
 
 /// Loads the kernels that the model and its training may need, before the first collective.

@@ -7,13 +7,13 @@ use std::sync::OnceLock;
 /// What happens to a step whose averaged gradients contain a NaN or an infinity. An option of [`DdpOptions`](crate::DdpOptions).
 ///
 /// All ranks decide the same in the same step, without a collective: each looks at the averaged gradients, which all have. Where
-/// ranks have parts of them, or the results of a [communication hook](crate::comm_hook), a flag travels with the used flags. This
-/// reads the gradients once more; on a GPU, `backward` waits for them.
+/// ranks have parts of them, or the results of a [communication hook](crate::comm_hook), a flag travels with the used flags. If any rank
+/// [ignores](crate::Role::Ignored) variables of the model, such as experts, each looks at its gradients of them, and the ranks tell each
+/// other in one more collective. This reads the gradients once more; on a GPU, `backward` waits for them.
 ///
 /// With a [hook](crate::comm_hook::CommHook::is_local) that sends nothing, each rank decides for itself.
 ///
-/// A pass whose loss a [`GradScaler`](crate::amp::GradScaler) has scaled is left to the scaler, which expects infinities. Gradients of
-/// variables that DDP [ignores](crate::Role::Ignored) are not looked at. Models that are trained in one backward pass must have the same
+/// A pass whose loss a [`GradScaler`](crate::amp::GradScaler) has scaled is left to the scaler, which expects infinities. Models that are trained in one backward pass must have the same
 /// policy and the same group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -72,6 +72,8 @@ pub(super) struct Skipped {
     pub(super) in_a_row: u64,
     /// Whether the step to which the last pass belongs is left out.
     is_left_out: bool,
+    /// What passes under `no_sync` have found in this rank's gradients of ignored variables.
+    pub(super) ignored: Option<Finding>,
 }
 
 /// As a group keeps them for an elastic run.

@@ -82,6 +82,11 @@ impl Variables {
         self.without_buffers().chain(self.buffers.iter().map(|Buffer { name, var }| (name, var)))
     }
 
+    /// Whether a variable of this name is ignored.
+    pub(super) fn ignores(&self, name: &str) -> bool {
+        self.ignored.iter().any(|ignored| ignored.name == name)
+    }
+
     pub(super) fn without_buffers(&self) -> impl Iterator<Item = (&String, &Var)> {
         self.named_parameters().chain(self.frozen.iter().map(|Frozen { name, var, .. }| (name, var)))
     }

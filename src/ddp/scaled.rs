@@ -34,7 +34,7 @@ pub(crate) fn mark(loss: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 /// Whether `id` is the key's: the graph of a scaled loss contains it.
-pub(super) fn is_key(id: TensorId) -> bool {
+pub(crate) fn is_key(id: TensorId) -> bool {
     lock(&KEYS).iter().any(|key| key.id() == id)
 }
 

@@ -23,7 +23,7 @@ pub(super) fn settle(pass: &Pass, grads: &mut GradStore) -> Result<bool> {
         (is_left_out, in_a_row) = (is_left_out | counted.0, in_a_row.max(counted.1));
     }
     if is_found && in_a_row > policy.at_most() {
-        return Err(name(pass, &findings, in_a_row)?);
+        return Err(pass.models[0].core.group().note(name(pass, &findings, in_a_row)?));
     }
     if is_left_out {
         leave_out(grads)?;
@@ -39,10 +39,14 @@ pub(super) fn settle(pass: &Pass, grads: &mut GradStore) -> Result<bool> {
     }
     let first = pass.models[0].core;
     if is_found && first.group().rank() == 0 && lock(&first.skipped).total == 1 {
-        let found = findings.into_iter().find_map(|findings| findings.averaged);
-        let what = found.map_or("a gradient is not finite".to_string(), |(parameter, value)| {
-            format!("the averaged gradient of {parameter} contains {value}")
-        });
+        let is_ignored = |name: &str| pass.models.iter().any(|model| model.core.variables.ignores(name));
+        let own = findings.iter().find_map(|findings| findings.own.clone()).filter(|(name, _)| is_ignored(name));
+        let averaged = findings.into_iter().find_map(|findings| findings.averaged);
+        let what = match (averaged, own) {
+            (Some((parameter, value)), _) => format!("the averaged gradient of {parameter} contains {value}"),
+            (None, Some((parameter, value))) => format!("rank 0's gradient of {parameter} contains {value}"),
+            (None, None) => "a gradient is not finite".to_string(),
+        };
         warn_aloud(format_args!(
             "all ranks leave out this step, since {what} (OnNonFinite::Skip). Further ones are only counted, in \
              DistributedDataParallel::skipped_steps"

@@ -1,10 +1,13 @@
-//! What optimizers do with a model's gradients. An optimizer knows the model by the mark in the store of its gradients.
+//! What optimizers, scalers and clipping know of the models whose gradients are in a store, and what they do with those. They know a
+//! model by its mark in the store.
+use super::parameter::{Buffer, Variables};
 use crate::hash::content_64;
 use crate::panic::lock;
 use candle_core::backprop::GradStore;
 use candle_core::{TensorId, Var};
 use std::collections::HashSet;
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 /// The models whose marks stores may have.
@@ -13,9 +16,14 @@ static MODELS: Mutex<Vec<Weak<Steps>>> = Mutex::new(Vec::new());
 /// The optimizer steps of one model's parameters.
 pub(crate) struct Steps {
     /// The variable under which stores have the model's mark.
-    pub(super) mark: Var,
-    parameters: HashSet<TensorId>,
+    pub(crate) mark: Var,
+    averaged: HashSet<TensorId>,
+    /// Each rank has other gradients of these.
+    ignored: HashSet<TensorId>,
+    /// All variables that may have gradients in the store.
+    named: Vec<(String, Var)>,
     last: Mutex<Option<Step>>,
+    is_left_out: AtomicBool,
 }
 
 /// What must be the same on all ranks in a step, as hashes.
@@ -26,9 +34,20 @@ struct Step {
 }
 
 impl Steps {
-    pub(super) fn new<'a>(mark: &Var, parameters: impl Iterator<Item = &'a Var>) -> Arc<Self> {
-        let (mark, parameters) = (mark.clone(), parameters.map(|var| var.id()).collect());
-        let steps = Arc::new(Self { mark, parameters, last: Mutex::default() });
+    pub(super) fn new(mark: &Var, variables: &Variables) -> Arc<Self> {
+        let ignored = || variables.ignored.iter().map(|Buffer { name, var }| (name, var));
+        let steps = Arc::new(Self {
+            mark: mark.clone(),
+            averaged: variables.named_parameters().map(|(_, var)| var.id()).collect(),
+            ignored: ignored().map(|(_, var)| var.id()).collect(),
+            named: variables
+                .named_parameters()
+                .chain(ignored())
+                .map(|(name, var)| (name.clone(), var.clone()))
+                .collect(),
+            last: Mutex::default(),
+            is_left_out: AtomicBool::new(false),
+        });
         let mut models = lock(&MODELS);
         models.retain(|model| model.strong_count() > 0);
         models.push(Arc::downgrade(&steps));
@@ -42,8 +61,28 @@ impl Steps {
     }
 
     /// Whether the ranks average the gradients of this variable.
-    pub(super) fn has(&self, var: &Var) -> bool {
-        self.parameters.contains(&var.id())
+    pub(crate) fn has(&self, var: &Var) -> bool {
+        self.averaged.contains(&var.id())
+    }
+
+    /// The variables of the model that may have gradients in the store, with their names.
+    pub(crate) fn named(&self) -> impl Iterator<Item = (&String, &Var)> {
+        self.named.iter().map(|(name, var)| (name, var))
+    }
+
+    /// Which variables have gradients that differ between the ranks, since one of the `models` ignores them.
+    pub(crate) fn are_ignored(models: &[Arc<Self>]) -> impl Fn(&Var) -> bool {
+        move |var| models.iter().any(|model| model.ignored.contains(&var.id()))
+    }
+
+    /// All ranks leave out the step with the gradients in the store.
+    pub(crate) fn leave_out(&self) {
+        self.is_left_out.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a step was left out since the last call.
+    pub(super) fn take_left_out(&self) -> bool {
+        self.is_left_out.swap(false, Ordering::Relaxed)
     }
 
     /// An optimizer that has these parameters, with their options and numbers of steps, has made a step.

@@ -1,7 +1,8 @@
 //! Gradient clipping.
 use super::sums::{largest, sum_of_squares};
 use crate::ddp::non_finite::is_skipped;
-use crate::ddp::scaled;
+use crate::ddp::steps::Steps;
+use crate::ddp::{first_kept, scaled};
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};
 use crate::tensor::{Element, dispatch};
@@ -42,11 +43,13 @@ pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, 
 /// them had together: PyTorch's `clip_grad_norm_`. Variables without a gradient are ignored.
 ///
 /// Contiguous gradients are changed in place, and so is every tensor that shares their storage. With gradients from
-/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. (Gradients of ignored parameters
-/// differ between ranks: clip them separately, or the norms, and with them the averaged parameters, would differ too.)
+/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. Gradients of [ignored](crate::Role::Ignored)
+/// parameters, which differ between ranks, are scaled by the same factor and do not count in the norm, or the averaged parameters
+/// would part. If all of `parameters` are ignored, the norm is that of this rank's gradients.
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `parameters` has a gradient, and, with
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `parameters` has a gradient, if a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) keeps the gradient of one of them, and, with
 /// `error_if_nonfinite`, for a norm that is not finite; [`Error::GradScaler`] for gradients that are still multiplied by
 /// the scale of a [`GradScaler`](crate::amp::GradScaler).
 pub fn clip_grad_norm_with(
@@ -69,12 +72,14 @@ pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: 
         return finite_norm(f64::NAN, options);
     }
     check_any_gradient(grads, vars)?;
-    if !options.error_if_nonfinite
+    let measured = without_ignored(grads, vars.iter().collect(), |var| var);
+    if measured.len() == vars.len()
+        && !options.error_if_nonfinite
         && let Some(norm) = clip_on_gpu(grads, vars, max_norm, options.norm_type)?
     {
         return Ok(norm);
     }
-    let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
+    let norm = norm(measured.into_iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     let norm = finite_norm(norm, options)?;
     let scale = coefficient(norm, max_norm);
     if scale != 1. {
@@ -115,11 +120,31 @@ pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
     Ok(())
 }
 
-/// A call that would clip nothing is a mistake.
+/// Those of `items` whose variables' gradients are the same on all ranks; all of them if there are none.
+pub(super) fn without_ignored<'a, T: Copy>(
+    grads: &GradStore,
+    items: Vec<T>,
+    variable: impl Fn(T) -> &'a Var,
+) -> Vec<T> {
+    let models = Steps::of(grads);
+    let is_ignored = Steps::are_ignored(&models);
+    let averaged: Vec<T> = items.iter().copied().filter(|item| !is_ignored(variable(*item))).collect();
+    let has_gradient = |item: &T| grads.get(variable(*item)).is_some();
+    if averaged.iter().any(has_gradient) { averaged } else { items }
+}
+
+/// A call that would clip nothing, or only what no optimizer keeps, is a mistake.
 fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
     if !vars.is_empty() && vars.iter().all(|var| grads.get(var).is_none()) {
         let reason = "none of the parameters has a gradient in it: give the store that `backward` returned for their model. (If \
                       a ZeroRedundancyOptimizer trains them, it keeps the gradients itself: call its `clip_grad_norm`)";
+        return Err(Error::invalid("grads", reason));
+    }
+    if let Some(name) = first_kept(grads, vars.iter()) {
+        let reason = format!(
+            "it has no gradient of {name}, which a ZeroRedundancyOptimizer keeps: call the optimizer's `clip_grad_norm`, and clip other \
+             parameters, such as ignored ones, separately"
+        );
         return Err(Error::invalid("grads", reason));
     }
     Ok(())

@@ -13,7 +13,7 @@ use crate::error::describe;
 use crate::kernels;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::DTYPES;
-use crate::variables::{Parameters, check_named, piece_of};
+use crate::variables::{Parameters, check_named, check_whole};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
@@ -205,11 +205,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             if let Some(reason) = options.refuses(&var) {
                 return Err(Error::parameter(name, reason));
             }
-            if piece_of(&var).is_some() {
-                let reason =
-                    "it is this rank's piece of a parameter, whose model is sharded: use ZeroRedundancyOptimizer";
-                return Err(Error::parameter(name, reason));
-            }
+            check_whole([(&name, &var)], "use ZeroRedundancyOptimizer")?;
             if var.dtype().is_float() {
                 slots.push(Slot::new(name, var, &options)?);
             }
@@ -249,6 +245,10 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         self.slots().map(|slot| slot.name.as_str())
     }
 
+    fn named(&self) -> impl Iterator<Item = (&String, &Var)> {
+        self.slots().map(|slot| (&slot.name, &slot.var))
+    }
+
     fn slots(&self) -> impl Iterator<Item = &Slot> {
         self.groups.iter().flat_map(|group| &group.slots)
     }
@@ -277,7 +277,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// After a bad `verdict`, this is no step.
     fn apply(&mut self, grads: &GradStore, verdict: Option<&Verdict>) -> Result<()> {
         scaled::check_unscaled(grads, "step")?;
-        check_averaged(grads, self.slots().map(|slot| (&slot.name, &slot.var)))?;
+        check_averaged(grads, self.named())?;
         // Check everything before changing anything.
         let gradients: Vec<Vec<Option<Tensor>>> = self
             .groups
@@ -285,7 +285,10 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             .map(|group| group.slots.iter().map(|slot| slot.gradient(grads, &group.options)).collect())
             .collect::<Result<_>>()?;
         let norm = if self.options().any(|options| rule::max_grad_norm(options).is_some()) {
-            clip::norm(gradients.iter().flatten().flatten(), clip::NormType::L2)?
+            let present = self.slots().zip(gradients.iter().flatten());
+            let present = present.filter_map(|(slot, gradient)| Some((&slot.var, gradient.as_ref()?))).collect();
+            let measured = clip::without_ignored(grads, present, |(var, _)| var);
+            clip::norm(measured.into_iter().map(|(_, gradient)| gradient), clip::NormType::L2)?
         } else {
             0.
         };
@@ -337,9 +340,10 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
         self.check_whole()?;
         if self.may_judge()
-            && let Some(stepped) = scaler.step_on_gpu(grads, |grads, verdict| self.apply(grads, Some(verdict)))?
+            && let Some(verdict) = scaler.judge_on_gpu(grads, self.named())?
         {
-            return Ok(stepped);
+            let stepped = self.apply(grads, Some(&verdict));
+            return scaler.conclude(grads, &verdict, stepped);
         }
         scaler.step_on_host(self, grads)
     }
@@ -359,6 +363,10 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         let vars: Vec<Var> = self.slots().map(|slot| slot.var.clone()).collect();
         clip::clip(grads, &vars, max_norm, clip::ClipOptions::default())
+    }
+
+    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        scaler.unscale_with(grads, self.named())
     }
 }
 

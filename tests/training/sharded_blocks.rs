@@ -1,5 +1,6 @@
 //! Blocks whose parameters are spread over the ranks.
 mod hybrid;
+mod whole;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler, MixedPrecision};

@@ -1,6 +1,8 @@
 //! DDP says once, on rank 0, that the first gradients were dropped unused.
 use crate::common::{ranks, tensor};
 use crate::logger::{self, LOG};
+use candle_ddp::amp::GradScaler;
+use candle_ddp::optim::{ParamsSgd, Sgd};
 use candle_ddp::{Backward, DistributedDataParallel, Result, backward_with};
 use candle_nn::{Linear, Optimizer, SGD, VarMap, linear};
 
@@ -37,6 +39,19 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
     });
     assert_eq!(lost.len(), 1, "{lost:?}");
 
+    // The first ones that are not left out.
+    let lost = warnings(|ddp| {
+        let mut scaler = GradScaler::new(ddp.process_group(), ddp, Default::default())?;
+        for step in 0..3 {
+            let loss = (loss(ddp)? * if step < 1 { f64::INFINITY } else { 1. })?;
+            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            scaler.unscale(&mut grads)?;
+            scaler.update()?;
+        }
+        Ok(())
+    });
+    assert_eq!(lost.len(), 1, "{lost:?}");
+
     let used = [
         // A step, and forward passes before and after.
         warnings(|ddp| {
@@ -64,6 +79,18 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
             ddp.backward(&loss(ddp)?)?;
             drop(guard);
             ddp.backward(&loss(ddp)?).map(drop)
+        }),
+        // A scaler leaves out the first steps, as in every run with a scale that is too large at first.
+        warnings(|ddp| {
+            let mut scaler = GradScaler::new(ddp.process_group(), ddp, Default::default())?;
+            let mut optimizer = Sgd::new(ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
+            for step in 0..4 {
+                let loss = (loss(ddp)? * if step < 2 { f64::INFINITY } else { 1. })?;
+                let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+                assert_eq!(scaler.step(&mut optimizer, &mut grads)?, step >= 2);
+                scaler.update()?;
+            }
+            Ok(())
         }),
     ];
     assert!(used.iter().all(Vec::is_empty), "{used:?}");

@@ -12,7 +12,7 @@ use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
 use crate::ddp::count;
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
-use crate::ddp::non_finite::{Findings, OnNonFinite};
+use crate::ddp::non_finite::{Finding, Findings, OnNonFinite};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::sums::Write;
 use crate::panic::lock;
@@ -390,6 +390,14 @@ impl Reducer {
     /// What the pass has found, once all buckets are reduced.
     pub(crate) fn findings(&self) -> Result<Findings> {
         self.with_part(|part| Ok(part.findings.clone()))
+    }
+
+    /// Some rank has a gradient of an ignored variable that is not finite, and this one has `own`.
+    pub(crate) fn found_ignored(&self, own: Option<Finding>) -> Result<()> {
+        self.with_part(|Part { findings, .. }| {
+            (findings.is_agreed, findings.own) = (true, findings.own.take().or(own));
+            Ok(())
+        })
     }
 
     /// Drops what the pass has left to a ZeroRedundancyOptimizer, which then changes nothing.

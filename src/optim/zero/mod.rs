@@ -406,7 +406,8 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
         let pending = self.reducer.pending()?;
         let mut divided = 1.;
-        let finite = scaler.unscale_sharded(grads, |factor| {
+        let kept = self.parameters.first().map(|own| &own.var);
+        let finite = scaler.unscale_sharded(grads, kept, |factor| {
             divided = factor;
             // As the next step will see them, in f32.
             let largest = self.norm_here(&pending, NormType::Inf)? * pending.scale * factor;

@@ -1,4 +1,5 @@
 //! Steps whose gradients are not finite are left out on all ranks, or end the run on all.
+mod ignored;
 mod passes;
 mod skip;
 mod stop;

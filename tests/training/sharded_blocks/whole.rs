@@ -1,0 +1,169 @@
+//! What needs whole parameters refuses pieces, and says how to get there.
+use super::{Net, batch, loss, made, sharded};
+use candle_core::{Module, Tensor, Var};
+use candle_ddp::checkpoint::{self, Checkpointer, LoadOptions, StateDict, load_adapter, save_adapter};
+use candle_ddp::nn::{Linear, LoraConfig, linear};
+use candle_ddp::optim::{
+    Ema, EmaOptions, FirstUpdate, Optimizer, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions,
+    ZeroRedundancyOptimizer, clip_grad_norm,
+};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Role, block, spawn};
+use candle_nn::{VarBuilder, VarMap};
+use std::sync::Arc;
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: candle_ddp::Result<T>, what: &str) {
+    match result {
+        Err(Error::Parameter { parameter, reason }) => {
+            assert!(reason.contains("this rank's piece") && reason.contains(what), "{parameter}: {reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn folder(name: &str) -> std::path::PathBuf {
+    std::env::temp_dir().join(format!("candle-ddp-whole-{name}-{}", std::process::id()))
+}
+
+#[test]
+fn pieces_are_not_averaged_or_saved_alone() {
+    spawn(2, |pg| {
+        let mut varmap = VarMap::new();
+        let (ddp, _optimizer) = made(&pg, &varmap, sharded())?;
+        let before = ddp.parameters()[2].flatten_all()?.to_vec1::<f32>()?;
+        let options = PeriodicModelAveragerOptions { period: 2, warmup_steps: 0 };
+        let mut averager = PeriodicModelAverager::new(&pg, options)?;
+        refused(averager.average_parameters(&ddp), "without DdpOptions::sharding");
+        refused(averager.average_parameters(&varmap), "without DdpOptions::sharding");
+        assert_eq!(ddp.parameters()[2].flatten_all()?.to_vec1::<f32>()?, before);
+
+        let mut ema = Ema::new(&ddp, 0.9)?;
+        ema.update()?;
+        refused(ema.averages(), "FirstUpdate::Averages");
+        refused(ema.state_dict(), "FirstUpdate::Averages");
+        refused(ema.load_state_dict(&Default::default()), "FirstUpdate::Averages");
+        let mut checkpointer = Checkpointer::new(&pg, folder("refused"), Default::default())?;
+        let saved = checkpointer.save(1, (("model", &mut varmap), ("ema", &mut ema))).map(drop);
+        assert!(saved.unwrap_err().to_string().contains("FirstUpdate::Averages"));
+        pg.barrier()?;
+        if pg.rank() == 0 {
+            std::fs::remove_dir_all(folder("refused")).ok();
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The gradients that the store has are those of ignored parameters.
+#[test]
+fn gradients_of_pieces_are_clipped_by_their_optimizer() {
+    spawn(2, |pg| {
+        let (role, varmap) =
+            (|name: &str| if name == "head.bias" { Role::Ignored } else { Role::Parameter }, VarMap::new());
+        let (ddp, mut optimizer) = made(&pg, &varmap, DdpOptions { role: Arc::new(role), ..sharded() })?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 1)?)?;
+        let error = clip_grad_norm(&mut grads, &ddp, 1e-3).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { argument: "grads", .. }), "{error}");
+        assert!(error.to_string().contains("stem.weight"), "{error}");
+        optimizer.clip_grad_norm(&mut grads, 1e-3)?;
+        Ok(optimizer.step(&grads)?)
+    })
+    .unwrap();
+}
+
+/// The averages after as many steps, and the averaged model's output.
+fn averaged(pg: &ProcessGroup, options: DdpOptions, resumes: bool) -> candle_ddp::Result<Vec<f32>> {
+    let step = |ddp: &DistributedDataParallel<Net>, optimizer: &mut ZeroRedundancyOptimizer<_>, ema: &mut Ema, step| {
+        optimizer.step(&ddp.backward(&loss(ddp, pg, step)?)?)?;
+        ema.update()
+    };
+    let varmap = VarMap::new();
+    let (ddp, mut optimizer) = made(pg, &varmap, options.clone())?;
+    let mut ema = Ema::with_options(&ddp, EmaOptions { decay: 0.7, first_update: FirstUpdate::Averages })?;
+    (0..3).try_for_each(|number| step(&ddp, &mut optimizer, &mut ema, number))?;
+    if !resumes {
+        (3..6).try_for_each(|number| step(&ddp, &mut optimizer, &mut ema, number))?;
+        ema.apply()?;
+        return Ok(ddp.forward(&batch(pg, 9)?)?.flatten_all()?.to_vec1()?);
+    }
+    let names = ["weights", "averages", "optimizer"].map(folder);
+    checkpoint::save_distributed(pg, &varmap, &names[0])?;
+    ema.apply()?;
+    checkpoint::save_distributed(pg, &varmap, &names[1])?;
+    ema.restore()?;
+    optimizer.save_distributed(pg, &names[2])?;
+    drop((ema, optimizer, ddp));
+
+    let varmap = VarMap::new();
+    let (ddp, mut optimizer) = made(pg, &varmap, options)?;
+    checkpoint::load_distributed(pg, &varmap, &names[1], LoadOptions::default())?;
+    let mut ema = Ema::with_options(&ddp, EmaOptions { decay: 0.7, first_update: FirstUpdate::Averages })?;
+    checkpoint::load_distributed(pg, &varmap, &names[0], LoadOptions::default())?;
+    optimizer.load_distributed(pg, &names[2])?;
+    (3..6).try_for_each(|number| step(&ddp, &mut optimizer, &mut ema, number))?;
+    ema.apply()?;
+    pg.barrier()?;
+    if pg.rank() == 0 {
+        names.iter().for_each(|name| std::fs::remove_file(name).unwrap());
+    }
+    Ok(ddp.forward(&batch(pg, 9)?)?.flatten_all()?.to_vec1()?)
+}
+
+#[test]
+fn averages_of_a_sharded_model_are_resumed() {
+    let run = |options: DdpOptions, resumes| spawn(2, |pg| averaged(&pg, options.clone(), resumes)).unwrap();
+    let expected = run(DdpOptions::default(), false);
+    assert_eq!(run(sharded(), false), expected);
+    assert_eq!(run(sharded(), true), expected);
+}
+
+/// By the way that the error describes.
+#[test]
+fn an_adapter_of_a_sharded_model_is_saved() {
+    type Adapted = (Linear, Block<Linear>);
+    let config = LoraConfig { target_modules: vec!["a".into()], ..Default::default() };
+    spawn(2, |pg| {
+        let model = |varmap: &VarMap, options: DdpOptions| {
+            let lora = config.clone();
+            let role = move |name: &str| if lora.is_trained(name) { Role::Parameter } else { Role::Frozen };
+            let build = |vb: VarBuilder<'static>| -> candle_core::Result<Adapted> {
+                Ok((linear(8, 8, vb.pp("layers.stem"))?, block(vb.pp("layers.0"), |vb| linear(8, 8, vb.pp("a")))?))
+            };
+            let options = DdpOptions { init_seed: Some(4), role: Arc::new(role), ..options };
+            DistributedDataParallel::with_options(&pg, varmap, |vb| config.build(vb.clone(), vb, build), options)
+        };
+        let varmap = VarMap::new();
+        let ddp = model(&varmap, sharded())?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.1, ..Default::default() })?;
+        let x = Tensor::arange(0f32, 16., pg.device())?.reshape((2, 8))?.sin()?;
+        let forward = |ddp: &DistributedDataParallel<Adapted>| ddp.call(|(stem, a)| a.forward(&stem.forward(&x)?));
+        for _ in 0..2 {
+            optimizer.step(&ddp.backward(&forward(&ddp)?.sqr()?.mean_all()?)?)?;
+        }
+        let expected = forward(&ddp)?.flatten_all()?.to_vec1::<f32>()?;
+        let adapter = folder("adapter");
+        refused(save_adapter(&config, &varmap, &adapter), "save_distributed(&pg, &varmap, path) on all ranks");
+
+        let path = folder("adapted");
+        checkpoint::save_distributed(&pg, &varmap, &path)?;
+        if pg.rank() == 0 {
+            let whole = VarMap::new();
+            for (name, tensor) in checkpoint::read(&path)? {
+                whole.data().lock().unwrap().insert(name, Var::from_tensor(&tensor)?);
+            }
+            save_adapter(&config, &whole, &adapter)?;
+        }
+        pg.barrier()?;
+        let plain = VarMap::new();
+        let other = model(&plain, DdpOptions::default())?;
+        load_adapter(&config, &plain, &adapter)?;
+        assert_eq!(forward(&other)?.flatten_all()?.to_vec1::<f32>()?, expected);
+        pg.barrier()?;
+        if pg.rank() == 0 {
+            std::fs::remove_dir_all(&adapter).unwrap();
+            std::fs::remove_file(&path).unwrap();
+        }
+        Ok(())
+    })
+    .unwrap();
+}
