@@ -1,9 +1,10 @@
 //! TensorBoard's event files: messages as records of TFRecord's format.
-use super::appended::{Appended, writing};
+use super::appended::{Appended, is_shared, writing};
 use super::message::{self, Value};
 use crate::host::host_name;
 use crate::{Context, Error, Result};
 use crc::{CRC_32_ISCSI, Crc, Table};
+use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,34 +14,44 @@ use std::time::{SystemTime, UNIX_EPOCH};
 static CRC: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
 
 #[derive(Debug)]
-pub(super) struct Events(Appended);
+pub(super) struct Events {
+    file: Appended,
+    /// Locked, for other writers.
+    _folder: File,
+}
 
 impl Events {
-    /// A new file in `folder`, which is created if necessary. TensorBoard hides what older files there have from `purge_step` on.
+    /// A new file in `folder`, which is created if necessary. TensorBoard hides what older files there have from `purge_step` on, unless
+    /// another writer is at one of them.
     pub(super) fn create(folder: &Path, purge_step: u64) -> Result<Self> {
         std::fs::create_dir_all(folder).with_context(|| writing(folder))?;
         // TensorBoard reads the files in the order of their names: this one must be the last, even if the clock of the host that
         // wrote the others is ahead, or two runs began in one second.
         let newest = newest(folder).with_context(|| writing(folder))?;
         let mut second = newest.map_or(0, |second| second + 1).max(wall_time() as u64);
-        let mut events = loop {
+        let open = File::open(folder).with_context(|| writing(folder))?;
+        let is_shared = is_shared(&open, folder);
+        let mut file = loop {
             match Appended::create_new(path(folder, second)) {
                 Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AlreadyExists => second += 1,
-                created => break Self(created?),
+                created => break created?,
             }
         };
         let wall_time = wall_time();
-        let first = [message::file_version(wall_time), message::session_start(wall_time, purge_step)];
-        events.0.append(&first.map(|event| record(&event)).concat())?;
-        Ok(events)
+        let mut first = record(&message::file_version(wall_time));
+        if !is_shared {
+            first.extend(record(&message::session_start(wall_time, purge_step)));
+        }
+        file.append(&first)?;
+        Ok(Self { file, _folder: open })
     }
 
     pub(super) fn write(&mut self, step: u64, values: &[(&str, Value<'_>)]) -> Result<()> {
-        self.0.append(&record(&message::summary(wall_time(), step, values)))
+        self.file.append(&record(&message::summary(wall_time(), step, values)))
     }
 
     pub(super) fn flush(&self) -> Result<()> {
-        self.0.flush()
+        self.file.flush()
     }
 }
 

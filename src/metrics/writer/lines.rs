@@ -1,5 +1,5 @@
 //! JSON lines.
-use super::appended::{Appended, writing};
+use super::appended::{Appended, is_shared, writing};
 use super::field::{Field, Position};
 use crate::{Context, Result};
 use serde_json::{Map, Value};
@@ -10,15 +10,14 @@ use std::path::Path;
 pub(super) struct Lines(Appended);
 
 impl Lines {
-    /// The file without the lines from `purge_step` on, and without a line that a killed process has torn off.
+    /// The file without the lines from `purge_step` on, and without a line that a killed process has torn off, unless another writer
+    /// is at it.
     pub(super) fn open(path: &Path, purge_step: u64) -> Result<Self> {
         let mut file = Appended::continued(path)?;
-        let kept = if file.file().metadata().is_ok_and(|metadata| metadata.is_file()) {
-            kept(BufReader::new(file.file()), purge_step).with_context(|| writing(file.path()))?
-        } else {
-            0
-        };
-        file.truncate(kept)?;
+        if file.is_regular() && !is_shared(file.file(), file.path()) {
+            let kept = kept(BufReader::new(file.file()), purge_step).with_context(|| writing(file.path()))?;
+            file.truncate(kept)?;
+        }
         Ok(Self(file))
     }
 

@@ -28,11 +28,12 @@ use std::path::{Path, PathBuf};
 pub struct WriterOptions {
     /// The folder for TensorBoard's event files, which is created if necessary. Default: none are written.
     pub log_dir: Option<PathBuf>,
-    /// The file of JSON lines. Default: none is written.
+    /// The file of JSON lines, or a pipe; not a symbolic link to a file. Default: none is written.
     pub lines: Option<PathBuf>,
     /// The first step, or epoch, that this run writes. What earlier runs have written from there on does not count any more:
     /// TensorBoard hides it, and it is removed from the file of lines. After a checkpoint of step N it is N + 1, since `SummaryWriter`
-    /// hides the step itself as well. Default: 0, a run from the beginning.
+    /// hides the step itself as well. Default: 0, a run from the beginning. Where another writer is still open, nothing is hidden or
+    /// removed, with a warning.
     pub purge_step: u64,
     /// Every rank writes: into the folder `rank<N>` of `log_dir`, and a file whose name ends in `.rank<N>`. Default: only rank 0 does.
     pub all_ranks: bool,

@@ -86,6 +86,61 @@ fn the_newest_event_file_is_the_last_by_name() {
     assert_eq!(seconds, ["9000000001", "9000000002", "9000000003"]);
 }
 
+/// Which event files hide what older ones have, in the order in which they were made.
+fn hide(folder: &Path) -> Vec<bool> {
+    let mut paths: Vec<_> = read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    // The field `session_log` with the status START.
+    let hides = |path: &PathBuf| std::fs::read(path).unwrap().windows(4).any(|field| field == [0x3a, 2, 8, 1]);
+    paths.iter().map(hides).collect()
+}
+
+/// `SummaryWriter` without a `purge_step` hides nothing.
+#[test]
+fn a_second_writer_hides_nothing_that_the_first_one_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = folder.path().join("events");
+    let file = folder.path().join("lines");
+    let options = WriterOptions { log_dir: Some(events.clone()), lines: Some(file.clone()), ..Default::default() };
+    spawn(1, |pg| {
+        let mut first = Writer::new(&pg, options.clone())?;
+        first.add_scalar("train", 1., 1)?;
+        let mut second = Writer::new(&pg, options.clone())?;
+        second.add_scalar("valid", 2., 1)?;
+        let mut third = Writer::new(&pg, options.clone())?;
+        drop(second);
+        first.add_scalar("train", 3., 2)?;
+        third.add_scalar("test", 4., 2)
+    })
+    .unwrap();
+    let lines = read_to_string(&file).unwrap();
+    assert_eq!(["train", "valid", "test"].map(|tag| lines.matches(tag).count()), [2, 1, 1], "{lines}");
+    // The next run hides them all.
+    alone(options, |_| Ok(())).unwrap();
+    assert_eq!(read_to_string(&file).unwrap(), "");
+    assert_eq!(hide(&events), [true, false, false, true]);
+}
+
+#[test]
+fn lines_do_not_follow_links_to_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let (link, other) = (folder.path().join("lines"), folder.path().join("other"));
+    write(&other, "worth keeping").unwrap();
+    std::os::unix::fs::symlink(&other, &link).unwrap();
+    let options = WriterOptions { lines: Some(link.clone()), ..Default::default() };
+    let error = alone(options.clone(), |_| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("must not be a symbolic link to a file"), "{error}");
+    assert_eq!(read_to_string(&other).unwrap(), "worth keeping");
+    // Nothing is created where it leads to, either.
+    std::fs::remove_file(&other).unwrap();
+    alone(options.clone(), |_| Ok(())).unwrap_err();
+    assert!(!other.exists());
+    // A device is none.
+    std::fs::remove_file(&link).unwrap();
+    std::os::unix::fs::symlink("/dev/null", &link).unwrap();
+    alone(options, |writer| writer.add_scalar("a", 1., 1)).unwrap();
+}
+
 #[test]
 fn what_cannot_be_written_is_an_error_that_says_why() {
     let folder = tempfile::tempdir().unwrap();
