@@ -2,6 +2,7 @@ use super::{loopback, mpi, slurm};
 use crate::{Error, Result};
 use candle_ddp_env::{PROCESS, Variables};
 use std::ffi::OsString;
+use std::net::Ipv6Addr;
 use std::str::FromStr;
 
 /// The launcher that started this process, detected by its environment variables.
@@ -130,10 +131,16 @@ impl Launchers<'_> {
 
     /// The name or address of a host.
     fn host(&self, name: &str) -> Result<Option<String>> {
-        let host = self.text(name);
-        match host.as_deref().is_some_and(|host| host.contains(|c: char| c.is_whitespace() || c.is_control())) {
-            true => Err(invalid(name, host.unwrap_or_default(), "it must be the name or address of one host")),
-            false => Ok(host),
+        let Some(host) = self.text(name) else { return Ok(None) };
+        // The interface of a link-local address follows.
+        let address = host.split_once('%').map_or(&*host, |(address, _)| address);
+        if host.contains(|c: char| c.is_whitespace() || c.is_control()) {
+            Err(invalid(name, host, "it must be the name or address of one host"))
+        } else if address.contains(':') && address.parse::<Ipv6Addr>().is_err() {
+            let reason = "it must be the name or address of one host, without a port, which MASTER_PORT gives, and without brackets";
+            Err(invalid(name, host, reason))
+        } else {
+            Ok(Some(host))
         }
     }
 
@@ -447,6 +454,9 @@ mod tests {
             (&[("MASTER_PORT", " ")], &["MASTER_PORT=\" \"", "a port"]),
             (&[("MASTER_PORT", "-1")], &["MASTER_PORT=\"-1\"", "a port"]),
             (&[("MASTER_ADDR", "node0 node1")], &["MASTER_ADDR=\"node0 node1\"", "the name or address of one host"]),
+            (&[("MASTER_ADDR", "127.0.0.1:29500")], &["MASTER_ADDR=\"127.0.0.1:29500\"", "without a port"]),
+            (&[("MASTER_ADDR", "node0:29500")], &["MASTER_ADDR=\"node0:29500\"", "which MASTER_PORT gives"]),
+            (&[("MASTER_ADDR", "[::1]:29500")], &["MASTER_ADDR=\"[::1]:29500\"", "without brackets"]),
             (&[("MASTER_ADDR", "a\tb")], &["MASTER_ADDR=\"a\\tb\"", "the name or address of one host"]),
             (&[("MASTER_PORT", "65536")], &["MASTER_PORT=\"65536\"", "a port"]),
             (&[("TORCHELASTIC_RESTART_COUNT", "x")], &["TORCHELASTIC_RESTART_COUNT=\"x\""]),
