@@ -194,6 +194,23 @@ fn a_folder_that_cannot_be_used_is_an_error_at_once_on_all_ranks() {
     assert_eq!(fresh.read_dir().unwrap().count(), 0);
 }
 
+/// As on two hosts with different disks under one path.
+#[test]
+fn another_folder_than_rank_0s_is_an_error_on_all_ranks() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    ranks(3, |pg| {
+        let error = new(&pg, folders[usize::from(pg.rank() == 2)].path()).unwrap_err();
+        assert!(error.to_string().contains("is another folder than rank 0's"), "{error}");
+        match pg.rank() {
+            2 => assert!(matches!(error, Error::InvalidArgument { argument: "folder", .. }), "{error:?}"),
+            _ => assert!(matches!(error, Error::RankFailed { rank: 2, .. }), "{error:?}"),
+        }
+        pg.barrier()
+    })
+    .unwrap();
+    folders.map(|folder| assert_eq!(folder.path().read_dir().unwrap().count(), 0));
+}
+
 #[test]
 fn a_foreign_checkpoint_is_named_with_its_part() {
     let folder = tempfile::tempdir().unwrap();

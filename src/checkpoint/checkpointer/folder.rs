@@ -5,12 +5,14 @@
 //! folder with neither file is not ours.
 use super::index::{Fault, INDEX, Index};
 use crate::error::Context;
+use crate::host::host_name;
 use crate::state::file::{PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name};
 use crate::{Error, Result};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// The name of a checkpoint's folder. A later attempt at the same step is newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -229,8 +231,40 @@ fn remove_folder(folder: &Path) -> bool {
     removed.is_ok()
 }
 
-/// Checks that this rank can make files in `root`, and leaves none there.
-pub(super) fn probe(root: &Path) -> Result<()> {
+/// A file in the folder, which goes with this. Other ranks [look for it](find), since on another host the path may lead to another disk.
+pub(super) struct Mark {
+    path: PathBuf,
+    pub(super) name: String,
+    /// Otherwise it would be a leftover.
+    _lock: Option<File>,
+}
+
+impl Mark {
+    pub(super) fn new(root: &Path) -> Result<Self> {
+        let making = || format!("making a file in {}", root.display());
+        let name = temporary_name(OsStr::new(PROBE)).with_context(making)?;
+        let path = root.join(&name);
+        File::create_new(&path).with_context(making)?;
+        Ok(Self { _lock: lock_leftover(&path), path, name })
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.path) {
+            log::debug!("{} cannot be removed: {error}", self.path.display());
+        }
+    }
+}
+
+/// The name of files that are made to see whether that is possible.
+const PROBE: &str = "probe";
+
+/// Checks that `root` is the folder in which rank 0 has made the file `mark`.
+pub(super) fn find(root: &Path, mark: &str) -> Result<()> {
+    /// A file may take a moment to appear on another host.
+    const PATIENCE: Duration = Duration::from_secs(3);
+    let since = Instant::now();
     let here = root.metadata().with_context(|| {
         format!(
             "looking for the folder {}, which exists on rank 0 (all ranks need the same file system)",
@@ -240,7 +274,24 @@ pub(super) fn probe(root: &Path) -> Result<()> {
     if !here.is_dir() {
         return Err(Error::io(format!("using {}", root.display()), io::Error::from(io::ErrorKind::NotADirectory)));
     }
-    Ok(PreparedFile::create(&root.join("probe")).map(drop)?)
+    let path = root.join(mark);
+    while !path.try_exists().with_context(|| format!("looking for {}", path.display()))? {
+        if since.elapsed() >= PATIENCE {
+            let (root, host) = (root.display(), host_name());
+            let reason = format!(
+                "{root} on the host {host} is another folder than rank 0's, which has just made a file there that is missing here. All \
+                 ranks need the same file system: give a folder that all hosts share, or mount it on {host}"
+            );
+            return Err(Error::invalid("folder", reason));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// Checks that this rank can make files in `root`, and leaves none there.
+pub(super) fn probe(root: &Path) -> Result<()> {
+    Ok(PreparedFile::create(&root.join(PROBE)).map(drop)?)
 }
 
 /// Makes a folder and its missing parents, and waits until all of them are on the disk.

@@ -155,7 +155,7 @@ impl Checkpointer {
     ///
     /// # Errors
     /// On every rank: [`Error::Io`] if `folder` is not a folder in which each rank can make files;
-    /// [`Error::InvalidArgument`] if it holds checkpoints and [`resume`](CheckpointerOptions::resume) is not set, and
+    /// [`Error::InvalidArgument`] if it is another folder on another host, or if it holds checkpoints and [`resume`](CheckpointerOptions::resume) is not set, and
     /// for options that are 0 or differ between ranks; the group's errors.
     pub fn new(group: &ProcessGroup, folder: impl AsRef<Path>, options: CheckpointerOptions) -> Result<Self> {
         let root = folder.as_ref().to_path_buf();
@@ -224,6 +224,10 @@ fn open(group: &ProcessGroup, root: &Path, resume: bool) -> Result<()> {
         }
     };
     group.agree(if is_first { prepare() } else { Ok(()) })?;
+    // Until all ranks have found it.
+    let mark = group.agree(if is_first { folder::Mark::new(root).map(Some) } else { Ok(None) })?;
+    let name = group.broadcast_object(mark.as_ref().map(|mark| &mark.name), 0)?;
+    group.agree(folder::find(root, &name))?;
     group.agree(folder::probe(root))
 }
 
