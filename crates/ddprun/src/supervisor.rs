@@ -148,7 +148,10 @@ impl Supervisor {
                     break;
                 }
                 None if self.announce.is_some_and(|announce| announce <= Instant::now()) => self.announce(),
-                None => self.kill(),
+                None => {
+                    let grace = self.grace.as_secs_f64();
+                    self.kill(format_args!("still running after {grace} s (--shutdown-timeout)"));
+                }
             }
         }
         Console::get().stop_waiting();
@@ -186,7 +189,7 @@ impl Supervisor {
             }
             (_, Phase::Ending(_)) => match self.signalled {
                 Some(first) if first.elapsed() < SAME_REQUEST => {}
-                Some(_) => self.kill(),
+                Some(_) => self.kill(format_args!("still running at a second signal")),
                 None => {
                     if std::mem::take(&mut self.restarting) {
                         self.leave(number, agent);
@@ -322,7 +325,15 @@ impl Supervisor {
         names.join(", ")
     }
 
-    fn kill(&mut self) {
+    /// Kills what remains. `why` is for workers that a signal has ended.
+    fn kill(&mut self, why: std::fmt::Arguments<'_>) {
+        if let Outcome::Signalled(number) = self.outcome {
+            message(format_args!(
+                "{}: asked by {} to save and exit, and {why}. Killed by SIGKILL: what was not saved by then is lost",
+                self.names(),
+                signal::name(number)
+            ));
+        }
         self.signal_all(Signal::KILL);
         self.phase = Phase::Killed(Instant::now() + LAST_WAIT);
     }

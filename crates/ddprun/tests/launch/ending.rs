@@ -139,6 +139,23 @@ fn a_second_signal_kills_at_once() {
     }
 }
 
+/// Whoever finds no checkpoint looks here.
+#[test]
+fn workers_that_are_killed_although_they_were_asked_to_save_are_named() {
+    let sandbox = Sandbox::new();
+    let script = "trap '' TERM; echo >armed$RANK; [ $RANK = 0 ] || exit 0; while :; do sleep 0.01; done";
+    let mut child = sandbox.start(&["--nproc-per-node=2", "--shutdown-timeout=1.5"], script);
+    sandbox.wait_for("armed0");
+    let pid = sandbox.wait_for("armed1");
+    child.send(Signal::TERM);
+    let ran = Ran::of(child);
+    assert_eq!((ran.code, pid.as_str()), (Some(143), ""), "{ran:?}");
+    ran.says("ddprun: rank 0 (pid ");
+    ran.says(
+        "): asked by SIGTERM to save and exit, and still running after 1.5 s (--shutdown-timeout). Killed by SIGKILL",
+    );
+}
+
 /// The workers say whether all is well.
 #[test]
 fn a_signal_that_not_all_workers_survive_well_is_the_exit_code() {
