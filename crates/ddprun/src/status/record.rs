@@ -104,7 +104,7 @@ impl Recorder {
     fn write(&mut self, text: &[u8]) -> std::io::Result<()> {
         let file = match (&mut self.file, &self.path) {
             (Some(file), _) => file,
-            (none, Some(path)) => none.insert(File::options().append(true).create(true).open(path)?),
+            (none, Some(path)) => none.insert(File::create_new(path)?),
             (None, None) => return Ok(()),
         };
         file.write_all(text)
@@ -156,6 +156,18 @@ mod tests {
             recorder.record(&long, true);
         }
         assert_eq!(recorder.interval, 4 * INTERVAL);
+    }
+
+    /// The folder may be a group's.
+    #[test]
+    fn nothing_is_written_through_a_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let other = folder.path().join("precious");
+        std::fs::write(&other, "as it was").unwrap();
+        std::os::unix::fs::symlink(&other, folder.path().join(RECORD)).unwrap();
+        let mut recorder = Recorder::new(Some(folder.path().join(RECORD)));
+        recorder.record(&snapshot(), true);
+        assert_eq!((recorder.path, std::fs::read_to_string(other).unwrap()), (None, "as it was".to_string()));
     }
 
     #[test]
