@@ -2,13 +2,16 @@
 //!
 //! The standard library's listener is enough: a scraper asks for one small page every few seconds, on a connection that closes. The
 //! crates that serve HTTP either bring a runtime or set no time limits. Requests are parsed by `httparse`. Clients may be slow, send
-//! nothing, or come in crowds: each has [`PATIENCE`], and [`MOST`] are served at a time.
+//! nothing, or come in crowds: each has [`PATIENCE`], and [`MOST`] are served at a time. When there are more, the oldest of those that
+//! have not asked yet gives way.
 use super::error::{Error, Result};
 use super::status::{Source, prometheus};
 use candle_ddp_rendezvous::thread;
+use rustix::net::{SendFlags, send};
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// How long a client has for its request, and then for the reply.
@@ -32,24 +35,41 @@ pub(super) fn start(address: SocketAddr, source: Arc<Source>) -> Result<SocketAd
     Ok(bound)
 }
 
+/// A client that is served.
+struct Client {
+    stream: TcpStream,
+    /// Whether its request is complete.
+    has_asked: AtomicBool,
+}
+
 fn serve(listener: &TcpListener, source: &Arc<Source>) {
-    let served = Arc::new(());
+    // The oldest first. The threads hold those that are served.
+    let mut served: Vec<Weak<Client>> = Vec::new();
+    let is_local = listener.local_addr().is_ok_and(|address| address.ip().to_canonical().is_loopback());
     loop {
         let Ok((client, _)) = listener.accept() else {
             std::thread::sleep(PAUSE);
             continue;
         };
-        // Those that are served hold the others.
-        if Arc::strong_count(&served) > MOST {
-            turn_away(&client);
-            continue;
+        served.retain(|client| client.strong_count() > 0);
+        if served.len() >= MOST {
+            let has_not_asked = |client: &Weak<Client>| {
+                client.upgrade().is_some_and(|client| !client.has_asked.load(Ordering::Relaxed))
+            };
+            let Some(oldest) = served.iter().position(has_not_asked) else {
+                turn_away(&client);
+                continue;
+            };
+            // Its thread then sees the end of the connection.
+            served.remove(oldest).upgrade().iter().for_each(|client| turn_away(&client.stream));
         }
-        let (place, source) = (Arc::clone(&served), Arc::clone(source));
+        let client = Arc::new(Client { stream: client, has_asked: AtomicBool::new(false) });
+        served.push(Arc::downgrade(&client));
+        let source = Arc::clone(source);
         let answer = move || {
-            if let Err(error) = answer(&client, &source) {
+            if let Err(error) = answer(&client, is_local, &source) {
                 log::debug!("a client of the metrics has left: {error}");
             }
-            drop(place);
         };
         if let Err(error) = thread::spawn("ddprun-metrics-client", answer) {
             log::debug!("a client of the metrics gets no answer: {error}");
@@ -57,10 +77,12 @@ fn serve(listener: &TcpListener, source: &Arc<Source>) {
     }
 }
 
-/// Tells a client that there are too many, without waiting for it.
-fn turn_away(mut client: &TcpStream) {
+/// Tells a client that there are too many, and closes its connection, without waiting for it.
+fn turn_away(client: &TcpStream) {
     let reply = Reply::error("503 Service Unavailable", "too many clients at a time");
-    let _ = client.set_nonblocking(true).and_then(|()| client.write_all(&reply.bytes(true)));
+    // It has left if this fails.
+    let _ = send(client, &reply.bytes(true), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    let _ = client.shutdown(Shutdown::Both);
 }
 
 /// A reply to a request.
@@ -90,8 +112,11 @@ impl Reply {
 const OK: &str = "200 OK";
 
 /// Reads a client's request, and replies.
-fn answer(mut client: &TcpStream, source: &Source) -> io::Result<()> {
-    let (reply, has_body) = match request(client)? {
+fn answer(client: &Client, is_local: bool, source: &Source) -> io::Result<()> {
+    let request = request(&client.stream, is_local)?;
+    client.has_asked.store(true, Ordering::Relaxed);
+    let mut client = &client.stream;
+    let (reply, has_body) = match request {
         None => return Ok(()),
         Some(Err(reply)) => (reply, true),
         Some(Ok(Request { path, is_head })) if path == "/metrics" => {
@@ -141,7 +166,7 @@ struct Request {
 }
 
 /// Reads a request: the reply if it is none that this server serves; `None` if the client leaves without one.
-fn request(mut client: &TcpStream) -> io::Result<Option<Result<Request, Reply>>> {
+fn request(mut client: &TcpStream, is_local: bool) -> io::Result<Option<Result<Request, Reply>>> {
     let until = Instant::now() + PATIENCE;
     let (mut bytes, mut piece) = (Vec::new(), [0; 1 << 10]);
     loop {
@@ -162,7 +187,7 @@ fn request(mut client: &TcpStream) -> io::Result<Option<Result<Request, Reply>>>
         let mut headers = [httparse::EMPTY_HEADER; 64];
         let mut parsed = httparse::Request::new(&mut headers);
         let outcome = match parsed.parse(&bytes) {
-            Ok(httparse::Status::Complete(_)) => accept(&parsed),
+            Ok(httparse::Status::Complete(_)) => accept(&parsed, is_local),
             Ok(httparse::Status::Partial) if bytes.len() < LONGEST => continue,
             Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => {
                 let reason = format!("the request must have less than {LONGEST} bytes and at most 64 headers");
@@ -174,7 +199,20 @@ fn request(mut client: &TcpStream) -> io::Result<Option<Result<Request, Reply>>>
     }
 }
 
-fn accept(parsed: &httparse::Request) -> Result<Request, Reply> {
+/// Whether a request to the loopback device may be for this host: an IP address or localhost, perhaps with a port.
+fn is_own_name(host: &[u8]) -> bool {
+    let host = String::from_utf8_lossy(host);
+    let host = host.trim();
+    let is_address = host.parse::<SocketAddr>().is_ok() || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
+    is_address || host.split(':').next().is_some_and(|name| name.eq_ignore_ascii_case("localhost"))
+}
+
+fn accept(parsed: &httparse::Request, is_local: bool) -> Result<Request, Reply> {
+    let hosts = parsed.headers.iter().filter(|header| header.name.eq_ignore_ascii_case("host"));
+    if is_local && !hosts.map(|header| header.value).all(is_own_name) {
+        // A page in a browser of this machine may have a name that leads here, to read what only this machine may.
+        return Err(Reply::error("403 Forbidden", "the Host of the request must be an IP address or localhost"));
+    }
     let is_head = match parsed.method {
         Some("GET") => false,
         Some("HEAD") => true,
