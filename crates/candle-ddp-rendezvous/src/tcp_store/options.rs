@@ -39,7 +39,7 @@ pub struct TcpStoreServerOptions {
     /// How long a client may take for that. Default: 10 s. Afterwards it may be idle for any time.
     pub greeting_timeout: Duration,
     /// The maximum size in bytes of keys and values, including old values that replies still refer to and keys that
-    /// clients wait for. Default: 1 GiB. A client that tries to store more is closed.
+    /// clients wait for. Default: 1 GiB. A client that tries to store more is closed. Guests have at most 64 MiB besides.
     pub max_stored: usize,
     /// The maximum size in bytes of unfinished requests and unread replies, without data that they share with the
     /// store. Default: 512 MiB. Beyond it, the client with the largest share is closed.

@@ -12,6 +12,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
+/// The most bytes of keys and values of guests, who may be anybody.
+const GUESTS: usize = 64 << 20;
+
 /// A server for clients of the types [`TcpStore`](super::TcpStore) and PyTorch's `TCPStore`.
 ///
 /// A single thread serves all clients and sleeps while there is nothing to do. It never blocks on a client: it does not
@@ -52,17 +55,15 @@ impl TcpStoreServer {
         let addresses: std::io::Result<Vec<_>> = listeners.iter().map(TcpListener::local_addr).collect();
         let addresses = addresses.map_err(|error| Error::io(context(), error))?;
         let (stop, stopped) = UnixStream::pair().map_err(|error| Error::io(context(), error))?;
-        let state = || {
-            let mut state = State::new(options.max_stored);
-            for (key, value) in pairs {
-                let set = state.set(super::protocol::user_key(key), value.as_bytes().to_vec());
-                set.map_err(|error| Error::invalid("run_id", error.0))?;
-            }
-            Ok::<_, Error>(state)
-        };
+        let mut members = State::new(options.max_stored);
+        for (key, value) in pairs {
+            let set = members.set(super::protocol::user_key(key), value.as_bytes().to_vec());
+            set.map_err(|error| Error::invalid("run_id", error.0))?;
+        }
         let guests = options.guests && options.secret.is_some();
         let gate = Gate { secret: options.secret.clone(), guests };
-        let keys = Keys { gate, members: state()?, guests: if guests { state()? } else { State::new(0) } };
+        // What the job's keys begin with is not for strangers.
+        let keys = Keys { gate, members, guests: State::new(if guests { options.max_stored.min(GUESTS) } else { 0 }) };
         let is_joined = Arc::new(AtomicBool::new(!guests));
         let joined = Arc::clone(&is_joined);
         let serve = move || Service::new(listeners, stopped, options, keys, joined).run();

@@ -251,6 +251,23 @@ fn guests_have_keys_of_their_own_until_a_member_comes() {
     });
 }
 
+/// Anybody may be a guest, for as long as the job's programs are not those of candle-ddp.
+#[test]
+fn guests_cannot_store_much() {
+    let server = serve(TcpStoreServerOptions { secret: Some(secret()), guests: true, ..Default::default() });
+    let guest = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    let value = vec![1; 8 << 20];
+    // SET has no answer: the next call sees that the connection is closed.
+    let stored = (0..20).take_while(|n| {
+        let key = format!("key{n}");
+        guest.set(&key, &value).and_then(|()| guest.check(&[&key])).is_ok()
+    });
+    assert_eq!(stored.count(), 7);
+    let member = member(&server);
+    (0..20).for_each(|n| member.set(&format!("key{n}"), &value).unwrap());
+    assert!(member.check(&["key19"]).unwrap());
+}
+
 #[test]
 fn guests_leave_room_for_members() {
     let options = TcpStoreServerOptions {

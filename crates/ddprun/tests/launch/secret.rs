@@ -159,6 +159,21 @@ fn the_store_is_open_to_pytorch_until_a_worker_has_the_secret() {
     ran.says("it does not have the job's secret");
 }
 
+/// Whoever may connect: other users of the machine.
+#[test]
+fn a_run_that_made_its_secret_shows_its_status_to_nobody_else() {
+    let place = Sandbox::new();
+    let (running, port, secret) = waiting(&place, &["--run-id=private"], None);
+    let args = ["status", "--no-secret", &format!("127.0.0.1:{port}")];
+    let ran = Ran::new(&mut ddprun(&place, &args));
+    assert!(ran.code == Some(1) && !ran.stdout.contains("private"), "{ran:?}");
+    ran.says("the run has a secret that this process does not have");
+    let ran = Ran::new(ddprun(&place, &args[..1]).arg(args[2]).env("CANDLE_DDP_SECRET", secret));
+    assert!(ran.code == Some(0) && ran.stdout.starts_with("run private: running"), "{ran:?}");
+    std::fs::write(place.path("go"), "").unwrap();
+    assert_eq!(Ran::of(running).code, Some(0));
+}
+
 #[test]
 fn the_users_secret_keeps_everybody_else_out() {
     let place = Sandbox::new();
