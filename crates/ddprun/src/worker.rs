@@ -44,7 +44,8 @@ impl Exit {
     pub(super) fn code(self) -> u8 {
         let code = match self {
             Self::Code(code) => code,
-            Self::Signal(signal) => 128 + signal,
+            // Another node may tell any number.
+            Self::Signal(signal) => signal.saturating_add(128),
         };
         u8::try_from(code).unwrap_or(u8::MAX)
     }
@@ -57,6 +58,12 @@ impl std::fmt::Display for Exit {
             Self::Signal(number) => write!(formatter, "was killed by {}", signal::name(*number)),
         }
     }
+}
+
+#[cfg(test)]
+#[test]
+fn any_number_of_a_signal_has_an_exit_code() {
+    assert_eq!([9, 127, 128, i32::MAX].map(|signal| Exit::Signal(signal).code()), [137, 255, 255, 255]);
 }
 
 /// How and when a worker ended.

@@ -35,8 +35,7 @@ pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous
         let reason = "no ddprun has written the status of a run there: another launcher hosts this store, or the run \
                       has a secret that this process does not have (CANDLE_DDP_SECRET, or a file with \
                       CANDLE_DDP_SECRET_FILE)";
-        let operation = "reading the status of a run".to_string();
-        return Err(candle_ddp_rendezvous::Error::Store { operation, store: name, reason: reason.to_string() });
+        return Err(refused(&name, reason.to_string()));
     }
     let run: RunStatus = decode(RUN_STATUS, &store.get(RUN_STATUS)?)?;
     check(&run, &name)?;
@@ -48,6 +47,10 @@ pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous
             while let Some(Decision::Members(members)) = log.get(generation + 1)? {
                 generation += 1;
                 ranks = members.into_iter().map(|member| member.rank).collect();
+                if generation > GENERATIONS {
+                    let reason = format!("it has more than {GENERATIONS} generations: no run has as many");
+                    return Err(refused(&name, reason));
+                }
             }
             (Some(generation), ranks)
         }
@@ -69,6 +72,14 @@ pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous
 /// these.
 pub(crate) const LISTED: usize = 1 << 14;
 
+/// The most generations: somebody may add more, as fast as they are read.
+const GENERATIONS: u64 = 1 << 16;
+
+fn refused(store: &str, reason: String) -> candle_ddp_rendezvous::Error {
+    let operation = "reading the status of a run".to_string();
+    candle_ddp_rendezvous::Error::Store { operation, store: store.to_string(), reason }
+}
+
 /// Refuses numbers that no launcher writes.
 fn check(run: &RunStatus, store: &str) -> candle_ddp_rendezvous::Result<()> {
     let ranks = run.workers.checked_mul(run.nodes.len().max(1));
@@ -83,8 +94,7 @@ fn check(run: &RunStatus, store: &str) -> candle_ddp_rendezvous::Result<()> {
         run.workers,
         run.nodes.len()
     );
-    let operation = "reading the status of a run".to_string();
-    Err(candle_ddp_rendezvous::Error::Store { operation, store: store.to_string(), reason })
+    Err(refused(store, reason))
 }
 
 /// The ranks of the nodes that have taken part since the last start.
@@ -140,6 +150,19 @@ mod tests {
         log.decide(2, &Decision::Done).unwrap();
         let elastic = snapshot().unwrap();
         assert_eq!((elastic.generation, ranks(&elastic), &elastic.ranks[1].1), (Some(1), vec![0, 3], &Some(told)));
+    }
+
+    #[test]
+    fn generations_without_an_end_are_an_error() {
+        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
+        store.set(RUN_STATUS, &encode(&run())).unwrap();
+        let log = Generations::new(Generations::agent_prefix(2), Arc::clone(&store));
+        log.announce(1).unwrap();
+        for number in 0..GENERATIONS + 2 {
+            log.decide(number, &Decision::Members(Vec::new())).unwrap();
+        }
+        let error = read(store, "a:1".to_string()).err().unwrap().to_string();
+        assert!(error.contains("a:1") && error.contains("more than 65536 generations"), "{error}");
     }
 
     #[test]
