@@ -96,6 +96,11 @@ impl<'a> Agent<'a> {
         self.starter.intake = None;
     }
 
+    /// Whether this node takes part in the round that is under way, or was last.
+    pub(super) fn is_member(&self) -> bool {
+        self.is_member
+    }
+
     /// Whether there are other nodes.
     pub(super) fn is_linked(&self) -> bool {
         self.link.is_some()

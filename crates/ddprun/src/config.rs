@@ -2,7 +2,7 @@
 use super::cargo::CargoTarget;
 use super::cli::Cli;
 use super::error::{Error, Result};
-use super::nodes::{Pace, Terms};
+use super::nodes::{Pace, Terms, version};
 use super::options::Options;
 use super::processes::Host;
 use super::secret::RunSecret;
@@ -142,8 +142,14 @@ impl Config {
         let secret = RunSecret::resolve(options.no_secret, topology.nodes)?;
         let metrics = metrics(&options)?;
         let pace = Pace::parse(cli.ranks.rdzv_conf.as_deref().unwrap_or_default())?;
-        let terms =
-            Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts: options.max_restarts };
+        let terms = Terms {
+            run_id: run_id.clone(),
+            min_nodes,
+            max_nodes,
+            workers: local,
+            max_restarts: options.max_restarts,
+            version: version(),
+        };
         let rendezvous = (max_nodes > 1).then_some(Rendezvous { terms, pace, is_static });
         let (program, args) = program(cli)?;
         Ok(Self {

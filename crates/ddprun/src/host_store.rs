@@ -47,7 +47,8 @@ pub(super) fn serve(options: HostStore) -> Result<u8> {
         "this machine hosts the store of run {} at port {port}, and starts no workers",
         config.run_id
     ));
-    let code = coordinator.serve_alone();
+    let (code, reason) = coordinator.serve_alone();
     watch.iter().for_each(Watch::finish);
+    message(reason);
     Ok(code)
 }

@@ -233,7 +233,14 @@ fn execute(config: &Config) -> Result<End> {
             }
         },
     };
-    let fitness = config.options.check.map(|tolerance| check::of_this_machine(config, tolerance)).transpose()?;
+    let fitness = match config.options.check.map(|tolerance| check::of_this_machine(config, tolerance)).transpose() {
+        Err(error) if config.rendezvous.is_some() => {
+            message(describe(&error));
+            // The others would wait for this machine, so it tells them.
+            Err(error)
+        }
+        fitness => Ok(fitness?),
+    };
     let events = Events::listen(&config.options.signals_to_handle)?;
     store::check_address(config)?;
     let (server, master_port) = store::host(config, &RunStatus::of(config))?;

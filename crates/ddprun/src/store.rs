@@ -13,6 +13,8 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+/// How long a machine that is not fit looks for the store, to tell the others.
+const UNFIT: Duration = Duration::from_secs(30);
 /// How long the name of this machine may take to resolve.
 const NAME: Duration = Duration::from_secs(10);
 
@@ -104,7 +106,7 @@ fn listening(config: &Config, port: u16, is_static: bool) -> Result<Listening> {
 pub(super) fn link(
     config: &Config,
     server: Option<&TcpStoreServer>,
-    (port, fitness): (u16, Option<Fitness>),
+    (port, fitness): (u16, Result<Option<Fitness>>),
     events: &Events,
 ) -> Result<Option<Link>> {
     let Some(Rendezvous { terms, pace, is_static }) = &config.rendezvous else { return Ok(None) };
@@ -112,8 +114,19 @@ pub(super) fn link(
     let start = |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static);
     let coordinator = server.map(start).transpose()?;
     let node_rank = is_static.then_some(config.topology.node_rank);
-    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone(), fitness };
+    let (fitness, unfit) = match fitness {
+        Ok(fitness) => (fitness, None),
+        Err(Error::Unfit(reason)) => (None, Some(reason)),
+        Err(error) => (None, Some(error.to_string())),
+    };
+    let is_unfit = unfit.is_some();
+    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone(), fitness, unfit };
+    let mut pace = pace.clone();
+    if is_unfit {
+        // If nobody hosts the store by then, there may be no others.
+        pace.join_timeout = pace.join_timeout.min(UNFIT);
+    }
     // The host's name may not resolve to this host from inside.
     let host = server.map_or_else(|| config.master_addr.clone(), TcpStoreServer::own_host);
-    Link::join(Address { host, port, secret }, node, pace, coordinator, events.newsroom()).map(Some)
+    Link::join(Address { host, port, secret }, node, &pace, coordinator, events.newsroom()).map(Some)
 }

@@ -1,12 +1,13 @@
 //! The thread that decides for all nodes of a run. Its state machine is `Run`; this module connects it to the store.
 use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
-use super::terms::{Pace, Terms};
+use super::terms::{Pace, Terms, version};
 use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::console::message;
 use crate::error::Result;
 use crate::status::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::liveness::Silence;
+use candle_ddp_rendezvous::warnings::Warnings;
 use candle_ddp_rendezvous::{
     BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, thread,
 };
@@ -24,11 +25,18 @@ const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// as the square of their number.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How many messages are heard before the signs of life and the time get their turn.
+const MESSAGES: usize = 1024;
+/// How long nodes that come late are told that the run was called off.
+const LATE: Duration = Duration::from_secs(30);
+
 /// The coordinator's thread.
 pub(crate) struct Coordinator {
-    /// Returns the run's exit code.
-    thread: JoinHandle<u8>,
+    /// Returns the run's exit code, and the reason.
+    thread: JoinHandle<(u8, String)>,
     is_alone: Arc<AtomicBool>,
+    /// Whether nodes may come that do not know that the run was called off.
+    awaits_news: Arc<AtomicBool>,
 }
 
 impl Coordinator {
@@ -44,34 +52,51 @@ impl Coordinator {
         let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
-        let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None, tell_at: Instant::now() };
         let is_alone = Arc::new(AtomicBool::new(false));
+        let awaits_news = Arc::new(AtomicBool::new(false));
+        let desk = Desk {
+            store,
+            keys,
+            entries: 0,
+            beats: BTreeMap::new(),
+            told: None,
+            tell_at: Instant::now(),
+            warnings: Warnings::new("the coordinator of the nodes"),
+            end: None,
+            awaits_news: Arc::clone(&awaits_news),
+        };
         let told = Arc::clone(&is_alone);
         let work = move || serve(desk, run, &pace, &told);
-        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, is_alone })
+        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, is_alone, awaits_news })
     }
 
-    /// Coordinates a run none of whose nodes hosts the store, until it is over. Returns its exit code.
-    pub(crate) fn serve_alone(self) -> u8 {
+    /// Coordinates a run none of whose nodes hosts the store, until it is over. Returns its exit code, and the reason.
+    pub(crate) fn serve_alone(self) -> (u8, String) {
         self.is_alone.store(true, Ordering::Relaxed);
-        self.thread.join().unwrap_or(1)
+        self.thread.join().unwrap_or_else(|_| (1, "the coordinator of the nodes has ended: this is a bug".to_string()))
     }
 
     /// Waits until no agent needs the coordinator any more, but no longer than `until`, or until `interrupted`.
     pub(super) fn finish(self, until: Instant, interrupted: &mut impl FnMut() -> bool) {
         let mut announce = Some(Instant::now() + ANNOUNCE_AFTER);
-        while !self.thread.is_finished() && Instant::now() < until && !interrupted() {
+        let late = until.max(Instant::now() + LATE);
+        let awaits_news = || self.awaits_news.load(Ordering::Relaxed);
+        while !self.thread.is_finished() && Instant::now() < if awaits_news() { late } else { until } && !interrupted()
+        {
             if announce.take_if(|at| *at <= Instant::now()).is_some() {
-                message(
-                    "waiting for the other nodes, which need the store on this one until their workers have exited",
-                );
+                message(match awaits_news() {
+                    true => "waiting for the other nodes for a moment, to tell them that the run does not start",
+                    false => {
+                        "waiting for the other nodes, which need the store on this one until their workers have exited"
+                    }
+                });
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 }
 
-fn serve(mut desk: Desk, mut run: Run, pace: &Pace, is_alone: &AtomicBool) -> u8 {
+fn serve(mut desk: Desk, mut run: Run, pace: &Pace, is_alone: &AtomicBool) -> (u8, String) {
     let mut tick = Instant::now() + pace.keep_alive_interval;
     while !run.is_over() {
         run.has_host |= is_alone.load(Ordering::Relaxed);
@@ -83,13 +108,14 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace, is_alone: &AtomicBool) -> u8
             desk.hear_messages(&mut run, tick.min(desk.tell_at).saturating_duration_since(now))
         };
         run.on_time(Instant::now());
+        desk.awaits_news.store(run.awaits_news(), Ordering::Relaxed);
         if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(&run)) {
             // The store is in this process, so only the end of the process takes it away.
             log::debug!("the coordinator: {error}");
-            return 1;
+            return (1, error.to_string());
         }
     }
-    run.exit_code
+    desk.end.unwrap_or_else(|| (run.exit_code, "the run has ended".to_string()))
 }
 
 struct Desk {
@@ -103,6 +129,10 @@ struct Desk {
     told: Option<RunStatus>,
     /// When to publish it again.
     tell_at: Instant,
+    warnings: Warnings,
+    /// The exit code of the run, and the reason, once it has ended.
+    end: Option<(u8, String)>,
+    awaits_news: Arc<AtomicBool>,
 }
 
 impl Desk {
@@ -111,10 +141,11 @@ impl Desk {
             Err(candle_ddp_rendezvous::Error::StoreTimeout { .. }) => return Ok(()),
             result => result?,
         }
-        while let Some(bytes) = self.store.queue_pop(&format!("{PREFIX}/{INBOX}"))? {
+        for _ in 0..MESSAGES {
+            let Some(bytes) = self.store.queue_pop(&format!("{PREFIX}/{INBOX}"))? else { break };
             match decode::<(Slot, Message)>(INBOX, &bytes) {
                 Ok((slot, message)) => run.on_message(slot, message),
-                Err(error) => log::warn!("{error}"),
+                Err(error) => self.warnings.warn(format_args!("{error}")),
             }
         }
         Ok(())
@@ -142,7 +173,16 @@ impl Desk {
     fn carry_out(&mut self, run: &mut Run) -> candle_ddp_rendezvous::Result<()> {
         for action in run.take_actions() {
             match action {
-                Action::Write(entry) => self.write(&entry)?,
+                Action::Write(entry) => {
+                    match &entry {
+                        Entry::Failed { reason, code, .. } => self.end = Some((*code, reason.clone())),
+                        Entry::Done => {
+                            self.end = Some((0, "the run has ended, and all workers have succeeded".to_string()))
+                        }
+                        _ => {}
+                    }
+                    self.write(&entry)?;
+                }
                 Action::Start(round, slots) => {
                     let key_of = |(rank, slot): (usize, &Slot)| (node_rank_key(round.attempt, *slot), encode(&rank));
                     let ranks: Vec<(String, Vec<u8>)> = slots.iter().enumerate().map(key_of).collect();
@@ -153,13 +193,16 @@ impl Desk {
                 }
                 Action::Welcome(slot, refusal) => {
                     let welcome = match refusal {
-                        None => Welcome::From { entry: self.entries },
+                        None => Welcome::From { entry: self.entries, is_spare: run.is_spare(slot), version: version() },
                         Some(reason) => Welcome::Refused { reason },
                     };
                     self.keys.set(&welcome_key(slot), &encode(&welcome))?;
                 }
                 Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID, RUN_STATUS, BEGUN])?,
-                Action::Root(report) => self.keys.set(ROOT, &encode(&report))?,
+                Action::Root(report) => {
+                    self.keys.set(ROOT, &encode(&report))?;
+                    self.end = report.map(|report| (report.code, report.text)).or(self.end.take());
+                }
             }
         }
         Ok(())

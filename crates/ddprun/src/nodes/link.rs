@@ -1,7 +1,7 @@
 //! An agent's connection to the coordinator of its run.
 use super::coordinator::Coordinator;
 use super::message::{Entry, Message, Node, Report, Slot, Welcome};
-use super::terms::Pace;
+use super::terms::{Pace, Terms};
 use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::error::Result;
 use candle_ddp_rendezvous::deadline::deadline_after;
@@ -18,8 +18,11 @@ const GOODBYE: Duration = Duration::from_secs(5);
 /// The news for an agent.
 #[derive(Debug)]
 pub(crate) enum News {
-    /// This node was given a number, and waits for the others.
-    Joined(Slot),
+    /// This node was given a number, and waits for the others, or as a spare.
+    Joined {
+        slot: Slot,
+        is_spare: bool,
+    },
     Entry(Entry),
     /// This node cannot take part.
     Refused(String),
@@ -132,6 +135,7 @@ fn speak(
     let store = Arc::new(address.connect(pace.patience())?);
     let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
     let inbox = format!("{PREFIX}/{INBOX}");
+    let terms = node.terms.clone();
     let join = || -> candle_ddp_rendezvous::Result<(Slot, Welcome)> {
         let slot = u64::try_from(keys.add(SLOTS, 1)? - 1).unwrap_or(0);
         keys.add(&beat_key(slot), 1)?;
@@ -142,11 +146,17 @@ fn speak(
         Ok((slot, decode(&key, &keys.get(&key)?)?))
     };
     let (slot, welcome) = join().map_err(|error| lost(&error))?;
-    let from = match welcome {
-        Welcome::From { entry } => entry,
+    let (from, is_spare) = match welcome {
+        Welcome::From { entry, is_spare, version } => {
+            // An older ddprun does not look at this one's version.
+            if let Some(difference) = (Terms { version, ..terms.clone() }).difference(&terms) {
+                return Err(News::Refused(difference.text("here")));
+            }
+            (entry, is_spare)
+        }
         Welcome::Refused { reason } => return Err(News::Refused(reason)),
     };
-    tell(News::Joined(slot));
+    tell(News::Joined { slot, is_spare });
     let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);
     let told = tell.clone();
     let listen = move || {

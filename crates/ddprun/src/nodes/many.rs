@@ -7,7 +7,7 @@
 //! Agents are threads of this process that speak the real protocol with the real coordinator over TCP, and ranks those that make
 //! the calls of `candle_ddp::elastic::run`, without training. Bytes are those of the loopback device with all headers, so the
 //! program must be alone in its network namespace; processor time is that of all of them together.
-use super::{Address, Coordinator, Entry, Link, Message, News, Node, Pace, Terms};
+use super::{Address, Coordinator, Entry, Link, Message, News, Node, Pace, Terms, version};
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::deadline::deadline_after;
 use candle_ddp_rendezvous::reading::Reading;
@@ -80,7 +80,14 @@ fn run(nodes: usize, wait: Duration) -> String {
     // Between the steps, all ranks and this thread wait for each other.
     let step = Steps { threads: nodes + 1, calls: Mutex::new(Some(0)), changed: Condvar::new() };
     let (step, victim) = (&step, nodes - 1);
-    let terms = Terms { run_id: "many".into(), min_nodes: nodes, max_nodes: nodes, workers: 1, max_restarts: 0 };
+    let terms = Terms {
+        run_id: "many".into(),
+        min_nodes: nodes,
+        max_nodes: nodes,
+        workers: 1,
+        max_restarts: 0,
+        version: version(),
+    };
     let pace = Pace { join_timeout: TIMEOUT, ..Pace::default() };
     let before = Reading::now();
     let coordinator = Coordinator::start(&server, secret.clone(), terms.clone(), pace.clone(), true).unwrap();
@@ -94,6 +101,7 @@ fn run(nodes: usize, wait: Duration) -> String {
                 hosts: node == 0,
                 terms: terms.clone(),
                 fitness: None,
+                unfit: None,
             };
             let (tell, news) = channel();
             let tell = move |piece| tell.send(piece).unwrap_or_default();
@@ -186,7 +194,7 @@ fn panicked() -> Error {
 fn await_entry(news: &Receiver<News>, is_it: impl Fn(&Entry) -> bool) {
     loop {
         match news.recv_timeout(TIMEOUT).unwrap() {
-            News::Joined(_) => {}
+            News::Joined { .. } => {}
             News::Entry(entry) if is_it(&entry) => return,
             other => panic!("{other:?}"),
         }

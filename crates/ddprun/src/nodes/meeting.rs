@@ -12,7 +12,7 @@ const NOTICE: Duration = Duration::from_secs(10);
 
 impl Run {
     pub(super) fn on_join(&mut self, slot: Slot, node: Node) {
-        self.has_host |= node.hosts;
+        (self.has_host, self.asked) = (self.has_host || node.hosts, self.asked.saturating_add(1));
         let twice = |rank: usize| {
             let other = self.nodes.values().find(|other| other.node_rank == Some(rank))?;
             let host = &other.host;
@@ -23,7 +23,8 @@ impl Run {
         let refusal = match &difference {
             Some(difference) => Some(difference.text("here")),
             None if self.has_ended() => {
-                let why = self.last_failure.as_ref().map(|failure| format!(": {}", failure.text)).unwrap_or_default();
+                let failure = self.last_failure.as_ref().filter(|_| self.exit_code != 0);
+                let why = failure.map(|failure| format!(": {}", failure.text)).unwrap_or_default();
                 Some(format!("the run has ended{why}"))
             }
             None => node.node_rank.filter(|_| self.is_static).and_then(twice).or_else(|| lacks.clone()),
@@ -37,12 +38,16 @@ impl Run {
             // Without this node, a fixed number of them never comes together.
             let is_needed = matches!(self.state, State::Meeting { .. }) && self.rounds == 0 && !self.has_range();
             let is_fatal = match difference {
-                Some(difference) => !difference.is_of_another_run(),
-                None => self.is_static && lacks.is_some(),
+                Some(difference) => is_needed && !difference.is_of_another_run(),
+                // Nor without its store.
+                None => lacks.is_some() && (node.hosts || (is_needed && self.is_static)),
             };
-            match is_needed && is_fatal {
-                true => self.fail(reason, 1, None),
-                false => log::warn!("the ddprun on host {host} is refused: {reason}"),
+            match is_fatal && !self.has_ended() {
+                true => {
+                    self.is_called_off = self.rounds == 0;
+                    self.fail(reason, 1, None);
+                }
+                false => self.warnings.warn(format_args!("the ddprun on host {host} is refused: {reason}")),
             }
             return;
         }
@@ -98,8 +103,11 @@ impl Run {
         format!(": look at the output of ddprun with --node-rank {}", some(&absent))
     }
 
-    /// Why a node is not fit, compared with those that are there, if its user wants it to be compared.
+    /// Why a node is not fit, by itself or compared with those that are there, if its user wants it to be checked.
     fn lacks(&self, node: &Node) -> Option<String> {
+        if let Some(reason) = &node.unfit {
+            return Some(format!("the machine of host {} is not fit for the run: {reason}", node.host));
+        }
         let others = self.nodes.values().filter(|other| *other != node).filter_map(|other| other.fitness);
         let all: Vec<_> = node.fitness.into_iter().chain(others).collect();
         let reason = node.fitness?.lacks(&all)?;

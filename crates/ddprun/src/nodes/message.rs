@@ -1,5 +1,5 @@
 //! The messages between the agents of a run and its coordinator. They travel as JSON through the store.
-use super::terms::Terms;
+use super::terms::{Terms, older};
 use crate::check::Fitness;
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +17,9 @@ pub(crate) struct Node {
     pub(crate) terms: Terms,
     /// Its speed, if its user wants it to be compared with that of others.
     pub(crate) fitness: Option<Fitness>,
+    /// Why it takes no part, for those that wait for it: it has failed its own check.
+    #[serde(default)]
+    pub(crate) unfit: Option<String>,
 }
 
 /// A message of an agent to the coordinator.
@@ -144,6 +147,12 @@ pub(crate) enum Welcome {
     /// It takes part from this entry of the log on.
     From {
         entry: u64,
+        /// Whether it is a spare: the run has all nodes that it needs, and works.
+        #[serde(default)]
+        is_spare: bool,
+        /// The version of ddprun that hosts the store.
+        #[serde(default = "older")]
+        version: String,
     },
     Refused {
         reason: String,

@@ -11,6 +11,8 @@
 //!   signs of life ends its workers, because the store is gone.
 mod coordinator;
 mod elastic;
+#[cfg(test)]
+mod flood;
 mod link;
 mod losses;
 #[cfg(test)]
@@ -29,7 +31,7 @@ mod tests;
 pub(super) use coordinator::Coordinator;
 pub(super) use link::{Address, Link, News};
 pub(super) use message::{Admission, Entry, Exited, Message, Node, Replacement, Report, Round, Slot};
-pub(super) use terms::{Pace, Terms};
+pub(super) use terms::{Pace, Terms, version};
 
 use candle_ddp_rendezvous::json::{self, encode};
 

@@ -1,6 +1,7 @@
 //! Tests of nodes that take the place of others, and of nodes that are not fit.
 use super::message::{Entry, Message, Node, Round, Slot};
 use super::run::Action;
+use super::terms::Terms;
 use super::tests::{Fixture, start};
 use crate::check::Fitness;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
@@ -10,7 +11,7 @@ use std::sync::Arc;
 fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
     let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
     let (terms, fitness) = (fixture.run.terms.clone(), Some(Fitness::of(product, 10_000)));
-    let node = Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness };
+    let node = Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness, unfit: None };
     fixture.tell(slot, Message::Join(node));
     match fixture.run.actions.remove(0) {
         Action::Welcome(_, refusal) => refusal,
@@ -176,4 +177,59 @@ fn all_start_again_with_a_spare() {
     fixture.restart_reason();
     fixture.tell(0, Message::Ended);
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 2])]);
+}
+
+/// A node that has failed its own check comes.
+fn come_unfit(fixture: &mut Fixture, slot: Slot) -> Option<String> {
+    let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
+    let (terms, unfit) = (fixture.run.terms.clone(), Some("no disk".to_string()));
+    let host = format!("host{slot}");
+    fixture.tell(slot, Message::Join(Node { host, node_rank, hosts: slot == 0, terms, fitness: None, unfit }));
+    match fixture.run.actions.remove(0) {
+        Action::Welcome(_, refusal) => refusal,
+        other => panic!("{other:?}"),
+    }
+}
+
+const UNFIT: &str = "the machine of host host1 is not fit for the run: no disk";
+
+#[test]
+fn a_node_that_has_failed_its_own_check_ends_a_run_that_needs_it() {
+    let mut fixture = Fixture::new(3, 3, 0, true);
+    assert_eq!(come(&mut fixture, 0, 40_000), None);
+    assert_eq!(come_unfit(&mut fixture, 1).as_deref(), Some(UNFIT));
+    assert_eq!(fixture.failure(), (UNFIT.to_string(), 1));
+    // The store remains until the last node, which comes late, has learned of it.
+    fixture.tell(1, Message::Gone);
+    fixture.tell(0, Message::Bye);
+    assert!(!fixture.run.is_over() && fixture.run.awaits_news());
+    assert_eq!(come(&mut fixture, 2, 40_000), Some(format!("the run has ended: {UNFIT}")));
+    fixture.tell(2, Message::Gone);
+    assert!(fixture.run.is_over());
+    // Another one may come in its place, unless it hosts the store.
+    let mut fixture = Fixture::new(2, 2, 0, false);
+    assert_eq!(come(&mut fixture, 0, 40_000), None);
+    assert_eq!(come_unfit(&mut fixture, 1).as_deref(), Some(UNFIT));
+    assert_eq!(fixture.actions(), []);
+    let mut fixture = Fixture::new(1, 3, 0, false);
+    assert!(come_unfit(&mut fixture, 0).is_some());
+    assert_eq!(fixture.failure().0, UNFIT.replace("host1", "host0"));
+}
+
+#[test]
+fn nodes_with_different_versions_start_no_run() {
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    fixture.join(0);
+    let own = fixture.run.terms.version.clone();
+    fixture.run.terms.version = "0.0.1".to_string();
+    let terms = Terms { version: own.clone(), ..fixture.run.terms.clone() };
+    let node = Node { host: "host1".to_string(), node_rank: Some(1), hosts: false, terms, fitness: None, unfit: None };
+    fixture.tell(1, Message::Join(node));
+    let Action::Welcome(1, Some(refusal)) = fixture.run.actions.remove(0) else { panic!("it was welcome") };
+    assert!(
+        refusal.starts_with(&format!("the version of ddprun is {own} here, but 0.0.1 on the node that")),
+        "{refusal}"
+    );
+    let (reason, code) = fixture.failure();
+    assert!(code == 1 && reason.starts_with(&format!("the version of ddprun is {own} on host host1, but")), "{reason}");
 }

@@ -10,6 +10,7 @@ use crate::members::Members;
 use crate::status::LastFailure;
 use crate::worker::Exit;
 use candle_ddp_rendezvous::Store;
+use candle_ddp_rendezvous::warnings::Warnings;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -92,6 +93,11 @@ pub(super) struct Run {
     pub(super) actions: Vec<Action>,
     /// Whether the user knows that nodes are missing.
     pub(super) is_awaited: bool,
+    /// How many nodes have asked to join.
+    pub(super) asked: usize,
+    /// The run has ended before it began, because of one node. The others, which may come yet, learn of it then.
+    pub(super) is_called_off: bool,
+    pub(super) warnings: Warnings,
 }
 
 impl Run {
@@ -116,6 +122,9 @@ impl Run {
             last_failure: None,
             exit_code: 0,
             is_awaited: false,
+            asked: 0,
+            is_called_off: false,
+            warnings: Warnings::new("the coordinator of the nodes"),
             actions: Vec::new(),
         }
     }
@@ -131,7 +140,18 @@ impl Run {
 
     /// Whether no agent needs the coordinator any more.
     pub(super) fn is_over(&self) -> bool {
-        self.has_ended() && self.has_host && self.nodes.is_empty() && self.refused.is_empty()
+        let is_left = self.has_ended() && self.has_host && self.nodes.is_empty() && self.refused.is_empty();
+        is_left && !self.awaits_news()
+    }
+
+    /// Whether nodes may come that do not know yet that the run was called off.
+    pub(super) fn awaits_news(&self) -> bool {
+        self.is_called_off && self.asked < self.terms.max_nodes
+    }
+
+    /// Whether a node waits until another one is lost.
+    pub(super) fn is_spare(&self, slot: Slot) -> bool {
+        matches!(&self.state, State::Running { members, .. } if !members.contains(&slot))
     }
 
     pub(super) fn has_ended(&self) -> bool {

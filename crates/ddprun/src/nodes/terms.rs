@@ -12,6 +12,18 @@ pub(crate) struct Terms {
     /// The number of workers on each node.
     pub(crate) workers: usize,
     pub(crate) max_restarts: u32,
+    /// The version of ddprun. One that says none is older than these lines.
+    #[serde(default = "older")]
+    pub(crate) version: String,
+}
+
+pub(super) fn older() -> String {
+    "an older one".to_string()
+}
+
+/// The version of this ddprun.
+pub(crate) fn version() -> String {
+    env!("CARGO_PKG_VERSION").to_string()
 }
 
 /// The option that says to which run a node belongs.
@@ -28,6 +40,7 @@ impl Terms {
         };
         let pairs = [
             (RUN_ID, self.run_id.clone(), other.run_id.clone()),
+            ("the version of ddprun", self.version.clone(), other.version.clone()),
             ("--nnodes", range(self), range(other)),
             ("--nproc-per-node", self.workers.to_string(), other.workers.to_string()),
             ("--max-restarts", self.max_restarts.to_string(), other.max_restarts.to_string()),
@@ -161,10 +174,15 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let terms = Terms { run_id: "a".into(), min_nodes: 1, max_nodes: 2, workers: 4, max_restarts: 0 };
+        let text = r#"{"run_id":"a","min_nodes":1,"max_nodes":2,"workers":4,"max_restarts":0}"#;
+        let old: Terms = serde_json::from_str(text).unwrap();
+        let terms = Terms { version: version(), ..old.clone() };
         assert!(terms.difference(&terms).is_none());
         let other = Terms { workers: 3, max_nodes: 1, ..terms.clone() };
         let text = terms.difference(&other).unwrap().text("here");
         assert!(text.starts_with("--nnodes is 1 here, but 1:2 on the node"), "{text}");
+        let text = terms.difference(&old).unwrap().text("on host b");
+        let expected = format!("the version of ddprun is an older one on host b, but {} on the node", version());
+        assert!(text.starts_with(&expected), "{text}");
     }
 }

@@ -3,7 +3,7 @@
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
 use super::reports::REPORTS;
 use super::run::{Action, Run};
-use super::terms::{Pace, Terms};
+use super::terms::{Pace, Terms, version};
 use candle_ddp_rendezvous::{Decision, Generations, HashStore};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ pub(super) struct Fixture {
 
 impl Fixture {
     pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
-        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts };
+        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts, version: version() };
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
         Self { run: Run::new(terms, Pace::default(), is_static, store), is_static, now: Instant::now() }
     }
@@ -37,7 +37,14 @@ impl Fixture {
         let terms = self.run.terms.clone();
         self.tell(
             slot,
-            Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None }),
+            Message::Join(Node {
+                host: format!("host{slot}"),
+                node_rank,
+                hosts: slot == 0,
+                terms,
+                fitness: None,
+                unfit: None,
+            }),
         );
         assert_eq!(self.run.actions.remove(0), Action::Welcome(slot, None));
     }
@@ -418,7 +425,14 @@ fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
         let node_rank = Some(usize::try_from(slot).unwrap());
         fixture.tell(
             slot,
-            Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None }),
+            Message::Join(Node {
+                host: format!("host{slot}"),
+                node_rank,
+                hosts: slot == 0,
+                terms,
+                fitness: None,
+                unfit: None,
+            }),
         );
         match fixture.run.actions.remove(0) {
             Action::Welcome(_, refusal) => refusal,

@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 /// How long the workers have to exit by themselves after a failure on another node: their groups fail at once.
 const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
+/// What a spare says.
+const SPARE: &str = "all nodes that the run needs are there: this one waits until one is lost";
+
 impl Supervisor {
     /// Reacts to an event on another node.
     pub(super) fn on_news(&mut self, news: News, agent: &mut Agent) {
@@ -16,18 +19,25 @@ impl Supervisor {
             return Self::decline(&news, agent);
         }
         match news {
-            News::Joined(slot) => agent.joined(slot),
+            News::Joined { slot, is_spare } => {
+                agent.joined(slot);
+                if is_spare {
+                    message(SPARE);
+                }
+            }
             News::Entry(Entry::Start(round)) => match agent.enter(round) {
                 Ok(true) => {
                     let started = self.restart(agent);
                     self.check_started(started, agent);
                 }
-                Ok(false) => message("all nodes that the run needs are there: this one waits until one is lost"),
+                Ok(false) => message(SPARE),
                 Err(reason) => {
                     agent.set_lost(reason);
                     self.fail_elsewhere();
                 }
             },
+            // A spare has nothing to end.
+            News::Entry(Entry::Restart { reason }) if !agent.is_member() => message(reason),
             News::Entry(Entry::Restart { reason }) => {
                 message(reason);
                 self.outcome = Outcome::Elsewhere;
@@ -71,6 +81,9 @@ impl Supervisor {
                 false => message(reason),
             },
             News::Entry(Entry::Done) => {
+                if !agent.is_member() {
+                    message("the run has ended, and all workers have succeeded: this spare was not needed");
+                }
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
             }
             News::Entry(Entry::Failed { reason, signal: Some(signal), .. }) => {

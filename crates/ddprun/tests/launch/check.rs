@@ -163,3 +163,28 @@ fn nodes_that_do_not_fit_together_start_no_run() {
     assert!(all[0].stdout.contains("\n1 outlier(s):\n- NCCL is 2.25.1 on node 2 "), "{all:?}");
     assert!(!sandbox.path("started").exists(), "{all:?}");
 }
+
+/// The others would wait for it: the one that has failed its own check tells them, also if it is to host the store.
+#[test]
+fn a_machine_that_fails_its_own_check_ends_the_others() {
+    for unfit in 0..2 {
+        let sandbox = Sandbox::new();
+        let port = format!("--master-port={}", free_port());
+        let start = |node: usize| {
+            let node_rank = format!("--node-rank={node}");
+            let placed = ["--nnodes=2", "--master-addr=127.0.0.1", &port, &node_rank, "--no-secret"];
+            let command = sandbox.ddprun(&[&placed[..], &["--check=1e9", "sh", "-c", ": >started"]].concat());
+            let mut command = if node == unfit { limited("66", &command) } else { command };
+            Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
+        };
+        let all = finish(vec![start(0), start(1)]);
+        assert_eq!([all[0].code, all[1].code], [Some(1); 2], "{all:?}");
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        for ran in &all {
+            ran.says(&format!("the machine of host {host} is not fit for the run: "));
+            ran.says("a process may open 66 files");
+        }
+        all[unfit].says("--check: this machine does not join the run: ");
+        assert!(!sandbox.path("started").exists(), "{all:?}");
+    }
+}

@@ -75,11 +75,19 @@ fn a_spare_replaces_any_node_if_the_store_is_on_a_machine_without_workers() {
     let second = nodes.start(&args, SCRIPT);
     nodes.wait_for_round(0, 2);
     let spare = nodes.start(&args, SCRIPT);
-    wait_until("the spare", || status(&nodes.sandbox, nodes.port).stdout.contains("waiting"));
+    wait_until("the spare", || status(&nodes.sandbox, nodes.port).stdout.contains("  waiting\n"));
     first.send(Signal::KILL);
     nodes.wait_for_round(1, 2);
-    let all = nodes.end(vec![host, second, spare]);
+    let unneeded = nodes.start(&args, SCRIPT);
+    wait_until("the other spare", || {
+        let told = status(&nodes.sandbox, nodes.port).stdout;
+        told.starts_with("run a: running, attempt 1,") && told.contains("  waiting\n")
+    });
+    let all = nodes.end(vec![host, second, spare, unneeded]);
     assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+    all[0].says("the run has ended, and all workers have succeeded\n");
+    [&all[2], &all[3]].iter().for_each(|ran| ran.says("all nodes that the run needs are there: this one waits until"));
+    all[3].says("the run has ended, and all workers have succeeded: this spare was not needed");
     all[0].says("hosts the store of run a at port ");
     all[0].says("metrics are at http://127.0.0.1:");
     assert!(nodes.sandbox.path("logs/a").is_dir());
@@ -89,6 +97,25 @@ fn a_spare_replaces_any_node_if_the_store_is_on_a_machine_without_workers() {
     let others = vec![nodes.start(&["--no-secret"], "exit 7"), nodes.start(&["--no-secret"], "sleep 1000")];
     let all = finish([vec![host], others].into_iter().flatten().collect());
     assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(7); 3], "{all:?}");
+    all[0].says("failed first: it exited with code 7");
+}
+
+/// The last failure before them is none of theirs.
+#[test]
+fn a_spare_outlives_restarts_of_the_others() {
+    let nodes = Nodes::new("2");
+    let args = ["--max-restarts=1", "--no-secret"];
+    let script = format!("{SCRIPT}; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || {{ rm end; exit 7; }}");
+    let others = [nodes.start(&args, &script), nodes.start(&args, &script)];
+    nodes.wait_for_round(0, 2);
+    let spare = nodes.start(&args, &script);
+    wait_until("the spare", || status(&nodes.sandbox, nodes.port).stdout.contains("  waiting\n"));
+    std::fs::write(nodes.sandbox.path("end"), "").unwrap();
+    nodes.wait_for_round(1, 2);
+    let all = nodes.end(others.into_iter().chain([spare]).collect());
+    assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(0); 3], "{all:?}");
+    all[2].says("restarting all workers (restart 1 of 1)");
+    all[2].says("this spare was not needed");
 }
 
 #[test]

@@ -163,6 +163,16 @@ fn a_machine_that_fails_before_it_joins_is_named_and_the_others_do_not_wait() {
 }
 
 #[test]
+fn a_machine_that_fails_its_own_check_is_named_and_the_others_do_not_wait() {
+    let sandbox = with_other("ulimit -n 66");
+    let ran = Ran::new(&mut ddprun(&sandbox, &["--check=1e9"], "echo started"));
+    assert_eq!((ran.code, ran.stdout.contains("started")), (Some(1), false), "{ran:?}");
+    ran.says("--check: this machine does not join the run: ");
+    ran.says(" is not fit for the run: ");
+    assert!(!ran.stderr.contains("look for workers"), "{ran:?}");
+}
+
+#[test]
 fn a_secret_of_several_lines_is_refused_and_not_shown() {
     let sandbox = sandbox();
     let (first, second) = ("a".repeat(64), "b".repeat(64));
