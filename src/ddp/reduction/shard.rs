@@ -262,7 +262,9 @@ impl ShardReduction {
         }
         if let Some(across) = &self.across {
             // All ranks receive the buckets in the same order.
-            self.adding_up.push((number, across.all_reduce_async(&self.shards[number].own, ReduceOp::Sum)?));
+            let own = &self.shards[number].own;
+            let work = buckets[number].label.during(|| across.all_reduce_async(own, ReduceOp::Sum))?;
+            self.adding_up.push((number, work));
         }
         Ok(())
     }
