@@ -14,6 +14,7 @@ use super::replicas;
 use super::scaled;
 use super::settle;
 use super::sync;
+use crate::backend::CallSite;
 use crate::origin;
 use crate::panic::lock;
 use crate::process_group::{Active, Kind};
@@ -22,6 +23,7 @@ use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashSet;
+use std::panic::Location;
 
 /// How [`backward_with`] averages gradients, and whether it adds them to others.
 #[derive(Debug, Default)]
@@ -130,16 +132,18 @@ pub struct Backward<'a> {
 /// [`Error::InvalidArgument`] if `into` holds sums of a pass under `no_sync`, since the buckets hold these too; and, while a
 /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) keeps the gradients, for `into` with a count, or with gradients
 /// that a step has used.
+#[track_caller]
 pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward<'_>) -> Result<GradStore> {
     let Backward { count, into } = options;
-    match into {
+    CallSite::around(Location::caller(), || match into {
         None => average(loss, &mut Pass::new(loss, models, None, count), None),
         Some(grads) => run_into(loss, models, grads, count),
-    }
+    })
 }
 
 /// [`backward`](crate::DistributedDataParallel::backward) for a step that follows at once. `step`, if there is one, gets the gradients of the
 /// buckets as soon as they are there, unless the step depends on something that is only known at the end. The store has all others.
+#[track_caller]
 pub(crate) fn backward_in_parts(
     model: &DistributedModel,
     loss: &Tensor,
@@ -147,7 +151,7 @@ pub(crate) fn backward_in_parts(
 ) -> Result<GradStore> {
     let mut pass = Pass::new(loss, &[model], None, None);
     parts::check(&pass)?;
-    average(loss, &mut pass, step)
+    CallSite::around(Location::caller(), || average(loss, &mut pass, step))
 }
 
 /// Runs a backward pass and adds its gradients to those in `grads`. Returns a store of the same tensors.
@@ -250,6 +254,7 @@ fn copy_of(grads: &GradStore) -> GradStore {
 /// # Errors
 /// Those of [`backward_with`]. [`Error::InvalidArgument`] for another number than the next one, without virtual ranks, and under
 /// [`no_sync`](crate::DistributedDataParallel::no_sync); the group then ends on all ranks.
+#[track_caller]
 pub fn backward_micro_batch(
     loss: &Tensor,
     models: &[&DistributedModel],
@@ -258,7 +263,7 @@ pub fn backward_micro_batch(
 ) -> Result<Option<GradStore>> {
     let mut pass = Pass::of_micro_batch(loss, models, number, count);
     let is_last = pass.models.iter().any(|model| model.synchronises);
-    let mut all = average(loss, &mut pass, None)?;
+    let mut all = CallSite::around(Location::caller(), || average(loss, &mut pass, None))?;
     if !is_last {
         return Ok(None);
     }

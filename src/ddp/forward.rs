@@ -1,12 +1,14 @@
 //! How programs compute with a wrapped model.
 use super::DistributedDataParallel;
 use super::no_grad;
+use crate::backend::CallSite;
 use crate::tensor::MemoryFormat;
 use crate::tensor::function::{argument, is_grad_enabled};
 use crate::{Error, Result};
 use candle_core::{Module, ModuleT, Tensor};
 use candle_ddp_nn::Autocast;
 use candle_nn::VarBuilder;
+use std::panic::Location;
 
 impl<M> DistributedDataParallel<M> {
     /// Runs `f` on the model, with every parameter up to date: for a model's own methods, such as
@@ -29,6 +31,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// The errors of `f`.
+    #[track_caller]
     pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
@@ -36,7 +39,7 @@ impl<M> DistributedDataParallel<M> {
         let module = self.no_grad_module.as_ref().filter(|_| !is_grad_enabled());
         self.core.begin_forward(module.is_some())?;
         let f = || self.core.options.run(|| f(module.unwrap_or(&self.module)));
-        let result = self.core.phase("forward", f);
+        let result = CallSite::around(Location::caller(), || self.core.phase("forward", f));
         self.core.end_forward();
         result.map_err(|error| self.explain(error.into()))
     }
@@ -49,6 +52,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// The errors of `f`.
+    #[track_caller]
     pub fn call_mut<T, E>(&mut self, f: impl FnOnce(&mut M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
@@ -57,7 +61,7 @@ impl<M> DistributedDataParallel<M> {
         let no_grad_module = no_grad_module.as_mut().filter(|_| !is_grad_enabled());
         core.begin_forward(no_grad_module.is_some())?;
         let f = || core.options.run(|| f(no_grad_module.unwrap_or(module)));
-        let result = core.phase("forward", f);
+        let result = CallSite::around(Location::caller(), || core.phase("forward", f));
         core.end_forward();
         result.map_err(|error| self.explain(error.into()))
     }
@@ -152,6 +156,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// The errors of the model.
+    #[track_caller]
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor>
     where
         M: Module,
@@ -166,6 +171,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// The errors of the model.
+    #[track_caller]
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
     where
         M: ModuleT,

@@ -145,6 +145,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients. Nothing of the
     /// pass is left to the next one, and gradients that had accumulated under `no_sync` are dropped.
+    #[track_caller]
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         backward_with(loss, &[&self.core], Backward::default())
     }

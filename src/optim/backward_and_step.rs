@@ -55,6 +55,7 @@ impl<M> DistributedDataParallel<M> {
     /// optimizer then refuses further steps, also after it was saved and loaded: go back to a checkpoint from before, of model and
     /// optimizer. [`elastic::run`](crate::elastic::run) does so by itself. An error of the optimizer ends the group, since the other
     /// ranks may have made the step. (After an error of `backward`, on the other hand, the parameters are as they were.)
+    #[track_caller]
     pub fn backward_and_step(&self, loss: &Tensor, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<()> {
         let (takes_parts, mut is_begun) = (optimizer.takes_parts()?, false);
         let mut step = |grads: &GradStore| {

@@ -201,7 +201,7 @@ impl Joining {
         let recorder = FlightRecorder::new(self.flight_recorder.clone(), rank, world_size)?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
-        let construction = Construction { deadline, cancelled: Some(&cancelled), recording };
+        let construction = Construction { deadline, cancelled: Some(&cancelled), recording, membership: None };
         ProcessGroup::connect(construction, found.store, world_size, rank, settings, job)
     }
 

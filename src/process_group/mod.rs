@@ -141,6 +141,7 @@ impl ProcessGroup {
     ) -> Result<Self> {
         VirtualRanks::check(settings.virtual_ranks, world_size)?;
         let (place, recording) = (Place::of_all(job, rank, world_size), construction.recording.cloned());
+        let construction = Construction { membership: Some(&place.membership), ..construction };
         let communicator = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings)?;
         Ok(Self::around(communicator, store, place, settings, recording))
     }

@@ -3,6 +3,7 @@ use super::job::Job;
 use crate::backend::{Communicator, Completion, Work};
 use crate::error::{Failure, RankError, ranks};
 use crate::{Error, Result};
+use candle_ddp_engine::standing::Membership;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,8 @@ pub(super) struct Place {
     /// This rank's number in the group.
     rank: usize,
     pub(super) global_ranks: Vec<usize>,
+    /// Its place for the engine.
+    pub(super) membership: Membership,
     /// Of a part that does not have all ranks of its group.
     whole: Option<Whole>,
 }
@@ -33,29 +36,47 @@ impl Place {
     /// The place of the group of all ranks.
     pub(super) fn of_all(job: Job, rank: usize, world_size: usize) -> Self {
         let number = job.number();
-        let global_ranks = (0..world_size).collect();
-        Self { job: Arc::new(job), number, part_of: number, rank, global_ranks, whole: None }
+        let (job, global_ranks) = (Arc::new(job), (0..world_size).collect());
+        let membership = Membership::of_all(rank, world_size);
+        Self { job, number, part_of: number, rank, global_ranks, membership, whole: None }
     }
 
     /// The place of a group that is split off from this one: `ranks[i]` here is rank `i` there, of which this rank is number
-    /// `rank`.
-    pub(super) fn split(&self, ranks: &[usize], rank: usize) -> Self {
+    /// `rank`. Its keys have the prefix `key`; messages call it `kind`.
+    pub(super) fn split(&self, (key, kind): (&str, &str), ranks: &[usize], rank: usize) -> Self {
         let number = self.job.number();
-        let global_ranks = ranks.iter().map(|rank| self.global_ranks[*rank]).collect();
-        Self { job: Arc::clone(&self.job), number, part_of: number, rank, global_ranks, whole: None }
+        let global_ranks: Vec<usize> = ranks.iter().map(|rank| self.global_ranks[*rank]).collect();
+        let membership = self.membership.of_subgroup(key, kind, global_ranks.clone());
+        Self { job: Arc::clone(&self.job), number, part_of: number, rank, global_ranks, membership, whole: None }
     }
 
     /// The place of a part of this group, which `communicator` connects, with some of its ranks: either ends with the other.
-    pub(super) fn split_part(&self, communicator: &Arc<dyn Communicator>, ranks: &[usize], rank: usize) -> Self {
+    pub(super) fn split_part(
+        &self,
+        names: (&str, &str),
+        communicator: &Arc<dyn Communicator>,
+        ranks: &[usize],
+        rank: usize,
+    ) -> Self {
         let (communicator, global_ranks) = (Arc::downgrade(communicator), self.global_ranks.clone());
         let whole = Some(Whole { communicator, global_ranks, told: Arc::default() });
-        Self { part_of: self.part_of, whole, ..self.split(ranks, rank) }
+        Self { part_of: self.part_of, whole, ..self.split(names, ranks, rank) }
     }
 
     /// The place of a group of the same ranks that is a part of this one: either ends with the other.
-    pub(super) fn part(&self) -> Self {
-        let (job, number, global_ranks) = (Arc::clone(&self.job), self.job.number(), self.global_ranks.clone());
-        Self { job, number, part_of: self.part_of, rank: self.rank, global_ranks, whole: self.whole.clone() }
+    pub(super) fn part(&self, names: (&str, &str)) -> Self {
+        let ranks: Vec<usize> = (0..self.global_ranks.len()).collect();
+        Self { part_of: self.part_of, whole: self.whole.clone(), ..self.split(names, &ranks, self.rank) }
+    }
+
+    /// The same place, of a group that continues when others fail.
+    pub(super) fn outliving(self) -> Self {
+        Self { membership: self.membership.outliving(), ..self }
+    }
+
+    /// This rank's number in the group.
+    pub(super) fn rank(&self) -> usize {
+        self.rank
     }
 
     /// Whether it is the group of all ranks, or a part of that group.

@@ -76,7 +76,8 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
         let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size).map_err(Error::from);
         let recorder = recorder.inspect_err(|error| cancel(rank, error))?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
-        let construction = Construction { deadline, cancelled: Some(&cancelled), recording: recording.as_ref() };
+        let (cancelled, recording): (_, Option<&Recording>) = (Some(&cancelled as _), recording.as_ref());
+        let construction = Construction { deadline, cancelled, recording, membership: None };
         let job = Job::without_launcher(world_size);
         let pg = ProcessGroup::connect(construction, Arc::clone(&store), world_size, rank, settings, job)
             .inspect_err(|error| cancel(rank, error))?;

@@ -52,13 +52,15 @@ impl ProcessGroup {
         let settings = self.0.settings.clone();
         let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings));
         let split = split.map_err(|error| self.note(error))?;
-        let recording = self.recording_of(&format!("group{number}"), ranks);
-        let communicator = self.member(split, &store, place, ranks.len(), recording.as_ref());
-        let Some(rank) = place else { return communicator.map(|_| None) };
+        let key = format!("group{number}");
+        let recording = self.recording_of(&key, ranks);
+        let Some(rank) = place else { return Ok(None) };
+        let names = (key.as_str(), "the group");
         let place = match is_part {
-            true => self.0.place.split_part(&self.0.communicator, ranks, rank),
-            false => self.0.place.split(ranks, rank),
+            true => self.0.place.split_part(names, &self.0.communicator, ranks, rank),
+            false => self.0.place.split(names, ranks, rank),
         };
+        let communicator = self.member(split, &store, &place, recording.as_ref());
         let made = communicator.map_err(|error| self.note_of(&place, error))?;
         Ok(made.map(|made| Self::around(made, store, place, settings, recording).listed()))
     }
@@ -87,7 +89,8 @@ impl ProcessGroup {
         if let Some(companion) = &*companion {
             return Ok(companion.clone());
         }
-        Ok(companion.insert(self.duplicate("companion", self.0.place.part())?.listed()).clone())
+        let place = self.0.place.part(("companion", "the companion of"));
+        Ok(companion.insert(self.duplicate("companion", place)?.listed()).clone())
     }
 
     /// Whether a group of this process has had a companion: a backward pass may then wait for other ranks.
@@ -100,9 +103,8 @@ impl ProcessGroup {
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
         let recording = self.recording_of(prefix, &self.all_ranks());
-        let (rank, world_size) = (Some(self.rank()), self.world_size());
         let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings));
-        let made = duplicate.and_then(|split| self.member(split, &store, rank, world_size, recording.as_ref()));
+        let made = duplicate.and_then(|split| self.member(split, &store, &place, recording.as_ref()));
         let Some(made) = made.map_err(|error| self.note_of(&place, error))? else {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
             return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
@@ -124,7 +126,8 @@ impl ProcessGroup {
         if let Some(cpu) = &*cpu {
             return Ok(cpu.clone());
         }
-        Ok(cpu.insert(self.connect_cpu("cpu-group", self.0.place.part())?.listed()).clone())
+        let place = self.0.place.part(("cpu-group", "the CPU group of"));
+        Ok(cpu.insert(self.connect_cpu("cpu-group", place)?.listed()).clone())
     }
 
     /// A group of the same ranks for tensors in host memory, for the calls of a background thread: over the CPU engine, or
@@ -137,14 +140,18 @@ impl ProcessGroup {
     pub(crate) fn background_group(&self) -> Result<Self> {
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
         let prefix = format!("background{number}");
+        let place = || {
+            let names = (prefix.as_str(), "the background group of");
+            self.0.place.split(names, &self.all_ranks(), self.rank()).outliving()
+        };
         if self.backend() == Backend::Custom && self.device().is_cpu() {
-            match self.duplicate(&prefix, self.0.place.split(&self.all_ranks(), self.rank())) {
+            match self.duplicate(&prefix, place()) {
                 // An engine that makes no further groups.
                 Err(Error::Unavailable { .. }) => {}
                 made => return made,
             }
         }
-        self.connect_cpu(&prefix, self.0.place.split(&self.all_ranks(), self.rank()))
+        self.connect_cpu(&prefix, place())
     }
 
     /// A group of the same ranks over the CPU engine, whose keys have the given `prefix`.
@@ -153,31 +160,33 @@ impl ProcessGroup {
         let settings = Settings { backend: Backend::Cpu, device: Device::Cpu, ..self.0.settings.clone() };
         let failed = || Ok(self.failed()?);
         let recording = self.recording_of(prefix, &self.all_ranks());
+        let (recorded, membership) = (recording.as_ref(), Some(&place.membership));
         let construction =
-            Construction { cancelled: Some(&failed), recording: recording.as_ref(), ..Default::default() };
+            Construction { cancelled: Some(&failed), recording: recorded, membership, ..Default::default() };
         let (rank, world_size) = (self.rank(), self.world_size());
         let made = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings);
         let made = made.map_err(|error| self.note_of(&place, error))?;
         Ok(Self::around(made, store, place, settings, recording))
     }
 
-    /// This rank's handle to a group that was split off, in which it has rank `place`. If this group's engine cannot
-    /// split, the new group gets its own connections.
+    /// This rank's handle to a group at `place` that was split off. If this group's engine cannot split, the new group gets its own
+    /// connections.
     fn member(
         &self,
         split: Split,
         store: &Arc<dyn Store>,
-        place: Option<usize>,
-        world_size: usize,
+        place: &Place,
         recording: Option<&Recording>,
     ) -> Result<Option<Box<dyn Communicator>>> {
-        match (split, place) {
-            (Split::Member(communicator), _) => Ok(Some(communicator)),
-            (Split::NotMember, _) | (Split::Unsupported, None) => Ok(None),
-            (Split::Unsupported, Some(rank)) => {
+        match split {
+            Split::Member(communicator) => Ok(Some(communicator)),
+            Split::NotMember => Ok(None),
+            Split::Unsupported => {
                 let failed = || Ok(self.failed()?);
-                let construction = Construction { cancelled: Some(&failed), recording, ..Default::default() };
-                let store = Arc::clone(store);
+                let membership = Some(&place.membership);
+                let construction =
+                    Construction { cancelled: Some(&failed), recording, membership, ..Default::default() };
+                let (store, rank, world_size) = (Arc::clone(store), place.rank(), place.global_ranks.len());
                 engine::communicator(construction, store, rank, world_size, &self.0.settings).map(Some)
             }
         }

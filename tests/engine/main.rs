@@ -17,6 +17,7 @@ mod reproducible;
 #[path = "../common/single.rs"]
 mod single;
 mod slices;
+mod two_groups;
 mod varied;
 
 /// Defines one `#[test]` for each arrangement and case.

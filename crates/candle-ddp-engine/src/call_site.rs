@@ -13,6 +13,9 @@ thread_local! {
     /// The place of the calls that this thread makes.
     static CURRENT: Cell<CallSite> = const { Cell::new(CallSite::NONE) };
 
+    /// The outermost place of this thread, also of calls that have a label.
+    static OUTERMOST: Cell<CallSite> = const { Cell::new(CallSite::NONE) };
+
     /// Another rank's place in the call that this thread runs, if it differs from this rank's.
     static OTHER: Cell<CallSite> = const { Cell::new(CallSite::NONE) };
 
@@ -57,6 +60,33 @@ impl CallSite {
             CURRENT.set(Self::of(location));
         }
         work()
+    }
+
+    /// Says that what `work` does on this thread is done at `location` of the program, unless that is done at a place further
+    /// outside. Calls do not come from there: those of this crate have a label.
+    #[doc(hidden)]
+    pub fn around<T>(location: &'static Location<'static>, work: impl FnOnce() -> T) -> T {
+        /// Restores the previous place, even if `work` panics.
+        struct Scope(CallSite);
+        impl Drop for Scope {
+            fn drop(&mut self) {
+                OUTERMOST.set(self.0);
+            }
+        }
+        let scope = Scope(OUTERMOST.get());
+        if scope.0 == Self::NONE {
+            OUTERMOST.set(Self::of(location));
+        }
+        work()
+    }
+
+    /// Where the program is, as far as this crate knows.
+    #[inline]
+    pub(crate) fn outermost() -> Self {
+        match OUTERMOST.get() {
+            Self::NONE => CURRENT.get(),
+            place => place,
+        }
     }
 
     /// The place of the calls that this thread makes now.

@@ -1,4 +1,5 @@
 use crate::flight_recorder::Recording;
+use crate::standing::Membership;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,9 @@ pub struct Construction<'a> {
     pub cancelled: Option<&'a dyn Fn() -> Result<()>>,
     /// For the flight recorder, if there is one.
     pub recording: Option<&'a Recording>,
+    /// The group's place in its job, if it is one of several.
+    #[doc(hidden)]
+    pub membership: Option<&'a Membership>,
 }
 
 impl Construction<'_> {

@@ -124,8 +124,12 @@ impl Engine {
         }
         know_waits();
         let group = Group::new(rank, world_size, timeout, hosts, shm, links);
-        let group = Arc::new(match construction.recording {
+        let group = match construction.recording {
             Some(recording) => group.recorded(Arc::clone(&recording.recorder)),
+            None => group,
+        };
+        let group = Arc::new(match construction.membership {
+            Some(membership) => group.member(membership.clone()),
             None => group,
         });
         if let Some(recording) = construction.recording {
@@ -147,6 +151,7 @@ impl Engine {
                 if world_size > 1 {
                     connector.forget();
                 }
+                engine.group.enter_job()?;
                 Ok(engine)
             }
             // The peer may have given up before it could tell the group.
@@ -262,6 +267,7 @@ impl Drop for Engine {
         }
         self.queues().for_each(WorkQueue::close);
         group.leave();
+        group.leave_job();
         group.end_monitors();
         for monitor in self.monitors.drain(..) {
             if monitor.join().is_err() {

@@ -4,26 +4,22 @@ use crate::call::{Call, Channel, Header};
 use crate::call_site::CallSite;
 use crate::call_sites::CallSites;
 use crate::error::Failure;
-use crate::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_since};
+use crate::failure::{CallCounts, CallHistory, left_since};
 use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
 use crate::gone::{self, Ended, Gone, News};
 use crate::hosts::Hosts;
 use crate::memory::LockWaits;
 use crate::panic::{lock, wait_timeout};
 use crate::shm::{Life, ShmGroup, Sleeper};
-use crate::state::{Peer, Query, State};
+use crate::standing::{Membership, Thread, Wait, strangers};
+use crate::state::{Peer, State};
 use crate::tcp::control::Control;
 use crate::tcp::frame::Frame;
-use crate::tcp::handshake::Kind;
 use crate::tcp::transport::Transport;
 use crate::warnings::warn_aloud;
 use candle_ddp_rendezvous::json::encode;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-
-/// Monitors answer a query at once, even on a busy machine: a process that does not is stopped or unreachable.
-pub(crate) const QUERY_PATIENCE: Duration = Duration::from_secs(3);
 
 /// One group, as seen by one of its ranks.
 pub(crate) struct Group {
@@ -44,6 +40,12 @@ pub(crate) struct Group {
     pub(crate) locks: LockWaits,
     call_sites: CallSites,
     recorder: Option<Arc<FlightRecorder>>,
+    /// Its place in its job.
+    pub(crate) membership: Option<Membership>,
+    /// How many threads this rank did not know when it made the group.
+    pub(crate) strangers: Option<usize>,
+    /// The threads that wait for calls that other threads run.
+    pub(crate) waits: Mutex<Vec<Wait>>,
     pub(crate) state: Mutex<State>,
     /// Notified of a failure, an acknowledgement, an answer, or a connection that is new or closed.
     pub(crate) changed: Condvar,
@@ -60,7 +62,7 @@ impl Group {
     ) -> Self {
         let [data, direct] = [(); 2].map(|()| Transport::new(world_size));
         let (state, changed, locks) = (Mutex::new(State::new(world_size, 0)), Condvar::new(), LockWaits::default());
-        let (call_sites, recorder) = (CallSites::default(), None);
+        let (call_sites, recorder, membership, waits) = (CallSites::default(), None, None, Mutex::default());
         Self {
             rank,
             world_size,
@@ -73,6 +75,9 @@ impl Group {
             locks,
             call_sites,
             recorder,
+            membership,
+            strangers: None,
+            waits,
             state,
             changed,
         }
@@ -84,15 +89,32 @@ impl Group {
         Self { recorder: Some(recorder), state, ..self }
     }
 
+    /// Returns the same group, which has this place in its job.
+    pub(crate) fn member(self, membership: Membership) -> Self {
+        Self { membership: Some(membership), strangers: strangers(), ..self }
+    }
+
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank;
         (0..self.world_size).filter(move |peer| *peer != rank)
     }
 
+    /// Returns the group's failure, if any, as the result of a call.
+    fn tell(&self, state: &mut State) -> Result<(), Failure> {
+        let Some(failure) = state.failure.clone() else { return Ok(()) };
+        state.untold = false;
+        self.membership.iter().for_each(Membership::tell);
+        Err(failure)
+    }
+
     /// Records that `call` was started, and when if the caller knows, unless the group has failed.
     pub(crate) fn start(&self, channel: Channel, header: Header, at: Option<Instant>) -> Result<(), Failure> {
         let mut state = lock(&self.state);
-        state.tell()?;
+        self.tell(&mut state)?;
+        // The one with the number 0 makes the group.
+        if header.sequence > 0 {
+            Thread::enter(&mut state.callers);
+        }
         state.history_mut(channel).start(header.sequence, header.call, at);
         Ok(())
     }
@@ -101,7 +123,7 @@ impl Group {
     /// ended.
     pub(crate) fn begin(&self, channel: Channel, sequence: u64, at: Instant) -> Result<(), Failure> {
         let mut state = lock(&self.state);
-        state.tell()?;
+        self.tell(&mut state)?;
         state.history_mut(channel).begin(sequence, Some(at));
         let missing = state.missing(self.rank, channel, sequence);
         if let Some(failure) = missing.or_else(|| state.begun_in_vain(self.rank, channel, sequence)) {
@@ -166,6 +188,7 @@ impl Group {
 
     /// Ends the group with `failure`, unless it already has one; returns the first one.
     pub(crate) fn fail(&self, failure: Failure) -> Failure {
+        self.membership.iter().for_each(|membership| membership.pass_on(&failure));
         let mut state = lock(&self.state);
         let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
         if let Some(first) = state.failure.clone() {
@@ -173,9 +196,11 @@ impl Group {
             state.untold &= !is_own;
             return first;
         }
+        let is_told = is_own || state.running().is_some();
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
         // A running call returns the failure. If this rank caused it, it needs no warning.
-        state.untold = !is_own && state.running().is_none();
+        state.untold = !is_told;
+        self.membership.iter().filter(|_| is_told).for_each(Membership::tell);
         state.failure = Some(failure.clone());
         // Said on the board before another thread of this rank can see the failure and leave: to its peers, it would have left
         // in good order.
@@ -260,38 +285,6 @@ impl Group {
         }
     }
 
-    /// Asks all peers for their progress. Returns the states by rank, including this one.
-    pub(crate) fn query(&self) -> Vec<RankState> {
-        let mut state = lock(&self.state);
-        let id = state.next_query;
-        state.next_query += 1;
-        let asked = self.shm.as_ref().map(|shm| shm.board.ask());
-        state.queries.insert(id, Query { asked, answers: vec![None; self.world_size] });
-        drop(state);
-        self.linked().for_each(|peer| self.control.send(peer, &Frame::Query { id }));
-        // Those that are called now are asked as soon as there is a connection.
-        let unlinked: Vec<usize> = self.hosts.proxies().filter(|peer| self.control.link(*peer).is_none()).collect();
-        self.want(&unlinked, Kind::Control);
-        self.wait_until(Instant::now() + QUERY_PATIENCE, |state| {
-            let answers = &state.queries.get(&id)?.answers;
-            let complete = self.peers().all(|peer| answers[peer].is_some() || state.peers[peer].closed);
-            (complete || state.failure.is_some()).then_some(())
-        });
-        let mut state = lock(&self.state);
-        let mut answers = state.queries.remove(&id).map_or_else(|| vec![None; self.world_size], |query| query.answers);
-        answers[self.rank] = Some(state.collectives.report(self.locks.any()));
-        // A rank that this one does not know is asked by its proxy there.
-        let is_asked: Vec<bool> = (0..self.world_size)
-            .map(|peer| {
-                let is_linked = self.hosts.member(peer).is_some() || self.control.link(peer).is_some();
-                let is_known = is_linked || state.peers[peer].answers_calls;
-                is_known || answers[self.hosts.proxy_beside(peer)].is_some()
-            })
-            .collect();
-        let states = answers.into_iter().zip(is_asked).enumerate();
-        states.map(|(peer, (answer, is_asked))| state.rank_state(peer, answer, is_asked)).collect()
-    }
-
     /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once those of
     /// other hosts have read it, also those that are just connecting, or after a short while: if the connections closed earlier,
     /// the system might discard it.
@@ -319,6 +312,8 @@ impl Group {
         match &state.failure {
             // After its last call, a program may end without leaving the group: that is no failure.
             None | Some(Failure::PeerGone { .. }) => {}
+            // The groups of a job often end together. A call in any of them says so.
+            Some(_) if self.membership.as_ref().is_some_and(Membership::has_told) => {}
             Some(failure) if state.untold && !std::thread::panicking() => {
                 let (rank, error) = (self.rank, Error::from(failure.clone()));
                 warn_aloud(format_args!(
@@ -393,10 +388,9 @@ impl Group {
                 lock(&self.state).peers[peer].acknowledged = true;
                 self.changed.notify_all();
             }
-            Frame::Query { id } => {
-                let report = lock(&self.state).collectives.report(self.locks.any());
-                self.control.send(peer, &Frame::Answer { id, rank: self.rank, report });
-                self.relay(peer, id);
+            Frame::Query { id, question } => {
+                self.control.send(peer, &Frame::Answer { id, rank: self.rank, report: self.report(question) });
+                self.relay(peer, id, question);
             }
             Frame::Answer { id, rank, report } => {
                 let mut state = lock(&self.state);
@@ -440,29 +434,6 @@ impl Group {
             Failure::PeerFailed { peer: self.rank, reason }
         };
         self.fail(told.unwrap_or_else(unknown));
-    }
-
-    /// This rank's progress, for the ranks of its host.
-    pub(crate) fn report(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
-        lock(&self.state).collectives.report(self.locks.any()).encode(&mut writer);
-        writer.0
-    }
-
-    /// Takes the answers that the ranks of this host have given.
-    pub(crate) fn collect_answers(&self) {
-        let Some(shm) = &self.shm else { return };
-        let mut state = lock(&self.state);
-        self.pass_answers(&mut state);
-        for query in state.queries.values_mut() {
-            for (member, peer) in self.neighbours() {
-                if let (None, Some(asked)) = (&query.answers[peer], query.asked) {
-                    let answer = shm.board.answer_of(member, asked);
-                    query.answers[peer] = answer.and_then(|answer| ProgressReport::decode(&mut Reader(&answer)));
-                    self.changed.notify_all();
-                }
-            }
-        }
     }
 
     /// Ends the group if the last collective that began here, or a running message, needs `peer`, which has left or

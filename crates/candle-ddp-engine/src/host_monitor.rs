@@ -1,6 +1,7 @@
 //! The thread that watches the board of this rank's host.
 use crate::gone::Ended;
 use crate::group::Group;
+use crate::question::Question;
 use crate::shm::{Board, Life};
 use std::time::Duration;
 
@@ -24,8 +25,10 @@ pub(crate) fn run(group: &Group) -> Result<(), String> {
     let (mut turn, mut notes) = (0, 0);
     while !group.is_over() {
         let seen = board.events();
-        if let Some(question) = board.question() {
-            board.answer(question, &group.report());
+        for question in Question::ALL {
+            if let Some(asked) = board.asked(question) {
+                board.answer(question, asked, &group.report(question));
+            }
         }
         for (member, peer) in group.neighbours() {
             look(group, board, (member, peer), &mut known[member]);

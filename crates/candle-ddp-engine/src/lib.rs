@@ -25,17 +25,22 @@ mod hosts;
 mod label;
 #[doc(hidden)]
 pub mod liveness;
+mod member;
 mod memory;
 mod news;
 mod operands;
 mod operation;
 mod options;
+mod query;
+mod question;
 mod reduce_op;
 mod reduction;
 mod root_cause;
 mod session;
 mod shape;
 mod shm;
+#[doc(hidden)]
+pub mod standing;
 mod state;
 mod tcp;
 mod texts;

@@ -1,12 +1,13 @@
 //! What ranks tell each other about third ones, since not every two ranks have a control connection: those of other hosts about
 //! the ranks of their own, and those of their own about all others.
-use crate::failure::{CallCounts, ProgressReport};
+use crate::failure::CallCounts;
 use crate::gone::{Fate, Gone, News};
-use crate::group::{Group, QUERY_PATIENCE};
+use crate::group::Group;
 use crate::panic::lock;
+use crate::query::PATIENCE;
+use crate::question::Question;
 use crate::state::{Relay, State};
 use crate::tcp::frame::Frame;
-use candle_ddp_rendezvous::wire::Reader;
 use std::time::Instant;
 
 impl Group {
@@ -29,7 +30,7 @@ impl Group {
             None => None,
         };
         let news = |(_, rank)| Some(Frame::News { rank, fate: state.news(self.rank, rank)?.fate });
-        let queries = state.queries.keys().map(|id| Frame::Query { id: *id });
+        let queries = state.queries.iter().map(|(id, query)| Frame::Query { id: *id, question: query.question });
         let frames = self.neighbours().filter_map(news).chain(queries).chain(told);
         frames.for_each(|frame| self.control.send(peer, &frame));
     }
@@ -69,12 +70,12 @@ impl Group {
     }
 
     /// Asks the other ranks of this host for `peer`, whose proxy this rank is.
-    pub(crate) fn relay(&self, peer: usize, id: u64) {
+    pub(crate) fn relay(&self, peer: usize, id: u64, question: Question) {
         let Some(shm) = self.shm.as_ref().filter(|_| self.hosts.is_proxy_of(peer)) else { return };
         let mut state = lock(&self.state);
-        let asked = shm.board.ask();
-        let until = Instant::now() + QUERY_PATIENCE;
-        state.relays.push(Relay { peer, id, asked, missing: self.neighbours().collect(), until });
+        let asked = shm.board.ask(question);
+        let until = Instant::now() + PATIENCE;
+        state.relays.push(Relay { peer, id, question, asked, missing: self.neighbours().collect(), until });
     }
 
     /// Passes on the answers that the ranks of this host have given.
@@ -83,8 +84,7 @@ impl Group {
         state.relays.retain_mut(|relay| {
             let (peer, id) = (relay.peer, relay.id);
             relay.missing.retain(|(member, rank)| {
-                let answer = shm.board.answer_of(*member, relay.asked);
-                let report = answer.and_then(|answer| ProgressReport::decode(&mut Reader(&answer)));
+                let report = shm.board.answer_of(*member, relay.question, relay.asked);
                 let report = report.map(|report| Frame::Answer { id, rank: *rank, report });
                 report.iter().for_each(|answer| self.control.send(peer, answer));
                 report.is_none()

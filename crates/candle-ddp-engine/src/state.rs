@@ -4,10 +4,13 @@ use crate::error::Failure;
 use crate::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
 use crate::flight_recorder::CallRecord;
 use crate::gone::{self, Fate, Gone, News};
+use crate::question::Question;
+use crate::standing::Thread;
 use crate::tcp::frame::Frame;
 use crate::tcp::handshake::Kind;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 pub(crate) struct State {
@@ -16,6 +19,8 @@ pub(crate) struct State {
     pub(crate) untold: bool,
     pub(crate) collectives: CallHistory,
     pub(crate) peers: Vec<Peer>,
+    /// The threads that have made calls.
+    pub(crate) callers: Vec<Arc<Thread>>,
     /// The open queries.
     pub(crate) queries: HashMap<u64, Query>,
     pub(crate) next_query: u64,
@@ -33,18 +38,20 @@ pub(crate) struct State {
     pub(crate) over: bool,
 }
 
-/// A question to all peers about their progress.
+/// A question to all peers.
 pub(crate) struct Query {
+    pub(crate) question: Question,
     /// Its number on the board of this host, if there is one.
     pub(crate) asked: Option<u32>,
     /// By rank.
-    pub(crate) answers: Vec<Option<ProgressReport>>,
+    pub(crate) answers: Vec<Option<Vec<u8>>>,
 }
 
 /// A query of a rank of another host, whose proxy this rank is.
 pub(crate) struct Relay {
     pub(crate) peer: usize,
     pub(crate) id: u64,
+    pub(crate) question: Question,
     /// Its number on the board of this host.
     pub(crate) asked: u32,
     /// The ranks that have not answered yet, with their numbers here.
@@ -82,6 +89,7 @@ impl State {
             untold: false,
             collectives: history(),
             peers: (0..world_size).map(|_| Peer { sends: history(), recvs: history(), ..Peer::default() }).collect(),
+            callers: Vec::new(),
             queries: HashMap::new(),
             next_query: 0,
             relays: Vec::new(),
@@ -109,27 +117,20 @@ impl State {
         }
     }
 
-    /// Returns all calls that are remembered.
-    pub(crate) fn records(&self) -> Vec<CallRecord> {
-        let mut calls: Vec<CallRecord> = self.collectives.records(Channel::Collectives).collect();
-        for (peer, known) in self.peers.iter().enumerate() {
-            calls.extend(known.sends.records(Channel::SendTo(peer)));
-            calls.extend(known.recvs.records(Channel::RecvFrom(peer)));
-        }
-        calls
+    /// All channels.
+    pub(crate) fn channels(&self) -> impl Iterator<Item = Channel> + use<> {
+        let messages = (0..self.peers.len()).flat_map(|peer| [Channel::SendTo(peer), Channel::RecvFrom(peer)]);
+        std::iter::once(Channel::Collectives).chain(messages)
     }
 
-    /// Returns the group's failure, if any, as the result of a call.
-    pub(crate) fn tell(&mut self) -> Result<(), Failure> {
-        self.untold = false;
-        self.failure.clone().map_or(Ok(()), Err)
+    /// Returns all calls that are remembered.
+    pub(crate) fn records(&self) -> Vec<CallRecord> {
+        self.channels().flat_map(|channel| self.history(channel).records(channel)).collect()
     }
 
     /// The channel and the sequence number of a running call.
     pub(crate) fn running(&self) -> Option<(Channel, u64)> {
-        let messages = (0..self.peers.len()).flat_map(|peer| [Channel::SendTo(peer), Channel::RecvFrom(peer)]);
-        let mut all = std::iter::once(Channel::Collectives).chain(messages);
-        all.find_map(|channel| Some((channel, self.history(channel).running()?)))
+        self.channels().find_map(|channel| Some((channel, self.history(channel).running()?)))
     }
 
     /// The failure of rank `rank`'s call number `sequence` on `channel` if a peer left, or its process ended, before it

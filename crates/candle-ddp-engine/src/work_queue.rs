@@ -15,7 +15,7 @@ use crate::thread::spawn;
 use candle_ddp_rendezvous::count_wait;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -85,7 +85,12 @@ impl WorkQueue {
         self.prepare()?;
         let mut queue = lock(&self.shared.queue);
         let header = self.shared.number(&mut queue, call, None)?;
-        let outcome = Arc::new(Outcome::default());
+        let outcome = Arc::new(Outcome {
+            result: Mutex::default(),
+            over: Condvar::new(),
+            group: Arc::downgrade(&self.shared.group),
+            place: (self.shared.channel, header.sequence),
+        });
         queue.jobs.push_back(Job { header, tensors, outcome: outcome.clone() });
         drop(queue);
         self.shared.changed.notify_all();
@@ -141,6 +146,8 @@ impl WorkQueue {
     /// Waits until all calls are complete, at most until `deadline`. Returns whether they are.
     pub(crate) fn drain(&self, deadline: Instant) -> bool {
         let mut queue = lock(&self.shared.queue);
+        let is_idle = !queue.busy && queue.jobs.is_empty();
+        let _waiting = (!is_idle).then(|| self.shared.group.waiting(self.shared.channel, queue.sequence));
         while queue.busy || !queue.jobs.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -280,11 +287,14 @@ fn count_wait_of(since: Instant, arrived: Option<Instant>) {
     }
 }
 
-/// How a queued call ended, and when it ran; empty until then.
-#[derive(Default)]
+/// How a queued call ended, and when it ran.
 struct Outcome {
+    /// Empty until the call is over.
     result: Mutex<Option<(Result<(), Failure>, Ran)>>,
     over: Condvar,
+    group: Weak<Group>,
+    /// Which call of the group it is.
+    place: (Channel, u64),
 }
 
 /// When a call ran.
@@ -303,17 +313,19 @@ pub struct Work(Arc<Outcome>);
 impl Work {
     /// Waits until the call is complete and its tensors are released.
     pub fn wait(&self) -> Result<(), Failure> {
+        if let Some((result, _)) = &*lock(&self.0.result) {
+            return result.clone();
+        }
+        let (group, (channel, sequence)) = (self.0.group.upgrade(), self.0.place);
+        let _waiting = group.as_ref().map(|group| group.waiting(channel, sequence));
+        let since = Instant::now();
         let mut result = lock(&self.0.result);
-        let mut since = None;
         loop {
             if let Some((result, ran)) = &*result {
                 // The rank has waited only since the program has nothing else to do.
-                if let Some(since) = since {
-                    count_wait_of(ran.begun.max(since), ran.arrived);
-                }
+                count_wait_of(ran.begun.max(since), ran.arrived);
                 return result.clone();
             }
-            since = since.or_else(|| Some(Instant::now()));
             result = wait(&self.0.over, result);
         }
     }

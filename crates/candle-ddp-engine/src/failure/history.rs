@@ -3,6 +3,7 @@ use super::report::ProgressReport;
 use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::flight_recorder::{CallRecord, CallState, ChannelKind, now_ns};
+use crate::standing::current;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,8 @@ pub struct CallHistory {
     /// The sequence number of the running call, or of the last one that ran.
     begun: u64,
     running: bool,
+    /// The thread that runs, or ran, the last call that began, and where the program waits for that.
+    runner: (u64, CallSite),
     /// How many calls the flight recorder wants, with their times; 0 without it.
     recorded: usize,
 }
@@ -68,6 +71,7 @@ impl CallHistory {
         let started = self.time(at);
         self.begun = sequence;
         self.running = true;
+        self.runner = (current(), CallSite::outermost());
         if let Some(entry) = self.entry_mut(sequence) {
             (entry.state, entry.started) = (CallState::Started, started);
         }
@@ -102,6 +106,11 @@ impl CallHistory {
     /// The sequence number of the last call that was begun; 0 before the first.
     pub fn begun(&self) -> u64 {
         self.begun
+    }
+
+    /// The thread that runs the last call that was begun, and where the program waits for that if it is one of its threads.
+    pub(crate) fn runner(&self) -> (u64, CallSite) {
+        self.runner
     }
 
     /// The sequence number of the running call.

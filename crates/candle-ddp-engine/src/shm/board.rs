@@ -7,7 +7,7 @@
 use super::segment::{Memory, Segment};
 use super::sync::{AtomicU32, Ordering, futex_wait, futex_wake};
 use crate::gone::{Fate, News};
-use std::ops::Range;
+use crate::question::Question;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -54,8 +54,8 @@ impl Life {
 /// Words of different ranks are two cache lines apart.
 const LINE: usize = 128;
 const PAGE: usize = 4096;
-/// The number of questions about progress that were asked, and of notes on ranks of other hosts.
-const ASKED: usize = 0;
+/// The number of questions of each kind that were asked, and of notes on ranks of other hosts.
+const ASKED: [usize; 2] = [0, 8];
 const NOTES: usize = 4;
 /// The words of a note: the number of the rank's fate, stored last, its last collective, and the witness.
 const FATE: usize = 0;
@@ -72,9 +72,9 @@ const LIFE: usize = 0;
 const GONE: usize = 4;
 /// Counts the events that its monitor should look at.
 const BELL: usize = 8;
-/// The last question that it has answered, and how often it has begun and ended to write an answer.
-const ANSWERED: usize = 12;
-const WRITTEN: usize = 16;
+/// Of each kind, the last question that it has answered, and how often it has begun and ended to write an answer.
+const ANSWERED: [usize; 2] = [12, 32];
+const WRITTEN: [usize; 2] = [16, 36];
 /// Its process, and the descriptor of its file.
 const PID: usize = 20;
 const FD: usize = 24;
@@ -89,6 +89,7 @@ const OVER: u32 = 4;
 /// Letters are larger than the texts and calls that they hold, whose sizes are limited.
 const FAILURE: usize = 256 << 10;
 const ANSWER: usize = 64 << 10;
+const LETTERS: usize = FAILURE + Question::ALL.len() * ANSWER;
 
 impl Board {
     /// The size of the words, whole pages.
@@ -102,7 +103,7 @@ impl Board {
 
     /// The size of the letters of `ranks` ranks, of which only those that are written take memory.
     pub(super) fn letters(ranks: usize) -> usize {
-        ranks * (FAILURE + ANSWER)
+        ranks * LETTERS
     }
 
     /// The board at the beginning of `memory`; its letters begin at `letters`. `places` are the places of the ranks there, which
@@ -130,9 +131,13 @@ impl Board {
         self.word(self.rank, word)
     }
 
-    fn letter(&self, rank: usize) -> Range<usize> {
-        let start = self.letters + self.places[rank] * (FAILURE + ANSWER);
-        start..start + FAILURE + ANSWER
+    /// Where its letters begin.
+    fn letter(&self, rank: usize) -> usize {
+        self.letters + self.places[rank] * LETTERS
+    }
+
+    fn answer_letter(&self, rank: usize, question: Question) -> usize {
+        self.letter(rank) + FAILURE + question as usize * ANSWER
     }
 
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
@@ -204,7 +209,7 @@ impl Board {
 
     /// Says why the group has failed.
     pub(crate) fn fail(&self, reason: &[u8]) {
-        let start = self.letter(self.rank).start;
+        let start = self.letter(self.rank);
         let reason = &reason[..reason.len().min(FAILURE - 4)];
         let letter = [&(reason.len() as u32).to_le_bytes(), reason].concat();
         if let Err(error) = self.memory.write_at(&letter, start) {
@@ -216,7 +221,7 @@ impl Board {
 
     /// Why the group has failed, in the words of rank `peer`, which has [failed](Life::Failed).
     pub(crate) fn failure(&self, peer: usize) -> Option<Vec<u8>> {
-        self.read(self.letter(peer).start, FAILURE)
+        self.read(self.letter(peer), FAILURE)
     }
 
     /// Reads a letter of at most `longest` bytes.
@@ -229,43 +234,42 @@ impl Board {
         Some(letter)
     }
 
-    /// Asks all ranks for their progress. Returns the number of the question.
-    pub(crate) fn ask(&self) -> u32 {
-        let question = self.words.word(ASKED).fetch_add(1, Ordering::AcqRel).wrapping_add(1);
+    /// Asks all ranks. Returns the number of the question among those of its kind.
+    pub(crate) fn ask(&self, question: Question) -> u32 {
+        let asked = self.words.word(ASKED[question as usize]).fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         self.ring_all();
-        question
+        asked
     }
 
-    /// The newest question, if this rank has not answered it yet.
-    pub(crate) fn question(&self) -> Option<u32> {
-        let asked = self.words.word(ASKED).load(Ordering::Acquire);
-        (asked != self.own(ANSWERED).load(Ordering::Relaxed)).then_some(asked)
+    /// The number of the newest question of this kind, if this rank has not answered it yet.
+    pub(crate) fn asked(&self, question: Question) -> Option<u32> {
+        let asked = self.words.word(ASKED[question as usize]).load(Ordering::Acquire);
+        (asked != self.own(ANSWERED[question as usize]).load(Ordering::Relaxed)).then_some(asked)
     }
 
-    /// Answers that question, and all before it.
-    pub(crate) fn answer(&self, question: u32, report: &[u8]) {
-        let start = self.letter(self.rank).start + FAILURE;
+    /// Answers the question of this kind and number, and all before it.
+    pub(crate) fn answer(&self, question: Question, asked: u32, report: &[u8]) {
         let report = &report[..report.len().min(ANSWER - 4)];
         let letter = [&(report.len() as u32).to_le_bytes(), report].concat();
         // Odd while it is written.
-        self.own(WRITTEN).fetch_add(1, Ordering::AcqRel);
-        let written = self.memory.write_at(&letter, start);
-        self.own(WRITTEN).fetch_add(1, Ordering::AcqRel);
+        self.own(WRITTEN[question as usize]).fetch_add(1, Ordering::AcqRel);
+        let written = self.memory.write_at(&letter, self.answer_letter(self.rank, question));
+        self.own(WRITTEN[question as usize]).fetch_add(1, Ordering::AcqRel);
         if written.is_ok() {
             // Whoever has asked sees it at the next look: with very many ranks, too many would be woken for nothing.
-            self.own(ANSWERED).store(question, Ordering::Release);
+            self.own(ANSWERED[question as usize]).store(asked, Ordering::Release);
         }
     }
 
     /// The answer of rank `peer` to a question, once it has given one.
-    pub(crate) fn answer_of(&self, peer: usize, question: u32) -> Option<Vec<u8>> {
-        let answered = self.word(peer, ANSWERED).load(Ordering::Acquire);
-        if (answered.wrapping_sub(question) as i32) < 0 {
+    pub(crate) fn answer_of(&self, peer: usize, question: Question, asked: u32) -> Option<Vec<u8>> {
+        let answered = self.word(peer, ANSWERED[question as usize]).load(Ordering::Acquire);
+        if (answered.wrapping_sub(asked) as i32) < 0 {
             return None;
         }
-        let written = || self.word(peer, WRITTEN).load(Ordering::Acquire);
+        let written = || self.word(peer, WRITTEN[question as usize]).load(Ordering::Acquire);
         let before = written();
-        let letter = self.read(self.letter(peer).start + FAILURE, ANSWER)?;
+        let letter = self.read(self.answer_letter(peer, question), ANSWER)?;
         // If the answer to a later question has replaced it meanwhile, another look will see that one.
         (before.is_multiple_of(2) && before == written()).then_some(letter)
     }
@@ -383,14 +387,18 @@ mod tests {
     #[test]
     fn an_answer_is_to_its_question_or_a_later_one() {
         let boards = boards(2);
-        assert_eq!(boards[1].question(), None);
-        let first = boards[0].ask();
-        assert_eq!((boards[1].question(), boards[0].answer_of(1, first)), (Some(first), None));
-        boards[1].answer(first, b"one");
-        assert_eq!((boards[1].question(), boards[0].answer_of(1, first).unwrap()), (None, b"one".to_vec()));
-        let second = boards[0].ask();
-        assert_eq!(boards[0].answer_of(1, second), None);
-        boards[1].answer(second, b"two!");
-        assert_eq!([first, second].map(|question| boards[0].answer_of(1, question).unwrap()), [b"two!", b"two!"]);
+        for question in Question::ALL {
+            assert_eq!(boards[1].asked(question), None);
+            let first = boards[0].ask(question);
+            assert_eq!((boards[1].asked(question), boards[0].answer_of(1, question, first)), (Some(first), None));
+            boards[1].answer(question, first, b"one");
+            let answer = boards[0].answer_of(1, question, first).unwrap();
+            assert_eq!((boards[1].asked(question), answer), (None, b"one".to_vec()));
+            let second = boards[0].ask(question);
+            assert_eq!(boards[0].answer_of(1, question, second), None);
+            boards[1].answer(question, second, b"two!");
+            let answers = [first, second].map(|asked| boards[0].answer_of(1, question, asked).unwrap());
+            assert_eq!(answers, [b"two!", b"two!"]);
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! The messages of monitors on the control connections.
 use crate::error::Failure;
-use crate::failure::{CallCounts, ProgressReport};
+use crate::failure::CallCounts;
 use crate::gone::Fate;
+use crate::question::Question;
 use crate::tcp::handshake::Kind;
 use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
@@ -15,10 +16,10 @@ pub(crate) enum Frame {
     Abort(Failure),
     /// The sender has read the reader's goodbye or abort.
     Ack,
-    /// Asks for the reader's progress.
-    Query { id: u64 },
-    /// The reply to the query of the same `id`: the progress of `rank`, the sender or another rank of its host.
-    Answer { id: u64, rank: usize, report: ProgressReport },
+    /// Asks the reader.
+    Query { id: u64, question: Question },
+    /// The reply to the query of the same `id`: the report of `rank`, the sender or another rank of its host.
+    Answer { id: u64, rank: usize, report: Vec<u8> },
     /// Asks the reader, a higher rank, to make a connection of this kind.
     Call { kind: Kind },
     /// Another rank of the sender's host has left or ended.
@@ -38,10 +39,12 @@ impl Frame {
             Self::Ack => {
                 writer.u8(2);
             }
-            Self::Query { id } => {
-                writer.u8(3).u64(*id);
+            Self::Query { id, question } => {
+                writer.u8(3).u64(*id).u8(*question as u8);
             }
-            Self::Answer { id, rank, report } => report.encode(writer.u8(4).u64(*id).u32(*rank as u32)),
+            Self::Answer { id, rank, report } => {
+                writer.u8(4).u64(*id).u32(*rank as u32).bytes(report);
+            }
             Self::Call { kind } => {
                 writer.u8(5).u8(*kind as u8);
             }
@@ -62,8 +65,8 @@ impl Frame {
             0 => Self::Goodbye(CallCounts::decode(&mut reader)?),
             1 => Self::Abort(serde_json::from_slice(reader.0).ok()?),
             2 => Self::Ack,
-            3 => Self::Query { id: reader.u64()? },
-            4 => Self::Answer { id: reader.u64()?, rank: reader.rank()?, report: ProgressReport::decode(&mut reader)? },
+            3 => Self::Query { id: reader.u64()?, question: *Question::ALL.get(usize::from(reader.u8()?))? },
+            4 => Self::Answer { id: reader.u64()?, rank: reader.rank()?, report: reader.0.to_vec() },
             5 => Self::Call { kind: *Kind::ALL.get(usize::from(reader.u8()?))? },
             6 => Self::News { rank: reader.rank()?, fate: Fate::decode(reader.u8()?, reader.u64()?)? },
             _ => return None,
@@ -106,23 +109,16 @@ impl FrameReader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Call;
-    use crate::operation::Operation;
     use candle_ddp_testing::Random;
 
     #[test]
     fn frames_arrive_in_any_pieces() {
-        let calls = vec![Call::bare(Operation::Barrier)];
         let frames = [
             Frame::Goodbye(CallCounts { collectives: 7, sent: 8, received: 9 }),
             Frame::Abort(Failure::PeerFailed { peer: 1, reason: "out of memory".into() }),
             Frame::Ack,
-            Frame::Query { id: 3 },
-            Frame::Answer {
-                id: 3,
-                rank: 6,
-                report: ProgressReport { started: 5, begun: 5, calls, waits_for_lock: true },
-            },
+            Frame::Query { id: 3, question: Question::Standing },
+            Frame::Answer { id: 3, rank: 6, report: vec![1, 2, 3] },
             Frame::Call { kind: Kind::Direct },
             Frame::News { rank: 5, fate: Fate::Left(1 << 40) },
             Frame::News { rank: 6, fate: Fate::Gone(Some(9)) },

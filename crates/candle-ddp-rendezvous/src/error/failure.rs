@@ -1,5 +1,5 @@
 //! Why a group of ranks failed.
-use super::text::{Differing, Places, Printable, Uneven};
+use super::text::{Parted, Places, Printable, Uneven};
 use crate::wire::cut;
 use serde::{Deserialize, Serialize, Serializer};
 use std::time::Duration;
@@ -56,18 +56,11 @@ pub enum Failure {
         reason: String,
     },
 
-    /// Ranks called different collectives, or the same one with different arguments.
-    #[error(
-        "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
-         all ranks of a group must make the same calls in the same order{}{}{}",
-        Printable(call_a),
-        Printable(call_b),
-        Differing(call_a, call_b),
-        Uneven(call_a, call_b),
-        Places(places)
-    )]
+    /// Ranks called different collectives, or the same one with different arguments. Or they wait for each other in calls of different
+    /// groups: then all groups of the job fail, and the ranks are numbered as in the group of all ranks.
+    #[error("{}{}", Parted(*sequence, (*rank_a, call_a), (*rank_b, call_b)), Places(places))]
     Desync {
-        /// The group's sequence number of the call.
+        /// The group's sequence number of the call; 0 for calls of different groups.
         sequence: u64,
         /// One of the ranks.
         rank_a: usize,
@@ -118,6 +111,7 @@ impl Failure {
         match &mut failure {
             Self::PeerGone { rank, peer, .. } => renumber(rank).and(renumber(peer))?,
             Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => renumber(peer)?,
+            Self::Desync { sequence: 0, .. } => {}
             Self::Desync { rank_a, rank_b, places, .. } => {
                 places.iter_mut().try_for_each(|(rank, _)| renumber(rank))?;
                 renumber(rank_a).and(renumber(rank_b))?;
@@ -128,6 +122,12 @@ impl Failure {
             }
         }
         Some(failure)
+    }
+
+    /// Whether it is that of ranks that wait for each other in different groups.
+    #[doc(hidden)]
+    pub fn spans_groups(&self) -> bool {
+        matches!(self, Self::Desync { sequence: 0, .. })
     }
 
     /// The variant's name.

@@ -41,6 +41,39 @@ pub(super) fn shortened(text: &str, longest: usize) -> String {
 /// How the label of a bucket's collective begins.
 pub const GRADIENTS: &str = "the gradients of ";
 
+/// Two ranks that parted, with their calls: those with this number, or, with 0, calls of different groups.
+pub(super) struct Parted<'a>(pub(super) u64, pub(super) (usize, &'a str), pub(super) (usize, &'a str));
+
+impl fmt::Display for Parted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(sequence, (rank_a, call_a), (rank_b, call_b)) = *self;
+        let [a, b] = [call_a, call_b].map(Printable);
+        if sequence > 0 {
+            let (differing, uneven) = (Differing(call_a, call_b), Uneven(call_a, call_b));
+            return write!(
+                f,
+                "rank {rank_a} called {a} where rank {rank_b} called {b}, sequence {sequence}: all ranks of a group must make the \
+                 same calls in the same order{differing}{uneven}"
+            );
+        }
+        write!(
+            f,
+            "rank {rank_b} waits in {b}, rank {rank_a} in {a}: they wait for each other, and none of them can continue. Ranks must make \
+             the calls of all their groups in the same order. Look for a call that only some ranks make, such as one inside `if rank == 0`"
+        )?;
+        if [call_a, call_b].iter().any(|call| call.contains(COMPANION)) {
+            f.write_str(
+                ". Sharded blocks, SyncBatchNorm and collectives with a gradient call in a companion of their group: all ranks must run \
+                 them equally often and in the same order, also in an evaluation and in a step without samples",
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// How the names of groups begin that layers use.
+const COMPANION: &str = " the companion of ";
+
 /// The most likely remedy for two ranks whose calls differ.
 pub(super) struct Differing<'a>(pub(super) &'a str, pub(super) &'a str);
 
@@ -103,7 +136,8 @@ impl fmt::Display for Uneven<'_> {
         match averages(self.0) != averages(self.1) {
             true => f.write_str(
                 ". If ranks have different numbers of batches, train inside `ddp.join`; a rank that has no samples in a step must \
-                 not skip it, but call `backward_with(&zero, &[&ddp], Backward { count: Some(0.), .. })` where the others give their counts",
+                 not skip it, but call `backward_with(&zero, &[&ddp], Backward { count: Some(0.), .. })` where the others give their counts. \
+                 Neither works with sharded blocks, with which all ranks need the same number of batches",
             ),
             false => Ok(()),
         }

@@ -74,7 +74,7 @@ impl Group {
         };
         let cancelled = || watcher.check();
         let construction =
-            Construction { deadline: Some(watcher.deadline()), cancelled: Some(&cancelled), recording: None };
+            Construction { deadline: Some(watcher.deadline()), cancelled: Some(&cancelled), ..Construction::default() };
         let (rank, world_size) = (found.rank, found.world_size);
         let engine = Engine::new(construction, Arc::clone(&found.store), rank, world_size, options);
         let engine = watcher.conclude(engine, Error::failure)?;

@@ -1,0 +1,73 @@
+//! A group as a member of its job.
+use crate::call::Channel;
+use crate::error::Failure;
+use crate::group::Group;
+use crate::panic::lock;
+use crate::question::Question;
+use crate::standing::{GroupReport, Lane, Member, Membership, Thread, Wait, Waiting, strangers};
+use std::sync::{Arc, Weak};
+
+impl Member for Group {
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn is_over(&self) -> bool {
+        let state = lock(&self.state);
+        state.failure.is_some() || state.leaving
+    }
+
+    fn stand(&self, id: u64, name: &str) -> (GroupReport, Vec<Arc<Thread>>) {
+        let mut waits = lock(&self.waits).clone();
+        let state = lock(&self.state);
+        let mut lanes = Vec::new();
+        for channel in state.channels() {
+            let history = state.history(channel);
+            if history.started() == 0 {
+                continue;
+            }
+            let running = history.running().and_then(|sequence| Some((sequence, history.call_at(sequence)?)));
+            if let Some((sequence, _)) = running {
+                let (thread, place) = history.runner();
+                waits.push(Wait { thread, channel, sequence, place });
+            }
+            lanes.push(Lane { channel, started: history.started(), running });
+        }
+        let has_callers = state.callers.iter().any(|thread| !thread.is_over());
+        let are_more = || strangers().zip(self.strangers).is_none_or(|(now, then)| now > then);
+        let is_open = !has_callers && are_more();
+        let helpers = state.callers.iter().filter(|thread| thread.is_helper && !thread.is_over());
+        let mut helpers: Vec<u64> = helpers.map(|thread| thread.id).collect();
+        helpers.sort_unstable();
+        let report = GroupReport { id, name: name.to_string(), rank: self.rank, is_open, helpers, lanes, waits };
+        (report, state.callers.clone())
+    }
+
+    fn ask(&self) -> Vec<Vec<u8>> {
+        self.put(Question::Standing).into_iter().flatten().collect()
+    }
+
+    fn end(&self, failure: Failure) {
+        self.fail(failure);
+    }
+}
+
+impl Group {
+    /// While the result lives, the calling thread waits until call number `sequence` of `channel` is over, which another thread runs.
+    pub(crate) fn waiting(&self, channel: Channel, sequence: u64) -> Waiting<'_> {
+        Waiting::new(&self.waits, channel, sequence)
+    }
+
+    /// Lists the group in its job.
+    pub(crate) fn enter_job(self: &Arc<Self>) -> crate::Result<()> {
+        let member: Weak<Self> = Arc::downgrade(self);
+        self.membership.as_ref().map_or(Ok(()), |membership| membership.enter(member))
+    }
+
+    /// Removes the group, which this rank leaves, from its job.
+    pub(crate) fn leave_job(self: &Arc<Self>) {
+        let callers = lock(&self.state).callers.clone();
+        let member: Weak<dyn Member> = Arc::downgrade(self) as Weak<Self>;
+        self.membership.iter().for_each(|membership: &Membership| membership.leave(&member, callers.clone()));
+    }
+}

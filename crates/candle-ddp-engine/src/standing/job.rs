@@ -1,0 +1,294 @@
+//! What the groups of one rank's job share.
+use super::deadlock::deadlock;
+use super::report::{GroupReport, Report, Wait};
+use super::threads::{Thread, current};
+use crate::call::Channel;
+use crate::call_site::CallSite;
+use crate::error::{Failure, ranks};
+use crate::panic::{lock, wait_timeout};
+use crate::{Result, thread};
+use candle_ddp_rendezvous::hash::content_64;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often a rank looks whether its threads wait.
+const TICK: Duration = Duration::from_millis(500);
+/// After so many ticks in one wait, the rank asks where the others stand: after two seconds, and again after five, ten, fifteen.
+const FIRST: usize = 4;
+const SECOND: usize = 10;
+const OFTEN: usize = 10;
+
+/// A group, as its job sees it.
+pub(crate) trait Member: Send + Sync {
+    fn world_size(&self) -> usize;
+
+    /// Whether it has failed, or this rank leaves it.
+    fn is_over(&self) -> bool;
+
+    /// Its part of this rank's [`Report`], and the threads that have made calls there.
+    fn stand(&self, id: u64, name: &str) -> (GroupReport, Vec<Arc<Thread>>);
+
+    /// Asks all other ranks of the group where they stand; returns the answers.
+    fn ask(&self) -> Vec<Vec<u8>>;
+
+    /// Ends the group on all of its ranks.
+    fn end(&self, failure: Failure);
+}
+
+/// One rank's job: its group of all ranks, and all groups that are split off from that one.
+pub(crate) struct Standing {
+    rank: usize,
+    inner: Mutex<Inner>,
+    /// Notified when the rank's last group is over.
+    changed: Condvar,
+    /// Held while this rank asks others.
+    asking: Mutex<()>,
+    /// Whether a call has returned the failure of a group.
+    has_told: AtomicBool,
+    /// Whether the groups have been ended.
+    has_ended: AtomicBool,
+}
+
+#[derive(Default)]
+struct Inner {
+    groups: Vec<Listed>,
+    /// Threads that have made calls in groups that are over.
+    threads: Vec<Arc<Thread>>,
+    watch: Option<JoinHandle<()>>,
+    is_over: bool,
+}
+
+#[derive(Clone)]
+struct Listed {
+    id: u64,
+    name: Arc<str>,
+    outlives: bool,
+    group: Weak<dyn Member>,
+}
+
+/// A group's place in its job.
+#[derive(Clone)]
+pub struct Membership {
+    standing: Arc<Standing>,
+    /// Its way from the group of all ranks, and its ranks: the same on all of its ranks.
+    path: String,
+    name: String,
+    ranks: Vec<usize>,
+    outlives: bool,
+}
+
+impl std::fmt::Debug for Membership {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Membership").field("path", &self.path).field("ranks", &self.ranks).finish_non_exhaustive()
+    }
+}
+
+impl Membership {
+    /// The place of a new job's group of all ranks, in which this process has rank `rank`.
+    pub fn of_all(rank: usize, world_size: usize) -> Self {
+        let standing = Standing {
+            rank,
+            inner: Mutex::default(),
+            changed: Condvar::new(),
+            asking: Mutex::default(),
+            has_told: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
+        };
+        let name = "the group of all ranks".to_string();
+        Self {
+            standing: Arc::new(standing),
+            path: String::new(),
+            name,
+            ranks: (0..world_size).collect(),
+            outlives: false,
+        }
+    }
+
+    /// The place of a group that is split off from this one, or a part of it, which messages call `kind`. `key` and `ranks`,
+    /// which are numbered as in the group of all ranks, are the same on all of its ranks.
+    pub fn of_subgroup(&self, key: &str, kind: &str, ranks: Vec<usize>) -> Self {
+        let name = match kind.ends_with(" of") && ranks == self.ranks {
+            true => format!("{kind} {}", self.name),
+            false => format!("{} of ranks {}", kind.trim_end_matches(" of"), self::ranks(&ranks)),
+        };
+        let path = format!("{}/{key}", self.path);
+        Self { standing: Arc::clone(&self.standing), path, name, ranks, outlives: false }
+    }
+
+    /// The same place, of a group that goes on when others fail.
+    #[must_use]
+    pub fn outliving(self) -> Self {
+        Self { outlives: true, ..self }
+    }
+
+    fn id(&self) -> u64 {
+        content_64(format!("{} {:?}", self.path, self.ranks).as_bytes())
+    }
+
+    /// Lists the group. The first one starts the thread that looks after them.
+    pub(crate) fn enter(&self, group: Weak<dyn Member>) -> Result<()> {
+        let mut inner = lock(&self.standing.inner);
+        let (name, outlives) = (self.name.as_str().into(), self.outlives);
+        Thread::enter(&mut inner.threads);
+        inner.groups.push(Listed { id: self.id(), name, outlives, group });
+        if inner.watch.is_none() && self.ranks.len() > 1 {
+            inner.is_over = false;
+            let standing = Arc::clone(&self.standing);
+            let body = move || standing.watch();
+            inner.watch = Some(thread::spawn(format!("ddp-{}-watch", self.standing.rank), body)?);
+        }
+        Ok(())
+    }
+
+    /// Removes the group, which this rank leaves.
+    pub(crate) fn leave(&self, group: &Weak<dyn Member>, threads: Vec<Arc<Thread>>) {
+        let standing = &self.standing;
+        let mut inner = lock(&standing.inner);
+        inner.groups.retain(|listed| !listed.group.ptr_eq(group));
+        inner.threads.extend(threads.into_iter().filter(|thread| !thread.is_helper));
+        inner.threads.retain(|thread| !thread.is_over());
+        let watch = if inner.groups.is_empty() { inner.watch.take() } else { None };
+        inner.is_over |= watch.is_some();
+        drop(inner);
+        standing.changed.notify_all();
+        // It does not ask in a group that is over for long.
+        drop(lock(&standing.asking));
+        if let Some(watch) = watch
+            && watch.join().is_err()
+        {
+            log::error!("rank {}: the thread that looks after its groups panicked", standing.rank);
+        }
+    }
+
+    /// Encodes where this rank stands.
+    pub(crate) fn report(&self) -> Vec<u8> {
+        self.standing.report().encode()
+    }
+
+    /// Notes that a call returns a failure.
+    pub(crate) fn tell(&self) {
+        self.standing.has_told.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn has_told(&self) -> bool {
+        self.standing.has_told.load(Ordering::Relaxed)
+    }
+
+    /// Ends all groups of this rank if `failure` is that of ranks that wait in different groups: the group of all ranks comes first.
+    pub(crate) fn pass_on(&self, failure: &Failure) {
+        if failure.spans_groups() {
+            self.standing.end(failure);
+        }
+    }
+}
+
+impl Standing {
+    fn listed(&self) -> Vec<(Listed, Arc<dyn Member>)> {
+        let groups = lock(&self.inner).groups.clone();
+        groups.into_iter().filter_map(|listed| Some((listed.clone(), listed.group.upgrade()?))).collect()
+    }
+
+    /// Where this rank stands.
+    fn report(&self) -> Report {
+        let mut threads = lock(&self.inner).threads.clone();
+        let mut groups = Vec::new();
+        for (listed, group) in self.listed() {
+            let (report, callers) = group.stand(listed.id, &listed.name);
+            groups.push(report);
+            threads.extend(callers);
+        }
+        let living = threads.iter().filter(|thread| !thread.is_helper && !thread.is_over());
+        let mut threads: Vec<u64> = living.map(|thread| thread.id).collect();
+        threads.sort_unstable();
+        threads.dedup();
+        Report { rank: self.rank, threads, groups }
+    }
+
+    /// The body of the thread that looks after the groups.
+    fn watch(&self) {
+        let (mut seen, mut ticks, mut due) = (None, 0, FIRST);
+        loop {
+            let mut inner = lock(&self.inner);
+            if !inner.is_over {
+                inner = wait_timeout(&self.changed, inner, TICK);
+            }
+            if inner.is_over {
+                return;
+            }
+            drop(inner);
+            let now = waits(&self.report());
+            if now.is_none() || now != seen {
+                (seen, ticks, due) = (now, 0, FIRST);
+                continue;
+            }
+            ticks += 1;
+            if ticks == due {
+                due = if due == FIRST { SECOND } else { due + OFTEN };
+                if let Some(failure) = self.ask() {
+                    self.end(&failure);
+                }
+            }
+        }
+    }
+
+    /// Asks where all ranks stand. Returns why they cannot continue, if they cannot.
+    fn ask(&self) -> Option<Failure> {
+        let _asking = lock(&self.asking);
+        let groups = self.listed().into_iter().map(|(_, group)| group).filter(|group| !group.is_over());
+        // The first one is that of all ranks, while the program has it.
+        let largest = groups.reduce(|a, b| if b.world_size() > a.world_size() { b } else { a })?;
+        let look = || {
+            let mut reports: Vec<Report> = largest.ask().iter().filter_map(|answer| Report::decode(answer)).collect();
+            reports.push(self.report());
+            reports.sort_by_key(|report| report.rank);
+            reports
+        };
+        let first = look();
+        let mut second = look();
+        second.retain(|report| first.contains(report));
+        deadlock(&second)
+    }
+
+    /// Ends all groups.
+    fn end(&self, failure: &Failure) {
+        if self.has_ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        for (_, group) in self.listed().into_iter().filter(|(listed, _)| !listed.outlives) {
+            group.end(failure.clone());
+        }
+    }
+}
+
+/// The waits of the program's threads, if all of them wait.
+fn waits(report: &Report) -> Option<Vec<(u64, Wait)>> {
+    let all = report.groups.iter().flat_map(|group| group.waits.iter().map(|wait| (group.id, *wait)));
+    let waits: Vec<_> = all.filter(|(_, wait)| report.threads.contains(&wait.thread)).collect();
+    let does_wait = |thread: &u64| waits.iter().any(|(_, wait)| wait.thread == *thread);
+    (!waits.is_empty() && report.threads.iter().all(does_wait)).then_some(waits)
+}
+
+/// While this lives, the calling thread waits for a call.
+pub(crate) struct Waiting<'a> {
+    waits: &'a Mutex<Vec<Wait>>,
+    wait: Wait,
+}
+
+impl<'a> Waiting<'a> {
+    pub(crate) fn new(waits: &'a Mutex<Vec<Wait>>, channel: Channel, sequence: u64) -> Self {
+        let wait = Wait { thread: current(), channel, sequence, place: CallSite::outermost() };
+        lock(waits).push(wait);
+        Self { waits, wait }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut waits = lock(self.waits);
+        if let Some(at) = waits.iter().position(|wait| *wait == self.wait) {
+            waits.swap_remove(at);
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! What a rank answers if it is asked where it stands.
+use crate::call::{Call, Channel};
+use crate::call_site::CallSite;
+use crate::texts;
+use candle_ddp_rendezvous::wire::{Reader, Writer};
+use std::collections::BTreeMap;
+
+/// Where a rank stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Report {
+    /// Its number in the group of all ranks.
+    pub(crate) rank: usize,
+    /// The threads of the program that have made calls or groups, and are not over, sorted.
+    pub(crate) threads: Vec<u64>,
+    /// The groups that it is in.
+    pub(crate) groups: Vec<GroupReport>,
+}
+
+/// Where a rank stands in a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GroupReport {
+    /// Identifies the group on all ranks.
+    pub(crate) id: u64,
+    /// The group for messages.
+    pub(crate) name: String,
+    /// The rank's number there.
+    pub(crate) rank: usize,
+    /// Whether a thread may make calls there that has not made any call yet.
+    pub(crate) is_open: bool,
+    /// The threads of this library that have made calls there, and are not over, sorted.
+    pub(crate) helpers: Vec<u64>,
+    /// The channels that have had calls.
+    pub(crate) lanes: Vec<Lane>,
+    pub(crate) waits: Vec<Wait>,
+}
+
+/// How far a rank is in a channel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Lane {
+    pub(crate) channel: Channel,
+    /// The last call that was started; it may still be queued.
+    pub(crate) started: u64,
+    /// The call that is running.
+    pub(crate) running: Option<(u64, Call)>,
+}
+
+/// A thread that waits until a call is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wait {
+    pub(crate) thread: u64,
+    pub(crate) channel: Channel,
+    pub(crate) sequence: u64,
+    /// Where the program waits.
+    pub(crate) place: CallSite,
+}
+
+impl GroupReport {
+    pub(crate) fn lane(&self, channel: Channel) -> Option<&Lane> {
+        self.lanes.iter().find(|lane| lane.channel == channel)
+    }
+}
+
+impl Report {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut writer = Writer::default();
+        writer.u32(self.rank as u32);
+        write_numbers(&mut writer, &self.threads);
+        writer.u32(self.groups.len() as u32);
+        let mut codes = BTreeMap::new();
+        let mut note = |code: u32| {
+            if let Some(text) = texts::known(code) {
+                codes.insert(code, text);
+            }
+        };
+        for group in &self.groups {
+            writer.u64(group.id).text(&group.name).u32(group.rank as u32).u8(u8::from(group.is_open));
+            write_numbers(&mut writer, &group.helpers);
+            writer.u32(group.lanes.len() as u32);
+            for Lane { channel, started, running } in &group.lanes {
+                write_channel(&mut writer, *channel);
+                writer.u64(*started).u8(u8::from(running.is_some()));
+                if let Some((sequence, call)) = running {
+                    call.encode(writer.u64(*sequence));
+                    [call.label.code(), call.shape.code(), call.place.code()].into_iter().for_each(&mut note);
+                }
+            }
+            writer.u32(group.waits.len() as u32);
+            for Wait { thread, channel, sequence, place } in &group.waits {
+                write_channel(&mut writer, *channel);
+                writer.u64(*thread).u64(*sequence).u32(place.code());
+                note(place.code());
+            }
+        }
+        writer.u32(codes.len() as u32);
+        for (code, text) in &codes {
+            writer.u32(*code).text(text);
+        }
+        writer.0
+    }
+
+    /// Decodes a report, and learns the texts that come with it.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut reader = Reader(bytes);
+        let (rank, threads) = (reader.rank()?, read_numbers(&mut reader)?);
+        let groups = (0..reader.u32()?).map(|_| read_group(&mut reader)).collect::<Option<_>>()?;
+        for _ in 0..reader.u32()? {
+            let (code, text) = (reader.u32()?, reader.text()?);
+            texts::learn(code, || text);
+        }
+        Some(Self { rank, threads, groups })
+    }
+}
+
+fn read_group(reader: &mut Reader) -> Option<GroupReport> {
+    let (id, name, rank, is_open) = (reader.u64()?, reader.text()?, reader.rank()?, reader.u8()? != 0);
+    let helpers = read_numbers(reader)?;
+    let lanes = (0..reader.u32()?).map(|_| {
+        let (channel, started) = (read_channel(reader)?, reader.u64()?);
+        let running = match reader.u8()? {
+            0 => None,
+            _ => Some((reader.u64()?, Call::decode(reader)?)),
+        };
+        Some(Lane { channel, started, running })
+    });
+    let lanes = lanes.collect::<Option<_>>()?;
+    let waits = (0..reader.u32()?).map(|_| {
+        let channel = read_channel(reader)?;
+        let (thread, sequence, place) = (reader.u64()?, reader.u64()?, CallSite::from_code(reader.u32()?));
+        Some(Wait { thread, channel, sequence, place })
+    });
+    Some(GroupReport { id, name, rank, is_open, helpers, lanes, waits: waits.collect::<Option<_>>()? })
+}
+
+fn write_numbers(writer: &mut Writer, numbers: &[u64]) {
+    writer.u32(numbers.len() as u32);
+    numbers.iter().for_each(|number| _ = writer.u64(*number));
+}
+
+fn read_numbers(reader: &mut Reader) -> Option<Vec<u64>> {
+    (0..reader.u32()?).map(|_| reader.u64()).collect()
+}
+
+fn write_channel(writer: &mut Writer, channel: Channel) {
+    match channel {
+        Channel::Collectives => writer.u8(0),
+        Channel::SendTo(peer) => writer.u8(1).u32(peer as u32),
+        Channel::RecvFrom(peer) => writer.u8(2).u32(peer as u32),
+    };
+}
+
+fn read_channel(reader: &mut Reader) -> Option<Channel> {
+    match reader.u8()? {
+        0 => Some(Channel::Collectives),
+        1 => Some(Channel::SendTo(reader.rank()?)),
+        2 => Some(Channel::RecvFrom(reader.rank()?)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operation::Operation;
+
+    #[test]
+    fn reports_can_be_encoded_and_decoded() {
+        let call = Call { count: 8, ..Call::bare(Operation::AllReduce) };
+        let channels = [Channel::Collectives, Channel::SendTo(3), Channel::RecvFrom(4)];
+        let lane = |channel| Lane { channel, started: 1 << 40, running: (channel != channels[1]).then_some((7, call)) };
+        let wait = |channel| Wait { thread: 9, channel, sequence: 7, place: CallSite::from_code(3) };
+        let group = GroupReport {
+            id: u64::MAX,
+            name: "the group of all ranks".to_string(),
+            rank: 1,
+            is_open: true,
+            helpers: vec![4],
+            lanes: channels.map(lane).to_vec(),
+            waits: channels.map(wait).to_vec(),
+        };
+        let report = Report { rank: 2, threads: vec![1, 1 << 50], groups: vec![group] };
+        let bytes = report.encode();
+        assert_eq!(Report::decode(&bytes), Some(report));
+        for cut in 0..bytes.len() {
+            assert_eq!(Report::decode(&bytes[..cut]), None, "cut at {cut}");
+        }
+    }
+}
