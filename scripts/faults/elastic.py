@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .launched import PATIENCE, Launched, Wrong, slack
-from .programs import ELASTIC, STOPPING
+from .programs import ELASTIC, SPREAD, STOPPING
 from .run import shared_memory
 
 SHAPES = {
@@ -19,17 +19,24 @@ SHAPES = {
     "subgroups": "sub-groups",
     "messages": "messages",
     "norm,subgroups,messages": "all of these",
+    "zero": "one group, with ZeRO",
+    "loop": "one group, sharded",
+    "hybrid": "the groups of HSDP",
 }
+# The states of these are spread over the ranks.
+SPREAD_SHAPES = ("zero", "loop", "hybrid")
 MODES = {
     "single": "one rank at a time",
     "pair": "a second one within 60 ms, while the others meet",
     "all": "all ranks at once",
     "stop": "one or two ranks within 40 ms of SIGTERM to ddprun",
+    "restart": "one rank at a time, of a run that begins again from its checkpoint",
 }
 TRANSPORTS = {"shm": "shared memory", "tcp": "TCP", "hosts": "two hosts"}
 # The modes of a soak, which take turns.
 PLAN = [
-    *[("single", shape) for shape in SHAPES],
+    *[(mode, shape) for shape in SPREAD_SHAPES for mode in ("single", "restart")],
+    *[("single", shape) for shape in SHAPES if shape not in SPREAD_SHAPES],
     ("pair", "plain"),
     ("all", "plain"),
     ("single", "norm"),
@@ -66,7 +73,7 @@ class Soak:
     @property
     def calm(self):
         """Everything that decides the result of the run."""
-        return self.shape, self.transport, self.world
+        return self.shape, self.transport, self.world, self.mode == "restart"
 
 
 def runs(number, quick=False):
@@ -75,7 +82,7 @@ def runs(number, quick=False):
     for index in range(number):
         mode, shape = [("single", "norm,subgroups,messages"), ("pair", "norm"), ("all", "plain")][index % 3] if quick else PLAN[index % len(PLAN)]
         transport = ["shm", "tcp", "shm", "hosts"][index % 4 if quick else index // len(PLAN) % 4]
-        world = 4 if transport == "hosts" or mode == "stop" else 3 + index % 2
+        world = 4 if transport == "hosts" or mode == "stop" or shape == "hybrid" else 3 + index % 2
         found.append(Soak(index, mode, shape, transport, world))
     return found
 
@@ -93,6 +100,13 @@ def start(programs, soak, folder, pause=PAUSE):
         "CANDLE_DDP_CPU_TRANSPORT": "tcp" if soak.transport == "tcp" else "auto",
     }
     entry = STOPPING if soak.mode == "stop" else ELASTIC
+    if soak.shape in SPREAD_SHAPES:
+        entry = SPREAD
+        del variables["CANDLE_DDP_TEST_ALL_LOST"]
+        if soak.shape != "zero":
+            variables["CANDLE_DDP_TEST_SHARDED"] = soak.shape
+        if soak.mode == "restart":
+            variables["CANDLE_DDP_TEST_RESTARTED"] = 1
     options = ["--max-restarts", "1000", "--shutdown-timeout", str(PATIENCE)]
     command = programs.command(soak.world, *options, labels=soak.transport == "hosts", entry=entry)
     return Launched(command, folder, variables)
@@ -115,6 +129,11 @@ def calm(programs, soak):
             return result(run, soak.world)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def entries(run, soak):
+    """Returns how often each rank has begun to train."""
+    return [(run.read(f"entered-{rank}") or "").count("\n") for rank in range(soak.world)]
 
 
 def kill(run, rank):
@@ -161,8 +180,14 @@ def attempt(programs, soak, seed, results):
                     time.sleep(chance.uniform(0, 0.5))
                     if run.process.poll() is not None:
                         break
-                    killed += hit(run, soak, chance)
-                    last = time.monotonic()
+                    before_hit = entries(run, soak)
+                    hits = hit(run, soak, chance)
+                    killed, last = killed + hits, time.monotonic()
+                    if hits and soak.shape in SPREAD_SHAPES:
+                        # A shard is lost if the rank that mirrors it dies before all ranks have met again.
+                        again = lambda: all(now > then for now, then in zip(entries(run, soak), before_hit))
+                        run.wait_for("all ranks to continue", lambda: run.process.poll() is not None or again())
+                        last = time.monotonic()
                 if code := run.end(LIMIT + 6 * slack()):
                     raise Wrong(f"it ended with code {code}: {run.text()[-4000:]}")
                 if result(run, soak.world) != results[soak.calm]:

@@ -8,6 +8,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # The entry points of ranks in the test binary: one that trains, others that continue when a rank dies, or when asked to stop.
 MATRIX = "faults::rank_of_the_fault_matrix"
 ELASTIC, STOPPING = "elastic_groups::rank_of_another_test", "elastic_stop::rank_of_another_test"
+# Whose states are spread over the ranks.
+SPREAD = "elastic_zero::rank_of_another_test"
 
 
 class Programs:

@@ -118,8 +118,9 @@ impl Place {
         let number = |rank: usize| self.global_ranks.get(rank).copied();
         let mut failure = failure.renumbered(number)?;
         let is_renumbered = self.global_ranks.iter().enumerate().any(|(rank, global)| rank != *global);
+        // Its text names ranks, too.
         if let Failure::TimedOut { waiting_for, reason, .. } = &mut failure
-            && is_renumbered
+            && (is_renumbered && self.whole.is_some())
         {
             let (missing, all) = (ranks(waiting_for), ranks(&self.global_ranks));
             *reason = format!(
@@ -160,19 +161,23 @@ impl Place {
         }
     }
 
-    /// The `failure` of this part, with ranks numbered as in the group of all ranks. If it only says that another rank has failed or
-    /// left, the reason is that of the `whole`, which may take a moment: a rank whose program fails leaves the part first.
+    /// The `failure` of this part, with ranks numbered as in the group of all ranks. If the `whole` has failed, that is the reason. It may
+    /// take a moment until this rank knows: a rank whose program fails leaves the part first.
     fn told_by_whole(&self, whole: &Whole, failure: &Failure) -> Option<Failure> {
         const PATIENCE: Duration = Duration::from_secs(5);
         if let Some(told) = whole.told.get() {
             return Some(told.clone());
         }
-        let is_echo = Error::from(failure.clone()).is_echo(self.rank);
-        let patience = if matches!(failure, Failure::PeerGone { .. }) { Duration::ZERO } else { PATIENCE };
-        let since = Instant::now();
+        let may_follow = match failure {
+            Failure::PeerLeft { .. } => true,
+            Failure::PeerFailed { peer, .. } => *peer != self.rank,
+            _ => false,
+        };
+        let deadline = Instant::now() + if may_follow { PATIENCE } else { Duration::ZERO };
         let reason = loop {
-            let known = whole.communicator.upgrade().filter(|_| is_echo).and_then(|whole| whole.failure());
-            if known.is_some() || !is_echo || since.elapsed() >= patience {
+            let communicator = whole.communicator.upgrade();
+            let known = communicator.as_ref().and_then(|communicator| communicator.failure());
+            if known.is_some() || communicator.is_none() || Instant::now() >= deadline {
                 break known;
             }
             std::thread::sleep(Duration::from_millis(5));

@@ -2,7 +2,7 @@
 //! belong to a group; for tests that kill them.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use crate::common::{floats, tensor};
-use crate::elastic_ranks::{SAMPLES, all_lost, append, event, first_time, folder, run_as_rank};
+use crate::elastic_ranks::{LENGTH, PAUSE, SAMPLES, all_lost, append, event, first_time, folder, number, run_as_rank};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, IndexOp, Layout, Module, ModuleT, Shape, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Parts, StateDict};
@@ -17,9 +17,6 @@ use std::time::Duration;
 
 /// How ranks communicate apart from DDP: a list of `norm`, `subgroups`, `messages`. With `parts`, steps are made in parts.
 pub(crate) const SHAPE: &str = "CANDLE_DDP_TEST_SHAPE";
-pub(crate) const EPOCHS: &str = "CANDLE_DDP_TEST_EPOCHS";
-/// How long each step waits, in milliseconds.
-pub(crate) const PAUSE: &str = "CANDLE_DDP_TEST_PAUSE";
 /// Rank 0 writes a checkpoint after this many commits.
 pub(crate) const EVERY: u64 = 3;
 const BATCH: usize = 2;
@@ -27,10 +24,6 @@ const WIDTH: usize = 8;
 
 fn has(shape: &str) -> bool {
     std::env::var(SHAPE).is_ok_and(|shapes| shapes.split(',').any(|other| other == shape))
-}
-
-fn number(variable: &str, default: u64) -> u64 {
-    std::env::var(variable).map_or(default, |number| number.parse().unwrap())
 }
 
 /// A network whose statistics may span all ranks, and in whose backward pass a rank may die.
@@ -201,7 +194,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     }
     append(&format!("restored-{own}"), &format!("{} {:?}", state.commits(), loader.state()));
     let pause = Duration::from_millis(number(PAUSE, 0));
-    while loader.current_epoch() < number(EPOCHS, 3) {
+    while loader.current_epoch() < number(LENGTH, 3) {
         for batch in loader.iter() {
             let commit = state.commits();
             let batch = exchange(pg, &groups, own, commit, &batch?)?;

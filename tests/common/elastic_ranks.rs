@@ -26,6 +26,10 @@ pub(crate) const LAST_CALL: &str = "CANDLE_DDP_TEST_LAST_CALL";
 pub(crate) const ALL_LOST: &str = "CANDLE_DDP_TEST_ALL_LOST";
 /// The number of GPUs, if ranks train on these.
 pub(crate) const GPUS: &str = "CANDLE_DDP_TEST_GPUS";
+/// The epochs of a run that is killed at random times.
+pub(crate) const LENGTH: &str = "CANDLE_DDP_TEST_EPOCHS";
+/// How long each of its steps waits, in milliseconds.
+pub(crate) const PAUSE: &str = "CANDLE_DDP_TEST_PAUSE";
 pub(crate) const SAMPLES: usize = 50;
 pub(crate) const BATCH: usize = 2;
 pub(crate) const EPOCHS: u64 = 4;
@@ -126,6 +130,10 @@ pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
     Ok(())
 }
 
+pub(crate) fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |number| number.parse().unwrap())
+}
+
 pub(crate) fn all_lost(what: &str) -> bool {
     std::env::var(ALL_LOST).is_ok_and(|all_lost| all_lost == what)
 }
@@ -213,16 +221,18 @@ pub(crate) fn run_with<S: Parts>(
         });
     }
     match elastic::run(options, &mut state, |pg, state| train(pg, state, own)) {
-        Ok(weights) => {
-            let text: Vec<String> = weights.iter().map(f32::to_string).collect();
-            std::fs::write(folder().join(format!("result-{own}")), text.join(" ")).unwrap();
-        }
+        Ok(weights) => write_result(own, &weights),
         Err(error) => {
             append(&format!("error-{own}"), &error.to_string());
             eprintln!("Error: {error}");
             std::process::exit(1);
         }
     }
+}
+
+pub(crate) fn write_result(own: usize, weights: &[f32]) {
+    let text: Vec<String> = weights.iter().map(f32::to_string).collect();
+    std::fs::write(folder().join(format!("result-{own}")), text.join(" ")).unwrap();
 }
 
 /// How the test binary runs nothing but the entry point `test`.

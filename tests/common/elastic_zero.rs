@@ -1,17 +1,20 @@
 //! Ranks of `elastic::run` whose optimizer's state is sharded over them, and with random numbers of each rank; for tests that kill
 //! them.
 use crate::common::{floats, tensor};
-use crate::elastic_ranks::{BATCH, Net, SAMPLES, event, run_as_rank, variables};
+use crate::elastic_ranks::{
+    BATCH, LENGTH, Net, PAUSE, SAMPLES, append, event, folder, number, run_as_rank, variables, write_result,
+};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
-use candle_ddp::checkpoint::{Parts, StateDict};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::data::LoaderState;
 use candle_ddp::elastic::State;
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, block};
+use candle_ddp::{
+    Block, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, Sharding, block, init_process_group,
+};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
-
-const EPOCHS: u64 = 2;
+use std::time::Duration;
 
 struct Training {
     varmap: VarMap,
@@ -29,6 +32,9 @@ impl Parts for Training {
 /// Whether the model is sharded: its variables are made in the training loop (`loop`), or by mistake before it (`before`). With `hybrid`,
 /// two ranks have a model together, and the others copies of it.
 pub(crate) const SHARDED: &str = "CANDLE_DDP_TEST_SHARDED";
+
+/// Whether the ranks know nothing of `elastic::run`: the launcher starts all of them again, and they continue from a checkpoint.
+pub(crate) const RESTARTED: &str = "CANDLE_DDP_TEST_RESTARTED";
 
 /// [`Net`] in blocks.
 struct Blocks(Block<Linear>, Block<Linear>);
@@ -52,7 +58,6 @@ fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, sha
     let sharding = Some(Sharding { shard_ranks, ..Default::default() });
     let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
-    assert_eq!(state.restore("weights", &mut varmap)?, state.commits() > 0);
     steps(pg, state, own, &ddp, &mut varmap)?;
     // The pieces of all ranks.
     let mut vars: Vec<_> = varmap.data().lock().unwrap().clone().into_iter().collect();
@@ -80,9 +85,22 @@ fn steps<M: Module>(
     weights: &mut VarMap,
 ) -> Result<()> {
     let mut optimizer = ZeroRedundancyOptimizer::new(ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?;
-    assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
+    let (mut checkpointer, mut step) = (None, 0);
+    if std::env::var(RESTARTED).is_ok() {
+        let options = CheckpointerOptions { every: 3, resume: true, ..Default::default() };
+        let made = checkpointer.insert(Checkpointer::new(pg, folder().join("run"), options)?);
+        let last = made.load_latest((("optimizer", &mut optimizer), ("weights", &mut *weights), &mut **state))?;
+        step = last.unwrap_or(0);
+    } else {
+        assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
+        // Without sharding there are none.
+        let has_weights = state.restore("weights", weights)?;
+        assert_eq!(has_weights, state.commits() > 0 && ddp.sharding().is_some());
+    }
+    append(&format!("entered-{own}"), &std::process::id().to_string());
+    let pause = Duration::from_millis(number(PAUSE, 0));
     let data = tensor(&[SAMPLES, 4], 1).to_device(pg.device())?;
-    while state.progress.epoch < EPOCHS {
+    while state.progress.epoch < number(LENGTH, 2) {
         let mine: Vec<usize> = state.progress.indices(pg.rank(), pg.world_size())?.take(BATCH).collect();
         let rows: Vec<Tensor> = mine.iter().map(|index| data.i(*index)).collect::<candle_core::Result<_>>()?;
         let noise = state.noise.randn(0., 0.1, (1 + pg.rank(), 4), DType::F32, pg.device())?.mean_keepdim(0)?;
@@ -95,20 +113,43 @@ fn steps<M: Module>(
         optimizer.set_learning_rate(optimizer.learning_rate() * 0.99)?;
         state.progress.advance(mine.len() * pg.world_size());
         event("step", own, state.commits())?;
-        state.commit_including((("optimizer", &mut optimizer), ("weights", &mut *weights)))?;
+        let parts = (("optimizer", &mut optimizer), ("weights", &mut *weights));
+        match &mut checkpointer {
+            Some(checkpointer) => {
+                step += 1;
+                checkpointer.save_if_due(step, (parts, &mut **state))?;
+            }
+            None => state.commit_including(parts)?,
+        }
         event("commit", own, state.commits())?;
+        std::thread::sleep(pause);
     }
-    Ok(())
+    checkpointer.map_or(Ok(()), |mut checkpointer| checkpointer.finish())
 }
 
 /// Runs a rank, and reports its final parameters, or its error.
 pub(crate) fn run() {
     let new = |own, device: &Device| {
+        append(&format!("started-{own}"), &std::process::id().to_string());
         let noise = Generator::for_rank(13, own);
         let progress = LoaderState { seed: 11, dataset_len: SAMPLES, ..Default::default() };
         // A sharded model has no variables outside of a group.
         let varmap = if std::env::var(SHARDED).is_ok() { VarMap::new() } else { variables(own, device) };
+        if std::env::var(RESTARTED).is_ok() {
+            // A run that begins anew has no values from the first processes.
+            let vars = varmap.data().lock().unwrap();
+            vars.iter().for_each(|(name, var)| var.set(&tensor(var.dims(), name.len() as u64)).unwrap());
+        }
         State::new(Training { varmap, noise, progress })
     };
-    run_as_rank(new, train);
+    if std::env::var(RESTARTED).is_err() {
+        return run_as_rank(new, train);
+    }
+    let own: usize = std::env::var("RANK").unwrap().parse().unwrap();
+    let mut state = new(own, &Device::Cpu);
+    let pg = init_process_group(InitOptions::default()).unwrap();
+    match pg.abort_on_error(|| train(&pg, &mut state, own)) {
+        Ok(weights) => write_result(own, &weights),
+        Err(_) => std::process::exit(1),
+    }
 }
