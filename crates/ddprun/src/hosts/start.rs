@@ -375,7 +375,7 @@ mod tests {
             match Command::new(shell).args(["-c", &for_any_shell(&script)]).output() {
                 Ok(output) => assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{shell}: {output:?}"),
                 Err(_) => {
-                    candle_ddp_testing::skip("all_shells_read_a_command_alike", &format!("{shell} is not installed"))
+                    candle_ddp_testing::skip("all_shells_read_a_command_alike", format!("{shell} is not installed"))
                 }
             }
         }
