@@ -290,6 +290,8 @@ impl Group {
     /// the system might discard it.
     pub(crate) fn leave(&self) {
         self.look_around();
+        // Otherwise, this rank would leave in good order.
+        self.membership.as_ref().and_then(Membership::ended).map(|failure| self.fail(failure));
         let mut state = lock(&self.state);
         state.leaving = true;
         // The monitor of a busy peer may not run for seconds. A stopped process reads nothing, and the groups of a process leave in turn.

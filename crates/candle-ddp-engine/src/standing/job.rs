@@ -9,7 +9,7 @@ use crate::panic::{lock, wait_timeout};
 use crate::{Result, thread};
 use candle_ddp_rendezvous::hash::content_64;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -47,8 +47,8 @@ pub(crate) struct Standing {
     asking: Mutex<()>,
     /// Whether a call has returned the failure of a group.
     has_told: AtomicBool,
-    /// Whether the groups have been ended.
-    has_ended: AtomicBool,
+    /// Why all groups end.
+    ended: OnceLock<Failure>,
 }
 
 #[derive(Default)]
@@ -94,7 +94,7 @@ impl Membership {
             changed: Condvar::new(),
             asking: Mutex::default(),
             has_told: AtomicBool::new(false),
-            has_ended: AtomicBool::new(false),
+            ended: OnceLock::new(),
         };
         let name = "the group of all ranks".to_string();
         Self {
@@ -176,6 +176,11 @@ impl Membership {
         self.standing.has_told.load(Ordering::Relaxed)
     }
 
+    /// Why the group ends with all others, if it does: it may be the last one to hear of it.
+    pub(crate) fn ended(&self) -> Option<Failure> {
+        self.standing.ended.get().filter(|_| !self.outlives).cloned()
+    }
+
     /// Ends all groups of this rank if `failure` is that of ranks that wait in different groups: the group of all ranks comes first.
     pub(crate) fn pass_on(&self, failure: &Failure) {
         if failure.spans_groups() {
@@ -253,7 +258,7 @@ impl Standing {
 
     /// Ends all groups.
     fn end(&self, failure: &Failure) {
-        if self.has_ended.swap(true, Ordering::Relaxed) {
+        if self.ended.set(failure.clone()).is_err() {
             return;
         }
         for (_, group) in self.listed().into_iter().filter(|(listed, _)| !listed.outlives) {
