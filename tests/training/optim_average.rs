@@ -185,7 +185,7 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
         let error = PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 2, warmup_steps: 0 })?.average_parameters(parameters).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the list of parameters of rank 1 differs from that of rank 0: b f32[3] on rank 1, b f32[2] on rank 0. \
+            "the list of parameters of rank 1 differs from that of other ranks: b f32[3] on rank 1, b f32[2] on rank 0. \
              All ranks must have the same one: it may depend on the rank, on a file that differs between hosts, or on the program's version"
         );
         Ok(())

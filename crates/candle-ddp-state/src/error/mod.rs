@@ -188,14 +188,14 @@ pub enum Error {
     /// Ranks differ in something that must be the same on all of them, such as the model. All ranks return the same
     /// error.
     #[error(
-        "the {what} of rank {rank} differs from that of rank 0: {}. All ranks must have the same one: it may depend on the \
+        "the {what} of rank {rank} differs from that of other ranks: {}. All ranks must have the same one: it may depend on the \
          rank, on a file that differs between hosts, or on the program's version",
         Printable(difference)
     )]
     Mismatch {
         /// What differs: `"model"`, `"communication hook"`, …
         what: &'static str,
-        /// The first rank that differs from rank 0.
+        /// The first rank that differs from most ranks, or from rank 0 if there is no majority.
         rank: usize,
         /// The first difference.
         difference: String,
