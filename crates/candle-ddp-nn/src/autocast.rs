@@ -61,9 +61,9 @@ thread_local! {
 /// threads.
 ///
 /// Each product casts its parameters when it runs, so a parameter may change at any time, also inside of the region; torch.autocast keeps
-/// casts until its region ends. Linear layers and convolutions cast f32 weights again in the backward pass instead of keeping the casts.
-/// On the CPU, linear layers round their weights while they multiply, and never cast them; their gradients are sums in f32, not rounded
-/// to 16 bits.
+/// casts until its region ends. Linear layers, convolutions and [`matmul`](crate::matmul()) cast f32 weights again in the backward pass
+/// instead of keeping the casts. On the CPU, linear layers round their weights while they multiply, and never cast them; their gradients
+/// are sums in f32, not rounded to 16 bits.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Module, Tensor};

@@ -1,5 +1,5 @@
 //! Products of two tensors of the graph.
-use crate::autocast::Casts;
+use crate::autocast::{Casts, to_dtype};
 use crate::gemm::{Strides, product, threads};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
@@ -31,16 +31,21 @@ use rayon::prelude::*;
 /// Returns [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, two dtypes or devices, and dtypes that
 /// are not floating-point.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    if let Some(casts) = Casts::of_product([a, b])? {
-        return casts.result(matmul(&casts.of(a)?, &casts.of(b)?)?, a);
-    }
+    let Some(casts) = Casts::of_product([a, b])? else { return product_of(a, (b, b.dtype())) };
+    // One matrix may be a parameter.
+    let factor = if b.rank() == 2 { casts.unrounded(b) } else { casts.of(b) }?;
+    casts.result(product_of(&casts.of(a)?, (&factor, casts.dtype_of(b)))?, a)
+}
+
+/// The products, with the second factor and the dtype that it is rounded to.
+fn product_of(a: &Tensor, (b, dtype): (&Tensor, DType)) -> Result<Tensor> {
     let batch = a.dims().split_last_chunk::<2>();
     let fits = match (batch, b.dims()) {
         (Some((_, [_, k])), [rows, _]) => k == rows,
         (Some((batch, [_, k])), [of_b @ .., rows, _]) => k == rows && batch == of_b,
         _ => false,
     };
-    if !fits || a.dtype() != b.dtype() || !a.dtype().is_float() || !a.device().same_device(b.device()) {
+    if !fits || a.dtype() != dtype || !a.dtype().is_float() || !a.device().same_device(b.device()) {
         let (of_a, of_b) = (describe_placed(a), describe_placed(b));
         let reason = format!(
             "they are {of_a} and {of_b}: they must be (…, m, k) and (…, k, n) or (k, n), of the same floating-point dtype \
@@ -49,13 +54,14 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         return Err(Error::invalid("the factors of matmul", reason).into());
     }
     let factors = Matmul { a: a.detach(), b: b.detach() };
-    let (storage, shape) = multiply(&factors.a, &factors.b)?;
+    let (storage, shape) = multiply(&factors.a, &to_dtype(&factors.b, dtype)?)?;
     apply(&[a, b], (storage, shape), factors)
 }
 
 /// The factors, which are not tracked.
 struct Matmul {
     a: Tensor,
+    /// Of the dtype of `a`, or f32. Then it is rounded to it in each pass.
     b: Tensor,
 }
 
@@ -68,7 +74,8 @@ impl Function for Matmul {
         let Self { a, b } = self;
         let transposed = |x: &Tensor| x.transpose(x.rank() - 2, x.rank() - 1);
         let tensor = |(storage, shape)| Tensor::from_storage(storage, shape, BackpropOp::none(), false);
-        let of_a = needed[0].then(|| multiply(gradient, &transposed(b)?).map(tensor)).transpose()?;
+        let of_a = || multiply(gradient, &transposed(&to_dtype(b, a.dtype())?)?).map(tensor);
+        let of_a = needed[0].then(of_a).transpose()?;
         let of_b = || {
             if b.rank() == a.rank() {
                 return multiply(&transposed(a)?, gradient).map(tensor);
@@ -77,7 +84,8 @@ impl Function for Matmul {
             let rows = |x: &Tensor| x.flatten_to(x.rank() - 2);
             multiply(&transposed(&rows(a)?)?, &rows(gradient)?).map(tensor)
         };
-        Ok(vec![of_a, needed[1].then(of_b).transpose()?])
+        let of_b = needed[1].then(of_b).transpose()?;
+        Ok(vec![of_a, of_b.map(|gradient| to_dtype(&gradient, b.dtype())).transpose()?])
     }
 }
 

@@ -66,9 +66,8 @@ impl LoraConfig {
         };
         if let Some(module) = all().find(has_none) {
             let reason = format!(
-                "{module} has no tensor {:?}: a layer with an adapter must be linear, an embedding or a convolution. Change the pattern \
-                 that it fits, or list it in exclude_modules",
-                "weight"
+                "{module} has no tensor \"weight\": a layer with an adapter must be linear, an embedding or a convolution. Change the pattern \
+                 that it fits, or list it in exclude_modules"
             );
             return Err(Error::invalid("target_modules", reason).into());
         }
