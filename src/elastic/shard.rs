@@ -82,6 +82,10 @@ impl Shard {
         Ok(Self { layout, flats })
     }
 
+    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
+        self.layout.entries.iter().map(|entry| entry.key.as_str())
+    }
+
     fn view(&self, entry: &Entry) -> Result<Tensor> {
         let elements = entry.shape.iter().product();
         Ok(self.flats[entry.flat].narrow(0, entry.offset, elements)?.reshape(entry.shape.as_slice())?)

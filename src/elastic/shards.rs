@@ -66,6 +66,12 @@ impl Shards {
         self.held.iter().any(|held| held.commit == commit)
     }
 
+    /// The keys of commit `commit` that are known here.
+    pub(super) fn keys(&self, commit: u64) -> impl Iterator<Item = &str> {
+        let shards = self.held.iter().filter(move |held| held.commit == commit).flat_map(|held| held.shards.values());
+        shards.flat_map(Shard::keys)
+    }
+
     /// Copies this rank's part of the states, and exchanges it with the neighbours. Every rank must call it. Without a
     /// group, no rank could continue after this one's end, so nothing is copied.
     pub(super) fn commit(&mut self, commit: u64, live: &BTreeMap<String, Tensor>) -> Result<()> {

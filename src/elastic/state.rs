@@ -37,8 +37,9 @@ pub struct State<S> {
     sharded: BTreeSet<String>,
     /// The parts of which one rank's state serves all ranks.
     rank_zeros: BTreeSet<String>,
-    /// The parts of the present group that every commit must have: those of its commits, and those that were to be restored.
-    needed: Mutex<BTreeSet<String>>,
+    /// The parts of the present group that every commit must have: those of the last commit, and those that were to be restored; and
+    /// whether they have been, or were committed.
+    needed: Mutex<BTreeMap<String, bool>>,
     /// The group of the present generation.
     group: WeakProcessGroup,
     /// Whether the ranks of this generation have found the parts of a commit to be equal.
@@ -123,8 +124,8 @@ impl<S: Parts> State<S> {
     /// # Errors
     /// Returns errors of the parts, of the device when memory runs out, and of the group. Returns
     /// [`Error::PartDiffers`], on every rank, for a part that is not the same on all ranks. Returns [`Error::InvalidArgument`] if an
-    /// earlier [`commit_including`](Self::commit_including) or [`restore`](Self::restore) of this generation has named a part
-    /// that this commit does not have: after a failure, it would begin from its initial state.
+    /// the last commit has a part, or [`restore`](Self::restore) has named one, that this commit does not have, or if a part of the
+    /// last generation's has not been restored: it would continue from its initial state.
     pub fn commit(&mut self) -> Result<()> {
         self.commit_parts(Vec::new())
     }
@@ -148,7 +149,7 @@ impl<S: Parts> State<S> {
         let names: BTreeSet<String> = more.iter().map(|(name, _)| name.to_string()).collect();
         let own: BTreeSet<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
         let mut needed = lock(&self.needed);
-        let missing: Vec<_> = needed.iter().filter(|name| !names.contains(*name) && !own.contains(*name)).collect();
+        let missing: Vec<_> = needed.keys().filter(|name| !names.contains(*name) && !own.contains(*name)).collect();
         if !missing.is_empty() {
             let reason = format!(
                 "the commit must have the parts {missing:?} too, which commit_including or restore have named before: pass them to \
@@ -156,7 +157,16 @@ impl<S: Parts> State<S> {
             );
             return Err(Error::invalid("parts", reason));
         }
-        needed.extend(names);
+        let unrestored: Vec<_> =
+            needed.iter().filter(|(_, is_restored)| !**is_restored).map(|(name, _)| name).collect();
+        if !unrestored.is_empty() {
+            let reason = format!(
+                "the last commit has the parts {unrestored:?}, which have not got their states back, so this one must not replace it: call \
+                 State::restore for each of them when it has been made"
+            );
+            return Err(Error::invalid("parts", reason));
+        }
+        needed.extend(names.into_iter().map(|name| (name, true)));
         drop(needed);
         // The last commit is only overwritten by parts that are known to be right.
         if let Some(group) = self.group.upgrade() {
@@ -199,7 +209,7 @@ impl<S: Parts> State<S> {
     /// # Errors
     /// Returns the part's errors; with sharded parts also errors of the group.
     pub fn restore(&self, name: &str, part: &mut dyn StateDict) -> Result<bool> {
-        lock(&self.needed).insert(name.to_string());
+        lock(&self.needed).insert(name.to_string(), true);
         if part.sharded_state_dict()?.is_some() {
             return self.shards.restore(self.commits, name, part);
         }
@@ -308,7 +318,11 @@ impl<S: Parts> State<S> {
 
     /// Begins a generation with this group.
     pub(super) fn enter(&mut self, pg: &ProcessGroup) -> Result<()> {
-        (self.group, self.is_compared, self.needed) = (pg.downgrade(), false, Mutex::default());
+        let own: BTreeSet<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
+        let keys = self.committed.keys().map(String::as_str).chain(self.shards.keys(self.commits));
+        let parts = keys.filter_map(|key| Some(key.split_once('/')?.0)).filter(|part| !own.contains(*part));
+        let needed = parts.map(|part| (part.to_string(), false)).collect();
+        (self.group, self.is_compared, self.needed) = (pg.downgrade(), false, Mutex::new(needed));
         let Some(numbers) = self.committed.get(SKIPPED) else { return Ok(()) };
         let numbers = numbers.to_vec1::<i64>()?;
         pg.take_over(numbers.chunks_exact(3).map(|of| [of[0] as u64, of[1] as u64, of[2] as u64]).collect());

@@ -207,11 +207,20 @@ fn a_commit_that_lacks_a_part_of_the_group_is_refused() {
         refused(&mut state);
         state.commit_including(("scaler", &mut scaler))?;
         assert_eq!(state.commits(), 2);
-        // In the first commit of a group as well, and a part of the state itself may be restored.
+        // In the first commit of the next group as well, also if the program has forgotten to restore the part.
         synchronise(&mut state, &pg, entrance(false))?;
-        state.restore("progress", &mut LoaderState { dataset_len: 10, ..Default::default() })?;
-        state.commit()?;
+        refused(&mut state);
+        let error = state.commit_including(("scaler", &mut scaler)).unwrap_err().to_string();
+        assert!(error.contains("call State::restore"), "{error}");
         state.restore("scaler", &mut scaler)?;
+        // A part of the state itself may be restored, too.
+        state.restore("progress", &mut LoaderState { dataset_len: 10, ..Default::default() })?;
+        state.commit_including(("scaler", &mut scaler))?;
+        assert_eq!(state.commits(), 3);
+        // Before the first commit.
+        let mut state = self::state(1.);
+        synchronise(&mut state, &pg, entrance(false))?;
+        assert!(!state.restore("scaler", &mut scaler)?);
         refused(&mut state);
         Ok(())
     })

@@ -183,7 +183,11 @@ fn a_commit_that_is_sharded_is_not_saved_by_one_rank() {
     let states = after(2, 1);
     let error = states[0].as_ref().unwrap().state_dict().unwrap_err().to_string();
     assert!(error.contains("save the parts themselves with a Checkpointer"), "{error}");
-    let (_, errors) = generation(states, |pg, state| state.commit_including(("model", &mut Slice::new(pg))));
+    let (_, errors) = generation(states, |pg, state| {
+        let (mut slice, mut other) = (Slice::new(pg), Slice::new(pg));
+        state.restore("slice", &mut slice)?;
+        state.commit_including((("slice", &mut slice), ("model", &mut other)))
+    });
     assert!(errors.iter().flatten().all(|error| error.contains("two parts have the name model")), "{errors:?}");
     assert_eq!(errors.iter().flatten().count(), 2);
 }
