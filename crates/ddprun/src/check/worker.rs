@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::tail::plain;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
+use candle_ddp_rendezvous::file::{PreparedFile, Progress};
 use candle_ddp_rendezvous::host::{host_identity, host_name};
 
 /// Measures as one rank. Returns the exit code.
@@ -42,7 +43,9 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
     }
     let Some(file) = PROCESS.path(FILE_VARIABLE) else { return Ok(1) };
     let text = report.verdict.outliers.join("\n");
-    std::fs::write(&file, text).map_err(|error| Error::io(format!("writing {}", file.display()), error))?;
+    let prepared = PreparedFile::create_over_links(&file)?;
+    prepared.fill(&Progress::default(), |to| to.write_all(text.as_bytes()))?;
+    prepared.commit()?;
     Ok(u8::from(manner.joint))
 }
 

@@ -135,7 +135,10 @@ fn command(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -
     let mut script = OsString::from("cd ");
     script.push(quoted(folder.as_os_str()));
     let shown = folder.display();
-    script.push(says(format!("there is no folder {shown}: all machines of --hosts must have the run's folder"), 126));
+    script.push(says(
+        format!("cannot enter the folder {shown}: all machines of --hosts must have the run's folder"),
+        126,
+    ));
     // Positional parameters, since a variable may be in the environment of that machine.
     script.push("set -- ");
     script.push(quoted(program.as_os_str()));
@@ -233,33 +236,33 @@ fn start(
 
 /// Waits for all agents, and forwards signals to them.
 fn follow(agents: &mut [Agent], intake: Intake, events: &Events, options: &Options) -> u8 {
-    let (mut failed, mut deadline, mut is_read) = (None, None, false);
+    let (mut failed, mut deadline, mut is_read, mut is_signalled) = (None, None, false, false);
     loop {
         reap(agents, &mut failed, &mut deadline, options);
         if agents.iter().all(|agent| agent.ended.is_some()) {
             break;
         }
-        let alone = failed.as_ref().and_then(|failed: &Failed| failed.alone);
+        // A second signal would not let workers save.
+        let alone = failed.as_ref().and_then(|failed: &Failed| failed.alone).filter(|_| !is_signalled);
         match events.next(alone.into_iter().chain(deadline).min()) {
             Some(Event::Signal(SIGCHLD) | Event::News(_)) => {}
             Some(Event::Signal(number)) => {
                 let is_last = options.signals_to_handle.contains(&number);
                 let is_known = is_last || signal::FOR_WORKERS.contains(&number);
                 tell(agents, number, is_known);
+                is_signalled |= is_last;
                 if is_last && deadline.is_none() {
                     deadline = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));
                 }
             }
             Some(Event::Output(_)) => is_read = true,
-            None if failed
-                .as_mut()
-                .is_some_and(|failed| failed.alone.take_if(|at| *at <= Instant::now()).is_some()) =>
-            {
-                let Some(Failed { host, how, .. }) = &failed else { continue };
+            None if alone.is_some_and(|alone| alone <= Instant::now()) => {
+                let Some(Failed { host, how, alone }) = &mut failed else { continue };
                 message(format_args!(
                     "the ddprun on {host} has {how}, and its output is above. Those on {} have not ended: ending them",
                     left(agents)
                 ));
+                *alone = None;
                 agents.iter_mut().for_each(|agent| agent.input = None);
             }
             None => {
@@ -333,8 +336,9 @@ fn reap(agents: &mut [Agent], failed: &mut Option<Failed>, deadline: &mut Option
             Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127) => None,
             Exit::Code(_) => Instant::now().checked_add(TOGETHER),
         };
-        failed.get_or_insert(Failed { host: agent.host.clone(), how, alone });
+        let first = failed.get_or_insert(Failed { host: agent.host.clone(), how, alone });
         if alone.is_none() {
+            first.alone = None;
             agents.iter_mut().for_each(|agent| agent.input = None);
         }
         let end = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));

@@ -173,8 +173,8 @@ fn a_machine_that_fails_its_own_check_ends_the_others() {
         let start = |node: usize| {
             let node_rank = format!("--node-rank={node}");
             let placed = ["--nnodes=2", "--master-addr=127.0.0.1", &port, &node_rank, "--no-secret"];
-            let command = sandbox.ddprun(&[&placed[..], &["--check=1e9", "sh", "-c", ": >started"]].concat());
-            let mut command = if node == unfit { limited("66", &command) } else { command };
+            let command = |check: &[&str]| sandbox.ddprun(&[&placed[..], check, &["sh", "-c", ": >started"]].concat());
+            let mut command = if node == unfit { limited("66", &command(&["--check=1e9"])) } else { command(&[]) };
             Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
         };
         let all = finish(vec![start(0), start(1)]);
