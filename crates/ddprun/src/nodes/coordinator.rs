@@ -27,8 +27,6 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How many messages are heard before the signs of life and the time get their turn.
 const MESSAGES: usize = 1024;
-/// How long nodes that come late are told that the run was called off.
-const LATE: Duration = Duration::from_secs(30);
 
 /// The coordinator's thread.
 pub(crate) struct Coordinator {
@@ -79,10 +77,8 @@ impl Coordinator {
     /// Waits until no agent needs the coordinator any more, but no longer than `until`, or until `interrupted`.
     pub(super) fn finish(self, until: Instant, interrupted: &mut impl FnMut() -> bool) {
         let mut announce = Some(Instant::now() + ANNOUNCE_AFTER);
-        let late = until.max(Instant::now() + LATE);
         let awaits_news = || self.awaits_news.load(Ordering::Relaxed);
-        while !self.thread.is_finished() && Instant::now() < if awaits_news() { late } else { until } && !interrupted()
-        {
+        while !self.thread.is_finished() && (Instant::now() < until || awaits_news()) && !interrupted() {
             if announce.take_if(|at| *at <= Instant::now()).is_some() {
                 message(match awaits_news() {
                     true => "waiting for the other nodes for a moment, to tell them that the run does not start",

@@ -6,6 +6,7 @@ use super::tests::{Fixture, start};
 use crate::check::Fitness;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A node comes whose slowest core makes `product` MFLOP/s. Returns why it is refused.
 fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
@@ -202,9 +203,20 @@ fn a_node_that_has_failed_its_own_check_ends_a_run_that_needs_it() {
     // The store remains until the last node, which comes late, has learned of it.
     fixture.tell(1, Message::Gone);
     fixture.tell(0, Message::Bye);
-    assert!(!fixture.run.is_over() && fixture.run.awaits_news());
+    assert_eq!(fixture.actions(), []);
+    assert!(!fixture.run.is_over());
     assert_eq!(come(&mut fixture, 2, 40_000), Some(format!("the run has ended: {UNFIT}")));
     fixture.tell(2, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+    assert!(fixture.run.is_over());
+    // It may never come.
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    assert!(come_unfit(&mut fixture, 0).is_some());
+    fixture.tell(0, Message::Gone);
+    fixture.failure();
+    assert!(!fixture.run.is_over());
+    fixture.now += Duration::from_secs(30);
+    assert_eq!(fixture.actions(), []);
     assert!(fixture.run.is_over());
     // Another one may come in its place, unless it hosts the store.
     let mut fixture = Fixture::new(2, 2, 0, false);

@@ -13,7 +13,10 @@ use candle_ddp_rendezvous::Store;
 use candle_ddp_rendezvous::warnings::Warnings;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// How long nodes that come late are told that the run was called off.
+const LATE: Duration = Duration::from_secs(30);
 
 /// An action of the coordinator in the store.
 #[derive(Debug, PartialEq, Eq)]
@@ -95,8 +98,9 @@ pub(super) struct Run {
     pub(super) is_awaited: bool,
     /// How many nodes have asked to join.
     pub(super) asked: usize,
-    /// The run has ended before it began, because of one node. The others, which may come yet, learn of it then.
+    /// The run has ended before it began, because of one node. The others, which may come yet, learn of it then, for a while.
     pub(super) is_called_off: bool,
+    late_until: Option<Instant>,
     pub(super) warnings: Warnings,
 }
 
@@ -124,6 +128,7 @@ impl Run {
             is_awaited: false,
             asked: 0,
             is_called_off: false,
+            late_until: None,
             warnings: Warnings::new("the coordinator of the nodes"),
             actions: Vec::new(),
         }
@@ -300,6 +305,10 @@ impl Run {
         self.settle_suspicion();
         self.meet(now);
         self.publish(now);
+        if self.is_called_off {
+            let until = *self.late_until.get_or_insert(now + LATE);
+            self.is_called_off = now < until;
+        }
     }
 
     /// Ends all workers, and restarts them afterwards.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub(super) struct Fixture {
     pub(super) run: Run,
     pub(super) is_static: bool,
-    now: Instant,
+    pub(super) now: Instant,
 }
 
 impl Fixture {
