@@ -149,7 +149,8 @@ pub(super) fn tell(told: Option<RankError>) {
     let Some((told, path)) = told.zip(path()) else { return };
     let write = || -> Result<()> {
         let content = told.to_json().to_string();
-        let file = PreparedFile::write(&path, &Progress::default(), |file| file.write_all(content.as_bytes()))?;
+        let file = PreparedFile::create_over_links(&path)?;
+        file.fill(&Progress::default(), |file| file.write_all(content.as_bytes()))?;
         Ok(file.commit()?)
     };
     if let Err(error) = write() {
