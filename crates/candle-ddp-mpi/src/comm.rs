@@ -7,6 +7,7 @@ use mpi::ffi::{
     RSMPI_INFO_NULL, RSMPI_REQUEST_NULL, RSMPI_STATUS_IGNORE, RSMPI_UINT8_T, RSMPI_UNDEFINED,
 };
 use std::ffi::c_int;
+use std::mem::ManuallyDrop;
 
 type Result<T> = std::result::Result<T, MpiError>;
 
@@ -139,38 +140,70 @@ impl Request {
         self.library.call(self.operation, || test(raw, &raw mut flag))?;
         Ok(flag != 0)
     }
+
+    /// Whether MPI has said that it is over. After an error it may be in flight.
+    fn is_over(&self) -> bool {
+        // SAFETY: a constant.
+        self.raw == unsafe { RSMPI_REQUEST_NULL }
+    }
+}
+
+/// What a function of MPI reads or writes. It is freed only if that is known to be over.
+struct Lent<T> {
+    request: Request,
+    memory: ManuallyDrop<T>,
+}
+
+impl<T> Lent<T> {
+    fn new(memory: T, start: impl FnOnce(&mut T) -> Result<Request>) -> Result<Self> {
+        let mut memory = ManuallyDrop::new(memory);
+        match start(&mut memory) {
+            Ok(request) => Ok(Self { request, memory }),
+            // MPI has not begun.
+            Err(error) => {
+                drop(ManuallyDrop::into_inner(memory));
+                Err(error)
+            }
+        }
+    }
+}
+
+impl<T> Drop for Lent<T> {
+    fn drop(&mut self) {
+        if self.request.is_over() {
+            // SAFETY: nobody uses the memory after this.
+            unsafe { ManuallyDrop::drop(&mut self.memory) }
+        }
+    }
 }
 
 const TAG: c_int = 0;
 
 /// A message of the engine itself to another rank, in flight.
-pub(crate) struct Notice {
-    request: Request,
-    /// MPI reads it until the request is over.
-    _bytes: Box<[u8]>,
-}
+pub(crate) struct Notice(Lent<Box<[u8]>>);
 
 impl Notice {
     pub(crate) fn send(comm: Comm, peer: usize, bytes: Box<[u8]>) -> Result<Self> {
-        let (address, count) = (bytes.as_ptr(), int(bytes.len()));
-        // SAFETY: the bytes live as long as the request.
-        let request = comm.start("MPI_Isend", |request| unsafe {
-            MPI_Isend(address.cast(), count, RSMPI_UINT8_T, int(peer), TAG, comm.raw, request)
-        })?;
-        Ok(Self { request, _bytes: bytes })
+        let send = |bytes: &mut Box<[u8]>| {
+            let (address, count) = (bytes.as_ptr(), int(bytes.len()));
+            // SAFETY: the bytes live as long as the request.
+            comm.start("MPI_Isend", |request| unsafe {
+                MPI_Isend(address.cast(), count, RSMPI_UINT8_T, int(peer), TAG, comm.raw, request)
+            })
+        };
+        Ok(Self(Lent::new(bytes, send)?))
     }
 
     pub(crate) fn is_over(&mut self) -> Result<bool> {
-        self.request.test()
+        self.0.request.test()
     }
 }
 
 /// Receives the other ranks' notices.
 pub(crate) struct Notices {
     comm: Comm,
-    request: Request,
     /// MPI writes into it while the request is in flight.
-    bytes: Box<[u8]>,
+    lent: Lent<Box<[u8]>>,
 }
 
 impl Notices {
@@ -178,9 +211,8 @@ impl Notices {
     pub(crate) const LONGEST: usize = 32 << 10;
 
     pub(crate) fn listen(comm: Comm) -> Result<Self> {
-        let mut bytes = vec![0; Self::LONGEST].into_boxed_slice();
-        let request = Self::start(comm, &mut bytes)?;
-        Ok(Self { comm, request, bytes })
+        let bytes = vec![0; Self::LONGEST].into_boxed_slice();
+        Ok(Self { comm, lent: Lent::new(bytes, |bytes| Self::start(comm, bytes))? })
     }
 
     fn start(comm: Comm, bytes: &mut [u8]) -> Result<Request> {
@@ -195,7 +227,7 @@ impl Notices {
     pub(crate) fn next(&mut self) -> Result<Option<(usize, Vec<u8>)>> {
         let (mut status, mut count) = (std::mem::MaybeUninit::<MPI_Status>::zeroed(), 0);
         // SAFETY: the request and the flag live, and MPI writes the status.
-        if !self.request.test_with(|raw, flag| unsafe { MPI_Test(raw, flag, status.as_mut_ptr()) })? {
+        if !self.lent.request.test_with(|raw, flag| unsafe { MPI_Test(raw, flag, status.as_mut_ptr()) })? {
             return Ok(None);
         }
         // SAFETY: MPI's status is plain integers, for which zeros are valid.
@@ -203,20 +235,43 @@ impl Notices {
         // SAFETY: the status is of a receive of bytes.
         let get = || unsafe { MPI_Get_count(&raw const status, RSMPI_UINT8_T, &raw mut count) };
         self.comm.library.call("MPI_Get_count", get)?;
-        let bytes = self.bytes[..usize::try_from(count).unwrap_or_default().min(Self::LONGEST)].to_vec();
-        self.request = Self::start(self.comm, &mut self.bytes)?;
+        let bytes = self.lent.memory[..usize::try_from(count).unwrap_or_default().min(Self::LONGEST)].to_vec();
+        self.lent.request = Self::start(self.comm, &mut self.lent.memory)?;
         Ok(Some((usize::try_from(status.MPI_SOURCE).unwrap_or_default(), bytes)))
     }
 
     /// Ends the receive that no notice will complete.
     pub(crate) fn end(mut self) -> Result<()> {
-        let raw = &raw mut self.request.raw;
+        let raw = &raw mut self.lent.request.raw;
         // SAFETY: the request is in flight.
         self.comm.library.call("MPI_Cancel", || unsafe { MPI_Cancel(raw) })?;
         // MPI completes the cancelled receive, and releases its buffer, before the end of this.
-        while !self.request.test()? {
+        while !self.lent.request.test()? {
             std::thread::yield_now();
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn memory_that_mpi_may_use_is_never_freed() {
+        let library: &'static Library = Box::leak(Box::new(Library { serial: None }));
+        // SAFETY: a constant, and plain numbers or pointers that MPI never sees.
+        let (over, unknown) = unsafe { (RSMPI_REQUEST_NULL, std::mem::zeroed()) };
+        for (raw, kept) in [(over, 1), (unknown, 2)] {
+            let memory = Arc::new(());
+            let lent = Lent::new(memory.clone(), |_| Ok(Request { raw, operation: "MPI_Irecv", library }));
+            drop(lent.ok());
+            assert_eq!(Arc::strong_count(&memory), kept);
+        }
+        let memory = Arc::new(());
+        let refused = |_: &mut _| Err(MpiError { operation: "MPI_Irecv", text: "no".to_string() });
+        assert!(Lent::new(memory.clone(), refused).is_err());
+        assert_eq!(Arc::strong_count(&memory), 1);
     }
 }

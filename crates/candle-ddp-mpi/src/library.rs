@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard};
 /// The initialised library.
 pub(crate) struct Library {
     /// Its calls come one at a time unless it provides MPI_THREAD_MULTIPLE.
-    serial: Option<Mutex<()>>,
+    pub(crate) serial: Option<Mutex<()>>,
 }
 
 /// An error of a function of MPI.

@@ -30,7 +30,7 @@ pub(crate) fn sweep() -> usize {
         match group.is_over() {
             Ok(false) => retired.push(group),
             Ok(true) => note(group.free()),
-            // It is no longer of use, and only memory.
+            // It is no longer of use. What MPI may still use is kept.
             Err(error) => note(Err(error)),
         }
     }
