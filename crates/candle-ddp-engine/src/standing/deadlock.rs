@@ -85,7 +85,7 @@ fn describe(reports: &[Report], stuck: &Waiters, mut cycle: Vec<Waiter>) -> Fail
         let place = call.place.text().or_else(|| wait.place.text()).map(|place| (rank_of(waiter), place));
         Some(((rank_of(waiter), format!("{call} in {}", group.name)), place))
     };
-    let (calls, places): (Vec<(usize, String)>, Vec<Option<(usize, String)>>) = cycle.iter().filter_map(known).unzip();
+    let (calls, places): (Vec<_>, Vec<Option<_>>) = cycle.iter().filter_map(known).unzip();
     let mut calls = calls.into_iter();
     let [(rank_b, call_b), (rank_a, mut call_a)] = std::array::from_fn(|_| calls.next().unwrap_or_default());
     calls.for_each(|(rank, call)| call_a += &format!(", rank {rank} in {call}"));
