@@ -60,8 +60,21 @@ pub(super) fn not_finite(loss: &Tensor, pass: &Pass) -> Result<Option<f64>> {
 
 /// Checks that the loss depends on one of the models, so that no rank silently trains nothing.
 pub(super) fn check_reached(pass: &Pass) -> Result<()> {
-    let is_reached =
-        |graph: &Graph| pass.models.iter().any(|model| graph.completes(model.core.reducer.identity()).is_some());
+    let reaches = |model: &Member, graph: &Graph| graph.completes(model.core.reducer.identity()).is_some();
+    let gathers = |model: &&Member| model.core.blocks.as_ref().is_some_and(|blocks| blocks.units.gathers_again());
+    let is_without = |model: &&Member| gathers(model) && !pass.graph.iter().any(|graph| reaches(model, graph));
+    if pass.count == Some(0.)
+        && let Some(model) = pass.models.iter().find(is_without)
+    {
+        let reason = format!(
+            "the loss of a rank without samples must depend on the model with the parameter {}, since its sharded blocks are gathered \
+             from all ranks in the backward pass: run the model on any sample, such as zeros, and multiply the loss by a tensor of 0, \
+             `loss.mul(&loss.zeros_like()?)?` (at the number 0, candle cuts the graph)",
+            model.core.first_name()
+        );
+        return Err(Error::invalid("count", reason));
+    }
+    let is_reached = |graph: &Graph| pass.models.iter().any(|model| reaches(model, graph));
     if pass.graph.iter().any(is_reached) || pass.count == Some(0.) {
         return Ok(());
     }

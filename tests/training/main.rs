@@ -78,6 +78,7 @@ mod stale_graph;
 mod stop;
 mod tar_shards;
 mod thawing;
+mod uneven_blocks;
 mod unused;
 mod virtual_ranks;
 mod virtual_ranks_passes;

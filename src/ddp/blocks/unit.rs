@@ -199,6 +199,11 @@ impl Units {
         units.iter().filter(|unit| unit.number == 0).map(of).chain(blocks.into_iter().take(at_once)).sum()
     }
 
+    /// Whether the backward pass through blocks gathers them again.
+    pub(crate) fn gathers_again(&self) -> bool {
+        self.sharding.reshard_after_forward && self.group.world_size() > 1 && lock(&self.all).len() > 1
+    }
+
     fn root(&self) -> Option<Arc<Unit>> {
         lock(&self.all).first().and_then(Weak::upgrade)
     }

@@ -137,7 +137,7 @@ impl fmt::Display for Uneven<'_> {
             true => f.write_str(
                 ". If ranks have different numbers of batches, train inside `ddp.join`; a rank that has no samples in a step must \
                  not skip it, but call `backward_with(&zero, &[&ddp], Backward { count: Some(0.), .. })` where the others give their counts. \
-                 Neither works with sharded blocks, with which all ranks need the same number of batches",
+                 With sharded blocks, all ranks must run the model equally often instead",
             ),
             false => Ok(()),
         }
