@@ -79,7 +79,7 @@ pub(super) struct Skipped {
 /// As a group keeps them for an elastic run.
 impl From<[u64; 3]> for Skipped {
     fn from([total, in_a_row, is_left_out]: [u64; 3]) -> Self {
-        Self { total, in_a_row, is_left_out: is_left_out > 0 }
+        Self { total, in_a_row, is_left_out: is_left_out > 0, ignored: None }
     }
 }
 
