@@ -3,7 +3,11 @@
 use crate::common::test_process;
 use candle_core::{DType, Tensor};
 use candle_ddp::{Error, Failure, P2pOp, ProcessGroup, ReduceOp, Result, SpawnOptions, Work, spawn_with};
+use candle_ddp::{InitOptions, init_process_group};
 use candle_ddp_testing::Random;
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 /// Far below the time-out, and enough for a machine that is busy with other tests.
@@ -246,4 +250,56 @@ fn run_part(groups: &[Option<ProcessGroup>], mut random: Random, mut sleeps: Ran
         }
     }
     in_flight.iter().try_for_each(Work::wait)
+}
+
+const RANK: &str = "CANDLE_DDP_TEST_RANK";
+const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+
+/// A rank that makes calls in two groups.
+#[test]
+#[ignore = "started by another test"]
+fn rank_process() {
+    let [rank, folder] = [RANK, FOLDER].map(|variable| std::env::var(variable).unwrap());
+    let init_method = format!("file://{folder}/store");
+    let (rank, world_size) = (Some(rank.parse().unwrap()), Some(2));
+    let pg = init_process_group(InitOptions { init_method, rank, world_size, ..Default::default() }).unwrap();
+    let other = pg.new_group(&[0, 1]).unwrap().unwrap();
+    let begin = Instant::now();
+    let mut turns = 0;
+    // All ranks make equally many turns.
+    while pg.all_reduce_scalars([begin.elapsed().as_secs_f64()], ReduceOp::Max).unwrap()[0] < 12. {
+        other.barrier().unwrap();
+        if turns == 0 {
+            println!("\nready");
+        }
+        turns += 1;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_for_seconds_is_only_late() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut ranks: Vec<_> = (0..2)
+        .map(|rank| {
+            let mut command = test_process(module_path!(), "rank_process");
+            command.env(RANK, rank.to_string()).env(FOLDER, folder.path());
+            command.stdout(Stdio::piped()).spawn().unwrap()
+        })
+        .collect();
+    let mut lines =
+        ranks.iter_mut().map(|rank| BufReader::new(rank.stdout.take().unwrap()).lines()).collect::<Vec<_>>();
+    for lines in &mut lines {
+        assert!(lines.any(|line| line.unwrap() == "ready"));
+    }
+    for victim in [1, 0] {
+        let pid = Pid::from_child(&ranks[victim]);
+        kill_process(pid, Signal::STOP).unwrap();
+        std::thread::sleep(Duration::from_millis(4500));
+        kill_process(pid, Signal::CONT).unwrap();
+    }
+    lines.into_iter().for_each(|lines| lines.for_each(drop));
+    for mut rank in ranks {
+        assert!(rank.wait().unwrap().success());
+    }
 }

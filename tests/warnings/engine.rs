@@ -71,3 +71,32 @@ fn failures_that_no_call_returns_are_logged() {
     let told = warnings(|| assert_eq!(ranks(|_| broadcast()), [true; 3]));
     assert!(told.is_empty(), "{told:?}");
 }
+
+/// The groups of a job often end together, and one call says why.
+#[test]
+fn a_call_in_one_group_speaks_for_all_groups_of_the_job() {
+    let _turn = logger::collect();
+    for does_call in [true, false] {
+        let told = warnings(|| {
+            let aborted = Barrier::new(2);
+            candle_ddp::spawn(2, |pg| {
+                // For layers that communicate: it ends with the group.
+                let layers = pg.with_grad()?;
+                pg.barrier()?;
+                if pg.rank() == 1 {
+                    pg.abort("out of luck");
+                }
+                aborted.wait();
+                if pg.rank() == 0 && does_call {
+                    assert!(pg.barrier().unwrap_err().to_string().contains("out of luck"));
+                }
+                drop(layers);
+                Ok(())
+            })
+            .unwrap();
+        });
+        let of_rank_0 =
+            told.iter().filter(|line| line.starts_with("rank 0: the group had failed when it left")).count();
+        assert_eq!(of_rank_0, if does_call { 0 } else { 2 }, "{does_call}: {told:?}");
+    }
+}

@@ -194,6 +194,7 @@ impl Group {
         if let Some(first) = state.failure.clone() {
             // A rank that fails as well need not be warned that the group had failed.
             state.untold &= !is_own;
+            self.membership.iter().filter(|_| is_own).for_each(Membership::tell);
             return first;
         }
         let is_told = is_own || state.running().is_some();
