@@ -1,5 +1,6 @@
 //! The bytes of tensors on the CPU, for engines: borrowed in place, so that none is copied.
 use super::check::byte_range;
+use crate::tensor::hold;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
 
@@ -44,6 +45,7 @@ pub fn bytes_mut<R>(tensor: &Tensor, work: impl FnOnce(&mut [u8]) -> R) -> Resul
 }
 
 fn check(tensor: &Tensor, operation: &str) -> Result<()> {
+    hold::check(tensor)?;
     if tensor.is_contiguous() {
         return Ok(());
     }

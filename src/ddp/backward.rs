@@ -1,4 +1,5 @@
 //! Backward passes of one model or of several models in one graph.
+use super::blocks::Held;
 use super::checks::{check, check_fresh, check_one_number, check_reached, check_recorded, not_finite};
 use super::count;
 use super::graph::Graph;
@@ -299,11 +300,16 @@ fn average(loss: &Tensor, pass: &mut Pass, step: Option<&mut StepPart>) -> Resul
     checked.inspect_err(|error| pass.abort(&error.to_string()))?;
     pass.loss = not_finite(loss, pass)?;
     pass.announce()?;
-    let blocks: Vec<_> = pass.models.iter().filter_map(|model| model.core.blocks.as_ref()).collect();
+    let blocks: Vec<_> =
+        pass.models.iter().filter_map(|model| Some((model.core, model.core.blocks.as_ref()?))).collect();
     let averaged = pass.run(|pass| {
         pass.begin()?;
         pass.synchronised().try_for_each(warn_of_lost)?;
-        blocks.iter().try_for_each(|blocks| blocks.units.begin_backward())?;
+        for (model, blocks) in &blocks {
+            let of_model = |graph: &Graph| graph.blocks(model.reducer.identity(), &blocks.owners);
+            blocks.units.begin_backward(&pass.graph.as_ref().map(of_model).unwrap_or_default())?;
+        }
+        let _held = hold_others(pass)?;
         let mut grads = pass.models[0].core.phase("backward", || loss.backward())?;
         pass.graph.iter().flat_map(Graph::frozen).for_each(|tensor| drop(grads.remove(tensor)));
         let beside = take_unhooked(&mut grads, pass)?;
@@ -343,8 +349,17 @@ fn average(loss: &Tensor, pass: &mut Pass, step: Option<&mut StepPart>) -> Resul
             )),
         }
     });
-    blocks.iter().for_each(|blocks| blocks.units.end());
+    blocks.iter().for_each(|(_, blocks)| blocks.units.end());
     averaged
+}
+
+/// Gathers what gradients need that flow through sharded models which are not trained here, and whose parameters may be freed: another
+/// backward pass or an evaluation may have come in between.
+fn hold_others(pass: &Pass) -> Result<Vec<Held>> {
+    let models: Vec<_> = pass.models.iter().map(|model| model.core.reducer.identity()).collect();
+    let others = pass.graph.iter().flat_map(|graph| graph.other_sharded(&models));
+    let held = others.map(|units| units.hold_for_backward()).collect::<Result<Vec<_>>>()?;
+    Ok(held.into_iter().flatten().collect())
 }
 
 /// Under sharding, only a ZeroRedundancyOptimizer can use the gradients.

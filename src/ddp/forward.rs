@@ -29,6 +29,9 @@ impl<M> DistributedDataParallel<M> {
     /// Under mixed precision, `f` gets its inputs as they are: convert them with
     /// [`cast_forward_inputs`](Self::cast_forward_inputs). With [`autocast`](crate::DdpOptions::autocast), functions cast them.
     ///
+    /// Under [`sharding`](crate::DdpOptions::sharding), a parameter that `f` returns is freed, and its use is then an error: return
+    /// `weight.copy()?`, which keeps its values.
+    ///
     /// # Errors
     /// The errors of `f`.
     #[track_caller]
@@ -162,7 +165,7 @@ impl<M> DistributedDataParallel<M> {
         M: Module,
     {
         let xs = self.cast_forward_inputs(xs)?;
-        self.call(|module| module.forward(&xs)).map(|result| self.without_graph(result))
+        self.call(|module| self.core.own(module.forward(&xs)?)).map(|result| self.without_graph(result))
     }
 
     /// The model's forward pass on `xs`, which mixed precision converts, in training or evaluation mode. As with PyTorch's `eval`,
@@ -177,7 +180,7 @@ impl<M> DistributedDataParallel<M> {
         M: ModuleT,
     {
         let xs = self.cast_forward_inputs(xs)?;
-        self.call(|module| module.forward_t(&xs, train)).map(|result| self.without_graph(result))
+        self.call(|module| self.core.own(module.forward_t(&xs, train)?)).map(|result| self.without_graph(result))
     }
 
     /// The model's input for `xs`: under mixed precision a tensor of [`param_dtype`](crate::amp::MixedPrecision::param_dtype),

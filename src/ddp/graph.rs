@@ -1,10 +1,11 @@
 //! Finds which tensors of a graph belong to which DDP model: candle exposes a graph's tensors, but not its operations.
+use super::blocks::Units;
 use crate::panic::lock;
 use candle_core::{Tensor, TensorId};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
 
 /// For each tensor that represents a parameter in graphs, the models it belongs to. A variable may belong to several.
 static OWNERS: LazyLock<Mutex<HashMap<TensorId, Vec<Owner>>>> = LazyLock::new(Mutex::default);
@@ -49,6 +50,8 @@ pub(crate) struct Identity {
     may_have_changed: AtomicU64,
     /// Whether there were averaged gradients since the last forward pass.
     has_gradients: AtomicBool,
+    /// Under sharding, the model's number, which is the same on all ranks, and its blocks.
+    spread: OnceLock<(u64, Weak<Units>)>,
 }
 
 impl Identity {
@@ -67,6 +70,11 @@ impl Identity {
     /// Call once the model is built; `new` has just been made.
     pub(super) fn is_built(&self, new: &Tensor) {
         self.built.store(birth(new), Ordering::Relaxed);
+    }
+
+    /// Call once the model is built, if it is sharded.
+    pub(super) fn is_spread(&self, number: u64, units: &Arc<Units>) {
+        self.spread.get_or_init(|| (number, Arc::downgrade(units)));
     }
 
     /// Call when the parameters were updated, and so `changed`, if anybody looked; `new` has just been made.
@@ -193,6 +201,25 @@ impl<'a> Graph<'a> {
     /// if the graph uses none.
     pub(super) fn completes(&self, model: &Arc<Identity>) -> Option<usize> {
         self.parameters.iter().rposition(|(_, owners)| owners.iter().any(|owner| Arc::ptr_eq(&owner.model, model)))
+    }
+
+    /// The sharded models other than `models` whose parameters the graph uses, in an order that is the same on all ranks.
+    pub(super) fn other_sharded(&self, models: &[&Arc<Identity>]) -> Vec<Arc<Units>> {
+        let owners = self.parameters.iter().flat_map(|(_, owners)| owners);
+        let others = owners.filter(|owner| !models.iter().any(|model| Arc::ptr_eq(model, &owner.model)));
+        let mut others: Vec<_> = others.filter_map(|owner| owner.model.spread.get()).collect();
+        others.sort_by_key(|(number, _)| *number);
+        others.dedup_by(|(_, a), (_, b)| a.ptr_eq(b));
+        others.into_iter().filter_map(|(_, units)| units.upgrade()).collect()
+    }
+
+    /// The blocks of `model` whose parameters the graph uses, in ascending order of their numbers, which `owners` has for each parameter. 0
+    /// is none.
+    pub(super) fn blocks(&self, model: &Arc<Identity>, owners: &HashMap<String, usize>) -> Vec<usize> {
+        let used = self.parameters.iter().flat_map(|(_, owners)| owners);
+        let used = used.filter(|owner| Arc::ptr_eq(&owner.model, model));
+        let numbers: BTreeSet<usize> = used.filter_map(|owner| owners.get(&*owner.parameter).copied()).collect();
+        numbers.into_iter().filter(|number| *number > 0).collect()
     }
 
     /// The variables, including the loss if it is one.

@@ -116,6 +116,9 @@ impl DistributedModel {
             reducer.identity().is_built(&parameter.var.as_detached_tensor());
         }
         let (number, ignores) = agreed(group, !variables.ignored.is_empty())?;
+        if let Some(blocks) = &blocks {
+            reducer.identity().is_spread(number, &blocks.units);
+        }
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new(&variables)?), Mutex::default());
         let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
@@ -198,9 +201,16 @@ impl DistributedModel {
 
     /// Call when a forward pass is over.
     pub(super) fn end_forward(&self) {
-        // Otherwise the backward pass needs the parameters outside of blocks.
-        if let Some(blocks) = self.blocks.as_ref().filter(|_| !is_grad_enabled()) {
-            blocks.units.end();
+        if let Some(blocks) = &self.blocks {
+            blocks.units.end_forward();
+        }
+    }
+
+    /// The result of a forward pass, in its own memory if that of a parameter would be freed.
+    pub(super) fn own(&self, result: Tensor) -> candle_core::Result<Tensor> {
+        match &self.blocks {
+            Some(blocks) => blocks.units.own(result),
+            None => Ok(result),
         }
     }
 

@@ -5,6 +5,7 @@ use crate::amp::Verdict;
 use crate::error::describe;
 use crate::kernels;
 use crate::tensor::copy::copy;
+use crate::tensor::hold::shares;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 
@@ -136,12 +137,6 @@ impl<R: UpdateRule> Part<'_, R> {
             if places.any(|place| shares(tensor, place)) { tensor.force_contiguous()? } else { tensor.clone() };
         Ok(tensor.detach().flatten_all()?)
     }
-}
-
-/// Whether both have the same storage.
-fn shares(one: &Tensor, other: &Tensor) -> bool {
-    let storage = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0);
-    std::ptr::eq(storage(one), storage(other))
 }
 
 /// Refuses a tensor with another shape, dtype or device than `like`.

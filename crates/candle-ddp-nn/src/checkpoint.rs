@@ -72,11 +72,13 @@ where
         let reason = format!("its result must be floating-point for gradients to flow, not {is}");
         return Err(Error::invalid("function", reason).into());
     }
-    drop(held);
     if !is_grad_enabled() {
         return Ok(result.detach());
     }
     let (leaves, mode) = (Leaves::of(&result), autocast_mode());
     let again = move |inputs: &[Tensor]| set_autocast(mode, || replay.play(|| function(inputs, Run::Backward)));
-    rerun("checkpoint", inputs, leaves, &result.detach(), again)
+    let copy = rerun("checkpoint", inputs, leaves, &result.detach(), again);
+    // The result may be a view of what is held.
+    drop(held);
+    copy
 }

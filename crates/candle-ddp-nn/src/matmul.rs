@@ -8,7 +8,7 @@ use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::copy::snapshot_tensor;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
-use candle_ddp_tensor::{Element, Error, dispatch};
+use candle_ddp_tensor::{Element, Error, dispatch, hold};
 use rayon::prelude::*;
 
 /// The products of the matrices in `a`, (…, m, k), with those in `b`, (…, k, n): `torch.matmul`, without its products of vectors. The
@@ -53,6 +53,7 @@ fn product_of(a: &Tensor, (b, dtype): (&Tensor, DType)) -> Result<Tensor> {
         );
         return Err(Error::invalid("the factors of matmul", reason).into());
     }
+    [a, b].into_iter().try_for_each(hold::check)?;
     let factors = Matmul { a: a.detach(), b: b.detach() };
     let (storage, shape) = multiply(&factors.a, &to_dtype(&factors.b, dtype)?)?;
     apply(&[a, b], (storage, shape), factors)

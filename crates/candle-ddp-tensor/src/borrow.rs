@@ -2,6 +2,7 @@
 //!
 //! candle lends the storage of one tensor mutably, through an in-place operation, so several such operations are nested
 //! for several tensors.
+use crate::error::check_storage;
 use crate::{Element, vectorise};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Shape, Storage, Tensor, WithDType};
@@ -10,6 +11,7 @@ use std::cell::RefCell;
 
 /// The elements of `storage` that `layout` selects.
 pub fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    check_storage(storage)?;
     let values = storage.as_slice::<T>()?;
     match layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end)) {
         Some(values) => Ok(values),
@@ -19,6 +21,7 @@ pub fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Resu
 
 /// The elements of `storage` that `layout` selects, mutably.
 pub fn slice_mut<'a, T: Element>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [T]> {
+    check_storage(storage)?;
     let dtype = candle_core::backend::BackendStorage::dtype(storage);
     match (T::values_mut(storage), layout.contiguous_offsets()) {
         (Some(values), Some((start, end))) if end <= values.len() => Ok(&mut values[start..end]),

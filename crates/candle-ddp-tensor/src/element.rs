@@ -153,11 +153,7 @@ macro_rules! dispatch {
     ($dtype:expr, $operation:expr, $E:ident => $body:expr) => {{
         let dtype = $dtype;
         $crate::dispatch!(dtype, $E => $body, else => Err(candle_core::Error::from(
-            $crate::Error::UnsupportedDType {
-                operation: $operation.to_string(),
-                dtype,
-                supported: "f32, f64, f16, bf16",
-            },
+            $crate::error::unsupported($operation, dtype),
         )))
     }};
 }

@@ -1,5 +1,5 @@
 //! The errors of tensors and kernels.
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{CpuStorage, DType, Shape, Tensor};
 use candle_ddp_env::Invalid;
 
 /// The crate's result.
@@ -71,14 +71,18 @@ impl From<Invalid> for Error {
     }
 }
 
-/// An error of this crate that went through candle's `Result` comes out unchanged.
+/// An error of this crate that went through candle's `Result` comes out unchanged, and one about a parameter of a sharded model that has
+/// no memory says so.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
         match error {
             candle_core::Error::Io(error) => {
                 error.downcast().unwrap_or_else(|error| Self::Candle(candle_core::Error::Io(error)))
             }
-            error => Self::Candle(error),
+            error => match refused_by(&error) {
+                Some(operation) => gone(&format!("an argument of candle's {operation} is one")),
+                None => Self::Candle(error),
+            },
         }
     }
 }
@@ -91,6 +95,51 @@ impl From<Error> for candle_core::Error {
             Error::Candle(error) => error,
             error => candle_core::Error::Io(std::io::Error::other(error)),
         }
+    }
+}
+
+/// The dtype of a storage that [`hold`](crate::hold) has released. Neither candle nor this project computes with it, so that every use of
+/// the tensor, whose own dtype stays, is an error instead of a read of memory that is not there.
+pub(crate) const RELEASED: DType = DType::F6E2M3;
+
+/// Refuses a storage that was released.
+pub(crate) fn check_storage(storage: &CpuStorage) -> Result<()> {
+    match storage {
+        CpuStorage::F6E2M3(owner) => Err(gone(&format!("it belongs to {}", String::from_utf8_lossy(owner)))),
+        _ => Ok(()),
+    }
+}
+
+/// The error for a use of a tensor whose memory was released.
+pub(crate) fn gone(which: &str) -> Error {
+    let reason = format!(
+        "{which}, and has no values here. The parameters of a block exist only while the block computes, those outside of blocks from a \
+         forward pass to the end of its backward pass, and under no_grad during the call of the model. Compute with them \
+         inside of `block.call(…)` and `ddp.call(…)`, and let `ddp.call` return `weight.copy()?` instead of a weight"
+    );
+    Error::invalid("a parameter of a sharded model", reason)
+}
+
+/// The operation of candle that refused a released storage, if that is what `error` says.
+pub(crate) fn refused_by(error: &candle_core::Error) -> Option<&'static str> {
+    use candle_core::Error::{
+        Context, DTypeMismatchBinaryOp, UnexpectedDType, UnsupportedDTypeForOp, WithBacktrace, WithPath,
+    };
+    match error {
+        DTypeMismatchBinaryOp { lhs, rhs, op } => [lhs, rhs].contains(&&RELEASED).then_some(op),
+        UnexpectedDType { got, .. } => (*got == RELEASED).then_some("a look at its values"),
+        UnsupportedDTypeForOp(dtype, op) => (*dtype == RELEASED).then_some(op),
+        Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => refused_by(inner),
+        _ => None,
+    }
+}
+
+/// The error for a dtype that is none of [`Element`](crate::Element)'s.
+#[doc(hidden)]
+pub fn unsupported(operation: &str, dtype: DType) -> Error {
+    match dtype {
+        RELEASED => gone(&format!("an argument of {operation} is one")),
+        _ => Error::UnsupportedDType { operation: operation.to_string(), dtype, supported: "f32, f64, f16, bf16" },
     }
 }
 

@@ -1,14 +1,15 @@
 //! Tensors whose memory comes and goes while a program holds them.
 use crate::borrow::slice;
 use crate::copy::snapshot;
-use crate::dispatch;
-use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, InplaceOp1, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use crate::error::{Error, RELEASED, check_storage, gone};
+use crate::{dispatch, kernels};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// Frees the memory of `tensor`, which its views share. The functions of this project refuse it until [`fill`] gives it memory again;
-/// candle's own operations must not get it.
-pub fn release(tensor: &Tensor) -> Result<()> {
-    tensor.inplace_op1(&Release)
+/// Frees the memory of `tensor`, which its views share, until [`fill`] gives it memory again. Meanwhile every use is an error: that of
+/// [`gone`] or candle's, which [`explained`] turns into it. On a CPU it names the `owner`.
+pub fn release(tensor: &Tensor, owner: &str) -> Result<()> {
+    tensor.inplace_op1(&Release(owner))
 }
 
 /// Gives the contiguous `tensor` new memory with the elements of the contiguous `source`, of the same dtype and device.
@@ -19,22 +20,40 @@ pub fn fill(tensor: &Tensor, source: &Tensor) -> Result<()> {
     tensor.inplace_op2(source, &Fill)
 }
 
-struct Release;
+/// Refuses a tensor whose memory was released.
+pub fn check(tensor: &Tensor) -> Result<()> {
+    match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(storage) => Ok(check_storage(storage)?),
+        Storage::Cuda(storage) if storage.dtype() == RELEASED => Err(gone("it is on a GPU").into()),
+        _ => Ok(()),
+    }
+}
 
-impl InplaceOp1 for Release {
+/// Candle's `error`, or that of [`gone`] if candle refused a released storage.
+pub fn explained(error: candle_core::Error) -> candle_core::Error {
+    Error::from(error).into()
+}
+
+/// Whether both tensors have the same memory.
+pub fn shares(one: &Tensor, other: &Tensor) -> bool {
+    let storage = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0);
+    std::ptr::eq(storage(one), storage(other))
+}
+
+struct Release<'a>(&'a str);
+
+impl InplaceOp1 for Release<'_> {
     fn name(&self) -> &'static str {
         "release"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        dispatch!(storage.dtype(), T => *storage = T::to_cpu_storage_owned(Vec::new()), else => bail!("no dtype of parameters"));
+        *storage = CpuStorage::F6E2M3(self.0.as_bytes().to_vec());
         Ok(())
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
-        // Not every driver has allocations without elements.
-        *storage = storage.device().zeros_impl(&Shape::from(1), storage.dtype())?;
-        Ok(())
+        Ok(kernels::release(storage)?)
     }
 }
 
@@ -59,20 +78,26 @@ impl InplaceOp2 for Fill {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
+    use candle_core::{DType, Device};
 
     #[test]
     fn memory_comes_and_goes() -> Result<()> {
         let values = Tensor::arange(0f32, 12., &Device::Cpu)?;
         let tensor = values.narrow(0, 0, 6)?.reshape((2, 3))?.copy()?;
         let view = tensor.t()?;
-        release(&tensor)?;
-        assert!(crate::borrow::with_slice::<f32, _>(&tensor, |_| Ok(())).is_err());
+        release(&tensor, "block a")?;
+        let ours = crate::borrow::with_slice::<f32, _>(&tensor, |_| Ok(())).unwrap_err();
+        let candles = explained(tensor.matmul(&view).unwrap_err());
+        for (error, which) in [(ours, "belongs to block a"), (candles, "mat_mul")] {
+            let error = Error::from(error);
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
+            assert!(error.to_string().contains(which), "{error}");
+        }
         fill(&tensor, &values.narrow(0, 6, 6)?)?;
         assert_eq!(tensor.to_vec2::<f32>()?, [[6., 7., 8.], [9., 10., 11.]]);
         assert_eq!(view.to_vec2::<f32>()?, [[6., 9.], [7., 10.], [8., 11.]]);
         assert!(fill(&tensor, &values).is_err());
-        assert!(fill(&tensor, &values.narrow(0, 0, 6)?.to_dtype(candle_core::DType::F64)?).is_err());
+        assert!(fill(&tensor, &values.narrow(0, 0, 6)?.to_dtype(DType::F64)?).is_err());
         Ok(())
     }
 }

@@ -75,7 +75,7 @@ impl Flat {
             members.push(Member { tensor: tensor.clone(), piece: piece.clone(), at, elements });
             pieces.push(piece);
             offset += elements;
-            hold::release(tensor)?;
+            hold::release(tensor, name)?;
         }
         let label = Label::register(format!("the parameters of {name}"));
         Ok((Self { members, held_as, device, part, label }, pieces))
@@ -114,8 +114,13 @@ impl Flat {
         self.members.iter().map(|member| member.elements).sum::<usize>() * self.held_as.size_in_bytes()
     }
 
-    /// Frees the memory of the model's tensors.
-    pub(super) fn release(&self) -> Result<()> {
-        Ok(self.members.iter().try_for_each(|member| hold::release(&member.tensor))?)
+    /// Frees the memory of the model's tensors, which belong to `owner`.
+    pub(super) fn release(&self, owner: &str) -> Result<()> {
+        Ok(self.members.iter().try_for_each(|member| hold::release(&member.tensor, owner))?)
+    }
+
+    /// Whether `tensor` has the memory of one of the model's tensors.
+    pub(super) fn shares(&self, tensor: &Tensor) -> bool {
+        self.members.iter().any(|member| hold::shares(&member.tensor, tensor))
     }
 }

@@ -2,18 +2,22 @@
 mod build;
 mod flat;
 mod sharding;
+#[cfg(test)]
+mod tests;
 mod unit;
 
 pub(super) use build::{Blocks, Construction};
 pub use sharding::Sharding;
 
 use crate::tensor::function::is_grad_enabled;
+use crate::tensor::hold::explained;
 use candle_core::{Module, ModuleT, Result, Tensor};
 use candle_ddp_nn::{Run, checkpoint_holding};
 use candle_nn::VarBuilder;
 use std::fmt;
 use std::sync::Arc;
 use unit::Unit;
+pub(super) use unit::{Held, Units};
 
 /// A part of a model, such as a layer of a transformer, that [`DdpOptions::sharding`](crate::DdpOptions::sharding) spreads over the ranks.
 /// Without it, this is the plain module.
@@ -93,8 +97,11 @@ impl<M: Send + Sync + 'static> Block<M> {
     /// Runs `function` on the module and `inputs`: for forward passes that take other arguments than one tensor. Under sharding it runs again
     /// in the backward pass, and everything that [`checkpoint`](crate::nn::checkpoint) says about its function is true of this one.
     ///
+    /// A result that is a view of a parameter, such as the first rows of an embedding of positions, is copied.
+    ///
     /// # Errors
-    /// The errors of `function`; errors of the group that gathers the parameters.
+    /// The errors of `function`; errors of the group that gathers the parameters; [`Error::InvalidArgument`](crate::Error::InvalidArgument),
+    /// carried by candle's error, for a parameter of another block.
     pub fn call<F>(&self, inputs: &[&Tensor], function: F) -> Result<Tensor>
     where
         F: Fn(&M, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
@@ -106,17 +113,18 @@ impl<M: Send + Sync + 'static> Block<M> {
         let Some(unit) = &self.unit else { return plain(inputs) };
         if !is_grad_enabled() {
             let _held = unit.hold(Run::Forward)?;
-            return plain(inputs);
+            return plain(inputs).and_then(|result| unit.own(result)).map_err(explained);
         }
         if !unit.reshards() {
             unit.keep()?;
-            return plain(inputs);
+            return plain(inputs).and_then(|result| unit.own(result)).map_err(explained);
         }
         let (module, unit) = (Arc::clone(&self.module), Arc::clone(unit));
-        checkpoint_holding(inputs, move |inputs, run| {
+        let computed = checkpoint_holding(inputs, move |inputs, run| {
             let held = unit.hold(run)?;
             Ok((function(&module, inputs)?, held))
-        })
+        });
+        computed.map_err(explained)
     }
 
     /// The module's forward pass.

@@ -6,10 +6,15 @@ use crate::hash::content_64;
 use crate::kernels::{self, Incoming};
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
+use crate::tensor::function::{argument, is_grad_enabled};
 use crate::{Error, ReduceOp, Result};
 use candle_core::Tensor;
 use candle_ddp_nn::Run;
 use std::sync::{Arc, Mutex, Weak};
+
+/// Why a rank does not reach a block in its backward pass.
+const ZERO: &str = "A rank that has no data for a block, such as images, runs it on zeros, and adds the mean of its result times \
+                    1e-30 to the loss: candle ends the graph at a product with the number 0";
 
 /// The parameters of a block, or those outside of all blocks.
 pub(crate) struct Unit {
@@ -42,8 +47,10 @@ struct Flow {
     ahead: usize,
     /// The block that comes next, if the prediction is right.
     next: Option<(usize, Vec<Gathering>)>,
-    /// Blocks that keep their parameters until the end of the backward pass.
-    kept: Vec<Held>,
+    /// Blocks that keep their parameters until the end of the backward pass. The model holds them: these would never end if they held it.
+    kept: Vec<Weak<Unit>>,
+    /// Whether a backward pass may still come for the last forward pass that made a graph.
+    has_graph: bool,
     /// The comparison of the ranks' orders that is on its way.
     comparison: Option<Incoming>,
     /// Whether that of `called` has begun.
@@ -55,13 +62,7 @@ pub(crate) struct Held(Arc<Unit>);
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let mut users = lock(&self.0.users);
-        *users -= 1;
-        if *users == 0
-            && let Err(error) = self.0.flats.iter().try_for_each(Flat::release)
-        {
-            log::warn!("the memory of a block's parameters could not be freed: {error}");
-        }
+        self.0.leave();
     }
 }
 
@@ -82,34 +83,56 @@ impl Unit {
     }
 
     /// Gathers the parameters, unless they are there. Starts to gather those of the block that should come next.
-    pub(crate) fn hold(self: &Arc<Self>, run: Run) -> Result<Held> {
+    pub(super) fn hold(self: &Arc<Self>, run: Run) -> Result<Held> {
+        self.enter(run)?;
+        Ok(Held(Arc::clone(self)))
+    }
+
+    /// [`hold`](Self::hold), until [`leave`](Self::leave).
+    fn enter(&self, run: Run) -> Result<()> {
         let (next, ready) = {
             let mut flow = lock(&self.units.flow);
             (flow.enter(self.number, run), flow.next.take_if(|(number, _)| *number == self.number))
         };
-        let held = self.hold_ready(ready.map(|(_, gatherings)| gatherings))?;
-        if let Some(next) = next {
-            self.units.prefetch(next)?;
-        }
-        Ok(held)
+        self.enter_ready(ready.map(|(_, gatherings)| gatherings))?;
+        next.map_or(Ok(()), |next| self.units.prefetch(next)).inspect_err(|_| self.leave())
     }
 
     /// Gathers the parameters, unless they are there or `ready`.
-    fn hold_ready(self: &Arc<Self>, ready: Option<Vec<Gathering>>) -> Result<Held> {
+    fn enter_ready(&self, ready: Option<Vec<Gathering>>) -> Result<()> {
         let mut users = lock(&self.users);
         if *users == 0 {
             let gatherings = ready.map_or_else(|| self.gather(), Ok)?;
             self.flats.iter().zip(&gatherings).try_for_each(|(flat, gathering)| flat.fill(gathering))?;
         }
         *users += 1;
-        Ok(Held(Arc::clone(self)))
+        Ok(())
+    }
+
+    fn leave(&self) {
+        let mut users = lock(&self.users);
+        *users -= 1;
+        if *users == 0
+            && let Err(error) = self.flats.iter().try_for_each(|flat| flat.release(&self.name))
+        {
+            log::warn!("the memory of a block's parameters could not be freed: {error}");
+        }
     }
 
     /// As [`hold`](Self::hold), until the end of the backward pass.
     pub(super) fn keep(self: &Arc<Self>) -> Result<()> {
-        let held = self.hold(Run::Forward)?;
-        lock(&self.units.flow).kept.push(held);
+        self.enter(Run::Forward)?;
+        lock(&self.units.flow).kept.push(Arc::downgrade(self));
         Ok(())
+    }
+
+    /// The result of a computation with the parameters, in its own memory if it is a view of one of them.
+    pub(super) fn own(&self, result: Tensor) -> candle_core::Result<Tensor> {
+        if self.flats.iter().any(|flat| flat.shares(&result)) {
+            argument(&result).force_contiguous()
+        } else {
+            Ok(result)
+        }
     }
 
     fn gather(&self) -> Result<Vec<Gathering>> {
@@ -135,21 +158,49 @@ impl Units {
         Ok(())
     }
 
-    /// Begins to compare the order of blocks with the other ranks'. The CPU engine compares every call by itself.
-    fn compare(&self) -> Result<()> {
-        let device = self.group.device();
-        if device.is_cpu() || self.group.world_size() == 1 {
+    /// Begins to compare the order of blocks, and those that the backward pass reaches, with the other ranks'. The CPU engine compares
+    /// every call by itself.
+    fn compare(&self, reached: &[usize]) -> Result<()> {
+        if self.group.device().is_cpu() || self.group.world_size() == 1 {
             return Ok(());
         }
-        // Exact in an f64.
-        let hash = (content_64(bytemuck::cast_slice(&lock(&self.flow).called)) >> 16) as f64;
-        let extremes = Tensor::new(&[hash, -hash], device)?;
-        label::DDP_ORDER.during(|| self.group.all_reduce(&extremes, ReduceOp::Max))?;
+        let sequence = [&lock(&self.flow).called, &[usize::MAX][..], reached].concat();
+        let extremes = self.extremes(&sequence)?;
         // The host reads it later, without a wait for what the GPU does then.
         let comparison = kernels::send(&extremes)?;
         let mut flow = lock(&self.flow);
         (flow.comparison, flow.is_compared) = (Some(comparison), true);
         Ok(())
+    }
+
+    /// The extremes over all ranks of a hash of `sequence`, and of its negative.
+    fn extremes(&self, sequence: &[usize]) -> Result<Tensor> {
+        // Exact in an f64.
+        let hash = (content_64(bytemuck::cast_slice(sequence)) >> 16) as f64;
+        let extremes = Tensor::new(&[hash, -hash], self.group.device())?;
+        label::DDP_ORDER.during(|| self.group.all_reduce(&extremes, ReduceOp::Max))?;
+        Ok(extremes)
+    }
+
+    /// Compares the blocks that the backward pass reaches with the other ranks', since the engine could not say why one is missing.
+    fn compare_reached(&self, reached: &[usize]) -> Result<()> {
+        if !self.group.device().is_cpu() || self.group.world_size() == 1 {
+            return Ok(());
+        }
+        let extremes = self.extremes(reached)?.to_vec1::<f64>()?;
+        if extremes[0] == -extremes[1] {
+            return Ok(());
+        }
+        let line = |unit: &Arc<Unit>| match reached.contains(&unit.number) {
+            true => format!("the loss depends on {}", unit.name),
+            false => format!("the loss does not depend on {}", unit.name),
+        };
+        let report = self.units().iter().map(line).collect::<Vec<_>>().join("\n");
+        let difference =
+            label::DDP_ORDER.during(|| self.group.compare(Ok(report), "it could not begin its backward pass"));
+        let (_, difference) = difference?.unwrap_or_default();
+        let reason = format!("all ranks must gather the same blocks in a backward pass, but {difference}. {ZERO}");
+        Err(Error::invalid("loss", reason))
     }
 
     /// Ends the comparison that has begun, as in the last backward pass, which does not wait for it.
@@ -159,12 +210,13 @@ impl Units {
         if extremes[0] == -extremes[1] {
             return Ok(());
         }
-        let units: Vec<_> = lock(&self.all).iter().filter_map(Weak::upgrade).collect();
+        let units = self.units();
         let name = |number: &usize| units.iter().find(|unit| unit.number == *number).map(|unit| unit.name.as_str());
         let called: Vec<_> = lock(&self.flow).called.iter().filter_map(name).collect();
         let reason = format!(
-            "in the last pass, ranks called their blocks in different orders, and computed with the parameters of other blocks; this rank \
-             called {}: call the same blocks in the same order on all ranks, and continue from a checkpoint",
+            "in the last pass, ranks called their blocks in different orders, or their losses depended on different ones, and they computed \
+             with the parameters of other blocks; this rank called {}: call the same blocks in the same order on all ranks, and continue \
+             from a checkpoint. {ZERO}",
             called.join(", ")
         );
         Err(Error::invalid("blocks", reason))
@@ -175,22 +227,43 @@ impl Units {
         self.check()?;
         // After a pass without a backward pass, as in an evaluation, it has not begun.
         if lock(&self.flow).needs_comparison() {
-            self.compare()?;
+            self.compare(&[])?;
             self.check()?;
         }
-        let kept = {
+        {
             let mut flow = lock(&self.flow);
             flow.before = std::mem::take(&mut flow.called);
-            (flow.ahead, flow.next, flow.is_compared) = (0, None, false);
-            std::mem::take(&mut flow.kept)
-        };
-        drop(kept);
+            (flow.ahead, flow.is_compared) = (0, false);
+            flow.has_graph |= is_grad_enabled();
+        }
+        self.leave_kept();
         self.root().map_or(Ok(()), |root| root.keep())
+    }
+
+    /// Call at the end of a forward pass.
+    pub(crate) fn end_forward(&self) {
+        let has_graph = {
+            let mut flow = lock(&self.flow);
+            flow.next = None;
+            flow.has_graph
+        };
+        // The backward pass needs the parameters outside of blocks, even if it is that of an earlier forward pass.
+        if !has_graph {
+            self.leave_kept();
+        }
+    }
+
+    /// Copies `result` if it is a view of a parameter outside of blocks.
+    pub(crate) fn own(&self, result: Tensor) -> candle_core::Result<Tensor> {
+        match self.root() {
+            Some(root) => root.own(result),
+            None => Ok(result),
+        }
     }
 
     /// The bytes of the whole parameters that exist at a time.
     pub(crate) fn bytes(&self) -> usize {
-        let units: Vec<_> = lock(&self.all).iter().filter_map(Weak::upgrade).collect();
+        let units = self.units();
         let of = |unit: &Arc<Unit>| unit.flats.iter().map(Flat::bytes).sum::<usize>();
         let mut blocks: Vec<usize> = units.iter().filter(|unit| unit.number > 0).map(of).collect();
         blocks.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
@@ -208,29 +281,56 @@ impl Units {
         lock(&self.all).first().and_then(Weak::upgrade)
     }
 
-    /// Call at the beginning of a backward pass, which may be the second one after a forward pass. Gathers the parameters that its graph
-    /// does not gather itself, unless they are there, until [`end`](Self::end).
-    pub(crate) fn begin_backward(&self) -> Result<()> {
+    /// Call at the beginning of a backward pass, which may be the second one after a forward pass, and reaches these blocks. Gathers the
+    /// parameters that its graph does not gather itself, unless they are there, until [`end`](Self::end).
+    pub(crate) fn begin_backward(&self, reached: &[usize]) -> Result<()> {
         self.check()?;
-        self.compare()?;
-        let units: Vec<_> = match self.sharding.reshard_after_forward {
-            true => self.root().into_iter().collect(),
-            false => lock(&self.all).iter().filter_map(Weak::upgrade).collect(),
-        };
-        for unit in units.iter().filter(|unit| *lock(&unit.users) == 0) {
-            let held = unit.hold_ready(None)?;
-            lock(&self.flow).kept.push(held);
+        if self.sharding.reshard_after_forward {
+            self.compare_reached(reached)?;
+            self.compare(reached)?;
+        } else {
+            // Nothing is gathered again.
+            self.compare(&[])?;
+        }
+        for unit in self.not_in_graph() {
+            unit.enter_ready(None)?;
+            lock(&self.flow).kept.push(Arc::downgrade(&unit));
         }
         Ok(())
     }
 
-    /// Call at the end of a backward pass, and of a forward pass without one.
+    /// Holds the parameters that the graph of another model's backward pass does not gather itself.
+    pub(crate) fn hold_for_backward(&self) -> Result<Vec<Held>> {
+        let hold = |unit: Arc<Unit>| unit.enter_ready(None).map(|()| Held(unit));
+        self.not_in_graph().into_iter().map(hold).collect()
+    }
+
+    /// The blocks that no graph gathers.
+    fn not_in_graph(&self) -> Vec<Arc<Unit>> {
+        match self.sharding.reshard_after_forward {
+            true => self.root().into_iter().collect(),
+            false => self.units(),
+        }
+    }
+
+    fn units(&self) -> Vec<Arc<Unit>> {
+        lock(&self.all).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Call at the end of a backward pass.
     pub(crate) fn end(&self) {
+        lock(&self.flow).has_graph = false;
+        self.leave_kept();
+    }
+
+    /// Frees what was kept, and what was gathered ahead.
+    fn leave_kept(&self) {
         let (next, kept) = {
             let mut flow = lock(&self.flow);
             (flow.next.take(), std::mem::take(&mut flow.kept))
         };
-        drop((next, kept));
+        drop(next);
+        kept.iter().filter_map(Weak::upgrade).for_each(|unit| unit.leave());
     }
 }
 

@@ -86,7 +86,13 @@ impl From<candle_ddp_vision::Error> for Error {
 /// Recovers an error of this crate that passed through candle's `Result`.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
-        let candle_core::Error::Io(error) = error else { return Self::Candle(error) };
+        let error = match error {
+            candle_core::Error::Io(error) => error,
+            error => match tensor::Error::from(error) {
+                tensor::Error::Candle(error) => return Self::Candle(error),
+                error => return error.into(),
+            },
+        };
         let error = error.downcast::<Self>().or_else(|error| error.downcast::<tensor::Error>().map(Self::from));
         #[cfg(feature = "vision")]
         let error = error.or_else(|error| error.downcast::<candle_ddp_vision::Error>().map(Self::from));

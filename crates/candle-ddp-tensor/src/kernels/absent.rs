@@ -31,6 +31,10 @@ pub fn allocates_nothing(_: &CudaDevice) -> bool {
     false
 }
 
+pub fn release(_: &mut CudaStorage) -> Result<()> {
+    Err(absent())
+}
+
 pub fn has_own_stream(_: &Device) -> Result<bool> {
     Err(absent())
 }

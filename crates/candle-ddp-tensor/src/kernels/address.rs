@@ -2,8 +2,9 @@
 //!
 //! An address is valid as long as the storage lives. It is always requested with the stream of the storage's own
 //! device, which leaves candle's event tracking, if enabled, unchanged.
+use crate::error::{RELEASED, gone};
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 use half::{bf16, f16};
@@ -48,6 +49,7 @@ macro_rules! address {
             DType::I64 => $part::<i64>($storage, start, end),
             DType::U32 => $part::<u32>($storage, start, end),
             DType::U8 => $part::<u8>($storage, start, end),
+            RELEASED => Err(gone("an argument of a kernel is one").into()),
             dtype => bail!("tensors of dtype {dtype:?} are not supported on GPUs"),
         }
     }};
@@ -75,6 +77,14 @@ pub(super) fn write_address(storage: &mut CudaStorage, layout: &Layout) -> Resul
         }
     }
     address!(storage, layout, part)
+}
+
+/// Frees the memory of `storage`, and leaves a byte of a dtype that no operation takes: not every driver has allocations without
+/// elements.
+pub fn release(storage: &mut CudaStorage) -> crate::Result<()> {
+    let byte = storage.device().alloc_zeros::<u8>(1)?;
+    storage.slice = CudaStorageSlice::F6E2M3(byte);
+    Ok(())
 }
 
 /// An in-place operation that only determines the address of the storage.

@@ -59,6 +59,8 @@ mod uploaded;
 #[cfg(not(feature = "cuda"))]
 pub use absent::*;
 #[cfg(feature = "cuda")]
+pub use address::release;
+#[cfg(feature = "cuda")]
 pub use attend::{attend, is_attention_fast, may_attend};
 #[cfg(feature = "cuda")]
 pub use convolve::{can_convolve, convolve, has_cudnn};
