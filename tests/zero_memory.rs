@@ -3,8 +3,9 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Module, Result, Tensor};
-use candle_ddp::amp::MixedPrecision;
+use candle_ddp::amp::{Autocast, MixedPrecision};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions};
+use candle_ddp::nn::matmul;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, SpawnOptions, backward_micro_batch, block, spawn,
@@ -170,7 +171,38 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         let expected = 1.15 * (4. * bytes / world_size as f64 + 2. * bytes / LAYERS as f64) + others;
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes of a sharded model, not {expected}");
     }
+    casts_end_with_their_block();
     checkpoints_take_the_pieces_and_a_part();
+}
+
+/// A model of blocks that are one matrix each, with which they multiply.
+struct Products(Vec<candle_ddp::Block<Tensor>>);
+
+impl Module for Products {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.iter().try_fold(x.clone(), |x, block| block.call(&[&x], |matrix, x| matmul(&x[0], matrix)))
+    }
+}
+
+/// Under autocast, the casts of a block's parameters are freed with the block, not at the end of the pass.
+fn casts_end_with_their_block() {
+    const BLOCKS: usize = 24;
+    const SIDE: usize = 256;
+    let found = spawn(2, |pg| {
+        let new = |vb: VarBuilder| {
+            let one = |index: usize| block(vb.pp(index), |vb| vb.get((SIDE, SIDE), "matrix"));
+            (0..BLOCKS).map(one).collect::<Result<_>>().map(Products)
+        };
+        let autocast = Some(Autocast::Products(DType::BF16));
+        let options = DdpOptions { sharding: Some(Sharding::default()), autocast, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), new, options)?;
+        let x = Tensor::ones((2, SIDE), DType::F32, pg.device())?;
+        ddp.forward(&x)?;
+        peak(&pg, || ddp.forward(&x).map(drop))
+    });
+    let (found, casts) = (found.unwrap()[0], 2 * BLOCKS * SIDE * SIDE * DType::BF16.size_in_bytes());
+    println!("{found} bytes of a forward pass under autocast, {casts} of all casts");
+    assert!(2 * found < casts, "{found} bytes of a forward pass under autocast");
 }
 
 /// A model of matrices that are larger than what is sent at once.

@@ -12,7 +12,7 @@ pub use sharding::Sharding;
 use crate::tensor::function::is_grad_enabled;
 use crate::tensor::hold::explained;
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_ddp_nn::{Run, checkpoint_holding};
+use candle_ddp_nn::{Run, autocast_mode, checkpoint_holding, set_autocast};
 use candle_nn::VarBuilder;
 use std::fmt;
 use std::sync::Arc;
@@ -122,7 +122,8 @@ impl<M: Send + Sync + 'static> Block<M> {
         let (module, unit) = (Arc::clone(&self.module), Arc::clone(unit));
         let computed = checkpoint_holding(inputs, move |inputs, run| {
             let held = unit.hold(run)?;
-            Ok((function(&module, inputs)?, held))
+            // The casts of the block's parameters end with the block.
+            Ok((set_autocast(autocast_mode(), || function(&module, inputs))?, held))
         });
         computed.map_err(explained)
     }
