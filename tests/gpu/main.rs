@@ -104,6 +104,7 @@ fn rank_of_another_test() {
         "sync batch norm" => norms::batches_join(&pg(20)).unwrap(),
         "other blocks" => toolbox::refuse_other_blocks(&pg(20)),
         "sharded step" => sharded_step::asks_for_little(&pg(60)).unwrap(),
+        "freed weight" => sharded_step::refuses_freed_weights(&pg(60)).unwrap(),
         "elsewhere" => toolbox::refuse_variables_elsewhere(&pg(20)),
         "scaler" => optim::scales(&pg(60)).unwrap(),
         "zero" => optim::shards(&pg(60)).unwrap(),
@@ -343,6 +344,11 @@ fn variables_on_other_devices_are_refused_by_name() {
 #[test]
 fn blocks_in_another_order_are_refused_by_name() {
     finish("blocks_in_another_order_are_refused_by_name", 2, "other blocks");
+}
+
+#[test]
+fn a_weight_that_is_not_there_is_never_read() {
+    finish("a_weight_that_is_not_there_is_never_read", 2, "freed weight");
 }
 
 #[test]

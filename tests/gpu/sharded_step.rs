@@ -1,9 +1,11 @@
-//! An upper bound of what a step of a sharded model asks of a GPU, as the emulated GPU counts it.
+//! An upper bound of what a step of a sharded model asks of a GPU, as the emulated GPU counts it; and weights that are not there.
 #[path = "../../examples/char_gpt/block.rs"]
 mod char_gpt_block;
 
 use super::common::{skip, tensor};
 use super::gpu_counts::take_counts;
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::nn::{matmul, no_grad};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
@@ -40,5 +42,34 @@ pub(crate) fn asks_for_little(pg: &ProcessGroup) -> Result<()> {
     assert_eq!(waits, [("wait for earlier work".to_string(), 1)]);
     let operations: usize = asked.iter().filter(|(name, _)| name != "allocation").map(|(_, count)| count).sum();
     assert!(operations <= OPERATIONS, "{operations} operations must be at most {OPERATIONS}: {asked:#?}");
+    pg.barrier()
+}
+
+/// Uses a weight that has left its model and was freed.
+pub(crate) fn refuses_freed_weights(pg: &ProcessGroup) -> Result<()> {
+    let build = |vb: VarBuilder<'static>| vb.get((6, 6), "weight");
+    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+    let weight = no_grad(|| ddp.call(|weight| Ok::<_, candle_core::Error>(weight.clone())))?;
+    let x = tensor(&[6, 6], 1).to_device(pg.device())?;
+    let uses = [
+        ("matmul", x.matmul(&weight)),
+        ("matmul of ours", matmul(&x, &weight)),
+        ("both", weight.matmul(&weight)),
+        ("add", &x + &weight),
+        ("sqr", weight.sqr()),
+        ("sum_all", weight.sum_all()),
+        ("copy", weight.copy()),
+        ("contiguous", weight.t().and_then(|weight| weight.contiguous())),
+        ("cat", Tensor::cat(&[&x, &weight], 0)),
+        ("index_select", weight.index_select(&Tensor::new(&[0u32], pg.device())?, 0)),
+        ("to_dtype", weight.to_dtype(DType::BF16)),
+        ("to_device", weight.to_device(&Device::Cpu)),
+    ];
+    for (name, result) in uses {
+        assert!(result.is_err(), "{name} computed with nothing");
+    }
+    let copy = no_grad(|| ddp.call(|weight| weight.copy()))?;
+    assert_eq!(x.matmul(&copy)?.dims(), [6, 6]);
     pg.barrier()
 }
