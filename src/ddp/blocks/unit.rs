@@ -13,8 +13,8 @@ use candle_ddp_nn::Run;
 use std::sync::{Arc, Mutex, Weak};
 
 /// Why a rank does not reach a block in its backward pass.
-const ZERO: &str = "A rank that has no data for a block, such as images, runs it on zeros, and adds the mean of its result times \
-                    1e-30 to the loss: candle ends the graph at a product with the number 0";
+const ZERO: &str = "A rank that has no data for a block, such as images, runs it on zeros and multiplies that loss by a tensor of 0, \
+                    `loss.mul(&loss.zeros_like()?)?`: candle ends the graph at a product with the number 0";
 
 /// The parameters of a block, or those outside of all blocks.
 pub(crate) struct Unit {
