@@ -39,7 +39,7 @@ fn rank_of_another_test() {
 
 fn metrics(port: &str) -> String {
     let mut connection = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-    connection.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+    connection.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
     let mut reply = String::new();
     connection.read_to_string(&mut reply).unwrap();
     assert!(reply.starts_with("HTTP/1.1 200 OK\r\n"), "{reply}");

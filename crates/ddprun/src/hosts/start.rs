@@ -130,15 +130,12 @@ fn command(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -
     let host = hosts.0.get(node_rank).map_or("", |host| &host.name);
     let says = |text: String, code: u8| {
         let text = quoted(OsStr::new(&format!("ddprun: {host}: {text}")));
-        format!(" || {{ printf '%s\\n' {} >&2; exit {code}; }}; ", text.to_string_lossy())
+        format!(" || {{ echo {} >&2; exit {code}; }}; ", text.to_string_lossy())
     };
     let mut script = OsString::from("cd ");
     script.push(quoted(folder.as_os_str()));
     let shown = folder.display();
-    script.push(says(
-        format!("cannot enter the folder {shown}: all machines of --hosts must have the run's folder"),
-        126,
-    ));
+    script.push(says(format!("cannot enter the folder {shown}: all machines of --hosts must have it"), 126));
     // Positional parameters, since a variable may be in the environment of that machine.
     script.push("set -- ");
     script.push(quoted(program.as_os_str()));
@@ -162,30 +159,48 @@ fn command(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -
     Ok(for_any_shell(&script))
 }
 
-/// A command that runs `script` with `sh`, whatever the user's shell is on the other machine. Shells do not agree on backslashes,
-/// exclamation marks and line breaks within quotes, so these are written as numbers.
+/// A command that runs `script` with `sh`, whatever the user's shell is on the other machine. Shells do not agree on quotes,
+/// backslashes, exclamation marks and line breaks within quotes: a script that has any is written with numbers for them.
 fn for_any_shell(script: &OsStr) -> String {
-    let mut command = String::from("exec sh -c 'eval \"$(printf \"");
-    for byte in script.as_bytes() {
-        match byte {
-            b'\'' | b'"' | b'$' | b'`' | b'\\' | b'!' | b'%' => command += &format!("\\{byte:03o}"),
-            b' '..=b'~' => command.push(char::from(*byte)),
-            byte => command += &format!("\\{byte:03o}"),
+    let is_plain = |byte: &u8| (b' '..=b'~').contains(byte);
+    match script.to_str() {
+        Some(script) if script.bytes().all(|byte| is_plain(&byte) && !b"'\\!".contains(&byte)) => {
+            format!("exec sh -c '{script}'")
+        }
+        _ => {
+            let number = |byte: &u8| match is_plain(byte) && !b"'\"$`\\!%".contains(byte) {
+                true => char::from(*byte).to_string(),
+                false => format!("\\{byte:03o}"),
+            };
+            let numbers: String = script.as_bytes().iter().map(number).collect();
+            format!("exec sh -c 'eval \"$(printf \"{numbers}\")\"'")
         }
     }
-    command + "\")\"'"
 }
 
-/// A word for a POSIX shell.
+/// A word for a POSIX shell, with single quotes only if it needs them.
 fn quoted(word: &OsStr) -> OsString {
-    let mut bytes = vec![b'\''];
-    for byte in word.as_bytes() {
-        match byte {
-            b'\'' => bytes.extend(br"'\''"),
-            byte => bytes.push(*byte),
+    let mut bytes = Vec::new();
+    match word.as_bytes() {
+        [_, ..] if word.as_bytes().iter().all(|byte| byte.is_ascii_alphanumeric() || b"_./=:,@+-".contains(byte)) => {
+            bytes.extend(word.as_bytes());
+        }
+        word if !word.iter().any(|byte| b"\"$`\\".contains(byte)) => {
+            bytes.push(b'"');
+            bytes.extend(word);
+            bytes.push(b'"');
+        }
+        word => {
+            bytes.push(b'\'');
+            for byte in word {
+                match byte {
+                    b'\'' => bytes.extend(br"'\''"),
+                    byte => bytes.push(*byte),
+                }
+            }
+            bytes.push(b'\'');
         }
     }
-    bytes.push(b'\'');
     OsStr::from_bytes(&bytes).to_os_string()
 }
 
@@ -355,6 +370,7 @@ mod tests {
     fn all_shells_read_a_command_alike() {
         let words = [
             "it's",
+            "'1 ''77",
             "a\\b",
             "\\'",
             "two\nlines\n",
@@ -369,17 +385,30 @@ mod tests {
             "^a^b",
             "\t",
         ];
-        let mut script = OsString::from("exec printf '<%s>'");
-        for word in words {
-            script.push(" ");
-            script.push(quoted(OsStr::new(word)));
-        }
-        let expected: String = words.iter().map(|word| format!("<{word}>")).collect();
-        for shell in ["sh", "bash", "zsh", "ksh", "csh", "fish"] {
-            match Command::new(shell).args(["-c", &for_any_shell(&script)]).output() {
-                Ok(output) => assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{shell}: {output:?}"),
-                Err(_) => {
-                    candle_ddp_testing::skip("all_shells_read_a_command_alike", format!("{shell} is not installed"))
+        let written = |words: &[&str]| {
+            let mut script = OsString::from("printf \"<%s>\"");
+            for word in words {
+                script.push(" ");
+                script.push(quoted(OsStr::new(word)));
+            }
+            for_any_shell(&script)
+        };
+        let plain = ["a/b", "", "two words", "-n", "~ *?", "[a] {b,c}", "; & | > #", "x=1"];
+        assert!(!written(&plain).contains('\\'));
+        let expected = |words: &[&str]| words.iter().map(|word| format!("<{word}>")).collect::<String>();
+        for shell in ["sh", "bash", "zsh", "csh", "fish"] {
+            for words in [&words[..], &plain] {
+                match Command::new(shell).args(["-c", &written(words)]).output() {
+                    Ok(output) => {
+                        assert_eq!(String::from_utf8_lossy(&output.stdout), expected(words), "{shell}: {output:?}")
+                    }
+                    Err(_) => {
+                        candle_ddp_testing::skip(
+                            "all_shells_read_a_command_alike",
+                            format_args!("{shell} is not installed"),
+                        );
+                        break;
+                    }
                 }
             }
         }
