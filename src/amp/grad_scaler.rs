@@ -400,11 +400,14 @@ fn known<'a, 'more: 'a>(
     models: &'a [Arc<Steps>],
     more: impl Iterator<Item = (&'more String, &'more Var)>,
 ) -> Vec<(&'a String, &'a Var)> {
-    let mut seen = HashSet::new();
     let own = parameters.iter().map(|(name, var)| (name, var));
-    let all = own.chain(models.iter().flat_map(|model| model.named()));
-    let all = all.chain(more.map(|own| -> (&'a String, &'a Var) { own }));
-    all.filter(|(_, var)| seen.insert(var.id())).collect()
+    let mut all: Vec<_> = own.chain(models.iter().flat_map(|model| model.named())).collect();
+    for of_more in more {
+        all.push(of_more);
+    }
+    let mut seen = HashSet::new();
+    all.retain(|(_, var)| seen.insert(var.id()));
+    all
 }
 
 /// Which entries of a store are no gradients, or those of `known` variables.

@@ -108,7 +108,9 @@ fn workers_that_save_after_a_signal_are_left_alone() {
     let script = "[ $RANK = 0 ] && trap 'sleep 8; echo saved >saved; exit 0' TERM
         echo $$ >pid$RANK; while :; do sleep 0.02; done";
     let mut running = Running::new(&mut ddprun(&sandbox, &[], script));
-    ["pid0", "pid1"].map(|name| sandbox.pid(name));
+    for name in ["pid0", "pid1"] {
+        sandbox.pid(name);
+    }
     running.send(Signal::TERM);
     let ran = Ran::of(running);
     assert_eq!((ran.code, sandbox.wait_for("saved").as_str()), (Some(128 + 15), "saved"), "{ran:?}");
