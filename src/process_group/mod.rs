@@ -24,6 +24,7 @@ mod subgroups;
 mod tensors;
 mod threads;
 mod varied;
+mod whole;
 mod with_grad;
 
 pub use custom::CustomOptions;

@@ -1,11 +1,12 @@
 //! A group's place in its job.
 use super::job::Job;
+use super::whole::Whole;
 use crate::backend::{Communicator, Completion, Work};
-use crate::error::{Failure, RankError, ranks};
+use crate::error::{Failure, RankError};
 use crate::{Error, Result};
 use candle_ddp_engine::standing::Membership;
-use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 /// Which of the groups of a job a group is, and how its ranks are numbered in the group of all ranks.
 pub(super) struct Place {
@@ -20,16 +21,6 @@ pub(super) struct Place {
     pub(super) membership: Membership,
     /// Of a part that does not have all ranks of its group.
     whole: Option<Whole>,
-}
-
-/// The group of which some ranks form a part that the program does not know, and how the part's failure is told: as one of the
-/// group of all ranks.
-#[derive(Clone)]
-struct Whole {
-    communicator: Weak<dyn Communicator>,
-    global_ranks: Vec<usize>,
-    /// What the part's calls return once it has failed.
-    told: Arc<OnceLock<Failure>>,
 }
 
 impl Place {
@@ -50,17 +41,9 @@ impl Place {
         Self { job: Arc::clone(&self.job), number, part_of: number, rank, global_ranks, membership, whole: None }
     }
 
-    /// The place of a part of this group, which `communicator` connects, with some of its ranks: either ends with the other.
-    pub(super) fn split_part(
-        &self,
-        names: (&str, &str),
-        communicator: &Arc<dyn Communicator>,
-        ranks: &[usize],
-        rank: usize,
-    ) -> Self {
-        let (communicator, global_ranks) = (Arc::downgrade(communicator), self.global_ranks.clone());
-        let whole = Some(Whole { communicator, global_ranks, told: Arc::default() });
-        Self { part_of: self.part_of, whole, ..self.split(names, ranks, rank) }
+    /// The place of a part of this group with some of its ranks: either ends with the other.
+    pub(super) fn split_part(&self, names: (&str, &str), whole: Whole, ranks: &[usize], rank: usize) -> Self {
+        Self { part_of: self.part_of, whole: Some(whole), ..self.split(names, ranks, rank) }
     }
 
     /// The place of a group of the same ranks that is a part of this one: either ends with the other.
@@ -115,19 +98,7 @@ impl Place {
 
     /// `failure` with ranks numbered as in the group of all ranks.
     fn in_all(&self, failure: &Failure) -> Option<Failure> {
-        let number = |rank: usize| self.global_ranks.get(rank).copied();
-        let mut failure = failure.renumbered(number)?;
-        let is_renumbered = self.global_ranks.iter().enumerate().any(|(rank, global)| rank != *global);
-        // Its text names ranks, too.
-        if let Failure::TimedOut { waiting_for, reason, .. } = &mut failure
-            && (is_renumbered && self.whole.is_some())
-        {
-            let (missing, all) = (ranks(waiting_for), ranks(&self.global_ranks));
-            *reason = format!(
-                "of its group of the ranks {all}, {missing} are missing. Numbered from 0 in that group, {reason}"
-            );
-        }
-        Some(failure)
+        failure.renumbered(|rank| self.global_ranks.get(rank).copied())
     }
 
     /// Records the error of a call, and of the construction, of the group. Returns how the program is told.
@@ -139,9 +110,10 @@ impl Place {
         if error.is_echo(self.rank) {
             self.job.note_echo();
         }
-        let told = match &self.whole {
-            Some(whole) => self.told_by_whole(whole, failure),
-            None => self.in_all(failure),
+        let in_all = self.in_all(failure);
+        let told = match (&self.whole, self.global_ranks.get(self.rank)) {
+            (Some(whole), Some(own)) => in_all.map(|failure| whole.tell(failure, *own, &self.global_ranks)),
+            _ => in_all,
         };
         if let Some(told) = &told
             && (self.is_of_all() || matches!(told, Failure::PeerGone { .. }))
@@ -159,33 +131,6 @@ impl Place {
                 error
             }
         }
-    }
-
-    /// The `failure` of this part, with ranks numbered as in the group of all ranks. If the `whole` has failed, that is the reason. It may
-    /// take a moment until this rank knows: a rank whose program fails leaves the part first.
-    fn told_by_whole(&self, whole: &Whole, failure: &Failure) -> Option<Failure> {
-        const PATIENCE: Duration = Duration::from_secs(5);
-        if let Some(told) = whole.told.get() {
-            return Some(told.clone());
-        }
-        let may_follow = match failure {
-            Failure::PeerLeft { .. } => true,
-            Failure::PeerFailed { peer, .. } => *peer != self.rank,
-            _ => false,
-        };
-        let deadline = Instant::now() + if may_follow { PATIENCE } else { Duration::ZERO };
-        let reason = loop {
-            let communicator = whole.communicator.upgrade();
-            let known = communicator.as_ref().and_then(|communicator| communicator.failure());
-            if known.is_some() || communicator.is_none() || Instant::now() >= deadline {
-                break known;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        };
-        let number = |rank: usize| whole.global_ranks.get(rank).copied();
-        let reason = reason.as_ref().and_then(|error| error.failure()?.renumbered(number));
-        let told = reason.or_else(|| self.in_all(failure))?;
-        Some(whole.told.get_or_init(|| told).clone())
     }
 
     /// `work`, whose error is [noted](Self::note) when it is waited for.

@@ -1,6 +1,7 @@
 //! Groups that are split off from another one.
 use super::engine::{self, Settings};
 use super::place::Place;
+use super::whole::Whole;
 use super::{Backend, ProcessGroup};
 use crate::backend::{Communicator, Construction, Split};
 use crate::error::Failure;
@@ -57,7 +58,10 @@ impl ProcessGroup {
         let Some(rank) = place else { return Ok(None) };
         let names = (key.as_str(), "the group");
         let place = match is_part {
-            true => self.0.place.split_part(names, &self.0.communicator, ranks, rank),
+            true => {
+                let whole = Whole::new(&self.0.communicator, self.global_ranks(), &self.0.store);
+                self.0.place.split_part(names, whole, ranks, rank)
+            }
             false => self.0.place.split(names, ranks, rank),
         };
         let communicator = self.member(split, &store, &place, recording.as_ref());

@@ -208,7 +208,9 @@ fn another_folder_than_rank_0s_is_an_error_on_all_ranks() {
         pg.barrier()
     })
     .unwrap();
-    folders.map(|folder| assert_eq!(folder.path().read_dir().unwrap().count(), 0));
+    for folder in folders {
+        assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+    }
 }
 
 #[test]
