@@ -79,7 +79,8 @@ pub trait Optimizer: StateDict {
     }
 
     /// Scales down the gradients of all parameters of the optimizer if their common L2 norm is above `max_norm`, and
-    /// returns the norm that they had: PyTorch's `clip_grad_norm_`. Call it between `backward` and
+    /// returns the norm that they had: PyTorch's `clip_grad_norm_`. [Ignored](crate::Role::Ignored) parameters are scaled too, and do
+    /// not count in the norm. Call it between `backward` and
     /// [`step`](Self::step), and with a [`GradScaler`] after [`unscale`](Self::unscale).
     ///
     /// # Errors
