@@ -155,8 +155,8 @@ impl Checkpointer {
     ///
     /// # Errors
     /// On every rank: [`Error::Io`] if `folder` is not a folder in which each rank can make files;
-    /// [`Error::InvalidArgument`] if it is another folder on another host, or if it holds checkpoints and [`resume`](CheckpointerOptions::resume) is not set, and
-    /// for options that are 0 or differ between ranks; the group's errors.
+    /// [`Error::InvalidArgument`] if it is another folder on another host, or holds checkpoints and
+    /// [`resume`](CheckpointerOptions::resume) is not set, and for options that are 0 or differ between ranks; the group's errors.
     pub fn new(group: &ProcessGroup, folder: impl AsRef<Path>, options: CheckpointerOptions) -> Result<Self> {
         let root = folder.as_ref().to_path_buf();
         let checked = options.check().map(|()| format!("{options:?}"));
