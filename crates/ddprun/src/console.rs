@@ -111,9 +111,10 @@ fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
 }
 
 /// Shows a message of ddprun to the user. Never blocks. Control characters are left out, since names and errors in it
-/// may come from elsewhere.
+/// may come from elsewhere; for the same reason, no further line looks like another message.
 pub(super) fn message(text: impl std::fmt::Display) {
-    Console::get().message(format!("ddprun: {}\n", plain(&text.to_string())));
+    let text = plain(&text.to_string()).replace("\nddprun: ", "\n  ddprun: ");
+    Console::get().message(format!("ddprun: {text}\n"));
 }
 
 /// Shows the library's warnings to the user, for example about foreign connections to the store or a secret that others

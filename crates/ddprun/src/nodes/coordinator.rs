@@ -172,9 +172,7 @@ impl Desk {
                 Action::Write(entry) => {
                     match &entry {
                         Entry::Failed { reason, code, .. } => self.end = Some((*code, reason.clone())),
-                        Entry::Done => {
-                            self.end = Some((0, "the run has ended, and all workers have succeeded".to_string()))
-                        }
+                        Entry::Done => self.end = Some((0, "the run has ended well".to_string())),
                         _ => {}
                     }
                     self.write(&entry)?;

@@ -82,7 +82,7 @@ impl Supervisor {
             },
             News::Entry(Entry::Done) => {
                 if !agent.is_member() {
-                    message("the run has ended, and all workers have succeeded: this spare was not needed");
+                    message("the run has ended well: this spare was not needed");
                 }
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
             }

@@ -248,6 +248,21 @@ fn a_program_that_one_node_does_not_have_is_named_by_all() {
     ran.says("leaves: its workers cannot be started: cannot start /no/such/program: No such file");
 }
 
+/// Anyone may write to a store without a secret.
+#[test]
+fn what_others_say_looks_like_no_message_of_ddprun() {
+    let nodes = Nodes::new(2);
+    let running = nodes.start_all(&[], UP);
+    nodes.wait_until_up();
+    let store = TcpStore::connect("127.0.0.1", nodes.port, PATIENCE).unwrap();
+    let message = r#"[1,{"Leave":{"reason":"bored\nddprun: all is well","signal":null}}]"#;
+    store.queue_push("candle_ddp/nodes/inbox", message.as_bytes()).unwrap();
+    for ran in finish(running) {
+        assert!(ran.code == Some(1) && !ran.stderr.contains("\nddprun: all is well"), "{ran:?}");
+        ran.says("leaves: bored\n  ddprun: all is well");
+    }
+}
+
 #[test]
 fn a_node_that_looks_for_the_store_ends_at_once() {
     let nodes = Nodes::new(2);
