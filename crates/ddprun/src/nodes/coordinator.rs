@@ -111,7 +111,8 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace, is_alone: &AtomicBool) -> (u
             return (1, error.to_string());
         }
     }
-    desk.end.unwrap_or_else(|| (run.exit_code, "the run has ended".to_string()))
+    let (code, reason) = desk.end.unwrap_or_else(|| (run.exit_code, "the run has ended".to_string()));
+    (if run.has_saved() { 0 } else { code }, reason)
 }
 
 struct Desk {

@@ -140,7 +140,7 @@ impl Run {
             slots.sort_by_key(|slot| self.nodes.get(slot).and_then(|node| node.node_rank));
         }
         slots.truncate(self.terms.max_nodes);
-        self.members = slots.clone();
+        self.begin_round(slots.clone());
         let is_checked = |slot: &Slot| self.nodes.get(slot).is_some_and(|node| node.fitness.is_some());
         let is_check = self.check != Check::Over && slots.len() > 1 && slots.iter().all(is_checked);
         self.check = if is_check { Check::Running } else { Check::Over };

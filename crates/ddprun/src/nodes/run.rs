@@ -93,6 +93,8 @@ pub(super) struct Run {
     pub(super) processes: Option<Members>,
     pub(super) last_failure: Option<LastFailure>,
     pub(super) exit_code: u8,
+    /// The exit codes of the round's ranks whose processes have ended.
+    codes: BTreeMap<usize, u8>,
     pub(super) actions: Vec<Action>,
     /// Whether the user knows that nodes are missing.
     pub(super) is_awaited: bool,
@@ -125,6 +127,7 @@ impl Run {
             processes: None,
             last_failure: None,
             exit_code: 0,
+            codes: BTreeMap::new(),
             is_awaited: false,
             asked: 0,
             is_called_off: false,
@@ -159,6 +162,24 @@ impl Run {
         matches!(&self.state, State::Running { members, .. } if !members.contains(&slot))
     }
 
+    /// Whether a signal has ended the run, and all workers have exited with 0: then so do the nodes.
+    pub(super) fn has_saved(&self) -> bool {
+        let mut ranks = 0..self.ranks();
+        matches!(self.state, State::Signalled)
+            && !ranks.is_empty()
+            && ranks.all(|rank| self.codes.get(&rank) == Some(&0))
+    }
+
+    /// The number of ranks of the round.
+    fn ranks(&self) -> usize {
+        self.members.len().saturating_mul(self.terms.workers)
+    }
+
+    /// Forgets the last round.
+    pub(super) fn begin_round(&mut self, members: Vec<Slot>) {
+        (self.members, self.codes) = (members, BTreeMap::new());
+    }
+
     pub(super) fn has_ended(&self) -> bool {
         matches!(self.state, State::Signalled | State::Ending { .. })
     }
@@ -184,7 +205,12 @@ impl Run {
         }
         match message {
             Message::Join(node) => self.on_join(slot, node),
-            Message::Exited(exited) => self.on_exited(slot, exited),
+            Message::Exited(exited) => {
+                if exited.rank < self.ranks() {
+                    self.codes.insert(exited.rank, exited.code);
+                }
+                self.on_exited(slot, exited);
+            }
             Message::Finished => self.on_finished(slot),
             Message::Ended => self.on_ended(slot),
             Message::Leave { reason, signal } => self.on_leave(slot, &reason, signal),

@@ -196,6 +196,20 @@ fn a_signal_to_a_node_that_the_run_needs_ends_it_everywhere() {
     }
 }
 
+#[test]
+fn a_run_whose_workers_save_after_a_signal_ends_well() {
+    for (last, is_well) in [(0, true), (3, false)] {
+        let mut fixture = Fixture::of_two(2, 0, true);
+        fixture.tell(1, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        fixture.fail(1, 0);
+        assert!(!fixture.run.has_saved());
+        fixture.fail(0, last);
+        (0..2).for_each(|slot| fixture.tell(slot, Message::Bye));
+        fixture.actions();
+        assert_eq!((fixture.run.is_over(), fixture.run.has_saved()), (true, is_well));
+    }
+}
+
 /// Two nodes, whose ranks accept at least `least`, and a signal that ends the run. Returns the log of their generations.
 fn stopped(least: usize) -> (Fixture, Generations) {
     let mut fixture = Fixture::new(3, 3, 5, true);

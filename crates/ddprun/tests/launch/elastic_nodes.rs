@@ -105,6 +105,21 @@ fn a_spare_replaces_any_node_if_the_store_is_on_a_machine_without_workers() {
     all[0].says("failed first: it exited with code 7");
 }
 
+/// All nodes exit with 0 then.
+#[test]
+fn a_store_whose_workers_save_after_a_signal_ends_well() {
+    let nodes = Nodes::new("2");
+    let host = host_store(&nodes, &[]);
+    let script = format!("trap 'exit 0' TERM; {SCRIPT}");
+    let mut first = nodes.start(&["--no-secret"], &script);
+    let second = nodes.start(&["--no-secret"], &script);
+    nodes.wait_for_round(0, 2);
+    first.send(Signal::TERM);
+    let all = finish(vec![host, first, second]);
+    assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(0); 3], "{all:?}");
+    all[0].says("leaves: ddprun received SIGTERM");
+}
+
 /// The last failure before them is none of theirs.
 #[test]
 fn a_spare_outlives_restarts_of_the_others() {
