@@ -33,12 +33,17 @@ pub(super) fn product<T: Element, B: Element<Real = T::Real>>(
     bias: Option<&[T]>,
     threads: usize,
 ) -> Result<Vec<T>> {
-    check((m, n, k), m * n, a, b)?;
+    // Rust's vectors have no more bytes.
+    let elements = m.checked_mul(n).filter(|count| *count <= isize::MAX as usize / size_of::<T::Real>());
+    let Some(elements) = elements else {
+        candle_core::bail!("a product of {m}×{k} and {k}×{n} has more elements than memory can have")
+    };
+    check((m, n, k), elements, a, b)?;
     if bias.is_some_and(|bias| bias.len() != n) {
         candle_core::bail!("the bias of a product with {n} columns must have as many elements")
     }
     if let (Some(unit), Some(of_a)) = (unit::<T>()?, same(a.0)) {
-        let mut result = vec![T::from_f64(0.0); m * n];
+        let mut result = vec![T::from_f64(0.0); elements];
         let (of_a, bias) = ((of_a, a.1), bias.and_then(same));
         match (same_mut(&mut result), same(b.0), same(b.0)) {
             (Some(result), Some(of_b), _) => {
@@ -64,16 +69,16 @@ pub(super) fn product<T: Element, B: Element<Real = T::Real>>(
         unsafe { multiply((m, n, k), result.as_mut_ptr(), true, a, b, threads) };
         return Ok(narrow_vec::<T>(result));
     }
-    let mut result = Vec::with_capacity(m * n);
+    let mut result = Vec::with_capacity(elements);
     if k == 0 {
-        result.resize(m * n, T::Real::from_f64(0.0));
+        result.resize(elements, T::Real::from_f64(0.0));
         return Ok(narrow_vec::<T>(result));
     }
     // SAFETY: the result has room for m × n elements, and a product that does not accumulate writes all of them
     // before they count as initialised. The factors were checked, and the type of sums is f32 or f64.
     unsafe {
         multiply((m, n, k), result.as_mut_ptr(), false, a, b, threads);
-        result.set_len(m * n);
+        result.set_len(elements);
     }
     Ok(narrow_vec::<T>(result))
 }
@@ -175,7 +180,7 @@ fn check<A: WithDType, B: WithDType>(
     (a, a_strides): (&[A], Strides),
     (b, b_strides): (&[B], Strides),
 ) -> Result<()> {
-    if result < m * n || a.len() < a_strides.span(m, k) || b.len() < b_strides.span(k, n) {
+    if result < m.saturating_mul(n) || a.len() < a_strides.span(m, k) || b.len() < b_strides.span(k, n) {
         candle_core::bail!(
             "a product of {m}×{k} and {k}×{n} needs more elements than the slices have: {}, {} and {result}",
             a.len(),
@@ -225,5 +230,24 @@ unsafe fn multiply<R: WithDType>(
             false,
             parallelism,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A product over no elements has no factors that limit it.
+    #[test]
+    fn more_elements_than_can_be_counted_are_refused() {
+        const MANY: usize = 1 << (usize::BITS / 2);
+        let empty = |strides| (&[0f32; 0][..], strides);
+        let refused = |m, n| product((m, n, 0), empty(Strides::rows(0)), empty(Strides::rows(n)), None, 1).is_err();
+        assert!(refused(MANY, MANY) && refused(MANY, MANY / 2) && !refused(2, 3));
+        let gemm =
+            |m, n| gemm((m, n, 0), &mut [0f32; 6], false, empty(Strides::rows(0)), empty(Strides::rows(n)), 1).is_err();
+        assert!(gemm(MANY, MANY) && !gemm(2, 3));
+        let one = (&[0f32; 1][..], Strides { row: MANY, column: 1 });
+        assert!(product((MANY + 1, 1, 1), one, (&[0f32; 1], Strides::rows(1)), None, 1).is_err());
     }
 }

@@ -20,6 +20,11 @@ impl Strides {
 
     /// The number of elements that a matrix spans.
     pub(super) fn span(self, rows: usize, columns: usize) -> usize {
-        if rows == 0 || columns == 0 { 0 } else { (rows - 1) * self.row + (columns - 1) * self.column + 1 }
+        if rows == 0 || columns == 0 {
+            return 0;
+        }
+        // More than any slice has, if it cannot be counted.
+        let [down, across] = [(rows - 1).saturating_mul(self.row), (columns - 1).saturating_mul(self.column)];
+        down.saturating_add(across).saturating_add(1)
     }
 }
