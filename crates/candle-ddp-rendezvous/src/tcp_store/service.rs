@@ -18,8 +18,11 @@ use std::time::{Duration, Instant};
 
 /// The maximum number of bytes read from or sent to one client before it is the turn of the others.
 const TURN: usize = 1 << 20;
-/// The number of connections that are accepted before clients get their turn.
-const ACCEPTED: usize = 1024;
+/// The number of connections that are accepted before clients get their turn: fewer than there are places, so that a client that
+/// has sent something is heard in a flood.
+const ACCEPTED: usize = 128;
+/// The number that are accepted at the end.
+const LAST: usize = 1024;
 /// The maximum memory in bytes of requests of a client that has not been admitted. Until then, a client sends less than 100 bytes
 /// at a time.
 const STRANGER: usize = 1 << 10;
@@ -191,13 +194,13 @@ impl Service {
             }
             if events.stop {
                 // Requests that clients sent before the end are still executed.
-                self.accept();
+                self.accept(LAST);
                 let all: Vec<ClientId> = self.clients.keys().copied().collect();
                 all.into_iter().for_each(|id| self.serve(id));
                 return;
             }
             if events.accept {
-                self.accept();
+                self.accept(ACCEPTED);
             }
             self.close_silent();
         }
@@ -365,9 +368,9 @@ impl Service {
         }
     }
 
-    fn accept(&mut self) {
+    fn accept(&mut self, most: usize) {
         for listener in 0..self.listeners.len() {
-            for _ in 0..ACCEPTED {
+            for _ in 0..most {
                 let Some(accepted) = self.listeners.get(listener).map(TcpListener::accept) else { break };
                 match accepted {
                     Ok((stream, peer)) => self.admit(stream, peer),
