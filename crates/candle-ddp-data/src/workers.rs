@@ -6,11 +6,17 @@
 use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, LoaderOptions};
-use candle_ddp_rendezvous::panic::{lock, wait};
+use candle_ddp_rendezvous::error::some;
+use candle_ddp_rendezvous::panic::{lock, wait, wait_timeout};
+use candle_ddp_rendezvous::warnings::warn_aloud;
 use candle_ddp_state::{Error, Result};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+/// How long a batch may take before a warning names its samples. Each further one comes after twice that time.
+const SLOW: Duration = Duration::from_secs(60);
 
 thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
@@ -207,6 +213,19 @@ impl<S, T> Window<S, T> {
     fn is_ready(&self) -> bool {
         self.batches.front().is_some_and(|batch| batch.batch.is_some())
     }
+
+    /// What the workers do for the first batch.
+    fn activity(&self) -> String {
+        let Some(batch) = self.batches.front() else { return "the order of the samples is not there".to_string() };
+        let is_begun = |place: &usize| (self.first, *place) < self.next;
+        let unread = (0..batch.indices.len())
+            .filter(|place| is_begun(place) && batch.samples.get(*place).is_some_and(Option::is_none));
+        let unread: Vec<String> = unread.map(|place| batch.indices[place].to_string()).collect();
+        match unread.is_empty() {
+            true => format!("its samples, of which the first is {}, are read, but not made a batch", batch.indices[0]),
+            false => format!("Dataset::get has not returned for the sample(s) {}", some(&unread)),
+        }
+    }
 }
 
 impl<S, T> Workers<S, T> {
@@ -222,11 +241,20 @@ impl<S, T> Iterator for Workers<S, T> {
 
     fn next(&mut self) -> Option<Result<T>> {
         let mut window = lock(&self.0.window);
+        let (since, mut patience) = (Instant::now(), SLOW);
         while !window.is_ready() {
             if window.exhausted && window.batches.is_empty() {
                 return None;
             }
-            window = wait(&self.0.made, window);
+            window = wait_timeout(&self.0.made, window, patience.saturating_sub(since.elapsed()));
+            if since.elapsed() >= patience && !window.is_ready() {
+                patience *= 2;
+                let (seconds, activity) = (since.elapsed().as_secs(), window.activity());
+                warn_aloud(format_args!(
+                    "this rank has waited {seconds} s for a batch of its DataLoader: {activity}. The other ranks wait for it in their next \
+                     collective; if the data is only slow, give the loader more workers"
+                ));
+            }
         }
         let batch = window.batches.pop_front()?.batch;
         window.first += 1;

@@ -223,3 +223,28 @@ fn batches_are_made_by_workers_and_wait_for_delivery() {
     }
     assert!(!workers.is_ready() && workers.next().is_none());
 }
+
+#[test]
+fn what_a_late_batch_waits_for_is_known() {
+    let go_on = Arc::new(AtomicBool::new(false));
+    let dataset = Samples(100, {
+        let go_on = go_on.clone();
+        move |index| {
+            if [4, 6].contains(&index) {
+                wait_for("the end of the test", || go_on.load(Ordering::SeqCst));
+            }
+            index
+        }
+    });
+    let order = Arc::new((0..100).collect::<EpochOrder>());
+    let deal = Deal::new(0, 1, Remainder::Pad).unwrap();
+    let options = LoaderOptions { batch_size: 4, num_workers: 3, ..Default::default() };
+    let order = Batches::new(order, 0, &deal, options);
+    let recipe = super::Recipe { dataset: Arc::new(dataset), collate: Ok, seed: 0, epoch: 0, rank: 0 };
+    let mut workers = super::Workers::start(recipe, order, options).unwrap();
+    assert_eq!(workers.next().unwrap().unwrap(), [0, 1, 2, 3]);
+    let activity = || workers.0.window.lock().unwrap().activity();
+    wait_for("both samples", || activity() == "Dataset::get has not returned for the sample(s) 4, 6");
+    go_on.store(true, Ordering::SeqCst);
+    assert_eq!(workers.next().unwrap().unwrap(), [4, 5, 6, 7]);
+}
