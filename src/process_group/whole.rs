@@ -76,7 +76,7 @@ impl Whole {
         let work = move || -> Result<()> {
             store.set(&own.to_string(), &serde_json::to_vec(&waiting_for).unwrap_or_default())?;
             while let Some(answer) = asked.upgrade() {
-                let culprits = culprits(&*store, own, &waiting_for)?;
+                let culprits = culprits(&store, own, &waiting_for)?;
                 *lock(&answer) = Some(culprits);
                 drop(answer);
                 std::thread::sleep(20 * POLL);

@@ -29,7 +29,9 @@ fn a_flood_of_messages_stops_no_time_out() {
         for _ in 0..4 {
             scope.spawn(|| {
                 let store = TcpStore::connect("127.0.0.1", port, PATIENCE).unwrap();
-                while !is_over.load(Ordering::Relaxed) && store.queue_push(&inbox, b"nonsense").is_ok() {}
+                while !is_over.load(Ordering::Relaxed) && store.queue_push(&inbox, b"nonsense").is_ok() {
+                    std::hint::spin_loop();
+                }
             });
         }
         let told = news.recv_timeout(PATIENCE);
