@@ -146,7 +146,7 @@ def document_of_soak(options, verdicts, deaths, seconds):
     lines = [
         "# Deaths in elastic runs",
         "",
-        f"{len(verdicts)} runs under `ddprun`, nearly all of `elastic::run`, in which {deaths} processes were killed at random times: "
+        f"{len(verdicts)} runs under `ddprun`, most of them of `elastic::run`, in which {deaths} processes were killed at random times: "
         f"**{len(verdicts) - len(wrong)} ended as expected, {len(wrong)} did not**.",
         "",
         *facts(options, command, seconds),
