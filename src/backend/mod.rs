@@ -70,9 +70,8 @@ pub trait Communicator: Send + Sync {
     fn world_size(&self) -> usize;
 
     /// Starts `collective`. Its tensors must not be touched until the returned [`Work`] is waited for: an engine may read and
-    /// write their memory without candle's lock, as MPI does, so even reading them, or another view of their storage's part, is a
-    /// data race. Gradients end here: an engine moves values. [`ProcessGroup`](crate::ProcessGroup) gives it no tensor through
-    /// which gradients flow.
+    /// write their memory without candle's lock, as MPI does, so even reading them is a data race. Gradients end here: an engine
+    /// moves values. [`ProcessGroup`](crate::ProcessGroup) gives it no tensor through which gradients flow.
     fn start(&self, collective: Collective) -> Result<Work>;
 
     /// Runs `collective` and waits for it; an engine may do so on the calling thread. Gradients end here, as in
