@@ -31,7 +31,7 @@ use std::panic::Location;
 pub struct Backward<'a> {
     /// The number of samples, tokens or pixels of this rank over which the loss is a sum. The gradients are then those of the mean
     /// over all samples of all ranks, `Σ loss / Σ count`. It may also be a sum of weights. A rank without samples gives a loss of
-    /// 0 and a count of 0; such a loss need not depend on the model. Default: None, and the gradients are the mean of the ranks'
+    /// 0 and a count of 0; such a loss need not depend on the model, unless that has sharded blocks. Default: None, and the gradients are the mean of the ranks'
     /// gradients, in which a sample counts more on a rank that has few.
     ///
     /// Under [`no_sync`](crate::DistributedDataParallel::no_sync) the counts accumulate with the gradients, so micro-batches of

@@ -2,7 +2,7 @@
 //!
 //! Each group notices by itself that its ranks make different calls. But if one rank waits in one group and another rank in
 //! another group, each for the other, then both groups look as if a rank were late. So a rank whose threads have waited for
-//! [two seconds](job) asks where all ranks stand in all groups.
+//! two seconds asks where all ranks stand in all groups.
 //!
 //! **Never a false alarm.** A thread counts as stuck only if it waits in a call that cannot end before a certain rank has made its
 //! part of it, if that rank has not, and if every thread of that rank that may do so is stuck too: all threads of the program that have
