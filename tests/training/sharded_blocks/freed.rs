@@ -70,7 +70,7 @@ macro_rules! uses {
 
 const OF_CANDLE: &[(&str, Use)] = &uses![f:
     "add" => &f.x + &f.w,
-    "sub itself" => &f.w - &f.w,
+    "sub itself" => f.w.sub(&f.w),
     "broadcast_mul" => f.rows.broadcast_mul(&f.bias),
     "broadcast_div" => f.w.broadcast_div(&f.bias),
     "minimum" => f.x.minimum(&f.w),
