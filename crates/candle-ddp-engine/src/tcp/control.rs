@@ -123,10 +123,7 @@ impl Link {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Call;
     use crate::error::Failure;
-    use crate::failure::ProgressReport;
-    use crate::operation::Operation;
     use std::net::TcpListener;
 
     #[test]
@@ -137,8 +134,7 @@ mod tests {
         socket.set_nonblocking(true).unwrap();
         let control = Control::new(2).unwrap();
         assert!(control.add(1, socket, true));
-        let report = ProgressReport { calls: vec![Call::bare(Operation::Barrier); 1000], ..Default::default() };
-        let answer = Frame::Answer { id: 1, rank: 0, report };
+        let answer = Frame::Answer { id: 1, rank: 0, report: vec![0; 30_000] };
         let (length, unsent) = (answer.encode().len(), || lock(&control.link(1).unwrap().unsent).len());
         // The system takes some as well.
         (0..(UNREAD + (64 << 20)) / length).for_each(|_| control.send(1, &answer));
