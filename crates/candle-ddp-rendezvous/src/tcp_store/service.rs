@@ -136,9 +136,10 @@ pub(super) struct Service {
     listeners: Vec<TcpListener>,
     stopped: UnixStream,
     clients: BTreeMap<ClientId, Client>,
-    /// The clients that have not been admitted, with their deadlines: first those that have not offered a proof, oldest first, then
-    /// those that have: the proof of a member that is far away takes its time.
-    ungreeted: BTreeMap<(bool, ClientId), Instant>,
+    /// The clients that have not been admitted and have offered no proof, oldest first, with their deadlines.
+    silent: BTreeMap<ClientId, Instant>,
+    /// Those that have: the proof of a member that is far away takes its time.
+    offering: BTreeMap<ClientId, Instant>,
     /// The number of guests.
     guests: usize,
     /// The memory that all clients use.
@@ -173,7 +174,8 @@ impl Service {
             listeners,
             stopped,
             clients: BTreeMap::new(),
-            ungreeted: BTreeMap::new(),
+            silent: BTreeMap::new(),
+            offering: BTreeMap::new(),
             guests: 0,
             held: 0,
             options,
@@ -253,9 +255,9 @@ impl Service {
             if standing.is_admitted() {
                 self.forget(id);
             } else if let Standing::Challenged(_) = standing
-                && let Some(deadline) = self.ungreeted.remove(&(false, id))
+                && let Some(deadline) = self.silent.remove(&id)
             {
-                self.ungreeted.insert((true, id), deadline);
+                self.offering.insert(id, deadline);
             }
             let is_member = standing == Standing::Member;
             self.bound_memory();
@@ -333,15 +335,19 @@ impl Service {
 
     /// Removes a client from those that have not been admitted.
     fn forget(&mut self, id: ClientId) {
-        for offers in [false, true] {
-            self.ungreeted.remove(&(offers, id));
-        }
+        self.silent.remove(&id);
+        self.offering.remove(&id);
+    }
+
+    /// The number of clients that have not been admitted.
+    fn ungreeted(&self) -> usize {
+        self.silent.len() + self.offering.len()
     }
 
     /// Of the clients that have not been admitted, the oldest one of each kind, with its deadline.
     fn longest(&self) -> impl Iterator<Item = (ClientId, Instant)> + use<> {
-        let first = |offers: bool| self.ungreeted.range((offers, 0)..=(offers, ClientId::MAX)).next();
-        [false, true].map(|offers| first(offers).map(|((_, id), deadline)| (*id, *deadline))).into_iter().flatten()
+        let first = |clients: &BTreeMap<ClientId, Instant>| clients.first_key_value().map(|(id, at)| (*id, *at));
+        [first(&self.silent), first(&self.offering)].into_iter().flatten()
     }
 
     /// Closes clients that have not been admitted in time.
@@ -353,17 +359,22 @@ impl Service {
         }
     }
 
-    /// Closes a client that has not been admitted: the one that has been silent the longest, or else, if all offer a proof, the
-    /// one that has done so the longest. What it has sent is read first, and the next one takes its place if it sent enough.
+    /// Closes the client that has been silent the longest, unless it has sent data that was not read yet. If at most half of the
+    /// places are taken by silent clients, it is the one whose offered proof has been missing the longest: neither kind of stranger
+    /// takes all places.
     fn close_oldest_ungreeted(&mut self) {
-        let before = self.ungreeted.len();
-        while self.ungreeted.len() == before
-            && let Some(oldest) = self.ungreeted.keys().next().copied()
-        {
-            self.serve(oldest.1);
-            if self.ungreeted.contains_key(&oldest) {
+        let before = self.ungreeted();
+        while self.ungreeted() == before {
+            let is_silent = self.offering.is_empty() || self.silent.len() > self.options.max_ungreeted.div_ceil(2);
+            let of_kind = |service: &Self| {
+                let clients = if is_silent { &service.silent } else { &service.offering };
+                clients.keys().next().copied()
+            };
+            let Some(oldest) = of_kind(self) else { return };
+            self.serve(oldest);
+            if of_kind(self) == Some(oldest) {
                 let reason = "it has not identified itself, and other clients want to connect".to_string();
-                self.close(oldest.1, Leave::Malformed(Malformed(reason)));
+                self.close(oldest, Leave::Malformed(Malformed(reason)));
             }
         }
     }
@@ -405,10 +416,10 @@ impl Service {
         let id = self.next;
         self.next += 1;
         self.clients.insert(id, client);
-        self.ungreeted.insert((false, id), deadline_after(self.options.greeting_timeout));
+        self.silent.insert(id, deadline_after(self.options.greeting_timeout));
         // Ranks send VALIDATE as soon as they are connected, so most never count as silent.
         self.serve(id);
-        if self.ungreeted.len() > self.options.max_ungreeted {
+        if self.ungreeted() > self.options.max_ungreeted {
             self.close_oldest_ungreeted();
         }
     }

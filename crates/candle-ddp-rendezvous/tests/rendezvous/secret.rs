@@ -337,7 +337,14 @@ fn silent_strangers_do_not_push_out_a_member_before_its_proof_arrives() {
     assert!(rest(first).is_empty());
     member.write_all(&PING).unwrap();
     assert_eq!(take::<4>(&mut member), PING[1..]);
-    drop((silent, offering));
+    // A member that is new, and whose first bytes take their time, keeps a place among those.
+    let mut late = stranger(&server, &[]);
+    let more: Vec<_> = (0..2).map(|_| offer(&server)).collect();
+    late.write_all(&[&VALIDATE[..], &OFFER].concat()).unwrap();
+    assert_eq!(take(&mut late), CHALLENGE);
+    let theirs = take(&mut late);
+    prove(&mut late, &theirs);
+    drop((silent, offering, more));
 }
 
 #[test]
