@@ -23,7 +23,7 @@ pub(super) fn look(pass: &Pass, grads: Option<&GradStore>) -> Result<()> {
         let mut skipped = lock(&core.skipped);
         let own = skipped.ignored.take().or(here);
         if !synchronises {
-            // The step is that of the next synchronised pass.
+            // The next synchronised pass belongs to the step.
             skipped.ignored = own;
             continue;
         }

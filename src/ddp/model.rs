@@ -206,7 +206,7 @@ impl DistributedModel {
         }
     }
 
-    /// The result of a forward pass, in its own memory if that of a parameter would be freed.
+    /// The result of a forward pass, copied if it is a view of a parameter whose memory would be freed.
     pub(super) fn own(&self, result: Tensor) -> candle_core::Result<Tensor> {
         match &self.blocks {
             Some(blocks) => blocks.units.own(result),

@@ -72,7 +72,7 @@ pub(super) struct Skipped {
     pub(super) in_a_row: u64,
     /// Whether the step to which the last pass belongs is left out.
     is_left_out: bool,
-    /// What passes under `no_sync` have found in this rank's gradients of ignored variables.
+    /// The findings of passes under `no_sync` in this rank's gradients of ignored variables.
     pub(super) ignored: Option<Finding>,
 }
 

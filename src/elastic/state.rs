@@ -409,7 +409,7 @@ fn twice(name: &str) -> Error {
 }
 
 const COMMITS: &str = "commits";
-/// What the models have counted of the steps that they have left out.
+/// The models' counts of the steps that they have left out.
 const SKIPPED: &str = "skipped_steps";
 
 /// The last commit, for a checkpoint from which a run that has lost all its ranks can begin.

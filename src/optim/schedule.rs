@@ -159,8 +159,8 @@ impl<S: Schedule> LrScheduler<S> {
 }
 
 /// Contains `step`, `base`, the learning rates that the schedule started with, and the options (`option.total_steps`). As in PyTorch, a
-/// schedule that loads a state takes its options, and so goes on where it was, also where the program computes others from another number
-/// of ranks; rank 0 then warns of both. To go on with other options, make the schedule anew, and call
+/// schedule that loads a state takes its options, and so continues where it was, also where the program computes others from another number
+/// of ranks; rank 0 then warns of both. To continue with other options, make the schedule anew, and call
 /// [`advance`](LrScheduler::advance) as often as it has made steps.
 ///
 /// The options of a [`Schedule`] of your own are not saved, but the current `rates` are, and rank 0 warns if they change.

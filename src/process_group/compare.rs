@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl ProcessGroup {
-    /// Returns the first rank whose report differs from that of most ranks, and describes the first difference. If a rank has an
+    /// Returns the first rank whose report differs from most ranks' reports, and describes the first difference. If a rank has an
     /// error instead of a report, all ranks get that error, introduced by `failed`. Every rank must call it.
     pub(crate) fn compare(
         &self,

@@ -122,7 +122,7 @@ struct Inner {
     kept: Mutex<Kept>,
 }
 
-/// What models count, each in its place: an elastic run gives it to the models that take their places in its next group.
+/// The counts of models, each in its place: an elastic run gives it to the models that take their places in its next group.
 #[derive(Default)]
 struct Kept {
     models: usize,
@@ -335,7 +335,7 @@ impl ProcessGroup {
         lock(&self.0.kept).numbers[place] = numbers;
     }
 
-    /// What all models have counted.
+    /// The counts of all models.
     pub(crate) fn kept(&self) -> Vec<[u64; 3]> {
         lock(&self.0.kept).numbers.clone()
     }

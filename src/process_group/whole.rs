@@ -20,7 +20,7 @@ pub(super) struct Whole {
     global_ranks: Vec<usize>,
     /// Where ranks say for whom they wait.
     store: Arc<PrefixStore>,
-    /// What the part's calls return once it has failed.
+    /// The failure that the part's calls return once it has failed.
     told: Arc<OnceLock<Failure>>,
 }
 
@@ -31,7 +31,7 @@ impl Whole {
         Self { communicator, global_ranks, store, told: Arc::default() }
     }
 
-    /// What a call returns for the `failure` of a part of the ranks `members`, of which this one is `own`, all numbered as in the group of
+    /// The failure that a call returns for the `failure` of a part of the ranks `members`, of which this one is `own`, all numbered as in the group of
     /// all ranks. If the whole group has failed, that is the reason; it may take a moment until this rank knows.
     pub(super) fn tell(&self, failure: Failure, own: usize, members: &[usize]) -> Failure {
         if let Some(told) = self.told.get() {

@@ -98,7 +98,7 @@ fn three_ranks_may_wait_in_a_circle_of_three_groups() {
     let all = failures(3, |pg| {
         let groups = [[0, 1], [1, 2], [2, 0]].map(|ranks| pg.new_group(&ranks));
         let groups = groups.map(|group| group.unwrap());
-        // What a rank has never called may be called by a new thread.
+        // A new thread may call a group that the rank has never called.
         for group in groups.iter().flatten() {
             group.barrier()?;
         }

@@ -123,7 +123,7 @@ fn shared_parameters_stay_the_same_on_all_ranks() {
     }
 }
 
-/// What is in the store is not what the optimizer will use.
+/// The optimizer will use other gradients than those in the store.
 #[test]
 fn gradients_that_an_optimizer_keeps_are_not_clipped_by_others() {
     ranks(2, |pg| {

@@ -90,7 +90,7 @@ fn a_crafted_index_is_an_error() {
     assert!(reason(Pretrained::open(twice.path())).starts_with("a is in one, but two has it as well or instead"));
 }
 
-/// What counts is in the files. The options of a load decide about names that only the model or only the files have.
+/// The files count, and not the index. The options of a load decide about names that only the model or only the files have.
 #[test]
 fn an_index_may_list_other_tensors_than_its_files_have() {
     let fewer = folder(r#"{"a": "one", "c": "two"}"#);

@@ -39,7 +39,7 @@ fn goes_on<S: Schedule + Clone>(saved: S, now: S) {
     let mut resumed = LrScheduler::new(&mut sgd(), now.clone()).unwrap();
     resumed.load_state_dict(&state).unwrap();
     assert_eq!(rates(&mut resumed, 2 * SAVED), expected[SAVED..], "{name}");
-    // And saves what it goes on with.
+    // And saves the options with which it continues.
     assert_eq!(state.keys().len(), resumed.state_dict().unwrap().keys().len(), "{name}");
 
     let mut other = LrScheduler::new(&mut sgd(), now.clone()).unwrap();

@@ -214,7 +214,7 @@ impl<S, T> Window<S, T> {
         self.batches.front().is_some_and(|batch| batch.batch.is_some())
     }
 
-    /// What the workers do for the first batch.
+    /// The workers' part in the first batch.
     fn activity(&self) -> String {
         let Some(batch) = self.batches.front() else { return "the order of the samples is not there".to_string() };
         let is_begun = |place: &usize| (self.first, *place) < self.next;

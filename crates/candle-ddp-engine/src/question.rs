@@ -1,4 +1,4 @@
-//! What ranks ask each other.
+//! The questions that ranks ask each other.
 
 /// A question to all ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

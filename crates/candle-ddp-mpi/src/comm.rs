@@ -148,7 +148,7 @@ impl Request {
     }
 }
 
-/// What a function of MPI reads or writes. It is freed only if that is known to be over.
+/// Memory that a function of MPI reads or writes. It is freed only once that function is known to be over.
 struct Lent<T> {
     request: Request,
     memory: ManuallyDrop<T>,

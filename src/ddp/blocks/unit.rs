@@ -247,7 +247,7 @@ impl Units {
             flow.next = None;
             flow.has_graph
         };
-        // The backward pass needs the parameters outside of blocks, even if it is that of an earlier forward pass.
+        // The backward pass needs the parameters outside of blocks, even if it belongs to an earlier forward pass.
         if !has_graph {
             self.leave_kept();
         }

@@ -186,7 +186,7 @@ const OURS: &[(&str, Use)] = &uses![f:
     "all_reduce" => f.group.all_reduce(&f.w.detach(), candle_ddp::ReduceOp::Sum),
 ];
 
-/// A fault ends the process, so it is one of its own.
+/// A fault ends the process, so it is a process for this test alone.
 #[test]
 fn no_function_reads_a_parameter_that_is_not_there() {
     let output = test_process(module_path!(), "every_function_gets_it").output().unwrap();

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 type Generator = DistributedDataParallel<Linear>;
 
-/// What comes between a forward pass through a frozen model and the backward pass of another one.
+/// The work between a forward pass through a frozen model and the backward pass of another one.
 #[derive(Clone, Copy, PartialEq)]
 enum Between {
     Nothing,

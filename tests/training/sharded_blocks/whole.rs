@@ -1,4 +1,4 @@
-//! What needs whole parameters refuses pieces, and says how to get there.
+//! Functions that need whole parameters refuse pieces, and say how to get whole ones.
 use super::{Net, batch, loss, made, sharded};
 use candle_core::{Module, Tensor, Var};
 use candle_ddp::checkpoint::{self, Checkpointer, LoadOptions, StateDict, load_adapter, save_adapter};

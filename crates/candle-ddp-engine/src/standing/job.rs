@@ -1,4 +1,4 @@
-//! What the groups of one rank's job share.
+//! The state that the groups of one rank's job share.
 use super::deadlock::deadlock;
 use super::report::{GroupReport, Report, Wait};
 use super::threads::{Thread, current};
@@ -117,7 +117,7 @@ impl Membership {
         Self { standing: Arc::clone(&self.standing), path, name, ranks, outlives: false }
     }
 
-    /// The same place, of a group that goes on when others fail.
+    /// The same place, of a group that continues when others fail.
     #[must_use]
     pub fn outliving(self) -> Self {
         Self { outlives: true, ..self }
@@ -181,7 +181,7 @@ impl Membership {
         self.standing.ended.get().filter(|_| !self.outlives).cloned()
     }
 
-    /// Ends all groups of this rank if `failure` is that of ranks that wait in different groups: the group of all ranks comes first.
+    /// Ends all groups of this rank, the group of all ranks first, if `failure` says that ranks wait in different groups.
     pub(crate) fn pass_on(&self, failure: &Failure) {
         if failure.spans_groups() {
             self.standing.end(failure);
@@ -242,7 +242,7 @@ impl Standing {
     fn ask(&self) -> Option<Failure> {
         let _asking = lock(&self.asking);
         let groups = self.listed().into_iter().map(|(_, group)| group).filter(|group| !group.is_over());
-        // The first one is that of all ranks, while the program has it.
+        // The first one is the group of all ranks, while the program has it.
         let largest = groups.reduce(|a, b| if b.world_size() > a.world_size() { b } else { a })?;
         let look = || {
             let mut reports: Vec<Report> = largest.ask().iter().filter_map(|answer| Report::decode(answer)).collect();

@@ -1,4 +1,4 @@
-//! What a rank answers if it is asked where it stands.
+//! A rank's answer to the question where it stands.
 use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::texts;

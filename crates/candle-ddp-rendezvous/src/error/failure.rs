@@ -124,7 +124,7 @@ impl Failure {
         Some(failure)
     }
 
-    /// Whether it is that of ranks that wait for each other in different groups.
+    /// Whether ranks wait for each other in different groups.
     #[doc(hidden)]
     pub fn spans_groups(&self) -> bool {
         matches!(self, Self::Desync { sequence: 0, .. })

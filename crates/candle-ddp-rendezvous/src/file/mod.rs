@@ -118,7 +118,7 @@ pub fn open_left(path: &Path) -> io::Result<File> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
     let file = match File::options().read(true).custom_flags(flags.cast_signed()).open(path) {
         Ok(file) => file,
-        // What cannot be opened may be something else, too.
+        // A name that cannot be opened may be something else, too.
         Err(error) => match path.symlink_metadata().map(|there| there.file_type()) {
             Ok(kind) if !kind.is_file() => return Err(wrong(name_of(kind))),
             _ => return Err(error),

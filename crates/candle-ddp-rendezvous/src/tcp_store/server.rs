@@ -62,7 +62,7 @@ impl TcpStoreServer {
         }
         let guests = options.guests && options.secret.is_some();
         let gate = Gate { secret: options.secret.clone(), guests };
-        // What the job's keys begin with is not for strangers.
+        // The first keys of the job are not for strangers.
         let keys = Keys { gate, members, guests: State::new(if guests { options.max_stored.min(GUESTS) } else { 0 }) };
         let is_joined = Arc::new(AtomicBool::new(!guests));
         let joined = Arc::clone(&is_joined);

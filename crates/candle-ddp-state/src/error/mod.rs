@@ -387,7 +387,7 @@ pub enum Error {
     PartDiffers {
         /// The name of the part.
         part: String,
-        /// The ranks whose state differs from that of most ranks, or from rank 0's if no state has a majority; of two ranks, both.
+        /// The ranks whose state differs from most ranks' state, or from rank 0's if no state has a majority; of two ranks, both.
         ranks: Vec<usize>,
         /// The tensors of the part that differ, sorted.
         names: Vec<String>,

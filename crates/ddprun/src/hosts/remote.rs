@@ -31,7 +31,7 @@ fn obey(input: BufReader<Stdin>) {
     for line in input.lines().map_while(std::io::Result::ok) {
         match signal::of_name(&line) {
             Some(signal) => raise(signal),
-            // What it says is not shown: the secret comes the same way.
+            // Its text is not shown: the secret comes the same way.
             None => message("the ddprun that started this one has sent a line that is no signal"),
         }
     }

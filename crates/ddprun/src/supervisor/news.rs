@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// How long the workers have to exit by themselves after a failure on another node: their groups fail at once.
 const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
-/// What a spare says.
+/// The messages of a spare.
 const SPARE: &str = "all nodes that the run needs are there: this one waits until one is lost";
 
 impl Supervisor {
