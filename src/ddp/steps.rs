@@ -1,5 +1,4 @@
-//! What optimizers, scalers and clipping know of the models whose gradients are in a store, and what they do with those. They know a
-//! model by its mark in the store.
+//! The models whose gradients are in a store, as optimizers, scalers and clipping see them. The mark of a model in the store identifies it.
 use super::parameter::{Buffer, Variables};
 use crate::hash::content_64;
 use crate::panic::lock;

@@ -375,8 +375,8 @@ impl<S: Parts> State<S> {
     }
 }
 
-/// What this rank holds of a part that is spread over the ranks, or that each rank has for itself. Under hybrid sharding that is also
-/// what another rank saves: the process that takes this one's place gets nothing else.
+/// This rank's share of a part that is spread over the ranks, or that each rank has for itself. Under hybrid sharding it includes copies
+/// that another rank saves: the process that takes this one's place gets nothing else.
 fn own_shard(part: &dyn StateDict) -> Result<Option<Dict>> {
     part.sharded_state_dict()?.map(|_| part.state_here()).transpose()
 }

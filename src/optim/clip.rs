@@ -45,7 +45,7 @@ pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, 
 /// Contiguous gradients are changed in place, and so is every tensor that shares their storage. With gradients from
 /// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. Gradients of [ignored](crate::Role::Ignored)
 /// parameters, which differ between ranks, are scaled by the same factor and do not count in the norm, or the averaged parameters
-/// would part. If all of `parameters` are ignored, the norm is that of this rank's gradients.
+/// would part. If all of `parameters` are ignored, the norm is taken over this rank's gradients.
 ///
 /// # Errors
 /// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `parameters` has a gradient, if a

@@ -93,8 +93,8 @@ fn an_overflow_in_any_parameter_skips_the_step_on_all_ranks() {
             let mut optimizer = Sgd::new(&ddp, sgd())?;
             for infinite in [true, false] {
                 let factor = if infinite && pg.rank() == 1 { f64::INFINITY } else { 0. };
-                let beside = ddp.call(|(backbone, _)| backbone.weight().sum_all()?.affine(factor, 0.))?;
-                let loss = if factor == 0. { loss(&ddp, 1)? } else { (loss(&ddp, 1)? + beside)? };
+                let overflow = ddp.call(|(backbone, _)| backbone.weight().sum_all()?.affine(factor, 0.))?;
+                let loss = if factor == 0. { loss(&ddp, 1)? } else { (loss(&ddp, 1)? + overflow)? };
                 let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
                 assert_eq!(scaler.step_if_finite(&mut grads, |grads| optimizer.step(grads))?, !infinite);
                 assert_eq!(weights(&varmap) == before, infinite, "{backbone:?}");

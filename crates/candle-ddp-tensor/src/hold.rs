@@ -6,8 +6,8 @@ use crate::{dispatch, kernels};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// Frees the memory of `tensor`, which its views share, until [`fill`] gives it memory again. Meanwhile every use is an error: that of
-/// `gone` or candle's, which [`explained`] turns into it. On a CPU it names the `owner`.
+/// Frees the memory of `tensor`, which its views share, until [`fill`] gives it memory again. Meanwhile every use is an error, either
+/// `gone` or candle's, which [`explained`] turns into `gone`. On a CPU it names the `owner`.
 pub fn release(tensor: &Tensor, owner: &str) -> Result<()> {
     tensor.inplace_op1(&Release(owner))
 }
@@ -29,7 +29,7 @@ pub fn check(tensor: &Tensor) -> Result<()> {
     }
 }
 
-/// Candle's `error`, or that of `gone` if candle refused a released storage.
+/// Candle's `error`, or `gone` if candle refused a released storage.
 pub fn explained(error: candle_core::Error) -> candle_core::Error {
     Error::from(error).into()
 }

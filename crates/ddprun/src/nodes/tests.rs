@@ -15,6 +15,11 @@ pub(super) struct Fixture {
     pub(super) now: Instant,
 }
 
+/// The node that a process describes when it joins.
+fn node(slot: Slot, node_rank: Option<usize>, terms: Terms) -> Node {
+    Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None, unfit: None }
+}
+
 impl Fixture {
     pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
         let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts, version: version() };
@@ -34,18 +39,7 @@ impl Fixture {
     /// A node comes, and is welcome.
     pub(super) fn join(&mut self, slot: Slot) {
         let node_rank = self.is_static.then_some(usize::try_from(slot).unwrap());
-        let terms = self.run.terms.clone();
-        self.tell(
-            slot,
-            Message::Join(Node {
-                host: format!("host{slot}"),
-                node_rank,
-                hosts: slot == 0,
-                terms,
-                fitness: None,
-                unfit: None,
-            }),
-        );
+        self.tell(slot, Message::Join(node(slot, node_rank, self.run.terms.clone())));
         assert_eq!(self.run.actions.remove(0), Action::Welcome(slot, None));
     }
 
@@ -437,17 +431,7 @@ fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
     let join = |fixture: &mut Fixture, slot: Slot, workers: usize, run_id: &str| {
         let terms = Terms { workers, run_id: run_id.to_string(), ..fixture.run.terms.clone() };
         let node_rank = Some(usize::try_from(slot).unwrap());
-        fixture.tell(
-            slot,
-            Message::Join(Node {
-                host: format!("host{slot}"),
-                node_rank,
-                hosts: slot == 0,
-                terms,
-                fitness: None,
-                unfit: None,
-            }),
-        );
+        fixture.tell(slot, Message::Join(node(slot, node_rank, terms)));
         match fixture.run.actions.remove(0) {
             Action::Welcome(_, refusal) => refusal,
             other => panic!("{other:?}"),
