@@ -152,6 +152,10 @@ impl Group {
             history.note_wait(waited);
         }
         history.finish(well, at);
+        // A call that fails returns the group's failure. One that was running when the group failed may still succeed.
+        if !well {
+            let _ = self.tell(&mut state);
+        }
     }
 
     /// Looks at the places of a collective that is over.
@@ -197,11 +201,10 @@ impl Group {
             self.membership.iter().filter(|_| is_own).for_each(Membership::tell);
             return first;
         }
-        let is_told = is_own || state.running().is_some();
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
-        // A running call returns the failure. If this rank caused it, it needs no warning.
-        state.untold = !is_told;
-        self.membership.iter().filter(|_| is_told).for_each(Membership::tell);
+        // If this rank caused it, it needs no warning.
+        state.untold = !is_own;
+        self.membership.iter().filter(|_| is_own).for_each(Membership::tell);
         state.failure = Some(failure.clone());
         // Said on the board before another thread of this rank can see the failure and leave: to its peers, it would have left
         // in good order.
