@@ -8,8 +8,8 @@ A line is an item, with its fields or variants, a method, a trait that a type im
 features, `conformance` and `vision`, but not the features for CUDA. Auto traits (Send, Sync) are left out. The pages come from
 the installed rustdoc; another version may write something differently, and then the listing changes with the compiler.
 
-Each listing has a budget of lines, which may only fall: what is added to the public API takes the place of something else. Traits that
-can be derived do not count, since nobody has to learn them.
+Each listing has a budget of lines, which may only fall, as the history shows: what is added to the public API takes the place of something
+else. Traits that can be derived do not count, since nobody has to learn them.
 """
 
 import difflib
@@ -33,11 +33,10 @@ LISTINGS = {
     "candle_ddp_webdataset": ROOT / "docs" / "public-api-webdataset.txt",
 }
 DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|PartialEq|PartialOrd)(<.*>)? for ")
-# The most lines that each listing may have, without those of derived traits. These numbers may only be lowered: do so whenever a listing has become shorter.
-# One rises only by functions of PyTorch and torchmetrics that were missing, so far by `with_grad`, `_register_fused_optim`, objects, meshes, Muon, metrics, `SummaryWriter`, `put_metric`, files of adapters and of pretrained models
-# (candle_ddp, also by `memory_estimate`, transformers' `save_pretrained`, torcheval's `Throughput` and torchtitan's operations per token), views, LSTM, GRU, `group_norm`, `instance_norm`, `ctc_loss` and LoRA (candle_ddp_nn).
+# The most lines that each listing may have, without those of derived traits. Lower a number whenever its listing has become shorter. A number
+# that is higher than in an earlier commit is an error, unless RAISED says why.
 BUDGETS = {
-    "candle_ddp": 577,
+    "candle_ddp": 575,
     "candle_ddp_data": 99,
     "candle_ddp_nn": 316,
     "candle_ddp_tensor": 38,
@@ -47,6 +46,11 @@ BUDGETS = {
     "candle_ddp_vision": 83,
     "candle_ddp_webdataset": 24,
 }
+# The budgets that have been raised since the commit SINCE, each with its old and new number and the reason: functions of PyTorch that were missing.
+RAISED = [
+    # ("candle_ddp", 577, 578, "…"),
+]
+SINCE = "c30388de"
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}
 # Lists of what rustdoc adds to a page by itself, or repeats from another page.
 SKIPPED = {"blanket-implementations-list", "synthetic-implementations-list", "implementors-list",
@@ -135,7 +139,7 @@ def main():
     listings = {crate: listing(crate, target / "doc" / crate) for crate in LISTINGS}
     changed = [compare(crate, path, listings[crate]) for crate, path in LISTINGS.items()]
     counts = {crate: sum(not DERIVED.search(line) for line in lines) for crate, lines in listings.items()}
-    over = [over_budget(crate, count) for crate, count in counts.items() if count > BUDGETS[crate]]
+    over = [over_budget(crate, count) for crate, count in counts.items() if count > BUDGETS[crate]] + raised()
     print("\n".join(over), end="\n" if over else "")
     if any(changed):
         sys.exit(
@@ -145,6 +149,21 @@ def main():
         )
     if over:
         sys.exit("A budget in scripts/public_api.py may only be lowered: take as many lines out of the public API as were added to it.")
+
+
+def raised():
+    """Returns a problem for each budget that a commit since SINCE, or the working tree, has raised without a reason in RAISED."""
+    script = Path(__file__).relative_to(ROOT)
+    if subprocess.run(["git", "merge-base", "--is-ancestor", SINCE, "HEAD"], cwd=ROOT, capture_output=True).returncode:
+        print(f"budgets: {SINCE} is not in this clone's history, so a raised one is not noticed")
+        return []
+    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    versions = [git("show", f"{commit}:{script}") for commit in git("log", "--reverse", "--format=%h", f"{SINCE}..", "--", script).split()]
+    read = lambda text: dict(re.findall(r'^    "(\w+)": (\d+),$', text.partition("\nBUDGETS = {\n")[2].partition("\n}\n")[0], re.M))
+    budgets = [read(text) for text in [git("show", f"{SINCE}:{script}"), *versions, Path(__file__).read_text()]]
+    reasons = {(crate, old, new) for crate, old, new, _ in RAISED}
+    steps = {(crate, int(before[crate]), int(number)) for before, after in zip(budgets, budgets[1:]) for crate, number in after.items() if crate in before}
+    return [f"{crate}: its budget was raised from {old} to {new}, and RAISED has no reason" for crate, old, new in sorted(steps - reasons) if new > old]
 
 
 def over_budget(crate, count):

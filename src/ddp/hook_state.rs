@@ -5,21 +5,8 @@ use candle_core::Tensor;
 use std::collections::HashMap;
 use std::fmt;
 
-/// The state of the registered communication hook on this rank, such as PowerSGD's factors, errors that are added
-/// later, and the number of passes. It differs between ranks, so each rank saves its own: a
-/// [`Checkpointer`](crate::checkpoint::Checkpointer) does so, and so does this:
-///
-/// ```no_run
-/// # fn step<M>(ddp: &candle_ddp::DistributedDataParallel<M>, rank: usize) -> candle_ddp::Result<()> {
-/// use candle_ddp::checkpoint::StateDict;
-/// if let Some(mut hook) = ddp.comm_hook_state() {
-///     hook.save(format!("hook-{rank}.safetensors"))?;
-///     hook.load(format!("hook-{rank}.safetensors"))?; // after register_comm_hook, in a world of the same size
-/// }
-/// # Ok(())
-/// # }
-/// ```
-pub struct CommHookState<'a> {
+/// The state of the registered communication hook on this rank.
+pub(super) struct CommHookState<'a> {
     pub(super) reducer: &'a Reducer,
 }
 

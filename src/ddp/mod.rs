@@ -67,9 +67,11 @@ use crate::Error;
 use crate::Result;
 use crate::panic::lock;
 use crate::process_group::{Active, Operation, ProcessGroup};
+use crate::state::StateDict;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use comm_hook::{CommHook, CommHookState, CommHookTraffic};
+use comm_hook::{CommHook, CommHookTraffic};
+use hook_state::CommHookState;
 use parameter::{Buffer, Frozen, Parameter};
 use std::fmt;
 use std::ops::Deref;
@@ -317,8 +319,23 @@ impl<M> DistributedDataParallel<M> {
         self.core.reducer.comm_hook_traffic()
     }
 
-    /// The state of the registered communication hook, to be saved and loaded; None without a hook.
-    pub fn comm_hook_state(&self) -> Option<CommHookState<'_>> {
+    /// The state of the registered communication hook on this rank, such as PowerSGD's factors, errors that are added later, and the
+    /// number of passes; None without a hook. It differs between ranks, so each rank saves its own: a
+    /// [`Checkpointer`](crate::checkpoint::Checkpointer) does so, and so does this:
+    ///
+    /// ```no_run
+    /// # fn step<M>(ddp: &candle_ddp::DistributedDataParallel<M>, rank: usize) -> candle_ddp::Result<()> {
+    /// use candle_ddp::checkpoint::StateDict;
+    /// if let Some(mut hook) = ddp.comm_hook_state() {
+    ///     hook.save(format!("hook-{rank}.safetensors"))?;
+    ///     hook.load(format!("hook-{rank}.safetensors"))?; // after register_comm_hook, in a world of the same size
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The states of a world of another size are [`Error::InvalidArgument`].
+    pub fn comm_hook_state(&self) -> Option<impl StateDict + fmt::Debug + '_> {
         self.comm_hook_traffic().map(|_| CommHookState { reducer: &self.core.reducer })
     }
 

@@ -103,7 +103,6 @@ mod compress;
 mod orthonormal;
 mod power_sgd;
 
-pub use crate::ddp::hook_state::CommHookState;
 pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 
