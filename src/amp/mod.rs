@@ -56,7 +56,7 @@
 //! **candle's own operations do not cast**, and refuse arguments of two dtypes. So the sum of a residual connection is
 //! [`nn::add`](crate::nn::add), and a matrix product of candle's gets arguments that are cast by hand. A model that has such
 //! operations everywhere trains unchanged with `Autocast::Products(DType::BF16)`: there,
-//! only products compute in 16 bits, and nothing else sees them. All 61 model files of candle-transformers that
+//! only products compute in 16 bits, and nothing else sees them. All 60 model files of candle-transformers that
 //! [train](https://docs.rs/candle-ddp-nn) do so in this mode.
 //!
 //! [`autocast`] is the same for code outside of [`DistributedDataParallel`](crate::DistributedDataParallel), and [`autocast_off`] is an

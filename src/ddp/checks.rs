@@ -165,7 +165,7 @@ fn check_policy(pass: &Pass) -> Result<()> {
         return Ok(());
     }
     let reason = "the models of one backward pass must have the same DdpOptions::on_non_finite, and, unless that is Ignore, the same \
-                  process group, since a step is left out for all of them or for none";
+                  process group, because a step is skipped for all of them or for none";
     Err(Error::invalid("models", reason))
 }
 

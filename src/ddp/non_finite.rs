@@ -18,7 +18,7 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnNonFinite {
-    /// Nobody looks, and the gradients are what they are.
+    /// Gradients are not checked.
     #[default]
     Ignore,
     /// The step is left out on all ranks, and [`skipped_steps`](crate::DistributedDataParallel::skipped_steps) counts it. The

@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 /// Options of DistributedDataParallel. All ranks must give the same.
 ///
-/// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart: ranks may use different parameters in every
-/// step. [`unused`](Self::unused) is about parameters that no rank uses at all.
+/// Ranks may use different parameters in every step, for which PyTorch needs `find_unused_parameters`; `static_graph` has no counterpart.
+/// [`unused`](Self::unused) is about parameters that no rank uses at all.
 /// Gradients are always views of the buckets (`gradient_as_bucket_view`).
 #[derive(Clone)]
 pub struct DdpOptions {

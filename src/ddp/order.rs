@@ -18,8 +18,8 @@ pub(super) struct Member<'a> {
     pub(super) adds_up: bool,
 }
 
-/// `models` in the order in which their buckets are sent. First comes the one whose gradients are complete first in the
-/// backward pass of the rank `root`, which has a graph, since all others wait for it. Ranks agree on the order when
+/// `models` in the order in which their buckets are sent. The model whose gradients complete first in the
+/// backward pass of rank `root`, which has a graph, goes first, because the others wait for it. Ranks agree on the order when
 /// they first give these models, before anything else is sent, and keep it. Models of different groups stay in the given
 /// order.
 pub(super) fn agree<'a>(models: &[Member<'a>], graph: Option<&Graph>, root: usize) -> Result<Vec<Member<'a>>> {

@@ -32,8 +32,8 @@ impl<M> DistributedDataParallel<M> {
     /// # }
     /// ```
     ///
-    /// This hides the step behind what is left of the reduction when the backward pass ends: much, if the last gradients are
-    /// large, as an embedding's are, or the network is slow. The gradients end with the step. Two calls are needed for clipping
+    /// This overlaps the step with the part of the reduction that outlasts the backward pass, which is long if the last gradients are
+    /// large, as an embedding's are, or if the network is slow. The gradients end with the step. Two calls are needed for clipping
     /// and a [`GradScaler`](crate::amp::GradScaler), for [`Backward::count`], and for several models ([`backward_with`]).
     ///
     /// Some passes update all parameters at their end, since an earlier update could be wrong:

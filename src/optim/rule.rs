@@ -71,7 +71,7 @@ pub trait UpdateRule: Clone + Debug {
         Ok(())
     }
 
-    /// Why this rule cannot update a parameter, if it cannot. The optimizer asks when it is made, and returns [`Error::Parameter`].
+    /// The reason this rule cannot update a parameter, or `None`. The optimizer asks when it is made, and returns [`Error::Parameter`].
     fn refuses(&self, _parameter: &Var) -> Option<String> {
         None
     }

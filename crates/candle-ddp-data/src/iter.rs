@@ -10,7 +10,7 @@ use candle_ddp_state::{Error, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, Once};
 
-/// Where a loader is.
+/// The loader's position.
 #[derive(Clone)]
 pub(super) struct Position {
     pub(super) epoch: u64,

@@ -40,7 +40,7 @@ pub fn trains() {
     }
 }
 
-/// Whether this epoch was read for an evaluation, by all that is known when it ends.
+/// Whether this epoch was read for an evaluation, as far as is known when the epoch ends.
 pub fn is_evaluation(loader: usize, epoch: u64) -> bool {
     EVALUATED.get() == Some(Origin { loader, epoch }) && !TRAINED.with_borrow(|trained| trained.contains(&loader))
 }

@@ -42,14 +42,14 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
 #[command(
     name = "ddprun",
     version,
-    about = "Starts and supervises the ranks of a distributed program on this machine",
+    about = "Starts and supervises the ranks of a distributed program, on one machine or several",
     long_about = None,
-    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...\n       ddprun check [OPTIONS]\n       ddprun status [--no-secret] [--json] HOST:PORT\n       ddprun explain DIR\n       ddprun merge-traces DIR",
+    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...\n       ddprun COMMAND [ARGS]...",
     after_help = AFTER_HELP,
     next_line_help = true,
     args_conflicts_with_subcommands = true,
     disable_help_subcommand = true,
-    subcommand_help_heading = "Commands, which start no workers",
+    subcommand_help_heading = "Commands",
     mut_args = |arg| arg.hide_env(true)
 )]
 pub(crate) struct Cli {

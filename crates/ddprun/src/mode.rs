@@ -1,11 +1,11 @@
-//! The modes of `ddprun` that start no workers.
+//! The subcommands of `ddprun`.
 use super::check::{Check, Manner, WORKER};
 use super::console::message;
 use super::ranks::Ranks;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-/// A mode that starts no workers.
+/// A subcommand.
 #[derive(Debug, Clone, PartialEq, clap::Subcommand)]
 pub(crate) enum Mode {
     /// Shows the state of a running job: its nodes and ranks, their steps and speed, how long they wait for each

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// n may be 0. A
 /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) trains them, and must be made before the first backward pass.
 /// A [`Checkpointer`](crate::checkpoint::Checkpointer) saves them, each rank its own part, and loads them on any number of ranks, with
-/// or without sharding. Losses and parameters have the same bits as without.
+/// or without sharding. Losses and parameters have the same bits as without, on CPUs, unless a sum over whole gradients enters the step, as in clipping.
 ///
 /// All ranks must run the same blocks in the same order, in forward passes under [`no_grad`](crate::nn::no_grad) as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -30,8 +30,8 @@ pub struct WriterOptions {
     pub log_dir: Option<PathBuf>,
     /// The file of JSON lines, or a pipe; not a symbolic link to a file. Default: none is written.
     pub lines: Option<PathBuf>,
-    /// The first step, or epoch, that this run writes. What earlier runs have written from there on does not count any more:
-    /// TensorBoard hides it, and it is removed from the file of lines. After a checkpoint of step N it is N + 1, since `SummaryWriter`
+    /// The first step, or epoch, that this run writes. Entries that earlier runs wrote from that step on are superseded:
+    /// TensorBoard hides them, and they are removed from the file of lines. After a checkpoint of step N it is N + 1, since `SummaryWriter`
     /// hides the step itself as well. Default: 0, a run from the beginning. Where another writer is still open, nothing is hidden or
     /// removed, with a warning.
     pub purge_step: u64,

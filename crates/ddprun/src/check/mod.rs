@@ -1,4 +1,4 @@
-//! `ddprun check`: what all nodes are worth before a run.
+//! `ddprun check`: measures all nodes before a run.
 //!
 //! A check is a run whose workers are this program, in a hidden mode. So it meets as a run does, at the same store, with the
 //! same secret; its ranks are connected by the engine of candle-ddp, and what stops a run stops the check as well. Each rank

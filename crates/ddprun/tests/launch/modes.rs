@@ -1,4 +1,4 @@
-//! Modes that start no workers, and programs of the same names.
+//! Subcommands, and programs of the same names.
 use crate::{Ran, Sandbox, free_port};
 use rustix::fs::{FileType, Mode, mknodat};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -61,7 +61,7 @@ fn the_former_flags_say_what_to_write() {
 fn the_help_names_them() {
     let sandbox = Sandbox::new();
     let help = Ran::new(&mut sandbox.ddprun(&["--help"])).stdout;
-    for text in ["Commands, which start no workers:", "\n  merge-traces", "ddprun -- status"] {
+    for text in ["\nCommands:", "\n  merge-traces", "ddprun -- status"] {
         assert!(help.contains(text), "{text}: {help}");
     }
     assert!(!help.contains("--merge-traces"), "{help}");

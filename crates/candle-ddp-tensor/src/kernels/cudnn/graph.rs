@@ -264,7 +264,7 @@ impl Graph {
     }
 }
 
-/// A plan, or the smallest workspace with which there would be one, if cuDNN has plans at all.
+/// A plan, or the smallest workspace that some plan needs.
 pub(super) type Found = std::result::Result<Plan, Option<usize>>;
 
 /// A plan, and the size of its workspace in bytes.
