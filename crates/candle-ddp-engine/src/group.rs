@@ -128,7 +128,8 @@ impl Group {
         let missing = state.missing(self.rank, channel, sequence);
         if let Some(failure) = missing.or_else(|| state.begun_in_vain(self.rank, channel, sequence)) {
             drop(state);
-            return Err(self.fail(failure));
+            self.fail(failure);
+            return self.tell(&mut lock(&self.state));
         }
         Ok(())
     }

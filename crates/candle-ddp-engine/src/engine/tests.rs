@@ -1,11 +1,14 @@
 //! Which connections there are between hosts. Ranks are threads; their labels stand for hosts.
 use super::*;
+use crate::call::Header;
 use crate::failure::RankState;
 use crate::memory::buffer::Buffer;
+use crate::panic::lock;
 use crate::rendezvous::HashStore;
+use crate::standing::Membership;
 use crate::{CpuTransport, Element, Operands, ReduceOp, Slice};
 use std::sync::Barrier;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -162,6 +165,39 @@ fn ranks_learn_who_has_left_after_the_leader_of_its_host() {
     // Nobody is left to say so.
     let error = left_alone(&hosts, &[2, 3, 4], 1);
     assert!(matches!(error, Error::Group(Failure::PeerGone { peer: 4, .. })), "{error:?}");
+}
+
+/// A call that runs when the group fails may still succeed. Then a rank that leaves has to say why the group failed.
+#[test]
+fn a_failure_counts_as_said_once_a_call_has_failed_with_it() {
+    for well in [true, false] {
+        let (membership, store) = (Membership::of_all(0, 1), Arc::new(HashStore::new(PATIENCE)));
+        let construction = Construction { membership: Some(&membership), ..Construction::default() };
+        let engine = Engine::new(construction, store, 0, 1, CpuOptions::default()).unwrap();
+        let (group, channel) = (&engine.group, Channel::Collectives);
+        let is_said = || (!lock(&group.state).untold, membership.has_told());
+        group.start(channel, Header { sequence: 1, call: call(Operation::Barrier, 0) }, None).unwrap();
+        group.begin(channel, 1, Instant::now()).unwrap();
+        group.fail(Failure::PeerFailed { peer: 1, reason: "a test".into() });
+        assert_eq!(is_said(), (false, false));
+        group.finish(channel, 1, well, None, None);
+        assert_eq!(is_said(), (!well, !well));
+    }
+}
+
+#[test]
+fn a_call_that_a_rank_has_left_before_says_so() {
+    on_hosts(&[0, 0], |engine, barrier| {
+        let engine = Some(engine).filter(|engine| engine.rank() == 0);
+        barrier.wait();
+        if let Some(engine) = engine {
+            // Rank 0 knows it before the call begins.
+            engine.group.on_left(1);
+            let error = run(&engine, call(Operation::Barrier, 0), Channel::Collectives, &[]).unwrap_err();
+            assert!(matches!(error, Error::Group(Failure::PeerLeft { peer: 1, .. })), "{error:?}");
+            assert!(!lock(&engine.group.state).untold);
+        }
+    });
 }
 
 /// Nothing is taken for granted of those who call the engine directly.
