@@ -98,24 +98,25 @@ def cause(run, case):
     return then
 
 
-def to_store(pid, port):
-    return [(fd, own, other) for fd, own, other in sockets.of(pid) if sockets.port(other) == port]
+def to_store(pid, port, ends=None):
+    return [(fd, own, other) for fd, own, other in sockets.of(pid, ends) if sockets.port(other) == port]
 
 
 def each(run, case, act):
     """Harms the victim's connections: in the rendezvous its connections to the store, later to other ranks."""
     pid, port = run.rank(case.victim)
-    store = to_store(pid, port)
+    ends = sockets.table(sockets.ESTABLISHED)
+    store = to_store(pid, port, ends)
     if case.moment == "rendezvous":
         chosen = [(pid, store)]
     else:
-        mine = [connection for connection in sockets.of(pid) if connection not in store]
+        mine = [connection for connection in sockets.of(pid, ends) if connection not in store]
         chosen = [(pid, mine)]
         if case.fault == "half_open":
-            ends = {(other, own) for _, own, other in mine}
+            opposite = {(other, own) for _, own, other in mine}
             for peer in (rank for rank in range(case.world) if rank != case.victim):
                 theirs = run.rank(peer)[0]
-                chosen.append((theirs, [one for one in sockets.of(theirs) if one[1:] in ends]))
+                chosen.append((theirs, [one for one in sockets.of(theirs, ends) if one[1:] in opposite]))
     # All are taken first: the victim may end as soon as one is touched.
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(sockets.take(owner, fd)) for owner, connections in chosen for fd, *_ in connections]

@@ -15,9 +15,11 @@ ESTABLISHED, LISTEN = "01", "0A"
 GARBAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n" * 4
 
 
-def of(pid):
-    """Returns the established TCP connections of a process: (descriptor, own end, other end), in the order of descriptors."""
-    ends = table(pid, ESTABLISHED)
+def of(pid, ends=None):
+    """Returns the established TCP connections of a process: (descriptor, own end, other end), in the order of descriptors.
+    `ends` are those of the system, whose table is long when other programs have many connections.
+    """
+    ends = table(ESTABLISHED) if ends is None else ends
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -29,11 +31,11 @@ def of(pid):
     return sorted(found)
 
 
-def table(pid, state):
+def table(state):
     """Returns both ends of each of the system's TCP sockets in a state, by inode."""
     ends = {}
     for name in ["tcp", "tcp6"]:
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == state:
                 ends[fields[9]] = (fields[1], fields[2])
@@ -45,7 +47,7 @@ def port(end):
 
 
 def is_listening(number):
-    return any(port(own) == number for own, _ in table("self", LISTEN).values())
+    return any(port(own) == number for own, _ in table(LISTEN).values())
 
 
 def take(pid, fd):
