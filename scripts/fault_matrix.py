@@ -18,6 +18,7 @@ scripts/cuda_toolkit.sh first. The CPU engine and NCCL each have a part of the f
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import os
 import re
@@ -56,7 +57,7 @@ def main():
     programs = build(options.nccl, options.built)
     started = time.monotonic()
     results = {}
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+    with workers(options.jobs) as pool:
         pairs = sorted({(case.engine, case.world) for case in cases})
         references = dict(zip(pairs, pool.map(lambda pair: reference(programs, *pair), pairs)))
         running = {pool.submit(attempt, programs, case, references): case for case in cases}
@@ -91,6 +92,16 @@ def parse():
     return parser.parse_args()
 
 
+@contextlib.contextmanager
+def workers(jobs):
+    """A pool of threads. When the script is interrupted, cases that have not begun are left out."""
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def say(text):
     print(text, file=sys.stderr, flush=True)
 
@@ -114,7 +125,7 @@ def soak(options, programs=None):
         planned = [planned[number] for number in options.runs]
     if options.only:
         planned = [run for run in planned if all(word in str(run) for word in options.only)]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+    with workers(options.jobs) as pool:
         calm, deaths = {}, 0
         for first in range(0, len(planned), options.jobs):
             if not quick and deaths >= options.soak:
