@@ -1,6 +1,8 @@
 //! Backward passes of one model or of several models in one graph.
 use super::blocks::Held;
-use super::checks::{check, check_fresh, check_one_number, check_reached, check_recorded, not_finite};
+use super::checks::{
+    check, check_first_order, check_fresh, check_one_number, check_reached, check_recorded, not_finite,
+};
 use super::count;
 use super::graph::Graph;
 use super::ignored;
@@ -294,6 +296,7 @@ fn average(loss: &Tensor, pass: &mut Pass, step: Option<&mut StepPart>) -> Resul
     let checked = counted.and_then(|()| micro_batch::check(pass)).and_then(|()| check_one_number(loss, pass));
     let checked = checked
         .and_then(|()| check_recorded(loss, pass))
+        .and_then(|()| check_first_order(pass))
         .and_then(|()| check_reached(pass))
         .and_then(|()| check_fresh(pass))
         .and_then(|()| check_sharded(pass));

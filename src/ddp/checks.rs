@@ -4,6 +4,7 @@ use super::model::DistributedModel;
 use super::non_finite::OnNonFinite;
 use super::order::Member;
 use super::pass::Pass;
+use crate::tensor::function::{NO_SECOND_ORDER, is_input_gradient};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, TensorId, Var};
@@ -88,6 +89,17 @@ pub(super) fn check_reached(pass: &Pass) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Checks that the loss does not depend on a gradient, as far as the graph shows that.
+pub(super) fn check_first_order(pass: &Pass) -> Result<()> {
+    let identities = || pass.models.iter().map(|model| model.core.reducer.identity());
+    let is_used = |graph: &Graph| {
+        graph.variables().any(is_input_gradient) || identities().any(|model| graph.used_in_gradient(model).is_some())
+    };
+    let is_used = pass.graph.as_ref().is_some_and(is_used);
+    identities().for_each(|model| model.backward_is_over());
+    if is_used { Err(Error::invalid("loss", NO_SECOND_ORDER)) } else { Ok(()) }
 }
 
 /// Checks that the graph does not reach into a step whose parameters had other values.

@@ -3,7 +3,7 @@ use super::DistributedDataParallel;
 use super::no_grad;
 use crate::backend::CallSite;
 use crate::tensor::MemoryFormat;
-use crate::tensor::function::{argument, is_grad_enabled};
+use crate::tensor::function::{argument, input, is_grad_enabled};
 use crate::{Error, Result};
 use candle_core::{Module, ModuleT, Tensor};
 use candle_ddp_nn::Autocast;
@@ -164,7 +164,7 @@ impl<M> DistributedDataParallel<M> {
     where
         M: Module,
     {
-        let xs = self.cast_forward_inputs(xs)?;
+        let xs = self.cast_forward_inputs(&input(xs)?)?;
         self.call(|module| self.core.own(module.forward(&xs)?)).map(|result| self.without_graph(result))
     }
 
@@ -179,7 +179,7 @@ impl<M> DistributedDataParallel<M> {
     where
         M: ModuleT,
     {
-        let xs = self.cast_forward_inputs(xs)?;
+        let xs = self.cast_forward_inputs(&input(xs)?)?;
         self.call(|module| self.core.own(module.forward_t(&xs, train)?)).map(|result| self.without_graph(result))
     }
 

@@ -4,6 +4,7 @@ use crate::panic::lock;
 use candle_core::{Tensor, TensorId};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{Hash, Hasher};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
 
@@ -50,8 +51,17 @@ pub(crate) struct Identity {
     may_have_changed: AtomicU64,
     /// Whether there were averaged gradients since the last forward pass.
     has_gradients: AtomicBool,
+    /// When the last backward pass passed the model's gradients on.
+    backward: Mutex<Births>,
     /// Under sharding, the model's number, which is the same on all ranks, and its blocks.
     spread: OnceLock<(u64, Weak<Units>)>,
+}
+
+/// When tensors were made.
+#[derive(Default)]
+struct Births {
+    range: Range<u64>,
+    is_running: bool,
 }
 
 impl Identity {
@@ -85,6 +95,18 @@ impl Identity {
             None if has_gradients => self.may_have_changed.store(birth(new), Ordering::Relaxed),
             Some(false) | None => {}
         }
+    }
+
+    /// Call when a backward pass has computed a gradient of a parameter; `new` has just been made.
+    pub(super) fn has_gradient(&self, new: &Tensor) {
+        let (mut backward, now) = (lock(&self.backward), birth(new));
+        let from = if backward.is_running { backward.range.start } else { now };
+        *backward = Births { range: from..now, is_running: true };
+    }
+
+    /// Call before tensors are made outside of a backward pass.
+    pub(super) fn backward_is_over(&self) {
+        lock(&self.backward).is_running = false;
     }
 
     /// Call when there are averaged gradients.
@@ -153,17 +175,25 @@ impl<'a> Graph<'a> {
             }
         }
         let find = |time: fn(&Identity) -> &AtomicU64, is_certain| {
-            let used = |model: &&Arc<Identity>| self.used_before(model, time(model).load(Ordering::Relaxed));
+            let used = |model: &&Arc<Identity>| self.used_within(model, 0..time(model).load(Ordering::Relaxed));
             let parameter = models.iter().find_map(used)?.to_string();
             Some(Stale { parameter, is_certain })
         };
         find(|model| &model.changed, true).or_else(|| find(|model| &model.may_have_changed, false))
     }
 
-    /// A parameter of `model` from which a tensor was computed after the model was built and before `time`.
-    fn used_before(&self, model: &Arc<Identity>, time: u64) -> Option<&str> {
+    /// A parameter of `model` that the graph uses in a gradient of the last backward pass. candle multiplies by tensors of the first
+    /// graph to compute gradients, so that those of its own operations depend on them.
+    pub(super) fn used_in_gradient(&self, model: &Arc<Identity>) -> Option<&str> {
+        let range = lock(&model.backward).range.clone();
+        self.used_within(model, range)
+    }
+
+    /// A parameter of `model` from which a tensor was computed after the model was built and within `time`.
+    fn used_within(&self, model: &Arc<Identity>, time: Range<u64>) -> Option<&str> {
         let built = model.built.load(Ordering::Relaxed);
-        let is_between = |node: &&&Tensor| !node.is_variable() && (built + 1..time).contains(&birth(node));
+        let time = time.start.max(built + 1)..time.end;
+        let is_between = |node: &&&Tensor| !node.is_variable() && time.contains(&birth(node));
         let mut known = HashSet::new();
         for node in self.nodes.iter().filter(is_between) {
             if known.contains(&node.id()) {

@@ -217,6 +217,7 @@ impl DistributedModel {
     /// Updates the replicas, and converted frozen tensors, from the variables. The model for `no_grad` needs only tensors whose
     /// dtype differs from the dtype of their variables.
     fn refresh(&self, only_converted: bool) -> Result<()> {
+        self.reducer.identity().backward_is_over();
         if self.blocks.is_none() {
             self.first_gradients().look(&self.variables.parameters)?;
         }

@@ -1,5 +1,6 @@
 //! A collective knows nothing of the graph to which its tensors belong.
 use crate::backend::{Access, Collective, P2pOp};
+use crate::tensor::function::is_input_gradient;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -49,7 +50,9 @@ pub(super) fn check_tensor(
 fn has_gradient(tensor: &Tensor) -> bool {
     // Having an operation proves nothing: no gradient flows back through a comparison. Only the graph shows it, and
     // most tensors have none.
-    tensor.track_op() && !tensor.is_variable() && !tensor.sorted_nodes().is_empty()
+    // The gradient of a model's input has a graph only to be known.
+    let has = |nodes: Vec<&Tensor>| nodes.iter().any(|node| node.is_variable() && !is_input_gradient(node.id()));
+    tensor.track_op() && !tensor.is_variable() && has(tensor.sorted_nodes())
 }
 
 #[cfg(test)]

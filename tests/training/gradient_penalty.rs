@@ -2,7 +2,7 @@
 use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp::nn::{Linear, linear};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ReduceOp, Result};
 use candle_nn::{Module, VarBuilder, VarMap};
 
 type Critic = DistributedDataParallel<(Linear, Linear)>;
@@ -41,7 +41,7 @@ fn a_finite_difference_trains_the_penalty() {
     ranks(2, |pg| {
         let (critic, x) = (critic(&pg)?, input()?);
         let gradient = slope(&critic, &x)?;
-        let direction = gradient.broadcast_div(&norm(&gradient)?)?;
+        let direction = gradient.broadcast_div(&norm(&gradient)?)?.detach();
         let eps = 1e-2;
         let (at, step) = (x.detach(), (direction * eps)?);
         let (ahead, behind) = (judge(&critic, &(&at + &step)?)?, judge(&critic, &(&at - &step)?)?);
@@ -84,5 +84,70 @@ fn a_loss_out_of_a_gradient_store_is_an_error() {
     for error in errors.unwrap() {
         assert!(error.to_string().contains("a gradient out of a GradStore"), "{error}");
         assert!(matches!(error, Error::UnusedParameters { rank: Some(_), .. }), "{error:?}");
+    }
+}
+
+/// In a larger loss, too, wherever the gradient can be known: the variable is the model's input, or candle's own operation is the first to
+/// use it. candle then leaves that operation's graph in the gradient, and would train one weight wrongly.
+#[test]
+fn a_penalty_in_a_larger_loss_is_an_error() {
+    const REFUSED: &str = "a gradient of an earlier backward pass";
+    let options = || DdpOptions { dtype: DType::F64, ..Default::default() };
+    for is_frozen in [true, false] {
+        ranks(2, |pg| {
+            let ours = filled(&pg, |vb| linear(2, 1, vb), options(), 1)?.0;
+            let x = input()?;
+            let gradient = {
+                let frozen = is_frozen.then(|| ours.freeze());
+                let loss = ours.forward(&x)?.sum_all()?;
+                let grads = if frozen.is_some() { loss.backward()? } else { ours.backward(&loss)? };
+                grads.get(&x).expect("it depends on x").clone()
+            };
+            // A program may average an input's gradient itself, and use it as a constant.
+            let values = gradient.detach().copy()?;
+            pg.all_reduce(&gradient, ReduceOp::Avg)?;
+            assert_eq!(floats(&gradient), floats(&values));
+            let loss = || Ok::<_, Error>(ours.forward(&x)?.mean_all()?);
+            let penalty = penalty(&norm(&gradient)?)?;
+            ours.backward(&(loss()? + penalty.detach())?)?;
+            let error = penalty.backward().unwrap_err().to_string();
+            assert!(error.contains(REFUSED), "{error}");
+            let error = ours.backward(&(loss()? + penalty)?).unwrap_err();
+            assert!(
+                matches!(&error, Error::InvalidArgument { argument: "loss", reason } if reason.contains(REFUSED)),
+                "{error}"
+            );
+            Ok(())
+        })
+        .unwrap();
+        ranks(2, |pg| {
+            let build = |vb: VarBuilder| {
+                Ok::<_, candle_core::Error>((
+                    candle_nn::linear(2, 8, vb.pp("a"))?,
+                    candle_nn::linear(8, 1, vb.pp("b"))?,
+                ))
+            };
+            let of_candle = filled(&pg, build, options(), 1)?.0;
+            let x = input()?;
+            let judge = || of_candle.call(|(a, b)| b.forward(&a.forward(&x)?.tanh()?));
+            let gradient = {
+                let frozen = is_frozen.then(|| of_candle.freeze());
+                let loss = judge()?.sum_all()?;
+                let grads = if frozen.is_some() { loss.backward()? } else { of_candle.backward(&loss)? };
+                grads.get(&x).expect("it depends on x").clone()
+            };
+            let penalty = penalty(&norm(&gradient)?)?;
+            of_candle.backward(&(judge()?.mean_all()? + penalty.detach())?)?;
+            // What the last backward pass has made is known.
+            let gradient = {
+                let _frozen = of_candle.freeze();
+                judge()?.sum_all()?.backward()?.get(&x).expect("it depends on x").clone()
+            };
+            let penalty = self::penalty(&norm(&gradient)?)?;
+            let error = of_candle.backward(&(judge()?.mean_all()? + penalty)?).unwrap_err().to_string();
+            assert!(error.contains(REFUSED), "{error}");
+            Ok(())
+        })
+        .unwrap();
     }
 }

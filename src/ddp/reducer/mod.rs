@@ -21,7 +21,7 @@ use crate::tensor::copy;
 use crate::trace::{Row, Trace, nvtx_mark};
 use crate::virtual_ranks::Leaf;
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use state::{Rebuild, State};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
@@ -221,6 +221,7 @@ impl Reducer {
 
     /// Takes a gradient from a hook.
     pub(crate) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
+        self.identity.has_gradient(&Tensor::zeros((), DType::U8, &Device::Cpu)?);
         if lock(&self.part).is_some() {
             return Ok(self.gradient(index, gradient)?);
         }

@@ -1,0 +1,82 @@
+//! Inputs of models that are variables: a program that makes one wants its gradient, which carries no graph.
+use super::grad_mode::is_grad_enabled;
+use crate::copy::snapshot;
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, TensorId, Var,
+};
+use parking_lot::Mutex;
+
+/// Why no loss may depend on a gradient.
+#[doc(hidden)]
+pub const NO_SECOND_ORDER: &str = "it depends on a gradient of an earlier backward pass. candle gives gradients no graph, or only \
+    the graph of one operation, so this part of the loss would train nothing, or wrongly. For a gradient penalty take a finite \
+    difference (\"Gradient penalties\" in candle-ddp's guide to migration); if the gradient is meant as a constant, call `detach()` on it";
+
+/// One for each device. A loss whose graph has one depends on the gradient of an [`input`].
+static KEYS: Mutex<Vec<Var>> = Mutex::new(Vec::new());
+
+/// `x`, or a copy if it is a variable: no backward pass goes through the variable's gradient, and a graph that contains the gradient is
+/// known by [`is_input_gradient`].
+#[doc(hidden)]
+pub fn input(x: &Tensor) -> Result<Tensor> {
+    let is_seen = x.is_variable() && x.dtype().is_float() && is_grad_enabled() && !x.device().is_metal();
+    if is_seen { x.apply_op1(Input) } else { Ok(x.clone()) }
+}
+
+/// Whether `id` is that of a variable on which the gradients of inputs depend.
+#[doc(hidden)]
+pub fn is_input_gradient(id: TensorId) -> bool {
+    KEYS.lock().iter().any(|key| key.id() == id)
+}
+
+fn key(device: &Device) -> Result<Var> {
+    let mut keys = KEYS.lock();
+    if let Some(key) = keys.iter().find(|key| key.device().same_device(device)) {
+        return Ok(key.clone());
+    }
+    let key = Var::zeros((), DType::F32, device)?;
+    keys.push(key.clone());
+    Ok(key)
+}
+
+struct Input;
+
+impl CustomOp1 for Input {
+    fn name(&self) -> &'static str {
+        "input"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        snapshot(x, layout, x.dtype())
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        snapshot(x, layout, x.dtype())
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        gradient.detach().apply_op2(key(gradient.device())?.as_tensor(), Gradient).map(Some)
+    }
+}
+
+/// From an input's gradient, and the key, to the same gradient.
+struct Gradient;
+
+impl CustomOp2 for Gradient {
+    fn name(&self) -> &'static str {
+        "input-gradient"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        snapshot(x, layout, x.dtype())
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        snapshot(x, layout, x.dtype())
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        candle_core::bail!("the loss must be another: {NO_SECOND_ORDER}")
+    }
+}
