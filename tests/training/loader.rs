@@ -3,9 +3,11 @@ use candle_core::{Device, Tensor};
 use candle_ddp::data::{
     DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TensorDataset,
 };
-use candle_ddp::{Error, Result, spawn};
+use candle_ddp::seed::Generator;
+use candle_ddp::{Error, Result, SpawnOptions, spawn, spawn_with};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 type Indices = DataLoader<Range<usize>, Vec<usize>>;
 
@@ -107,5 +109,54 @@ fn rows_of_tensors_stay_together() {
         let mut seen = seen.unwrap().concat();
         seen.sort();
         assert_eq!(seen, (0..10).collect::<Vec<_>>(), "{num_workers} workers");
+    }
+}
+
+/// A dataset of indices whose sample 3 comes only when the door is open.
+struct Closed(Arc<(Mutex<bool>, Condvar)>);
+
+impl Dataset for Closed {
+    type Sample = usize;
+
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn get(&self, index: usize, _: &mut Generator) -> Result<usize> {
+        let (door, opened) = &*self.0;
+        if index == 3 {
+            drop(opened.wait_while(door.lock().unwrap(), |is_open| !*is_open).unwrap());
+        }
+        Ok(index)
+    }
+}
+
+#[test]
+fn the_error_of_the_other_ranks_says_for_which_sample_a_rank_waits() {
+    for num_workers in [0, 2] {
+        let door = Arc::<(Mutex<bool>, Condvar)>::default();
+        let short = SpawnOptions { world_size: 2, timeout: Duration::from_secs(4), ..Default::default() };
+        let errors = spawn_with(short, |pg| {
+            let options = LoaderOptions { num_workers, sampler: IN_ORDER, ..options(2, false) };
+            let loader: DataLoader<Closed, Vec<usize>> =
+                DataLoader::with_collate(Closed(Arc::clone(&door)), &pg, options, Ok)?;
+            pg.barrier()?;
+            if pg.rank() == 1 {
+                // Samples 1 and 3.
+                assert_eq!(loader.iter().next().unwrap()?, [1, 3]);
+                return Ok(None);
+            }
+            let error = pg.barrier().unwrap_err();
+            *door.0.lock().unwrap() = true;
+            door.1.notify_all();
+            Ok(Some(error.to_string()))
+        });
+        let expected = match num_workers {
+            0 => "rank 1 has not started this collective: its last was sequence ",
+            _ => "Dataset::get has not returned for the sample(s) 3",
+        };
+        let error = errors.unwrap().into_iter().flatten().next().unwrap();
+        assert!(error.contains(expected) && error.contains("Dataset::get"), "{error}");
+        assert!(num_workers > 0 || error.contains("and it is in Dataset::get of sample 3"), "{error}");
     }
 }

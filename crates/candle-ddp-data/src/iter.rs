@@ -4,6 +4,7 @@ use super::order::Batches;
 use super::origin;
 use super::recipe::Recipe;
 use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
+use candle_ddp_rendezvous::activity::during;
 use candle_ddp_rendezvous::panic::lock;
 use candle_ddp_rendezvous::warnings::warn_aloud;
 use candle_ddp_state::{Error, Result};
@@ -341,7 +342,15 @@ impl<D: Dataset, T, F: Fn(Vec<D::Sample>) -> Result<T>> Iterator for Inline<D, F
         if !self.order.next_into(&mut self.indices) {
             return None;
         }
-        let samples = self.indices.iter().map(|index| self.recipe.read(*index)).collect();
+        let read = |&index: &usize| {
+            let text = move || {
+                format!(
+                    "is in Dataset::get of sample {index}. If that is only slow, give the DataLoader workers (num_workers)"
+                )
+            };
+            during(text, || self.recipe.read(index))
+        };
+        let samples = self.indices.iter().map(read).collect();
         Some(self.recipe.collate(&self.indices, samples))
     }
 }

@@ -56,7 +56,7 @@ pub(super) struct Uploads<S, T> {
     ahead: Option<Result<Uploading<T>>>,
 }
 
-impl<S, T: Batch> Uploads<S, T> {
+impl<S: Send + 'static, T: Batch + Send + 'static> Uploads<S, T> {
     pub(super) fn new(workers: Workers<S, Staged<T>>, uploader: Arc<Uploader>) -> Self {
         let device = Device::Cuda(uploader.device().clone());
         Self { workers, uploader, device, ahead: None }
@@ -69,7 +69,7 @@ impl<S, T: Batch> Uploads<S, T> {
     }
 }
 
-impl<S, T: Batch> Iterator for Uploads<S, T> {
+impl<S: Send + 'static, T: Batch + Send + 'static> Iterator for Uploads<S, T> {
     type Item = Result<T>;
 
     fn next(&mut self) -> Option<Result<T>> {

@@ -6,6 +6,7 @@
 use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, LoaderOptions};
+use candle_ddp_rendezvous::activity::during;
 use candle_ddp_rendezvous::error::some;
 use candle_ddp_rendezvous::panic::{lock, wait, wait_timeout};
 use candle_ddp_rendezvous::warnings::warn_aloud;
@@ -210,6 +211,11 @@ impl<S, T> Window<S, T> {
         Job { batch, place, index: indices[place] }
     }
 
+    /// Whether all batches were delivered.
+    fn is_over(&self) -> bool {
+        self.exhausted && self.batches.is_empty()
+    }
+
     fn is_ready(&self) -> bool {
         self.batches.front().is_some_and(|batch| batch.batch.is_some())
     }
@@ -236,17 +242,13 @@ impl<S, T> Workers<S, T> {
     }
 }
 
-impl<S, T> Iterator for Workers<S, T> {
-    type Item = Result<T>;
-
-    fn next(&mut self) -> Option<Result<T>> {
-        let mut window = lock(&self.0.window);
+impl<S, T> Shared<S, T> {
+    /// Waits until the first batch is made, or there is none.
+    fn wait(&self) {
+        let mut window = lock(&self.window);
         let (since, mut patience) = (Instant::now(), SLOW);
-        while !window.is_ready() {
-            if window.exhausted && window.batches.is_empty() {
-                return None;
-            }
-            window = wait_timeout(&self.0.made, window, patience.saturating_sub(since.elapsed()));
+        while !window.is_ready() && !window.is_over() {
+            window = wait_timeout(&self.made, window, patience.saturating_sub(since.elapsed()));
             if since.elapsed() >= patience && !window.is_ready() {
                 patience *= 2;
                 let (seconds, activity) = (since.elapsed().as_secs(), window.activity());
@@ -256,6 +258,19 @@ impl<S, T> Iterator for Workers<S, T> {
                 ));
             }
         }
+    }
+}
+
+impl<S: Send + 'static, T: Send + 'static> Iterator for Workers<S, T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Result<T>> {
+        if !lock(&self.0.window).is_ready() {
+            let shared = Arc::clone(&self.0);
+            let text = move || format!("waits for a batch of its DataLoader: {}", lock(&shared.window).activity());
+            during(text, || self.0.wait());
+        }
+        let mut window = lock(&self.0.window);
         let batch = window.batches.pop_front()?.batch;
         window.first += 1;
         self.0.moved.notify_all();

@@ -6,6 +6,8 @@
 //! This is the part that [candle-ddp](https://docs.rs/candle-ddp) and its launcher, `ddprun`, have in common; programs
 //! use its stores as `candle_ddp::rendezvous`. It does not depend on candle. Items hidden from the documentation are for these
 //! two only, and change with them.
+#[doc(hidden)]
+pub mod activity;
 mod cancellation;
 #[doc(hidden)]
 pub mod deadline;

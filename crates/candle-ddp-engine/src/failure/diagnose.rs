@@ -82,8 +82,11 @@ pub fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
             }
         });
     }
+    // Where the program is not known to be in this library, its output may tell.
     let is_behind = |state: &RankState| match state {
-        RankState::Running(report) => report.begun < expired.sequence && !report.waits_for_lock,
+        RankState::Running(report) => {
+            report.begun < expired.sequence && !report.waits_for_lock && report.activity.is_none()
+        }
         _ => false,
     };
     let hint = if expired.channel == Channel::Collectives && ranks.iter().any(is_behind) { BEHIND } else { "" };
@@ -133,12 +136,15 @@ fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<Strin
         RankState::Left | RankState::Unknown => return None,
         RankState::Running(report) => report,
     };
-    let last = || match report.call_at(report.begun) {
-        Some(call) => {
-            let place = call.place.text().map_or_else(String::new, |place| format!(" at {place}"));
-            format!("its last was sequence {}, {call}{place}", report.begun)
+    let last = || {
+        let activity = report.activity.as_ref().map_or_else(String::new, |activity| format!(", and it {activity}"));
+        match report.call_at(report.begun) {
+            Some(call) => {
+                let place = call.place.text().map_or_else(String::new, |place| format!(" at {place}"));
+                format!("its last was sequence {}, {call}{place}{activity}", report.begun)
+            }
+            None => format!("its last was sequence {}{activity}", report.begun),
         }
-        None => format!("its last was sequence {}", report.begun),
     };
     if expired.channel != Channel::Collectives {
         let is_awaited = expired.awaited.is_some_and(|awaited| awaited.contains(&peer));
@@ -249,16 +255,27 @@ mod tests {
     /// A rank that has started and begun all of `calls`.
     fn running(calls: &[Call]) -> RankState {
         let started = calls.len() as u64;
-        RankState::Running(ProgressReport { started, begun: started, calls: calls.to_vec(), waits_for_lock: false })
+        RankState::Running(ProgressReport { started, begun: started, calls: calls.to_vec(), ..Default::default() })
     }
 
     fn queued(calls: &[Call], begun: u64) -> RankState {
         let started = calls.len() as u64;
-        RankState::Running(ProgressReport { started, begun, calls: calls.to_vec(), waits_for_lock: false })
+        RankState::Running(ProgressReport { started, begun, calls: calls.to_vec(), ..Default::default() })
+    }
+
+    fn loading(calls: &[Call]) -> RankState {
+        let RankState::Running(report) = running(calls) else { unreachable!() };
+        RankState::Running(ProgressReport { activity: Some("reads sample 4".to_string()), ..report })
     }
 
     fn locked_out() -> RankState {
-        RankState::Running(ProgressReport { started: 2, begun: 2, calls: vec![BARRIER; 2], waits_for_lock: true })
+        RankState::Running(ProgressReport {
+            started: 2,
+            begun: 2,
+            calls: vec![BARRIER; 2],
+            waits_for_lock: true,
+            ..Default::default()
+        })
     }
 
     fn text(expired: &ExpiredCall, others: Vec<RankState>) -> String {
@@ -282,7 +299,7 @@ mod tests {
         let (here, there) = (placed(std::panic::Location::caller()), placed(std::panic::Location::caller()));
         let mut elsewhere = calls();
         (elsewhere[3], elsewhere[16]) = (here, there);
-        let cases: [Case; 15] = [
+        let cases: [Case; 16] = [
             (
                 "another place, and then another call",
                 Some(&[1]),
@@ -313,6 +330,12 @@ mod tests {
                 None,
                 vec![running(&calls()), running(&[BARRIER; 16])],
                 "timed out after 7s: rank 2 has not started this collective: its last was sequence 16, barrier()",
+            ),
+            (
+                "a rank whose loader waits",
+                None,
+                vec![loading(&[BARRIER; 16])],
+                "its last was sequence 16, barrier(), and it reads sample 4",
             ),
             ("a rank that never came", None, vec![running(&[])], "after 7s: rank 1 has not started any collective"),
             (

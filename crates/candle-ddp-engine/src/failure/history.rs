@@ -4,7 +4,9 @@ use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::flight_recorder::{CallRecord, CallState, ChannelKind, now_ns};
 use crate::standing::current;
+use candle_ddp_rendezvous::activity::Activity;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The calls of one channel: those that were started (and may still be queued), and the one that is running.
@@ -19,6 +21,8 @@ pub struct CallHistory {
     running: bool,
     /// The thread that runs, or ran, the last call that began, and where the program waits for that.
     runner: (u64, CallSite),
+    /// The thread that started the last call.
+    caller: Arc<Activity>,
     /// How many calls the flight recorder wants, with their times; 0 without it.
     recorded: usize,
 }
@@ -64,6 +68,7 @@ impl CallHistory {
             waited: None,
         });
         self.started = sequence;
+        self.caller = Activity::current();
     }
 
     /// Records that a call is now running.
@@ -142,7 +147,8 @@ impl CallHistory {
     pub fn report(&self, waits_for_lock: bool) -> ProgressReport {
         let calls = self.calls.iter().skip(self.calls.len().saturating_sub(Self::KEPT));
         let calls = calls.map(|entry| entry.call).collect();
-        ProgressReport { started: self.started, begun: self.begun, calls, waits_for_lock }
+        let activity = self.caller.text();
+        ProgressReport { started: self.started, begun: self.begun, calls, waits_for_lock, activity }
     }
 
     /// Returns the calls that the flight recorder writes. The call that connects a group has the number 0, and is left

@@ -15,6 +15,8 @@ pub struct ProgressReport {
     pub calls: Vec<Call>,
     /// Whether a call is held up because the program keeps the storage of its tensor locked.
     pub waits_for_lock: bool,
+    /// What the thread that started the last one does meanwhile, if this library knows.
+    pub activity: Option<String>,
 }
 
 impl ProgressReport {
@@ -25,7 +27,8 @@ impl ProgressReport {
     }
 
     pub fn encode(&self, writer: &mut Writer) {
-        writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock)).u32(self.calls.len() as u32);
+        writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock));
+        writer.text(self.activity.as_deref().unwrap_or_default()).u32(self.calls.len() as u32);
         self.calls.iter().for_each(|call| call.encode(writer));
         // For the texts of errors: the shapes and places that their calls have as numbers.
         let codes: BTreeSet<u32> = self.calls.iter().flat_map(|call| [call.shape.code(), call.place.code()]).collect();
@@ -39,13 +42,14 @@ impl ProgressReport {
     /// Decodes a report, and learns the texts that come with it.
     pub fn decode(reader: &mut Reader) -> Option<Self> {
         let (started, begun, waits_for_lock) = (reader.u64()?, reader.u64()?, reader.u8()? != 0);
+        let activity = Some(reader.text()?).filter(|text| !text.is_empty());
         let count = reader.u32()?;
         let calls = (0..count).map(|_| Call::decode(reader)).collect::<Option<_>>()?;
         for _ in 0..reader.u32()? {
             let (code, text) = (reader.u32()?, reader.text()?);
             texts::learn(code, || text);
         }
-        Some(Self { started, begun, calls, waits_for_lock })
+        Some(Self { started, begun, calls, waits_for_lock, activity })
     }
 }
 
@@ -97,7 +101,8 @@ mod tests {
                 ..Call::bare(Operation::AllReduce)
             },
         ];
-        let report = ProgressReport { started: 12, begun: 11, calls, waits_for_lock: true };
+        let activity = Some("reads".to_string());
+        let report = ProgressReport { started: 12, begun: 11, calls, waits_for_lock: true, activity };
         let counts = [10, 11, 12, 13].map(|sequence| report.call_at(sequence).map(|call| call.count));
         assert_eq!(counts, [None, Some(0), Some(8), None]);
         let mut writer = Writer::default();

@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(a.reports().unwrap(), [None, None]);
         let nothing = ProgressReport::default();
         let calls = vec![Call::bare(Operation::Barrier), Call { count: 8, ..Call::bare(Operation::AllReduce) }];
-        let further = ProgressReport { started: 12, begun: 12, calls, waits_for_lock: false };
+        let further = ProgressReport { started: 12, begun: 12, calls, ..nothing.clone() };
         a.answer(&nothing).unwrap();
         b.answer(&further).unwrap();
         assert_eq!(a.reports().unwrap(), [Some(nothing), Some(further)]);

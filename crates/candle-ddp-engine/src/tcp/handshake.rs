@@ -80,7 +80,7 @@ impl Handshake {
     pub(crate) const BYTES: usize = 56;
     const MAGIC: [u8; 4] = *b"cDDP";
     /// Increase it with every change to what is sent on any connection.
-    const VERSION: u32 = 13;
+    const VERSION: u32 = 14;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();
