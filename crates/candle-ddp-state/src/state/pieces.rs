@@ -69,7 +69,7 @@ impl Held {
     }
 }
 
-/// Parts of tensors by the names of the whole ones, each with the element at which it starts.
+/// Parts of tensors by the names of the whole ones, each with the element at which it starts, in this order.
 #[derive(Debug, Default)]
 pub struct Pieces(HashMap<String, Vec<(usize, Tensor)>>);
 
@@ -78,7 +78,8 @@ impl Pieces {
     pub fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
         let parts = self.0.entry(whole.to_string()).or_default();
         if !parts.iter().any(|(at, known)| (*at, known.elem_count()) == (start, part.elem_count())) {
-            parts.push((start, part.flatten_all()?));
+            let place = parts.partition_point(|(at, known)| (*at, known.elem_count()) < (start, part.elem_count()));
+            parts.insert(place, (start, part.flatten_all()?));
         }
         Ok(())
     }
@@ -89,9 +90,8 @@ impl Pieces {
 
     /// Checks the dtype of the parts, and that they add up to `elements` if that is given.
     pub fn check(&self, key: &str, elements: Option<usize>, dtype: DType) -> Result<()> {
-        let mut parts: Vec<_> = self.0.get(key).into_iter().flatten().collect();
-        parts.sort_by_key(|(start, part)| (*start, part.elem_count()));
-        let next = |end, (start, part): &&(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
+        let parts = self.0.get(key).map(Vec::as_slice).unwrap_or_default();
+        let next = |end, (start, part): &(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
         let end = || parts.iter().try_fold(0, next);
         if let Some(elements) = elements
             && end() != Some(elements)
@@ -121,23 +121,51 @@ impl Pieces {
                 && part.layout().start_offset() == 0
         };
         let parts = self.0.get_mut(key);
-        let part = parts.and_then(|parts| Some(parts.swap_remove(parts.iter().position(is_it)?)));
+        let part = parts.and_then(|parts| Some(parts.remove(parts.iter().position(is_it)?)));
         part.map_or_else(|| self.copy(key, start, elements), |(_, part)| Ok(part))
     }
 
     /// The elements of a whole state from `start` on, which may share memory with a part.
     pub fn get(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
-        let mut found = Vec::new();
+        let (mut found, mut next, end) = (Vec::new(), start, start + elements);
         for (offset, part) in self.0.get(key).into_iter().flatten() {
-            let (from, to) = (start.max(*offset), (start + elements).min(offset + part.elem_count()));
-            if from < to {
-                found.push(part.narrow(0, from - offset, to - from)?);
+            if *offset > next {
+                break;
+            }
+            let to = end.min(offset + part.elem_count());
+            if next < to {
+                found.push(part.narrow(0, next - offset, to - next)?);
+                next = to;
             }
         }
-        if found.iter().map(Tensor::elem_count).sum::<usize>() != elements {
-            let reason = format!("elements {start} to {} of it are missing from the shards", start + elements);
+        if next != end {
+            let reason = format!("elements {next} to {end} of it are missing from the shards");
             return Err(Error::parameter(key, reason));
         }
         Ok(Tensor::cat(&found, 0)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Parts come from the shards of other numbers of ranks, in any order, and may overlap.
+    #[test]
+    fn parts_are_joined_in_the_order_of_their_elements() -> Result<()> {
+        let all = Tensor::arange(0f32, 12., &Device::Cpu)?;
+        let mut pieces = Pieces::default();
+        for (start, len) in [(8, 4), (0, 3), (3, 5), (2, 2), (0, 3)] {
+            pieces.add("weight", start, &all.narrow(0, start, len)?)?;
+        }
+        for (start, len) in [(0, 12), (2, 7), (7, 2), (4, 1)] {
+            let expected = all.narrow(0, start, len)?.to_vec1::<f32>()?;
+            assert_eq!(pieces.get("weight", start, len)?.to_vec1::<f32>()?, expected, "{len} from {start}");
+        }
+        assert_eq!(pieces.take("weight", 3, 5)?.to_vec1::<f32>()?, [3., 4., 5., 6., 7.]);
+        // Two parts that overlap do not make up for one that is missing.
+        let error = pieces.get("weight", 0, 7).unwrap_err().to_string();
+        assert!(error.contains("elements 4 to 7 of it are missing"), "{error}");
+        Ok(())
     }
 }
