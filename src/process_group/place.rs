@@ -127,9 +127,18 @@ impl Place {
                 error
             }
             _ => {
+                let error = Error::from(self.named(failure.clone()));
                 self.job.note(self.told(&error));
                 error
             }
+        }
+    }
+
+    /// `failure`, which says of which group it is if its ranks have other numbers in the group of all ranks.
+    fn named(&self, failure: Failure) -> Failure {
+        match self.global_ranks.iter().enumerate().all(|(rank, global)| rank == *global) {
+            true => failure,
+            false => failure.within(&self.global_ranks),
         }
     }
 
@@ -143,7 +152,7 @@ impl Place {
     pub(super) fn ended(&self) -> Option<Failure> {
         let ended = self.job.ended()?;
         let concerns_all = self.is_of_all() || matches!(ended, Failure::PeerGone { .. });
-        concerns_all.then(|| ended.renumbered(|rank| self.number_here(rank))).flatten()
+        concerns_all.then(|| Some(self.named(ended.renumbered(|rank| self.number_here(rank))?))).flatten()
     }
 
     /// The launcher's number of a rank of this group.

@@ -273,6 +273,29 @@ fn creating_a_group_fails_if_its_parent_ends() {
     }
 }
 
+/// The numbers that messages have are the group's, so they name it, unless they are those of the group of all ranks.
+#[test]
+fn the_failure_of_a_group_says_which_group_it_is() {
+    for (members, place) in [(&[2, 1][..], " in the group of ranks [2, 1]"), (&[0, 1], "")] {
+        ranks(3, |pg| {
+            let group = pg.new_group(members)?;
+            match group {
+                Some(group) if group.rank() == 1 => group.abort("no disk"),
+                Some(group) => {
+                    for _ in 0..2 {
+                        let error = group.barrier().unwrap_err();
+                        assert_eq!(error.to_string(), format!("rank 1 ended the group: no disk{place}"));
+                        assert!(matches!(error, Error::Group(Failure::PeerFailed { peer: 1, .. })), "{error:?}");
+                    }
+                }
+                None => {}
+            }
+            pg.barrier()
+        })
+        .unwrap();
+    }
+}
+
 #[test]
 fn peers_are_told_why_a_rank_ended() {
     let expect = |pg: &ProcessGroup, reason: &str| {

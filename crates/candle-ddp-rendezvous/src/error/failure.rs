@@ -6,6 +6,8 @@ use std::time::Duration;
 
 /// Why a group failed: the first cause. Every rank gets it, now and from every later call.
 ///
+/// Ranks are numbered as in the group. Where they have other numbers in the group of all ranks, the text names the group.
+///
 /// To continue without the lost rank, or with a replacement, make a new group, as `candle_ddp::elastic::run` does.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
@@ -122,6 +124,25 @@ impl Failure {
             }
         }
         Some(failure)
+    }
+
+    /// The same failure, whose message names the group, `[2, 3]`, in which the ranks have their numbers.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn within(mut self, ranks: &[usize]) -> Self {
+        let place = format!(" in the group of ranks {}", super::ranks(ranks));
+        let add = |text: &mut String| {
+            if !text.contains(&place) {
+                text.push_str(&place);
+            }
+        };
+        match &mut self {
+            Self::Desync { sequence: 0, .. } => {}
+            Self::Desync { call_a, call_b, .. } => [call_a, call_b].into_iter().for_each(add),
+            Self::PeerGone { call, .. } | Self::PeerLeft { call, .. } | Self::TimedOut { call, .. } => add(call),
+            Self::PeerFailed { reason, .. } => add(reason),
+        }
+        self
     }
 
     /// Whether ranks wait for each other in different groups.
