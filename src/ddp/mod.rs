@@ -31,6 +31,7 @@ mod pace;
 mod parameter;
 mod parts;
 mod pass;
+mod plan;
 mod reducer;
 mod reduction;
 mod registry;

@@ -1,12 +1,12 @@
 //! The part of a DDP model that does not depend on its module.
 use super::blocks::Blocks;
-use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
 use super::non_finite::{OnNonFinite, Skipped};
 use super::options::DdpOptions;
 use super::pace::Pace;
 use super::parameter::{Parameter, Variables};
+use super::plan::BucketCaps;
 use super::reducer::Reducer;
 use super::replica_check::Compared;
 use super::virtual_ranks::{self, Snapshots};

@@ -1,7 +1,7 @@
 //! The variables of a model as DDP treats them.
-use super::bucket::ParameterInfo;
 use super::graph::Registration;
 use super::mixed_precision::MixedPrecision;
+use super::plan::ParameterInfo;
 use candle_core::{DType, Shape, Tensor, Var};
 
 /// A trainable variable, and the tensor that the model holds for it, possibly of another dtype.

@@ -8,11 +8,12 @@ mod strategy;
 pub(crate) use state::Gradient;
 
 use crate::backend::label;
-use crate::ddp::bucket::{Bucket, BucketCaps, Message, ParameterInfo};
+use crate::ddp::bucket::{Bucket, Message};
 use crate::ddp::count;
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
 use crate::ddp::non_finite::{Finding, Findings, OnNonFinite};
+use crate::ddp::plan::{BucketCaps, ParameterInfo};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::sums::Write;
 use crate::panic::lock;

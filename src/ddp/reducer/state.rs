@@ -1,7 +1,8 @@
 //! The state of a reducer that outlives a backward pass: its buckets and what they hold.
-use crate::ddp::bucket::{self, Bucket, BucketCaps, Message, ParameterInfo};
+use crate::ddp::bucket::{Bucket, Message};
 use crate::ddp::groups::Groups;
 use crate::ddp::non_finite::{Findings, OnNonFinite};
+use crate::ddp::plan::{self, BucketCaps, ParameterInfo};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::usage::Usage;
 use crate::tensor::finite::{any_non_finite, non_finite};
@@ -65,7 +66,7 @@ impl State {
     pub(super) fn rebuild_buckets(&mut self, order: &[usize], groups: &Groups) -> Result<()> {
         // The old storage is freed first, unless gradients of the last backward pass still use it.
         self.buckets.clear();
-        let plan = bucket::plan(&self.parameters, order, self.caps);
+        let plan = plan::plan(&self.parameters, order, self.caps);
         let bucket = |(number, members)| Bucket::new(&self.parameters, number, members, groups);
         self.buckets = plan.into_iter().enumerate().map(bucket).collect::<Result<_>>()?;
         self.reduction.set_buckets(&self.buckets, &self.parameters)?;

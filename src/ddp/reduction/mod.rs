@@ -4,8 +4,9 @@ pub(super) mod shard;
 pub(super) mod tree;
 mod tree_sum;
 
-use super::bucket::{Bucket, Message, ParameterInfo};
+use super::bucket::{Bucket, Message};
 use super::groups::Groups;
+use super::plan::ParameterInfo;
 use super::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;

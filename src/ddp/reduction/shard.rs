@@ -1,9 +1,10 @@
 //! Reduction under ZeRO: each rank gets only the mean of its own part of each bucket, whose memory is then free for another one.
 use super::tree::TreeReduction;
 use crate::backend::Work;
-use crate::ddp::bucket::{Bucket, Message, ParameterInfo};
+use crate::ddp::bucket::{Bucket, Message};
 use crate::ddp::groups::Groups;
 use crate::ddp::non_finite::Finding;
+use crate::ddp::plan::ParameterInfo;
 use crate::ddp::usage::Usage;
 use crate::kernels::Assignment;
 use crate::panic::lock;

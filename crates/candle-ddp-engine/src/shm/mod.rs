@@ -4,6 +4,7 @@
 //! memory: the `README.md` in this folder says who writes what and when.
 #![allow(unsafe_code)]
 mod board;
+mod collectives;
 mod discovery;
 mod eventcount;
 mod group;
@@ -18,8 +19,9 @@ mod stream;
 mod sync;
 
 pub(super) use board::{Board, Life};
+pub(super) use collectives::Streams;
 pub(super) use discovery::{Discovered, Discovery, Topic};
-pub(super) use group::{ShmGroup, Streams, pieces};
+pub(super) use group::{ShmGroup, pieces};
 pub(super) use kernels::{Source, reduce};
 pub(super) use layout::{Layout, Sleeper};
 pub(super) use peer_info::PeerInfo;
