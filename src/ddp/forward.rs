@@ -30,7 +30,8 @@ impl<M> DistributedDataParallel<M> {
     /// [`cast_forward_inputs`](Self::cast_forward_inputs). With [`autocast`](crate::DdpOptions::autocast), functions cast them.
     ///
     /// Under [`sharding`](crate::DdpOptions::sharding), a parameter that `f` returns is freed, and its use is then an error: return
-    /// `weight.copy()?`, which keeps its values.
+    /// `weight.copy()?`, which keeps its values. (candle's `save_safetensors`, and `slice_set` of two such tensors, panic instead of
+    /// returning candle's error.)
     ///
     /// # Errors
     /// The errors of `f`.

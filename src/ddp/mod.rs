@@ -389,7 +389,8 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// The number of steps that [`OnNonFinite::Skip`] has left out since the model was built, or since the [elastic run](crate::elastic)
-    /// began: DeepSpeed's `skipped_steps`. The same on all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
+    /// began: DeepSpeed's `skipped_steps`. A [`Checkpointer`](crate::checkpoint::Checkpointer) does not save it, so that in a run that resumes it is 0,
+    /// and a row of such steps begins anew; a program that needs the total saves that as a part. The same on all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
     pub fn skipped_steps(&self) -> u64 {
         lock(&self.core.skipped).total
     }

@@ -30,7 +30,8 @@ pub enum OnNonFinite {
     /// Rank 0 warns of the first such step. What a program does after each step, such as an update of a schedule or of an
     /// average of weights, it may leave out when the count has grown.
     Skip {
-        /// The number of consecutive steps that may be left out. The next one is [`Error::NonFinite`] on every rank. At least 1.
+        /// The number of consecutive steps that may be left out. The next one is [`Error::NonFinite`] on every rank. At least 1. A run that
+        /// resumes from a checkpoint counts from 0.
         at_most: u64,
     },
     /// The step is [`Error::NonFinite`] on every rank, with the first parameter and the rank that had it. A loss that is
