@@ -233,6 +233,27 @@ fn no_optimizer_steps_with_sums_of_no_sync() {
     .unwrap();
 }
 
+/// candle's own optimizers look at no marks. Ranks that have stepped with their own sums are found in the second synchronised pass.
+#[test]
+fn a_step_of_candles_optimizer_with_sums_of_no_sync_is_found() {
+    ranks(2, |pg| {
+        let ddp = model(&pg, DdpOptions::default())?;
+        let mut sgd = <candle_nn::SGD as candle_nn::Optimizer>::new(ddp.parameters(), 0.1)?;
+        let mut pass = |seed| {
+            let grads = ddp.backward(&loss(&ddp, seed)?)?;
+            Ok::<_, Error>(candle_nn::Optimizer::step(&mut sgd, &grads)?)
+        };
+        let guard = ddp.no_sync();
+        pass(1)?;
+        drop(guard);
+        pass(2)?;
+        let error = pass(3).unwrap_err();
+        assert!(matches!(&error, Error::ReplicasDiffer { passes: 2, .. }), "{error:?}");
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn options_must_be_usable_and_the_same() {
     let messages = ranks(2, |pg| Ok(model(&pg, options(0)).map(drop).unwrap_err().to_string())).unwrap();
