@@ -461,6 +461,19 @@ fn an_asynchronous_error_of_nccl_ends_all_ranks() {
     }
 }
 
+/// Such as one of a version that this crate does not know.
+#[test]
+fn an_unknown_error_of_nccl_ends_all_ranks() {
+    const TEST: &str = "an_unknown_error_of_nccl_ends_all_ranks";
+    if gpus(TEST).is_none() || !emulated(TEST) {
+        return;
+    }
+    let variables = [("EMULATED_NCCL_FAIL_AFTER", "5"), ("EMULATED_NCCL_FAIL_WITH", "77")];
+    for report in Ranks::start_in(2, "killed", |rank| variables.into_iter().filter(move |_| rank == 1)).finish() {
+        assert!(report.contains("rank 1 ended the group: a collective: ncclResult_t 77, unknown result"), "{report}");
+    }
+}
+
 #[test]
 fn messages_with_a_rank_that_has_left_end_within_seconds() {
     if gpus("messages_with_a_rank_that_has_left_end_within_seconds").is_none() {

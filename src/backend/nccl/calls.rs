@@ -1,7 +1,8 @@
 //! The collectives as methods of a communicator.
 use super::comm::Comm;
+use super::ffi;
 use super::status::{CallResult, NcclFailure, int, status};
-use cudarc::nccl::{result, sys};
+use cudarc::nccl::sys;
 use std::ffi::c_void;
 
 /// A part of a tensor in the GPU's memory, in the form that NCCL's calls take.
@@ -40,10 +41,12 @@ impl Comm {
         &mut self,
         calls: impl FnOnce(&mut Self) -> std::result::Result<(), NcclFailure>,
     ) -> CallResult {
-        status("ncclGroupStart", result::group_start())?;
+        // SAFETY: a group of calls needs nothing.
+        status("ncclGroupStart", unsafe { ffi::ncclGroupStart() })?;
         let called = calls(self);
         // Runs even after an error, since the group of calls belongs to the thread and must not stay open.
-        let ended = status("ncclGroupEnd", result::group_end());
+        // SAFETY: it was begun above.
+        let ended = status("ncclGroupEnd", unsafe { ffi::ncclGroupEnd() });
         called.and(ended)
     }
 
@@ -56,7 +59,7 @@ impl Comm {
         let Buffer { count, dtype, .. } = memory;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclAllReduce", unsafe {
-            result::all_reduce(memory.pointer(), memory.pointer(), count, dtype, op, self.0, target.0)
+            ffi::ncclAllReduce(memory.pointer(), memory.pointer(), count, dtype, op, self.0, target.0)
         })
     }
 
@@ -70,7 +73,7 @@ impl Comm {
         let root = int("ncclBroadcast", root)?;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclBroadcast", unsafe {
-            result::broadcast(memory.pointer(), memory.pointer(), count, dtype, root, self.0, target.0)
+            ffi::ncclBroadcast(memory.pointer(), memory.pointer(), count, dtype, root, self.0, target.0)
         })
     }
 
@@ -92,7 +95,7 @@ impl Comm {
         let root = int("ncclReduce", root)?;
         // SAFETY: the caller's promise; the communicator is valid; the output is used on the root alone.
         status("ncclReduce", unsafe {
-            result::reduce(memory.pointer(), output, count, dtype, op, root, self.0, target.0)
+            ffi::ncclReduce(memory.pointer(), output, count, dtype, op, root, self.0, target.0)
         })
     }
 
@@ -103,7 +106,7 @@ impl Comm {
         let Buffer { count, dtype, .. } = input;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclAllGather", unsafe {
-            result::all_gather(input.pointer(), output.pointer(), count, dtype, self.0, target.0)
+            ffi::ncclAllGather(input.pointer(), output.pointer(), count, dtype, self.0, target.0)
         })
     }
 
@@ -120,7 +123,7 @@ impl Comm {
         let Buffer { count, dtype, .. } = output;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclReduceScatter", unsafe {
-            result::reduce_scatter(input.pointer(), output.pointer(), count, dtype, op, self.0, target.0)
+            ffi::ncclReduceScatter(input.pointer(), output.pointer(), count, dtype, op, self.0, target.0)
         })
     }
 
@@ -131,7 +134,7 @@ impl Comm {
         let Buffer { count, dtype, .. } = memory;
         let peer = int("ncclSend", peer)?;
         // SAFETY: the caller's promise; the communicator is valid.
-        status("ncclSend", unsafe { result::send(memory.pointer(), count, dtype, peer, self.0, target.0) })
+        status("ncclSend", unsafe { ffi::ncclSend(memory.pointer(), count, dtype, peer, self.0, target.0) })
     }
 
     /// # Safety
@@ -141,7 +144,7 @@ impl Comm {
         let Buffer { count, dtype, .. } = memory;
         let peer = int("ncclRecv", peer)?;
         // SAFETY: the caller's promise; the communicator is valid.
-        status("ncclRecv", unsafe { result::recv(memory.pointer(), count, dtype, peer, self.0, target.0) })
+        status("ncclRecv", unsafe { ffi::ncclRecv(memory.pointer(), count, dtype, peer, self.0, target.0) })
     }
 }
 

@@ -1,10 +1,11 @@
 //! An owned NCCL communicator: creating it, waiting for it, splitting it, and ending it.
 use super::NcclOptions;
-use super::status::{CallResult, NcclFailure, Status, Version, int, status, version};
+use super::ffi;
+use super::status::{CallResult, Code, NcclFailure, Status, Version, int, status, version};
 use crate::error::Failure;
 use crate::{Error, Result};
 use candle_ddp_engine::liveness::{Group, SuspectedFailure};
-use cudarc::nccl::{result, sys};
+use cudarc::nccl::sys;
 use std::ffi::{CString, c_char, c_int};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -24,7 +25,10 @@ pub(super) struct UniqueId(sys::ncclUniqueId);
 impl UniqueId {
     /// Creates an id. From then on, this process listens on a port for the other ranks.
     pub(super) fn new() -> Result<Self, NcclFailure> {
-        result::get_uniqueid().map(Self).map_err(|error| NcclFailure::new("ncclGetUniqueId", error))
+        let mut id = sys::ncclUniqueId { internal: [0; 128] };
+        // SAFETY: there is room for the id.
+        status("ncclGetUniqueId", unsafe { ffi::ncclGetUniqueId(&raw mut id) })?;
+        Ok(Self(id))
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
@@ -198,13 +202,7 @@ impl Comm {
         // SAFETY: `comm` is written before the call returns. `config` is a prefix of the struct that NCCL knows, says
         // so in its `size`, and is copied before the call returns.
         let begun = unsafe {
-            result::comm_init_rank_config(
-                &raw mut comm,
-                ranks,
-                id.0,
-                rank,
-                (&raw mut config).cast::<sys::ncclConfig_t>(),
-            )
+            ffi::ncclCommInitRankConfig(&raw mut comm, ranks, id.0, rank, (&raw mut config).cast::<sys::ncclConfig_t>())
         };
         let begun = status(CALL, begun);
         if comm.is_null() {
@@ -234,7 +232,7 @@ impl Comm {
         let slot: *mut sys::ncclComm_t = Box::into_raw(Box::new(std::ptr::null_mut()));
         // SAFETY: the communicator is valid and settled, `slot` outlives the operation; no configuration means this
         // communicator's own.
-        let begun = unsafe { sys::ncclCommSplit(self.0, color, key, slot, std::ptr::null_mut()) }.result();
+        let begun = unsafe { ffi::ncclCommSplit(self.0, color, key, slot, std::ptr::null_mut()) };
         if let Err(failure) = status(CALL, begun) {
             // SAFETY: it came from `Box::into_raw`, and a call that was refused does nothing.
             drop(unsafe { Box::from_raw(slot) });
@@ -256,11 +254,11 @@ impl Comm {
 
     /// Whether the last call is complete, or the error that has occurred since.
     pub(super) fn status(&mut self, operation: &'static str) -> CallResult {
-        let mut state = sys::ncclResult_t::ncclSuccess;
+        let mut state = Code::SUCCESS;
         // SAFETY: the communicator is valid, `state` is written before the call returns.
-        let asked = unsafe { sys::ncclCommGetAsyncError(self.0, &raw mut state) }.result();
+        let asked = unsafe { ffi::ncclCommGetAsyncError(self.0, &raw mut state) };
         status(operation, asked)?;
-        status(operation, state.result())
+        status(operation, state)
     }
 
     /// Waits until the communicator accepts the next call: spinning at first, since launches take microseconds.
@@ -290,7 +288,7 @@ impl Comm {
     /// Begins the end in good order: waits for calls in flight. Ranks of one host wait for each other.
     pub(super) fn finalize(&mut self, check: CancellationCheck) -> std::result::Result<(), WaitError> {
         // SAFETY: the communicator is valid.
-        status("ncclCommFinalize", unsafe { result::comm_finalize(self.0) })?;
+        status("ncclCommFinalize", unsafe { ffi::ncclCommFinalize(self.0) })?;
         self.settle("ncclCommFinalize", &mut *check)?;
         // The time may be over for the next step, in which nothing ends the wait.
         check().map_err(WaitError::Group)
@@ -300,7 +298,7 @@ impl Comm {
     pub(super) fn destroy(mut self) -> CallResult {
         let comm = std::mem::replace(&mut self.0, std::ptr::null_mut());
         // SAFETY: the communicator is valid and finalized, and nothing has it any more.
-        status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })
+        status("ncclCommDestroy", unsafe { ffi::ncclCommDestroy(comm) })
     }
 }
 
@@ -310,7 +308,7 @@ impl Drop for Comm {
             return;
         }
         // SAFETY: the communicator is valid, and nothing has it any more. Kernels of its calls end.
-        if let Err(failure) = status("ncclCommAbort", unsafe { result::comm_abort(self.0) }) {
+        if let Err(failure) = status("ncclCommAbort", unsafe { ffi::ncclCommAbort(self.0) }) {
             log::debug!("{failure}");
         }
     }

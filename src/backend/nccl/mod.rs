@@ -15,6 +15,7 @@ mod comm_stream;
 mod comm_streams;
 mod communicator;
 mod device;
+mod ffi;
 mod identity;
 mod launcher;
 mod links;

@@ -238,8 +238,12 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, error: *mut c_int) 
         if error.is_null() {
             return Err(invalid("ncclCommGetAsyncError: null"));
         }
+        let code = match visit.0.look() {
+            code @ (Code::Success | Code::InProgress) => code as c_int,
+            code => pretences().fail_with.unwrap_or(code as c_int),
+        };
         // SAFETY: the caller provides memory for a code.
-        unsafe { error.write(visit.0.look() as c_int) };
+        unsafe { error.write(code) };
         Ok(Code::Success)
     })
 }

@@ -42,6 +42,8 @@ pub(super) struct Pretences {
     pub(super) delay: Duration,
     /// The number of the call that fails, from 1; 0 for none.
     pub(super) fail_after: u64,
+    /// The code of all asynchronous errors, also one that no version of NCCL has.
+    pub(super) fail_with: Option<i32>,
     /// Encoded like NCCL's versions.
     pub(super) version: i32,
     /// Whether launches of messages never end.
@@ -63,6 +65,7 @@ pub(super) fn pretences() -> &'static Pretences {
     PRETENCES.get_or_init(|| Pretences {
         delay: Duration::from_millis(number("EMULATED_NCCL_DELAY_MS").unwrap_or(0)),
         fail_after: number("EMULATED_NCCL_FAIL_AFTER").unwrap_or(0),
+        fail_with: number("EMULATED_NCCL_FAIL_WITH"),
         version: number("EMULATED_NCCL_VERSION").unwrap_or(22_707),
         stuck: std::env::var_os("EMULATED_NCCL_STUCK_MESSAGES").is_some(),
         stuck_aborts: std::env::var_os("EMULATED_NCCL_STUCK_ABORTS").is_some(),
