@@ -1,51 +1,52 @@
 //! cuDNN's algorithms: choosing one, and running it.
 use super::descriptor::{Descriptors, failure};
+use super::ffi::{self, Candidate, Status};
 use crate::Result;
 use crate::kernels::launches::{Address, Convolve};
-use cudarc::cudnn::result;
-use cudarc::cudnn::sys::{
-    cudnnConvolutionBwdDataAlgo_t, cudnnConvolutionBwdFilterAlgo_t, cudnnConvolutionFwdAlgo_t, cudnnDeterminism_t,
-    cudnnHandle_t, cudnnMathType_t, cudnnStatus_t,
-};
+use cudarc::cudnn::sys::{cudnnDeterminism_t, cudnnHandle_t, cudnnMathType_t};
 use std::ffi::{c_int, c_void};
 
 /// The number of algorithms that cuDNN is asked for: more than it has.
 const CANDIDATES: usize = 16;
 
+/// An algorithm, by cuDNN's number.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Algorithm {
-    Forward(cudnnConvolutionFwdAlgo_t),
-    BackwardData(cudnnConvolutionBwdDataAlgo_t),
-    BackwardFilter(cudnnConvolutionBwdFilterAlgo_t),
+    Forward(u32),
+    BackwardData(u32),
+    BackwardFilter(u32),
 }
 
 /// Returns the first suitable candidate, and the size of its workspace in bytes. cuDNN orders candidates by expected time. A
 /// suitable one gives the same results in every run, has the precision asked for, and needs at most `limit` bytes.
 macro_rules! first {
-    ($limit:expr, $math:expr, $Algorithm:expr, |$count:ident, $candidates:ident| $query:expr, |$algorithm:ident| $size:expr) => {{
+    ($limit:expr, $math:expr, $Algorithm:expr, |$count:ident, $candidates:ident| $query:expr, |$algorithm:ident, $size:ident| $ask:expr) => {{
         // SAFETY: zero is a value of all fields.
-        let mut candidates = unsafe { std::mem::zeroed::<[_; CANDIDATES]>() };
+        let mut candidates = unsafe { std::mem::zeroed::<[Candidate; CANDIDATES]>() };
         let mut count: c_int = 0;
         let ($count, $candidates) = (&raw mut count, candidates.as_mut_ptr());
         // SAFETY: handle and descriptors exist, and there is room for as many candidates as asked for.
-        match unsafe { $query } {
+        match unsafe { $query }.result() {
             Ok(()) => {}
-            Err(result::CudnnError(cudnnStatus_t::CUDNN_STATUS_NOT_SUPPORTED)) => return Ok(None),
+            Err(error) if error.is_not_supported() => return Ok(None),
             Err(error) => return Err(failure("querying algorithms", error)),
         }
         let usable = candidates.iter().take(count.unsigned_abs() as usize).filter(|candidate| {
             let is_precise = $math != cudnnMathType_t::CUDNN_FMA_MATH
-                || matches!(candidate.mathType, cudnnMathType_t::CUDNN_FMA_MATH | cudnnMathType_t::CUDNN_DEFAULT_MATH);
-            candidate.status == cudnnStatus_t::CUDNN_STATUS_SUCCESS
-                && candidate.determinism == cudnnDeterminism_t::CUDNN_DETERMINISTIC
+                || [cudnnMathType_t::CUDNN_FMA_MATH, cudnnMathType_t::CUDNN_DEFAULT_MATH]
+                    .iter()
+                    .any(|math| *math as u32 == candidate.math);
+            candidate.status == Status::SUCCESS
+                && candidate.determinism == cudnnDeterminism_t::CUDNN_DETERMINISTIC as u32
                 && candidate.memory <= $limit
                 && is_precise
         });
         let mut sized = usable.filter_map(|candidate| {
-            let $algorithm = candidate.algo;
-            // SAFETY: handle and descriptors exist.
-            let size = unsafe { $size }.ok().filter(|size| *size <= $limit)?;
-            Some(($Algorithm($algorithm), size))
+            let mut size = 0;
+            let ($algorithm, $size) = (candidate.algorithm, &raw mut size);
+            // SAFETY: handle and descriptors exist, and there is room for the size.
+            unsafe { $ask }.result().ok()?;
+            (size <= $limit).then_some(($Algorithm($algorithm), size))
         });
         sized.next()
     }};
@@ -66,14 +67,31 @@ pub(super) fn choose(
             limit,
             math,
             Algorithm::Forward,
-            |count, found| result::get_convolution_forward_algorithm(handle, x, w, convolution, y, most, count, found),
-            |algorithm| result::get_convolution_forward_workspace_size(handle, x, w, convolution, y, algorithm)
+            |count, found| ffi::cudnnGetConvolutionForwardAlgorithm_v7(
+                handle,
+                x,
+                w,
+                convolution,
+                y,
+                most,
+                count,
+                found
+            ),
+            |algorithm, size| ffi::cudnnGetConvolutionForwardWorkspaceSize(
+                handle,
+                x,
+                w,
+                convolution,
+                y,
+                algorithm,
+                size
+            )
         ),
         Convolve::BackwardData => first!(
             limit,
             math,
             Algorithm::BackwardData,
-            |count, found| result::get_convolution_backward_data_algorithm(
+            |count, found| ffi::cudnnGetConvolutionBackwardDataAlgorithm_v7(
                 handle,
                 w,
                 y,
@@ -83,13 +101,21 @@ pub(super) fn choose(
                 count,
                 found
             ),
-            |algorithm| result::get_convolution_backward_data_workspace_size(handle, w, y, convolution, x, algorithm)
+            |algorithm, size| ffi::cudnnGetConvolutionBackwardDataWorkspaceSize(
+                handle,
+                w,
+                y,
+                convolution,
+                x,
+                algorithm,
+                size
+            )
         ),
         Convolve::BackwardFilter => first!(
             limit,
             math,
             Algorithm::BackwardFilter,
-            |count, found| result::get_convolution_backward_filter_algorithm(
+            |count, found| ffi::cudnnGetConvolutionBackwardFilterAlgorithm_v7(
                 handle,
                 x,
                 y,
@@ -99,7 +125,15 @@ pub(super) fn choose(
                 count,
                 found
             ),
-            |algorithm| result::get_convolution_backward_filter_workspace_size(handle, x, y, convolution, w, algorithm)
+            |algorithm, size| ffi::cudnnGetConvolutionBackwardFilterWorkspaceSize(
+                handle,
+                x,
+                y,
+                convolution,
+                w,
+                algorithm,
+                size
+            )
         ),
     })
 }
@@ -138,7 +172,7 @@ pub(super) fn run(
     // returns. The workspace is as large as cuDNN asked for.
     let done = unsafe {
         match algorithm {
-            Algorithm::Forward(algorithm) => result::convolution_forward(
+            Algorithm::Forward(algorithm) => ffi::cudnnConvolutionForward(
                 handle,
                 one,
                 x_is,
@@ -153,7 +187,7 @@ pub(super) fn run(
                 y_is,
                 y,
             ),
-            Algorithm::BackwardData(algorithm) => result::convolution_backward_data(
+            Algorithm::BackwardData(algorithm) => ffi::cudnnConvolutionBackwardData(
                 handle,
                 one,
                 w_is,
@@ -168,7 +202,7 @@ pub(super) fn run(
                 x_is,
                 x,
             ),
-            Algorithm::BackwardFilter(algorithm) => result::convolution_backward_filter(
+            Algorithm::BackwardFilter(algorithm) => ffi::cudnnConvolutionBackwardFilter(
                 handle,
                 one,
                 x_is,
@@ -185,9 +219,9 @@ pub(super) fn run(
             ),
         }
     };
-    match done {
+    match done.result() {
         Ok(()) => Ok(true),
-        Err(error) if accumulate && super::backend::is_not_supported(error.0) => Ok(false),
+        Err(error) if accumulate && error.is_not_supported() => Ok(false),
         Err(error) => Err(failure(format!("{algorithm:?}"), error)),
     }
 }

@@ -1,14 +1,14 @@
 //! cuDNN's descriptions of tensors and convolutions.
+use super::ffi::{self, Status};
 use crate::kernels::launches::ConvShape;
 use crate::{Error, MemoryFormat, Result};
 use candle_core::DType;
-use cudarc::cudnn::result::{self, CudnnError};
 use cudarc::cudnn::sys::{
     cudnnConvolutionDescriptor_t, cudnnConvolutionMode_t, cudnnDataType_t, cudnnFilterDescriptor_t, cudnnMathType_t,
     cudnnTensorDescriptor_t, cudnnTensorFormat_t,
 };
 
-pub(super) fn failure(operation: impl Into<String>, error: CudnnError) -> Error {
+pub(super) fn failure(operation: impl Into<String>, error: Status) -> Error {
     Error::Kernel { file: "cuDNN", operation: operation.into(), reason: error.to_string() }
 }
 
@@ -63,37 +63,46 @@ impl Descriptors {
         let this = Self::create().map_err(|error| failure("creating descriptors", error))?;
         // SAFETY: the descriptors were just created.
         let set = unsafe {
-            result::set_tensor4d_descriptor(this.x, format, dtype, x)
-                .and_then(|()| result::set_tensor4d_descriptor(this.y, format, dtype, y))
-                .and_then(|()| result::set_filter4d_descriptor(this.w, dtype, format, w))
-                .and_then(|()| {
-                    let [pads, strides, dilations] = [(pad_y, pad_x), (stride_y, stride_x), (dilation_y, dilation_x)];
-                    result::set_convolution2d_descriptor(
-                        this.convolution,
-                        pads.0,
-                        pads.1,
-                        strides.0,
-                        strides.1,
-                        dilations.0,
-                        dilations.1,
-                        mode,
-                        arithmetic,
-                    )
-                })
-                .and_then(|()| result::set_convolution_group_count(this.convolution, groups))
-                .and_then(|()| result::set_convolution_math_type(this.convolution, math))
+            let tensor = |tensor, [n, c, h, w]: [i32; 4]| {
+                ffi::cudnnSetTensor4dDescriptor(tensor, format, dtype, n, c, h, w).result()
+            };
+            let weights =
+                |[k, c, h, w]: [i32; 4]| ffi::cudnnSetFilter4dDescriptor(this.w, dtype, format, k, c, h, w).result();
+            let convolution = || {
+                ffi::cudnnSetConvolution2dDescriptor(
+                    this.convolution,
+                    pad_y,
+                    pad_x,
+                    stride_y,
+                    stride_x,
+                    dilation_y,
+                    dilation_x,
+                    mode,
+                    arithmetic,
+                )
+                .result()
+            };
+            tensor(this.x, x)
+                .and_then(|()| tensor(this.y, y))
+                .and_then(|()| weights(w))
+                .and_then(|()| convolution())
+                .and_then(|()| ffi::cudnnSetConvolutionGroupCount(this.convolution, groups).result())
+                .and_then(|()| ffi::cudnnSetConvolutionMathType(this.convolution, math).result())
         };
         set.map_err(|error| failure(format!("describing {shape:?}"), error))?;
         Ok(Some(this))
     }
 
-    fn create() -> std::result::Result<Self, CudnnError> {
+    fn create() -> std::result::Result<Self, Status> {
         let none = std::ptr::null_mut();
         let mut this = Self { x: none, y: none, w: std::ptr::null_mut(), convolution: std::ptr::null_mut() };
-        this.x = result::create_tensor_descriptor()?;
-        this.y = result::create_tensor_descriptor()?;
-        this.w = result::create_filter_descriptor()?;
-        this.convolution = result::create_convolution_descriptor()?;
+        // SAFETY: there is room for each descriptor.
+        unsafe {
+            ffi::cudnnCreateTensorDescriptor(&raw mut this.x).result()?;
+            ffi::cudnnCreateTensorDescriptor(&raw mut this.y).result()?;
+            ffi::cudnnCreateFilterDescriptor(&raw mut this.w).result()?;
+            ffi::cudnnCreateConvolutionDescriptor(&raw mut this.convolution).result()?;
+        }
         Ok(this)
     }
 }
@@ -104,14 +113,14 @@ impl Drop for Descriptors {
         unsafe {
             for tensor in [self.x, self.y] {
                 if !tensor.is_null() {
-                    let _ = result::destroy_tensor_descriptor(tensor);
+                    let _ = ffi::cudnnDestroyTensorDescriptor(tensor);
                 }
             }
             if !self.w.is_null() {
-                let _ = result::destroy_filter_descriptor(self.w);
+                let _ = ffi::cudnnDestroyFilterDescriptor(self.w);
             }
             if !self.convolution.is_null() {
-                let _ = result::destroy_convolution_descriptor(self.convolution);
+                let _ = ffi::cudnnDestroyConvolutionDescriptor(self.convolution);
             }
         }
     }

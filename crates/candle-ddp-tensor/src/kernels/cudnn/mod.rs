@@ -3,6 +3,7 @@ mod algorithm;
 mod attention;
 mod backend;
 mod descriptor;
+mod ffi;
 mod graph;
 mod workspace;
 
@@ -14,7 +15,7 @@ use algorithm::{Algorithm, Scalars, choose, run};
 use attention::Pass;
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{CudaDevice, DType};
-use cudarc::cudnn::result;
+use cudarc::cudnn::result::get_version;
 use cudarc::cudnn::sys::{cudnnHandle_t, cudnnMathType_t};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUdevice_attribute;
@@ -64,13 +65,13 @@ impl Drop for Handle {
         // Plans were made for the handle.
         self.attention.clear();
         // SAFETY: the handle was created, and is destroyed only here.
-        let _ = unsafe { result::destroy_handle(self.raw) };
+        let _ = unsafe { ffi::cudnnDestroy(self.raw) };
     }
 }
 
 impl Handle {
     fn new(stream: Arc<CudaStream>) -> Result<Self> {
-        let version = result::get_version();
+        let version = get_version();
         if version < OLDEST {
             return Err(Error::Unavailable {
                 what: format!("cuDNN {}.{}", version / 1000, version % 1000 / 100),
@@ -78,10 +79,13 @@ impl Handle {
             });
         }
         let limit = workspace::limit(stream.context())?;
-        let raw = result::create_handle().map_err(|error| failure("creating a handle", error))?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: there is room for the handle.
+        unsafe { ffi::cudnnCreate(&raw mut raw) }.result().map_err(|error| failure("creating a handle", error))?;
         let handle = Self { raw, stream, version, limit, plans: HashMap::new(), attention: HashMap::new() };
         // SAFETY: the handle was just created, and the stream lives at least as long.
-        unsafe { result::set_stream(raw, handle.stream.cu_stream().cast()) }
+        unsafe { ffi::cudnnSetStream(raw, handle.stream.cu_stream().cast()) }
+            .result()
             .map_err(|error| failure("setting the stream", error))?;
         Ok(handle)
     }
