@@ -123,6 +123,14 @@ pub trait Communicator: Send + Sync {
         }
     }
 
+    /// Tells the engine which place its group has among those of the job. An engine of this crate then notices ranks that wait for each
+    /// other in two groups.
+    #[doc(hidden)]
+    #[allow(unused_variables)]
+    fn enter_job(&self, membership: &candle_ddp_engine::standing::Membership) -> Result<()> {
+        Ok(())
+    }
+
     /// Creates the engine of a new group from this one. Rank `i` of the new group is rank `ranks[i]` of this one, and
     /// only the new group uses `store`. Every rank of this group must call it with the same `ranks`, even if it is not
     /// one of them.

@@ -63,6 +63,6 @@ impl ProcessGroup {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         VirtualRanks::check(virtual_ranks, world_size)?;
         let place = Place::of_all(Job::without_launcher(world_size), rank, world_size);
-        Ok(Self::around(communicator, store, place, settings, None))
+        Self::around(communicator, store, place, settings, None)
     }
 }

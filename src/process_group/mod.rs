@@ -144,7 +144,7 @@ impl ProcessGroup {
         let (place, recording) = (Place::of_all(job, rank, world_size), construction.recording.cloned());
         let construction = Construction { membership: Some(&place.membership), ..construction };
         let communicator = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings)?;
-        Ok(Self::around(communicator, store, place, settings, recording))
+        Self::around(communicator, store, place, settings, recording)
     }
 
     fn around(
@@ -153,8 +153,9 @@ impl ProcessGroup {
         place: Place,
         settings: Settings,
         recording: Option<Recording>,
-    ) -> Self {
-        Self(Arc::new(Inner {
+    ) -> Result<Self> {
+        communicator.enter_job(&place.membership)?;
+        Ok(Self(Arc::new(Inner {
             communicator: communicator.into(),
             store,
             settings,
@@ -169,7 +170,7 @@ impl ProcessGroup {
             speeds: Mutex::default(),
             stop: Stop::default(),
             kept: Mutex::default(),
-        }))
+        })))
     }
 
     /// This process's rank in the group, from 0 to `world_size() - 1`.

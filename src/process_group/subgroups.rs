@@ -66,7 +66,7 @@ impl ProcessGroup {
         };
         let communicator = self.member(split, &store, &place, recording.as_ref());
         let made = communicator.map_err(|error| self.note_of(&place, error))?;
-        Ok(made.map(|made| Self::around(made, store, place, settings, recording).listed()))
+        made.map(|made| Ok(Self::around(made, store, place, settings, recording)?.listed())).transpose()
     }
 
     /// Records the error of the construction of a group at `place`: the failure of this group if that has ended it.
@@ -113,7 +113,7 @@ impl ProcessGroup {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
             return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
         };
-        Ok(Self::around(made, store, place, settings, recording))
+        Self::around(made, store, place, settings, recording)
     }
 
     /// A group of the same ranks for tensors in host memory, over the CPU engine: PyTorch's second backend in
@@ -170,7 +170,7 @@ impl ProcessGroup {
         let (rank, world_size) = (self.rank(), self.world_size());
         let made = engine::communicator(construction, Arc::clone(&store), rank, world_size, &settings);
         let made = made.map_err(|error| self.note_of(&place, error))?;
-        Ok(Self::around(made, store, place, settings, recording))
+        Self::around(made, store, place, settings, recording)
     }
 
     /// This rank's handle to a group at `place` that was split off. If this group's engine cannot split, the new group gets its own

@@ -33,6 +33,7 @@ mod several;
 mod sharded_step;
 mod toolbox;
 mod training;
+mod two_groups;
 mod virtual_ranks;
 
 use candle_core::{DType, Device, Tensor};
@@ -125,7 +126,8 @@ fn rank_of_another_test() {
         _ if hazards::run(&worker, pg)
             || batch::run(&worker, pg)
             || late::run(&worker, pg)
-            || several::run(&worker, pg) => {}
+            || several::run(&worker, pg)
+            || two_groups::run(&worker, pg) => {}
         other => {
             let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
             report_floats(&worker, &toolbox::train(&pg(60), tool).unwrap());

@@ -4,7 +4,7 @@ use crate::error::Failure;
 use crate::group::Group;
 use crate::panic::lock;
 use crate::question::Question;
-use crate::standing::{GroupReport, Lane, Member, Membership, Thread, Wait, Waiting, strangers};
+use crate::standing::{GroupReport, Lane, Member, Membership, Thread, Wait, Waiting, may_call};
 use std::sync::{Arc, Weak};
 
 impl Member for Group {
@@ -29,18 +29,13 @@ impl Member for Group {
             let running = history.running().and_then(|sequence| Some((sequence, history.call_at(sequence)?)));
             if let Some((sequence, _)) = running {
                 let (thread, place) = history.runner();
-                waits.push(Wait { thread, channel, sequence, place });
+                waits.push(Wait { thread, channel, sequence, place, is_held: true });
             }
-            lanes.push(Lane { channel, started: history.started(), running });
+            lanes.push(Lane { channel, started: history.started(), running, behind: 0 });
         }
-        let has_callers = state.callers.iter().any(|thread| !thread.is_over());
-        let are_more = || strangers().zip(self.strangers).is_none_or(|(now, then)| now > then);
-        let is_open = !has_callers && are_more();
-        let helpers = state.callers.iter().filter(|thread| thread.is_helper && !thread.is_over());
-        let mut helpers: Vec<u64> = helpers.map(|thread| thread.id).collect();
-        helpers.sort_unstable();
-        let report = GroupReport { id, name: name.to_string(), rank: self.rank, is_open, helpers, lanes, waits };
-        (report, state.callers.clone())
+        let (is_open, helpers) = may_call(&state.callers, self.strangers);
+        let (name, rank, next, stream_waits) = (name.to_string(), self.rank, None, Vec::new());
+        (GroupReport { id, name, rank, is_open, helpers, lanes, waits, next, stream_waits }, state.callers.clone())
     }
 
     fn ask(&self) -> Vec<Vec<u8>> {
@@ -55,7 +50,7 @@ impl Member for Group {
 impl Group {
     /// While the result lives, the calling thread waits until call number `sequence` of `channel` is over, which another thread runs.
     pub(crate) fn waiting(&self, channel: Channel, sequence: u64) -> Waiting<'_> {
-        Waiting::new(&self.waits, channel, sequence)
+        Waiting::new(&self.waits, channel, sequence, true)
     }
 
     /// Lists the group in its job.

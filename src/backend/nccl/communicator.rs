@@ -24,6 +24,7 @@ use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp_engine::liveness::{Fence, Group, HealthStore, Watched};
+use candle_ddp_engine::standing::Membership;
 use candle_ddp_engine::{Call, Channel};
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
@@ -207,6 +208,8 @@ impl NcclCommunicator {
     fn launch(&self, calls: &[(Call, Channel)], prepared: Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
         // Before the lock is taken, for which an abort would wait: both streams may be full.
         self.group.await_room(MOST_IN_FLIGHT)?;
+        let preparing = self.group.prepare();
+        work.done.set_prepared(&preparing);
         let marked = self.comm_stream.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
         let started = {
             let _turn = lock(&self.turn);
@@ -224,6 +227,7 @@ impl NcclCommunicator {
                 Ok(())
             })
         };
+        drop(preparing);
         started.map_err(|error| error.end_group(&self.group))?;
         Ok(work)
     }
@@ -236,6 +240,8 @@ impl NcclCommunicator {
         };
         let prepared = self.prepare(&collective)?;
         let work = self.work(call, tensors(&collective), pair.streams.clone(), false);
+        let preparing = self.group.prepare();
+        work.done.set_prepared(&preparing);
         self.group.begin(channel, call, work.done.clone())?;
         let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
         pair.launcher.push(Job { prepared, ready, work: work.clone() });
@@ -353,6 +359,10 @@ impl Communicator for NcclCommunicator {
         self.group.fail(failure);
     }
 
+    fn enter_job(&self, membership: &Membership) -> Result<()> {
+        Ok(self.group.enter_job(membership)?)
+    }
+
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         self.try_split(ranks, store)
     }
@@ -377,6 +387,7 @@ impl Drop for NcclCommunicator {
         let pairs = lock(&self.pairs).drain().map(|(_, pair)| pair.launcher).collect::<Vec<_>>();
         self.launcher.take().into_iter().chain(pairs).for_each(|launcher| launcher.end(deadline));
         self.group.leave();
+        self.group.leave_job();
         self.group.end();
         self.threads.drain(..).for_each(|thread| join_until(thread, deadline));
         // On a separate thread, since an abort may hang in NCCL.

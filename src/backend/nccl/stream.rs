@@ -1,12 +1,13 @@
 //! The stream that collectives run on, and the fences between it and candle's.
 use super::calls::Target;
+use crate::kernels;
 use crate::panic::lock;
-use candle_core::CudaDevice;
-use candle_ddp_engine::liveness::Fence;
+use candle_core::{CudaDevice, Device};
+use candle_ddp_engine::liveness::{Fence, Group, Order, Preparing};
 use cudarc::driver::sys::{self, CUevent_flags, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, result};
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,8 @@ pub(super) struct Streams {
     context: Arc<CudaContext>,
     candle: Arc<CudaStream>,
     pub(super) nccl: Arc<CudaStream>,
+    /// Whether candle's stream is the same for all threads.
+    is_shared: bool,
     high_priority: bool,
     /// For events without times.
     unused: Unused,
@@ -57,7 +60,8 @@ impl Streams {
         // calls of another group.
         unsafe { context.disable_event_tracking() };
         let nccl = new_stream(&context, high_priority)?;
-        Ok(Self { context, candle, nccl, high_priority, unused: Unused::default() })
+        let is_shared = kernels::has_own_stream(&Device::Cuda(device.clone())).unwrap_or(false);
+        Ok(Self { context, candle, nccl, is_shared, high_priority, unused: Unused::default() })
     }
 
     /// The same device with another stream for NCCL.
@@ -174,9 +178,14 @@ impl Streams {
         best.map(|(_, clock)| clock).ok_or(DriverError(CUresult::CUDA_ERROR_UNKNOWN))
     }
 
-    /// Makes this thread's later work in candle wait for `done`. The host does not wait.
-    pub(super) fn hand_over(&self, done: &CudaEvent) -> Result<(), DriverError> {
-        self.candle.wait(done)
+    /// Makes this thread's later work in candle wait for a call that is on the stream. The host does not wait.
+    pub(super) fn hand_over(&self, done: &Done) -> Result<(), DriverError> {
+        let Some(mark) = done.mark() else { return Ok(()) };
+        self.candle.wait(mark)?;
+        if self.is_shared && done.awaited.load(Ordering::Relaxed) == 0 {
+            done.awaited.store(Group::number(), Ordering::SeqCst);
+        }
+        Ok(())
     }
 }
 
@@ -218,11 +227,20 @@ pub(super) struct Done {
     clock: Option<Arc<Clock>>,
     /// Whether only its `Work` still holds the call.
     started: AtomicBool,
+    /// See [`Order`]; 0 if there is no number.
+    behind: AtomicU64,
+    awaited: AtomicU64,
 }
 
 impl Done {
     pub(super) fn new(clock: Option<Arc<Clock>>) -> Self {
-        Self { mark: OnceLock::new(), begun: OnceLock::new(), clock, started: AtomicBool::new(false) }
+        let (started, [behind, awaited]) = (AtomicBool::new(false), [(); 2].map(|()| AtomicU64::new(0)));
+        Self { mark: OnceLock::new(), begun: OnceLock::new(), clock, started, behind, awaited }
+    }
+
+    /// Notes that the first fence of the call is recorded after this.
+    pub(super) fn set_prepared(&self, preparing: &Preparing) {
+        self.behind.store(preparing.behind, Ordering::SeqCst);
     }
 
     pub(super) fn mark(&self) -> Option<&CudaEvent> {
@@ -251,5 +269,10 @@ impl Done {
 impl Fence for Done {
     fn is_over(&self) -> Result<bool, String> {
         self.mark().map_or(Ok(false), |mark| mark.try_is_complete().map_err(super::cuda_error))
+    }
+
+    fn order(&self) -> Order {
+        let awaited = Some(self.awaited.load(Ordering::SeqCst)).filter(|number| *number > 0);
+        Order { behind: self.behind.load(Ordering::SeqCst), awaited }
     }
 }

@@ -6,7 +6,6 @@ use crate::backend::Completion;
 use candle_core::Tensor;
 use candle_ddp_engine::Call;
 use candle_ddp_engine::liveness::{Fence, Group};
-use cudarc::driver::CudaEvent;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,12 +21,19 @@ pub(super) struct NcclWork {
 }
 
 impl NcclWork {
-    /// Returns the second fence once the call is on the stream. A thread may still have to put it there: a message, or a collective
+    /// Waits until the call is on the stream. A thread may still have to put it there: a message, or a collective
     /// whose ranks NCCL connects first. That thread must not be the last to hold the tensors: it would free them on a stream that is not
     /// ordered with what follows the wait.
-    fn done(&self) -> Result<&CudaEvent> {
-        self.group.wait_for(|| self.done.started().map(drop))?;
-        self.done.mark().ok_or_else(|| self.failed("its fence is missing"))
+    fn await_launch(&self) -> Result<()> {
+        if self.done.started().is_none() {
+            let _waiting = self.group.waiting(&*self.done, false);
+            self.group.wait_for(|| self.done.started().map(drop))?;
+        }
+        Ok(())
+    }
+
+    fn hand_over(&self) -> Result<()> {
+        self.streams.hand_over(&self.done).map_err(|error| self.failed(&super::cuda_error(error)))
     }
 
     fn failed(&self, reason: &str) -> crate::Error {
@@ -44,14 +50,15 @@ impl Completion for NcclWork {
         if self.blocks_host {
             return self.synchronize();
         }
-        let done = self.done()?;
-        self.streams.hand_over(done).map_err(|error| self.failed(&super::cuda_error(error)))
+        self.await_launch()?;
+        self.hand_over()
     }
 
     fn synchronize(&self) -> Result<()> {
         const SPINS: u32 = 100;
         const LONGEST: Duration = Duration::from_millis(1);
-        let done = self.done()?;
+        let _waiting = self.group.waiting(&*self.done, true);
+        self.await_launch()?;
         let mut pause = Duration::from_micros(20);
         for round in 0.. {
             let over = self.is_over()?;
@@ -67,7 +74,7 @@ impl Completion for NcclWork {
                 pause = (pause * 2).min(LONGEST);
             }
         }
-        self.streams.hand_over(done).map_err(|error| self.failed(&super::cuda_error(error)))
+        self.hand_over()
     }
 
     fn is_completed(&self) -> bool {
@@ -82,9 +89,8 @@ impl Completion for NcclWork {
 impl Drop for NcclWork {
     /// A tensor is freed in the order of candle's stream, which must be behind the call even if no thread waited.
     fn drop(&mut self) {
-        if let Some(done) = self.done.mark()
-            && !matches!(self.done.is_over(), Ok(true))
-            && let Err(error) = self.streams.hand_over(done)
+        if !matches!(self.done.is_over(), Ok(true))
+            && let Err(error) = self.streams.hand_over(&self.done)
         {
             log::debug!("{}: {}", self.call, super::cuda_error(error));
         }

@@ -200,7 +200,7 @@ pub(crate) fn queued(work: impl Fn(ProcessGroup) + Sync) {
             virtual_ranks: None,
         };
         let place = Place::of_all(Job::without_launcher(2), rank, 2);
-        ProcessGroup::around(Box::new(communicator), store.clone(), place, settings, None)
+        ProcessGroup::around(Box::new(communicator), store.clone(), place, settings, None).unwrap()
     };
     std::thread::scope(|scope| {
         let (group, work) = (&group, &work);

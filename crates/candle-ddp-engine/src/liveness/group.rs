@@ -5,15 +5,30 @@ use crate::error::Failure;
 use crate::failure::{CallHistory, ExpiredCall, ProgressReport};
 use crate::flight_recorder::{CallRecord, Recorded, Recording};
 use crate::panic::{lock, wait, wait_timeout};
+use crate::standing::{Membership, Thread, Wait};
 use crate::{Call, Channel};
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Tells whether a call in flight is complete.
 pub trait Fence: Send + Sync {
     /// An error is one of the device, after which nothing runs on it.
     fn is_over(&self) -> Result<bool, String>;
+
+    /// Its place among what the program's stream waits for.
+    fn order(&self) -> Order {
+        Order::default()
+    }
+}
+
+/// The place of a call among what the program's stream on the device waits for. These waits are [numbered](Group::number) in their order.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Order {
+    /// The call runs behind all waits up to this number.
+    pub behind: u64,
+    /// The number of the stream's wait for the call itself: whatever the program puts on the stream later runs behind the call.
+    pub awaited: Option<u64>,
 }
 
 /// One group, as seen by one of its ranks.
@@ -26,43 +41,55 @@ pub struct Group {
     pub timeout: Duration,
     /// For the flight recorder, if there is one.
     pub recording: Option<Recording>,
+    /// Its place in its job, and how many threads the rank did not know when the group got it.
+    pub(super) place: OnceLock<(Membership, Option<usize>)>,
+    /// The threads that wait for calls.
+    pub(super) waits: Mutex<Vec<Wait>>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-struct State {
+pub(super) struct State {
     /// A suspected failure, whose root cause is being searched.
     suspected: Option<SuspectedFailure>,
-    failure: Option<Failure>,
+    pub(super) failure: Option<Failure>,
     /// Whether the other ranks know of the failure, or this rank learned of it from them.
     published: bool,
-    collectives: CallHistory,
+    pub(super) collectives: CallHistory,
     /// The messages of each channel.
-    messages: HashMap<Channel, CallHistory>,
+    pub(super) messages: HashMap<Channel, CallHistory>,
     /// How many calls of each channel the flight recorder wants.
     recorded: usize,
-    outstanding: Vec<Outstanding>,
+    pub(super) outstanding: Vec<Outstanding>,
+    /// The threads that have made calls.
+    pub(super) callers: Vec<Arc<Thread>>,
+    /// The number of the last wait of the program's stream, for each thread that is about to start a call behind that.
+    pub(super) preparing: Vec<u64>,
+    /// Whether this rank wants to know where all ranks stand.
+    pub(super) asks: bool,
+    /// The answers.
+    pub(super) answers: Option<Vec<Vec<u8>>>,
     /// When the device was last asked which calls are complete.
     swept: Instant,
     /// Whether this rank is about to leave in good order.
-    leaving: bool,
+    pub(super) leaving: bool,
     /// Whether the watchdog and the poller should end.
     over: bool,
 }
 
-struct Outstanding {
-    channel: Channel,
-    sequence: u64,
-    call: Call,
+pub(super) struct Outstanding {
+    pub(super) channel: Channel,
+    pub(super) sequence: u64,
+    pub(super) call: Call,
     deadline: Instant,
-    fence: Arc<dyn Fence>,
+    pub(super) fence: Arc<dyn Fence>,
     /// Whether it is a message that later collectives wait for.
-    is_of_batch: bool,
+    pub(super) is_of_batch: bool,
 }
 
 impl Outstanding {
     /// The channel whose stream the call runs on.
-    fn stream(&self) -> Channel {
+    pub(super) fn stream(&self) -> Channel {
         if self.is_of_batch { Channel::Collectives } else { self.channel }
     }
 }
@@ -86,8 +113,9 @@ impl Group {
     /// A group without calls.
     pub fn new(rank: usize, world_size: usize, timeout: Duration, recording: Option<Recording>) -> Arc<Self> {
         let recorded = recording.as_ref().map_or(0, |recording| recording.recorder.entries());
-        let state = Mutex::new(State::new(recorded));
-        let group = Arc::new(Self { rank, world_size, timeout, recording, state, changed: Condvar::new() });
+        let (state, changed) = (Mutex::new(State::new(recorded)), Condvar::new());
+        let (place, waits) = (OnceLock::new(), Mutex::default());
+        let group = Arc::new(Self { rank, world_size, timeout, recording, place, waits, state, changed });
         if let Some(recording) = &group.recording {
             let group: Weak<Self> = Arc::downgrade(&group);
             recording.register(group);
@@ -95,27 +123,8 @@ impl Group {
         group
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
-    }
-
-    /// Waits until fewer than `most` calls are on the stream of the collectives. The driver would wait too once that is full, and
-    /// holds up the thread that ends the group then: this rank's own wait ends if the group fails.
-    pub fn await_room(&self, most: usize) -> Result<(), Failure> {
-        const PAUSE: Duration = Duration::from_micros(50);
-        let on_stream = |call: &&Outstanding| call.stream() == Channel::Collectives;
-        let state = self.state();
-        let last = state.outstanding.iter().rev().filter(on_stream).nth(most.saturating_sub(1));
-        let Some(fence) = last.map(|call| Arc::clone(&call.fence)) else { return Ok(()) };
-        drop(state);
-        // After an error of the device, the watchdog ends the group.
-        while !matches!(fence.is_over(), Ok(true)) {
-            if let Some(failure) = self.root_cause() {
-                return Err(failure);
-            }
-            std::thread::sleep(PAUSE);
-        }
-        Ok(())
     }
 
     /// Records that `call` is about to be started, with the fence that tells when it is complete. Returns its sequence
@@ -133,10 +142,9 @@ impl Group {
     }
 
     fn begin_as(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>, is_of_batch: bool) -> Result<u64, Failure> {
-        if let Some(failure) = self.root_cause() {
-            return Err(failure);
-        }
+        self.check()?;
         let mut state = self.state();
+        Thread::enter(&mut state.callers);
         let history = state.history_mut(channel);
         let sequence = history.started() + 1;
         // On a stream, calls begin in the order in which they are started.
@@ -199,6 +207,7 @@ impl Group {
 
     /// Waits until no call is in flight. Returns the failure if that comes first. Every call has a deadline.
     pub fn drain(&self) -> Option<Failure> {
+        let _waiting = self.waiting_for_all();
         let mut state = self.state();
         while state.failure.is_none() && !state.outstanding.is_empty() {
             state = wait(&self.changed, state);
@@ -278,6 +287,9 @@ impl Group {
     }
 
     fn set_failure(&self, failure: Failure, published: bool) -> Failure {
+        if let Some((membership, _)) = self.place.get() {
+            membership.pass_on(&failure);
+        }
         let mut state = self.state();
         if let Some(first) = &state.failure {
             return first.clone();
@@ -318,9 +330,13 @@ impl Group {
         self.wait_until(deadline_after(patience), |state| state.failure.clone())
     }
 
-    /// Returns an error if the group has failed.
+    /// Returns an error, for the program, if the group has failed.
     pub fn check(&self) -> Result<(), Failure> {
-        self.root_cause().map_or(Ok(()), Err)
+        let Some(failure) = self.root_cause() else { return Ok(()) };
+        if let Some((membership, _)) = self.place.get() {
+            membership.tell();
+        }
+        Err(failure)
     }
 
     /// For the heartbeat monitor: waits until there is something to do, at most for `tick`.
@@ -370,7 +386,8 @@ impl Group {
         loop {
             if state.suspected.is_some() || state.failure.is_some() {
                 drop(state);
-                return Err(self.root_cause().unwrap_or_else(|| self.unknown()));
+                self.check()?;
+                return Err(self.unknown());
             }
             if let Some(result) = found() {
                 return Ok(result);
@@ -384,10 +401,10 @@ impl Group {
         Failure::PeerFailed { peer: self.rank, reason: "the cause is not known".to_string() }
     }
 
-    fn wait_until<T>(&self, deadline: Instant, found: impl Fn(&State) -> Option<T>) -> Option<T> {
+    pub(super) fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = self.state();
         loop {
-            if let Some(result) = found(&state) {
+            if let Some(result) = found(&mut state) {
                 return Some(result);
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -408,6 +425,8 @@ pub(super) struct News {
     pub(super) unpublished: Option<Failure>,
     /// The notice with which it must leave.
     pub(super) leaving: Option<ShutdownNotice>,
+    /// Whether it must ask where all ranks stand.
+    pub(super) asks: bool,
 }
 
 impl State {
@@ -420,6 +439,10 @@ impl State {
             messages: HashMap::new(),
             recorded,
             outstanding: Vec::new(),
+            callers: Vec::new(),
+            preparing: Vec::new(),
+            asks: false,
+            answers: None,
             swept: Instant::now(),
             leaving: false,
             over: false,
@@ -458,6 +481,7 @@ impl State {
             suspected: self.suspected.clone().filter(|_| self.failure.is_none()),
             unpublished: self.failure.clone().filter(|_| !self.published),
             leaving: self.leaving.then(|| self.shutdown_notice()),
+            asks: self.asks,
         }
     }
 }

@@ -18,6 +18,9 @@ const FAILURE: &str = "failure";
 /// The rank that asks for all ranks' progress, and which of its collectives has expired; empty while no rank asks.
 const QUERY: &str = "query";
 
+/// How often a rank has asked where all ranks stand.
+const STANDING: &str = "standing";
+
 /// The rank that left first, and after which collective; empty while no rank has left.
 const DEPARTURE: &str = "departure";
 /// The number of ranks that have left.
@@ -25,6 +28,11 @@ const LEFT: &str = "left";
 
 fn report_key(rank: usize) -> String {
     format!("report/{rank}")
+}
+
+/// Where this rank stands, behind the number of the question that it answers; empty before the first one.
+fn standing_key(rank: usize) -> String {
+    format!("standing/{rank}")
 }
 
 /// Set once this rank knows the group's failure.
@@ -77,6 +85,8 @@ pub(super) struct Messages {
 pub(super) struct Look {
     pub(super) failure: Option<Failure>,
     pub(super) query: Option<ProgressQuery>,
+    /// How often a rank has asked where all ranks stand.
+    pub(super) asked: u64,
     /// The first rank that left.
     pub(super) departure: Option<ShutdownRecord>,
     pub(super) heartbeat: Vec<u8>,
@@ -98,6 +108,8 @@ impl HealthStore {
         for key in [FAILURE, QUERY, DEPARTURE] {
             health_store.store.compare_set(key, b"", b"")?;
         }
+        health_store.store.add(STANDING, 0)?;
+        health_store.store.set(&standing_key(rank), b"")?;
         Ok(health_store)
     }
 
@@ -126,6 +138,8 @@ impl HealthStore {
             writer.u32(*peer as u32).u64(*sent).u64(*received);
         }
         self.store.set(&heartbeat_key(self.rank), &goodbye(&writer.0))?;
+        // Nobody need wait for an answer.
+        self.answer_standing(u64::MAX, &[])?;
         self.close()
     }
 
@@ -134,8 +148,9 @@ impl HealthStore {
         if self.store.add(LEFT, 1)? < self.world_size as i64 {
             return Ok(());
         }
-        let of_ranks = (0..self.world_size).flat_map(|rank| [heartbeat_key(rank), report_key(rank), told_key(rank)]);
-        for key in [FAILURE, QUERY, DEPARTURE, LEFT].map(str::to_string).into_iter().chain(of_ranks) {
+        let of_ranks = (0..self.world_size)
+            .flat_map(|rank| [heartbeat_key(rank), report_key(rank), told_key(rank), standing_key(rank)]);
+        for key in [FAILURE, QUERY, DEPARTURE, STANDING, LEFT].map(str::to_string).into_iter().chain(of_ranks) {
             self.store.delete(&key)?;
         }
         Ok(())
@@ -170,11 +185,12 @@ impl HealthStore {
 
     /// Reads everything that concerns this rank, and the heartbeat of `peer`, in one request.
     pub(super) fn look(&self, peer: usize) -> Result<Look> {
-        let values = self.store.multi_get(&[FAILURE, QUERY, DEPARTURE, &heartbeat_key(peer)])?;
-        let [failure, query, departure, heartbeat] = &values[..] else { return Ok(Look::default()) };
+        let values = self.store.multi_get(&[FAILURE, QUERY, STANDING, DEPARTURE, &heartbeat_key(peer)])?;
+        let [failure, query, asked, departure, heartbeat] = &values[..] else { return Ok(Look::default()) };
         Ok(Look {
             failure: decode(failure),
             query: decode(query),
+            asked: decode(asked).unwrap_or_default(),
             departure: decode(departure),
             heartbeat: heartbeat.clone(),
         })
@@ -196,6 +212,28 @@ impl HealthStore {
         let mut writer = Writer::default();
         report.encode(&mut writer);
         self.store.set(&report_key(self.rank), &writer.0)
+    }
+
+    /// Asks all ranks where they stand. Returns the number of the question.
+    pub(super) fn ask_standing(&self) -> Result<u64> {
+        Ok(self.store.add(STANDING, 1)?.cast_unsigned())
+    }
+
+    /// Answers question number `number`, and those before it.
+    pub(super) fn answer_standing(&self, number: u64, report: &[u8]) -> Result<()> {
+        let answer = [&number.to_le_bytes(), report].concat();
+        self.store.set(&standing_key(self.rank), &answer)
+    }
+
+    /// The answers of the other ranks to question number `number`; `None` for ranks that have not answered it yet.
+    pub(super) fn standings(&self, number: u64) -> Result<Vec<Option<Vec<u8>>>> {
+        let keys: Vec<String> = (0..self.world_size).filter(|rank| *rank != self.rank).map(standing_key).collect();
+        let answers = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let answer = |bytes: Vec<u8>| {
+            let (answered, report) = bytes.split_first_chunk()?;
+            (u64::from_le_bytes(*answered) >= number).then(|| report.to_vec())
+        };
+        Ok(answers.into_iter().map(answer).collect())
     }
 
     /// The answers of all ranks; `None` for ranks that have not answered yet.

@@ -5,11 +5,15 @@ use super::health_store::{HealthStore, ProgressQuery, ShutdownRecord};
 use crate::error::Failure;
 use crate::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
 use crate::rendezvous::liveness::{Ring, await_heard, has_left};
+use crate::standing::Member;
 use crate::{Call, Channel, Result};
 use std::time::{Duration, Instant};
 
 /// How long other ranks have to report their progress.
 pub(super) const PATIENCE: Duration = Duration::from_secs(4);
+
+/// How long other ranks have to say where they stand.
+const ANSWERS: Duration = Duration::from_secs(3);
 
 /// The longest time between two looks into the store.
 const TICK: Duration = Duration::from_millis(500);
@@ -35,6 +39,9 @@ struct MonitorState {
     /// How long the store has not answered, and its first error.
     without_store: Option<(Duration, String)>,
     answered: Option<ProgressQuery>,
+    /// The number of the last question where all ranks stand, and when this rank saw that another one had asked it.
+    asked: u64,
+    heard: Option<Instant>,
     /// Whether the others have been told that this rank knows of the failure.
     told: bool,
 }
@@ -48,10 +55,12 @@ impl HeartbeatMonitor<'_> {
             ring: Ring::new(self.group.rank, self.group.world_size),
             without_store: None,
             answered: None,
+            asked: 0,
+            heard: None,
             told: false,
         };
         loop {
-            let News { suspected, unpublished, leaving } = self.group.news(tick);
+            let News { suspected, unpublished, leaving, asks } = self.group.news(tick);
             if let Some(suspected) = suspected {
                 let failure = self.resolve(&suspected, &mut state);
                 let first = self.health_store.publish(&failure).unwrap_or(failure);
@@ -76,6 +85,13 @@ impl HeartbeatMonitor<'_> {
                     log::debug!("rank {}: cannot say goodbye: {error}", self.group.rank);
                 }
                 return;
+            }
+            if asks {
+                let answers = self.where_all_stand(&mut state).unwrap_or_else(|error| {
+                    log::debug!("rank {}: cannot ask where the others stand: {error}", self.group.rank);
+                    Vec::new()
+                });
+                self.group.answer(answers);
             }
             let start = Instant::now();
             match self.round(&mut state) {
@@ -114,6 +130,7 @@ impl HeartbeatMonitor<'_> {
             self.group.fail(failure);
             return Ok(());
         }
+        self.answer_standing(look.asked, state)?;
         if look.query != state.answered
             && let Some(query) = look.query
         {
@@ -126,6 +143,41 @@ impl HeartbeatMonitor<'_> {
             self.group.fail(self.lost(peer));
         }
         Ok(())
+    }
+
+    /// Says where this rank stands, if another rank has asked.
+    fn answer_standing(&self, asked: u64, state: &mut MonitorState) -> Result<()> {
+        if asked > state.asked {
+            self.health_store.answer_standing(asked, &self.group.report())?;
+            (state.asked, state.heard) = (asked, Some(Instant::now()));
+        }
+        Ok(())
+    }
+
+    /// Asks where all ranks stand; returns the answers of the others. None if another rank has just asked, which decides for all.
+    fn where_all_stand(&self, state: &mut MonitorState) -> Result<Vec<Vec<u8>>> {
+        const RECENT: Duration = Duration::from_secs(2);
+        const PAUSE: Duration = Duration::from_millis(100);
+        if state.heard.is_some_and(|heard| heard.elapsed() < RECENT) {
+            return Ok(Vec::new());
+        }
+        let number = self.health_store.ask_standing()?;
+        state.asked = state.asked.max(number);
+        let deadline = Instant::now() + ANSWERS;
+        loop {
+            let answers = self.health_store.standings(number)?;
+            if answers.iter().all(Option::is_some) || Instant::now() >= deadline || Member::is_over(self.group) {
+                return Ok(answers.into_iter().flatten().collect());
+            }
+            std::thread::sleep(PAUSE);
+            // Others ask as well, and watch this rank's heartbeat.
+            let look = self.health_store.look(self.group.rank)?;
+            if look.failure.is_some() {
+                return Ok(Vec::new());
+            }
+            self.answer_standing(look.asked, state)?;
+            self.beat(state)?;
+        }
     }
 
     /// The failure if a call in flight needs a rank that has left.

@@ -7,9 +7,11 @@
 mod group;
 mod health_store;
 mod heartbeat;
+mod member;
 mod watchdog;
 
-pub use group::{Fence, Group, SuspectedFailure};
+pub use group::{Fence, Group, Order, SuspectedFailure};
 pub use health_store::HealthStore;
 pub use heartbeat::{HeartbeatMonitor, without_asking};
+pub use member::Preparing;
 pub use watchdog::{Watched, poll, watch};

@@ -1,100 +1,157 @@
 //! Finds ranks that wait for each other, from where they stand.
-use super::report::{GroupReport, Report, Wait};
+use super::report::{GroupReport, Lane, Report};
 use crate::call::{Call, Channel};
 use crate::error::Failure;
 use crate::gone::needs;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
-/// A thread that waits: the index of its rank's report, and its number.
-type Waiter = (usize, u64);
-
-/// The threads that are taken for stuck, each with its group and its wait.
-type Waiters<'a> = BTreeMap<Waiter, (&'a GroupReport, &'a Wait)>;
+/// A rank's running call in a channel of a group: the places of the rank's report, the group and the lane.
+type Running = (usize, usize, usize);
 
 /// The failure of ranks that wait for each other, if there are some. Of a rank that must be taken for busy, there is no report.
 pub(crate) fn deadlock(reports: &[Report]) -> Option<Failure> {
-    let mut members: HashMap<u64, Vec<(usize, &GroupReport)>> = HashMap::new();
-    let mut stuck = Waiters::new();
+    let mut view = View { reports, members: HashMap::new(), stuck: BTreeSet::new() };
     for (index, report) in reports.iter().enumerate() {
-        for group in &report.groups {
-            members.entry(group.id).or_default().push((index, group));
-            stuck.extend(group.waits.iter().map(|wait| ((index, wait.thread), (group, wait))));
+        for (place, group) in report.groups.iter().enumerate() {
+            view.members.entry(group.id).or_default().push((index, place));
+            let running = group.lanes.iter().enumerate().filter(|(_, lane)| lane.running.is_some());
+            view.stuck.extend(running.map(|(lane, _)| (index, place, lane)));
         }
     }
-    let blocker = |stuck: &Waiters, (index, _): &Waiter, (group, wait): (&GroupReport, &Wait)| {
-        let (sequence, call) = group.lane(wait.channel)?.running.filter(|(sequence, _)| *sequence <= wait.sequence)?;
-        let others = members.get(&group.id)?.iter().filter(|(other, _)| other != index);
-        let mut late = others.filter(|(_, theirs)| lacks(group, wait.channel, (sequence, &call), theirs));
-        late.find_map(|(other, theirs)| stuck_thread(stuck, (*other, &reports[*other]), theirs))
-    };
     // At first, all are taken for stuck.
     loop {
-        let before = stuck.len();
-        let still: Waiters = stuck
-            .iter()
-            .filter(|(waiter, at)| blocker(&stuck, waiter, **at).is_some())
-            .map(|(w, at)| (*w, *at))
-            .collect();
-        stuck = still;
-        if stuck.len() == before {
+        let still: BTreeSet<Running> =
+            view.stuck.iter().copied().filter(|running| view.blocker(*running).is_some()).collect();
+        let is_done = still.len() == view.stuck.len();
+        view.stuck = still;
+        if is_done {
             break;
         }
     }
-    // Whoever follows the waits comes to a rank for the second time.
-    let mut path: Vec<Waiter> = vec![*stuck.keys().next()?];
+    // Whoever follows the waits comes to a call for the second time.
+    let mut path = vec![*view.stuck.first()?];
     let cycle = loop {
-        let last = path.last()?;
-        let next = blocker(&stuck, last, *stuck.get(last)?)?;
-        if let Some(first) = path.iter().position(|waiter| *waiter == next) {
+        let next = view.blocker(*path.last()?)?;
+        if let Some(first) = path.iter().position(|running| *running == next) {
             break path.split_off(first);
         }
         path.push(next);
     };
-    Some(describe(reports, &stuck, cycle))
+    Some(view.describe(cycle))
 }
 
-/// Whether a call, which runs in `ours`, cannot end before another rank has started its part, and that has not.
-fn lacks(ours: &GroupReport, channel: Channel, (sequence, call): (u64, &Call), theirs: &GroupReport) -> bool {
-    let (is_needed, part) = match channel {
-        Channel::Collectives => (needs(ours.rank, call, theirs.rank), Channel::Collectives),
-        Channel::RecvFrom(peer) => (peer == theirs.rank, Channel::SendTo(ours.rank)),
-        // Its data may be on its way without the receiver.
-        Channel::SendTo(_) => return false,
-    };
-    is_needed && theirs.lane(part).map_or(0, |lane| lane.started) < sequence
+/// Where the ranks stand, and which of their running calls are taken for stuck: they never end.
+struct View<'a> {
+    reports: &'a [Report],
+    /// The places of the reports and of the group in them, by the group.
+    members: HashMap<u64, Vec<(usize, usize)>>,
+    stuck: BTreeSet<Running>,
 }
 
-/// One of the rank's threads that may make calls in the group, if all of them are stuck.
-fn stuck_thread(stuck: &Waiters, (index, report): (usize, &Report), group: &GroupReport) -> Option<Waiter> {
-    if group.is_open {
-        return None;
+impl View<'_> {
+    fn at(&self, (report, group, lane): Running) -> (&GroupReport, &Lane) {
+        let group = &self.reports[report].groups[group];
+        (group, &group.lanes[lane])
     }
-    let mut threads = report.threads.iter().chain(&group.helpers).map(|thread| (index, *thread)).peekable();
-    let first = *threads.peek()?;
-    threads.all(|thread| stuck.contains_key(&thread)).then_some(first)
+
+    /// The stuck call because of which a stuck call does not end: of this rank, or of another one that has not begun its part of the call.
+    fn blocker(&self, running: Running) -> Option<Running> {
+        let (group, lane) = self.at(running);
+        let (sequence, call) = lane.running?;
+        let own = group.next.and_then(|_| self.before(running.0, lane.behind));
+        own.or_else(|| {
+            let others = self.members.get(&group.id)?.iter().filter(|(other, _)| *other != running.0);
+            others.copied().find_map(|(report, place)| {
+                let part = needed(group, lane.channel, &call, &self.reports[report].groups[place])?;
+                self.prevents(report, place, part, sequence)
+            })
+        })
+    }
+
+    /// The stuck call because of which a rank does not begin call number `sequence` of `channel`.
+    fn prevents(&self, report: usize, place: usize, channel: Channel, sequence: u64) -> Option<Running> {
+        let group = &self.reports[report].groups[place];
+        // The calls of a channel run in order.
+        if let Some(earlier) = self.awaited(report, place, channel, sequence.saturating_sub(1)) {
+            return Some(earlier);
+        }
+        if let Some(lane) = group.lane(channel).filter(|lane| lane.started >= sequence) {
+            let is_next = lane.running.is_some_and(|(number, _)| number == sequence);
+            return group.next.filter(|_| is_next).and_then(|_| self.before(report, lane.behind));
+        }
+        group.next.and_then(|next| self.before(report, next)).or_else(|| self.holds_threads(report, group))
+    }
+
+    /// A stuck call that the program's stream waits for, of those up to number `last`.
+    fn before(&self, report: usize, last: u64) -> Option<Running> {
+        let groups = self.reports[report].groups.iter().enumerate();
+        let waits = groups.flat_map(|(place, group)| group.stream_waits.iter().map(move |wait| (place, wait)));
+        let mut waits = waits.filter(|(_, wait)| wait.number <= last);
+        waits.find_map(|(place, wait)| self.awaited(report, place, wait.channel, wait.sequence))
+    }
+
+    /// The stuck call that the rank's first thread waits for, if all threads that may make calls in the group wait for one.
+    fn holds_threads(&self, report: usize, group: &GroupReport) -> Option<Running> {
+        if group.is_open {
+            return None;
+        }
+        let threads = self.reports[report].threads.iter().chain(&group.helpers);
+        let held: Option<Vec<Running>> =
+            threads.map(|thread| self.holds(report, *thread, group.next.is_some())).collect();
+        held?.first().copied()
+    }
+
+    /// The stuck call that a thread waits for before it makes another call, or before another call of it runs on the GPU.
+    fn holds(&self, report: usize, thread: u64, is_on_gpu: bool) -> Option<Running> {
+        let groups = self.reports[report].groups.iter().enumerate();
+        let waits = groups.flat_map(|(place, group)| group.waits.iter().map(move |wait| (place, wait)));
+        let mut waits = waits.filter(|(_, wait)| wait.thread == thread && (wait.is_held || is_on_gpu));
+        waits.find_map(|(place, wait)| self.awaited(report, place, wait.channel, wait.sequence))
+    }
+
+    /// The running call of `channel`, if it is stuck, and is call number `sequence` or comes before that.
+    fn awaited(&self, report: usize, place: usize, channel: Channel, sequence: u64) -> Option<Running> {
+        let lanes = &self.reports[report].groups[place].lanes;
+        let is_awaited =
+            |lane: &Lane| lane.channel == channel && lane.running.is_some_and(|(number, _)| number <= sequence);
+        let running = (report, place, lanes.iter().position(is_awaited)?);
+        self.stuck.contains(&running).then_some(running)
+    }
+
+    /// Describes a cycle, in which each call waits for the next one. All ranks that find it describe it alike.
+    fn describe(&self, mut cycle: Vec<Running>) -> Failure {
+        let rank_of = |(report, ..): Running| self.reports[report].rank;
+        let lowest = cycle.iter().enumerate().min_by_key(|(_, running)| (rank_of(**running), **running));
+        let lowest = lowest.map_or(0, |(at, _)| at);
+        cycle.rotate_left(lowest);
+        let known = |running: &Running| {
+            let (group, lane) = self.at(*running);
+            let (sequence, call) = lane.running?;
+            let waits = group.waits.iter().find(|wait| wait.channel == lane.channel && wait.sequence >= sequence);
+            let place = call.place.text().or_else(|| waits?.place.text()).map(|place| (rank_of(*running), place));
+            Some(((rank_of(*running), format!("{call} in {}", group.name)), place))
+        };
+        let (calls, places): (Vec<_>, Vec<Option<_>>) = cycle.iter().filter_map(known).unzip();
+        let mut calls = calls.into_iter();
+        let [(rank_b, call_b), (rank_a, mut call_a)] = std::array::from_fn(|_| calls.next().unwrap_or_default());
+        calls.for_each(|(rank, call)| call_a += &format!(", rank {rank} in {call}"));
+        Failure::Desync { sequence: 0, rank_a, call_a, rank_b, call_b, places: places.into_iter().flatten().collect() }
+    }
 }
 
-/// Describes a cycle, in which each waits for the next one. All ranks that find it describe it alike.
-fn describe(reports: &[Report], stuck: &Waiters, mut cycle: Vec<Waiter>) -> Failure {
-    let rank_of = |(index, _): &Waiter| reports[*index].rank;
-    let lowest = cycle.iter().enumerate().min_by_key(|(_, waiter)| (rank_of(waiter), waiter.1)).map_or(0, |(at, _)| at);
-    cycle.rotate_left(lowest);
-    let known = |waiter: &Waiter| {
-        let (group, wait) = stuck.get(waiter)?;
-        let (_, call) = group.lane(wait.channel)?.running?;
-        let place = call.place.text().or_else(|| wait.place.text()).map(|place| (rank_of(waiter), place));
-        Some(((rank_of(waiter), format!("{call} in {}", group.name)), place))
-    };
-    let (calls, places): (Vec<_>, Vec<Option<_>>) = cycle.iter().filter_map(known).unzip();
-    let mut calls = calls.into_iter();
-    let [(rank_b, call_b), (rank_a, mut call_a)] = std::array::from_fn(|_| calls.next().unwrap_or_default());
-    calls.for_each(|(rank, call)| call_a += &format!(", rank {rank} in {call}"));
-    Failure::Desync { sequence: 0, rank_a, call_a, rank_b, call_b, places: places.into_iter().flatten().collect() }
+/// The channel of another rank's part of a call in `ours`, if the call cannot end before that part has begun.
+fn needed(ours: &GroupReport, channel: Channel, call: &Call, theirs: &GroupReport) -> Option<Channel> {
+    match channel {
+        Channel::Collectives => needs(ours.rank, call, theirs.rank).then_some(channel),
+        Channel::RecvFrom(peer) => (peer == theirs.rank).then_some(Channel::SendTo(ours.rank)),
+        // Its data may be on its way without the receiver.
+        Channel::SendTo(_) => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::Lane;
+    use super::super::report::{StreamWait, Wait};
     use super::*;
     use crate::call_site::CallSite;
     use crate::operation::Operation;
@@ -107,15 +164,17 @@ mod tests {
     fn group(id: usize, rank: usize, call: Call, (started, thread): Part) -> GroupReport {
         let channel = Channel::Collectives;
         let running = thread.map(|_| (started, call));
-        let wait = |thread| Wait { thread, channel, sequence: started, place: CallSite::NONE };
+        let wait = |thread| Wait { thread, channel, sequence: started, place: CallSite::NONE, is_held: true };
         GroupReport {
             id: id as u64,
             name: GROUPS[id].to_string(),
             rank,
             is_open: false,
             helpers: Vec::new(),
-            lanes: vec![Lane { channel, started, running }],
+            lanes: vec![Lane { channel, started, running, behind: 0 }],
             waits: thread.map(wait).into_iter().collect(),
+            next: None,
+            stream_waits: Vec::new(),
         }
     }
 
@@ -192,5 +251,63 @@ mod tests {
             rank(2, &[4], barrier, [(2, None), (5, None)]),
         ];
         assert_eq!(text(&reports), None);
+    }
+
+    /// A rank in two groups on a GPU. In each, so many calls were started, the last one is not over, and this is its number among what the
+    /// program's stream waits for, before it (0: nothing), and itself (0: the stream does not wait for it).
+    fn gpu_rank(rank: usize, parts: [(u64, u64, u64); 2]) -> Report {
+        let barrier = Call::bare(Operation::Barrier);
+        let groups = [0, 1].map(|id| {
+            let (started, behind, number) = parts[id];
+            let mut group = group(id, rank, barrier, (started, None));
+            let (channel, is_waited_for) = (Channel::Collectives, number > 0);
+            group.lanes[0].running = (is_waited_for || behind > 0).then_some((started, barrier));
+            group.lanes[0].behind = behind;
+            group.next = Some(u64::MAX);
+            group.stream_waits.extend(is_waited_for.then_some(StreamWait { channel, sequence: started, number }));
+            group
+        });
+        Report { rank, threads: vec![1], groups: groups.to_vec() }
+    }
+
+    #[test]
+    fn a_stream_that_waits_for_a_call_holds_up_all_later_calls() {
+        // Rank 0 has not called in the second group, and rank 1 not in the first one.
+        let first = gpu_rank(0, [(4, 0, 9), (5, 0, 0)]);
+        let second = gpu_rank(1, [(3, 0, 0), (6, 0, 7)]);
+        let begin = "rank 0 waits in barrier() in the group of all ranks, rank 1 in barrier() in another group";
+        assert!(text(&[first.clone(), second]).unwrap().starts_with(begin));
+        // Both have made both calls, in different orders.
+        let ahead = |rank, parts| gpu_rank(rank, parts);
+        let both = [ahead(0, [(4, 1, 9), (6, 9, 10)]), ahead(1, [(4, 7, 8), (6, 1, 7)])];
+        assert!(text(&both).unwrap().starts_with(begin));
+        for (name, other) in [
+            ("the same order", ahead(1, [(4, 6, 7), (6, 7, 8)])),
+            ("its stream does not wait", ahead(1, [(3, 0, 0), (6, 1, 0)])),
+            ("it was launched before the stream waited", ahead(1, [(4, 6, 8), (6, 1, 7)])),
+            ("it is about to launch a call that comes before the wait", {
+                let mut other = gpu_rank(1, [(3, 0, 0), (6, 0, 7)]);
+                other.groups[0].next = Some(6);
+                other
+            }),
+            ("another group is not on the GPU", {
+                let mut other = gpu_rank(1, [(3, 0, 0), (6, 0, 7)]);
+                other.groups[0].next = None;
+                other
+            }),
+        ] {
+            assert_eq!(text(&[both[0].clone(), other]), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_thread_that_only_launches_holds_up_no_call_on_the_cpu() {
+        let barrier = Call::bare(Operation::Barrier);
+        let first = rank(0, &[1], barrier, [(3, Some(1)), (5, None)]);
+        let mut second = rank(1, &[7], barrier, [(2, None), (6, Some(7))]);
+        second.groups[1].waits[0].is_held = false;
+        assert_eq!(text(&[first.clone(), second.clone()]), None);
+        second.groups[0].next = Some(u64::MAX);
+        assert!(text(&[first, second]).is_some());
     }
 }

@@ -223,7 +223,7 @@ impl Standing {
                 return;
             }
             drop(inner);
-            let now = waits(&self.report());
+            let now = held_up(&self.report());
             if now.is_none() || now != seen {
                 (seen, ticks, due) = (now, 0, FIRST);
                 continue;
@@ -267,23 +267,30 @@ impl Standing {
     }
 }
 
-/// The waits of the program's threads, if all of them wait.
-fn waits(report: &Report) -> Option<Vec<(u64, Wait)>> {
+/// What holds up the program: the first call that its stream waits for, or the waits of its threads, if all of them wait.
+fn held_up(report: &Report) -> Option<(u64, Vec<(u64, Wait)>)> {
+    let on_stream = report.groups.iter().flat_map(|group| &group.stream_waits).map(|wait| wait.number);
+    if let Some(first) = on_stream.min() {
+        return Some((first, Vec::new()));
+    }
     let all = report.groups.iter().flat_map(|group| group.waits.iter().map(|wait| (group.id, *wait)));
     let waits: Vec<_> = all.filter(|(_, wait)| report.threads.contains(&wait.thread)).collect();
     let does_wait = |thread: &u64| waits.iter().any(|(_, wait)| wait.thread == *thread);
-    (!waits.is_empty() && report.threads.iter().all(does_wait)).then_some(waits)
+    (!waits.is_empty() && report.threads.iter().all(does_wait)).then_some((0, waits))
 }
 
 /// While this lives, the calling thread waits for a call.
-pub(crate) struct Waiting<'a> {
+#[derive(Debug)]
+#[must_use]
+pub struct Waiting<'a> {
     waits: &'a Mutex<Vec<Wait>>,
     wait: Wait,
 }
 
 impl<'a> Waiting<'a> {
-    pub(crate) fn new(waits: &'a Mutex<Vec<Wait>>, channel: Channel, sequence: u64) -> Self {
-        let wait = Wait { thread: current(), channel, sequence, place: CallSite::outermost() };
+    /// See [`Wait`] for `is_held`.
+    pub(crate) fn new(waits: &'a Mutex<Vec<Wait>>, channel: Channel, sequence: u64, is_held: bool) -> Self {
+        let wait = Wait { thread: current(), channel, sequence, place: CallSite::outermost(), is_held };
         lock(waits).push(wait);
         Self { waits, wait }
     }

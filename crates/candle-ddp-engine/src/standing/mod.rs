@@ -12,12 +12,23 @@
 //! so the ranks are asked twice, and only what is the same in both answers counts: then it was so at the moment between
 //! the two. Calls are numbered, and a thread waits for each only once, so a wait that is seen twice lasted from the first answer to the
 //! second. What is stuck at one moment stays so.
+//!
+//! **On a GPU**, a thread rarely waits in a call: it launches calls, and later reads a tensor in candle, which nobody here sees. But the order
+//! in which the GPU runs what is launched is known. All threads of a program use one stream; [`Work::wait`](crate::Work) lets that stream wait
+//! for a call; and a call begins once everything is over that was on the stream when it was launched. So whatever is launched after the wait,
+//! in any group, runs after the call, also if the host is far ahead. Such a call is stuck if a rank that it needs has launched its part
+//! behind a stuck call, or has not launched it and can only do so behind one, since its stream or all of its threads wait for one.
+//! These are facts about orders, so it does not matter that a rank hears late that its GPU has finished a call.
+//!
+//! The time-out alone ends what cannot be known: ranks of which one waits outside of this crate for a call that its stream does not wait for;
+//! on a device of `Device::new_cuda`, where each thread has a stream, ranks of which no thread waits in this crate; ranks that wait in a
+//! batch of messages, whose kernel ends as a whole; and kernels for which the GPU has no room.
 mod deadlock;
 mod job;
 mod report;
 mod threads;
 
-pub use job::Membership;
-pub(crate) use job::{Member, Waiting};
-pub(crate) use report::{GroupReport, Lane, Wait};
-pub(crate) use threads::{Thread, current, strangers};
+pub(crate) use job::Member;
+pub use job::{Membership, Waiting};
+pub(crate) use report::{GroupReport, Lane, StreamWait, Wait};
+pub(crate) use threads::{Thread, current, may_call, strangers};

@@ -32,6 +32,9 @@ pub(crate) struct GroupReport {
     /// The channels that have had calls.
     pub(crate) lanes: Vec<Lane>,
     pub(crate) waits: Vec<Wait>,
+    /// For a group on a GPU: the rank's next call there runs behind everything that the program's stream waits for up to this number.
+    pub(crate) next: Option<u64>,
+    pub(crate) stream_waits: Vec<StreamWait>,
 }
 
 /// How far a rank is in a channel.
@@ -40,8 +43,10 @@ pub(crate) struct Lane {
     pub(crate) channel: Channel,
     /// The last call that was started; it may still be queued.
     pub(crate) started: u64,
-    /// The call that is running.
+    /// The call that is running or, on a GPU, the first one that is not over.
     pub(crate) running: Option<(u64, Call)>,
+    /// That call runs behind everything that the program's stream waits for up to this number.
+    pub(crate) behind: u64,
 }
 
 /// A thread that waits until a call is over.
@@ -52,6 +57,17 @@ pub(crate) struct Wait {
     pub(crate) sequence: u64,
     /// Where the program waits.
     pub(crate) place: CallSite,
+    /// Whether the thread continues only once the call is over. Otherwise, what it puts on the GPU runs after the call.
+    pub(crate) is_held: bool,
+}
+
+/// The program's stream on the GPU waits until a call is over: whatever is put on it from now on runs later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StreamWait {
+    pub(crate) channel: Channel,
+    pub(crate) sequence: u64,
+    /// The waits of a process are numbered in their order.
+    pub(crate) number: u64,
 }
 
 impl GroupReport {
@@ -76,19 +92,25 @@ impl Report {
             writer.u64(group.id).text(&group.name).u32(group.rank as u32).u8(u8::from(group.is_open));
             write_numbers(&mut writer, &group.helpers);
             writer.u32(group.lanes.len() as u32);
-            for Lane { channel, started, running } in &group.lanes {
+            for Lane { channel, started, running, behind } in &group.lanes {
                 write_channel(&mut writer, *channel);
-                writer.u64(*started).u8(u8::from(running.is_some()));
+                writer.u64(*started).u64(*behind).u8(u8::from(running.is_some()));
                 if let Some((sequence, call)) = running {
                     call.encode(writer.u64(*sequence));
                     [call.label.code(), call.shape.code(), call.place.code()].into_iter().for_each(&mut note);
                 }
             }
             writer.u32(group.waits.len() as u32);
-            for Wait { thread, channel, sequence, place } in &group.waits {
+            for Wait { thread, channel, sequence, place, is_held } in &group.waits {
                 write_channel(&mut writer, *channel);
-                writer.u64(*thread).u64(*sequence).u32(place.code());
+                writer.u64(*thread).u64(*sequence).u32(place.code()).u8(u8::from(*is_held));
                 note(place.code());
+            }
+            writer.u8(u8::from(group.next.is_some())).u64(group.next.unwrap_or_default());
+            writer.u32(group.stream_waits.len() as u32);
+            for StreamWait { channel, sequence, number } in &group.stream_waits {
+                write_channel(&mut writer, *channel);
+                writer.u64(*sequence).u64(*number);
             }
         }
         writer.u32(codes.len() as u32);
@@ -115,20 +137,25 @@ fn read_group(reader: &mut Reader) -> Option<GroupReport> {
     let (id, name, rank, is_open) = (reader.u64()?, reader.text()?, reader.rank()?, reader.u8()? != 0);
     let helpers = read_numbers(reader)?;
     let lanes = (0..reader.u32()?).map(|_| {
-        let (channel, started) = (read_channel(reader)?, reader.u64()?);
+        let (channel, started, behind) = (read_channel(reader)?, reader.u64()?, reader.u64()?);
         let running = match reader.u8()? {
             0 => None,
             _ => Some((reader.u64()?, Call::decode(reader)?)),
         };
-        Some(Lane { channel, started, running })
+        Some(Lane { channel, started, running, behind })
     });
     let lanes = lanes.collect::<Option<_>>()?;
     let waits = (0..reader.u32()?).map(|_| {
         let channel = read_channel(reader)?;
         let (thread, sequence, place) = (reader.u64()?, reader.u64()?, CallSite::from_code(reader.u32()?));
-        Some(Wait { thread, channel, sequence, place })
+        Some(Wait { thread, channel, sequence, place, is_held: reader.u8()? != 0 })
     });
-    Some(GroupReport { id, name, rank, is_open, helpers, lanes, waits: waits.collect::<Option<_>>()? })
+    let waits = waits.collect::<Option<_>>()?;
+    let (is_on_gpu, next) = (reader.u8()? != 0, reader.u64()?);
+    let stream_waits = (0..reader.u32()?)
+        .map(|_| Some(StreamWait { channel: read_channel(reader)?, sequence: reader.u64()?, number: reader.u64()? }));
+    let stream_waits = stream_waits.collect::<Option<_>>()?;
+    Some(GroupReport { id, name, rank, is_open, helpers, lanes, waits, next: is_on_gpu.then_some(next), stream_waits })
 }
 
 fn write_numbers(writer: &mut Writer, numbers: &[u64]) {
@@ -166,8 +193,10 @@ mod tests {
     fn reports_can_be_encoded_and_decoded() {
         let call = Call { count: 8, ..Call::bare(Operation::AllReduce) };
         let channels = [Channel::Collectives, Channel::SendTo(3), Channel::RecvFrom(4)];
-        let lane = |channel| Lane { channel, started: 1 << 40, running: (channel != channels[1]).then_some((7, call)) };
-        let wait = |channel| Wait { thread: 9, channel, sequence: 7, place: CallSite::from_code(3) };
+        let running = |channel| (channel != channels[1]).then_some((7, call));
+        let lane = |channel| Lane { channel, started: 1 << 40, running: running(channel), behind: 1 << 41 };
+        let wait = |channel| Wait { thread: 9, channel, sequence: 7, place: CallSite::from_code(3), is_held: true };
+        let stream_wait = |channel| StreamWait { channel, sequence: 8, number: 1 << 42 };
         let group = GroupReport {
             id: u64::MAX,
             name: "the group of all ranks".to_string(),
@@ -176,8 +205,11 @@ mod tests {
             helpers: vec![4],
             lanes: channels.map(lane).to_vec(),
             waits: channels.map(wait).to_vec(),
+            next: Some(u64::MAX),
+            stream_waits: channels.map(stream_wait).to_vec(),
         };
-        let report = Report { rank: 2, threads: vec![1, 1 << 50], groups: vec![group] };
+        let on_cpus = GroupReport { next: None, stream_waits: Vec::new(), ..group.clone() };
+        let report = Report { rank: 2, threads: vec![1, 1 << 50], groups: vec![group, on_cpus] };
         let bytes = report.encode();
         assert_eq!(Report::decode(&bytes), Some(report));
         for cut in 0..bytes.len() {

@@ -41,6 +41,16 @@ pub(crate) fn strangers() -> Option<usize> {
     Some(all.saturating_sub(helpers() + KNOWN.load(Ordering::Relaxed)))
 }
 
+/// Whether a thread may make calls in a group that has not made any yet, and the helpers that make calls there, of which `callers` have
+/// done so. When it was made, so many threads were `strangers`.
+pub(crate) fn may_call(callers: &[Arc<Thread>], strangers: Option<usize>) -> (bool, Vec<u64>) {
+    let living = || callers.iter().filter(|thread| !thread.is_over());
+    let are_more = || self::strangers().zip(strangers).is_none_or(|(now, then)| now > then);
+    let mut helpers: Vec<u64> = living().filter(|thread| thread.is_helper).map(|thread| thread.id).collect();
+    helpers.sort_unstable();
+    (living().next().is_none() && are_more(), helpers)
+}
+
 impl Thread {
     pub(crate) fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Relaxed)
