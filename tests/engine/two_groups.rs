@@ -69,9 +69,15 @@ fn ranks_that_use_two_groups_in_different_orders_hear_of_it() {
 #[ignore = "started by another test"]
 fn alone_in_its_process() {
     cross(true);
-    // A new thread may make the first call in a group.
+    // A new thread may make the first call in a group, even if another one has ended.
     let all = spawn_with(SpawnOptions { world_size: 2, ..Default::default() }, |pg| {
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let unrelated = std::thread::spawn(move || _ = ended.recv());
         let other = pg.new_group(&[0, 1])?.unwrap();
+        // No thread is new yet.
+        pg.barrier()?;
+        drop(end);
+        unrelated.join().unwrap();
         if pg.rank() == 1 {
             other.barrier()?;
             return pg.barrier();

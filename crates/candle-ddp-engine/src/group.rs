@@ -18,6 +18,7 @@ use crate::tcp::frame::Frame;
 use crate::tcp::transport::Transport;
 use crate::warnings::warn_aloud;
 use candle_ddp_rendezvous::json::encode;
+use rustix::thread::Pid;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -42,8 +43,8 @@ pub(crate) struct Group {
     recorder: Option<Arc<FlightRecorder>>,
     /// Its place in its job.
     pub(crate) membership: Option<Membership>,
-    /// How many threads this rank did not know when it made the group.
-    pub(crate) strangers: Option<usize>,
+    /// The threads of this process that were unknown when this rank made the group.
+    pub(crate) strangers: Option<Vec<Pid>>,
     /// The threads that wait for calls that other threads run.
     pub(crate) waits: Mutex<Vec<Wait>>,
     pub(crate) state: Mutex<State>,

@@ -33,7 +33,7 @@ impl Member for Group {
             }
             lanes.push(Lane { channel, started: history.started(), running, behind: 0 });
         }
-        let (is_open, helpers) = may_call(&state.callers, self.strangers);
+        let (is_open, helpers) = may_call(&state.callers, self.strangers.as_deref());
         let (name, rank, next, stream_waits) = (name.to_string(), self.rank, None, Vec::new());
         (GroupReport { id, name, rank, is_open, helpers, lanes, waits, next, stream_waits }, state.callers.clone())
     }

@@ -1,7 +1,9 @@
 //! Threads, whose errors say which limit to raise.
+use crate::panic::lock;
 use crate::{Error, Result};
+use rustix::thread::{Pid, gettid};
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Mutex;
 use std::thread::{Builder, JoinHandle};
 
 thread_local! {
@@ -9,17 +11,17 @@ thread_local! {
     static IS_HELPER: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The number of threads that run.
-static HELPERS: AtomicUsize = AtomicUsize::new(0);
+/// The threads that run.
+static HELPERS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 /// Whether [`spawn`] has started the calling thread. It then runs nothing of the program's.
 pub fn is_helper() -> bool {
     IS_HELPER.get()
 }
 
-/// How many threads that [`spawn`] has started run.
-pub fn helpers() -> usize {
-    HELPERS.load(Ordering::Relaxed)
+/// The threads that [`spawn`] has started, and that run, as the system numbers them.
+pub fn helpers() -> Vec<Pid> {
+    lock(&HELPERS).clone()
 }
 
 /// Starts a thread, for work of this library.
@@ -32,22 +34,19 @@ pub fn spawn<T: Send + 'static>(
 ) -> Result<JoinHandle<T>> {
     let name = name.into();
     let body = || {
-        /// Counts the thread until it ends, even by a panic.
-        struct Counted;
-        impl Drop for Counted {
+        /// Lists the thread until it ends, even by a panic.
+        struct Listed(Pid);
+        impl Drop for Listed {
             fn drop(&mut self) {
-                HELPERS.fetch_sub(1, Ordering::Relaxed);
+                lock(&HELPERS).retain(|helper| *helper != self.0);
             }
         }
-        let _counted = Counted;
+        let listed = Listed(gettid());
+        lock(&HELPERS).push(listed.0);
         IS_HELPER.set(true);
         body()
     };
-    HELPERS.fetch_add(1, Ordering::Relaxed);
-    Builder::new().name(name.clone()).spawn(body).map_err(|error| {
-        HELPERS.fetch_sub(1, Ordering::Relaxed);
-        not_started(&name, error)
-    })
+    Builder::new().name(name.clone()).spawn(body).map_err(|error| not_started(&name, error))
 }
 
 /// The error of a thread that the system has not started.

@@ -7,6 +7,7 @@ use crate::flight_recorder::{CallRecord, Recorded, Recording};
 use crate::panic::{lock, wait, wait_timeout};
 use crate::standing::{Membership, Thread, Wait};
 use crate::{Call, Channel};
+use rustix::thread::Pid;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -41,8 +42,8 @@ pub struct Group {
     pub timeout: Duration,
     /// For the flight recorder, if there is one.
     pub recording: Option<Recording>,
-    /// Its place in its job, and how many threads the rank did not know when the group got it.
-    pub(super) place: OnceLock<(Membership, Option<usize>)>,
+    /// Its place in its job, and the threads that the rank did not know when the group got it.
+    pub(super) place: OnceLock<(Membership, Option<Vec<Pid>>)>,
     /// The threads that wait for calls.
     pub(super) waits: Mutex<Vec<Wait>>,
     state: Mutex<State>,

@@ -42,7 +42,8 @@ impl Member for Group {
         });
         let stream_waits = stream_waits.collect();
         let next = Some(state.preparing.iter().copied().min().unwrap_or(u64::MAX));
-        let (is_open, helpers) = may_call(&state.callers, self.place.get().and_then(|(_, strangers)| *strangers));
+        let (is_open, helpers) =
+            may_call(&state.callers, self.place.get().and_then(|(_, strangers)| strangers.as_deref()));
         let (name, rank) = (name.to_string(), self.rank);
         (GroupReport { id, name, rank, is_open, helpers, lanes, waits, next, stream_waits }, state.callers.clone())
     }

@@ -6,8 +6,8 @@
 //!
 //! **Never a false alarm.** A thread counts as stuck only if it waits in a call that cannot end before a certain rank has made its
 //! part of it, if that rank has not, and if every thread of that rank that may do so is stuck too: all threads of the program that have
-//! ever made a call or a group. If none has made a call in that group, a new thread may be about to: the process must not have more
-//! other threads than when it made the group. A thread that computes, sleeps,
+//! ever made a call or a group. If none has made a call in that group, a new thread may be about to: the process must not have
+//! other threads that it did not have when it made the group. A thread that computes, sleeps,
 //! reads files or waits for anything but a call is not stuck, nor is a rank that does not answer. Answers are not given at one instant,
 //! so the ranks are asked twice, and only what is the same in both answers counts: then it was so at the moment between
 //! the two. Calls are numbered, and a thread waits for each only once, so a wait that is seen twice lasted from the first answer to the

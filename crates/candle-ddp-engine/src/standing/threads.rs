@@ -1,7 +1,9 @@
 //! The threads of a program that make calls.
+use crate::panic::lock;
 use candle_ddp_rendezvous::thread::{helpers, is_helper};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use rustix::thread::{Pid, gettid};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// A thread.
 #[derive(Debug)]
@@ -13,42 +15,47 @@ pub(crate) struct Thread {
     is_over: AtomicBool,
 }
 
-/// Notes the end of the thread.
-struct This(Arc<Thread>);
+/// Notes the end of the thread, which has this number in the system.
+struct This(Arc<Thread>, Pid);
 
-/// How many threads of the program are known.
-static KNOWN: AtomicUsize = AtomicUsize::new(0);
+/// The threads of the program that are known, as the system numbers them.
+static KNOWN: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 thread_local! {
     static THIS: This = {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let (id, is_helper, is_over) = (NEXT.fetch_add(1, Ordering::Relaxed), is_helper(), AtomicBool::new(false));
-        KNOWN.fetch_add(usize::from(!is_helper), Ordering::Relaxed);
-        This(Arc::new(Thread { id, is_helper, is_over }))
+        let number = gettid();
+        lock(&KNOWN).push(number);
+        This(Arc::new(Thread { id, is_helper, is_over }), number)
     };
 }
 
 impl Drop for This {
     fn drop(&mut self) {
         self.0.is_over.store(true, Ordering::Relaxed);
-        KNOWN.fetch_sub(usize::from(!self.0.is_helper), Ordering::Relaxed);
+        lock(&KNOWN).retain(|known| *known != self.1);
     }
 }
 
-/// How many threads of this process are neither of this library nor have made calls, if the system says so.
-pub(crate) fn strangers() -> Option<usize> {
-    let all = std::fs::read_dir("/proc/self/task").ok()?.count();
-    Some(all.saturating_sub(helpers() + KNOWN.load(Ordering::Relaxed)))
+/// The threads of this process that neither are of this library nor have made calls, if the system names them.
+pub(crate) fn strangers() -> Option<Vec<Pid>> {
+    let number = |name: &str| Pid::from_raw(name.parse().ok()?);
+    let all = std::fs::read_dir("/proc/self/task").ok()?;
+    let all: Option<Vec<Pid>> = all.map(|thread| number(thread.ok()?.file_name().to_str()?)).collect();
+    let (helpers, known) = (helpers(), lock(&KNOWN));
+    Some(all?.into_iter().filter(|thread| !helpers.contains(thread) && !known.contains(thread)).collect())
 }
 
 /// Whether a thread may make calls in a group that has not made any yet, and the helpers that make calls there, of which `callers` have
-/// done so. When it was made, so many threads were `strangers`.
-pub(crate) fn may_call(callers: &[Arc<Thread>], strangers: Option<usize>) -> (bool, Vec<u64>) {
+/// done so. When it was made, these threads were `strangers`.
+pub(crate) fn may_call(callers: &[Arc<Thread>], strangers: Option<&[Pid]>) -> (bool, Vec<u64>) {
     let living = || callers.iter().filter(|thread| !thread.is_over());
-    let are_more = || self::strangers().zip(strangers).is_none_or(|(now, then)| now > then);
+    let is_new = |now: &[Pid], then: &[Pid]| now.iter().any(|thread| !then.contains(thread));
+    let are_new = || self::strangers().zip(strangers).is_none_or(|(now, then)| is_new(&now, then));
     let mut helpers: Vec<u64> = living().filter(|thread| thread.is_helper).map(|thread| thread.id).collect();
     helpers.sort_unstable();
-    (living().next().is_none() && are_more(), helpers)
+    (living().next().is_none() && are_new(), helpers)
 }
 
 impl Thread {
