@@ -21,7 +21,7 @@
 //! Bytes are counted in the allocator, so they are exact, whatever memory the allocator retains.
 use candle_core::{Device, Tensor};
 use candle_ddp::optim::{self, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, spawn};
 use candle_nn::{AdamW, Module, Optimizer, VarBuilder, VarMap};
 use gradients::Size;
 use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
@@ -118,7 +118,7 @@ fn ddp(pg: &ProcessGroup, model: &Model, input: &Tensor) -> Result<(impl Sized +
         pg,
         &varmap,
         model.build,
-        DdpOptions { dtype: DTYPE, ..Default::default() },
+        DdpOptions { precision: Precision::Pure(DTYPE), ..Default::default() },
     )?;
     let mut optimizer = AdamW::new(ddp.parameters(), adamw())?;
     for _ in 0..STEPS {
@@ -141,7 +141,7 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
                 &pg,
                 &VarMap::new(),
                 model.build,
-                DdpOptions { dtype: DTYPE, ..Default::default() },
+                DdpOptions { precision: Precision::Pure(DTYPE), ..Default::default() },
             )?;
             let step = |ddp: &DistributedDataParallel<_>| ddp.backward(&loss(&ddp.forward(&input)?)?);
             let (mut plain, mut spread) = (None, None);

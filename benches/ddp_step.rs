@@ -8,7 +8,7 @@
 //! Both train in one process and alternate steps, so that other load on the machine affects both equally. Without
 //! `--bench` (as under `cargo test`), it runs a few steps of small models as a smoke test.
 use candle_core::Tensor;
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, spawn};
 use candle_nn::{AdamW, Module, Optimizer, Sequential, VarBuilder, VarMap};
 use clap::Parser;
 use median::median;
@@ -150,7 +150,7 @@ impl Ddp {
             pg,
             &VarMap::new(),
             model.build,
-            DdpOptions { dtype: DTYPE, ..Default::default() },
+            DdpOptions { precision: Precision::Pure(DTYPE), ..Default::default() },
         )?;
         let optimizer = AdamW::new(module.parameters(), adamw())?;
         Ok(Self { module, optimizer })

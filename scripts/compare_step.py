@@ -168,7 +168,7 @@ def mixed(options, program):
     lines = [
         "# A training step with DDP in bf16, 2 ranks on one machine",
         "",
-        "*bf16*: models compute in bf16, with parameters in f32 (`MixedPrecision`; in PyTorch autocast). *autocast*: functions cast by "
+        "*bf16*: models compute in bf16, with parameters in f32 (`Precision::Half`; in PyTorch autocast). *autocast*: functions cast by "
         "PyTorch's lists (`Autocast::Lists`). Fused AdamW, one thread per "
         f"rank. Times are medians in ms over {options.rounds} alternating rounds of the slower rank's median step. Ratios are medians "
         "over rounds, with the lowest and highest in brackets.",

@@ -3,13 +3,13 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Module, Result, Tensor};
-use candle_ddp::amp::{Autocast, MixedPrecision};
+use candle_ddp::amp::Autocast;
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions};
 use candle_ddp::nn::matmul;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, SpawnOptions, backward_micro_batch, block, spawn,
-    spawn_with,
+    DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, SpawnOptions, backward_micro_batch, block,
+    spawn, spawn_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear, linear_no_bias};
 use char_gpt_block::Block;
@@ -56,7 +56,8 @@ impl Module for Gpt {
 struct Run {
     world_size: usize,
     zero: bool,
-    mixed: Option<MixedPrecision>,
+    /// The dtype in which the model computes.
+    param_dtype: DType,
     virtual_ranks: Option<usize>,
     sharding: Option<Sharding>,
 }
@@ -69,7 +70,7 @@ struct Found {
 }
 
 /// Trains on ranks that are threads.
-fn train(Run { world_size, zero, mixed, virtual_ranks, sharding }: Run) -> Found {
+fn train(Run { world_size, zero, param_dtype, virtual_ranks, sharding }: Run) -> Found {
     let options = SpawnOptions { world_size, virtual_ranks, ..Default::default() };
     let ranks = spawn_with(options, |pg| {
         // So few positions that activations hardly count.
@@ -83,15 +84,18 @@ fn train(Run { world_size, zero, mixed, virtual_ranks, sharding }: Run) -> Found
         pg.barrier()?;
         let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
         let (bucket_cap_mb, first_bucket_mb) = (mib(CAP), mib(CAP) / 4.);
-        let options =
-            DdpOptions { bucket_cap_mb, first_bucket_mb, mixed_precision: mixed, sharding, ..Default::default() };
+        let precision = match param_dtype {
+            DType::F32 => Precision::default(),
+            _ => Precision::Half { param_dtype, buffer_dtype: None },
+        };
+        let options = DdpOptions { bucket_cap_mb, first_bucket_mb, precision, sharding, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Gpt::new, options)?;
         let mut optimizer: Box<dyn Optimizer> = match zero {
             true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
             false => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
         };
         let estimate = ddp.memory_estimate(&optimizer)?;
-        let x = x.to_dtype(mixed.and_then(|mixed| mixed.param_dtype).unwrap_or(DType::F32))?;
+        let x = x.to_dtype(param_dtype)?;
         for step in 0..2 {
             if step == 1 {
                 pg.barrier()?;
@@ -135,10 +139,10 @@ fn check(run: Run) -> (f64, f64) {
 // One test, since the allocator counts what the whole process has.
 #[test]
 fn gradients_take_their_part_and_two_buckets_as_estimated() {
-    let bf16 = MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() };
+    let (f32, bf16) = (DType::F32, DType::BF16);
     for world_size in [2, 4] {
         let part = 1. / world_size as f64;
-        let run = Run { world_size, zero: false, mixed: None, virtual_ranks: None, sharding: None };
+        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: None };
         let (plain, bytes) = check(run);
         // Activations, and what the engine keeps, in addition to variables and replicas, two states, and gradients.
         let others = plain - bytes * (2. + 2. + 1.);
@@ -150,12 +154,12 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         assert!(expected < bytes * (2. + 2. * part + 1.) + others);
     }
     for zero in [false, true] {
-        for (mixed, virtual_ranks) in [(Some(bf16), None), (None, Some(8))] {
-            check(Run { world_size: 2, zero, mixed, virtual_ranks, sharding: None });
+        for (param_dtype, virtual_ranks) in [(bf16, None), (f32, Some(8))] {
+            check(Run { world_size: 2, zero, param_dtype, virtual_ranks, sharding: None });
         }
     }
     for world_size in [2, 4] {
-        let run = Run { world_size, zero: false, mixed: None, virtual_ranks: None, sharding: None };
+        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: None };
         let (plain, bytes) = check(run);
         let others = plain - bytes * (2. + 2. + 1.);
         let Found { peak, estimate, .. } = train(Run { zero: true, sharding: Some(Sharding::default()), ..run });
@@ -193,8 +197,8 @@ fn casts_end_with_their_block() {
             let one = |index: usize| block(vb.pp(index), |vb| vb.get((SIDE, SIDE), "matrix"));
             (0..BLOCKS).map(one).collect::<Result<_>>().map(Products)
         };
-        let autocast = Some(Autocast::Products(DType::BF16));
-        let options = DdpOptions { sharding: Some(Sharding::default()), autocast, ..Default::default() };
+        let precision = Precision::Autocast(Autocast::Products(DType::BF16));
+        let options = DdpOptions { sharding: Some(Sharding::default()), precision, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), new, options)?;
         let x = Tensor::ones((2, SIDE), DType::F32, pg.device())?;
         ddp.forward(&x)?;

@@ -13,7 +13,7 @@
 //! with `CANDLE_DDP_TRACE`, or run it under NVIDIA's `nsys profile --trace=cuda`.
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::nccl;
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Parser;
 use median::median;
@@ -135,7 +135,7 @@ impl Ddp {
             pg,
             &VarMap::new(),
             model.build,
-            DdpOptions { dtype: model.dtype, ..Default::default() },
+            DdpOptions { precision: Precision::Pure(model.dtype), ..Default::default() },
         )?;
         let optimizer = AdamW::new(net.parameters(), adamw())?;
         Ok(Self { net, optimizer })

@@ -8,13 +8,13 @@ mod common;
 mod net;
 
 use candle_core::{DType, Tensor};
-use candle_ddp::amp::{Autocast, MixedPrecision};
+use candle_ddp::amp::Autocast;
 use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, ProcessGroup, ReplicaCheck, Result, Sharding,
-    backward_micro_batch, init_process_group,
+    DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup, ReplicaCheck,
+    Result, Sharding, backward_micro_batch, init_process_group,
 };
 use candle_ddp_tensor::kernels;
 use candle_nn::{VarBuilder, VarMap};
@@ -145,7 +145,8 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             Mode::Hybrid => Some(Sharding { shard_ranks: Some(pg.world_size() / 2), ..Default::default() }),
             _ => None,
         };
-        let ddp = DdpOptions { replica_check, on_non_finite, sharding, ..mode.precision(options.amp, ddp.clone())? };
+        let precision = mode.precision(options.amp, options.dtype)?;
+        let ddp = DdpOptions { replica_check, on_non_finite, sharding, precision, ..ddp.clone() };
         Trainer::new(*mode, &build, options.dtype, pg, ddp)
     };
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
@@ -209,21 +210,21 @@ impl Mode {
         }
     }
 
-    /// The options of this mode with `--amp`.
-    fn precision(self, amp: Option<DType>, options: DdpOptions) -> Result<DdpOptions> {
+    /// The precision of this mode with `--amp` and `--dtype`.
+    fn precision(self, amp: Option<DType>, dtype: DType) -> Result<Precision> {
         let invalid = |reason: &str| Error::InvalidArgument { argument: "modes", reason: reason.to_string() };
         match (self, amp) {
             (Self::Autocast | Self::Products, None) => Err(invalid("autocast and products need --amp")),
-            (_, None) => Ok(options),
+            // Its model has its own variables.
+            (Self::After, None) => Ok(Precision::default()),
+            (_, None) => Ok(Precision::Pure(dtype)),
+            (_, Some(_)) if dtype != DType::F32 => Err(invalid("parameters must be f32 with --amp")),
             (
                 Self::Ddp | Self::Parts | Self::Lora | Self::Zero | Self::Shard | Self::ShardKept | Self::Hybrid,
-                Some(_),
-            ) => Ok(DdpOptions {
-                mixed_precision: Some(MixedPrecision { param_dtype: amp, ..Default::default() }),
-                ..options
-            }),
-            (Self::Autocast, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Lists(dtype)), ..options }),
-            (Self::Products, Some(dtype)) => Ok(DdpOptions { autocast: Some(Autocast::Products(dtype)), ..options }),
+                Some(param_dtype),
+            ) => Ok(Precision::Half { param_dtype, buffer_dtype: None }),
+            (Self::Autocast, Some(dtype)) => Ok(Precision::Autocast(Autocast::Lists(dtype))),
+            (Self::Products, Some(dtype)) => Ok(Precision::Autocast(Autocast::Products(dtype))),
             _ => Err(invalid("must be ddp, autocast, products or a sharded mode, with --amp")),
         }
     }
@@ -264,20 +265,17 @@ impl Trainer {
             | Mode::Zero
             | Mode::Shard
             | Mode::ShardKept
-            | Mode::Hybrid => {
-                Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
-            }
+            | Mode::Hybrid => Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, options)?),
             Mode::Lora => {
                 let base = VarBuilder::from_varmap(&VarMap::new(), dtype, device);
                 let target_modules = ["qkv", "projection", "fc1", "fc2"].map(String::from).to_vec();
                 let lora = LoraConfig { r: 8, lora_alpha: 16., target_modules, ..Default::default() };
                 let build = |vb| lora.build(base, vb, build);
-                Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, DdpOptions { dtype, ..options })?)
+                Net::Ddp(DistributedDataParallel::with_options(pg, &varmap, build, options)?)
             }
             Mode::Virtual => {
                 let (virtual_ranks, device) = (Some(pg.world_size()), Some(device.clone()));
                 let pg = init_process_group(InitOptions { virtual_ranks, device, ..Default::default() })?;
-                let options = DdpOptions { dtype, ..options };
                 Net::Virtual(DistributedDataParallel::with_options(&pg, &varmap, build, options)?)
             }
             Mode::After => {

@@ -21,7 +21,7 @@ use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::models::{ResNetOptions, ResNetStem, resnet18};
 use candle_ddp::vision::{Cifar10, Image, Normalize, RandomCrop, RandomHorizontalFlip, Split, Transform};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, nn};
+use candle_ddp::{DistributedDataParallel, Precision, ProcessGroup, Result, nn};
 use candle_nn::VarMap;
 use clap::builder::ArgPredicate;
 use clap::{ArgAction, Parser, ValueEnum};
@@ -79,7 +79,7 @@ struct Options {
     workers: usize,
     /// The dtype of the model. f64 is for comparisons with other implementations: in f32, rounding errors grow with every
     /// step.
-    #[arg(long, value_enum, default_value = "f32")]
+    #[arg(long, value_enum, default_value = "f32", conflicts_with_all = ["amp", "opt_level"])]
     dtype: Dtype,
     /// Write the initial weights to this file.
     #[arg(long, value_name = "FILE")]
@@ -108,9 +108,14 @@ fn main() -> ExitCode {
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
-    let dtype = match options.dtype {
-        Dtype::F32 => DType::F32,
-        Dtype::F64 => DType::F64,
+    let mut ddp_options = options.training.ddp_options();
+    if matches!(options.dtype, Dtype::F64) {
+        ddp_options.precision = Precision::Pure(DType::F64);
+    }
+    // That of images, and of the loss.
+    let dtype = match ddp_options.precision {
+        Precision::Pure(dtype) => dtype,
+        _ => DType::F32,
     };
     let folder = match &options.data {
         Some(folder) => folder.clone(),
@@ -132,13 +137,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         width: options.width,
         ..Default::default()
     };
-    let ddp_options = options.training.ddp_options();
-    let ddp = DistributedDataParallel::with_options(
-        pg,
-        &varmap,
-        |vb| resnet18(model_options, vb),
-        DdpOptions { dtype, ..ddp_options },
-    )?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| resnet18(model_options, vb), ddp_options)?;
     if let Some(path) = &options.export_init {
         checkpoint::save_distributed(pg, &varmap, path)?;
     }

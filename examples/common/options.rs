@@ -1,9 +1,9 @@
 //! The command-line options of all training programs. Each adds its own, such as the batch size, with their defaults.
 use candle_core::DType;
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision, OptLevel};
+use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::metrics::{Writer, WriterOptions};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub(crate) struct TrainOptions {
     pub(crate) amp: Option<Amp>,
     /// How, as in Apex: O0 (not at all), O1 (functions cast), O2 (the model has the dtype) or O3 (and the variables too).
     /// [default: O2 with --amp]
-    #[arg(long, value_name = "LEVEL")]
+    #[arg(long, value_enum, value_name = "LEVEL")]
     pub(crate) opt_level: Option<OptLevel>,
     /// Write one JSON object per line to this file (on rank 0).
     #[arg(long, value_name = "FILE")]
@@ -48,20 +48,32 @@ pub(crate) enum Amp {
     F16,
 }
 
+/// The optimization levels of Apex.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+#[value(rename_all = "verbatim")]
+pub(crate) enum OptLevel {
+    O0,
+    O1,
+    O2,
+    O3,
+}
+
 impl TrainOptions {
     pub(crate) fn ddp_options(&self) -> DdpOptions {
         let (level, amp) = self.precision();
-        let options = level.options(match amp {
+        let dtype = match amp {
             Amp::Bf16 => DType::BF16,
             Amp::F16 => DType::F16,
-        });
-        let reduce_dtype = Some(DType::F32);
-        DdpOptions {
-            init_seed: Some(self.seed),
-            mixed_precision: options.mixed_precision.map(|mixed| MixedPrecision { reduce_dtype, ..mixed }),
-            trace: self.trace.clone(),
-            ..options
-        }
+        };
+        let precision = match level {
+            OptLevel::O0 => Precision::default(),
+            OptLevel::O1 => Precision::Autocast(Autocast::Lists(dtype)),
+            OptLevel::O2 => Precision::Half { param_dtype: dtype, buffer_dtype: None },
+            OptLevel::O3 => Precision::Pure(dtype),
+        };
+        let reduce_dtype = (level == OptLevel::O2).then_some(DType::F32);
+        let (init_seed, trace) = (Some(self.seed), self.trace.clone());
+        DdpOptions { precision, reduce_dtype, init_seed, trace, ..Default::default() }
     }
 
     fn precision(&self) -> (OptLevel, Amp) {

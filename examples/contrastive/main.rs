@@ -19,7 +19,7 @@ mod pictures;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp::nn::{cat, cross_entropy, matmul, no_grad, transpose};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, WithGrad};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, ReduceOp, WithGrad};
 use candle_nn::VarMap;
 use clap::{Parser, ValueEnum};
 use model::Net;
@@ -87,7 +87,8 @@ fn accuracy(pictures: &Tensor, others: &Tensor) -> Result<f64> {
 fn train(pg: &ProcessGroup, options: &Options) -> candle_ddp::Result<()> {
     let (rank, count) = (pg.rank(), options.batch_size / pg.world_size());
     let data = Pictures { dtype: options.dtype, device: pg.device().clone() };
-    let ddp_options = DdpOptions { init_seed: Some(0), dtype: options.dtype, ..Default::default() };
+    let ddp_options =
+        DdpOptions { init_seed: Some(0), precision: Precision::Pure(options.dtype), ..Default::default() };
     let build = |vb| Net::new(options.objective == Objective::Clip, vb);
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, ddp_options)?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 3e-3, ..Default::default() })?;

@@ -14,7 +14,7 @@ use candle_core::{D, DType, Module, Result, Tensor};
 use candle_ddp::nn::{Linear, cat, linear, log_softmax, narrow, relu, softmax};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::{Generator, var_builder};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, WithGrad};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, ReduceOp, WithGrad};
 use candle_nn::{VarBuilder, VarMap, loss};
 use clap::Parser;
 
@@ -128,7 +128,8 @@ fn batch(first: usize, count: usize, dtype: DType, pg: &ProcessGroup) -> Result<
 fn train(pg: &ProcessGroup, options: &Options) -> candle_ddp::Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let (count, owned) = (options.batch_size / world_size, options.experts / world_size);
-    let ddp_options = DdpOptions { init_seed: Some(0), dtype: options.dtype, ..Default::default() };
+    let ddp_options =
+        DdpOptions { init_seed: Some(0), precision: Precision::Pure(options.dtype), ..Default::default() };
     let build = |vb: VarBuilder| {
         let gate = linear(WIDTH, options.experts, vb.pp("gate"))?;
         Ok::<_, candle_core::Error>(Shared { gate, output: linear(WIDTH, WIDTH, vb.pp("output"))? })

@@ -1,30 +1,30 @@
-//! Mixed precision: computing in f16 or bf16 with parameters kept in f32. There are two ways, both fields of
-//! [`DdpOptions`](crate::DdpOptions): a model of 16 bits ([`MixedPrecision`]), or functions that cast their arguments ([`Autocast`],
-//! `torch.autocast`).
+//! Mixed precision: computing in f16 or bf16 with parameters kept in f32. There are two ways, which
+//! [`DdpOptions::precision`](crate::DdpOptions::precision) chooses: a model of 16 bits ([`Precision::Half`]), or functions that cast
+//! their arguments ([`Precision::Autocast`], `torch.autocast`).
 //!
-//! [`MixedPrecision`] sets the dtypes in which the model computes, gradients are averaged, and buffers are kept. The variables in the `VarMap` have the dtype given to
-//! [`DistributedDataParallel::new`](crate::DistributedDataParallel::new), usually f32: these masters are what
-//! optimizers change and checkpoints hold. The model holds copies of them in `param_dtype`, which every forward pass
-//! updates, and `backward` returns gradients in the masters' dtype.
+//! Under [`Precision::Half`] the variables in the `VarMap` are f32: these masters are what optimizers change and checkpoints hold. The
+//! model holds copies of them in `param_dtype`, which every forward pass updates, and `backward` returns gradients in the masters'
+//! dtype.
 //!
 //! bf16 has the range of f32 and needs no scaling. f16 has a smaller range, in which small gradients vanish. So
 //! [`GradScaler`] multiplies the loss by a large number for the backward pass, and divides the gradients by it again.
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
-//! use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+//! use candle_ddp::amp::{GradScaler, GradScalerOptions};
 //! use candle_ddp::optim::{AdamW, ParamsAdamW};
-//! use candle_ddp::{DdpOptions, DistributedDataParallel};
+//! use candle_ddp::{DdpOptions, DistributedDataParallel, Precision};
 //! use candle_nn::{VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
 //! candle_ddp::spawn(2, |pg| {
-//!     let mixed_precision = Some(MixedPrecision {
-//!         param_dtype: Some(DType::F16),          // the model computes in f16
-//!         reduce_dtype: Some(DType::F32),         // gradients are averaged in f32
-//!         ..Default::default()                    // running statistics stay in f32
-//!     });
-//!     let options = DdpOptions { mixed_precision, ..Default::default() };
+//!     let options = DdpOptions {
+//!         // The model computes in f16, and running statistics stay in f32.
+//!         precision: Precision::Half { param_dtype: DType::F16, buffer_dtype: None },
+//!         // Gradients are averaged in f32.
+//!         reduce_dtype: Some(DType::F32),
+//!         ..Default::default()
+//!     };
 //!     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
 //!     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
 //!     let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
@@ -43,7 +43,7 @@
 //! ```
 //!
 //! # Autocast
-//! With `autocast: Some(Autocast::Lists(DType::BF16))` the model and its parameters are f32, and each function of [`nn`](crate::nn)
+//! With `precision: Precision::Autocast(Autocast::Lists(DType::BF16))` the model and its parameters are f32, and each function of [`nn`](crate::nn)
 //! casts its arguments by the list that it is on. The lists are those of PyTorch 2.15 for CUDA:
 //!
 //! | list | functions |
@@ -67,9 +67,10 @@
 //! # use candle_nn::VarMap;
 //! # fn main() -> candle_ddp::Result<()> {
 //! use candle_ddp::amp::{Autocast, autocast_off};
-//! use candle_ddp::{DdpOptions, DistributedDataParallel, nn::linear};
+//! use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, nn::linear};
 //! # candle_ddp::spawn(2, |pg| {
-//! let options = DdpOptions { autocast: Some(Autocast::Lists(DType::BF16)), ..Default::default() };
+//! let precision = Precision::Autocast(Autocast::Lists(DType::BF16));
+//! let options = DdpOptions { precision, ..Default::default() };
 //! let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
 //! let x = Tensor::ones((3, 4), DType::F32, pg.device())?;
 //! assert_eq!(ddp.forward(&x)?.dtype(), DType::BF16);
@@ -81,10 +82,10 @@
 //! # }
 //! ```
 //!
-//! Which one? [`MixedPrecision`] needs no cast of weights in each pass, and its residual connections have 16 bits, so it needs less
+//! Which one? [`Precision::Half`] needs no cast of weights in each pass, and its residual connections have 16 bits, so it needs less
 //! memory. Autocast keeps residual connections and norms in f32, as PyTorch and Apex's default do.
 //!
-//! # What runs in which dtype under `MixedPrecision`
+//! # What runs in which dtype under `Precision::Half`
 //!
 //! | | computes in | returns |
 //! |---|---|---|
@@ -97,7 +98,7 @@
 //! | optimizers, clipping, averages of weights | the masters' dtype | the same |
 //!
 //! The losses of an MLP, a ResNet, a GPT and a BERT stay within a tenth of the difference between two seeds of those under
-//! `torch.autocast`, over 200 steps, with `MixedPrecision` and f32 logits as with [`Autocast`].
+//! `torch.autocast`, over 200 steps, with [`Precision::Half`] and f32 logits as with [`Autocast`].
 //!
 //! # On CPUs
 //! bf16 saves time where the processor has AVX512-BF16 (AMD from Zen 4 on, Intel from Cooper Lake on), with the layers of
@@ -113,12 +114,17 @@
 //! | `conv2d`, forward | the same | an error: candle has no bf16 product for it |
 //! | `conv2d`, forward and backward | 4 times | an error |
 //!
-//! With `reduce_dtype` alone (`param_dtype` None) the model computes in f32, and half as many bytes travel between hosts.
+//! With [`reduce_dtype`](crate::DdpOptions::reduce_dtype) alone the model computes in f32, and half as many bytes travel between hosts.
 //!
 //! # From Apex
-//! `amp.initialize(model, optimizer, opt_level="O1")` is `OptLevel::O1.options(DType::F16)`, the options of
-//! [`DistributedDataParallel`](crate::DistributedDataParallel), and a [`GradScaler`]. [`OptLevel`] has all four levels: everything in
-//! f32 (O0), [`Autocast::Lists`] (O1), [`MixedPrecision`] (O2), everything in 16 bits (O3).
+//! An `opt_level` of `amp.initialize` is a [`Precision`]; from O1 on, f16 needs a [`GradScaler`].
+//!
+//! | | |
+//! |---|---|
+//! | O0: everything in f32 | `Precision::default()` |
+//! | O1: functions cast their arguments | `Precision::Autocast(Autocast::Lists(DType::F16))` |
+//! | O2: a model of 16 bits, with f32 masters and buffers | `Precision::Half { param_dtype: DType::F16, buffer_dtype: None }` |
+//! | O3: everything in 16 bits | `Precision::Pure(DType::F16)` |
 //!
 //! `keep_batchnorm_fp32`: [`BatchNorm`](crate::nn::BatchNorm) takes f16 and bf16 inputs, and computes, with its
 //! statistics, in f32. Its weight and bias are replicas in `param_dtype` like all others, unless it is built with
@@ -129,13 +135,12 @@
 //! constant loss scale has a `growth_factor` and a `backoff_factor` of 1; steps with an overflow are still skipped,
 //! unlike in Apex.
 mod grad_scaler;
-mod opt_level;
 mod unscale;
 mod verdict;
 
-pub use crate::ddp::MixedPrecision;
+#[cfg(doc)]
+use crate::Precision;
 #[doc(no_inline)]
 pub use crate::nn::{Autocast, autocast, autocast_off};
 pub use grad_scaler::{GradScaler, GradScalerOptions};
-pub use opt_level::OptLevel;
 pub(crate) use verdict::Verdict;

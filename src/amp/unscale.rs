@@ -18,8 +18,8 @@ pub(super) fn unscale(parameters: &Known, grads: &mut GradStore, factor: f64) ->
     let parameters: Vec<_> = parameters.iter().copied().filter(present).collect();
     // Check all before changing any.
     if let Some((name, _)) = parameters.iter().find(|(_, var)| grads.get(var).map(Tensor::dtype) == Some(DType::F16)) {
-        let reason = "its gradient is in f16, which cannot hold the divided values: make the variable in f32, and let \
-                      mixed_precision.param_dtype be F16, without keep_low_precision_grads";
+        let reason = "its gradient is in f16, which cannot hold the divided values: make the variable in f32, with \
+                      Precision::Half for a model in f16, and without keep_low_precision_grads";
         return Err(Error::parameter(*name, reason));
     }
     let mut overflow = false;

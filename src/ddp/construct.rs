@@ -5,7 +5,7 @@ use super::groups::Groups;
 use super::model::DistributedModel;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::registry::Registry;
-use super::{DdpOptions, DistributedDataParallel, Reducer, Role};
+use super::{DdpOptions, DistributedDataParallel, Precision, Reducer, Role};
 use crate::process_group::ProcessGroup;
 use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
@@ -56,8 +56,7 @@ impl<M> DistributedDataParallel<M> {
         Self::with_options(group, varmap, build, DdpOptions::default())
     }
 
-    /// Like [`new`](Self::new), with options. Variables have [`DdpOptions::dtype`]. With [`DdpOptions::mixed_precision`] the
-    /// model computes with copies of them in another dtype.
+    /// Like [`new`](Self::new), with options. [`DdpOptions::precision`] has the dtype of the variables, and says in which the model computes.
     ///
     /// # Errors
     /// See [`new`](Self::new).
@@ -75,13 +74,13 @@ impl<M> DistributedDataParallel<M> {
             construction.as_ref().map_or_else(|| Groups::new(group.clone()), |sharded| sharded.groups().clone());
         let reducer = Arc::new(Reducer::new(groups));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
-        let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(options.dtype);
-        let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
-        let built = match &construction {
+        let builder =
+            VarBuilder::from_backend(Box::new(registry.clone()), options.precision.held_as(), group.device().clone());
+        let build = || match &construction {
             Some(construction) => construction.during(|| build(builder)),
             None => build(builder),
         };
-        let built = built.map_err(Error::from);
+        let built = options.check_precision().and_then(|()| Ok(build()?));
         if construction.as_ref().is_some_and(Construction::has_failed) {
             let reason = "a block could not be built, and the model hides the error";
             return Err(built.err().unwrap_or_else(|| Error::invalid("model", reason)));
@@ -111,15 +110,11 @@ impl<M> DistributedDataParallel<M> {
         let reducer = Arc::new(Reducer::new(Groups::new(group.clone())));
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
-        let mut built = check_named(named, "DDP").map(|()| module);
-        if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
-            let reason = "only reduce_dtype and keep_low_precision_grads can be set for a model built without DDP's VarBuilder, since it computes \
-                          with the variables themselves: build the model with `new`, or set no other dtype";
-            built = Err(Error::invalid("mixed_precision", reason));
-        }
-        if options.dtype != DType::F32 {
-            let reason = "the variables of `from_vars` have their own dtypes: leave `dtype` at its default";
-            built = Err(Error::invalid("dtype", reason));
+        let mut built = options.check_precision().and_then(|()| check_named(named, "DDP")).map(|()| module);
+        if !matches!(options.precision, Precision::Pure(DType::F32) | Precision::Autocast(_)) {
+            let reason = "a model of `from_vars` computes with the variables themselves, in their own dtypes: leave it at its default, take \
+                          Autocast, or build the model with `with_options`";
+            built = Err(Error::invalid("precision", reason));
         }
         for (name, var) in vars {
             if !names.insert(name.clone()) || !ids.insert(var.id()) {

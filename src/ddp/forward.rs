@@ -1,6 +1,6 @@
 //! How programs compute with a wrapped model.
-use super::DistributedDataParallel;
 use super::no_grad;
+use super::{DistributedDataParallel, Precision};
 use crate::backend::CallSite;
 use crate::tensor::MemoryFormat;
 use crate::tensor::function::{argument, input, is_grad_enabled};
@@ -27,7 +27,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`Ema::apply`](crate::optim::Ema::apply), that backward pass would use the new values.
     ///
     /// Under mixed precision, `f` gets its inputs as they are: convert them with
-    /// [`cast_forward_inputs`](Self::cast_forward_inputs). With [`autocast`](crate::DdpOptions::autocast), functions cast them.
+    /// [`cast_forward_inputs`](Self::cast_forward_inputs). Under [`Precision::Autocast`], functions cast them.
     ///
     /// Under [`sharding`](crate::DdpOptions::sharding), a parameter that `f` returns is freed, and its use is then an error: return
     /// `weight.copy()?`, which keeps its values. (candle's `save_safetensors`, and `slice_set` of two such tensors, panic instead of
@@ -42,7 +42,7 @@ impl<M> DistributedDataParallel<M> {
     {
         let module = self.no_grad_module.as_ref().filter(|_| !is_grad_enabled());
         self.core.begin_forward(module.is_some())?;
-        let f = || self.core.options.run(|| f(module.unwrap_or(&self.module)));
+        let f = || self.core.options.precision.run(|| f(module.unwrap_or(&self.module)));
         let result = CallSite::around(Location::caller(), || self.core.phase("forward", f));
         self.core.end_forward();
         result.map_err(|error| self.explain(error.into()))
@@ -64,7 +64,7 @@ impl<M> DistributedDataParallel<M> {
         let Self { module, no_grad_module, core } = self;
         let no_grad_module = no_grad_module.as_mut().filter(|_| !is_grad_enabled());
         core.begin_forward(no_grad_module.is_some())?;
-        let f = || core.options.run(|| f(no_grad_module.unwrap_or(module)));
+        let f = || core.options.precision.run(|| f(no_grad_module.unwrap_or(module)));
         let result = CallSite::around(Location::caller(), || core.phase("forward", f));
         core.end_forward();
         result.map_err(|error| self.explain(error.into()))
@@ -111,7 +111,7 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// Both models have the same memory: this one computes with the variables themselves, and always sees their last values. (Under
-    /// [`MixedPrecision`](crate::amp::MixedPrecision) it shares the converted copies.) Buffers and [ignored](crate::Role::Ignored)
+    /// [`Precision::Half`] it shares the converted copies.) Buffers and [ignored](crate::Role::Ignored)
     /// variables are the same in both. Nothing is sent, so ranks need not call it together.
     ///
     /// **State outside of variables is not shared**: what the model keeps in a `RefCell`, or draws at random in its constructor and
@@ -138,19 +138,18 @@ impl<M> DistributedDataParallel<M> {
             Error::Candle(error) if is_dtype_mismatch(&error) => error,
             error => return error,
         };
-        let options = &self.core.options;
-        let explanation = match (options.mixed_precision.and_then(|mixed| mixed.param_dtype), options.autocast) {
-            (Some(dtype), _) => format!(
-                "under MixedPrecision the model computes in {}, and only `ddp.forward` and `ddp.forward_t` convert their \
+        let explanation = match self.core.options.precision {
+            Precision::Half { param_dtype: dtype, .. } => format!(
+                "under Precision::Half the model computes in {}, and only `ddp.forward` and `ddp.forward_t` convert their \
                  input: in `ddp.call`, convert each input with `ddp.cast_forward_inputs(&x)?`",
                 dtype.as_str()
             ),
-            (None, Some(Autocast::Lists(dtype))) => format!(
+            Precision::Autocast(Autocast::Lists(dtype)) => format!(
                 "under autocast the results of products are {}, and candle's own operations take one dtype: use `nn::add` for sums, \
                  convert with `to_dtype`, or take `Autocast::Products`",
                 dtype.as_str()
             ),
-            (None, _) => return Error::Candle(error),
+            _ => return Error::Candle(error),
         };
         Error::Candle(error.context(explanation))
     }
@@ -184,14 +183,14 @@ impl<M> DistributedDataParallel<M> {
         self.call(|module| self.core.own(module.forward_t(&xs, train)?)).map(|result| self.without_graph(result))
     }
 
-    /// The model's input for `xs`: under mixed precision a tensor of [`param_dtype`](crate::amp::MixedPrecision::param_dtype),
+    /// The model's input for `xs`: under [`Precision::Half`] a tensor of `param_dtype`,
     /// in the same [memory format](crate::nn::MemoryFormat), unless it holds integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use
     /// it with [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
     ///
     /// # Errors
     /// The errors of candle's conversion.
     pub fn cast_forward_inputs(&self, xs: &Tensor) -> Result<Tensor> {
-        match self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
+        match self.core.options.precision.param_dtype() {
             Some(dtype) if xs.dtype().is_float() => Ok(MemoryFormat::of(xs).to_dtype(xs, dtype)?),
             _ => Ok(xs.clone()),
         }

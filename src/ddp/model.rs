@@ -71,7 +71,6 @@ impl DistributedModel {
         let group = reducer.groups().main();
         let built = built.and_then(|module| {
             options.resolve(PROCESS)?;
-            options.check_precision()?;
             options.replica_check.map_or(Ok(()), |check| check.check())?;
             options.policy().check()?;
             check_variables(&reducer, &variables)?;
@@ -99,10 +98,9 @@ impl DistributedModel {
         if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
             reducer.groups().add_cpu()?;
         }
-        let mixed = options.mixed_precision.unwrap_or_default();
         let info = |parameter: &Parameter| {
             let block = blocks.as_ref().and_then(|blocks| blocks.owners.get(&parameter.name).copied());
-            parameter.info(&mixed, options.unused.allows(&parameter.name), block)
+            parameter.info(&options, block)
         };
         let parameters = variables.parameters.iter().map(info).collect();
         reducer.set_parameters(parameters, caps, options.policy())?;
@@ -187,7 +185,7 @@ impl DistributedModel {
 
     /// The dtype of the `VarBuilder` with which the model is built.
     pub(super) fn held_as(&self) -> DType {
-        self.options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(self.options.dtype)
+        self.options.precision.held_as()
     }
 
     /// Prepares a forward pass, with the model's own tensors or the tensors of its model for `no_grad`.
@@ -324,10 +322,11 @@ fn agreed(group: &ProcessGroup, ignores: bool) -> Result<(u64, bool)> {
 
 /// Loads the kernels that the model and its training may need, before the first collective.
 fn preload(variables: &Variables, options: &DdpOptions) -> Result<()> {
-    let mixed = options.mixed_precision.unwrap_or_default();
+    let precision = options.precision;
     let shared = || variables.shared().map(|(_, var)| var);
     let mut dtypes: Vec<DType> = shared().map(|var| var.dtype()).collect();
-    dtypes.extend([Some(DType::F32), mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype].into_iter().flatten());
+    let more = [Some(DType::F32), precision.param_dtype(), options.reduce_dtype, precision.buffer_dtype()];
+    dtypes.extend(more.into_iter().flatten());
     dtypes.sort_by_key(DType::as_str);
     dtypes.dedup();
     let mut devices: Vec<&Device> = Vec::new();

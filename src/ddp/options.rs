@@ -1,12 +1,11 @@
 use super::blocks::Sharding;
-use super::mixed_precision::MixedPrecision;
 use super::non_finite::OnNonFinite;
+use super::precision::{Precision, check_dtype};
 use super::replica_check::ReplicaCheck;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
-use crate::{Error, Result, trace};
+use crate::{Result, trace};
 use candle_core::DType;
 use candle_ddp_env::Variables;
-use candle_ddp_nn::{Autocast, autocast};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,9 +17,18 @@ use std::sync::Arc;
 /// Gradients are always views of the buckets (`gradient_as_bucket_view`).
 #[derive(Clone)]
 pub struct DdpOptions {
-    /// The dtype of the variables that the model is built with. A parameter that is in the `VarMap` with another dtype is an
+    /// The dtypes of the variables and of the model's computation. A parameter that is in the `VarMap` with another dtype is an
     /// error. Default: f32.
-    pub dtype: DType,
+    pub precision: Precision,
+    /// The dtype in which gradients are summed over the ranks and accumulated under `no_sync`. If it is not the variables' dtype, the
+    /// averaged gradients are converted in one pass. Default: None, the dtype in which they arrive.
+    pub reduce_dtype: Option<DType>,
+    /// Whether the averaged gradients keep the dtype in which they were summed, instead of that of their variables: the field of FSDP's
+    /// `MixedPrecision`. The optimizers of [`optim`](crate::optim) take them, with the same results, and on GPUs AdamW and Adam read
+    /// them as they are: this saves the memory of a converted copy, and the time to write and read it. Clipping rounds them to this
+    /// dtype, and other code must expect it; candle's own optimizers refuse them. Not for f16 with a
+    /// [`GradScaler`](crate::amp::GradScaler). Default: false.
+    pub keep_low_precision_grads: bool,
     /// The size in MiB of the gradients that are all-reduced together. 0 gives every parameter its own bucket.
     /// Default: 25.
     pub bucket_cap_mb: f64,
@@ -37,11 +45,6 @@ pub struct DdpOptions {
     /// Which parameters may get no gradient on any rank in the first synchronised backward pass. Default: none; a parameter
     /// without a gradient is [`Error::UnusedParameters`](crate::Error::UnusedParameters) on every rank.
     pub unused: Unused,
-    /// Lower precision for the model's computation or for sending gradients (see [`amp`](crate::amp)). Default: None.
-    pub mixed_precision: Option<MixedPrecision>,
-    /// How the functions of [`nn`](crate::nn) cast their arguments in forward passes and in [`call`](crate::DistributedDataParallel::call),
-    /// while parameters stay as they are (see [`amp`](crate::amp)). Default: None, and the state of the calling thread holds.
-    pub autocast: Option<Autocast>,
     /// When the ranks compare their models, which may part without an error of any collective. Default: in the synchronised
     /// backward passes 2, 10 and 100, and in every 1000th, which costs less than a thousandth of a step; a difference is an error that names ranks and
     /// variables. None: never.
@@ -66,14 +69,14 @@ pub struct DdpOptions {
 impl Default for DdpOptions {
     fn default() -> Self {
         Self {
-            dtype: DType::F32,
+            precision: Precision::default(),
+            reduce_dtype: None,
+            keep_low_precision_grads: false,
             bucket_cap_mb: 25.0,
             first_bucket_mb: 1.0,
             broadcast_buffers: true,
             role: Arc::new(|_| Role::Parameter),
             unused: Unused::default(),
-            mixed_precision: None,
-            autocast: None,
             replica_check: Some(ReplicaCheck::default()),
             init_seed: None,
             trace: None,
@@ -97,28 +100,9 @@ impl DdpOptions {
         self.on_non_finite.unwrap_or_default()
     }
 
-    /// Runs a forward pass.
-    pub(super) fn run<T>(&self, f: impl FnOnce() -> T) -> T {
-        match self.autocast {
-            Some(mode) => autocast(mode, f),
-            None => f(),
-        }
-    }
-
     pub(super) fn check_precision(&self) -> Result<()> {
-        self.mixed_precision.unwrap_or_default().check()?;
-        let Some(autocast) = self.autocast else { return Ok(()) };
-        autocast.check()?;
-        match self.mixed_precision.and_then(|mixed| mixed.param_dtype) {
-            None => Ok(()),
-            Some(dtype) => Err(Error::invalid(
-                "autocast",
-                format!(
-                    "the parameters that it casts must be f32: take either autocast or a param_dtype of mixed_precision, which is {}",
-                    dtype.as_str()
-                ),
-            )),
-        }
+        self.precision.check()?;
+        self.reduce_dtype.map_or(Ok(()), |dtype| check_dtype("reduce_dtype", dtype))
     }
 
     pub(super) fn role(&self, name: &str, dtype: DType) -> Role {
@@ -133,13 +117,13 @@ impl DdpOptions {
 impl fmt::Debug for DdpOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DdpOptions")
-            .field("dtype", &self.dtype)
+            .field("precision", &self.precision)
+            .field("reduce_dtype", &self.reduce_dtype)
+            .field("keep_low_precision_grads", &self.keep_low_precision_grads)
             .field("bucket_cap_mb", &self.bucket_cap_mb)
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("unused", &self.unused)
-            .field("mixed_precision", &self.mixed_precision)
-            .field("autocast", &self.autocast)
             .field("replica_check", &self.replica_check)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)

@@ -1,6 +1,6 @@
 //! The variables of a model as DDP treats them.
 use super::graph::Registration;
-use super::mixed_precision::MixedPrecision;
+use super::options::DdpOptions;
 use super::plan::ParameterInfo;
 use candle_core::{DType, Shape, Tensor, Var};
 
@@ -61,17 +61,17 @@ impl Parameter {
     }
 
     /// `block` is the block to which it belongs, under sharding.
-    pub(super) fn info(&self, mixed: &MixedPrecision, may_be_unused: bool, block: Option<usize>) -> ParameterInfo {
-        let dtype = mixed.reduce_dtype.unwrap_or(self.held_as());
+    pub(super) fn info(&self, options: &DdpOptions, block: Option<usize>) -> ParameterInfo {
+        let dtype = options.reduce_dtype.unwrap_or(self.held_as());
         ParameterInfo {
             name: self.name.clone(),
             shape: self.shape().clone(),
             block,
             dtype,
             arrives_as: self.held_as(),
-            leaves_as: if mixed.keep_low_precision_grads { dtype } else { self.var.dtype() },
+            leaves_as: if options.keep_low_precision_grads { dtype } else { self.var.dtype() },
             device: self.var.device().clone(),
-            may_be_unused,
+            may_be_unused: options.unused.allows(&self.name),
         }
     }
 }

@@ -73,13 +73,13 @@ impl Registry {
     /// The dtypes of a variable that the model requests as `asked`, and of the tensor that the model gets for it (None:
     /// the variable's own dtype).
     fn dtypes(&self, name: &str, asked: DType) -> (DType, Option<DType>) {
-        let mixed = self.options.mixed_precision.unwrap_or_default();
+        let precision = self.options.precision;
         // A layer that requests another dtype than its VarBuilder's has a reason for it.
-        let usual = mixed.param_dtype == Some(asked);
+        let usual = precision.param_dtype() == Some(asked);
         match self.options.role(name, asked) {
-            Role::Parameter | Role::Frozen if usual => (self.options.dtype, Some(asked)),
-            Role::Buffer if asked.is_float() && (usual || asked == self.options.dtype) => {
-                (mixed.buffer_dtype.unwrap_or(self.options.dtype), None)
+            Role::Parameter | Role::Frozen if usual => (precision.variables(), Some(asked)),
+            Role::Buffer if asked.is_float() && (usual || asked == precision.variables()) => {
+                (precision.buffer_dtype().unwrap_or(precision.variables()), None)
             }
             _ => (asked, None),
         }
@@ -101,12 +101,12 @@ impl Registry {
         }
         let tensor = match self.options.role(name, var.dtype()) {
             Role::Buffer => {
-                if let Some(dtype) = self.options.mixed_precision.unwrap_or_default().buffer_dtype
+                if let Some(dtype) = self.options.precision.buffer_dtype()
                     && var.dtype().is_float()
                     && var.dtype() != dtype
                 {
                     let reason = format!(
-                        "it is a buffer of dtype {} in the VarMap, but mixed_precision.buffer_dtype is {}: convert it \
+                        "it is a buffer of dtype {} in the VarMap, but buffer_dtype is {}: convert it \
                          in the VarMap, or leave buffer_dtype unset",
                         var.dtype().as_str(),
                         dtype.as_str()
@@ -139,8 +139,8 @@ impl Registry {
                     let (is, needed) = (var.dtype().as_str(), stored.as_str());
                     let reason = format!(
                         "it is {is} in the VarMap, but the model is built with variables of dtype {needed} \
-                         (DdpOptions.dtype, unless its layer asks for another): convert it in the VarMap, or set \
-                         DdpOptions.dtype to {is}"
+                         (DdpOptions.precision, unless its layer asks for another): convert it in the VarMap, or let \
+                         DdpOptions.precision be Pure({is})"
                     );
                     return Err(Error::parameter(name, reason).into());
                 }

@@ -59,16 +59,13 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
         "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
         options.bucket_cap_mb, options.first_bucket_mb, options.broadcast_buffers
     )];
-    if let Some(mixed) = options.mixed_precision {
-        lines.push(format!("mixed precision: {mixed}"));
-    }
+    lines.push(format!("precision: {:?}", options.precision));
+    let (reduce_dtype, keeps) = (options.reduce_dtype, options.keep_low_precision_grads);
+    lines.push(format!("reduce_dtype: {reduce_dtype:?}, keep_low_precision_grads: {keeps}"));
     lines.push(format!("replica check: {:?}", options.replica_check));
     lines.push(format!("on_non_finite: {:?}", options.policy()));
     if let Some(sharding) = options.sharding {
         lines.push(format!("sharding: {sharding:?}"));
-    }
-    if let Some(autocast) = options.autocast {
-        lines.push(format!("autocast: {autocast:?}"));
     }
     lines.extend(variables.parameters.iter().enumerate().map(|(index, parameter)| {
         let held_as = match parameter.held_as() {

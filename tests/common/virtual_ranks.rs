@@ -2,13 +2,13 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
 use crate::common::{floats, values};
 use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::nn::{BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilder, batch_norm, conv2d, linear, loss};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused, backward_micro_batch};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, backward_micro_batch};
 use candle_nn::{Init, VarMap};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -76,22 +76,22 @@ pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
     floats(tensor).into_iter().map(f32::to_bits).collect()
 }
 
-fn options(mixed_precision: Option<MixedPrecision>) -> DdpOptions {
+fn options(precision: Precision, reduce_dtype: Option<DType>) -> DdpOptions {
     let (bucket_cap_mb, first_bucket_mb, init_seed) = (0.001, 0.0005, Some(3));
     let unused = Unused::Allow;
-    DdpOptions { bucket_cap_mb, first_bucket_mb, init_seed, mixed_precision, unused, ..Default::default() }
+    DdpOptions { bucket_cap_mb, first_bucket_mb, init_seed, precision, reduce_dtype, unused, ..Default::default() }
 }
 
 /// Trains for some epochs of four steps in a group with [`VIRTUAL`] virtual ranks, and returns all that a run leaves: parameters, buffers, losses, and the states of the
 /// optimizer, the average of weights and the loader.
-pub(crate) fn train(pg: &ProcessGroup, epochs: u64, mixed_precision: Option<MixedPrecision>) -> Result<Bits> {
+pub(crate) fn train(pg: &ProcessGroup, epochs: u64, precision: Precision, reduce_dtype: Option<DType>) -> Result<Bits> {
     let generator = Arc::new(Mutex::new(Generator::new(0)));
     let varmap = VarMap::new();
     let build = |vb| Net::new(vb, &generator);
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(mixed_precision))?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(precision, reduce_dtype))?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
     // Overflows and growth come within the run.
-    let enabled = mixed_precision.is_some();
+    let enabled = reduce_dtype.is_some();
     let scaling =
         GradScalerOptions { init_scale: 1e6, backoff_factor: 0.05, growth_interval: 3, enabled, ..Default::default() };
     let mut scaler = GradScaler::new(pg, &ddp, scaling)?;

@@ -10,12 +10,12 @@ pub(crate) type Model = DistributedDataParallel<Weights>;
 /// Names and shapes of parameters, in registration order.
 pub(crate) type Shapes<'a> = &'a [(&'a str, &'a [usize])];
 
-pub(crate) fn wrap(pg: &ProcessGroup, shapes: Shapes, dtype: DType, options: DdpOptions) -> Result<Model> {
+pub(crate) fn wrap(pg: &ProcessGroup, shapes: Shapes, options: DdpOptions) -> Result<Model> {
     let build = |vb: VarBuilder<'static>| {
         let weight = |(name, shape): &(&str, &[usize])| vb.get(*shape, name);
         Ok::<_, Error>(Weights(shapes.iter().map(weight).collect::<candle_core::Result<_>>()?))
     };
-    DistributedDataParallel::with_options(pg, &VarMap::new(), build, DdpOptions { dtype, ..options })
+    DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)
 }
 
 /// Runs a backward pass in which the gradient of parameter `i` is `gradients[i]`; with `None`, the parameter is not

@@ -40,7 +40,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
 use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
-use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
+use candle_ddp::{Backend, InitOptions, Precision, ProcessGroup, ReduceOp, Result, init_process_group};
 use launch::{Ranks, SHORT, Worker, emulated, gpus};
 use std::sync::Arc;
 use std::time::Duration;
@@ -94,7 +94,7 @@ fn rank_of_another_test() {
         "first fence" => fences::first(&pg(60)).unwrap(),
         "second fence" => fences::second(&pg(60)).unwrap(),
         "fences of a backward pass" => fences::backward(&pg(60)).unwrap(),
-        "train" => report_floats(&worker, &training::train(&pg(60), None).unwrap()),
+        "train" => report_floats(&worker, &training::train(&pg(60), Precision::default()).unwrap()),
         "train in f16" => report_floats(&worker, &training::train_mixed(&pg(60), DType::F16).unwrap()),
         "train in bf16" => report_floats(&worker, &training::train_mixed(&pg(60), DType::BF16).unwrap()),
         "train on two devices" => report_floats(&worker, &training::train_split(&pg(60), false).unwrap()),

@@ -4,10 +4,9 @@ use crate::launch::{Ranks, Worker, gpus};
 use crate::optim::tensor;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, FusedOptimizer, Optimizer, ParamsLamb, ParamsSgd, UpdateRule};
-use candle_ddp::{DdpOptions, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, Precision, ProcessGroup, Result};
 use candle_nn::{Linear, ParamsAdamW, VarBuilder, linear};
 use std::collections::HashMap;
 
@@ -118,16 +117,21 @@ pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
         state.sort_by(|(a, _), (b, _)| a.cmp(b));
         Ok(ddp.parameters().iter().map(|var| floats(var)).chain(state.iter().map(|(_, state)| floats(state))).collect())
     }
-    fn compare<R: UpdateRule>(pg: &ProcessGroup, rule: R, mixed: MixedPrecision) -> Result<()> {
-        let options = || DdpOptions { mixed_precision: Some(mixed), ..tiny() };
+    fn compare<R: UpdateRule>(
+        pg: &ProcessGroup,
+        rule: R,
+        precision: Precision,
+        keep_low_precision_grads: bool,
+    ) -> Result<()> {
+        let options = || DdpOptions { precision, keep_low_precision_grads, ..tiny() };
         let expected = train(pg, &rule, options(), false)?;
-        assert_eq!(train(pg, &rule, options(), true)?, expected, "{rule:?} {mixed:?}");
+        assert_eq!(train(pg, &rule, options(), true)?, expected, "{rule:?} {precision:?}");
         Ok(())
     }
-    let bf16 = MixedPrecision { param_dtype: Some(DType::BF16), keep_low_precision_grads: true, ..Default::default() };
-    compare(pg, ParamsAdamW::default(), bf16)?;
-    compare(pg, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() }, MixedPrecision::default())?;
-    compare(pg, ParamsLamb { lr: 0.01, max_grad_norm: None, ..Default::default() }, MixedPrecision::default())
+    let bf16 = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    compare(pg, ParamsAdamW::default(), bf16, true)?;
+    compare(pg, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() }, Precision::default(), false)?;
+    compare(pg, ParamsLamb { lr: 0.01, max_grad_norm: None, ..Default::default() }, Precision::default(), false)
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! DistributedDataParallel on GPUs.
 use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Unused, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, spawn};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -27,9 +26,10 @@ const STEPS: usize = 20;
 const PER_RANK: usize = 5;
 
 /// Trains twenty steps with tiny buckets, every second step accumulating two parts; returns the final parameters.
-pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) -> Result<Vec<f32>> {
+pub(crate) fn train(pg: &ProcessGroup, precision: Precision) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
-    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, mixed_precision, ..Default::default() };
+    let (bucket_cap_mb, first_bucket_mb, reduce_dtype) = (0.0001, 0.00005, Some(DType::F32));
+    let options = DdpOptions { bucket_cap_mb, first_bucket_mb, precision, reduce_dtype, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
@@ -90,7 +90,7 @@ pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
 
 /// Trains with f32 variables and everything else in 16 bits.
 pub(crate) fn train_mixed(pg: &ProcessGroup, dtype: DType) -> Result<Vec<f32>> {
-    train(pg, Some(MixedPrecision { param_dtype: Some(dtype), reduce_dtype: Some(DType::F32), ..Default::default() }))
+    train(pg, Precision::Half { param_dtype: dtype, buffer_dtype: None })
 }
 
 /// Compares with plain candle on the CPU, trained on the whole batch.

@@ -4,10 +4,9 @@ use super::on_gpu;
 use super::operations::take_counts;
 use crate::common::{assert_close, floats, skip, tensor};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{MemoryFormat, batch_norm, conv2d, cross_entropy};
 use candle_ddp::vision::models::{ResNet, ResNetOptions, resnet50};
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, init_process_group};
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
 use candle_nn::{Conv2dConfig, FuncT, VarBuilder, VarMap, func_t};
 
 /// The cast of mixed precision keeps the format, and the replicas' gradients are those of contiguous images.
@@ -17,8 +16,8 @@ fn mixed_precision_keeps_the_format() {
         let run = |is_last: bool| {
             let options = InitOptions { backend: Backend::Single, device: Some(gpu.clone()), ..Default::default() };
             let pg = init_process_group(options).unwrap();
-            let mixed_precision = Some(MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() });
-            let options = DdpOptions { mixed_precision, ..Default::default() };
+            let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+            let options = DdpOptions { precision, ..Default::default() };
             let varmap = VarMap::new();
             let build = |vb: VarBuilder| -> candle_core::Result<FuncT<'static>> {
                 let config = Conv2dConfig { padding: 1, ..Default::default() };

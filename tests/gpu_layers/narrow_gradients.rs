@@ -3,10 +3,9 @@ use super::on_gpu;
 use super::operations::take_counts;
 use crate::common::{fill, floats, skip, tensor};
 use candle_core::{DType, Device};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{FusedOptimizer, Optimizer, ParamsAdamW, ParamsSgd, UpdateRule};
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, init_process_group};
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 
 /// How often the emulated GPU did each operation.
@@ -21,8 +20,8 @@ fn train<R: UpdateRule>(
 ) -> (Vec<Vec<f32>>, Option<Counts>) {
     let device = Some(gpu.clone());
     let pg = init_process_group(InitOptions { backend: Backend::Single, device, ..Default::default() }).unwrap();
-    let mixed = MixedPrecision { param_dtype: Some(param_dtype), keep_low_precision_grads, ..Default::default() };
-    let options = DdpOptions { mixed_precision: Some(mixed), ..Default::default() };
+    let precision = Precision::Half { param_dtype, buffer_dtype: None };
+    let options = DdpOptions { precision, keep_low_precision_grads, ..Default::default() };
     // Odd sizes, so that later slices of the bucket begin between vectors.
     type Net = [Linear; 2];
     let build =

@@ -4,9 +4,9 @@ use super::on_gpu;
 use super::operations::take_counts;
 use crate::common::{floats, skip, tensor};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd};
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, init_process_group};
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 fn model(gpu: &Device, options: DdpOptions) -> (DistributedDataParallel<Linear>, VarMap) {
@@ -47,8 +47,8 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
             optimizer.step(&grads)
         });
         found.push(("clipped", [0, 1], clipped));
-        let mixed = MixedPrecision { param_dtype: Some(DType::F16), ..Default::default() };
-        let (ddp, _) = model(gpu, DdpOptions { mixed_precision: Some(mixed), ..Default::default() });
+        let precision = Precision::Half { param_dtype: DType::F16, buffer_dtype: None };
+        let (ddp, _) = model(gpu, DdpOptions { precision, ..Default::default() });
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
         let mut scaler = GradScaler::new(ddp.process_group(), &ddp, GradScalerOptions::default()).unwrap();
         let scaled = waits(|| {

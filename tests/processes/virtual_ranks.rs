@@ -16,7 +16,7 @@ use candle_ddp::nn::{
 use candle_ddp::optim::{AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_micro_batch, init_process_group,
+    DistributedDataParallel, InitOptions, Precision, ProcessGroup, Result, backward_micro_batch, init_process_group,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 use std::path::Path;
@@ -45,7 +45,7 @@ fn rank_of_another_test() {
     let speed = std::env::var(SPEED).ok().map(|speed| speed.parse().unwrap());
     let train = || {
         speed.map_or(Ok(()), |speed| pg.share_by_speed(speed))?;
-        virtual_run::train(&pg, 2, None)
+        virtual_run::train(&pg, 2, Precision::default(), None)
     };
     let bits = pg.abort_on_error(train).unwrap();
     write(&bits, &Path::new(&std::env::var(FOLDER).unwrap()).join(format!("rank{}", pg.rank())));

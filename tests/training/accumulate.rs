@@ -3,7 +3,6 @@ use crate::common::{assert_close, floats, ranks, tensor};
 use crate::programs::{Ddp, gradients, wrap};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{AdamW, ParamsAdamW, ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, backward_with};
@@ -232,8 +231,7 @@ fn after_an_error_the_earlier_gradients_are_in_their_shards() {
 fn gradients_stay_as_they_are_while_their_store_lives() {
     ranks(2, |pg| {
         for reduce_dtype in [None, Some(DType::F64)] {
-            let mixed_precision = Some(MixedPrecision { reduce_dtype, ..Default::default() });
-            let ddp = wrap(&pg, [4, 5, 2], 3, &DdpOptions { mixed_precision, ..Default::default() })?;
+            let ddp = wrap(&pg, [4, 5, 2], 3, &DdpOptions { reduce_dtype, ..Default::default() })?;
             let first = ddp.backward(&loss(&ddp, &pg, 0)?)?;
             let before = gradients(&first, &ddp.parameters());
             let second = ddp.backward(&loss(&ddp, &pg, 1)?)?;

@@ -2,10 +2,9 @@
 //! for the replicas.
 use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::optim::{FusedOptimizer, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -22,8 +21,11 @@ fn forward(net: &Net, x: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -> DdpOptions {
-    let mixed = MixedPrecision { param_dtype: param, reduce_dtype: reduce, buffer_dtype: buffer, ..Default::default() };
-    DdpOptions { mixed_precision: Some(mixed), unused: Unused::Allow, ..Default::default() }
+    let precision = match param {
+        Some(param_dtype) => Precision::Half { param_dtype, buffer_dtype: buffer },
+        None => Precision::default(),
+    };
+    DdpOptions { precision, reduce_dtype: reduce, unused: Unused::Allow, ..Default::default() }
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
@@ -53,9 +55,7 @@ fn gradients_may_keep_their_low_precision() {
     fn train<R: UpdateRule + Sync>(rule: &R, keep_low_precision_grads: bool) -> Vec<Vec<Vec<f32>>> {
         let train = |pg: ProcessGroup| {
             let options = options(Some(DType::BF16), None, None);
-            let mixed_precision =
-                options.mixed_precision.map(|mixed| MixedPrecision { keep_low_precision_grads, ..mixed });
-            let (ddp, varmap) = wrap(&pg, DdpOptions { mixed_precision, ..options })?;
+            let (ddp, varmap) = wrap(&pg, DdpOptions { keep_low_precision_grads, ..options })?;
             let mut optimizer = FusedOptimizer::new(&ddp, rule.clone())?;
             for step in 0..3 {
                 let x = batch(pg.rank() + 2 * step).to_dtype(DType::BF16)?;
@@ -258,13 +258,23 @@ fn a_normalised_model_trains_as_in_f32() {
 fn unsupported_options_are_refused_by_name() {
     ranks(2, |pg| {
         let error = |options: DdpOptions| wrap(&pg, options).err().unwrap();
-        let refused = error(options(None, Some(DType::U8), None));
-        assert!(matches!(refused, Error::InvalidArgument { argument: "mixed_precision", .. }), "{refused}");
+        let (u8, bf16) = (Some(DType::U8), Some(DType::BF16));
+        let pure = DdpOptions { precision: Precision::Pure(DType::U8), ..Default::default() };
+        let f64 = options(Some(DType::F64), None, None);
+        for (options, expected) in [
+            (options(None, u8, None), "reduce_dtype: it must be f32, f64, f16 or bf16, not u8"),
+            (options(bf16, None, u8), "buffer_dtype: it must be f32, f64, f16 or bf16, not u8"),
+            (pure, "precision: it must be f32, f64, f16 or bf16, not u8"),
+            (f64, "param_dtype: it must be f16 or bf16, not f64"),
+        ] {
+            let refused = error(options).to_string();
+            assert!(refused.contains(expected), "{refused}");
+        }
         // Ranks that disagree.
         let reduce = if pg.rank() == 0 { DType::F32 } else { DType::BF16 };
         let refused = error(options(Some(DType::BF16), Some(reduce), None));
         assert!(matches!(refused, Error::Mismatch { what: "model", rank: 1, .. }), "{refused}");
-        assert!(refused.to_string().contains("reduce_dtype bf16, buffer_dtype none on rank 1"), "{refused}");
+        assert!(refused.to_string().contains("reduce_dtype: Some(BF16), keep_low_precision_grads: false on rank 1"), "{refused}");
         // A buffer that exists before DDP wraps the model.
         let varmap = VarMap::new();
         Normed::new(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
@@ -274,14 +284,14 @@ fn unsupported_options_are_refused_by_name() {
         assert!(refused.to_string().contains("norm.running_mean"), "{refused}");
         // A parameter whose dtype in the VarMap is not that of the options, with and without mixed precision.
         let varmap = VarMap::new();
-        let bf16 = || DdpOptions { dtype: DType::BF16, ..Default::default() };
+        let bf16 = || DdpOptions { precision: Precision::Pure(DType::BF16), ..Default::default() };
         DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), bf16())?;
         for init_seed in [None, Some(1)] {
             for param in [None, Some(DType::BF16)] {
                 let options = DdpOptions { init_seed, ..options(param, None, None) };
                 let refused = DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), options).err().unwrap();
                 let needed = "parameter first.weight: it is bf16 in the VarMap, but the model is built with variables of \
-                              dtype f32 (DdpOptions.dtype";
+                              dtype f32 (DdpOptions.precision";
                 assert!(refused.to_string().contains(needed), "{refused}");
             }
         }
@@ -299,7 +309,7 @@ fn unsupported_options_are_refused_by_name() {
         let vars = || Ok::<_, Error>(vec![("w".to_string(), Var::from_tensor(&batch(0))?)]);
         let refused =
             DistributedDataParallel::from_vars(&pg, (), vars()?, options(Some(DType::BF16), None, None)).err().unwrap();
-        assert!(matches!(refused, Error::InvalidArgument { argument: "mixed_precision", .. }), "{refused}");
+        assert!(matches!(refused, Error::InvalidArgument { argument: "precision", .. }), "{refused}");
         // Its gradients can still be averaged in another dtype.
         let vars = vars()?;
         let w = vars[0].1.clone();

@@ -1,13 +1,13 @@
 //! Mixed precision and autocast learn as PyTorch's autocast does: `scripts/golden_autocast.py`.
 use crate::common::ranks;
 use candle_core::{D, DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
-use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions, MixedPrecision, OptLevel};
+use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
 use candle_ddp::nn::{
     AttentionOptions, BatchNorm, Conv2d, Embedding, LayerNorm, Linear, add, conv2d_no_bias, cross_entropy, embedding,
     gelu_erf, layer_norm, linear, linear_no_bias, relu, scaled_dot_product_attention_qkvpacked, sync_batch_norm,
 };
 use candle_ddp::optim::{AdamW, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Conv2dConfig, VarBuilder, VarMap};
 
 #[path = "../../examples/char_gpt/block.rs"]
@@ -292,7 +292,7 @@ fn follows_autocast<G: Golden>() {
     };
     let [f32, bf16, other] = ["f32", "bf16", "bf16_other_seed"].map(golden);
     // The same model, data and optimizer.
-    assert!(distance(&train::<G>(|| OptLevel::O0.options(DType::BF16), false, 20), &f32[..20]) < 1e-5);
+    assert!(distance(&train::<G>(DdpOptions::default, false, 20), &f32[..20]) < 1e-5);
     let seeds = distance(&bf16, &other);
     let follows = |case: &str, losses: &[f64], golden: &[f64]| {
         let ours = distance(losses, golden);
@@ -301,17 +301,15 @@ fn follows_autocast<G: Golden>() {
             "{case}: the losses differ from PyTorch's by {ours}, and those of two seeds by {seeds}"
         );
     };
-    let reduced = || {
-        let reduce_dtype = Some(DType::F32);
-        let options = OptLevel::O2.options(DType::BF16);
-        let mixed_precision = options.mixed_precision.map(|mixed| MixedPrecision { reduce_dtype, ..mixed });
-        DdpOptions { mixed_precision, ..options }
+    let half = || {
+        let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+        DdpOptions { precision, reduce_dtype: Some(DType::F32), ..Default::default() }
     };
-    follows("O2", &train::<G>(reduced, false, G::STEPS), &bf16);
-    follows("O1", &train::<G>(|| OptLevel::O1.options(DType::BF16), false, G::STEPS), &bf16);
-    let products = || DdpOptions { autocast: Some(Autocast::Products(DType::BF16)), ..Default::default() };
-    follows("products", &train::<G>(products, false, 60), &bf16[..60]);
-    follows("O1 in f16", &train::<G>(|| OptLevel::O1.options(DType::F16), true, 60), &f32[..60]);
+    follows("half", &train::<G>(half, false, G::STEPS), &bf16);
+    let casts = |mode| DdpOptions { precision: Precision::Autocast(mode), ..Default::default() };
+    follows("lists", &train::<G>(|| casts(Autocast::Lists(DType::BF16)), false, G::STEPS), &bf16);
+    follows("products", &train::<G>(|| casts(Autocast::Products(DType::BF16)), false, 60), &bf16[..60]);
+    follows("lists in f16", &train::<G>(|| casts(Autocast::Lists(DType::F16)), true, 60), &f32[..60]);
 }
 
 #[test]

@@ -1,16 +1,16 @@
 //! Autocast as an option of DistributedDataParallel, and what else it meets.
 use crate::common::{fill, ranks, tensor};
 use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
-use candle_ddp::amp::{Autocast, MixedPrecision, OptLevel, autocast, autocast_off};
+use candle_ddp::amp::{Autocast, autocast, autocast_off};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::nn::{Linear, add, autocast_mode, linear, no_grad};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
 use candle_nn::{VarBuilder, VarMap};
 
 const BF16: Autocast = Autocast::Lists(DType::BF16);
 
 fn options(autocast: Autocast) -> DdpOptions {
-    DdpOptions { autocast: Some(autocast), ..Default::default() }
+    DdpOptions { precision: Precision::Autocast(autocast), ..Default::default() }
 }
 
 fn model(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParallel<Linear>> {
@@ -42,25 +42,17 @@ fn forward_passes_run_under_it() {
 
 #[test]
 fn options_that_do_not_fit_are_refused_on_every_rank() {
-    let mixed =
-        |param_dtype| Some(MixedPrecision { param_dtype, reduce_dtype: Some(DType::BF16), ..Default::default() });
     let error = |options: fn(usize) -> DdpOptions| {
         ranks(2, |pg| Ok(model(&pg, options(pg.rank())).map(drop).unwrap_err().to_string())).unwrap()
     };
-    for message in error(|_| DdpOptions { autocast: Some(DType::F64.into()), ..Default::default() }) {
+    for message in error(|_| options(Autocast::Lists(DType::F64))) {
         assert!(message.contains("autocast: its dtype must be F16 or BF16, not F64"), "{message}");
     }
     for message in error(|rank| options(if rank == 0 { BF16 } else { Autocast::Products(DType::BF16) })) {
-        assert!(message.contains("autocast: Products(BF16)"), "{message}");
+        assert!(message.contains("precision: Autocast(Products(BF16))"), "{message}");
     }
-    ranks(2, |pg| {
-        let both = DdpOptions { mixed_precision: mixed(Some(DType::BF16)), ..options(BF16) };
-        let message = model(&pg, both).map(drop).unwrap_err().to_string();
-        assert!(message.contains("take either autocast or a param_dtype"), "{message}");
-        // Gradients may travel in 16 bits.
-        model(&pg, DdpOptions { mixed_precision: mixed(None), ..options(BF16) }).map(drop)
-    })
-    .unwrap();
+    // Gradients may travel in 16 bits.
+    ranks(2, |pg| model(&pg, DdpOptions { reduce_dtype: Some(DType::BF16), ..options(BF16) }).map(drop)).unwrap();
 }
 
 /// A residual connection by candle's own sum.
@@ -94,26 +86,12 @@ fn data_parallel_passes_it_on_to_its_threads() {
     assert_eq!(y.dtype(), DType::BF16);
 }
 
-#[test]
-fn apexs_levels_give_the_options() {
-    let of = |level: &str, dtype| {
-        let DdpOptions { dtype, autocast, mixed_precision, .. } = level.parse::<OptLevel>().unwrap().options(dtype);
-        (dtype, autocast, mixed_precision.and_then(|mixed| mixed.param_dtype))
-    };
-    assert_eq!(of("O0", DType::F16), (DType::F32, None, None));
-    assert_eq!(of("O1", DType::F16), (DType::F32, Some(Autocast::Lists(DType::F16)), None));
-    assert_eq!(of("O2", DType::F16), (DType::F32, None, Some(DType::F16)));
-    assert_eq!(of("O3", DType::BF16), (DType::BF16, None, None));
-    let error = "01".parse::<OptLevel>().unwrap_err().to_string();
-    assert!(error.contains("O0, O1, O2 or O3 (the letter O), not \"01\""), "{error}");
-}
-
 /// Both sums of the pass reach the weight once, in f32, as without autocast.
 #[test]
 fn a_shared_weight_is_averaged_once() {
     let run = |mode: Option<Autocast>| {
         ranks(2, |pg| {
-            let options = DdpOptions { autocast: mode, ..Default::default() };
+            let options = mode.map(options).unwrap_or_default();
             let varmap = VarMap::new();
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| linear(4, 4, vb), options)?;
             fill(&varmap, 1);

@@ -2,16 +2,16 @@
 use crate::common::{assert_close, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
 use candle_ddp::optim::{ParamsSgd, Sgd};
-use candle_ddp::{DdpOptions, Error, Failure, ProcessGroup, ReduceOp, Result, Unused};
+use candle_ddp::{DdpOptions, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Unused};
 use std::sync::{Arc, Mutex};
 
 const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
-    crate::weights::wrap(pg, SHAPES, DType::F32, options)
+    crate::weights::wrap(pg, SHAPES, options)
 }
 
 /// All gradients of rank `rank` in step `step`.
@@ -203,16 +203,16 @@ fn no_sync_hands_the_sum_to_the_hook() {
 
 #[test]
 fn mixed_precision_and_hooks_go_together() {
+    let half = |param_dtype| Precision::Half { param_dtype, buffer_dtype: None };
     let cases = [
-        (Some(DType::F16), Some(DType::F32)),
-        (Some(DType::BF16), None),
-        (None, Some(DType::BF16)),
-        (Some(DType::F16), None),
+        (half(DType::F16), Some(DType::F32)),
+        (half(DType::BF16), None),
+        (Precision::default(), Some(DType::BF16)),
+        (half(DType::F16), None),
     ];
-    for (param_dtype, reduce_dtype) in cases {
+    for (precision, reduce_dtype) in cases {
         ranks(2, |pg| {
-            let mixed_precision = Some(MixedPrecision { param_dtype, reduce_dtype, ..Default::default() });
-            let ddp = wrap(&pg, DdpOptions { mixed_precision, ..Default::default() })?;
+            let ddp = wrap(&pg, DdpOptions { precision, reduce_dtype, ..Default::default() })?;
             ddp.register_comm_hook(Fp16Compress::default())?;
             for step in 0..3 {
                 for (index, got) in backward(&ddp, &all(pg.rank(), step))?.iter().enumerate() {

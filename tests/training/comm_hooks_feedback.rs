@@ -2,11 +2,10 @@
 use crate::common::{assert_close, fill, filled, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward, wrap};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Unused};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,7 @@ fn power_sgd(rank: usize) -> PowerSgd {
 }
 
 fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<Model> {
-    let ddp = wrap(pg, SHAPES, DType::F32, options)?;
+    let ddp = wrap(pg, SHAPES, options)?;
     ddp.register_comm_hook(hook)?;
     Ok(ddp)
 }
@@ -93,7 +92,7 @@ fn power_sgd_matches_pytorch() {
     ];
     for (case, options) in cases {
         ranks(2, |pg| {
-            let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+            let ddp = wrap(&pg, SHAPES, small_buckets())?;
             ddp.register_comm_hook(PowerSgd::new(options)?)?;
             for step in 0..4 {
                 let gradient = |(name, _): &(&str, _)| golden.get(&format!("gradient.{}.{step}.{name}", pg.rank()));
@@ -158,7 +157,7 @@ fn power_sgd_starts_after_the_given_number_of_passes() {
 /// The summed results of `steps` passes with gradients, and of these followed by as many passes with zeros.
 fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Sync, steps: usize) -> [Vec<f32>; 2] {
     let out = ranks(world, |pg| {
-        let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+        let ddp = wrap(&pg, SHAPES, small_buckets())?;
         hook()(&ddp)?;
         let first = ddp.buckets();
         let mut sum = vec![0.0; 253];
@@ -201,7 +200,7 @@ fn power_sgd_with_error_feedback_loses_nothing() {
 #[test]
 fn ranks_may_use_different_parameters_and_resume_unused_ones() {
     ranks(3, |pg| {
-        let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+        let ddp = wrap(&pg, SHAPES, small_buckets())?;
         ddp.register_comm_hook(power_sgd(3))?;
         for step in 0..6 {
             // No rank uses `a` for three steps, then only rank 1; two ranks at a time use `conv`.
@@ -235,7 +234,7 @@ fn ranks_may_use_different_parameters_and_resume_unused_ones() {
 fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
     for bad in [f32::INFINITY, f32::NAN] {
         ranks(2, |pg| {
-            let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+            let ddp = wrap(&pg, SHAPES, small_buckets())?;
             ddp.register_comm_hook(power_sgd(3))?;
             for step in 0..5 {
                 let mut gradients = thin(pg.rank(), step);
@@ -262,22 +261,22 @@ fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
 
 #[test]
 fn other_dtypes_work() {
-    let half = |param_dtype, reduce_dtype| Some(MixedPrecision { param_dtype, reduce_dtype, ..Default::default() });
+    let half = |param_dtype| Precision::Half { param_dtype, buffer_dtype: None };
     let cases = [
-        (DType::F64, None, 1e-6),
-        (DType::BF16, None, 2e-2),
-        (DType::F32, half(Some(DType::F16), None), 3e-3),
-        (DType::F32, half(Some(DType::BF16), Some(DType::F32)), 2e-2),
+        (DType::F64, Precision::Pure(DType::F64), None, 1e-6),
+        (DType::BF16, Precision::Pure(DType::BF16), None, 2e-2),
+        (DType::F32, half(DType::F16), None, 3e-3),
+        (DType::F32, half(DType::BF16), Some(DType::F32), 2e-2),
     ];
-    for (dtype, mixed_precision, tolerance) in cases {
+    for (dtype, precision, reduce_dtype, tolerance) in cases {
         ranks(2, |pg| {
-            let options = DdpOptions { mixed_precision, ..small_buckets() };
-            let ddp = wrap(&pg, SHAPES, dtype, options)?;
+            let options = DdpOptions { precision, reduce_dtype, ..small_buckets() };
+            let ddp = wrap(&pg, SHAPES, options)?;
             ddp.register_comm_hook(power_sgd(3))?;
             for step in 0..2 {
                 let out = backward(&ddp, &thin(pg.rank(), step))?;
                 assert!(out.iter().flatten().all(|gradient| gradient.dtype() == dtype));
-                let what = format!("{dtype:?}, {mixed_precision:?}");
+                let what = format!("{precision:?}, {reduce_dtype:?}");
                 assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
             }
             Ok(())
@@ -384,7 +383,7 @@ fn parameters_may_have_no_elements() {
             let shapes: Shapes = &[("a", &[0, 3]), ("b", &[2, 0]), ("c", &[3, 0, 2]), ("d", &[0]), ("e", &[4])];
             let options = DdpOptions { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() };
             for hook in [None, Some(power_sgd(1))] {
-                let ddp = wrap(&pg, shapes, DType::F32, options.clone())?;
+                let ddp = wrap(&pg, shapes, options.clone())?;
                 if let Some(hook) = hook {
                     ddp.register_comm_hook(hook)?;
                 }
@@ -458,7 +457,7 @@ fn the_state_of_another_hook_is_refused() {
         let low_rank = || model(&pg, power_sgd(1), DdpOptions::default());
         let ddp = low_rank()?;
         backward(&ddp, &full(0, 0))?;
-        let plain = wrap(&pg, SHAPES, DType::F32, DdpOptions::default())?;
+        let plain = wrap(&pg, SHAPES, DdpOptions::default())?;
         assert!(plain.comm_hook_state().is_none());
         let none = model(&pg, AllReduce::default(), DdpOptions::default())?;
         let state = ddp.comm_hook_state().expect("a hook").state_dict()?;
@@ -470,7 +469,7 @@ fn the_state_of_another_hook_is_refused() {
         // The state of a model whose parameters have other shapes.
         let shapes: Shapes = &[("a", &[10, 12]), ("bias", &[3])];
         let gradients = shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
-        let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
+        let ddp = wrap(&pg, shapes, DdpOptions::default())?;
         ddp.register_comm_hook(power_sgd(1))?;
         ddp.comm_hook_state().expect("a hook").load_state_dict(&state)?;
         let error = backward(&ddp, &gradients).unwrap_err().to_string();

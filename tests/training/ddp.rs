@@ -3,7 +3,9 @@ use crate::common::{assert_close, fill, filled, floats, ranks, tensor, values, v
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::optim::{Optimizer as _, ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, ReduceOp, Result, Role, Unused};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Role, Unused,
+};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -801,8 +803,12 @@ fn half_precision_models_reduce_in_their_own_dtype() {
         let out = ranks(2, |pg| {
             let varmap = VarMap::new();
             let build = |vb: VarBuilder| vb.get(16, "w");
-            let ddp =
-                DistributedDataParallel::with_options(&pg, &varmap, build, DdpOptions { dtype, ..Default::default() })?;
+            let ddp = DistributedDataParallel::with_options(
+                &pg,
+                &varmap,
+                build,
+                DdpOptions { precision: Precision::Pure(dtype), ..Default::default() },
+            )?;
             let x = Tensor::from_vec(values(16, pg.rank() as u64), 16, &Device::Cpu)?.to_dtype(dtype)?;
             let grads = ddp.backward(&ddp.call(|w| (w * &x)?.sum_all())?)?;
             let gradient = grads.get(&var(&varmap, "w")).expect("a gradient").clone();

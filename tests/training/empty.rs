@@ -15,7 +15,7 @@ use candle_ddp::optim::{
     clip_grad_value,
 };
 use candle_ddp::seed::Generator;
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, backward_with};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, Precision, backward_with};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -390,7 +390,7 @@ fn a_rank_without_rows_trains_in_every_dtype() {
                     linear(3, 2, vb.pp("linear"))?,
                 ))
             };
-            let options = DdpOptions { dtype, ..Default::default() };
+            let options = DdpOptions { precision: Precision::Pure(dtype), ..Default::default() };
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
             let rows = [2, 0][pg.rank()];
             let x = Tensor::arange(0f32, (3 * rows) as f32, &Device::Cpu)?.reshape((rows, 3))?.to_dtype(dtype)?;

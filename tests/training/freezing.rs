@@ -1,10 +1,9 @@
 //! Frozen parameters and buffers.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, ModuleT, Tensor, Var};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{self, AdamW, ParameterGroup, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Module, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::sync::Arc;
 
@@ -220,19 +219,19 @@ fn no_gradient_is_computed_for_frozen_parts() {
 
 #[test]
 fn frozen_parameters_follow_their_variables_in_any_dtype() {
-    for param_dtype in [None, Some(DType::BF16)] {
+    let half = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    for (precision, dtype) in [(Precision::default(), DType::F32), (half, DType::BF16)] {
         ranks(1, |pg| {
             let varmap = VarMap::new();
-            let mixed_precision = Some(MixedPrecision { param_dtype, ..Default::default() });
             let both = |vb: VarBuilder| {
                 Ok::<_, candle_core::Error>((linear(4, 2, vb.pp("features"))?, linear(4, 2, vb.pp("own"))?))
             };
-            let options = DdpOptions { mixed_precision, ..frozen() };
+            let options = DdpOptions { precision, ..frozen() };
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, both, options)?;
             let weight = var(&varmap, "features.weight");
             weight.set(&Tensor::full(0.5f32, (2, 4), &Device::Cpu)?)?;
             let held = ddp.call(|(features, _)| Ok::<_, Error>(features.weight().clone()))?;
-            assert_eq!(held.dtype(), param_dtype.unwrap_or(DType::F32));
+            assert_eq!(held.dtype(), dtype);
             assert_eq!(floats(&held), [0.5; 8]);
             assert_eq!(weight.dtype(), DType::F32);
             Ok(())

@@ -2,7 +2,7 @@
 use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp::nn::{Linear, linear};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ReduceOp, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ReduceOp, Result};
 use candle_nn::{Module, VarBuilder, VarMap};
 
 type Critic = DistributedDataParallel<(Linear, Linear)>;
@@ -28,7 +28,8 @@ fn penalty(norm: &Tensor) -> Result<Tensor> {
 
 fn critic(pg: &candle_ddp::ProcessGroup) -> Result<Critic> {
     let build = |vb: VarBuilder| Ok::<_, candle_core::Error>((linear(2, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?));
-    let options = DdpOptions { dtype: DType::F64, unused: candle_ddp::Unused::Allow, ..Default::default() };
+    let options =
+        DdpOptions { precision: Precision::Pure(DType::F64), unused: candle_ddp::Unused::Allow, ..Default::default() };
     Ok(filled(pg, build, options, 1)?.0)
 }
 

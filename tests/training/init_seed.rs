@@ -1,8 +1,7 @@
 //! Initial values from a seed, under DistributedDataParallel.
 use crate::common::{floats, ranks};
 use candle_core::{DType, Device};
-use candle_ddp::amp::MixedPrecision;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, seed};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, seed};
 use candle_nn::init::DEFAULT_KAIMING_NORMAL;
 use candle_nn::{Linear, VarBuilder, VarMap, batch_norm, linear};
 
@@ -29,8 +28,8 @@ fn initial_values_do_not_depend_on_the_run_or_the_world_size() {
         assert_eq!(rank, one);
     }
     // The variables are f32, whatever dtype the model computes in.
-    let mixed_precision = Some(MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() });
-    assert_eq!(build(2, DdpOptions { mixed_precision, ..seeded(3) })[1], one);
+    let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    assert_eq!(build(2, DdpOptions { precision, ..seeded(3) })[1], one);
     let values = |name: &str| one.iter().find(|(other, _)| other == name).unwrap().1.clone();
     let expected = seed::init(DEFAULT_KAIMING_NORMAL, 3, "a.weight", (5, 7), DType::F32, &Device::Cpu).unwrap();
     assert_eq!(values("a.weight"), floats(&expected));

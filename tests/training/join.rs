@@ -6,8 +6,8 @@ use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, ReduceOp, Result,
-    backward_with, join,
+    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup, ReduceOp,
+    Result, backward_with, join,
 };
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -61,8 +61,12 @@ fn wrap(pg: &ProcessGroup) -> Result<(VarMap, Ddp)> {
     let varmap = VarMap::new();
     // A bucket for each parameter.
     let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
-    let ddp =
-        DistributedDataParallel::with_options(pg, &varmap, Net::new, DdpOptions { dtype: DType::F64, ..options })?;
+    let ddp = DistributedDataParallel::with_options(
+        pg,
+        &varmap,
+        Net::new,
+        DdpOptions { precision: Precision::Pure(DType::F64), ..options },
+    )?;
     set_weights(&varmap);
     Ok((varmap, ddp))
 }
@@ -497,7 +501,7 @@ fn loops_of_different_lengths_without_a_join_are_named() {
                 &pg,
                 &varmap,
                 build,
-                DdpOptions { dtype: DType::F64, ..Default::default() },
+                DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() },
             )?;
             for step in 0..3 - pg.rank() {
                 ddp.backward(&ddp.forward(&batch(pg.rank(), step).0)?.sqr()?.mean_all()?)?;

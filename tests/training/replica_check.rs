@@ -4,7 +4,9 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, linear};
 use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, ReplicaCheck, Result, Role};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, JoinOptions, Precision, ProcessGroup, ReplicaCheck, Result, Role,
+};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
 
@@ -330,7 +332,7 @@ fn sharded_optimizers_and_several_models_keep_replicas_equal() {
             &pg,
             &VarMap::new(),
             |vb| linear(3, 2, vb),
-            DdpOptions { dtype: DType::BF16, ..options(1) },
+            DdpOptions { precision: Precision::Pure(DType::BF16), ..options(1) },
         )?;
         let both = |seed| -> Result<Tensor> {
             let x = tensor(&[4, 3], seed).to_dtype(DType::BF16)?;

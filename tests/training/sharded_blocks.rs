@@ -6,14 +6,14 @@ mod views;
 mod whole;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
-use candle_ddp::amp::{Autocast, GradScaler, MixedPrecision};
+use candle_ddp::amp::{Autocast, GradScaler};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
 use candle_ddp::comm_hook::Fp16Compress;
 use candle_ddp::nn::{LayerNorm, Linear, add, gelu, layer_norm, linear, linear_no_bias, no_grad};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, Block, DdpOptions, DistributedDataParallel, Error, JoinOptions, OnNonFinite, ProcessGroup, Role,
-    Sharding, SpawnOptions, backward_with, block, spawn, spawn_with,
+    Backward, Block, DdpOptions, DistributedDataParallel, Error, JoinOptions, OnNonFinite, Precision, ProcessGroup,
+    Role, Sharding, SpawnOptions, backward_with, block, spawn, spawn_with,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
@@ -130,11 +130,11 @@ fn sharded_training_has_the_bits_of_plain_training() {
 
 #[test]
 fn lower_precision_has_the_bits_of_plain_training() {
-    let mixed = MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() };
-    same_bits(&DdpOptions { mixed_precision: Some(mixed), ..Default::default() }, &plain_step);
-    let autocast = Some(Autocast::Products(DType::BF16));
-    same_bits(&DdpOptions { autocast, ..Default::default() }, &plain_step);
-    same_bits(&DdpOptions { dtype: DType::F32, ..Default::default() }, &|ddp, optimizer, pg, number| {
+    let half = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    for precision in [half, Precision::Autocast(Autocast::Products(DType::BF16))] {
+        same_bits(&DdpOptions { precision, ..Default::default() }, &plain_step);
+    }
+    same_bits(&DdpOptions::default(), &|ddp, optimizer, pg, number| {
         let mut scaler = GradScaler::new(pg, ddp, Default::default())?;
         let loss = loss(ddp, pg, number)?;
         let mut grads = ddp.backward(&scaler.scale(&loss)?)?;

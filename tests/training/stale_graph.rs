@@ -5,7 +5,8 @@ use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch, backward_with,
+    Backward, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_micro_batch,
+    backward_with,
 };
 use candle_nn::{Linear, RNN, VarBuilder, VarMap, linear, rnn};
 
@@ -257,9 +258,8 @@ fn models_that_step_in_turn_are_fresh() {
 #[test]
 fn mixed_precision_is_compared_in_the_replicas_dtype() {
     ranks(1, |pg| {
-        let mixed_precision =
-            Some(candle_ddp::amp::MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() });
-        let ddp = cell(&pg, true, DdpOptions { mixed_precision, ..Default::default() })?;
+        let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+        let ddp = cell(&pg, true, DdpOptions { precision, ..Default::default() })?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.1, ..Default::default() })?;
         let state = step(&ddp, &mut optimizer, &start().to_dtype(DType::BF16)?)?;
         assert!(is_stale(&step(&ddp, &mut optimizer, &state)));

@@ -1,7 +1,6 @@
 //! Requests to stop: all ranks learn of them with the same backward pass.
 use crate::common::{ranks, tensor};
 use candle_core::Tensor;
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, Noop};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
@@ -11,9 +10,8 @@ use candle_nn::{Linear, VarMap, linear};
 type Ddp = DistributedDataParallel<Linear>;
 
 fn ddp(pg: &ProcessGroup, reduce_dtype: Option<candle_core::DType>) -> Result<Ddp> {
-    let mixed_precision = reduce_dtype.map(|_| MixedPrecision { reduce_dtype, ..Default::default() });
     // A bucket for each parameter.
-    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., mixed_precision, ..Default::default() };
+    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., reduce_dtype, ..Default::default() };
     DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(3, 2, vb), options)
 }
 

@@ -6,7 +6,7 @@ use candle_ddp::optim::{
     Adam, Ema, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdam, ParamsSgd, ParamsStepLr, Sgd, StepLr, UpdateRule,
     ZeroRedundancyOptimizer,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ fn losses_of_pytorch() -> Vec<f64> {
 
 fn wrap(pg: &ProcessGroup, varmap: &VarMap, frozen: bool) -> Result<Ddp> {
     let role = move |name: &str| if frozen && name.starts_with("backbone.") { Role::Frozen } else { Role::Parameter };
-    let options = DdpOptions { dtype: DType::F64, role: Arc::new(role), ..Default::default() };
+    let options = DdpOptions { precision: Precision::Pure(DType::F64), role: Arc::new(role), ..Default::default() };
     DistributedDataParallel::with_options(pg, varmap, Net::new, options)
 }
 

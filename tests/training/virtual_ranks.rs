@@ -2,7 +2,6 @@
 use crate::common::{assert_close, floats, values, with_virtual_ranks};
 use crate::virtual_run::{Noisy, VIRTUAL, train};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::data::{
     DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions, default_collate,
@@ -12,7 +11,7 @@ use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, ZeroRedundancyOptimize
 use candle_ddp::rendezvous::HashStore;
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    Backend, Backward, CustomOptions, DdpOptions, DistributedDataParallel, Error, InitOptions, JoinOptions,
+    Backend, Backward, CustomOptions, DdpOptions, DistributedDataParallel, Error, InitOptions, JoinOptions, Precision,
     ProcessGroup, Result, Role, backward_micro_batch, backward_with, comm_hook, init_process_group,
 };
 use candle_nn::VarMap;
@@ -24,11 +23,13 @@ fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + 
     with_virtual_ranks(VIRTUAL, world_size, work)
 }
 
-fn assert_same(mixed_precision: Option<MixedPrecision>, worlds: &[usize]) {
-    let one = ranks(1, |pg| train(&pg, 2, mixed_precision)).unwrap().remove(0);
+fn assert_same(precision: Precision, reduce_dtype: Option<DType>, worlds: &[usize]) {
+    let one = ranks(1, |pg| train(&pg, 2, precision, reduce_dtype)).unwrap().remove(0);
     assert!(one.len() > 20 && one.values().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
     for &world_size in worlds {
-        for (rank, other) in ranks(world_size, |pg| train(&pg, 2, mixed_precision)).unwrap().into_iter().enumerate() {
+        for (rank, other) in
+            ranks(world_size, |pg| train(&pg, 2, precision, reduce_dtype)).unwrap().into_iter().enumerate()
+        {
             for (name, expected) in &one {
                 assert!(other[name] == *expected, "{name} differs on rank {rank} of {world_size}");
             }
@@ -38,20 +39,21 @@ fn assert_same(mixed_precision: Option<MixedPrecision>, worlds: &[usize]) {
 
 #[test]
 fn a_run_has_the_same_bits_on_any_number_of_ranks() {
-    assert_same(None, &[2, 3, 4, 5, 6, 7, 8]);
+    assert_same(Precision::default(), None, &[2, 3, 4, 5, 6, 7, 8]);
 }
 
 #[test]
 fn so_it_has_with_gradients_in_other_dtypes() {
-    for (param_dtype, reduce_dtype) in [(None, DType::BF16), (None, DType::F16), (Some(DType::BF16), DType::F32)] {
-        let mixed = MixedPrecision { param_dtype, reduce_dtype: Some(reduce_dtype), ..Default::default() };
-        assert_same(Some(mixed), &[2, 3, 8]);
+    let half = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    let f32 = Precision::default();
+    for (precision, reduce_dtype) in [(f32, DType::BF16), (f32, DType::F16), (half, DType::F32)] {
+        assert_same(precision, Some(reduce_dtype), &[2, 3, 8]);
     }
 }
 
 #[test]
 fn so_it_has_while_fast_ranks_compute_more() {
-    let one = ranks(1, |pg| train(&pg, 2, None)).unwrap().remove(0);
+    let one = ranks(1, |pg| train(&pg, 2, Precision::default(), None)).unwrap().remove(0);
     for (speeds, blocks) in [
         (vec![2., 1.], vec![0..6, 6..8]),
         (vec![1., 5., 0.3], vec![0..1, 1..7, 7..8]),
@@ -60,7 +62,7 @@ fn so_it_has_while_fast_ranks_compute_more() {
         let found = ranks(speeds.len(), |pg| {
             pg.share_by_speed(speeds[pg.rank()])?;
             assert_eq!(model(&pg)?.micro_batches(), Some(blocks[pg.rank()].clone()));
-            train(&pg, 2, None)
+            train(&pg, 2, Precision::default(), None)
         });
         assert!(found.unwrap().iter().all(|other| *other == one), "{speeds:?}");
     }

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 const VIRTUAL: usize = 8;
@@ -14,7 +14,7 @@ const VIRTUAL: usize = 8;
 type Model = DistributedDataParallel<Linear>;
 
 fn model(pg: &ProcessGroup, inputs: usize, outputs: usize) -> Result<Model> {
-    let options = DdpOptions { dtype: DType::F64, init_seed: Some(7), ..Default::default() };
+    let options = DdpOptions { precision: Precision::Pure(DType::F64), init_seed: Some(7), ..Default::default() };
     DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(inputs, outputs, vb), options)
 }
 

@@ -1,11 +1,12 @@
 //! Losses that are sums: `Backward::count` gives the mean over all samples of all ranks and micro-batches.
 use crate::common::{assert_close, floats, ranks, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, Noop};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, Result, backward_with,
+    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup, Result,
+    backward_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
@@ -73,7 +74,7 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(VarMap, Ddp)> {
 }
 
 fn in_f64() -> DdpOptions {
-    DdpOptions { dtype: DType::F64, ..Default::default() }
+    DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() }
 }
 
 fn params() -> ParamsSgd {
@@ -163,8 +164,7 @@ fn hooks_that_compute_means_work() {
 fn counts_are_exact_in_16_bit_buckets() {
     for dtype in [DType::BF16, DType::F16] {
         let results = ranks(2, |pg| {
-            let mixed = MixedPrecision { reduce_dtype: Some(dtype), ..Default::default() };
-            let (_, ddp) = wrap(&pg, DdpOptions { mixed_precision: Some(mixed), ..Default::default() })?;
+            let (_, ddp) = wrap(&pg, DdpOptions { reduce_dtype: Some(dtype), ..Default::default() })?;
             // The gradient of b.bias is the same power of two on both ranks, so that only the count could be inexact.
             let loss = (ddp.forward(&tensor(&[1, 3], 1))?.sum_all()? * 1024.)?;
             let grads = backward_with(

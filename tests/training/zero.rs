@@ -2,14 +2,14 @@
 use crate::common::{assert_close, filled, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
-use candle_ddp::amp::{GradScaler, GradScalerOptions, MixedPrecision};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::comm_hook::Bf16Compress;
 use candle_ddp::optim::{
     AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StepLr,
     UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Role, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, Result, Role, Unused};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 /// Two layers, and a third that only some passes use. No number of ranks divides the sizes.
@@ -189,13 +189,11 @@ fn each_state_is_on_one_rank_only() {
 
 #[test]
 fn mixed_precision_has_full_masters_on_all_ranks() {
-    for mixed in [
-        MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() },
-        MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), ..Default::default() },
-    ] {
+    let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    for reduce_dtype in [None, Some(DType::F32)] {
         let run = |zero: bool| {
             ranks(2, |pg| {
-                let ddp = wrap(&pg, DdpOptions { mixed_precision: Some(mixed), ..small() })?;
+                let ddp = wrap(&pg, DdpOptions { precision, reduce_dtype, ..small() })?;
                 let loss =
                     || -> Result<Tensor> { Ok(ddp.forward(&batch(&pg, 0))?.to_dtype(DType::F32)?.sqr()?.mean_all()?) };
                 if zero {

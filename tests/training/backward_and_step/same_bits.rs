@@ -2,10 +2,9 @@
 use super::{Counting, Ddp, adamw, loss, tiny, wrap};
 use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Module, Tensor, Var};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::*;
-use candle_ddp::{DdpOptions, JoinOptions, OnNonFinite, ProcessGroup, ReplicaCheck, Result, Role};
+use candle_ddp::{DdpOptions, JoinOptions, OnNonFinite, Precision, ProcessGroup, ReplicaCheck, Result, Role};
 use candle_nn::{VarBuilder, VarMap, linear, linear_no_bias};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -121,14 +120,13 @@ fn in_mixed_precision() {
         for (reduce_dtype, keep_low_precision_grads) in
             dtypes.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)])
         {
-            let mixed = MixedPrecision {
-                param_dtype: Some(param_dtype),
-                reduce_dtype,
-                keep_low_precision_grads,
-                ..Default::default()
-            };
-            let options = || DdpOptions { mixed_precision: Some(mixed), ..tiny() };
-            assert!(assert_same(options, any).iter().all(|calls| *calls == IN_PARTS), "{mixed:?}");
+            let precision = Precision::Half { param_dtype, buffer_dtype: None };
+            let options = || DdpOptions { precision, reduce_dtype, keep_low_precision_grads, ..tiny() };
+            let found = assert_same(options, any);
+            assert!(
+                found.iter().all(|calls| *calls == IN_PARTS),
+                "{param_dtype:?} {reduce_dtype:?} {keep_low_precision_grads}"
+            );
         }
     }
 }
@@ -259,8 +257,9 @@ fn at_random() {
                 (0..layers).map(layer).collect::<Result<Vec<_>, _>>()
             };
             let dtype = [DType::F32, DType::F64, DType::BF16][random.below(3) as usize];
+            let precision = Precision::Pure(dtype);
             let role = Arc::new(|_: &str| Role::Parameter);
-            let options = DdpOptions { first_bucket_mb, bucket_cap_mb, dtype, role, ..tiny() };
+            let options = DdpOptions { first_bucket_mb, bucket_cap_mb, precision, role, ..tiny() };
             let (ddp, varmap) = filled(pg, build, options, seed)?;
             let mut optimizer: Box<dyn Optimizer> = match random.below(3) {
                 0 => Box::new(AdamW::new(&ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?),

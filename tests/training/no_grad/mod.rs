@@ -5,10 +5,9 @@ mod passes;
 
 use crate::common::{fill, tensor};
 use candle_core::{DType, ModuleT, Tensor};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::nn::{self, Dropout, is_grad_enabled};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result};
 use candle_nn::{VarBuilder, VarMap};
 
 /// Convolution, batch norm, dropout and a linear layer, and a parameter that candle's own operation gets.
@@ -114,8 +113,8 @@ fn outputs_have_the_same_bits_and_no_graph() {
         for has_model in [false, true] {
             check_outputs(&pg, ours, has_model, DdpOptions::default())?;
             check_outputs(&pg, candles, has_model, DdpOptions::default())?;
-            let mixed = MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() };
-            let options = DdpOptions { mixed_precision: Some(mixed), ..Default::default() };
+            let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+            let options = DdpOptions { precision, ..Default::default() };
             check_outputs(&pg, ours, has_model, options)?;
         }
         Ok(())

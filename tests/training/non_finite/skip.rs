@@ -3,13 +3,12 @@ use super::{Bad, Ddp, loss, model, skip, small, state};
 use crate::common::ranks;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::{AllReduce, CommHook, Fp16Compress, GradBucket, HookWork, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{
     AdamW, ClipOptions, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer,
     clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{DdpOptions, Error, OnNonFinite, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{DdpOptions, Error, OnNonFinite, Precision, ProcessGroup, ReduceOp, Result};
 use candle_nn::Optimizer as _;
 use std::collections::HashMap;
 
@@ -79,8 +78,8 @@ fn shards_leave_it_out_together() {
 
 #[test]
 fn narrow_dtypes_and_hooks_leave_it_out() {
-    let half = MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), ..Default::default() };
-    assert_left_out(&DdpOptions { mixed_precision: Some(half), ..skip(2) }, adam);
+    let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    assert_left_out(&DdpOptions { precision, reduce_dtype: Some(DType::F32), ..skip(2) }, adam);
     assert_left_out(&skip(2), |ddp| {
         ddp.register_comm_hook(AllReduce::default())?;
         adam(ddp)

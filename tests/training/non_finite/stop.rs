@@ -2,11 +2,10 @@
 use super::{Bad, Ddp, loss, model, skip, small, stop};
 use crate::common::{ranks, tensor};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::amp::MixedPrecision;
 use candle_ddp::comm_hook::{AllReduce, Fp16Compress, Noop};
 use candle_ddp::nn::{cross_entropy, linear};
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, Result};
 use candle_nn::VarMap;
 
 type Found = (Option<String>, Option<usize>, String, u64);
@@ -45,8 +44,8 @@ const PREPARATIONS: [fn(&Ddp) -> Result<()>; 2] = [|_| Ok(()), |ddp| ddp.registe
 
 #[test]
 fn the_rank_and_the_parameter_are_named_on_all_ranks() {
-    let half = MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() };
-    let half = DdpOptions { mixed_precision: Some(half), ..stop() };
+    let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    let half = DdpOptions { precision, ..stop() };
     for options in [stop(), small(stop()), half] {
         for prepare in PREPARATIONS {
             for (value, text) in [(f64::NAN, "a NaN"), (f64::INFINITY, "an infinity")] {
