@@ -38,7 +38,7 @@ LAYERS = {
     ROOT / "crates/candle-ddp-rendezvous/src": [
         ["deadline", "hash", "last_will", "panic", "reading", "slurm", "warnings", "wire"],
         ["error", "host", "mpi"],
-        ["cancellation", "descriptors", "file_log", "init_method", "metrics", "random", "store", "thread"],
+        ["activity", "cancellation", "descriptors", "file_log", "init_method", "metrics", "random", "store", "thread"],
         ["file", "hash_store", "json", "liveness", "prefix_store", "reports", "secret"],
         ["file_store", "options", "tcp_store", "trace"],
         ["environment", "hosting", "progress"],

@@ -1,7 +1,7 @@
 //! An owned NCCL communicator: creating it, waiting for it, splitting it, and ending it.
 use super::NcclOptions;
-use super::ffi;
-use super::status::{CallResult, Code, NcclFailure, Status, Version, int, status, version};
+use super::ffi::{self, Code};
+use super::status::{CallResult, NcclFailure, Status, Version, int, status, version};
 use crate::error::Failure;
 use crate::{Error, Result};
 use candle_ddp_engine::liveness::{Group, SuspectedFailure};

@@ -1,8 +1,40 @@
 //! NCCL's functions, as far as this engine calls them. cudarc's declarations return an enum, for which a number that it does not have, such
 //! as one of a newer NCCL, is undefined behaviour.
-use super::status::Code;
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use std::ffi::{c_char, c_int, c_void};
+use std::fmt;
+
+/// NCCL's `ncclResult_t`: newer versions have further numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(super) struct Code(pub(super) u32);
+
+impl Code {
+    pub(super) const SUCCESS: Self = Self(0);
+    pub(super) const UNHANDLED_CUDA_ERROR: Self = Self(1);
+    pub(super) const SYSTEM_ERROR: Self = Self(2);
+    pub(super) const REMOTE_ERROR: Self = Self(6);
+    pub(super) const IN_PROGRESS: Self = Self(7);
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const NAMES: [&str; 8] = [
+            "ncclSuccess",
+            "ncclUnhandledCudaError",
+            "ncclSystemError",
+            "ncclInternalError",
+            "ncclInvalidArgument",
+            "ncclInvalidUsage",
+            "ncclRemoteError",
+            "ncclInProgress",
+        ];
+        match NAMES.get(self.0 as usize) {
+            Some(name) => f.write_str(name),
+            None => write!(f, "ncclResult_t {}", self.0),
+        }
+    }
+}
 
 // The signatures are those of nccl.h, where `ncclResult_t` is an enum: 32 bits.
 unsafe extern "C" {

@@ -1,5 +1,5 @@
 //! NCCL's results: its version, the text of its errors, and whether a call is complete.
-use super::ffi;
+use super::ffi::{self, Code};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_int};
 use std::fmt;
@@ -13,38 +13,6 @@ pub fn version() -> Result<i32> {
         what: "NCCL".to_string(),
         hint: format!("{failure}: the library does not report its version"),
     })
-}
-
-/// NCCL's `ncclResult_t`: newer versions have further numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(transparent)]
-pub(super) struct Code(u32);
-
-impl Code {
-    pub(super) const SUCCESS: Self = Self(0);
-    const UNHANDLED_CUDA_ERROR: Self = Self(1);
-    const SYSTEM_ERROR: Self = Self(2);
-    const REMOTE_ERROR: Self = Self(6);
-    const IN_PROGRESS: Self = Self(7);
-}
-
-impl fmt::Display for Code {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const NAMES: [&str; 8] = [
-            "ncclSuccess",
-            "ncclUnhandledCudaError",
-            "ncclSystemError",
-            "ncclInternalError",
-            "ncclInvalidArgument",
-            "ncclInvalidUsage",
-            "ncclRemoteError",
-            "ncclInProgress",
-        ];
-        match NAMES.get(self.0 as usize) {
-            Some(name) => f.write_str(name),
-            None => write!(f, "ncclResult_t {}", self.0),
-        }
-    }
 }
 
 /// A version of NCCL, displayed in the usual form.

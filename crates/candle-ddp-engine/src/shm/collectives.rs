@@ -30,7 +30,7 @@ impl ShmGroup {
 /// agree on the contents of every slot of every stream.
 pub(crate) struct Streams<'a> {
     shm: &'a ShmGroup,
-    streams: MutexGuard<'a, CollectiveStreams>,
+    pub(super) streams: MutexGuard<'a, CollectiveStreams>,
     head: [u8; Header::BYTES],
     deadline: Instant,
     arrival: &'a Arrival,
