@@ -415,6 +415,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
                         true => drop(checkpointer.save(3, ("hook", &mut state))?),
                         false => state.save(&file)?,
                     }
+                    drop(state);
                     broken = model(&pg, hook(), DdpOptions::default())?;
                     // Buckets get the order of gradients in the first pass.
                     backward(&broken, &zeros())?;

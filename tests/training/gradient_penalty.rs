@@ -93,7 +93,7 @@ fn a_loss_out_of_a_gradient_store_is_an_error() {
 #[test]
 fn a_penalty_in_a_larger_loss_is_an_error() {
     const REFUSED: &str = "a gradient of an earlier backward pass";
-    let options = || DdpOptions { dtype: DType::F64, ..Default::default() };
+    let options = || DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() };
     for is_frozen in [true, false] {
         ranks(2, |pg| {
             let ours = filled(&pg, |vb| linear(2, 1, vb), options(), 1)?.0;

@@ -1,5 +1,6 @@
 //! Where threads of the program are between their calls, for the errors of ranks that wait for them.
 use crate::panic::lock;
+use crate::wire::beginning;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -24,12 +25,9 @@ impl Activity {
         const LONG: usize = 400;
         let text = lock(&self.0).clone()?;
         // Without the lock, since it may take others.
-        let mut text = text();
-        if text.len() > LONG {
-            text.truncate(text.floor_char_boundary(LONG));
-            text.push('…');
-        }
-        Some(text)
+        let text = text();
+        let shown = beginning(&text, LONG);
+        Some(if shown.len() < text.len() { format!("{shown}…") } else { text })
     }
 }
 

@@ -38,7 +38,12 @@ const TEXT_LIMIT: usize = 16 * 1024;
 
 /// The part of a text that is sent.
 pub fn cut(text: &str) -> &str {
-    let mut end = text.len().min(TEXT_LIMIT);
+    beginning(text, TEXT_LIMIT)
+}
+
+/// The beginning of `text`, at most `longest` bytes.
+pub fn beginning(text: &str, longest: usize) -> &str {
+    let mut end = text.len().min(longest);
     while !text.is_char_boundary(end) {
         end -= 1;
     }

@@ -1,7 +1,8 @@
 //! How a failing rank reports its error to its launcher: in the file that torchrun names in `TORCHELASTIC_ERROR_FILE`.
 //!
 //! torchrun shows the message. `ddprun` also reads which rank caused the failure, so it need not parse text.
-use super::{Failure, text};
+use super::Failure;
+use crate::wire::beginning;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -44,9 +45,9 @@ impl RankError {
 
     /// The content of the file.
     pub fn to_json(&self) -> Value {
-        let message = text::shortened(&self.message, LONGEST);
+        let message = beginning(&self.message, LONGEST);
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let told = Self { message: message.clone(), ..self.clone() };
+        let told = Self { message: message.to_string(), ..self.clone() };
         // torchrun shows `py_callstack` instead of the message.
         let extra = json!({ "py_callstack": message, "timestamp": seconds.to_string(), KEY: told });
         json!({ "message": { "message": message, "extraInfo": extra } })

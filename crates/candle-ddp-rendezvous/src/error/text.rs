@@ -29,15 +29,6 @@ pub fn ranks(ranks: &[usize]) -> String {
     format!("[{}]", some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>()))
 }
 
-/// The beginning of `text`, at most `longest` bytes.
-pub(super) fn shortened(text: &str, longest: usize) -> String {
-    let mut end = text.len().min(longest);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    text[..end].to_string()
-}
-
 /// How the label of a bucket's collective begins.
 pub const GRADIENTS: &str = "the gradients of ";
 

@@ -1,5 +1,6 @@
 //! The names and locks of temporary files.
 use crate::random::random_bytes;
+use crate::wire::beginning;
 use std::ffi::OsStr;
 use std::fs::{File, TryLockError};
 use std::io;
@@ -14,11 +15,7 @@ const DIGITS: usize = 16;
 pub(super) fn prefix(target: &OsStr) -> String {
     const LONGEST: usize = 100;
     let name = target.to_string_lossy();
-    let mut end = name.len().min(LONGEST);
-    while !name.is_char_boundary(end) {
-        end -= 1;
-    }
-    format!(".{}.", &name[..end])
+    format!(".{}.", beginning(&name, LONGEST))
 }
 
 /// The beginning of `name`, if it names a temporary file.
