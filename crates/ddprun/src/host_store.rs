@@ -6,11 +6,14 @@ use super::error::{Error, Result};
 use super::mode::HostStore;
 use super::nodes::Coordinator;
 use super::processes::Host;
+use super::signal;
 use super::status::{RECORD, RunStatus, Source};
 use super::watch::Watch;
 use super::{folder, secret, store};
 use clap::Parser;
+use signal_hook::flag::{register_conditional_default, register_usize};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 /// Hosts the store until the run is over. Returns its exit code.
 pub(super) fn serve(options: HostStore) -> Result<u8> {
@@ -47,8 +50,22 @@ pub(super) fn serve(options: HostStore) -> Result<u8> {
         "this machine hosts the store of run {} at port {port}, and starts no workers",
         config.run_id
     ));
-    let (code, reason) = coordinator.serve_alone();
+    let (code, reason) = coordinator.serve_alone(note_signals(&config.options.signals_to_handle)?);
     watch.iter().for_each(Watch::finish);
     message(reason);
     Ok(code)
+}
+
+/// Where the number of the first of these signals that this process receives is noted. A second one ends the process.
+fn note_signals(ending: &[i32]) -> Result<Arc<AtomicUsize>> {
+    let (first, is_second) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    for &number in ending.iter().filter(|&&number| !signal::is_ignored(number)) {
+        let value = usize::try_from(number).unwrap_or_default();
+        // In this order, since the handlers of a signal run in the order of their registration.
+        register_conditional_default(number, Arc::clone(&is_second))
+            .and_then(|_| register_usize(number, Arc::clone(&first), value))
+            .and_then(|_| signal_hook::flag::register(number, Arc::clone(&is_second)))
+            .map_err(|error| Error::io("handling signals", error))?;
+    }
+    Ok(first)
 }

@@ -29,6 +29,8 @@ const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// group.
 const SAME_REQUEST: Duration = Duration::from_millis(500);
 
+/// The last message of a spare that was not needed.
+const UNNEEDED: &str = "this spare was not needed";
 /// The effect of another signal.
 const AGAIN: &str = "a second signal kills them at once";
 
@@ -78,6 +80,8 @@ pub(super) struct Supervisor {
     restarting: bool,
     /// The other nodes have nothing more to decide.
     is_decided: bool,
+    /// This node has no part in the run until another one is lost.
+    is_spare: bool,
 }
 
 impl Supervisor {
@@ -94,6 +98,7 @@ impl Supervisor {
             outcome: Outcome::Success,
             restarting: false,
             is_decided: false,
+            is_spare: false,
         }
     }
 
@@ -214,6 +219,9 @@ impl Supervisor {
         self.is_decided = true;
         agent.stop(number);
         let reason = format!("ddprun received {}", signal::name(number));
+        if self.is_spare {
+            message(format_args!("{}: {UNNEEDED}", signal::name(number)));
+        }
         agent.tell(Message::Leave { reason, signal: Some(number) });
     }
 
@@ -242,10 +250,10 @@ impl Supervisor {
         message(format_args!("{name} forwarded to {}", self.names_of(&list)));
     }
 
-    /// The exit code of a run that a signal has ended; it depends on how the workers ended.
+    /// The exit code of a run that a signal has ended; it depends on how the workers ended. A spare has none.
     pub(super) fn code_after(&self, signal: i32) -> u8 {
         let is_well = |worker: &Worker| worker.given_up || worker.has_succeeded();
-        match !self.workers.is_empty() && self.workers.iter().all(is_well) {
+        match (self.is_spare || !self.workers.is_empty()) && self.workers.iter().all(is_well) {
             true => 0,
             false => Exit::Signal(signal).code(),
         }

@@ -5,15 +5,17 @@ use super::terms::{Pace, Terms, version};
 use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::console::message;
 use crate::error::Result;
+use crate::signal;
 use crate::status::{RUN_STATUS, RunStatus};
 use candle_ddp_rendezvous::liveness::Silence;
 use candle_ddp_rendezvous::warnings::Warnings;
 use candle_ddp_rendezvous::{
     BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, thread,
 };
+use signal_hook::consts::SIGTERM;
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -32,7 +34,8 @@ const MESSAGES: usize = 1024;
 pub(crate) struct Coordinator {
     /// Returns the run's exit code, and the reason.
     thread: JoinHandle<(u8, String)>,
-    is_alone: Arc<AtomicBool>,
+    /// Once none of the nodes hosts the store: where a signal to this process is noted.
+    alone: Arc<OnceLock<Arc<AtomicUsize>>>,
     /// Whether nodes may come that do not know that the run was called off.
     awaits_news: Arc<AtomicBool>,
 }
@@ -50,7 +53,7 @@ impl Coordinator {
         let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
-        let is_alone = Arc::new(AtomicBool::new(false));
+        let alone = Arc::<OnceLock<_>>::default();
         let awaits_news = Arc::new(AtomicBool::new(false));
         let desk = Desk {
             store,
@@ -63,14 +66,15 @@ impl Coordinator {
             end: None,
             awaits_news: Arc::clone(&awaits_news),
         };
-        let told = Arc::clone(&is_alone);
+        let told = Arc::clone(&alone);
         let work = move || serve(desk, run, &pace, &told);
-        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, is_alone, awaits_news })
+        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, alone, awaits_news })
     }
 
-    /// Coordinates a run none of whose nodes hosts the store, until it is over. Returns its exit code, and the reason.
-    pub(crate) fn serve_alone(self) -> (u8, String) {
-        self.is_alone.store(true, Ordering::Relaxed);
+    /// Coordinates a run none of whose nodes hosts the store, until it is over. It ends on all nodes once `signal` has the number of a
+    /// signal. Returns its exit code, and the reason.
+    pub(crate) fn serve_alone(self, signal: Arc<AtomicUsize>) -> (u8, String) {
+        self.alone.get_or_init(|| signal);
         self.thread.join().unwrap_or_else(|_| (1, "the coordinator of the nodes has ended: this is a bug".to_string()))
     }
 
@@ -92,10 +96,15 @@ impl Coordinator {
     }
 }
 
-fn serve(mut desk: Desk, mut run: Run, pace: &Pace, is_alone: &AtomicBool) -> (u8, String) {
+fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: &OnceLock<Arc<AtomicUsize>>) -> (u8, String) {
     let mut tick = Instant::now() + pace.keep_alive_interval;
     while !run.is_over() {
-        run.has_host |= is_alone.load(Ordering::Relaxed);
+        run.has_host |= alone.get().is_some();
+        let number = alone.get().map_or(0, |signal| signal.load(Ordering::Relaxed));
+        if number > 0 && !run.has_ended() {
+            let number = i32::try_from(number).unwrap_or(SIGTERM);
+            run.end(format!("the host of the store received {}", signal::name(number)), Some(number));
+        }
         let now = Instant::now();
         let worked = if now >= tick {
             tick = now + pace.keep_alive_interval;

@@ -1,5 +1,5 @@
 //! The supervisor's reactions to events on other nodes.
-use super::{Outcome, Phase, SETTLE, Supervisor};
+use super::{Outcome, Phase, SETTLE, Supervisor, UNNEEDED};
 use crate::agent::Agent;
 use crate::console::message;
 use crate::nodes::{Entry, Exited, Message, News, Replacement};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// How long the workers have to exit by themselves after a failure on another node: their groups fail at once.
 const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
-/// The messages of a spare.
+/// The first message of a spare.
 const SPARE: &str = "all nodes that the run needs are there: this one waits until one is lost";
 
 impl Supervisor {
@@ -22,15 +22,16 @@ impl Supervisor {
             News::Joined { slot, is_spare } => {
                 agent.joined(slot);
                 if is_spare {
-                    message(SPARE);
+                    self.wait_as_spare();
                 }
             }
             News::Entry(Entry::Start(round)) => match agent.enter(round) {
                 Ok(true) => {
+                    self.is_spare = false;
                     let started = self.restart(agent);
                     self.check_started(started, agent);
                 }
-                Ok(false) => message(SPARE),
+                Ok(false) => self.wait_as_spare(),
                 Err(reason) => {
                     agent.set_lost(reason);
                     self.fail_elsewhere();
@@ -66,6 +67,7 @@ impl Supervisor {
             News::Entry(Entry::Admit(admission)) => {
                 message(&admission.reason);
                 if agent.is_own(admission.slot) {
+                    self.is_spare = false;
                     let mut workers = Vec::new();
                     let started = agent.start_admitted(&admission, |worker| workers.push(worker));
                     self.workers = workers;
@@ -82,7 +84,7 @@ impl Supervisor {
             },
             News::Entry(Entry::Done) => {
                 if !agent.is_member() {
-                    message("the run has ended well: this spare was not needed");
+                    message(format_args!("the run has ended well: {UNNEEDED}"));
                 }
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
             }
@@ -107,6 +109,11 @@ impl Supervisor {
                 self.fail_elsewhere();
             }
         }
+    }
+
+    fn wait_as_spare(&mut self) {
+        self.is_spare = true;
+        message(SPARE);
     }
 
     /// Tells the other nodes if the run waits for a process that this one, which ends, will not start.
@@ -145,6 +152,9 @@ impl Supervisor {
     /// Ends the workers as if this node had received the signal that ended the run.
     fn signalled_elsewhere(&mut self, signal: i32, reason: &str, agent: &mut Agent) {
         message(reason);
+        if self.is_spare {
+            message(UNNEEDED);
+        }
         agent.stop(signal);
         (self.outcome, self.is_decided, self.restarting) = (Outcome::Signalled(signal), true, false);
         match self.phase {

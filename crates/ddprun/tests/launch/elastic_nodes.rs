@@ -120,6 +120,50 @@ fn a_store_whose_workers_save_after_a_signal_ends_well() {
     all[0].says("leaves: ddprun received SIGTERM");
 }
 
+/// Whatever the workers make of it: none of them is the spare's.
+#[test]
+fn a_spare_that_a_signal_ends_was_not_needed() {
+    let nodes = Nodes::new("2");
+    let mut host = host_store(&nodes, &[]);
+    let args = ["--no-secret"];
+    let others = [nodes.start(&args, SCRIPT), nodes.start(&args, SCRIPT)];
+    nodes.wait_for_round(0, 2);
+    let mut signalled = nodes.start(&args, SCRIPT);
+    nodes.wait_for_spare(0);
+    signalled.send(Signal::TERM);
+    let signalled = finish(vec![signalled]).remove(0);
+    assert_eq!(signalled.code, Some(0), "{signalled:?}");
+    signalled.says("SIGTERM: this spare was not needed");
+    wait_until("the end of the spare", || !status(&nodes.sandbox, nodes.port).stdout.contains("  waiting\n"));
+    let spare = nodes.start(&args, SCRIPT);
+    nodes.wait_for_spare(0);
+    // A node that leaves would be replaced.
+    host.send(Signal::TERM);
+    let all = finish([host].into_iter().chain(others).chain([spare]).collect());
+    assert_eq!(
+        all.iter().map(|ran| ran.code).collect::<Vec<_>>(),
+        [Some(143), Some(143), Some(143), Some(0)],
+        "{all:?}"
+    );
+    all[3].says("the host of the store received SIGTERM");
+    all[3].says("this spare was not needed");
+}
+
+#[test]
+fn a_signal_to_the_host_of_the_store_ends_the_run_on_all_nodes() {
+    for (trap, code) in [("trap 'exit 0' TERM", 0), ("true", 143)] {
+        let nodes = Nodes::new("2");
+        let mut host = host_store(&nodes, &[]);
+        let script = format!("{trap}; {SCRIPT}");
+        let others = [nodes.start(&["--no-secret"], &script), nodes.start(&["--no-secret"], &script)];
+        nodes.wait_for_round(0, 2);
+        host.send(Signal::TERM);
+        let all = finish([host].into_iter().chain(others).collect());
+        assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(code); 3], "{all:?}");
+        all.iter().for_each(|ran| ran.says("the host of the store received SIGTERM"));
+    }
+}
+
 /// The last failure before them is none of theirs.
 #[test]
 fn a_spare_outlives_restarts_of_the_others() {
