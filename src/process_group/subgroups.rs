@@ -3,13 +3,14 @@ use super::engine::{self, Settings};
 use super::place::Place;
 use super::whole::Whole;
 use super::{Backend, ProcessGroup};
-use crate::backend::{Communicator, Construction, Split};
+use crate::backend::{CallSite, Communicator, Construction, Split};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::panic::lock;
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::Device;
+use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -25,8 +26,9 @@ impl ProcessGroup {
     /// Returns [`Error::RankOutOfRange`] for a rank that does not exist, [`Error::InvalidArgument`] for an empty list
     /// or a rank given twice, an error if ranks do not arrive within the time-out, and, at once, the failure of this
     /// group if it has failed.
+    #[track_caller]
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
-        self.split_off(ranks, false)
+        CallSite::during(Location::caller(), || self.split_off(ranks, false))
     }
 
     /// Like [`new_group`](Self::new_group). If `is_part`, the program does not know the group: either ends with the other, and its

@@ -55,8 +55,12 @@ impl ProcessGroup {
     /// # Errors
     /// Returns [`Error::InvalidArgument`] in a group with [virtual ranks](crate::InitOptions::virtual_ranks), whose micro-batches a rank
     /// calculates one after the other; and an error if ranks do not arrive within the time-out.
+    #[track_caller]
     pub fn with_grad(&self) -> Result<WithGrad> {
-        let companion = if self.world_size() == 1 { self.clone() } else { self.companion()? };
+        let companion = match self.world_size() {
+            1 => self.clone(),
+            _ => CallSite::during(Location::caller(), || self.companion())?,
+        };
         let functions = WithGrad { group: self.clone(), companion };
         functions.check()?;
         Ok(functions)

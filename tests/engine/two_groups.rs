@@ -1,13 +1,15 @@
 //! Ranks that wait for each other in different groups all get an error within seconds, far from the time-out, and ranks that are only late
 //! get none.
-use crate::common::test_process;
+mod programs;
+
+use crate::common::{ddprun, test_arguments, test_process};
 use candle_core::{DType, Tensor};
-use candle_ddp::{Error, Failure, P2pOp, ProcessGroup, ReduceOp, Result, SpawnOptions, Work, spawn_with};
+use candle_ddp::{Error, Failure, ProcessGroup, ReduceOp, Result, SpawnOptions, spawn_with};
 use candle_ddp::{InitOptions, init_process_group};
 use candle_ddp_testing::Random;
+use programs::Program;
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::{BufRead, BufReader};
-use std::process::Stdio;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Far below the time-out, and enough for a machine that is busy with other tests.
@@ -126,9 +128,52 @@ fn a_message_and_a_collective_wait_for_each_other() {
 }
 
 #[test]
+fn messages_that_do_not_fit_wait_for_each_other() {
+    // In a process for which the transport can be chosen.
+    let mut command = test_process(module_path!(), "large_messages_cross");
+    let output = command.env("CANDLE_DDP_CPU_TRANSPORT", "shm").output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+#[ignore = "started by another test"]
+fn large_messages_cross() {
+    let all = failures(2, |pg| pg.send(&Tensor::zeros(programs::LARGE, DType::F32, pg.device())?, 1 - pg.rank()));
+    let call = "send(f32[4194304]) in the group of all ranks";
+    assert_contains(&all[0], &[&format!("rank 0 waits in {call}, rank 1 in {call}: they wait for each other")]);
+}
+
+#[test]
+fn a_group_that_only_one_rank_makes_and_a_call_wait_for_each_other() {
+    let all = failures(2, |pg| {
+        let other = pg.new_group(&[1, 0])?.unwrap();
+        // Otherwise the threads of other tests might call there.
+        pg.barrier()?;
+        other.barrier()?;
+        match pg.rank() {
+            0 => pg.new_group(&[0, 1]).map(drop),
+            _ => other.barrier(),
+        }
+    });
+    let text = "rank 0 waits in the construction of the group of ranks [0, 1], rank 1 in barrier() in the group of ranks [1, 0]";
+    assert_contains(&all[0], &[text, "The call of rank 0 is at tests/engine/two_groups.rs:"]);
+    let all = failures(2, |pg| {
+        pg.barrier()?;
+        match pg.rank() {
+            0 => pg.barrier(),
+            _ => pg.with_grad().map(drop),
+        }
+    });
+    let text = "rank 0 waits in barrier() in the group of all ranks, rank 1 in the construction of the companion of the group of all";
+    assert_contains(&all[0], &[text, "that of rank 1 is at tests/engine/two_groups.rs:"]);
+}
+
+#[test]
 fn works_that_are_waited_for_count_and_so_do_those_that_a_group_waits_for_at_its_end() {
     let all = failures(2, |pg| {
         let other = pg.new_group(&[0, 1])?.unwrap();
+        // A new thread may call a group that the rank has never called.
+        other.barrier()?;
         let tensor = Tensor::zeros(3, DType::F32, pg.device())?;
         if pg.rank() == 0 {
             pg.all_reduce_async(&tensor, ReduceOp::Sum)?.wait()
@@ -167,145 +212,52 @@ fn a_rank_with_another_thread_is_only_late() {
     .unwrap();
 }
 
-/// The number of random programs; `CANDLE_DDP_TEST_PROGRAMS=1000` for a long run.
-const PROGRAMS: &str = "CANDLE_DDP_TEST_PROGRAMS";
-const RANKS: usize = 3;
-
-/// Programs in which every rank makes the right calls, but late: between calls, ranks sleep for seconds. Several threads of a rank call in
-/// different groups, works are waited for in any order, and messages go in batches.
-#[test]
-fn ranks_that_are_late_get_no_error() {
-    let programs = std::env::var(PROGRAMS).map_or(6, |programs| programs.parse().unwrap());
-    let next = std::sync::atomic::AtomicU64::new(1);
-    std::thread::scope(|scope| {
-        for _ in 0..6 {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                    if seed > programs {
-                        return;
-                    }
-                    let options = SpawnOptions { world_size: RANKS, ..Default::default() };
-                    if let Err(error) = spawn_with(options, |pg| run_program(&pg, seed)) {
-                        panic!("program {seed}: {error}");
-                    }
-                }
-            });
-        }
-    });
-}
-
-/// All ranks run the same program, but sleep as they like.
-fn run_program(pg: &ProcessGroup, seed: u64) -> Result<()> {
-    let mut random = Random(seed);
-    // Each of two threads has groups to itself.
-    let mut groups = [vec![Some(pg.clone())], vec![]];
-    for index in 0..5 {
-        let first = random.below(RANKS as u64) as usize;
-        let ranks: Vec<usize> = (0..2 + random.below(2) as usize).map(|offset| (first + offset) % RANKS).collect();
-        groups[index % 2].push(pg.new_group(&ranks)?);
-    }
-    let [mine, theirs] = groups;
-    let sleeps = seed * 1000 + pg.rank() as u64;
-    std::thread::scope(|scope| {
-        let other = scope.spawn(|| run_part(&theirs, random.clone(), Random(sleeps * 2)));
-        let mut own = random.clone();
-        own.below(7);
-        let ran = run_part(&mine, own, Random(sleeps * 2 + 1));
-        other.join().unwrap().and(ran)
-    })
-}
-
-fn run_part(groups: &[Option<ProcessGroup>], mut random: Random, mut sleeps: Random) -> Result<()> {
-    let mut long = 1;
-    let mut in_flight: Vec<Work> = Vec::new();
-    for _ in 0..30 {
-        let (group, kind, first) = (random.below(groups.len() as u64) as usize, random.below(6), random.below(2) == 0);
-        // Of the slow ranks in the world, some are late for seconds, once or twice.
-        let sleep = match sleeps.below(40) {
-            0 if long < 3 => {
-                long += 1;
-                2500 + sleeps.below(2500)
-            }
-            1..8 => sleeps.below(50),
-            _ => 0,
-        };
-        std::thread::sleep(Duration::from_millis(sleep));
-        let Some(group) = &groups[group] else { continue };
-        let tensor = Tensor::full(1f32, 700, group.device())?;
-        let (rank, n) = (group.rank(), group.world_size());
-        match kind {
-            0 => in_flight.push(group.all_reduce_async(&tensor, ReduceOp::Sum)?),
-            1 => group.broadcast(&tensor, usize::from(first))?,
-            2 => group.barrier()?,
-            3 => {
-                let received = tensor.zeros_like()?;
-                let send = P2pOp::Send { tensor: tensor.clone(), peer: (rank + 1) % n };
-                let recv = P2pOp::Recv { tensor: received, peer: (rank + n - 1) % n };
-                in_flight.push(group.batch_isend_irecv(&if first { vec![send, recv] } else { vec![recv, send] })?);
-            }
-            4 => {
-                let order = sleeps.below(2) == 0;
-                let mut waited: Vec<Work> = std::mem::take(&mut in_flight);
-                if order {
-                    waited.reverse();
-                }
-                waited.iter().try_for_each(Work::wait)?;
-            }
-            _ => group.all_reduce(&tensor, ReduceOp::Sum)?,
-        }
-    }
-    in_flight.iter().try_for_each(Work::wait)
-}
-
-const RANK: &str = "CANDLE_DDP_TEST_RANK";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+/// How long a process is stopped.
+const STOPPED: &str = "CANDLE_DDP_TEST_STOPPED_SECONDS";
+const PROCESSES: usize = 4;
 
-/// A rank that makes calls in two groups.
+/// A rank that runs random programs.
 #[test]
 #[ignore = "started by another test"]
 fn rank_process() {
-    let [rank, folder] = [RANK, FOLDER].map(|variable| std::env::var(variable).unwrap());
-    let init_method = format!("file://{folder}/store");
-    let (rank, world_size) = (Some(rank.parse().unwrap()), Some(2));
-    let pg = init_process_group(InitOptions { init_method, rank, world_size, ..Default::default() }).unwrap();
-    let other = pg.new_group(&[0, 1]).unwrap().unwrap();
-    let begin = Instant::now();
-    let mut turns = 0;
-    // All ranks make equally many turns.
-    while pg.all_reduce_scalars([begin.elapsed().as_secs_f64()], ReduceOp::Max).unwrap()[0] < 12. {
-        other.barrier().unwrap();
-        if turns == 0 {
-            println!("\nready");
-        }
-        turns += 1;
-        std::thread::sleep(Duration::from_millis(20));
+    let folder = std::env::var(FOLDER).unwrap();
+    let pg = init_process_group(InitOptions::default()).unwrap();
+    std::fs::write(format!("{folder}/{}", pg.rank()), format!("{} ", std::process::id())).unwrap();
+    for seed in programs::numbers(2) {
+        Program::new(seed).of_processes(PROCESSES).on(&pg, &|| ()).unwrap();
     }
 }
 
 #[test]
-fn a_rank_that_is_stopped_for_seconds_is_only_late() {
+fn processes_that_are_stopped_for_seconds_are_only_late() {
     let folder = tempfile::tempdir().unwrap();
-    let mut ranks: Vec<_> = (0..2)
-        .map(|rank| {
-            let mut command = test_process(module_path!(), "rank_process");
-            command.env(RANK, rank.to_string()).env(FOLDER, folder.path());
-            command.stdout(Stdio::piped()).spawn().unwrap()
-        })
-        .collect();
-    let mut lines =
-        ranks.iter_mut().map(|rank| BufReader::new(rank.stdout.take().unwrap()).lines()).collect::<Vec<_>>();
-    for lines in &mut lines {
-        assert!(lines.any(|line| line.unwrap() == "ready"));
+    let mut command = Command::new(ddprun());
+    command.args(["--standalone", "--nproc-per-node", &PROCESSES.to_string()]).arg(std::env::current_exe().unwrap());
+    command.args(test_arguments(module_path!(), "rank_process")).env(FOLDER, folder.path());
+    let mut launcher = command.spawn().unwrap();
+    let pid = |rank: usize| {
+        let text = std::fs::read_to_string(folder.path().join(rank.to_string())).ok()?;
+        Pid::from_raw(text.strip_suffix(' ')?.parse().ok()?)
+    };
+    let seconds = std::env::var(STOPPED).map_or(4, |seconds| seconds.parse().unwrap());
+    let mut random = Random(seconds);
+    for _ in 0..3 {
+        let victim = random.below(PROCESSES as u64) as usize;
+        let pause = Duration::from_millis(500 + random.below(1500));
+        let pid = loop {
+            std::thread::sleep(pause);
+            match (pid(victim), launcher.try_wait().unwrap()) {
+                (Some(pid), None) => break pid,
+                (_, Some(status)) => return assert!(status.success()),
+                (None, None) => {}
+            }
+        };
+        // It may end just now.
+        if kill_process(pid, Signal::STOP).is_ok() {
+            std::thread::sleep(Duration::from_secs(seconds));
+            kill_process(pid, Signal::CONT).unwrap();
+        }
     }
-    for victim in [1, 0] {
-        let pid = Pid::from_child(&ranks[victim]);
-        kill_process(pid, Signal::STOP).unwrap();
-        std::thread::sleep(Duration::from_millis(4500));
-        kill_process(pid, Signal::CONT).unwrap();
-    }
-    lines.into_iter().for_each(|lines| lines.for_each(drop));
-    for mut rank in ranks {
-        assert!(rank.wait().unwrap().success());
-    }
+    assert!(launcher.wait().unwrap().success());
 }

@@ -9,6 +9,7 @@ use crate::host_monitor;
 use crate::operation::Operation;
 use crate::options::{CpuOptions, CpuTransport};
 use crate::rendezvous::{Secret, Store, loopback};
+use crate::standing::Membership;
 use crate::tcp::connect::Connections;
 use crate::tcp::connector::{Connector, Own};
 use crate::tcp::control::Control;
@@ -108,10 +109,21 @@ impl Engine {
             deadline,
             construction,
         };
+        let making = construction.membership.and_then(Membership::make);
+        let note = |_: &Error| {
+            // If the job has ended, the program hears it from this error.
+            let told = construction.membership.filter(|_| construction.check().is_err());
+            told.into_iter().for_each(Membership::tell);
+        };
         let DataPath { connections, hosts, shm, layout } = match world_size {
             1 => DataPath::none(),
-            _ => connector.join(transport, tune(Tuning::SHARED).segment, options.host.as_deref())?,
+            _ => {
+                let segment = tune(Tuning::SHARED).segment;
+                connector.join(transport, segment, options.host.as_deref()).inspect_err(note)?
+            }
         };
+        // From here on, this rank waits only for ranks that have come.
+        drop(making);
         let tuning = match layout {
             None => tune(Tuning::TCP),
             Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),

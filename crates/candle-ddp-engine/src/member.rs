@@ -1,5 +1,5 @@
 //! A group as a member of its job.
-use crate::call::Channel;
+use crate::call::{Call, Channel};
 use crate::error::Failure;
 use crate::group::Group;
 use crate::panic::lock;
@@ -31,7 +31,8 @@ impl Member for Group {
                 let (thread, place) = history.runner();
                 waits.push(Wait { thread, channel, sequence, place, is_held: true });
             }
-            lanes.push(Lane { channel, started: history.started(), running, behind: 0 });
+            let needs_receiver = running.is_some_and(|(_, call)| self.needs_receiver(channel, &call));
+            lanes.push(Lane { channel, started: history.started(), running, behind: 0, needs_receiver });
         }
         let (is_open, helpers) = may_call(&state.callers, self.strangers.as_deref());
         let (name, rank, next, stream_waits) = (name.to_string(), self.rank, None, Vec::new());
@@ -48,6 +49,15 @@ impl Member for Group {
 }
 
 impl Group {
+    /// Whether a call is a message that does not fit into the shared memory, so that it cannot end before its receiver has come.
+    fn needs_receiver(&self, channel: Channel, call: &Call) -> bool {
+        let (Channel::SendTo(peer), Some(shm), Some(element)) = (channel, &self.shm, call.element) else {
+            return false;
+        };
+        let bytes = usize::try_from(call.count).unwrap_or(usize::MAX).saturating_mul(element.size());
+        self.hosts.member(peer).is_some() && !shm.holds_message(bytes)
+    }
+
     /// While the result lives, the calling thread waits until call number `sequence` of `channel` is over, which another thread runs.
     pub(crate) fn waiting(&self, channel: Channel, sequence: u64) -> Waiting<'_> {
         Waiting::new(&self.waits, channel, sequence, true)

@@ -74,6 +74,8 @@ fn lane(state: &State, channel: Channel, history: &CallHistory) -> Lane {
         started: history.started(),
         running: first.map(|call| (call.sequence, call.call)),
         behind: first.map_or(0, |call| call.fence.order().behind),
+        // Its data may be on its way.
+        needs_receiver: false,
     }
 }
 

@@ -197,6 +197,11 @@ impl ShmGroup {
         Ok(())
     }
 
+    /// Whether a message of so many bytes can be sent before its receiver comes.
+    pub(crate) fn holds_message(&self, bytes: usize) -> bool {
+        pieces(bytes, self.layout.direct_capacity).nth(self.layout.direct_slots).is_none()
+    }
+
     /// Receives into `data` what rank `peer` sends.
     pub(crate) fn receive(
         &self,

@@ -1,12 +1,18 @@
 //! Finds ranks that wait for each other, from where they stand.
-use super::report::{GroupReport, Lane, Report};
+use super::report::{GroupReport, Lane, Making, Report};
 use crate::call::{Call, Channel};
 use crate::error::Failure;
 use crate::gone::needs;
 use std::collections::{BTreeSet, HashMap};
 
-/// A rank's running call in a channel of a group: the places of the rank's report, the group and the lane.
-type Running = (usize, usize, usize);
+/// What may never end on a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Running {
+    /// A call in a channel of a group: the places of the rank's report, the group and the lane.
+    Call(usize, usize, usize),
+    /// The construction of a group: the places of the rank's report and of the construction.
+    Making(usize, usize),
+}
 
 /// The failure of ranks that wait for each other, if there are some. Of a rank that must be taken for busy, there is no report.
 pub(crate) fn deadlock(reports: &[Report]) -> Option<Failure> {
@@ -15,8 +21,9 @@ pub(crate) fn deadlock(reports: &[Report]) -> Option<Failure> {
         for (place, group) in report.groups.iter().enumerate() {
             view.members.entry(group.id).or_default().push((index, place));
             let running = group.lanes.iter().enumerate().filter(|(_, lane)| lane.running.is_some());
-            view.stuck.extend(running.map(|(lane, _)| (index, place, lane)));
+            view.stuck.extend(running.map(|(lane, _)| Running::Call(index, place, lane)));
         }
+        view.stuck.extend((0..report.makings.len()).map(|making| Running::Making(index, making)));
     }
     // At first, all are taken for stuck.
     loop {
@@ -28,7 +35,7 @@ pub(crate) fn deadlock(reports: &[Report]) -> Option<Failure> {
             break;
         }
     }
-    // Whoever follows the waits comes to a call for the second time.
+    // Whoever follows the waits comes to one for the second time.
     let mut path = vec![*view.stuck.first()?];
     let cycle = loop {
         let next = view.blocker(*path.last()?)?;
@@ -40,7 +47,7 @@ pub(crate) fn deadlock(reports: &[Report]) -> Option<Failure> {
     Some(view.describe(cycle))
 }
 
-/// Where the ranks stand, and which of their running calls are taken for stuck: they never end.
+/// Where the ranks stand, and which of their running calls and constructions are taken for stuck: they never end.
 struct View<'a> {
     reports: &'a [Report],
     /// The places of the reports and of the group in them, by the group.
@@ -49,26 +56,40 @@ struct View<'a> {
 }
 
 impl View<'_> {
-    fn at(&self, (report, group, lane): Running) -> (&GroupReport, &Lane) {
+    fn at(&self, report: usize, group: usize, lane: usize) -> (&GroupReport, &Lane) {
         let group = &self.reports[report].groups[group];
         (group, &group.lanes[lane])
     }
 
-    /// The stuck call because of which a stuck call does not end: of this rank, or of another one that has not begun its part of the call.
-    fn blocker(&self, running: Running) -> Option<Running> {
-        let (group, lane) = self.at(running);
-        let (sequence, call) = lane.running?;
-        let own = group.next.and_then(|_| self.before(running.0, lane.behind));
-        own.or_else(|| {
-            let others = self.members.get(&group.id)?.iter().filter(|(other, _)| *other != running.0);
-            others.copied().find_map(|(report, place)| {
-                let part = needed(group, lane.channel, &call, &self.reports[report].groups[place])?;
-                self.prevents(report, place, part, sequence)
-            })
-        })
+    /// The places of all other ranks' reports of a group.
+    fn others(&self, group: u64, report: usize) -> impl Iterator<Item = (usize, usize)> {
+        self.members.get(&group).into_iter().flatten().copied().filter(move |(other, _)| *other != report)
     }
 
-    /// The stuck call because of which a rank does not begin call number `sequence` of `channel`.
+    /// That because of which something stuck does not end: of this rank, or of another one that has not begun its part.
+    fn blocker(&self, running: Running) -> Option<Running> {
+        match running {
+            Running::Call(report, group, lane) => {
+                let (group, lane) = self.at(report, group, lane);
+                let (sequence, call) = lane.running?;
+                let own = group.next.and_then(|_| self.before(report, lane.behind));
+                own.or_else(|| {
+                    self.others(group.id, report).find_map(|(report, place)| {
+                        let part = needed(group, lane, &call, &self.reports[report].groups[place])?;
+                        self.prevents(report, place, part, sequence)
+                    })
+                })
+            }
+            Running::Making(report, making) => {
+                let Making { id, parent, ranks, .. } = &self.reports[report].makings[making];
+                let is_missing = |report: &Report| ranks.contains(&(report.rank as u64)) && !report.has(*id);
+                let mut late = self.others(*parent, report).filter(|(other, _)| is_missing(&self.reports[*other]));
+                late.find_map(|(other, place)| self.holds_threads(other, &self.reports[other].groups[place], false))
+            }
+        }
+    }
+
+    /// That because of which a rank does not begin call number `sequence` of `channel`.
     fn prevents(&self, report: usize, place: usize, channel: Channel, sequence: u64) -> Option<Running> {
         let group = &self.reports[report].groups[place];
         // The calls of a channel run in order.
@@ -79,7 +100,10 @@ impl View<'_> {
             let is_next = lane.running.is_some_and(|(number, _)| number == sequence);
             return group.next.filter(|_| is_next).and_then(|_| self.before(report, lane.behind));
         }
-        group.next.and_then(|next| self.before(report, next)).or_else(|| self.holds_threads(report, group))
+        group
+            .next
+            .and_then(|next| self.before(report, next))
+            .or_else(|| self.holds_threads(report, group, group.next.is_some()))
     }
 
     /// A stuck call that the program's stream waits for, of those up to number `last`.
@@ -90,19 +114,23 @@ impl View<'_> {
         waits.find_map(|(place, wait)| self.awaited(report, place, wait.channel, wait.sequence))
     }
 
-    /// The stuck call that the rank's first thread waits for, if all threads that may make calls in the group wait for one.
-    fn holds_threads(&self, report: usize, group: &GroupReport) -> Option<Running> {
+    /// What the rank's first thread waits for, if all threads that may make calls in the group wait for something stuck.
+    fn holds_threads(&self, report: usize, group: &GroupReport, is_on_gpu: bool) -> Option<Running> {
         if group.is_open {
             return None;
         }
         let threads = self.reports[report].threads.iter().chain(&group.helpers);
-        let held: Option<Vec<Running>> =
-            threads.map(|thread| self.holds(report, *thread, group.next.is_some())).collect();
+        let held: Option<Vec<Running>> = threads.map(|thread| self.holds(report, *thread, is_on_gpu)).collect();
         held?.first().copied()
     }
 
-    /// The stuck call that a thread waits for before it makes another call, or before another call of it runs on the GPU.
+    /// What a thread waits for before it makes another call, or before another call of it runs on the GPU, if that is stuck.
     fn holds(&self, report: usize, thread: u64, is_on_gpu: bool) -> Option<Running> {
+        let makings = self.reports[report].makings.iter().enumerate().filter(|(_, making)| making.thread == thread);
+        let mut makings = makings.map(|(place, _)| Running::Making(report, place));
+        if let Some(making) = makings.find(|making| self.stuck.contains(making)) {
+            return Some(making);
+        }
         let groups = self.reports[report].groups.iter().enumerate();
         let waits = groups.flat_map(|(place, group)| group.waits.iter().map(move |wait| (place, wait)));
         let mut waits = waits.filter(|(_, wait)| wait.thread == thread && (wait.is_held || is_on_gpu));
@@ -114,22 +142,32 @@ impl View<'_> {
         let lanes = &self.reports[report].groups[place].lanes;
         let is_awaited =
             |lane: &Lane| lane.channel == channel && lane.running.is_some_and(|(number, _)| number <= sequence);
-        let running = (report, place, lanes.iter().position(is_awaited)?);
+        let running = Running::Call(report, place, lanes.iter().position(is_awaited)?);
         self.stuck.contains(&running).then_some(running)
     }
 
-    /// Describes a cycle, in which each call waits for the next one. All ranks that find it describe it alike.
+    /// Describes a cycle, in which each waits for the next one. All ranks that find it describe it alike.
     fn describe(&self, mut cycle: Vec<Running>) -> Failure {
-        let rank_of = |(report, ..): Running| self.reports[report].rank;
-        let lowest = cycle.iter().enumerate().min_by_key(|(_, running)| (rank_of(**running), **running));
+        let rank_of = |running: &Running| match running {
+            Running::Call(report, ..) | Running::Making(report, _) => self.reports[*report].rank,
+        };
+        let lowest = cycle.iter().enumerate().min_by_key(|(_, running)| (rank_of(running), **running));
         let lowest = lowest.map_or(0, |(at, _)| at);
         cycle.rotate_left(lowest);
         let known = |running: &Running| {
-            let (group, lane) = self.at(*running);
-            let (sequence, call) = lane.running?;
-            let waits = group.waits.iter().find(|wait| wait.channel == lane.channel && wait.sequence >= sequence);
-            let place = call.place.text().or_else(|| waits?.place.text()).map(|place| (rank_of(*running), place));
-            Some(((rank_of(*running), format!("{call} in {}", group.name)), place))
+            let (call, place) = match *running {
+                Running::Call(report, group, lane) => {
+                    let (group, lane) = self.at(report, group, lane);
+                    let (_, call) = lane.running?;
+                    let wait = group.waits.iter().find(|wait| wait.channel == lane.channel && lane.is_awaited(wait));
+                    (format!("{call} in {}", group.name), call.place.text().or_else(|| wait?.place.text()))
+                }
+                Running::Making(report, making) => {
+                    let Making { name, place, .. } = &self.reports[report].makings[making];
+                    (format!("the construction of {name}"), place.text())
+                }
+            };
+            Some(((rank_of(running), call), place.map(|place| (rank_of(running), place))))
         };
         let (calls, places): (Vec<_>, Vec<Option<_>>) = cycle.iter().filter_map(known).unzip();
         let mut calls = calls.into_iter();
@@ -139,13 +177,12 @@ impl View<'_> {
     }
 }
 
-/// The channel of another rank's part of a call in `ours`, if the call cannot end before that part has begun.
-fn needed(ours: &GroupReport, channel: Channel, call: &Call, theirs: &GroupReport) -> Option<Channel> {
-    match channel {
-        Channel::Collectives => needs(ours.rank, call, theirs.rank).then_some(channel),
+/// The channel of another rank's part of a call that runs in a `lane` of `ours`, if the call cannot end before that part has begun.
+fn needed(ours: &GroupReport, lane: &Lane, call: &Call, theirs: &GroupReport) -> Option<Channel> {
+    match lane.channel {
+        Channel::Collectives => needs(ours.rank, call, theirs.rank).then_some(lane.channel),
         Channel::RecvFrom(peer) => (peer == theirs.rank).then_some(Channel::SendTo(ours.rank)),
-        // Its data may be on its way without the receiver.
-        Channel::SendTo(_) => None,
+        Channel::SendTo(peer) => (peer == theirs.rank && lane.needs_receiver).then_some(Channel::RecvFrom(ours.rank)),
     }
 }
 
@@ -171,7 +208,7 @@ mod tests {
             rank,
             is_open: false,
             helpers: Vec::new(),
-            lanes: vec![Lane { channel, started, running, behind: 0 }],
+            lanes: vec![Lane { channel, started, running, behind: 0, needs_receiver: false }],
             waits: thread.map(wait).into_iter().collect(),
             next: None,
             stream_waits: Vec::new(),
@@ -181,7 +218,7 @@ mod tests {
     /// A rank in two groups, whose threads may make calls.
     fn rank(rank: usize, threads: &[u64], call: Call, parts: [Part; 2]) -> Report {
         let groups = [0, 1].map(|id| group(id, rank, call, parts[id])).to_vec();
-        Report { rank, threads: threads.to_vec(), groups }
+        Report { rank, threads: threads.to_vec(), groups, makings: Vec::new() }
     }
 
     fn text(reports: &[Report]) -> Option<String> {
@@ -243,6 +280,60 @@ mod tests {
     }
 
     #[test]
+    fn a_message_waits_for_its_receiver_if_it_does_not_fit_on_its_way() {
+        let call = |operation| Call { count: 8, ..Call::bare(operation) };
+        for (fits, receives, is_stuck) in [(false, false, true), (true, false, false), (false, true, false)] {
+            let reports = [0, 1].map(|own| {
+                let mut report = rank(own, &[own as u64], call(Operation::Send), [(3, Some(own as u64)), (0, None)]);
+                let peer = 1 - own;
+                let lane = &mut report.groups[0].lanes[0];
+                (lane.channel, lane.needs_receiver) = (Channel::SendTo(peer), !fits);
+                report.groups[0].waits[0].channel = Channel::SendTo(peer);
+                if receives && own == 1 {
+                    let channel = Channel::RecvFrom(0);
+                    let lane = Lane { channel, started: 3, running: None, behind: 0, needs_receiver: false };
+                    report.groups[0].lanes.push(lane);
+                }
+                report
+            });
+            assert_eq!(text(&reports).is_some(), is_stuck, "fits: {fits}, receives: {receives}");
+        }
+    }
+
+    #[test]
+    fn a_group_that_a_rank_makes_waits_for_its_ranks() {
+        let barrier = Call::bare(Operation::Barrier);
+        let making = |thread, ranks: &[u64]| Making {
+            id: 7,
+            parent: 0,
+            name: "a new group".to_string(),
+            ranks: ranks.to_vec(),
+            thread,
+            number: 1,
+            place: CallSite::NONE,
+        };
+        let first = |ranks: &[u64]| {
+            let first = rank(0, &[1], barrier, [(3, None), (5, None)]);
+            Report { makings: vec![making(1, ranks)], ..first }
+        };
+        let second = rank(1, &[7], barrier, [(3, None), (6, Some(7))]);
+        let text = |a: &Report, b: &Report| text(&[a.clone(), b.clone()]);
+        let begin = "rank 0 waits in the construction of a new group, rank 1 in barrier() in another group: they wait";
+        assert!(text(&first(&[0, 1]), &second).unwrap().starts_with(begin));
+        assert_eq!(text(&first(&[0, 2]), &second), None, "it is no rank of the group");
+        let makes = Report { makings: vec![making(8, &[0, 1])], ..second.clone() };
+        assert_eq!(text(&first(&[0, 1]), &makes), None, "another thread of it makes the group");
+        let mut has = second.clone();
+        has.groups.push(GroupReport { id: 7, ..group(1, 1, barrier, (0, None)) });
+        assert_eq!(text(&first(&[0, 1]), &has), None, "it has made the group");
+        assert_eq!(
+            text(&first(&[0, 1]), &Report { groups: vec![second.groups[1].clone()], ..second }),
+            None,
+            "unknown"
+        );
+    }
+
+    #[test]
     fn ranks_that_wait_for_a_rank_that_is_busy_are_not_stuck() {
         let barrier = Call::bare(Operation::Barrier);
         let reports = [
@@ -267,7 +358,7 @@ mod tests {
             group.stream_waits.extend(is_waited_for.then_some(StreamWait { channel, sequence: started, number }));
             group
         });
-        Report { rank, threads: vec![1], groups: groups.to_vec() }
+        Report { rank, threads: vec![1], groups: groups.to_vec(), makings: Vec::new() }
     }
 
     #[test]

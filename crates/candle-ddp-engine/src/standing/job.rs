@@ -1,6 +1,6 @@
 //! The state that the groups of one rank's job share.
 use super::deadlock::deadlock;
-use super::report::{GroupReport, Report, Wait};
+use super::report::{GroupReport, Making, Report, Wait};
 use super::threads::{Thread, current};
 use crate::call::Channel;
 use crate::call_site::CallSite;
@@ -56,6 +56,9 @@ struct Inner {
     groups: Vec<Listed>,
     /// Threads that have made calls in groups that are over.
     threads: Vec<Arc<Thread>>,
+    /// The groups that threads make, and how many have been made.
+    makings: Vec<Making>,
+    made: u64,
     watch: Option<JoinHandle<()>>,
     is_over: bool,
 }
@@ -76,6 +79,8 @@ pub struct Membership {
     path: String,
     name: String,
     ranks: Vec<usize>,
+    /// The group from which it is split off.
+    parent: Option<u64>,
     outlives: bool,
 }
 
@@ -102,6 +107,7 @@ impl Membership {
             path: String::new(),
             name,
             ranks: (0..world_size).collect(),
+            parent: None,
             outlives: false,
         }
     }
@@ -114,7 +120,7 @@ impl Membership {
             false => format!("{} of ranks {}", kind.trim_end_matches(" of"), self::ranks(&ranks)),
         };
         let path = format!("{}/{key}", self.path);
-        Self { standing: Arc::clone(&self.standing), path, name, ranks, outlives: false }
+        Self { standing: Arc::clone(&self.standing), path, name, ranks, parent: Some(self.id()), outlives: false }
     }
 
     /// The same place, of a group that continues when others fail.
@@ -125,6 +131,19 @@ impl Membership {
 
     fn id(&self) -> u64 {
         content_64(format!("{} {:?}", self.path, self.ranks).as_bytes())
+    }
+
+    /// While the result lives, the calling thread makes the group, and waits for the ranks that do not make it yet.
+    pub(crate) fn make(&self) -> Option<MakingGroup<'_>> {
+        let (id, parent, standing) = (self.id(), self.parent?, &*self.standing);
+        let ranks = self.ranks.iter().map(|rank| *rank as u64).collect();
+        let (name, thread, place) = (self.name.clone(), current(), CallSite::outermost());
+        let mut inner = lock(&standing.inner);
+        Thread::enter(&mut inner.threads);
+        inner.made += 1;
+        let number = inner.made;
+        inner.makings.push(Making { id, parent, name, ranks, thread, number, place });
+        Some(MakingGroup { standing, number })
     }
 
     /// Lists the group. The first one starts the thread that looks after them.
@@ -197,7 +216,9 @@ impl Standing {
 
     /// Where this rank stands.
     fn report(&self) -> Report {
-        let mut threads = lock(&self.inner).threads.clone();
+        let inner = lock(&self.inner);
+        let (mut threads, makings) = (inner.threads.clone(), inner.makings.clone());
+        drop(inner);
         let mut groups = Vec::new();
         for (listed, group) in self.listed() {
             let (report, callers) = group.stand(listed.id, &listed.name);
@@ -208,7 +229,7 @@ impl Standing {
         let mut threads: Vec<u64> = living.map(|thread| thread.id).collect();
         threads.sort_unstable();
         threads.dedup();
-        Report { rank: self.rank, threads, groups }
+        Report { rank: self.rank, threads, groups, makings }
     }
 
     /// The body of the thread that looks after the groups.
@@ -267,16 +288,35 @@ impl Standing {
     }
 }
 
-/// What holds up the program: the first call that its stream waits for, or the waits of its threads, if all of them wait.
-fn held_up(report: &Report) -> Option<(u64, Vec<(u64, Wait)>)> {
+/// What holds up the program: the first call that its stream waits for, or the waits of its threads, in calls and in the construction of
+/// groups, if all of them wait.
+fn held_up(report: &Report) -> Option<(u64, Vec<(u64, Wait)>, Vec<u64>)> {
     let on_stream = report.groups.iter().flat_map(|group| &group.stream_waits).map(|wait| wait.number);
     if let Some(first) = on_stream.min() {
-        return Some((first, Vec::new()));
+        return Some((first, Vec::new(), Vec::new()));
     }
+    let is_known = |thread: &u64| report.threads.contains(thread);
     let all = report.groups.iter().flat_map(|group| group.waits.iter().map(|wait| (group.id, *wait)));
-    let waits: Vec<_> = all.filter(|(_, wait)| report.threads.contains(&wait.thread)).collect();
-    let does_wait = |thread: &u64| waits.iter().any(|(_, wait)| wait.thread == *thread);
-    (!waits.is_empty() && report.threads.iter().all(does_wait)).then_some((0, waits))
+    let waits: Vec<_> = all.filter(|(_, wait)| is_known(&wait.thread)).collect();
+    let makings: Vec<_> = report.makings.iter().filter(|making| is_known(&making.thread)).collect();
+    let does_wait = |thread: &u64| {
+        waits.iter().any(|(_, wait)| wait.thread == *thread) || makings.iter().any(|making| making.thread == *thread)
+    };
+    let all_wait = !report.threads.is_empty() && report.threads.iter().all(does_wait);
+    let numbers = makings.iter().map(|making| making.number).collect();
+    all_wait.then_some((0, waits, numbers))
+}
+
+/// A group that a thread makes.
+pub(crate) struct MakingGroup<'a> {
+    standing: &'a Standing,
+    number: u64,
+}
+
+impl Drop for MakingGroup<'_> {
+    fn drop(&mut self) {
+        lock(&self.standing.inner).makings.retain(|making| making.number != self.number);
+    }
 }
 
 /// While this lives, the calling thread waits for a call.

@@ -10,8 +10,14 @@
 //! other threads that it did not have when it made the group. A thread that computes, sleeps,
 //! reads files or waits for anything but a call is not stuck, nor is a rank that does not answer. Answers are not given at one instant,
 //! so the ranks are asked twice, and only what is the same in both answers counts: then it was so at the moment between
-//! the two. Calls are numbered, and a thread waits for each only once, so a wait that is seen twice lasted from the first answer to the
-//! second. What is stuck at one moment stays so.
+//! the two. Calls and constructions are numbered, and a thread waits for each only once, so a wait that is seen twice lasted from the
+//! first answer to the second. What is stuck at one moment stays so.
+//!
+//! A message through shared memory that has more pieces than the memory has slots cannot end before its receiver comes. Over TCP, a send
+//! counts as one that can end: the systems on both sides, tunnels and proxies hold data on its way, and no rank knows how much. A
+//! rank that makes a group and has no connections yet waits for each of its ranks that has not begun to make that group: no rank gets past the
+//! construction without the others, so whichever does not have the group has never been there. A rank that waits for a value in the store is
+//! busy: whoever can reach the store may set it, even a program that is no rank.
 //!
 //! **On a GPU**, a thread rarely waits in a call: it launches calls, and later reads a tensor in candle, which nobody here sees. But the order
 //! in which the GPU runs what is launched is known. All threads of a program use one stream; [`Work::wait`](crate::Work) lets that stream wait

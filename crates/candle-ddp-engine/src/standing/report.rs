@@ -14,6 +14,26 @@ pub(crate) struct Report {
     pub(crate) threads: Vec<u64>,
     /// The groups that it is in.
     pub(crate) groups: Vec<GroupReport>,
+    /// The groups that it makes.
+    pub(crate) makings: Vec<Making>,
+}
+
+/// A thread that makes a group, and waits until all of its ranks do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Making {
+    /// Identifies the group on all ranks.
+    pub(crate) id: u64,
+    /// The group from which it is split off.
+    pub(crate) parent: u64,
+    /// The group for messages.
+    pub(crate) name: String,
+    /// Its ranks, numbered as in the group of all ranks.
+    pub(crate) ranks: Vec<u64>,
+    pub(crate) thread: u64,
+    /// No other group that this rank has made has this number.
+    pub(crate) number: u64,
+    /// Where the program waits.
+    pub(crate) place: CallSite,
 }
 
 /// Where a rank stands in a group.
@@ -47,6 +67,8 @@ pub(crate) struct Lane {
     pub(crate) running: Option<(u64, Call)>,
     /// That call runs behind everything that the program's stream waits for up to this number.
     pub(crate) behind: u64,
+    /// Whether the running call is a message that cannot end before its receiver has come.
+    pub(crate) needs_receiver: bool,
 }
 
 /// A thread that waits until a call is over.
@@ -70,6 +92,13 @@ pub(crate) struct StreamWait {
     pub(crate) number: u64,
 }
 
+impl Lane {
+    /// Whether a thread waits for the running call, or for one after it.
+    pub(crate) fn is_awaited(&self, wait: &Wait) -> bool {
+        self.running.is_some_and(|(sequence, _)| sequence <= wait.sequence)
+    }
+}
+
 impl GroupReport {
     pub(crate) fn lane(&self, channel: Channel) -> Option<&Lane> {
         self.lanes.iter().find(|lane| lane.channel == channel)
@@ -77,6 +106,11 @@ impl GroupReport {
 }
 
 impl Report {
+    /// Whether the rank has, or makes, a group.
+    pub(crate) fn has(&self, id: u64) -> bool {
+        self.groups.iter().any(|group| group.id == id) || self.makings.iter().any(|making| making.id == id)
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         writer.u32(self.rank as u32);
@@ -92,9 +126,9 @@ impl Report {
             writer.u64(group.id).text(&group.name).u32(group.rank as u32).u8(u8::from(group.is_open));
             write_numbers(&mut writer, &group.helpers);
             writer.u32(group.lanes.len() as u32);
-            for Lane { channel, started, running, behind } in &group.lanes {
+            for Lane { channel, started, running, behind, needs_receiver } in &group.lanes {
                 write_channel(&mut writer, *channel);
-                writer.u64(*started).u64(*behind).u8(u8::from(running.is_some()));
+                writer.u64(*started).u64(*behind).u8(u8::from(running.is_some())).u8(u8::from(*needs_receiver));
                 if let Some((sequence, call)) = running {
                     call.encode(writer.u64(*sequence));
                     [call.label.code(), call.shape.code(), call.place.code()].into_iter().for_each(&mut note);
@@ -113,6 +147,12 @@ impl Report {
                 writer.u64(*sequence).u64(*number);
             }
         }
+        writer.u32(self.makings.len() as u32);
+        for Making { id, parent, name, ranks, thread, number, place } in &self.makings {
+            writer.u64(*id).u64(*parent).text(name).u64(*thread).u64(*number).u32(place.code());
+            write_numbers(&mut writer, ranks);
+            note(place.code());
+        }
         writer.u32(codes.len() as u32);
         for (code, text) in &codes {
             writer.u32(*code).text(text);
@@ -125,12 +165,19 @@ impl Report {
         let mut reader = Reader(bytes);
         let (rank, threads) = (reader.rank()?, read_numbers(&mut reader)?);
         let groups = (0..reader.u32()?).map(|_| read_group(&mut reader)).collect::<Option<_>>()?;
+        let makings = (0..reader.u32()?).map(|_| read_making(&mut reader)).collect::<Option<_>>()?;
         for _ in 0..reader.u32()? {
             let (code, text) = (reader.u32()?, reader.text()?);
             texts::learn(code, || text);
         }
-        Some(Self { rank, threads, groups })
+        Some(Self { rank, threads, groups, makings })
     }
+}
+
+fn read_making(reader: &mut Reader) -> Option<Making> {
+    let (id, parent, name) = (reader.u64()?, reader.u64()?, reader.text()?);
+    let (thread, number, place) = (reader.u64()?, reader.u64()?, CallSite::from_code(reader.u32()?));
+    Some(Making { id, parent, name, ranks: read_numbers(reader)?, thread, number, place })
 }
 
 fn read_group(reader: &mut Reader) -> Option<GroupReport> {
@@ -138,11 +185,12 @@ fn read_group(reader: &mut Reader) -> Option<GroupReport> {
     let helpers = read_numbers(reader)?;
     let lanes = (0..reader.u32()?).map(|_| {
         let (channel, started, behind) = (read_channel(reader)?, reader.u64()?, reader.u64()?);
-        let running = match reader.u8()? {
-            0 => None,
-            _ => Some((reader.u64()?, Call::decode(reader)?)),
+        let (is_running, needs_receiver) = (reader.u8()? != 0, reader.u8()? != 0);
+        let running = match is_running {
+            true => Some((reader.u64()?, Call::decode(reader)?)),
+            false => None,
         };
-        Some(Lane { channel, started, running, behind })
+        Some(Lane { channel, started, running, behind, needs_receiver })
     });
     let lanes = lanes.collect::<Option<_>>()?;
     let waits = (0..reader.u32()?).map(|_| {
@@ -193,8 +241,11 @@ mod tests {
     fn reports_can_be_encoded_and_decoded() {
         let call = Call { count: 8, ..Call::bare(Operation::AllReduce) };
         let channels = [Channel::Collectives, Channel::SendTo(3), Channel::RecvFrom(4)];
-        let running = |channel| (channel != channels[1]).then_some((7, call));
-        let lane = |channel| Lane { channel, started: 1 << 40, running: running(channel), behind: 1 << 41 };
+        let lane = |channel| {
+            let is_first = channel == channels[0];
+            let running = (channel != channels[1]).then_some((7, call));
+            Lane { channel, started: 1 << 40, running, behind: 1 << 41, needs_receiver: is_first }
+        };
         let wait = |channel| Wait { thread: 9, channel, sequence: 7, place: CallSite::from_code(3), is_held: true };
         let stream_wait = |channel| StreamWait { channel, sequence: 8, number: 1 << 42 };
         let group = GroupReport {
@@ -209,7 +260,17 @@ mod tests {
             stream_waits: channels.map(stream_wait).to_vec(),
         };
         let on_cpus = GroupReport { next: None, stream_waits: Vec::new(), ..group.clone() };
-        let report = Report { rank: 2, threads: vec![1, 1 << 50], groups: vec![group, on_cpus] };
+        let making = Making {
+            id: 5,
+            parent: u64::MAX,
+            name: "the companion".to_string(),
+            ranks: vec![2, 3],
+            thread: 9,
+            number: 1,
+            place: CallSite::from_code(4),
+        };
+        let (threads, groups) = (vec![1, 1 << 50], vec![group, on_cpus]);
+        let report = Report { rank: 2, threads, groups, makings: vec![making] };
         let bytes = report.encode();
         assert_eq!(Report::decode(&bytes), Some(report));
         for cut in 0..bytes.len() {
