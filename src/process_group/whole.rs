@@ -1,4 +1,9 @@
 //! How a part of a group that the program does not know tells its failures: as the group of all ranks would.
+//!
+//! The engine also follows who waits for whom (`candle_ddp_engine::standing`), but only to find ranks of which none can continue, and
+//! only while they wait. Here, a call has timed out because some rank computes, or is stopped, so others may follow. Ranks give up one after
+//! another, and one that has given up waits no more: so each leaves in the store for whom it has waited, whatever engine made its
+//! group. Without that, a rank that is in no part with the late one would accuse one that has only waited for it.
 use crate::backend::Communicator;
 use crate::error::{Failure, ranks};
 use crate::panic::lock;
