@@ -44,6 +44,9 @@ const PACE: Pace = Pace { tick: Duration::from_millis(500), ticks_per_heartbeat:
 
 /// The number of consecutive failed requests after which the store is considered lost.
 const STORE_LOST_AFTER: u32 = 4;
+/// How long the process that hosts the store waits, before it ends, until the others have heard of the failure. The thread of a rank
+/// on a busy machine may take seconds.
+const HEARING: Duration = Duration::from_secs(5);
 /// How long the end of initialisation waits for the thread, which may be blocked in a request.
 const THREAD_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -169,7 +172,10 @@ impl InitWatcher {
     /// Reports to the other ranks that `peer` failed, unless another failure was reported first.
     fn report(&self, peer: usize, reason: String) {
         let report = || -> Result<()> {
-            let end = self.store.deadline.min(Instant::now()) + REPORTING;
+            let end = match self.hosts {
+                true => Instant::now() + HEARING,
+                false => self.store.deadline.min(Instant::now()) + REPORTING,
+            };
             let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
             decide(&keys, ABORT, &Failure::PeerFailed { peer, reason })?;
             count(&keys, &self.heard)?;

@@ -1,3 +1,4 @@
+use super::super::init_store::LimitedStore;
 use super::*;
 use crate::{FileStore, HashStore};
 
@@ -118,6 +119,26 @@ fn a_rank_that_is_connected_tells_its_watcher() {
         std::thread::sleep(Duration::from_millis(5));
     }
     a.conclude(Ok(()), Error::failure).unwrap();
+}
+
+/// The store would end with it. On a busy machine, it may report long after its deadline.
+#[test]
+fn a_host_waits_until_others_have_heard() {
+    let store = Arc::new(HashStore::new(TIMEOUT));
+    let long_ago = Instant::now().checked_sub(2 * REPORTING).unwrap();
+    let limited = InitStore::new(Arc::clone(&store) as Arc<dyn LimitedStore>, long_ago);
+    let host = InitWatcher::new(Arc::new(limited), "run", 0, true);
+    store.set("run/join/arrived", b"2").unwrap();
+    std::thread::scope(|scope| {
+        let host = scope.spawn(|| host.conclude::<(), _>(a_failure(), Error::failure));
+        while store.add("run/init/heard", 0).unwrap() == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(HEARING / 20);
+        assert!(!host.is_finished());
+        store.add("run/init/heard", 1).unwrap();
+        assert!(host.join().unwrap().is_err());
+    });
 }
 
 #[test]
