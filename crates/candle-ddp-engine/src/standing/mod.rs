@@ -13,6 +13,10 @@
 //! the two. Calls and constructions are numbered, and a thread waits for each only once, so a wait that is seen twice lasted from the
 //! first answer to the second. What is stuck at one moment stays so.
 //!
+//! The exception is a thread that has never made a call, in a group that another living thread has called, or that is younger than the
+//! thread: it is taken for one that makes none. Nothing tells it from the threads of pools and loaders, which most processes have and which
+//! start at any time.
+//!
 //! A message through shared memory that has more pieces than the memory has slots cannot end before its receiver comes. Over TCP, a send
 //! counts as one that can end: the systems on both sides, tunnels and proxies hold data on its way, and no rank knows how much. A
 //! rank that makes a group and has no connections yet waits for each of its ranks that has not begun to make that group: no rank gets past the
