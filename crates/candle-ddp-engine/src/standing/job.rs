@@ -15,9 +15,9 @@ use std::time::Duration;
 
 /// How often a rank looks whether its threads wait.
 const TICK: Duration = Duration::from_millis(500);
-/// After so many ticks in one wait, the rank asks where the others stand: after two seconds, and again after five, ten, fifteen.
-const FIRST: usize = 4;
-const SECOND: usize = 10;
+/// After so many ticks in one wait, the rank asks where the others stand: after two seconds, and again after three and a half, since a rank
+/// whose buckets share memory is busy for three before it waits; then after five, ten, fifteen.
+const FIRST: [usize; 3] = [4, 7, 10];
 const OFTEN: usize = 10;
 
 /// A group, as its job sees it.
@@ -234,7 +234,7 @@ impl Standing {
 
     /// The body of the thread that looks after the groups.
     fn watch(&self) {
-        let (mut seen, mut ticks, mut due) = (None, 0, FIRST);
+        let (mut seen, mut ticks, mut due) = (None, 0, FIRST[0]);
         loop {
             let mut inner = lock(&self.inner);
             if !inner.is_over {
@@ -246,12 +246,12 @@ impl Standing {
             drop(inner);
             let now = held_up(&self.report());
             if now.is_none() || now != seen {
-                (seen, ticks, due) = (now, 0, FIRST);
+                (seen, ticks, due) = (now, 0, FIRST[0]);
                 continue;
             }
             ticks += 1;
             if ticks == due {
-                due = if due == FIRST { SECOND } else { due + OFTEN };
+                due = FIRST.into_iter().find(|due| *due > ticks).unwrap_or(ticks + OFTEN);
                 if let Some(failure) = self.ask() {
                     self.end(&failure);
                 }
