@@ -98,7 +98,7 @@ pub mod vision;
 // The modules of the crates that this one is made of.
 use candle_ddp_data::origin;
 use candle_ddp_rendezvous::{deadline, host, panic, random, thread, warnings};
-use candle_ddp_state::{cbor, error, hash, state, variables};
+use candle_ddp_state::{cbor, error, hash, placement, state, variables};
 use candle_ddp_tensor::{self as tensor, kernels};
 
 pub use backend::batch::P2pOp;

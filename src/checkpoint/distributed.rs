@@ -4,10 +4,10 @@ use super::{LoadOptions, LoadReport};
 use crate::backend::label;
 use crate::error::describe;
 use crate::panic::lock;
+use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{Hashed, Part, Values, WriteJob};
 use crate::tensor::copy::copy;
-use crate::variables::piece_of;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_ddp_state::weights::{Prepared, Source};
@@ -46,22 +46,19 @@ impl Saving {
 
     /// The sizes of the whole variables in bytes, by name.
     pub(super) fn sizes(&self) -> Vec<(String, u64)> {
-        let size = |var: &Var| match piece_of(var) {
-            Some(piece) => piece.shape.elem_count(),
-            None => var.elem_count(),
-        };
-        let sizes = self.0.iter().map(|(name, var)| (name.clone(), (size(var) * var.dtype().size_in_bytes()) as u64));
-        sizes.collect()
+        let size = |var: &Var| Placement::of(var).shape.elem_count() * var.dtype().size_in_bytes();
+        self.0.iter().map(|(name, var)| (name.clone(), size(var) as u64)).collect()
     }
 
     /// Rank 0 writes files of these variables. Every rank must call it.
     pub(super) fn write(&self, group: &ProcessGroup, files: &[(PathBuf, Vec<String>)]) -> Result<()> {
-        let (is_first, is_sharded) = (group.rank() == 0, self.0.values().any(|var| piece_of(var).is_some()));
+        let (is_first, is_sharded) = (group.rank() == 0, self.0.values().any(|var| Placement::of(var).is_sharded()));
         let values = |name: &String| {
             let var = self.0.get(name)?;
-            let values = match piece_of(var) {
-                Some(piece) => Values::Sent(var.dtype(), piece.shape),
-                None => Values::Here(var.as_tensor().clone()),
+            let placement = Placement::of(var);
+            let values = match placement.is_sharded() {
+                true => Values::Sent(var.dtype(), placement.shape),
+                false => Values::Here(var.as_tensor().clone()),
             };
             Some((name.clone(), values))
         };
@@ -85,17 +82,18 @@ impl Saving {
 
     /// Every rank must call it.
     fn holders(&self, group: &ProcessGroup, failed: Option<&Error>) -> Result<Holders> {
-        let line = |(name, var): (&String, &Var)| match piece_of(var) {
-            Some(piece) => format!("piece of {name} {}", describe(var.dtype(), &piece.shape)),
-            None => format!("{name} {}", describe(var.dtype(), var.shape())),
+        let line = |(name, var): (&String, &Var)| {
+            let placement = Placement::of(var);
+            let what = if placement.is_sharded() { "piece of " } else { "" };
+            format!("{what}{name} {}", describe(var.dtype(), &placement.shape))
         };
         let report = failed.map_or_else(|| Ok(self.0.iter().map(line).collect::<Vec<_>>().join("\n")), Err);
         if let Some((rank, difference)) = group.compare(report, "it could not save its model")? {
             return Err(Error::Mismatch { what: "model", rank, difference });
         }
-        let pieces = self.0.iter().filter_map(|(name, var)| Some((name, var, piece_of(var)?.range)));
-        let pieces: Vec<_> = pieces.collect();
-        let own: Vec<_> = pieces.iter().map(|(_, _, range)| (range.start, range.end)).collect();
+        let placed = self.0.iter().map(|(name, var)| (name, var, Placement::of(var)));
+        let pieces: Vec<_> = placed.filter(|(_, _, placement)| placement.is_sharded()).collect();
+        let own: Vec<_> = pieces.iter().map(|(_, _, Placement { range, .. })| (range.start, range.end)).collect();
         let all = group.all_gather_object(&own)?;
         let of_all = |index: usize| all.iter().filter_map(move |own| own.get(index).map(|(start, end)| *start..*end));
         let pieces = pieces.into_iter().enumerate().map(|(index, (name, var, _))| {
@@ -151,7 +149,7 @@ pub fn load_distributed(
     options: LoadOptions,
 ) -> Result<LoadReport> {
     let path = path.as_ref();
-    let is_sharded = lock(varmap.data()).values().any(|var| piece_of(var).is_some());
+    let is_sharded = lock(varmap.data()).values().any(|var| Placement::of(var).is_sharded());
     let hashed = if is_sharded { Hashed::Needed } else { Hashed::All };
     let source = Source::open(path, options.key.as_deref());
     let read = source.and_then(|source| Prepared::read(varmap, path, source, &options, hashed));

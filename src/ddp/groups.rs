@@ -1,5 +1,6 @@
 //! Selects the process group that sends a tensor.
 use crate::Result;
+use crate::placement::Spread;
 use crate::process_group::ProcessGroup;
 use candle_core::Device;
 use std::sync::OnceLock;
@@ -45,9 +46,10 @@ impl Groups {
         self.hybrid.as_ref().map(|hybrid| &hybrid.across)
     }
 
-    /// Whether another rank has the same pieces, and saves them.
-    pub(crate) fn is_copy(&self) -> bool {
-        self.across().is_some_and(|across| across.rank() > 0)
+    /// How this rank's pieces are spread.
+    pub(crate) fn spread(&self) -> Spread {
+        let is_copy = self.across().is_some_and(|across| across.rank() > 0);
+        if is_copy { Spread::Copy } else { Spread::Shard }
     }
 
     pub(super) fn main(&self) -> &ProcessGroup {

@@ -5,9 +5,10 @@ use super::options::{DdpOptions, Role};
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::reducer::Reducer;
 use crate::panic::lock;
+use crate::placement::Placement;
 use crate::seed;
 use crate::tensor::copy;
-use crate::variables::{check_shared, not_in_varmap, piece_of};
+use crate::variables::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
@@ -169,7 +170,7 @@ impl Registry {
 
     /// Refuses a variable of a sharded model that was built before.
     fn check_whole(&self, name: &str) -> Result<()> {
-        if lock(self.varmap.data()).get(name).is_none_or(|var| piece_of(var).is_none()) {
+        if lock(self.varmap.data()).get(name).is_none_or(|var| !Placement::of(var).is_sharded()) {
             return Ok(());
         }
         let reason = "the VarMap has this rank's piece of it, since a model was built with it under DdpOptions.sharding: build the model \

@@ -4,8 +4,8 @@ use super::pass::Pass;
 use super::replica_check::ReplicaCheck;
 use crate::backend::label;
 use crate::hash::content_64;
+use crate::placement::Placement;
 use crate::state;
-use crate::variables::piece_of;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Var;
@@ -40,7 +40,7 @@ fn compare(model: &DistributedModel) -> Result<()> {
         true => variables.shared().collect(),
         false => variables.without_buffers().collect(),
     };
-    let (pieces, whole): (Vec<_>, Vec<_>) = variables.into_iter().partition(|(_, var)| piece_of(var).is_some());
+    let (pieces, whole): (Vec<_>, Vec<_>) = variables.into_iter().partition(|(_, var)| Placement::of(var).is_sharded());
     let hashes = |variables: Vec<(&String, &Var)>| {
         let dict = variables.into_iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
         model.phase("compare replicas", || state::fingerprint(&dict))

@@ -1,11 +1,12 @@
 //! Post-local SGD: ranks train independently, and their weights are averaged periodically.
 use crate::backend::{ReduceOp, label};
 use crate::error::describe;
+use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
-use crate::variables::{Parameters, check_whole};
+use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use std::collections::HashMap;
@@ -56,20 +57,21 @@ impl PeriodicModelAverager {
     /// if it is due. Returns whether it did. Parameters are matched by name, whatever their order, and those without names by
     /// their place. Variables of integer type are left alone.
     ///
+    /// Several sharded models are averaged piece by piece: the group of the averager is then of the ranks that have the same pieces, one of
+    /// each model.
+    ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] on all ranks if names, shapes or dtypes differ, [`Error::Parameter`] for the parameters of a sharded
-    /// model, of which each rank has another part, and the errors of [`ProcessGroup::all_reduce`].
+    /// Returns [`Error::Mismatch`] on all ranks if names, shapes, dtypes or the elements of pieces differ, and the errors of
+    /// [`ProcessGroup::all_reduce`].
     pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
-        let parameters = parameters.into();
-        let instead = "each rank has other elements, and none trains alone, so there is nothing to average. A model that ranks train \
-                       separately must be built without DdpOptions::sharding";
-        check_whole(parameters.variables.iter().map(|(name, var)| (name, var)), instead)?;
         let PeriodicModelAveragerOptions { period, warmup_steps } = self.options;
         let due = self.step >= warmup_steps && (self.step - warmup_steps).is_multiple_of(period);
         if due && self.group.world_size() > 1 {
-            let mut parameters: Vec<_> = parameters.into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
+            let mut parameters: Vec<_> =
+                parameters.into().into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
             parameters.sort_by(|a, b| a.0.cmp(&b.0));
             self.check(&parameters)?;
+            parameters.retain(|(_, var)| var.elem_count() > 0);
             average(&self.group, &parameters)?;
         }
         self.step += 1;
@@ -78,7 +80,14 @@ impl PeriodicModelAverager {
 
     /// Checks that all ranks have the same parameters.
     fn check(&mut self, parameters: &[(String, Var)]) -> Result<()> {
-        let line = |(name, var): &(String, Var)| format!("{name} {}", describe(var.dtype(), var.shape()));
+        let line = |(name, var): &(String, Var)| {
+            let placement = Placement::of(var);
+            let whole = format!("{name} {}", describe(var.dtype(), &placement.shape));
+            match placement.is_sharded() {
+                true => format!("{whole}, elements {} to {}", placement.range.start, placement.range.end),
+                false => whole,
+            }
+        };
         let described = parameters.iter().map(line).collect::<Vec<_>>().join("\n");
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());

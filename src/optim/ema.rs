@@ -1,12 +1,12 @@
 //! Exponential moving averages of weights.
 use super::rule::state_dtype;
-use crate::state::{self, Loader, StateDict};
+use crate::placement::Placement;
+use crate::state::{self, Dict, Loader, PART_OF, StateDict};
 use crate::tensor::borrow::zip;
 use crate::tensor::{DTYPES, Element, dispatch};
-use crate::variables::{Parameters, check_named, check_whole};
+use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, WithDType};
-use std::collections::HashMap;
 
 /// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
 ///
@@ -16,9 +16,8 @@ use std::collections::HashMap;
 /// dtype). Variables of integer type are left alone. Buffers are averaged if they are given.
 ///
 /// Under DDP all ranks have the same weights and so the same average, without communication. Of a sharded model, each rank averages its
-/// pieces: [`apply`](Self::apply) evaluates the averaged model, and [saves](crate::checkpoint) it as any other. The [`Ema`] itself cannot be
-/// saved then. To resume, load the averaged model first, make the `Ema` with [`FirstUpdate::Averages`], which begins with it, and then load
-/// the weights.
+/// pieces: [`apply`](Self::apply) evaluates the averaged model, and [saves](crate::checkpoint) it as any other. A
+/// [`Checkpointer`](crate::checkpoint::Checkpointer) saves the `Ema` itself, and loads it on any number of ranks, with or without sharding.
 pub struct Ema {
     options: EmaOptions,
     updates: u64,
@@ -55,12 +54,15 @@ pub enum FirstUpdate {
     Averages,
 }
 
+/// The kind of its state.
+const KIND: &str = "Ema";
 /// For which parameters need names.
 const SAVED: &str = "an average to be saved or loaded";
 
 struct Slot {
     name: String,
     var: Var,
+    placement: Placement,
     /// The variable's storage in one dimension.
     flat: Tensor,
     average: Tensor,
@@ -93,10 +95,7 @@ impl Ema {
     /// The errors of `new`.
     pub fn with_options(parameters: impl Into<Parameters>, options: EmaOptions) -> Result<Self> {
         let Parameters { variables, named } = parameters.into();
-        let decay = options.decay;
-        if !(0. ..=1.).contains(&decay) {
-            return Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}")));
-        }
+        check_decay(options.decay)?;
         let mut names = std::collections::HashSet::new();
         let mut slots = Vec::with_capacity(variables.len());
         for (name, var) in variables {
@@ -121,9 +120,20 @@ impl Ema {
             }
             let flat = var.as_detached_tensor().flatten_all()?;
             let average = widen(&flat, dtype)?;
-            slots.push(Slot { name, var, flat, average });
+            slots.push(Slot { name, placement: Placement::of(&var), var, flat, average });
         }
         Ok(Self { options, updates: 0, slots, named, replaced: None })
+    }
+
+    /// Sets the decay of the further updates. Equal averages, as of stochastic weight averaging (SWA), have that of their number: after `n`
+    /// updates, `n / (n + 1)`.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`.
+    pub fn set_decay(&mut self, decay: f64) -> Result<()> {
+        check_decay(decay)?;
+        self.options.decay = decay;
+        Ok(())
     }
 
     /// Moves the average towards the current weights. Call it after the optimizer's step.
@@ -179,14 +189,6 @@ impl Ema {
         Ok(())
     }
 
-    /// Exchanges averages and weights: [`apply`](Self::apply) or [`restore`](Self::restore), whichever is possible.
-    ///
-    /// # Errors
-    /// Returns an error of candle.
-    pub fn swap(&mut self) -> Result<()> {
-        if self.replaced.is_some() { self.restore() } else { self.apply() }
-    }
-
     /// Puts the averages into the variables permanently.
     ///
     /// # Errors
@@ -205,7 +207,11 @@ impl Ema {
     /// # Errors
     /// Returns [`Error::Parameter`] for a sharded model, of whose averages each rank has pieces, and an error of candle.
     pub fn averages(&self) -> Result<Vec<(String, Tensor)>> {
-        self.check_whole()?;
+        if let Some(slot) = self.slots.iter().find(|slot| slot.placement.is_sharded()) {
+            let reason = "its average is this rank's piece, since its model is sharded: save the Ema with a Checkpointer, or call `apply`, save the \
+                          model, and call `restore`";
+            return Err(Error::parameter(&slot.name, reason));
+        }
         let averages = self.slots.iter().map(|slot| Ok((slot.name.clone(), slot.average.reshape(slot.var.shape())?)));
         averages.collect()
     }
@@ -215,19 +221,19 @@ impl Ema {
         self.updates
     }
 
-    /// Refuses averages of pieces, which say nothing without those of the other ranks.
-    fn check_whole(&self) -> Result<()> {
-        let instead = "its average is one of a piece. Call `apply`, save the model with a Checkpointer or save_distributed, and call `restore`. To \
-                       resume, load that model, make the Ema with FirstUpdate::Averages, and then load the weights";
-        check_whole(self.slots.iter().map(|slot| (&slot.name, &slot.var)), instead)
-    }
-
     fn refuse_if_applied(&self, call: &'static str) -> Result<()> {
         if self.replaced.is_some() {
             return Err(Error::invalid(call, "the variables hold the averages: call restore first"));
         }
         Ok(())
     }
+}
+
+fn check_decay(decay: f64) -> Result<()> {
+    if (0. ..=1.).contains(&decay) {
+        return Ok(());
+    }
+    Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}")))
 }
 
 /// Returns `tensor` in `dtype`, with its own storage.
@@ -247,35 +253,71 @@ fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<(
     })?)
 }
 
-/// Contains `updates`, and `average.{name}` for each parameter.
+/// Contains `updates`, and `average.{name}` for each parameter. That of a sharded model is saved in parts, one from each rank. Both kinds
+/// load into both kinds of models, with any number of ranks.
 impl StateDict for Ema {
     /// # Errors
     /// [`Error::InvalidArgument`] while the averages are applied: the weights would not be in a checkpoint, but the averages
     /// twice. [`Error::Parameter`] for a sharded model.
-    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+    fn state_dict(&self) -> Result<Dict> {
         self.refuse_if_applied("state_dict")?;
         check_named(self.named, SAVED)?;
-        let mut dict = state::begin("Ema")?;
+        self.averages()?;
+        self.dict(KIND, false)
+    }
+
+    fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
+        self.refuse_if_applied("load_state_dict")?;
+        check_named(self.named, SAVED)?;
+        self.load_from(Loader::new(dict, KIND)?)
+    }
+
+    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
+        self.parts(false)
+    }
+
+    fn state_here(&self) -> Result<Dict> {
+        self.parts(true)?.map_or_else(|| self.state_dict(), Ok)
+    }
+
+    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, _: usize) -> Result<()> {
+        self.refuse_if_applied("load_state_dict")?;
+        check_named(self.named, SAVED)?;
+        self.load_from(Loader::of_shards(shards, KIND, rank)?)
+    }
+}
+
+impl Ema {
+    /// This rank's parts, if the model is sharded. `with_copies`: also those that another rank has as well, and saves.
+    fn parts(&self, with_copies: bool) -> Result<Option<Dict>> {
+        if !self.slots.iter().any(|slot| slot.placement.is_sharded()) {
+            return Ok(None);
+        }
+        self.refuse_if_applied("state_dict")?;
+        check_named(self.named, SAVED)?;
+        self.dict(&format!("{PART_OF}{KIND}"), with_copies).map(Some)
+    }
+
+    fn dict(&self, kind: &str, with_copies: bool) -> Result<Dict> {
+        let mut dict = state::begin(kind)?;
         dict.insert("updates".to_string(), state::count(self.updates)?);
-        dict.extend(self.averages()?.into_iter().map(|(name, average)| (format!("average.{name}"), average)));
+        for Slot { name, var, placement, average, .. } in &self.slots {
+            let average = average.reshape(var.shape())?;
+            state::insert(&mut dict, &format!("average.{name}"), placement, average, with_copies)?;
+        }
         Ok(dict)
     }
 
-    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        self.refuse_if_applied("load_state_dict")?;
-        check_named(self.named, SAVED)?;
-        self.check_whole()?;
-        let mut loader = Loader::new(dict, "Ema")?;
+    fn load_from(&mut self, mut loader: Loader) -> Result<()> {
         let updates = loader.count("updates")?;
         let mut averages = Vec::new();
-        for slot in &self.slots {
-            let dtype = slot.average.dtype();
-            let average = loader.like(&format!("average.{}", slot.name), slot.var.shape(), dtype)?;
-            averages.push(average.to_device(slot.average.device())?.copy()?.flatten_all()?.detach());
+        for Slot { name, placement, average, .. } in &self.slots {
+            let loaded = loader.part(&format!("average.{name}"), placement, average.dtype())?;
+            averages.push(loaded.to_device(average.device())?.detach());
         }
         loader.finish()?;
         // In place: the program may hold tensors that `averages` returned.
-        for (slot, average) in self.slots.iter().zip(&averages) {
+        for (slot, average) in self.slots.iter().zip(&averages).filter(|(_, average)| average.elem_count() > 0) {
             slot.average.slice_set(average, 0, 0)?;
         }
         self.updates = updates;

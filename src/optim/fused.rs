@@ -4,13 +4,13 @@ use super::kernel::{Fused, Moment};
 use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule, limit, state_dtype};
-use super::shards::{Expected, Shards};
 use super::update::{self, Part, misfit};
 use crate::amp::{GradScaler, Verdict};
 use crate::ddp::steps::Steps;
 use crate::ddp::{check_averaged, scaled};
 use crate::error::describe;
 use crate::kernels;
+use crate::placement::Placement;
 use crate::state::{self, Loader, StateDict};
 use crate::tensor::DTYPES;
 use crate::variables::{Parameters, check_named, check_whole};
@@ -107,8 +107,13 @@ impl Slot {
 
     /// The name of a part of its state in a state dict.
     fn key(&self, part: &str) -> String {
-        format!("state.{}.{part}", self.name)
+        key(&self.name, part)
     }
+}
+
+/// The entry of a parameter's state.
+pub(super) fn key(parameter: &str, part: &str) -> String {
+    format!("state.{parameter}.{part}")
 }
 
 /// The number of steps, if the next one depends on it.
@@ -420,21 +425,34 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         check_named(self.named, SAVED)?;
-        let mut loader = Loader::new(dict, R::NAME)?;
+        self.load_from(Loader::new(dict, R::NAME)?)
+    }
+
+    /// Loads the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any
+    /// size.
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], rank: usize, _: usize) -> Result<()> {
+        check_named(self.named, SAVED)?;
+        self.load_from(Loader::of_shards(shards, R::NAME, rank)?)
+    }
+}
+
+impl<R: UpdateRule> FusedOptimizer<R> {
+    fn load_from(&mut self, mut loader: Loader) -> Result<()> {
         let learning_rates = loader.learning_rates("learning_rates", self.groups.len())?;
         let mut steps = Vec::new();
         let mut copies = Vec::new();
         for Group { options, slots } in &self.groups {
             for slot in slots {
                 steps.push(loader.count(&slot.key("step"))?);
+                let placement = Placement::whole(slot.var.shape());
                 for (part, state) in options.states().iter().zip(&slot.states) {
                     // A copy, since the source may be this optimizer's own state.
-                    let source = loader.like(&slot.key(part), slot.var.shape(), state.dtype())?;
-                    copies.push((state.clone(), source.to_device(state.device())?.copy()?.flatten_all()?));
+                    let source = loader.part(&slot.key(part), &placement, state.dtype())?;
+                    copies.push((state.clone(), source.to_device(state.device())?));
                 }
             }
         }
-        let is_torn = dict.contains_key(TORN) && loader.count(TORN)? > 0;
+        let is_torn = loader.has(TORN) && loader.count(TORN)? > 0;
         loader.finish()?;
         // Checks the learning rates before anything is changed.
         self.set_learning_rates(&learning_rates)?;
@@ -446,20 +464,5 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
         }
         self.is_torn = is_torn;
         Ok(())
-    }
-
-    /// Loads the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any
-    /// size.
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], rank: usize, _: usize) -> Result<()> {
-        check_named(self.named, SAVED)?;
-        let expected =
-            self.groups.iter().flat_map(|group| group.slots.iter().map(|slot| (slot, group.options.states())));
-        let expected = expected.map(|(slot, states)| {
-            let dtype = state_dtype_of::<R>(&slot.name, &slot.var)?;
-            Ok(Expected { name: &slot.name, shape: slot.var.shape(), dtype, states })
-        });
-        let expected = expected.collect::<Result<Vec<_>>>()?;
-        let whole = Shards::join::<R>(shards, rank, self.groups.len(), &expected)?.whole::<R>(&expected)?;
-        self.load_state_dict(&whole)
     }
 }

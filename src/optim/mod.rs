@@ -48,7 +48,6 @@ mod rule;
 mod schedule;
 mod setting;
 mod sgd;
-mod shards;
 mod sums;
 pub(crate) mod unsaved;
 mod update;

@@ -2,9 +2,10 @@
 use super::rule::not_negative;
 use crate::amp::GradScaler;
 use crate::backend::label;
+use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Dict, KIND, PART_OF, Pieces, StateDict, of_piece_key};
+use crate::state::{self, Dict, KIND, Loader, PART_OF, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
@@ -185,23 +186,19 @@ pub struct KnownState {
 
 /// The whole state, if `state` has the parts of all ranks. `own` has the shapes.
 fn joined<'a>(state: &'a Dict, own: &Dict) -> Result<Cow<'a, Dict>> {
-    let kind = state.get(KIND).and_then(|kind| kind.to_vec1::<u8>().ok());
-    let Some(kind) = kind.as_deref().and_then(|kind| kind.strip_prefix(PART_OF.as_bytes())) else {
+    let kind = |dict: &Dict| dict.get(KIND).and_then(|kind| String::from_utf8(kind.to_vec1().ok()?).ok());
+    let (Some(kind), true) = (kind(own), kind(state).is_some_and(|kind| kind.starts_with(PART_OF))) else {
         return Ok(Cow::Borrowed(state));
     };
-    let (mut whole, mut pieces) = (Dict::from([(KIND.to_string(), state::list(kind)?)]), Pieces::default());
-    let (mut parts, rest): (Vec<_>, Vec<_>) = state.iter().partition(|(key, _)| of_piece_key(key).is_some());
-    whole.extend(rest.into_iter().filter(|(key, _)| *key != KIND).map(|(key, tensor)| (key.clone(), tensor.clone())));
-    // They are put together in this order.
-    parts.sort_by_key(|(key, _)| of_piece_key(key).map(|(_, start)| start));
-    for (key, tensor) in parts {
-        if let Some((key, start)) = of_piece_key(key) {
-            pieces.add(key, start, tensor)?;
-        }
-    }
-    for (key, own) in pieces.names().filter_map(|key| Some((key, own.get(key)?))) {
-        pieces.check(key, Some(own.elem_count()), own.dtype())?;
-        whole.insert(key.clone(), pieces.get(key, 0, own.elem_count())?.reshape(own.shape())?);
+    let (mut whole, mut loader) = (state::begin(&kind)?, Loader::of_shards(std::slice::from_ref(state), &kind, 0)?);
+    let keys: Vec<_> = loader.keys().cloned().collect();
+    for key in keys {
+        let tensor = match own.get(&key) {
+            _ if loader.has(&key) => loader.tensor(&key)?,
+            Some(own) => loader.part(&key, &Placement::whole(own.shape()), own.dtype())?.reshape(own.shape())?,
+            None => continue,
+        };
+        whole.insert(key, tensor);
     }
     Ok(Cow::Owned(whole))
 }

@@ -1,4 +1,5 @@
 //! Blocks whose parameters are spread over the ranks.
+mod averages;
 mod freed;
 mod graphs;
 mod hybrid;

@@ -6,6 +6,8 @@ pub mod cbor;
 pub mod error;
 #[doc(hidden)]
 pub mod hash;
+#[doc(hidden)]
+pub mod placement;
 pub mod seed;
 #[doc(hidden)]
 pub mod state;
@@ -13,7 +15,7 @@ pub mod state;
 pub mod variables;
 pub mod weights;
 
-use candle_ddp_rendezvous::{self as rendezvous, panic};
+use candle_ddp_rendezvous::{self as rendezvous, panic, warnings};
 use candle_ddp_tensor as tensor;
 
 pub use error::{Context, Error, Failure, Result};

@@ -1,12 +1,11 @@
 //! Variables returned by a `VarBuilder`, predicates on their names, and lists of them as arguments.
 use crate::error::describe;
 use crate::panic::lock;
+use crate::placement::Placement;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor, TensorId, Var};
+use candle_core::{DType, Shape, Tensor, Var};
 use candle_nn::VarMap;
-use std::collections::HashMap;
-use std::ops::Range;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::Arc;
 
 /// A predicate on the full names of variables, such as `layer1.0.bn1.running_mean`.
 pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -70,35 +69,12 @@ impl IntoIterator for Parameters {
     }
 }
 
-/// What a variable holds of a parameter whose other elements are on other ranks.
-#[derive(Clone, Debug)]
-pub struct Piece {
-    /// The parameter's.
-    pub shape: Shape,
-    pub range: Range<usize>,
-    /// Whether another rank has the same piece, and saves it.
-    pub is_copy: bool,
-}
-
-/// The variables that are pieces. They stay here, since a VarMap may have them when their model is gone.
-static PIECES: LazyLock<Mutex<HashMap<TensorId, Piece>>> = LazyLock::new(Mutex::default);
-
-/// Makes it known that `var` is a piece.
-pub fn make_piece(var: &Var, piece: Piece) {
-    lock(&PIECES).insert(var.id(), piece);
-}
-
-/// What `var` holds, if it is a piece.
-pub fn piece_of(var: &Var) -> Option<Piece> {
-    lock(&PIECES).get(&var.id()).cloned()
-}
-
 /// Refuses pieces, where the parameters themselves are needed. `instead` says what to do.
 ///
 /// # Errors
 /// [`Error::Parameter`] for the first piece.
 pub fn check_whole<'a>(variables: impl IntoIterator<Item = (&'a String, &'a Var)>, instead: &str) -> Result<()> {
-    match variables.into_iter().find(|(_, var)| piece_of(var).is_some()) {
+    match variables.into_iter().find(|(_, var)| Placement::of(var).is_sharded()) {
         Some((name, _)) => {
             let reason = format!("its variable is this rank's piece of it, since its model is sharded: {instead}");
             Err(Error::parameter(name, reason))

@@ -3,6 +3,8 @@
 mod arrange;
 #[doc(hidden)]
 pub mod borrow;
+#[doc(hidden)]
+pub mod carry;
 pub mod collate;
 #[doc(hidden)]
 pub mod column_sums;

@@ -3,9 +3,9 @@ use crate::Result;
 use crate::backend::{Label, Work};
 use crate::ddp::groups::Groups;
 use crate::ddp::reduction::shard::cut;
+use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::tensor::{copy, hold};
-use crate::variables::{Piece, make_piece};
 use candle_core::{DType, Device, Tensor, Var};
 
 /// The tensors of one kind, one after the other, cut into as many equal parts as there are ranks; the last part may extend beyond them.
@@ -56,22 +56,14 @@ impl Flat {
         if let Some(across) = groups.across() {
             across.broadcast(&own, 0)?;
         }
-        let is_copy = groups.is_copy();
+        let spread = groups.spread();
         let (mut offset, mut members, mut pieces) = (0, Vec::new(), Vec::new());
         for (tensor, _) in tensors {
             let elements = tensor.elem_count();
             let range = cut(offset, elements, rank, part);
             let at = (offset + range.start).saturating_sub(rank * part);
-            // Of the parameter's rank, by which programs group parameters.
-            let mut dims = vec![1; tensor.rank()];
-            if let Some(last) = dims.last_mut() {
-                *last = range.len();
-            }
-            let piece = match range.is_empty() {
-                true => Var::zeros(dims, dtype, &device)?,
-                false => Var::from_tensor(&own.narrow(0, at, range.len())?.reshape(dims)?)?,
-            };
-            make_piece(&piece, Piece { shape: tensor.shape().clone(), range, is_copy });
+            let values = own.narrow(0, at.min(part - range.len()), range.len())?;
+            let piece = Placement { shape: tensor.shape().clone(), range, spread }.variable(&values)?;
             members.push(Member { tensor: tensor.clone(), piece: piece.clone(), at, elements });
             pieces.push(piece);
             offset += elements;

@@ -1,15 +1,16 @@
 //! Optimizer state on disk: whole, in the format of this crate's other optimizers, or one shard per rank.
 use super::ZeroRedundancyOptimizer;
+use super::layout::Trained;
 use super::shards::{SAVING, file, read_shards};
+use crate::Result;
 use crate::backend::label;
-use crate::optim::fused::state_dtype_of;
+use crate::optim::fused::{key, state_dtype_of};
 use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
-use crate::optim::shards::{Expected, Shards, key, kind};
+use crate::placement::{Placement, Spread};
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Dict, Loader, PutInPlace, Saved, StateDict, piece_key};
-use crate::{Error, Result};
+use crate::state::{self, Dict, Loader, PART_OF, PutInPlace, Saved, StateDict};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
@@ -63,34 +64,14 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 for member in &own.shard.members {
                     let parameter = &self.parameters[member.parameter];
                     if self.options[parameter.group].states().contains(&name) {
-                        let values = whole.narrow(0, member.offset, member.elements)?.reshape(&parameter.shape)?;
+                        let values =
+                            whole.narrow(0, member.offset, member.elements)?.reshape(&parameter.placement.shape)?;
                         dict.insert(key(&parameter.name, name), values);
                     }
                 }
             }
         }
         Ok(is_here.then_some(dict))
-    }
-
-    fn prepare_whole(&self, dict: &Dict) -> Result<Prepared> {
-        let mut loader = Loader::new(dict, R::NAME)?;
-        let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
-        let mut steps = HashMap::new();
-        let mut whole = HashMap::new();
-        for (index, options) in self.grouped() {
-            let parameter = &self.parameters[index];
-            steps.insert(index, loader.count(&key(&parameter.name, "step"))?);
-            let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
-            for name in options.states() {
-                let source = loader.like(&key(&parameter.name, name), &parameter.shape, dtype)?;
-                whole.insert((index, *name), source.flatten_all()?);
-            }
-        }
-        loader.finish()?;
-        self.prepare(steps, learning_rates, |index, name, start, elements| match whole.get(&(index, name)) {
-            Some(whole) => Ok(whole.narrow(0, start, elements)?.copy()?),
-            None => Err(Error::parameter(name, "it is missing from the state")),
-        })
     }
 
     /// Writes the whole state to one file; it is never left half-written. Every rank must call it; rank 0 writes. As
@@ -114,7 +95,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Returns an error on every rank if one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepare_whole(&dict));
+        let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepared(&Saved::Whole(dict)));
         let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
@@ -144,16 +125,15 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
 
     /// `with_copies`: also the parts that another rank has as well, and saves.
     fn shard_dict(&self, with_copies: bool) -> Result<Dict> {
-        let mut dict = state::begin(&kind::<R>())?;
+        let mut dict = state::begin(&format!("{PART_OF}{}", R::NAME))?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
-        let is_saved = with_copies || !self.reducer.groups().is_copy();
-        for piece in self.pieces().filter(|_| is_saved) {
-            for (name, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
-                let key = key(&self.parameters[piece.parameter].name, name);
-                dict.insert(piece_key(&key, piece.start), state.clone());
+        for piece in self.pieces() {
+            let name = &self.parameters[piece.parameter].name;
+            for (part, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
+                state::insert(&mut dict, &key(name, part), &piece.placement, state.clone(), with_copies)?;
             }
         }
         Ok(dict)
@@ -166,69 +146,51 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`] if files are from
     /// different saves or worlds, [`Error::Io`] if one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
-        let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepare_shards(&shards, Shards::take));
+        let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepared(&Saved::Shards(shards)));
         let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
 
-    /// Prepares a new state from the results of [`shard_dict`](Self::shard_dict) on the ranks of a world, in their order.
-    /// Ranks whose parts are not needed here may have an empty one. `part` is how elements come out of them.
-    fn prepare_shards(
-        &self,
-        shards: &[Dict],
-        part: impl Fn(&mut Shards, &str, &str, usize, usize) -> Result<Tensor>,
-    ) -> Result<Prepared> {
-        let expected = self.grouped().map(|(index, options)| {
-            let parameter = &self.parameters[index];
-            let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
-            Ok(Expected { name: &parameter.name, shape: &parameter.shape, dtype, states: options.states() })
-        });
-        let expected = expected.collect::<Result<Vec<_>>>()?;
-        let mut shards = Shards::join::<R>(shards, self.process_group.rank(), self.options.len(), &expected)?;
-        let steps = shards.steps.iter().copied().enumerate().collect();
-        self.prepare(steps, shards.learning_rates.clone(), |index, name, start, elements| {
-            part(&mut shards, &self.parameters[index].name, name, start, elements)
-        })
+    fn prepared(&self, saved: &Saved) -> Result<Prepared> {
+        self.prepare_from(Loader::of(saved, R::NAME, self.process_group.rank())?)
     }
 
-    /// Prepares a new state from the results of `part(parameter, state, start, elements)`.
-    fn prepare(
-        &self,
-        steps: HashMap<usize, u64>,
-        learning_rates: Vec<f64>,
-        mut part: impl FnMut(usize, &'static str, usize, usize) -> Result<Tensor>,
-    ) -> Result<Prepared> {
-        check_learning_rates(&learning_rates, self.options.len())?;
-        let mut states = Vec::new();
-        for piece in self.pieces() {
-            let names = self.options_of(piece.parameter).states().iter().zip(&piece.states);
-            let of_piece = names.map(|(name, _)| {
-                let state = part(piece.parameter, name, piece.start, piece.elements)?;
-                Ok(state.to_device(piece.values.device())?)
+    /// Prepares a new state.
+    fn prepare_from(&self, mut loader: Loader) -> Result<Prepared> {
+        let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
+        let held = self.pieces().filter(|piece| !piece.states.is_empty());
+        let held: HashMap<_, _> = held.map(|piece| (piece.parameter, piece)).collect();
+        let (mut steps, mut states) = (Vec::new(), HashMap::new());
+        for (index, parameter) in self.parameters.iter().enumerate() {
+            let Trained { name, var, placement: Placement { shape, .. }, .. } = parameter;
+            steps.push(loader.count(&key(name, "step"))?);
+            let none = || Placement { shape: shape.clone(), range: 0..0, spread: Spread::Shard };
+            let placement = held.get(&index).map_or_else(none, |piece| piece.placement.clone());
+            let dtype = state_dtype_of::<R>(name, var)?;
+            let here = self.options_of(index).states().iter().map(|state| {
+                let here = loader.part(&key(name, state), &placement, dtype)?;
+                Ok(here.to_device(var.device())?)
             });
-            states.push(of_piece.collect::<Result<Vec<_>>>()?);
+            states.insert(index, here.collect::<Result<Vec<_>>>()?);
         }
+        loader.finish()?;
+        check_learning_rates(&learning_rates, self.options.len())?;
         Ok(Prepared { steps, learning_rates, states })
     }
 
-    fn apply(&mut self, Prepared { steps, learning_rates, states }: Prepared) {
+    fn apply(&mut self, Prepared { steps, learning_rates, mut states }: Prepared) {
         for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
             options.set_learning_rate(learning_rate);
         }
         let owned = self.wholes.iter_mut().filter_map(|whole| whole.own.as_mut());
         let pieces = self.shards.iter_mut().flat_map(|own| &mut own.pieces).chain(owned);
-        for (piece, states) in pieces.zip(states) {
-            piece.states = states;
+        for piece in pieces.filter(|piece| !piece.states.is_empty()) {
+            piece.states = states.remove(&piece.parameter).unwrap_or_default();
         }
-        for (index, steps) in steps {
-            self.parameters[index].steps = steps;
+        for (parameter, steps) in self.parameters.iter_mut().zip(steps) {
+            parameter.steps = steps;
         }
-    }
-
-    /// The parameters with their options.
-    fn grouped(&self) -> impl Iterator<Item = (usize, &R)> {
-        (0..self.parameters.len()).map(|index| (index, self.options_of(index)))
     }
 
     pub(super) fn options_of(&self, parameter: usize) -> &R {
@@ -270,7 +232,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
 
     /// Loads a whole state. Every rank must pass the same.
     fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
-        let prepared = self.prepare_whole(dict)?;
+        let prepared = self.prepare_from(Loader::new(dict, R::NAME)?)?;
         self.apply(prepared);
         Ok(())
     }
@@ -285,10 +247,8 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
     }
 
     fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {
-        let copy = |shards: &mut Shards, parameter: &str, name: &str, start, elements| {
-            shards.copy(parameter, name, start, elements)
-        };
-        let prepared = self.prepare_shards(shards, copy)?;
+        let loader = Loader::of_shards(shards, R::NAME, self.process_group.rank())?;
+        let prepared = self.prepare_from(loader)?;
         self.apply(prepared);
         Ok(())
     }
@@ -298,10 +258,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
     }
 
     fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
-        let prepared = match saved {
-            Saved::Whole(dict) => self.prepare_whole(&dict)?,
-            Saved::Shards(shards) => self.prepare_shards(&shards, Shards::take)?,
-        };
+        let prepared = self.prepared(&saved)?;
         Ok(Box::new(move || {
             self.apply(prepared);
             Ok(())
@@ -311,8 +268,9 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
 
 /// A checked state that only has to be applied.
 struct Prepared {
-    steps: HashMap<usize, u64>,
+    /// Of each parameter.
+    steps: Vec<u64>,
     learning_rates: Vec<f64>,
-    /// The state of each piece.
-    states: Vec<Vec<Tensor>>,
+    /// What is here of the state of each parameter.
+    states: HashMap<usize, Vec<Tensor>>,
 }

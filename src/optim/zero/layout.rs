@@ -3,9 +3,9 @@ use crate::ddp::Shard;
 use crate::optim::fused::state_dtype_of;
 use crate::optim::parameters::ParameterGroup;
 use crate::optim::rule::{self, UpdateRule};
-use crate::variables::piece_of;
+use crate::placement::{Placement, Spread};
 use crate::{Error, Result};
-use candle_core::{Shape, Tensor, Var};
+use candle_core::{Tensor, Var};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -15,10 +15,7 @@ pub(super) struct Trained {
     pub(super) var: Var,
     /// The variable's storage in one dimension.
     pub(super) flat: Tensor,
-    /// Whether the variable is this rank's piece, in a sharded model.
-    pub(super) is_piece: bool,
-    /// The whole parameter's.
-    pub(super) shape: Shape,
+    pub(super) placement: Placement,
     /// The parameter group to which it belongs.
     pub(super) group: usize,
     pub(super) steps: u64,
@@ -34,11 +31,9 @@ pub(super) struct OwnShard {
 pub(super) struct Piece {
     /// The parameter's number in registration order.
     pub(super) parameter: usize,
-    /// Where the piece starts in the parameter.
-    pub(super) start: usize,
+    pub(super) placement: Placement,
     /// Where the piece starts in this rank's part of the bucket.
     pub(super) offset: usize,
-    pub(super) elements: usize,
     /// A view of the variable.
     pub(super) values: Tensor,
     /// Empty if the rule needs the whole parameter: the state is then in that of [`Whole`](super::whole::Whole).
@@ -73,14 +68,13 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
             return Err(Error::parameter(name, reason));
         };
         let flat = var.as_detached_tensor().flatten_all()?;
-        let piece = piece_of(&var);
-        if piece.is_some() && !takes_pieces(&groups[group].options) {
+        let placement = Placement::of(&var);
+        if placement.is_sharded() && !takes_pieces(&groups[group].options) {
             let reason =
                 format!("{} needs whole parameters, but its model is sharded: use a rule for elements", R::NAME);
             return Err(Error::parameter(name, reason));
         }
-        let (is_piece, shape) = (piece.is_some(), piece.map_or_else(|| var.shape().clone(), |piece| piece.shape));
-        Ok(Trained { name, var, flat, is_piece, shape, group, steps: 0 })
+        Ok(Trained { name, var, flat, placement, group, steps: 0 })
     });
     trained.collect()
 }
@@ -91,26 +85,31 @@ pub(super) fn takes_pieces<R: UpdateRule>(rule: &R) -> bool {
 }
 
 impl Piece {
-    /// The elements `range` of a parameter, with the initial state of `rule`, or without a state.
+    /// These elements of a parameter, with the initial state of `rule`, or without a state.
     pub(super) fn new<R: UpdateRule>(
         (parameter, trained): (usize, &Trained),
-        range: Range<usize>,
+        (range, spread): (Range<usize>, Spread),
         offset: usize,
         rule: Option<&R>,
     ) -> Result<Self> {
-        let Trained { name, var, flat, is_piece, .. } = trained;
-        let (start, elements) = (range.start, range.len());
+        let Trained { name, var, flat, placement, .. } = trained;
         let dtype = state_dtype_of::<R>(name, var)?;
         let names = rule.map_or(&[][..], R::states);
-        let states = names.iter().map(|_| Tensor::zeros(elements, dtype, flat.device()));
+        let states = names.iter().map(|_| Tensor::zeros(range.len(), dtype, flat.device()));
         let states = states.collect::<candle_core::Result<_>>()?;
-        let values = if *is_piece { flat.clone() } else { flat.narrow(0, start, elements)? };
-        Ok(Self { parameter, start, offset, elements, values, states })
+        let values = flat.narrow(0, range.start - placement.range.start, range.len())?;
+        let placement = Placement { shape: placement.shape.clone(), range, spread };
+        Ok(Self { parameter, placement, offset, values, states })
     }
 }
 
 impl OwnShard {
-    pub(super) fn new<R: UpdateRule>(shard: Shard, rank: usize, parameters: &[Trained], options: &[R]) -> Result<Self> {
+    pub(super) fn new<R: UpdateRule>(
+        shard: Shard,
+        (rank, spread): (usize, Spread),
+        parameters: &[Trained],
+        options: &[R],
+    ) -> Result<Self> {
         let length = shard.own.elem_count();
         let mut pieces = Vec::new();
         for member in &shard.members {
@@ -120,13 +119,13 @@ impl OwnShard {
             }
             let (trained, offset) = (&parameters[member.parameter], member.offset + range.start - rank * length);
             let rule = Some(&options[trained.group]).filter(|rule| takes_pieces(*rule));
-            pieces.push(Piece::new((member.parameter, trained), range, offset, rule)?);
+            pieces.push(Piece::new((member.parameter, trained), (range, spread), offset, rule)?);
         }
         Ok(Self { shard, pieces })
     }
 
     /// This rank's mean gradient of a piece, in the bucket's dtype.
     pub(super) fn gradient(&self, piece: &Piece) -> Result<Tensor> {
-        Ok(self.shard.own.narrow(0, piece.offset, piece.elements)?)
+        Ok(self.shard.own.narrow(0, piece.offset, piece.values.elem_count())?)
     }
 }

@@ -124,9 +124,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
         let (shards, memory) = reducer.shard()?;
-        let own = shards
-            .into_iter()
-            .map(|shard| OwnShard::new(shard, reducer.groups().within().rank(), &parameters, &options));
+        let here = (reducer.groups().within().rank(), reducer.groups().spread());
+        let own = shards.into_iter().map(|shard| OwnShard::new(shard, here, &parameters, &options));
         let own = own.collect::<Result<Vec<_>>>();
         let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, &process_group)?, own)));
         let (wholes, shards) = own.inspect_err(|_| reducer.unshard())?;
@@ -177,7 +176,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             let (numbers, parts) = self.parts(shard, &pending, &scales)?;
             let sums: Vec<Sums> = numbers.into_iter().map(|number| sums[number]).collect();
             update::update(&parts, &sums)?;
-            if self.parameters.iter().any(|parameter| parameter.is_piece) {
+            if self.parameters.iter().any(|parameter| parameter.placement.is_sharded()) {
                 continue; // the model gathers them
             }
             let gathering = Gathering::start(shard, &self.parameters, &self.memory, &self.process_group)?;
@@ -330,7 +329,7 @@ impl<'a> Gathering<'a> {
         let storage = memory.take(shard.length, dtype, gradients.device())?;
         let (whole, elements) = (storage.narrow(0, 0, shard.length)?, gradients.elem_count());
         let own = whole.narrow(0, group.rank() * elements, elements)?;
-        let places = pieces.iter().map(|piece| own.narrow(0, piece.offset, piece.elements));
+        let places = pieces.iter().map(|piece| own.narrow(0, piece.offset, piece.values.elem_count()));
         let places = places.collect::<candle_core::Result<Vec<_>>>()?;
         copy::copy_all(places.iter().zip(pieces.iter().map(|piece| &piece.values)))?;
         let work = group.all_gather_async(&whole, &own)?;

@@ -15,7 +15,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let gradient = |whole| {
             let Whole { shard, own, .. }: &Whole = whole;
             let gradients = &self.shards[*shard].shard.own;
-            let zeros = |own: &Piece| Tensor::zeros(own.elements, gradients.dtype(), gradients.device());
+            let zeros = |own: &Piece| Tensor::zeros(own.values.shape(), gradients.dtype(), gradients.device());
             let tensor = own.as_ref().map(zeros).transpose()?;
             let part = self.piece(whole).map(|piece| self.shards[*shard].gradient(piece)).transpose()?;
             Ok(Moved { whole, tensor, part })
@@ -25,7 +25,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let mut parts = Vec::new();
         for Moved { whole, tensor, .. } in gradients {
             let (Some(own), Some(gradient)) = (&whole.own, tensor) else { continue };
-            let shape = &self.parameters[whole.parameter].shape;
+            let shape = &self.parameters[whole.parameter].placement.shape;
             parts.push(self.part(own, gradient, Some(shape), scales)?);
         }
         update::update(&parts, &vec![Sums::default(); parts.len()])?;
@@ -45,7 +45,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let state = |whole| {
             let Whole { parameter, own, .. }: &Whole = whole;
             let tensor = own.as_ref().and_then(|own| self.state(*parameter, name, &own.states).cloned());
-            let part = self.piece(whole).map(|piece| part.narrow(0, piece.offset, piece.elements)).transpose()?;
+            let part =
+                self.piece(whole).map(|piece| part.narrow(0, piece.offset, piece.values.elem_count())).transpose()?;
             Ok(Moved { whole, tensor, part })
         };
         let states = self.wholes.iter().filter(has).map(state).collect::<Result<Vec<_>>>()?;

@@ -5,6 +5,7 @@ use crate::Result;
 use crate::backend::P2pOp;
 use crate::ddp::Member;
 use crate::optim::rule::UpdateRule;
+use crate::placement::Spread;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use candle_core::Tensor;
@@ -56,7 +57,7 @@ pub(super) fn wholes<R: UpdateRule>(
         let length = shards[shard].shard.own.elem_count();
         let ranges = (0..loads.len()).map(|rank| member.range(rank, length)).collect();
         let trained = (member.parameter, &parameters[member.parameter]);
-        let own = || Piece::new(trained, 0..member.elements, 0, Some(rule(member)));
+        let own = || Piece::new(trained, (0..member.elements, Spread::Shard), 0, Some(rule(member)));
         let own = (owner == process_group.rank()).then(own).transpose()?;
         Ok(Whole { parameter: member.parameter, owner, shard, ranges, own })
     };

@@ -1,13 +1,10 @@
 //! Functions that need whole parameters refuse pieces, and say how to get whole ones.
-use super::{Net, batch, loss, made, sharded};
+use super::{loss, made, sharded};
 use candle_core::{Module, Tensor, Var};
-use candle_ddp::checkpoint::{self, Checkpointer, LoadOptions, StateDict, load_adapter, save_adapter};
+use candle_ddp::checkpoint::{self, load_adapter, save_adapter};
 use candle_ddp::nn::{Linear, LoraConfig, linear};
-use candle_ddp::optim::{
-    Ema, EmaOptions, FirstUpdate, Optimizer, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions,
-    ZeroRedundancyOptimizer, clip_grad_norm,
-};
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Role, block, spawn};
+use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer, clip_grad_norm};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, Role, block, spawn};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
 
@@ -25,35 +22,6 @@ fn folder(name: &str) -> std::path::PathBuf {
     std::env::temp_dir().join(format!("candle-ddp-whole-{name}-{}", std::process::id()))
 }
 
-#[test]
-fn pieces_are_not_averaged_or_saved_alone() {
-    spawn(2, |pg| {
-        let mut varmap = VarMap::new();
-        let (ddp, _optimizer) = made(&pg, &varmap, sharded())?;
-        let before = ddp.parameters()[2].flatten_all()?.to_vec1::<f32>()?;
-        let options = PeriodicModelAveragerOptions { period: 2, warmup_steps: 0 };
-        let mut averager = PeriodicModelAverager::new(&pg, options)?;
-        refused(averager.average_parameters(&ddp), "without DdpOptions::sharding");
-        refused(averager.average_parameters(&varmap), "without DdpOptions::sharding");
-        assert_eq!(ddp.parameters()[2].flatten_all()?.to_vec1::<f32>()?, before);
-
-        let mut ema = Ema::new(&ddp, 0.9)?;
-        ema.update()?;
-        refused(ema.averages(), "FirstUpdate::Averages");
-        refused(ema.state_dict(), "FirstUpdate::Averages");
-        refused(ema.load_state_dict(&Default::default()), "FirstUpdate::Averages");
-        let mut checkpointer = Checkpointer::new(&pg, folder("refused"), Default::default())?;
-        let saved = checkpointer.save(1, (("model", &mut varmap), ("ema", &mut ema))).map(drop);
-        assert!(saved.unwrap_err().to_string().contains("FirstUpdate::Averages"));
-        pg.barrier()?;
-        if pg.rank() == 0 {
-            std::fs::remove_dir_all(folder("refused")).ok();
-        }
-        Ok(())
-    })
-    .unwrap();
-}
-
 /// The gradients that the store has are those of ignored parameters.
 #[test]
 fn gradients_of_pieces_are_clipped_by_their_optimizer() {
@@ -69,52 +37,6 @@ fn gradients_of_pieces_are_clipped_by_their_optimizer() {
         optimizer.step(&grads)
     })
     .unwrap();
-}
-
-/// The averages after as many steps, and the averaged model's output.
-fn averaged(pg: &ProcessGroup, options: DdpOptions, resumes: bool) -> candle_ddp::Result<Vec<f32>> {
-    let step = |ddp: &DistributedDataParallel<Net>, optimizer: &mut ZeroRedundancyOptimizer<_>, ema: &mut Ema, step| {
-        optimizer.step(&ddp.backward(&loss(ddp, pg, step)?)?)?;
-        ema.update()
-    };
-    let varmap = VarMap::new();
-    let (ddp, mut optimizer) = made(pg, &varmap, options.clone())?;
-    let mut ema = Ema::with_options(&ddp, EmaOptions { decay: 0.7, first_update: FirstUpdate::Averages })?;
-    (0..3).try_for_each(|number| step(&ddp, &mut optimizer, &mut ema, number))?;
-    if !resumes {
-        (3..6).try_for_each(|number| step(&ddp, &mut optimizer, &mut ema, number))?;
-        ema.apply()?;
-        return Ok(ddp.forward(&batch(pg, 9)?)?.flatten_all()?.to_vec1()?);
-    }
-    let names = ["weights", "averages", "optimizer"].map(folder);
-    checkpoint::save_distributed(pg, &varmap, &names[0])?;
-    ema.apply()?;
-    checkpoint::save_distributed(pg, &varmap, &names[1])?;
-    ema.restore()?;
-    optimizer.save_distributed(pg, &names[2])?;
-    drop((ema, optimizer, ddp));
-
-    let varmap = VarMap::new();
-    let (ddp, mut optimizer) = made(pg, &varmap, options)?;
-    checkpoint::load_distributed(pg, &varmap, &names[1], LoadOptions::default())?;
-    let mut ema = Ema::with_options(&ddp, EmaOptions { decay: 0.7, first_update: FirstUpdate::Averages })?;
-    checkpoint::load_distributed(pg, &varmap, &names[0], LoadOptions::default())?;
-    optimizer.load_distributed(pg, &names[2])?;
-    (3..6).try_for_each(|number| step(&ddp, &mut optimizer, &mut ema, number))?;
-    ema.apply()?;
-    pg.barrier()?;
-    if pg.rank() == 0 {
-        names.iter().for_each(|name| std::fs::remove_file(name).unwrap());
-    }
-    Ok(ddp.forward(&batch(pg, 9)?)?.flatten_all()?.to_vec1()?)
-}
-
-#[test]
-fn averages_of_a_sharded_model_are_resumed() {
-    let run = |options: DdpOptions, resumes| spawn(2, |pg| averaged(&pg, options.clone(), resumes)).unwrap();
-    let expected = run(DdpOptions::default(), false);
-    assert_eq!(run(sharded(), false), expected);
-    assert_eq!(run(sharded(), true), expected);
 }
 
 /// By the way that the error describes.

@@ -1,6 +1,7 @@
 //! Saving and loading: dicts of named tensors, and files that appear complete or not at all.
 pub mod file;
 mod fingerprint;
+mod loader;
 mod parts;
 mod per_rank;
 mod pieces;
@@ -8,9 +9,10 @@ mod state_dict;
 mod values;
 
 pub use fingerprint::{FileHash, fingerprint, non_finite, summary};
+pub use loader::Loader;
 pub use parts::Parts;
 pub use per_rank::{PerRank, RankZero};
-pub use pieces::{Held, PART_OF, Pieces, of_piece_key, piece_key};
+pub use pieces::{Held, PART_OF, insert};
 pub use state_dict::StateDict;
 pub use state_dict::*;
 pub use values::Serde;

@@ -1,5 +1,6 @@
 //! Tensors that are spread over the ranks, put together.
 use super::{Dict, KIND};
+use crate::placement::{Placement, Spread};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
@@ -8,13 +9,25 @@ use std::ops::Range;
 /// How the kinds of states begin that have parts of tensors.
 pub const PART_OF: &str = "part of ";
 
+/// Adds what this rank saves of the entry `key`: all of it, or its elements. `with_copies`: also those that another rank has as well, and
+/// saves.
+pub fn insert(dict: &mut Dict, key: &str, placement: &Placement, here: Tensor, with_copies: bool) -> Result<()> {
+    let Placement { range, spread, .. } = placement;
+    if *spread == Spread::Replicate {
+        dict.insert(key.to_string(), here);
+    } else if !range.is_empty() && (with_copies || *spread == Spread::Shard) {
+        dict.insert(piece_key(key, range.start), here.flatten_all()?);
+    }
+    Ok(())
+}
+
 /// The key of the elements of `whole` from `start` on.
-pub fn piece_key(whole: &str, start: usize) -> String {
+fn piece_key(whole: &str, start: usize) -> String {
     format!("{whole}@{start}")
 }
 
 /// The arguments of [`piece_key`], if `key` is one.
-pub fn of_piece_key(key: &str) -> Option<(&str, usize)> {
+pub(super) fn of_piece_key(key: &str) -> Option<(&str, usize)> {
     let (whole, start) = key.rsplit_once('@')?;
     // Ends of parts are computed without checks.
     start.parse().ok().filter(|start| *start <= isize::MAX as usize).map(|start| (whole, start))
@@ -71,11 +84,11 @@ impl Held {
 
 /// Parts of tensors by the names of the whole ones, each with the element at which it starts, in this order.
 #[derive(Debug, Default)]
-pub struct Pieces(HashMap<String, Vec<(usize, Tensor)>>);
+pub(super) struct Pieces(HashMap<String, Vec<(usize, Tensor)>>);
 
 impl Pieces {
     /// Adds a part, unless it is there: ranks that have the same part may all have given it.
-    pub fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
+    pub(super) fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
         let parts = self.0.entry(whole.to_string()).or_default();
         if !parts.iter().any(|(at, known)| (*at, known.elem_count()) == (start, part.elem_count())) {
             let place = parts.partition_point(|(at, known)| (*at, known.elem_count()) < (start, part.elem_count()));
@@ -84,12 +97,12 @@ impl Pieces {
         Ok(())
     }
 
-    pub fn names(&self) -> impl Iterator<Item = &String> {
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
         self.0.keys()
     }
 
     /// Checks the dtype of the parts, and that they add up to `elements` if that is given.
-    pub fn check(&self, key: &str, elements: Option<usize>, dtype: DType) -> Result<()> {
+    pub(super) fn check(&self, key: &str, elements: Option<usize>, dtype: DType) -> Result<()> {
         let parts = self.0.get(key).map(Vec::as_slice).unwrap_or_default();
         let next = |end, (start, part): &(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
         let end = || parts.iter().try_fold(0, next);
@@ -109,12 +122,12 @@ impl Pieces {
     }
 
     /// A copy of the elements of a whole state from `start` on.
-    pub fn copy(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+    pub(super) fn copy(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
         Ok(self.get(key, start, elements)?.copy()?)
     }
 
     /// The elements of a whole state from `start` on, which only the caller has then: a part itself if it has just these.
-    pub fn take(&mut self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+    pub(super) fn take(&mut self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
         let is_it = |(offset, part): &(usize, Tensor)| {
             (*offset, part.elem_count()) == (start, elements)
                 && part.is_contiguous()
@@ -126,7 +139,7 @@ impl Pieces {
     }
 
     /// The elements of a whole state from `start` on, which may share memory with a part.
-    pub fn get(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+    fn get(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
         let (mut found, mut next, end) = (Vec::new(), start, start + elements);
         for (offset, part) in self.0.get(key).into_iter().flatten() {
             if *offset > next {

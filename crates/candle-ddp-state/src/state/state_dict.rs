@@ -1,7 +1,7 @@
 //! Saving and loading the states of a training run.
 use crate::state::file::{read_safetensors, write_safetensors};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, WithDType};
+use candle_core::{Device, Tensor, WithDType};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -143,110 +143,6 @@ pub trait StateDict {
         Self: Sized,
     {
         self.load_state_dict(&read_safetensors(path.as_ref())?)
-    }
-}
-
-/// A state that is being loaded. It keeps track of the requested entries.
-#[derive(Debug)]
-pub struct Loader<'a> {
-    state: &'a HashMap<String, Tensor>,
-    taken: std::collections::HashSet<String>,
-}
-
-impl<'a> Loader<'a> {
-    /// `kind` is the required kind of the state.
-    pub fn new(state: &'a HashMap<String, Tensor>, kind: &str) -> Result<Self> {
-        let mut loader = Self { state, taken: Default::default() };
-        let found = loader.values::<u8>(KIND)?;
-        if found != kind.as_bytes() {
-            let found = String::from_utf8_lossy(&found);
-            return Err(Error::parameter(KIND, format!("it must be the state of {kind}, not of {found}")));
-        }
-        Ok(loader)
-    }
-
-    /// The tensor `key`.
-    pub fn tensor(&mut self, key: &str) -> Result<&'a Tensor> {
-        match self.state.get(key) {
-            Some(tensor) => {
-                self.taken.insert(key.to_string());
-                Ok(tensor)
-            }
-            None => Err(Error::parameter(
-                key,
-                "it is missing from the state, which is of another model, or of one with fewer trained parameters: \
-                 load a state that was saved for the same parameters",
-            )),
-        }
-    }
-
-    /// The values of the tensor `key`, which must be a list.
-    pub fn values<T: WithDType>(&mut self, key: &str) -> Result<Vec<T>> {
-        let tensor = self.tensor(key)?;
-        if tensor.dtype() != T::DTYPE || tensor.rank() != 1 {
-            let is = crate::error::describe(tensor.dtype(), tensor.shape());
-            return Err(Error::parameter(key, format!("it must be a list of {}, not {is}", T::DTYPE.as_str())));
-        }
-        Ok(tensor.to_vec1()?)
-    }
-
-    /// `count` values.
-    pub fn list<T: WithDType>(&mut self, key: &str, count: usize) -> Result<Vec<T>> {
-        let values = self.values(key)?;
-        if values.len() != count {
-            let reason =
-                format!("the state must have {count} values here, not {}: it is from another object", values.len());
-            return Err(Error::parameter(key, reason));
-        }
-        Ok(values)
-    }
-
-    /// One value that cannot be negative.
-    pub fn count(&mut self, key: &str) -> Result<u64> {
-        let value = self.list::<i64>(key, 1)?[0];
-        u64::try_from(value).map_err(|_| Error::parameter(key, format!("it must not be negative, but is {value}")))
-    }
-
-    /// A tensor of this shape and dtype.
-    pub fn like(&mut self, key: &str, shape: &candle_core::Shape, dtype: DType) -> Result<&'a Tensor> {
-        let tensor = self.tensor(key)?;
-        if tensor.shape() != shape || tensor.dtype() != dtype {
-            let describe = crate::error::describe;
-            let (is, needed) = (describe(tensor.dtype(), tensor.shape()), describe(dtype, shape));
-            let reason = format!(
-                "it must be {needed}, but the state has {is}: load the state that was saved with this \
-                                  model"
-            );
-            return Err(Error::parameter(key, reason));
-        }
-        Ok(tensor)
-    }
-
-    /// A learning rate for each group of parameters of an optimizer.
-    pub fn learning_rates(&mut self, key: &str, groups: usize) -> Result<Vec<f64>> {
-        let learning_rates = self.values(key)?;
-        if learning_rates.len() == groups {
-            return Ok(learning_rates);
-        }
-        let reason = format!(
-            "the state is from an optimizer with {} parameter group(s), and this one has {groups}: create it with the \
-             same groups as the saved one. After freezing or thawing parameters, load_known \
-             loads what both have (docs/migrating.md, \"Freezing\")",
-            learning_rates.len()
-        );
-        Err(Error::parameter(key, reason))
-    }
-
-    /// Refuses a state with entries that were not requested.
-    pub fn finish(self) -> Result<()> {
-        match self.state.keys().filter(|key| !self.taken.contains(*key)).min() {
-            Some(key) => Err(Error::parameter(
-                key,
-                "the state contains it, but nothing here has that name: load the state that \
-                                           was saved with this model",
-            )),
-            None => Ok(()),
-        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The programs' own states: numbers, values that serde can write, and states behind a lock.
-use super::state_dict::{Dict, Loader, PutInPlace, Saved, StateDict, begin, list};
+use super::loader::Loader;
+use super::state_dict::{Dict, PutInPlace, Saved, StateDict, begin, list};
 use crate::cbor;
 use crate::panic::lock;
 use crate::{Error, Result};

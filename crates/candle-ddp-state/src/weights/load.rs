@@ -5,8 +5,9 @@ use super::own_names;
 use super::source::{Source, Values, Wanted};
 use crate::error::describe;
 use crate::panic::lock;
+use crate::placement::Placement;
 use crate::state::file::Hashed;
-use crate::variables::{NamePredicate, piece_of};
+use crate::variables::NamePredicate;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
@@ -190,15 +191,14 @@ impl Prepared {
                 continue;
             };
             let (dtype, has) = source.entry(&found).map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
-            let piece = piece_of(&var);
-            let shape = piece.as_ref().map_or(var.shape(), |piece| &piece.shape);
-            if has != *shape || dtype.is_float() != var.dtype().is_float() {
-                let (has, needs) = (describe(dtype, &has), describe(var.dtype(), shape));
+            let Placement { shape, range, .. } = Placement::of(&var);
+            if has != shape || dtype.is_float() != var.dtype().is_float() {
+                let (has, needs) = (describe(dtype, &has), describe(var.dtype(), &shape));
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
                 continue;
             }
             report.loaded.push(name.clone());
-            wanted.insert(found, Wanted { name, var, range: piece.map(|piece| piece.range) });
+            wanted.insert(found, Wanted { name, var, range });
         }
         for name in file.into_keys() {
             let list = match name {

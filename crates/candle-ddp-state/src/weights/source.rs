@@ -24,11 +24,11 @@ pub enum Source {
 /// Variables with values that fit.
 pub(super) type Values = Vec<(String, Var, Tensor)>;
 
-/// What a variable gets: these elements of a tensor, or all of them.
+/// What a variable gets: these elements of a tensor.
 pub(super) struct Wanted {
     pub(super) name: String,
     pub(super) var: Var,
-    pub(super) range: Option<Range<usize>>,
+    pub(super) range: Range<usize>,
 }
 
 impl Source {
@@ -107,14 +107,12 @@ impl Source {
         let mut hashes = Vec::new();
         match self {
             Self::Files(files) => {
-                let ranges: HashMap<String, Option<Range<usize>>> =
+                let ranges: HashMap<String, Range<usize>> =
                     wanted.iter().map(|(name, wanted)| (name.clone(), wanted.range.clone())).collect();
-                let range = |name: &str, shape: &[usize]| {
-                    Some(ranges.get(name)?.clone().unwrap_or_else(|| 0..shape.iter().product()))
-                };
+                let range = |name: &str, _: &[usize]| ranges.get(name).cloned();
                 for file in files.into_files() {
                     let of_file = file.scan(hashed, range, |name, _, elements| match wanted.remove(name) {
-                        Some(wanted) => add(Wanted { range: None, ..wanted }, elements),
+                        Some(wanted) => add(Wanted { range: 0..wanted.range.len(), ..wanted }, elements),
                         None => Ok(()),
                     })?;
                     hashes.push((file, of_file));
@@ -139,11 +137,11 @@ impl Source {
 }
 
 /// The value of a variable: these elements of a tensor, in the variable's dtype and shape.
-fn of_variable(tensor: Tensor, var: &Var, range: Option<Range<usize>>) -> candle_core::Result<Tensor> {
-    let tensor = match range {
+fn of_variable(tensor: Tensor, var: &Var, range: Range<usize>) -> candle_core::Result<Tensor> {
+    let tensor = match range.len() == tensor.elem_count() {
+        true => tensor,
         // A copy, so that the whole tensor is freed.
-        Some(range) => tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?,
-        None => tensor,
+        false => tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?,
     };
     let tensor = converted(&tensor, var.dtype())?;
     if tensor.shape() == var.shape() { Ok(tensor) } else { tensor.reshape(var.shape()) }

@@ -1,0 +1,163 @@
+//! Averages of sharded models have the values of one process that has the whole batch, and are saved.
+use super::{Ddp, Optim, made, sharded};
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager, PeriodicModelAveragerOptions};
+use candle_ddp::{DdpOptions, Error, ProcessGroup, Result, Sharding, spawn};
+use candle_nn::VarMap;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+type Values = BTreeMap<String, Vec<f64>>;
+
+fn model(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> Result<(Ddp, Optim)> {
+    made(pg, varmap, DdpOptions { dtype: DType::F64, sharding, ..Default::default() })
+}
+
+/// A step with this rank's part of a batch.
+fn step(ddp: &Ddp, optimizer: &mut Optim, number: u64) -> Result<()> {
+    let (rank, ranks) = (ddp.process_group().rank(), ddp.process_group().world_size());
+    let values = (0..36).map(|index| ((index * 37 + number * 11) as f64 * 0.1).sin()).collect();
+    let batch = Tensor::from_vec(values, (12, 3), &Device::Cpu)?.narrow(0, rank * 12 / ranks, 12 / ranks)?;
+    optimizer.step(&ddp.backward(&ddp.forward(&batch)?.sqr()?.mean_all()?)?)
+}
+
+/// The whole variables, by a file.
+fn whole(pg: &ProcessGroup, varmap: &VarMap, path: &Path) -> Result<Values> {
+    checkpoint::save_distributed(pg, varmap, path)?;
+    let values = |(name, tensor): (String, Tensor)| Ok((name, tensor.flatten_all()?.to_vec1()?));
+    checkpoint::read(path)?.into_iter().map(values).collect()
+}
+
+#[track_caller]
+fn assert_same(found: &Values, expected: &Values, what: &str) {
+    assert!(found.keys().eq(expected.keys()) && !found.is_empty(), "{what}");
+    for (name, values) in found {
+        let difference = values.iter().zip(&expected[name]).map(|(a, b)| (a - b).abs()).fold(0., f64::max);
+        assert!(difference < 1e-12 && values.len() == expected[name].len(), "{what}: {name} differs by {difference}");
+    }
+}
+
+/// Continues a run in these steps, and saves it. Returns the averaged model.
+fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, equal: bool, folder: &Path) -> Values {
+    let run = spawn(ranks, |pg| {
+        let mut varmap = VarMap::new();
+        let (ddp, mut optimizer) = model(&pg, &varmap, sharding)?;
+        let mut ema = Ema::new(&ddp, 0.7)?;
+        let options = CheckpointerOptions { resume: true, ..Default::default() };
+        let mut checkpointer = Checkpointer::new(&pg, folder.join("run"), options)?;
+        let last =
+            checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
+        assert_eq!((last, ema.updates()), (steps.start.checked_sub(1), steps.start));
+        for number in steps.clone() {
+            step(&ddp, &mut optimizer, number)?;
+            if equal {
+                ema.set_decay(number as f64 / (number + 1) as f64)?;
+            }
+            ema.update()?;
+        }
+        let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema));
+        checkpointer.save(steps.end - 1, parts)?.wait()?;
+        let weights = whole(&pg, &varmap, &folder.join("model"))?;
+        ema.apply()?;
+        let averaged = whole(&pg, &varmap, &folder.join("model"))?;
+        assert!(steps.start > 0 || averaged != weights);
+        ema.restore()?;
+        assert_eq!(whole(&pg, &varmap, &folder.join("model"))?, weights);
+        Ok(averaged)
+    });
+    run.unwrap().remove(0)
+}
+
+#[test]
+fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
+    let blocks = Some(Sharding::default());
+    let hybrid = Some(Sharding { shard_ranks: Some(2), ..Default::default() });
+    for equal in [false, true] {
+        let (one, many) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for (number, (ranks, sharding)) in
+            [(2, blocks), (1, blocks), (3, blocks), (2, None), (4, hybrid), (3, blocks)].into_iter().enumerate()
+        {
+            let steps = 2 * number as u64..2 * number as u64 + 2;
+            let expected = averaged(1, None, steps.clone(), equal, one.path());
+            let found = averaged(ranks, sharding, steps, equal, many.path());
+            assert_same(&found, &expected, &format!("{ranks} ranks, {sharding:?}, equal: {equal}"));
+            let saved = many.path().join(format!("run/step-{:08}", 2 * number + 1));
+            assert_eq!(saved.join("ema.safetensors").exists(), sharding.is_none());
+        }
+    }
+}
+
+/// Two models that ranks 0 and 1, and ranks 2 and 3 have together.
+#[test]
+fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
+    let options = PeriodicModelAveragerOptions { period: 2, warmup_steps: 1 };
+    let folder = tempfile::tempdir().unwrap();
+    let found = spawn(4, |pg| {
+        let of = |groups: [&[usize]; 2]| -> Result<ProcessGroup> {
+            let [first, second] = groups.map(|ranks| pg.new_group(ranks));
+            Ok(first?.or(second?).unwrap())
+        };
+        let (island, same) = (of([&[0, 1], &[2, 3]])?, of([&[0, 2], &[1, 3]])?);
+        let varmap = VarMap::new();
+        let (ddp, mut optimizer) = model(&island, &varmap, sharded().sharding)?;
+        let mut averager = PeriodicModelAverager::new(&same, options)?;
+        for number in 0..5 {
+            step(&ddp, &mut optimizer, 10 * number + pg.rank() as u64 / 2)?;
+            assert_eq!(averager.average_parameters(&ddp)?, number % 2 == 1);
+        }
+        let weights = whole(&island, &varmap, &folder.path().join(format!("{}", pg.rank() / 2)))?;
+        // The ranks that have a model together have other pieces.
+        let mut wrong =
+            PeriodicModelAverager::new(&island, PeriodicModelAveragerOptions { warmup_steps: 0, ..options })?;
+        match wrong.average_parameters(&ddp) {
+            Err(Error::Mismatch { rank: 1, difference, .. }) => {
+                assert!(difference.contains("head.bias f64[1], elements 0 to 1 on rank 1"), "{difference}");
+            }
+            other => panic!("{other:?}"),
+        }
+        Ok(weights)
+    });
+    let expected = spawn(1, |pg| {
+        let varmaps = [VarMap::new(), VarMap::new()];
+        let mut models = varmaps.iter().map(|varmap| model(&pg, varmap, None)).collect::<Result<Vec<_>>>()?;
+        for number in 0..5 {
+            for (island, (ddp, optimizer)) in models.iter_mut().enumerate() {
+                step(ddp, optimizer, 10 * number + island as u64)?;
+            }
+            if number % 2 == 1 {
+                for (one, other) in models[0].0.parameters().iter().zip(models[1].0.parameters()) {
+                    let mean = ((one.as_tensor() + other.as_tensor())? * 0.5)?.detach();
+                    one.set(&mean)?;
+                    other.set(&mean)?;
+                }
+            }
+        }
+        varmaps.iter().map(|varmap| whole(&pg, varmap, &folder.path().join("one"))).collect::<Result<Vec<_>>>()
+    });
+    let expected = expected.unwrap().remove(0);
+    assert!(expected[0] != expected[1]);
+    for (rank, found) in found.unwrap().iter().enumerate() {
+        assert_same(found, &expected[rank / 2], &format!("rank {rank}"));
+    }
+}
+
+#[test]
+fn the_pieces_of_an_average_are_not_saved_as_if_they_were_whole() {
+    spawn(2, |pg| {
+        let (ddp, _optimizer) = model(&pg, &VarMap::new(), sharded().sharding)?;
+        let mut ema = Ema::new(&ddp, 0.9)?;
+        ema.update()?;
+        for result in [ema.averages().map(drop), ema.state_dict().map(drop)] {
+            match result {
+                Err(Error::Parameter { reason, .. }) => {
+                    assert!(reason.contains("save the Ema with a Checkpointer"), "{reason}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
