@@ -176,9 +176,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let memory =
             peak_rss_bytes().map_or(String::new(), |bytes| format!(", at most {:.2} GB of memory", bytes as f64 / 1e9));
         println!("{} parameters trained{memory}", parameters(&ddp)?);
-        save_adapter(&lora, &varmap, options.folder.join("adapter"))?;
     }
-    Ok(())
+    save_adapter(pg, &lora, &varmap, options.folder.join("adapter"))
 }
 
 fn main() -> ExitCode {

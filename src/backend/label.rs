@@ -50,6 +50,7 @@ labels! {
     ELASTIC = "the state that elastic::run brings to all ranks";
     ELASTIC_MIRROR = "the shards that elastic::State mirrors";
     SAVE = "save_distributed";
+    SAVE_ADAPTER = "save_adapter";
     SAVE_PRETRAINED = "save_pretrained";
     LOAD = "load_distributed";
     CHECKPOINTER_NEW = "Checkpointer::new";

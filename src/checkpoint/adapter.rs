@@ -1,11 +1,13 @@
 //! The tensors that LoRA trains, in peft's files.
+use super::distributed::Saving;
 use super::{LoadOptions, LoadReport};
+use crate::backend::label;
 use crate::nn::{LoraBias, LoraConfig};
 use crate::panic::lock;
-use crate::state::file::{LONGEST_HEADER, PreparedFile, Progress, write_safetensors};
-use crate::variables::check_whole;
+use crate::process_group::ProcessGroup;
+use crate::state::file::{LONGEST_HEADER, PreparedFile, Progress};
 use crate::{Error, Result};
-use candle_ddp_state::weights::{Prepared, Source, tensors, unreadable};
+use candle_ddp_state::weights::{Prepared, Source, unreadable};
 use candle_nn::VarMap;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeSet, HashMap};
@@ -41,18 +43,39 @@ const UNSUPPORTED: [&str; 16] = [
 /// Writes what `config` trains of the variables of `varmap` to a folder, as peft's `save_pretrained` does: `adapter_model.safetensors`
 /// and `adapter_config.json`. peft loads it with `PeftModel.from_pretrained`.
 ///
-/// Only one of several ranks should call this, as with [`save`](super::save). A sharded model goes through a file of
-/// [`save_distributed`](super::save_distributed), which the error describes.
+/// Every rank calls it, and rank 0 writes, as in [`save_distributed`](super::save_distributed), also under [sharding](crate::Sharding).
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if `varmap` has no adapter, or a pattern of `modules_to_save` has a `*`, which peft does not know; the
-/// errors of [`save`](super::save).
-pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Path>) -> Result<()> {
+/// errors of [`save_distributed`](super::save_distributed).
+pub fn save_adapter(
+    group: &ProcessGroup,
+    config: &LoraConfig,
+    varmap: &VarMap,
+    folder: impl AsRef<Path>,
+) -> Result<()> {
     let folder = folder.as_ref();
-    let instead = "save_adapter needs whole tensors. Call save_distributed(&pg, &varmap, path) on all ranks. Then, on one of them, put what \
-                   checkpoint::read(path) returns into a new VarMap, as Vars, and give that to save_adapter";
-    check_whole(lock(varmap.data()).iter(), instead)?;
-    let trained: HashMap<_, _> = tensors(varmap)?.into_iter().filter(|(name, _)| config.is_trained(name)).collect();
+    label::SAVE_ADAPTER.during(|| {
+        let is_first = group.rank() == 0;
+        let made = named(config, varmap).and_then(|named| {
+            let made = if is_first { fs::create_dir_all(folder) } else { Ok(()) };
+            made.map(|()| named).map_err(|error| Error::io(format!("creating {}", folder.display()), error))
+        });
+        let (saving, text) = group.agree(made)?;
+        let names = saving.0.keys().cloned().collect();
+        saving.write(group, &[(folder.join(TENSORS), names)])?;
+        let path = folder.join(CONFIG);
+        group.agree_on_long_work(move |progress: &Progress| match is_first {
+            true => Ok(PreparedFile::write(&path, progress, |file| file.write_all(text.as_bytes()))?.commit()?),
+            false => Ok(()),
+        })
+    })
+}
+
+/// The variables that `config` trains, under peft's names, and the text of its options.
+fn named(config: &LoraConfig, varmap: &VarMap) -> Result<(Saving, String)> {
+    let vars = lock(varmap.data());
+    let trained: HashMap<_, _> = vars.iter().filter(|(name, _)| config.is_trained(name)).collect();
     let mut modules: Vec<String> = trained.keys().filter_map(|name| adapted(name)).map(str::to_string).collect();
     modules.sort();
     if modules.is_empty() {
@@ -64,12 +87,12 @@ pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Pat
             "a pattern with * must be written out to be saved, since peft does not know *",
         ));
     }
-    let named = trained.iter().map(|(name, tensor)| {
+    let named = trained.into_iter().map(|(name, var)| {
         let name = match name.strip_suffix(".bias") {
             Some(module) if modules.iter().any(|adapted| adapted == module) => format!("{module}.base_layer.bias"),
             _ => name.clone(),
         };
-        (format!("{PREFIX}{name}"), tensor.clone())
+        (format!("{PREFIX}{name}"), var.clone())
     });
     let named = named.collect();
     // Full names, where peft does not know the patterns.
@@ -96,12 +119,7 @@ pub fn save_adapter(config: &LoraConfig, varmap: &VarMap, folder: impl AsRef<Pat
         "fan_in_fan_out": false,
         "init_lora_weights": true,
     });
-    fs::create_dir_all(folder).map_err(|error| Error::io(format!("creating {}", folder.display()), error))?;
-    write_safetensors(&folder.join(TENSORS), &named)?;
-    let file = PreparedFile::write(&folder.join(CONFIG), &Progress::default(), |file| {
-        file.write_all(format!("{text:#}\n").as_bytes())
-    })?;
-    Ok(file.commit()?)
+    Ok((Saving(named), format!("{text:#}\n")))
 }
 
 /// Reads the options of an adapter that [`save_adapter`] or peft has written to a folder.

@@ -37,7 +37,7 @@ pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<
 }
 
 /// The variables of a model that are saved by several ranks.
-pub(super) struct Saving(BTreeMap<String, Var>);
+pub(super) struct Saving(pub(super) BTreeMap<String, Var>);
 
 impl Saving {
     pub(super) fn new(varmap: &VarMap) -> Self {

@@ -1,5 +1,5 @@
 //! Adapters on a pretrained model, compared with peft's: `scripts/golden_lora.py` has the model.
-use crate::common::{assert_close, floats, var};
+use crate::common::{assert_close, floats, ranks, var};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp::Error;
 use candle_ddp::checkpoint::{self, Pretrained, load_adapter, read_adapter_config, save_adapter};
@@ -101,7 +101,9 @@ fn a_saved_adapter_is_the_one_that_peft_saved() {
     let (varmap, _) = build(&config);
     load_adapter(&config, &varmap, folder("adapter")).unwrap();
     let saved = tempfile::tempdir().unwrap();
-    save_adapter(&config, &varmap, saved.path()).unwrap();
+    let save =
+        |config: &LoraConfig, varmap: &VarMap| ranks(1, |pg| save_adapter(&pg, config, varmap, saved.path())).map(drop);
+    save(&config, &varmap).unwrap();
     assert_eq!(read_adapter_config(saved.path()).unwrap(), config);
     let read = |folder: &Path| {
         let tensors = checkpoint::read(folder.join("adapter_model.safetensors")).unwrap();
@@ -113,17 +115,17 @@ fn a_saved_adapter_is_the_one_that_peft_saved() {
     assert_eq!(read(saved.path()), read(&folder("adapter")));
     // Patterns that peft does not know are written out.
     let patterns = LoraConfig { target_modules: vec!["*e".to_string(), "f*".to_string()], ..config.clone() };
-    save_adapter(&patterns, &varmap, saved.path()).unwrap();
+    save(&patterns, &varmap).unwrap();
     let full = ["embed", "fc", "image", "line"].map(String::from);
     assert_eq!(read_adapter_config(saved.path()).unwrap().target_modules, full);
     // And a model built with what was read loads it.
     let (other, _) = build(&read_adapter_config(saved.path()).unwrap());
     load_adapter(&config, &other, saved.path()).unwrap();
     assert_eq!(floats(&var(&other, "fc.lora_A.weight")), floats(&var(&varmap, "fc.lora_A.weight")));
-    let empty = save_adapter(&config, &VarMap::new(), saved.path()).unwrap_err().to_string();
+    let empty = save(&config, &VarMap::new()).unwrap_err().to_string();
     assert!(empty.contains("it has no adapter"), "{empty}");
     let starred = LoraConfig { modules_to_save: vec!["h*".to_string()], ..config };
-    let starred = save_adapter(&starred, &varmap, saved.path()).unwrap_err().to_string();
+    let starred = save(&starred, &varmap).unwrap_err().to_string();
     assert!(starred.contains("a pattern with * must be written out"), "{starred}");
 }
 
