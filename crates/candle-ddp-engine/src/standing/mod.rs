@@ -31,8 +31,9 @@
 //! These are facts about orders, so it does not matter that a rank hears late that its GPU has finished a call.
 //!
 //! The time-out alone ends what cannot be known: ranks of which one waits outside of this crate for a call that its stream does not wait for;
-//! on a device of `Device::new_cuda`, where each thread has a stream, ranks of which no thread waits in this crate; ranks that wait in a
-//! batch of messages, whose kernel ends as a whole; and kernels for which the GPU has no room.
+//! on a device of `Device::new_cuda`, where each thread has a stream, ranks of which no thread waits in this crate; ranks that all are in the
+//! first call of a group, which holds up the host instead of the stream, since threads of the driver and NCCL cannot be told from new ones of
+//! the program; ranks that wait in a batch of messages, whose kernel ends as a whole; and kernels for which the GPU has no room.
 mod deadlock;
 mod job;
 mod report;
