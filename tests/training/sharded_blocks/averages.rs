@@ -3,7 +3,7 @@ use super::{Ddp, Optim, made, sharded};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager, PeriodicModelAveragerOptions};
-use candle_ddp::{DdpOptions, Error, ProcessGroup, Result, Sharding, spawn};
+use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding, spawn};
 use candle_nn::VarMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use std::path::Path;
 type Values = BTreeMap<String, Vec<f64>>;
 
 fn model(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> Result<(Ddp, Optim)> {
-    made(pg, varmap, DdpOptions { dtype: DType::F64, sharding, ..Default::default() })
+    made(pg, varmap, DdpOptions { precision: Precision::Pure(DType::F64), sharding, ..Default::default() })
 }
 
 /// A step with this rank's part of a batch.
