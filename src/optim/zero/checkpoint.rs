@@ -79,7 +79,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// have confirmed success, and writing may take longer than the group's time-out.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] on rank 0 and [`Error::RankFailed`] on the others if writing fails, or an error of the
+    /// Returns [`Error::Io`](crate::Error::Io) on rank 0 and [`Error::RankFailed`](crate::Error::RankFailed) on the others if writing fails, or an error of the
     /// process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         label::ZERO_SAVE.during(|| {
@@ -143,8 +143,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// all files, one after the other.
     ///
     /// # Errors
-    /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`] if files are from
-    /// different saves or worlds, [`Error::Io`] if one is missing.
+    /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`](crate::Error::InvalidArgument) if files are from
+    /// different saves or worlds, [`Error::Io`](crate::Error::Io) if one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepared(&Saved::Shards(shards)));
         let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
