@@ -47,7 +47,7 @@ impl ProcessGroup {
                 ended => ended,
             };
             // An engine may end failed calls as if they were complete; their results must not be used.
-            state = state.and_then(|state| self.failure().map_or(Ok(state), Err));
+            state = state.and_then(|state| self.failed().map(|()| state));
             let report = match &state {
                 Ok(State::Working(background)) if background.asks => Ok(ASKING),
                 Ok(State::Working(_)) => Ok(WORKING),

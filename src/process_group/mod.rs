@@ -269,8 +269,9 @@ impl ProcessGroup {
         Arc::strong_count(&self.0)
     }
 
-    /// Returns the [failure](Self::failure) of this group, if any; after a failure, not all ranks would join another group.
-    fn failed(&self) -> Result<()> {
+    /// Returns the [failure](Self::failure) of this group, if any; after a failure, not all ranks would join another group. The launcher
+    /// is told of an error that the program returns only if it has been [noted](Self::note).
+    pub(crate) fn failed(&self) -> Result<()> {
         self.failure().map_or(Ok(()), |error| Err(self.note(error)))
     }
 

@@ -32,6 +32,7 @@ fn rank_of_another_test() -> Result<(), String> {
     let ended = match job.as_str() {
         // The program returns the errors of ranks in its own words.
         "save" => pg.abort_on_error(|| save(&pg, &folder).map_err(|error| format!("training broke off: {error}"))),
+        "leaves-before-save" => pg.abort_on_error(|| save_late(&pg, &folder)).map_err(|error| error.to_string()),
         "surplus" => pg.abort_on_error(|| surplus(&pg, &folder)).map_err(|error| error.to_string()),
         "subgroup" => pg.abort_on_error(|| subgroup(&pg)).map_err(|error| error.to_string()),
         // `abort_on_error` does not report its ranks.
@@ -84,6 +85,18 @@ impl StateDict for Part {
 fn save(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     let mut checkpointer = Checkpointer::new(pg, folder.join("run"), CheckpointerOptions::default())?;
     checkpointer.save(1, ("part", &mut Part(pg.rank())))?;
+    checkpointer.finish()
+}
+
+/// Rank 1 ends, and rank 0 most probably knows before it saves.
+fn save_late(pg: &ProcessGroup, folder: &Path) -> Result<()> {
+    let mut checkpointer = Checkpointer::new(pg, folder.join("run"), CheckpointerOptions::default())?;
+    if pg.rank() == 1 {
+        std::process::exit(0);
+    }
+    wait_for_end(folder, 1);
+    std::thread::sleep(Duration::from_secs(1));
+    checkpointer.save(1, ("part", &mut Part(1)))?;
     checkpointer.finish()
 }
 
@@ -182,6 +195,15 @@ fn a_checkpoint_that_one_rank_cannot_save_is_blamed_on_it() {
         "{text}"
     );
     assert!(text.contains("\n  ranks [1, 2, 3]: each exited with code 101 by itself because of rank 0"), "{text}");
+}
+
+#[test]
+fn a_rank_that_ends_before_others_save_is_blamed() {
+    let text = summary("leaves-before-save", 2);
+    assert!(
+        text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
+        "{text}"
+    );
 }
 
 #[test]

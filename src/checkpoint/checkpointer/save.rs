@@ -61,7 +61,7 @@ impl Checkpointer {
     fn start(&mut self, step: u64, parts: &[(&str, &mut dyn StateDict)], best: bool) -> Result<SaveHandle> {
         let snapshot = self.end_previous().and_then(|()| self.snapshot(step, parts));
         // An engine may end failed calls as if they were complete. Their results must not be saved.
-        let snapshot = snapshot.and_then(|snapshot| self.group.failure().map_or(Ok(snapshot), Err));
+        let snapshot = snapshot.and_then(|snapshot| self.group.failed().map(|()| snapshot));
         let described = snapshot.as_ref().map(|parts| describe(step, best, parts));
         let compared = label::CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
         let snapshot = snapshot?;
