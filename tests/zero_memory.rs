@@ -177,6 +177,41 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
     }
     casts_end_with_their_block();
     checkpoints_take_the_pieces_and_a_part();
+    models_leave_nothing_behind();
+}
+
+/// However many models a process has made, nothing of them is left when they are gone.
+fn models_leave_nothing_behind() {
+    const MODELS: usize = 10_000;
+    spawn(2, |pg| {
+        let x = Tensor::ones((1, 2), DType::F32, pg.device())?;
+        let make = |count: usize| -> candle_ddp::Result<usize> {
+            for index in 0..count {
+                let sharding = (index % 2 == 1).then(Sharding::default);
+                let (varmap, options) = (VarMap::new(), DdpOptions { sharding, ..Default::default() });
+                let new = |vb: VarBuilder| block(vb.pp("block"), |vb| linear(2, 1, vb));
+                let ddp = DistributedDataParallel::with_options(&pg, &varmap, new, options)?;
+                // Of many, every tenth one is trained.
+                if index % 20 < 2 || count < MODELS {
+                    let mut optimizer: Box<dyn Optimizer> = match sharding {
+                        Some(_) => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
+                        None => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
+                    };
+                    let loss = ddp.call(|net| net.forward(&x))?.sum_all()?;
+                    optimizer.step(&ddp.backward(&loss)?)?;
+                }
+            }
+            pg.barrier()?;
+            Ok(ALLOCATOR.current_usage())
+        };
+        // Groups remember their last calls.
+        make(MODELS / 8)?;
+        let (before, after) = (make(20)?, make(MODELS)?);
+        // Less than what the shortest entry of a list would take.
+        assert!(after < before + 8 * MODELS, "{before} bytes before, {after} after {MODELS} models");
+        Ok(())
+    })
+    .unwrap();
 }
 
 /// A model of blocks that are one matrix each, with which they multiply.

@@ -274,10 +274,11 @@ impl<S: Parts> State<S> {
         if let Some(name) = sharded.names.iter().find(|name| live.names.contains(*name)) {
             return Err(twice(name));
         }
-        if let Some(kept) = self.group.upgrade().map(|group| group.kept())
-            && kept.iter().flatten().any(|number| *number > 0)
-        {
-            let numbers: Vec<i64> = kept.iter().flatten().map(|number| *number as i64).collect();
+        let kept = self.group.upgrade().map(|group| group.kept()).unwrap_or_default();
+        if !kept.is_empty() {
+            let number =
+                |(place, numbers): (usize, [u64; 3])| [place as i64].into_iter().chain(numbers.map(|n| n as i64));
+            let numbers: Vec<i64> = kept.into_iter().flat_map(number).collect();
             live.tensors.insert(SKIPPED.to_string(), crate::state::list(&numbers)?);
         }
         self.shards.commit(commit, &sharded.tensors)?;
@@ -325,7 +326,9 @@ impl<S: Parts> State<S> {
         (self.group, self.is_compared, self.needed) = (pg.downgrade(), false, Mutex::new(needed));
         let Some(numbers) = self.committed.get(SKIPPED) else { return Ok(()) };
         let numbers = numbers.to_vec1::<i64>()?;
-        pg.take_over(numbers.chunks_exact(3).map(|of| [of[0] as u64, of[1] as u64, of[2] as u64]).collect());
+        let (of_models, _) = numbers.as_chunks();
+        let number = |[place, numbers @ ..]: &[i64; 4]| (*place as usize, numbers.map(|number| number as u64));
+        pg.take_over(of_models.iter().map(number).collect());
         Ok(())
     }
 

@@ -54,6 +54,7 @@ use candle_core::Device;
 use engine::Settings;
 use job::Job;
 use place::Place;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
@@ -126,7 +127,8 @@ struct Inner {
 #[derive(Default)]
 struct Kept {
     models: usize,
-    numbers: Vec<[u64; 3]>,
+    /// Of models that have counted anything.
+    numbers: BTreeMap<usize, [u64; 3]>,
 }
 
 impl ProcessGroup {
@@ -327,23 +329,25 @@ impl ProcessGroup {
         let mut kept = lock(&self.0.kept);
         let place = kept.models;
         kept.models += 1;
-        let models = kept.models.max(kept.numbers.len());
-        kept.numbers.resize(models, [0; 3]);
-        (place, kept.numbers[place])
+        (place, kept.numbers.get(&place).copied().unwrap_or_default())
     }
 
     /// Keeps what the model in `place` has counted.
     pub(crate) fn keep_numbers(&self, place: usize, numbers: [u64; 3]) {
-        lock(&self.0.kept).numbers[place] = numbers;
+        let mut kept = lock(&self.0.kept);
+        match numbers {
+            [0, 0, 0] => drop(kept.numbers.remove(&place)),
+            _ => drop(kept.numbers.insert(place, numbers)),
+        }
     }
 
-    /// The counts of all models.
-    pub(crate) fn kept(&self) -> Vec<[u64; 3]> {
+    /// The counts of models, with their places.
+    pub(crate) fn kept(&self) -> BTreeMap<usize, [u64; 3]> {
         lock(&self.0.kept).numbers.clone()
     }
 
     /// Begins with what the models of another group have counted.
-    pub(crate) fn take_over(&self, numbers: Vec<[u64; 3]>) {
+    pub(crate) fn take_over(&self, numbers: BTreeMap<usize, [u64; 3]>) {
         lock(&self.0.kept).numbers = numbers;
     }
 
