@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 type Text = Arc<dyn Fn() -> String + Send + Sync>;
 
-/// What one thread is doing.
+/// The present activity of one thread.
 #[derive(Default)]
 pub struct Activity(Mutex<Option<Text>>);
 
@@ -15,7 +15,7 @@ thread_local! {
 }
 
 impl Activity {
-    /// That of the calling thread.
+    /// The activity of the calling thread.
     pub fn current() -> Arc<Self> {
         THIS.try_with(Arc::clone).unwrap_or_default()
     }

@@ -1,10 +1,10 @@
-//! What part of a parameter a rank has.
+//! The part of a parameter that a rank has.
 use crate::Result;
 use candle_core::{Shape, Tensor, Var};
 use candle_ddp_tensor::carry::{carried, carrying};
 use std::ops::Range;
 
-/// What a rank's variable has of a parameter, and so what the rank has of all that follows the parameter: its gradient, moments,
+/// The part of a parameter that a rank's variable has, and so the rank's part of all that follows the parameter: its gradient, moments,
 /// average and saved values. PyTorch's word, of its `DTensor`.
 ///
 /// The variable itself carries it, so that it is known as long as the variable exists, wherever it is.
@@ -29,7 +29,7 @@ pub enum Spread {
 }
 
 impl Placement {
-    /// That of a tensor of this shape which every rank has.
+    /// The placement of a tensor of this shape that every rank has.
     pub fn whole(shape: &Shape) -> Self {
         Self { shape: shape.clone(), range: 0..shape.elem_count(), spread: Spread::Replicate }
     }

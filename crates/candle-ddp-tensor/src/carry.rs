@@ -7,7 +7,7 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, Device, Layout, Result, Shape, Storage, Tensor, Var, bail};
 
-/// Precedes a fact. What another program leaves behind the elements of a variable, if anything, will not be this.
+/// Precedes a fact. No other program leaves this behind the elements of a variable.
 const MARK: [u8; 16] = *b"\x01candle-ddp fact";
 
 /// A variable of this shape with the elements of `values`, of a floating-point dtype, that carries `fact`.

@@ -15,7 +15,7 @@ pub struct ProgressReport {
     pub calls: Vec<Call>,
     /// Whether a call is held up because the program keeps the storage of its tensor locked.
     pub waits_for_lock: bool,
-    /// What the thread that started the last one does meanwhile, if this library knows.
+    /// The activity of the thread that started the last one, if this library knows it.
     pub activity: Option<String>,
 }
 

@@ -5,7 +5,7 @@ use crate::error::Failure;
 use crate::gone::needs;
 use std::collections::{BTreeSet, HashMap};
 
-/// What may never end on a rank.
+/// A call or a construction of a rank that may never end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Running {
     /// A call in a channel of a group: the places of the rank's report, the group and the lane.
@@ -66,7 +66,7 @@ impl View<'_> {
         self.members.get(&group).into_iter().flatten().copied().filter(move |(other, _)| *other != report)
     }
 
-    /// That because of which something stuck does not end: of this rank, or of another one that has not begun its part.
+    /// The stuck call or construction because of which another one does not end: of this rank, or of one that has not begun its part.
     fn blocker(&self, running: Running) -> Option<Running> {
         match running {
             Running::Call(report, group, lane) => {
@@ -89,7 +89,7 @@ impl View<'_> {
         }
     }
 
-    /// That because of which a rank does not begin call number `sequence` of `channel`.
+    /// The stuck call or construction because of which a rank does not begin call number `sequence` of `channel`.
     fn prevents(&self, report: usize, place: usize, channel: Channel, sequence: u64) -> Option<Running> {
         let group = &self.reports[report].groups[place];
         // The calls of a channel run in order.
@@ -114,7 +114,7 @@ impl View<'_> {
         waits.find_map(|(place, wait)| self.awaited(report, place, wait.channel, wait.sequence))
     }
 
-    /// What the rank's first thread waits for, if all threads that may make calls in the group wait for something stuck.
+    /// The stuck call or construction that the rank's first thread waits for, if all threads that may make calls in the group wait for one.
     fn holds_threads(&self, report: usize, group: &GroupReport, is_on_gpu: bool) -> Option<Running> {
         if group.is_open {
             return None;
@@ -124,7 +124,7 @@ impl View<'_> {
         held?.first().copied()
     }
 
-    /// What a thread waits for before it makes another call, or before another call of it runs on the GPU, if that is stuck.
+    /// The stuck call or construction that must end before a thread makes another call, or before another call of it runs on the GPU.
     fn holds(&self, report: usize, thread: u64, is_on_gpu: bool) -> Option<Running> {
         let makings = self.reports[report].makings.iter().enumerate().filter(|(_, making)| making.thread == thread);
         let mut makings = makings.map(|(place, _)| Running::Making(report, place));

@@ -288,11 +288,11 @@ impl Standing {
     }
 }
 
-/// What holds up a program: the number of the first call that its stream waits for, or its threads' waits for calls, each with the group,
+/// The obstacles of a program: the number of the first call that its stream waits for, or its threads' waits for calls, each with the group,
 /// and the numbers of the groups that they make.
 type HeldUp = (u64, Vec<(u64, Wait)>, Vec<u64>);
 
-/// What holds up the program, if its stream waits or all of its threads do.
+/// The obstacles of the program, if its stream waits or all of its threads do.
 fn held_up(report: &Report) -> Option<HeldUp> {
     let on_stream = report.groups.iter().flat_map(|group| &group.stream_waits).map(|wait| wait.number);
     if let Some(first) = on_stream.min() {
