@@ -104,6 +104,15 @@ def to_store(pid, port, ends=None):
 
 def each(run, case, act):
     """Harms the victim's connections: in the rendezvous its connections to the store, later to other ranks."""
+    # A connection may just be made.
+    for _ in range(40):
+        if harm(run, case, act):
+            return
+        time.sleep(0.05)
+
+
+def harm(run, case, act):
+    """Harms the connections that there are; returns whether there is one."""
     pid, port = run.rank(case.victim)
     ends = sockets.table(sockets.ESTABLISHED)
     store = to_store(pid, port, ends)
@@ -123,9 +132,11 @@ def each(run, case, act):
         # Between the ranks of this engine, data waits for a header at these moments only: elsewhere, garbage would be a
         # part of the payload.
         in_data = case.engine != "shm" and case.moment in ["construction", "forward", "comparison"]
-        for sock in taken:
-            if case.fault != "garbage" or case.moment == "rendezvous" or sockets.is_control(sock) != in_data:
-                act(sock)
+        is_all = case.fault != "garbage" or case.moment == "rendezvous"
+        harmed = [sock for sock in taken if is_all or sockets.is_control(sock) != in_data]
+        for sock in harmed:
+            act(sock)
+        return bool(harmed)
 
 
 def judge(programs, case, references):
