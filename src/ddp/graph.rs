@@ -183,7 +183,7 @@ impl<'a> Graph<'a> {
     }
 
     /// A parameter of `model` that the graph uses in a gradient of the last backward pass. candle multiplies by tensors of the first
-    /// graph to compute gradients, so that those of its own operations depend on them.
+    /// graph to compute gradients, so that the gradients of its own operations depend on them.
     pub(super) fn used_in_gradient(&self, model: &Arc<Identity>) -> Option<&str> {
         let range = lock(&model.backward).range.clone();
         self.used_within(model, range)

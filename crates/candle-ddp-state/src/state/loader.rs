@@ -39,7 +39,7 @@ impl Loader {
         Ok(Self { is_owned: true, ..loader? })
     }
 
-    /// What the ranks of a world have saved, in their order, of a state of this kind. Shards that this rank does not need may be empty.
+    /// The shards of such a state that the ranks of a world have saved, in their order. Shards that this rank does not need may be empty.
     pub fn of_shards(shards: &[Dict], kind: &str, rank: usize) -> Result<Self> {
         let here: Vec<_> = shards.iter().filter(|shard| !shard.is_empty()).collect();
         if here.is_empty() {
@@ -136,7 +136,7 @@ impl Loader {
         u64::try_from(value).map_err(|_| Error::parameter(key, format!("it must not be negative, but is {value}")))
     }
 
-    /// What a rank has of the entry `key`, as a list.
+    /// A rank's part of the entry `key`, as a list.
     pub fn part(&mut self, key: &str, placement: &Placement, dtype: DType) -> Result<Tensor> {
         let Placement { shape, range, .. } = placement;
         if let (Some(are_all), false) = (self.are_all, self.has(key)) {

@@ -24,7 +24,7 @@ pub enum Source {
 /// Variables with values that fit.
 pub(super) type Values = Vec<(String, Var, Tensor)>;
 
-/// What a variable gets: these elements of a tensor.
+/// The values of a variable: these elements of a tensor.
 pub(super) struct Wanted {
     pub(super) name: String,
     pub(super) var: Var,

@@ -24,7 +24,7 @@ pub fn input(x: &Tensor) -> Result<Tensor> {
     if is_seen { x.apply_op1(Input) } else { Ok(x.clone()) }
 }
 
-/// Whether `id` is that of a variable on which the gradients of inputs depend.
+/// Whether `id` identifies a variable on which the gradients of inputs depend.
 #[doc(hidden)]
 pub fn is_input_gradient(id: TensorId) -> bool {
     KEYS.lock().iter().any(|key| key.id() == id)
