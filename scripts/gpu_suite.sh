@@ -2,7 +2,7 @@
 # The GPU tests and measurements, for a machine that has a GPU but no Rust. Two halves:
 #
 #     source FOLDER/env.sh                             # the folder of scripts/cuda_toolkit.sh
-#     scripts/gpu_suite.sh build gpu_suite.tar.xz      # here: builds the programs and packs them (.tar: uncompressed)
+#     scripts/gpu_suite.sh build gpu_suite.tar.xz      # here: builds the programs and packs them (a folder: puts them there as they are)
 #
 #     tar xf gpu_suite.tar.xz                          # there: needs bash, coreutils, Python 3 and CUDA's libraries
 #     gpu_suite/gpu_suite.sh run RESULTS quick         # or some of the parts below; `quick` before them measures less
@@ -76,12 +76,13 @@ for line in sys.stdin:
     -L "$CUDA_HOME/lib64" -l:libcupti.so.13
   git rev-parse --short HEAD >"$pack/gpu_suite/commit"
   echo "$features, compute capability $CUDA_COMPUTE_CAP" >"$pack/gpu_suite/features"
-  case $archive in
+  if [ -d "$archive" ]; then
+    mv "$pack/gpu_suite" "$archive"
+  else
     # The programs have most of their content in common; a dictionary that spans several of them finds it.
-    *.xz) tar -C "$pack" -c gpu_suite | xz --lzma2=preset=4,dict=256MiB >"$archive" ;;
-    *) tar -C "$pack" -cf "$archive" gpu_suite ;;
-  esac
-  echo "$archive: $(du -h "$archive" | cut -f1)"
+    tar -C "$pack" -c gpu_suite | xz --lzma2=preset=4,dict=256MiB >"$archive"
+  fi
+  echo "$archive: $(du -hs "$archive" | cut -f1)"
 }
 
 # Finds the folders of the libraries that the programs need: those of Python packages first, which belong together and are PyTorch's,
