@@ -10,7 +10,7 @@ use crate::rendezvous::{
 use crate::warnings::warn_aloud;
 use crate::{Error, Result, thread};
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::liveness::{await_heard, leave_will};
+use candle_ddp_rendezvous::liveness::{HEARING, await_heard, leave_will};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -386,13 +386,12 @@ impl Membership {
     /// Reads the last entry of the log. The process that hosts the store waits a moment until the others have read it,
     /// since the store ends with it.
     pub(super) fn hear_last(&self) -> Result<()> {
-        const PATIENCE: Duration = Duration::from_secs(2);
         let store = self.log.store();
         store.add(HEARD, 1)?;
         if !self.run.hosts() {
             return Ok(());
         }
-        Ok(await_heard(Instant::now() + PATIENCE, || Ok(store.add(HEARD, 0)? as usize >= self.members.len()))?)
+        Ok(await_heard(Instant::now() + HEARING, || Ok(store.add(HEARD, 0)? as usize >= self.members.len()))?)
     }
 
     /// Ends the run because of this process.

@@ -7,7 +7,7 @@
 use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
-use super::liveness::{self, Ring, await_heard, goodbye, heartbeat, leave_will};
+use super::liveness::{self, HEARING, Ring, await_heard, goodbye, heartbeat, leave_will};
 use super::{LastWill, PrefixStore, Store};
 use crate::error::Failure;
 use crate::host::host_name;
@@ -44,9 +44,6 @@ const PACE: Pace = Pace { tick: Duration::from_millis(500), ticks_per_heartbeat:
 
 /// The number of consecutive failed requests after which the store is considered lost.
 const STORE_LOST_AFTER: u32 = 4;
-/// How long the process that hosts the store waits, before it ends, until the others have heard of the failure. The thread of a rank
-/// on a busy machine may take seconds.
-const HEARING: Duration = Duration::from_secs(5);
 /// How long the end of initialisation waits for the thread, which may be blocked in a request.
 const THREAD_PATIENCE: Duration = Duration::from_secs(1);
 

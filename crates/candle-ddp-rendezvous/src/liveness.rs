@@ -105,6 +105,10 @@ pub fn leave_will(store: &dyn Store, rank: usize, key: &str, value: &[u8]) -> Op
     })
 }
 
+/// How long the process that hosts the store waits, before it ends, until the others have heard of a failure or of the run's end. The
+/// thread of a rank on a busy machine may take seconds.
+pub const HEARING: Duration = Duration::from_secs(5);
+
 /// In the process that hosts the store: waits until the others have read what they would otherwise lose with the store, as
 /// `have_heard` tells, but not longer than `until`.
 pub fn await_heard(until: Instant, mut have_heard: impl FnMut() -> Result<bool>) -> Result<()> {
