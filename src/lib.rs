@@ -107,8 +107,8 @@ pub use candle_ddp_engine::ReduceOp;
 #[doc(inline)]
 pub use candle_ddp_state::{Context, Error, Failure, NamePredicate, Result, seed};
 pub use ddp::{
-    Backward, Block, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions, Joined,
-    MemoryEstimate, NoSync, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_micro_batch,
+    Backward, Block, Buckets, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions,
+    Joined, MemoryEstimate, NoSync, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_micro_batch,
     backward_with, block, comm_hook, join,
 };
 pub use process_group::{

@@ -8,8 +8,8 @@ use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOption
 use candle_ddp::nn::matmul;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, SpawnOptions, backward_micro_batch, block,
-    spawn, spawn_with,
+    Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, SpawnOptions,
+    backward_micro_batch, block, spawn, spawn_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear, linear_no_bias};
 use char_gpt_block::Block;
@@ -88,7 +88,12 @@ fn train(Run { world_size, zero, param_dtype, virtual_ranks, sharding }: Run) ->
             DType::F32 => Precision::default(),
             _ => Precision::Half { param_dtype, buffer_dtype: None },
         };
-        let options = DdpOptions { bucket_cap_mb, first_bucket_mb, precision, sharding, ..Default::default() };
+        let options = DdpOptions {
+            precision,
+            sharding,
+            buckets: Buckets { bucket_cap_mb, first_bucket_mb, ..Default::default() },
+            ..Default::default()
+        };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Gpt::new, options)?;
         let mut optimizer: Box<dyn Optimizer> = match zero {
             true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),

@@ -77,7 +77,7 @@ pub(crate) fn row(world_size: usize, size: Size) -> Result<()> {
     // With AdamW: variables and the copies with which the model computes, two states, and gradients. ZeRO-2 shards the states.
     let others = plain.saturating_sub(5 * parameters);
     let gradients = spread.saturating_sub(others + 2 * parameters + 2 * parameters / world_size);
-    let cap = (DdpOptions::default().bucket_cap_mb * f64::from(1 << 20)) as usize;
+    let cap = (DdpOptions::default().buckets.bucket_cap_mb * f64::from(1 << 20)) as usize;
     let bound = parameters / world_size + 2 * (cap + largest);
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     println!(

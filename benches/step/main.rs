@@ -13,8 +13,8 @@ use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup, ReplicaCheck,
-    Result, Sharding, backward_micro_batch, init_process_group,
+    Buckets, DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup,
+    ReplicaCheck, Result, Sharding, backward_micro_batch, init_process_group,
 };
 use candle_ddp_tensor::kernels;
 use candle_nn::{VarBuilder, VarMap};
@@ -133,8 +133,8 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         batch.input = to_memory_format(&batch.input, MemoryFormat::ChannelsLast)?;
     }
     let default = DdpOptions::default();
-    let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb);
-    let ddp = DdpOptions { bucket_cap_mb, ..default };
+    let bucket_cap_mb = options.bucket_cap_mib.unwrap_or(default.buckets.bucket_cap_mb);
+    let ddp = DdpOptions { buckets: Buckets { bucket_cap_mb, ..default.buckets }, ..default };
     let build = |vb: VarBuilder| options.model.build(options.image_size, options.checkpoint, options.layers, vb);
     let new = |mode: &Mode| {
         let replica_check = matches!(mode, Mode::Checked).then(|| ReplicaCheck { every: 1, ..Default::default() });

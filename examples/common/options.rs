@@ -3,7 +3,7 @@ use candle_core::DType;
 use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::metrics::{Writer, WriterOptions};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -73,7 +73,13 @@ impl TrainOptions {
         };
         let reduce_dtype = (level == OptLevel::O2).then_some(DType::F32);
         let (init_seed, trace) = (Some(self.seed), self.trace.clone());
-        DdpOptions { precision, reduce_dtype, init_seed, trace, ..Default::default() }
+        DdpOptions {
+            precision,
+            init_seed,
+            trace,
+            buckets: Buckets { reduce_dtype, ..Default::default() },
+            ..Default::default()
+        }
     }
 
     fn precision(&self) -> (OptLevel, Amp) {

@@ -13,7 +13,7 @@
 //! use candle_core::{DType, Tensor};
 //! use candle_ddp::amp::{GradScaler, GradScalerOptions};
 //! use candle_ddp::optim::{AdamW, ParamsAdamW};
-//! use candle_ddp::{DdpOptions, DistributedDataParallel, Precision};
+//! use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Precision};
 //! use candle_nn::{VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
@@ -22,7 +22,7 @@
 //!         // The model computes in f16, and running statistics stay in f32.
 //!         precision: Precision::Half { param_dtype: DType::F16, buffer_dtype: None },
 //!         // Gradients are averaged in f32.
-//!         reduce_dtype: Some(DType::F32),
+//!         buckets: Buckets { reduce_dtype: Some(DType::F32), ..Default::default() },
 //!         ..Default::default()
 //!     };
 //!     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
@@ -114,7 +114,7 @@
 //! | `conv2d`, forward | the same | an error: candle has no bf16 product for it |
 //! | `conv2d`, forward and backward | 4 times | an error |
 //!
-//! With [`reduce_dtype`](crate::DdpOptions::reduce_dtype) alone the model computes in f32, and half as many bytes travel between hosts.
+//! With [`reduce_dtype`](crate::Buckets::reduce_dtype) alone the model computes in f32, and half as many bytes travel between hosts.
 //!
 //! # From Apex
 //! An `opt_level` of `amp.initialize` is a [`Precision`]; from O1 on, f16 needs a [`GradScaler`].

@@ -57,7 +57,7 @@ pub use join::{JoinOptions, Joined, join};
 pub use memory::{DeviceMemory, MemoryEstimate};
 pub use model::DistributedModel;
 pub use non_finite::OnNonFinite;
-pub use options::{DdpOptions, Role, Unused};
+pub use options::{Buckets, DdpOptions, Role, Unused};
 pub use precision::Precision;
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{BucketMemory, Member, PendingGradients, Shard};

@@ -88,7 +88,7 @@ impl DistributedModel {
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);
             }
-            let caps = BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?;
+            let caps = BucketCaps::new(options.buckets)?;
             Ok((module, caps, ranks))
         });
         // A rank without a model takes part in the check, so that the others get its error.
@@ -325,7 +325,7 @@ fn preload(variables: &Variables, options: &DdpOptions) -> Result<()> {
     let precision = options.precision;
     let shared = || variables.shared().map(|(_, var)| var);
     let mut dtypes: Vec<DType> = shared().map(|var| var.dtype()).collect();
-    let more = [Some(DType::F32), precision.param_dtype(), options.reduce_dtype, precision.buffer_dtype()];
+    let more = [Some(DType::F32), precision.param_dtype(), options.buckets.reduce_dtype, precision.buffer_dtype()];
     dtypes.extend(more.into_iter().flatten());
     dtypes.sort_by_key(DType::as_str);
     dtypes.dedup();

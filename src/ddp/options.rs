@@ -20,20 +20,8 @@ pub struct DdpOptions {
     /// The dtypes of the variables and of the model's computation. A parameter that is in the `VarMap` with another dtype is an
     /// error. Default: f32.
     pub precision: Precision,
-    /// The dtype in which gradients are summed over the ranks and accumulated under `no_sync`. If it is not the variables' dtype, the
-    /// averaged gradients are converted in one pass. Default: None, the dtype in which they arrive.
-    pub reduce_dtype: Option<DType>,
-    /// Whether the averaged gradients keep the dtype in which they were summed, instead of that of their variables: the field of FSDP's
-    /// `MixedPrecision`. The optimizers of [`optim`](crate::optim) take them, with the same results, and on GPUs AdamW and Adam read
-    /// them as they are: this saves the memory of a converted copy, and the time to write and read it. Clipping rounds them to this
-    /// dtype, and other code must expect it; candle's own optimizers refuse them. Not for f16 with a
-    /// [`GradScaler`](crate::amp::GradScaler). Default: false.
-    pub keep_low_precision_grads: bool,
-    /// The size in MiB of the gradients that are all-reduced together. 0 gives every parameter its own bucket.
-    /// Default: 25.
-    pub bucket_cap_mb: f64,
-    /// The size in MiB of the first bucket, which is smaller so that communication begins early. Default: 1.
-    pub first_bucket_mb: f64,
+    /// How gradients are put together and summed: see [`Buckets`].
+    pub buckets: Buckets,
     /// Whether all ranks take rank 0's buffers, such as running means, in every synchronised backward pass, as in
     /// PyTorch. They are then equal before the next forward pass. Default: true.
     pub broadcast_buffers: bool,
@@ -70,10 +58,7 @@ impl Default for DdpOptions {
     fn default() -> Self {
         Self {
             precision: Precision::default(),
-            reduce_dtype: None,
-            keep_low_precision_grads: false,
-            bucket_cap_mb: 25.0,
-            first_bucket_mb: 1.0,
+            buckets: Buckets::default(),
             broadcast_buffers: true,
             role: Arc::new(|_| Role::Parameter),
             unused: Unused::default(),
@@ -102,7 +87,7 @@ impl DdpOptions {
 
     pub(super) fn check_precision(&self) -> Result<()> {
         self.precision.check()?;
-        self.reduce_dtype.map_or(Ok(()), |dtype| check_dtype("reduce_dtype", dtype))
+        self.buckets.reduce_dtype.map_or(Ok(()), |dtype| check_dtype("reduce_dtype", dtype))
     }
 
     pub(super) fn role(&self, name: &str, dtype: DType) -> Role {
@@ -118,10 +103,7 @@ impl fmt::Debug for DdpOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DdpOptions")
             .field("precision", &self.precision)
-            .field("reduce_dtype", &self.reduce_dtype)
-            .field("keep_low_precision_grads", &self.keep_low_precision_grads)
-            .field("bucket_cap_mb", &self.bucket_cap_mb)
-            .field("first_bucket_mb", &self.first_bucket_mb)
+            .field("buckets", &self.buckets)
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("unused", &self.unused)
             .field("replica_check", &self.replica_check)
@@ -130,6 +112,31 @@ impl fmt::Debug for DdpOptions {
             .field("on_non_finite", &self.on_non_finite)
             .field("sharding", &self.sharding)
             .finish_non_exhaustive()
+    }
+}
+
+/// The buckets in which gradients travel, of all parameters in the order in which they become complete.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Buckets {
+    /// The size in MiB of the gradients that are all-reduced together. 0 gives every parameter its own bucket.
+    /// Default: 25.
+    pub bucket_cap_mb: f64,
+    /// The size in MiB of the first bucket, which is smaller so that communication begins early. Default: 1.
+    pub first_bucket_mb: f64,
+    /// The dtype in which gradients are summed over the ranks and accumulated under `no_sync`. If it is not the variables' dtype, the
+    /// averaged gradients are converted in one pass. Default: None, the dtype in which they arrive.
+    pub reduce_dtype: Option<DType>,
+    /// Whether the averaged gradients keep the dtype in which they were summed, instead of that of their variables: the field of FSDP's
+    /// `MixedPrecision`. The optimizers of [`optim`](crate::optim) take them, with the same results, and on GPUs AdamW and Adam read
+    /// them as they are: this saves the memory of a converted copy, and the time to write and read it. Clipping rounds them to this
+    /// dtype, and other code must expect it; candle's own optimizers refuse them. Not for f16 with a
+    /// [`GradScaler`](crate::amp::GradScaler). Default: false.
+    pub keep_low_precision_grads: bool,
+}
+
+impl Default for Buckets {
+    fn default() -> Self {
+        Self { bucket_cap_mb: 25.0, first_bucket_mb: 1.0, reduce_dtype: None, keep_low_precision_grads: false }
     }
 }
 

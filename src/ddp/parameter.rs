@@ -62,14 +62,14 @@ impl Parameter {
 
     /// `block` is the block to which it belongs, under sharding.
     pub(super) fn info(&self, options: &DdpOptions, block: Option<usize>) -> ParameterInfo {
-        let dtype = options.reduce_dtype.unwrap_or(self.held_as());
+        let dtype = options.buckets.reduce_dtype.unwrap_or(self.held_as());
         ParameterInfo {
             name: self.name.clone(),
             shape: self.shape().clone(),
             block,
             dtype,
             arrives_as: self.held_as(),
-            leaves_as: if options.keep_low_precision_grads { dtype } else { self.var.dtype() },
+            leaves_as: if options.buckets.keep_low_precision_grads { dtype } else { self.var.dtype() },
             device: self.var.device().clone(),
             may_be_unused: options.unused.allows(&self.name),
         }

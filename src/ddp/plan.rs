@@ -1,4 +1,5 @@
 //! Assignment of gradients to buckets.
+use super::options::Buckets;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape};
 
@@ -37,7 +38,7 @@ pub(crate) struct BucketCaps {
 
 impl BucketCaps {
     /// Converts sizes in MiB, as in PyTorch's `bucket_cap_mb`; 0 gives every parameter its own bucket.
-    pub(super) fn from_mib(first: f64, others: f64) -> Result<Self> {
+    pub(super) fn new(buckets: Buckets) -> Result<Self> {
         let bytes = |argument, mib: f64| {
             if mib >= 0.0 {
                 // The cast saturates: infinity means one bucket for all parameters.
@@ -46,6 +47,7 @@ impl BucketCaps {
                 Err(Error::invalid(argument, format!("it must be a size in MiB of at least 0, not {mib}")))
             }
         };
+        let Buckets { first_bucket_mb: first, bucket_cap_mb: others, .. } = buckets;
         Ok(Self { first: bytes("first_bucket_mb", first)?, others: bytes("bucket_cap_mb", others)? })
     }
 }
@@ -166,9 +168,9 @@ mod tests {
 
     #[test]
     fn sizes_are_checked() {
-        assert!(BucketCaps::from_mib(1.0, f64::INFINITY).is_ok());
+        assert!(BucketCaps::new(Buckets { bucket_cap_mb: f64::INFINITY, ..Default::default() }).is_ok());
         for bad in [-1.0, f64::NAN] {
-            let error = BucketCaps::from_mib(1.0, bad).unwrap_err().to_string();
+            let error = BucketCaps::new(Buckets { bucket_cap_mb: bad, ..Default::default() }).unwrap_err().to_string();
             assert!(error.contains("bucket_cap_mb"), "{error}");
         }
     }

@@ -55,13 +55,8 @@ pub(super) fn same_join(group: &ProcessGroup, described: String) -> Result<()> {
 
 /// Returns one line per fact on which ranks must agree.
 fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
-    let mut lines = vec![format!(
-        "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
-        options.bucket_cap_mb, options.first_bucket_mb, options.broadcast_buffers
-    )];
+    let mut lines = vec![format!("options: {:?}, broadcast_buffers: {}", options.buckets, options.broadcast_buffers)];
     lines.push(format!("precision: {:?}", options.precision));
-    let (reduce_dtype, keeps) = (options.reduce_dtype, options.keep_low_precision_grads);
-    lines.push(format!("reduce_dtype: {reduce_dtype:?}, keep_low_precision_grads: {keeps}"));
     lines.push(format!("replica check: {:?}", options.replica_check));
     lines.push(format!("on_non_finite: {:?}", options.policy()));
     if let Some(sharding) = options.sharding {

@@ -10,7 +10,7 @@ use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::elastic::State;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StepLr};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, P2pOp, ProcessGroup, ReduceOp, Result, nn};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, P2pOp, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -173,7 +173,11 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     event("begin", own, state.commits())?;
     append(&format!("entered-{own}"), &std::process::id().to_string());
     let options = match has("parts") {
-        true => DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., replica_check: None, ..Default::default() },
+        true => DdpOptions {
+            replica_check: None,
+            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+            ..Default::default()
+        },
         false => DdpOptions::default(),
     };
     let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| Net::new(vb, Some(pg), own), options)?;

@@ -8,7 +8,9 @@ use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::nn::{BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilder, batch_norm, conv2d, linear, loss};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, backward_micro_batch};
+use candle_ddp::{
+    Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, backward_micro_batch,
+};
 use candle_nn::{Init, VarMap};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -79,7 +81,13 @@ pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
 fn options(precision: Precision, reduce_dtype: Option<DType>) -> DdpOptions {
     let (bucket_cap_mb, first_bucket_mb, init_seed) = (0.001, 0.0005, Some(3));
     let unused = Unused::Allow;
-    DdpOptions { bucket_cap_mb, first_bucket_mb, init_seed, precision, reduce_dtype, unused, ..Default::default() }
+    DdpOptions {
+        init_seed,
+        precision,
+        unused,
+        buckets: Buckets { bucket_cap_mb, first_bucket_mb, reduce_dtype, ..Default::default() },
+        ..Default::default()
+    }
 }
 
 /// Trains for some epochs of four steps in a group with [`VIRTUAL`] virtual ranks, and returns all that a run leaves: parameters, buffers, losses, and the states of the

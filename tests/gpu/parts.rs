@@ -6,13 +6,17 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, FusedOptimizer, Optimizer, ParamsLamb, ParamsSgd, UpdateRule};
-use candle_ddp::{DdpOptions, Precision, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, Precision, ProcessGroup, Result};
 use candle_nn::{Linear, ParamsAdamW, VarBuilder, linear};
 use std::collections::HashMap;
 
 /// A bucket for each parameter. The step has parts from the second pass on.
 fn tiny() -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., replica_check: None, ..Default::default() }
+    DdpOptions {
+        replica_check: None,
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        ..Default::default()
+    }
 }
 
 fn net(vb: VarBuilder) -> candle_core::Result<[Linear; 2]> {
@@ -123,7 +127,8 @@ pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
         precision: Precision,
         keep_low_precision_grads: bool,
     ) -> Result<()> {
-        let options = || DdpOptions { precision, keep_low_precision_grads, ..tiny() };
+        let options =
+            || DdpOptions { precision, buckets: Buckets { keep_low_precision_grads, ..tiny().buckets }, ..tiny() };
         let expected = train(pg, &rule, options(), false)?;
         assert_eq!(train(pg, &rule, options(), true)?, expected, "{rule:?} {precision:?}");
         Ok(())

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, ModuleT, Re
 use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{
-    Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, Unused,
+    Backend, Buckets, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, Unused,
     init_process_group,
 };
 use candle_nn::{Init, VarBuilder, VarMap};
@@ -112,7 +112,11 @@ fn first_pass(pg: &ProcessGroup) -> Result<()> {
         let norm = sync_batch_norm(pg, 3, 1e-5, vb.pp("norm"))?;
         Ok(Net(norm, factor, vb.get_with_hints(5, "own", Init::Const(1.))?))
     };
-    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., unused: Unused::Allow, ..Default::default() };
+    let options = DdpOptions {
+        unused: Unused::Allow,
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        ..Default::default()
+    };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let x = Tensor::arange(0f32, 24., pg.device())?.reshape((2, 3, 2, 2))?;
     for _ in 0..2 {

@@ -9,7 +9,7 @@ use candle_ddp::optim::{
     Ema, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions, ZeroRedundancyOptimizer,
 };
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad,
     backward_with, block, spawn,
 };
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
@@ -54,7 +54,10 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         }
         return Ok(values(&varmap));
     }
-    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
+    let options = DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
+        ..Default::default()
+    };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     match tool {

@@ -3,7 +3,7 @@ use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, spawn};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, spawn};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -29,7 +29,11 @@ const PER_RANK: usize = 5;
 pub(crate) fn train(pg: &ProcessGroup, precision: Precision) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let (bucket_cap_mb, first_bucket_mb, reduce_dtype) = (0.0001, 0.00005, Some(DType::F32));
-    let options = DdpOptions { bucket_cap_mb, first_bucket_mb, precision, reduce_dtype, ..Default::default() };
+    let options = DdpOptions {
+        precision,
+        buckets: Buckets { bucket_cap_mb, first_bucket_mb, reduce_dtype, ..Default::default() },
+        ..Default::default()
+    };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
@@ -63,7 +67,10 @@ impl Module for Split {
 /// Trains a model on two devices for as many steps as [`train`], with a communication hook if `hook` is set.
 pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
-    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
+    let options = DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
+        ..Default::default()
+    };
     let build = |vb: VarBuilder| {
         let on_cpu = vb.pp("a").set_device(Device::Cpu);
         // Buffers on the CPU are broadcast too.
@@ -120,7 +127,11 @@ pub(crate) fn assert_like_the_cpu(dtype: DType, reports: &[Vec<f32>]) {
 pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     const PASSES: usize = 3;
     let trace = Some(folder.to_path_buf());
-    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, trace, ..Default::default() };
+    let options = DdpOptions {
+        trace,
+        buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
+        ..Default::default()
+    };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| Net::new(vb), options)?;
     let x = Tensor::ones((PER_RANK, 4), DType::F32, pg.device())?;
     for _ in 0..PASSES {

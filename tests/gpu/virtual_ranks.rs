@@ -5,15 +5,18 @@ use crate::{finish, floats_of};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
 use candle_nn::{VarBuilder, VarMap, linear, seq};
 
 pub(crate) const VIRTUAL: usize = 4;
 
 /// The parameters and the optimizer's state after some steps, and the losses.
 pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
-    let options =
-        DdpOptions { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0002, init_seed: Some(7), ..Default::default() };
+    let options = DdpOptions {
+        init_seed: Some(7),
+        buckets: Buckets { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0002, ..Default::default() },
+        ..Default::default()
+    };
     let build = |vb: VarBuilder| -> candle_core::Result<_> {
         let (first, second) = (linear(4, 13, vb.pp("a"))?, linear(13, 3, vb.pp("b"))?);
         Ok(seq().add(first).add_fn(|x| x.tanh()).add(second))

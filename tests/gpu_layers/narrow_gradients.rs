@@ -5,7 +5,7 @@ use crate::common::{fill, floats, skip, tensor};
 use candle_core::{DType, Device};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{FusedOptimizer, Optimizer, ParamsAdamW, ParamsSgd, UpdateRule};
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
+use candle_ddp::{Backend, Buckets, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 
 /// How often the emulated GPU did each operation.
@@ -21,7 +21,11 @@ fn train<R: UpdateRule>(
     let device = Some(gpu.clone());
     let pg = init_process_group(InitOptions { backend: Backend::Single, device, ..Default::default() }).unwrap();
     let precision = Precision::Half { param_dtype, buffer_dtype: None };
-    let options = DdpOptions { precision, keep_low_precision_grads, ..Default::default() };
+    let options = DdpOptions {
+        precision,
+        buckets: Buckets { keep_low_precision_grads, ..Default::default() },
+        ..Default::default()
+    };
     // Odd sizes, so that later slices of the bucket begin between vectors.
     type Net = [Linear; 2];
     let build =

@@ -3,8 +3,8 @@ use crate::common::{fill, floats, tensor, test_arguments};
 use candle_ddp::nn::linear;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, Failure, InitOptions, OnNonFinite, ProcessGroup, Result, StopSignals,
-    init_process_group,
+    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, InitOptions, OnNonFinite, ProcessGroup, Result,
+    StopSignals, init_process_group,
 };
 use candle_nn::VarMap;
 use rustix::process::{Signal, getpid, kill_process};
@@ -33,7 +33,11 @@ fn rank_of_another_test() {
 }
 
 fn options(policy: OnNonFinite) -> DdpOptions {
-    DdpOptions { on_non_finite: Some(policy), bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() }
+    DdpOptions {
+        on_non_finite: Some(policy),
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        ..Default::default()
+    }
 }
 
 /// Trains. The last rank's inputs are bad in two steps, or nobody makes these steps. At the end they are bad too often.

@@ -5,11 +5,21 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{AdamW, ParamsAdamW, ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, backward_with};
+use candle_ddp::{
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, backward_with,
+};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 
 fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
-    wrap(pg, [4, 5, 2], 3, &DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() })
+    wrap(
+        pg,
+        [4, 5, 2],
+        3,
+        &DdpOptions {
+            buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+            ..Default::default()
+        },
+    )
 }
 
 /// The loss of one of a rank's batches.
@@ -231,7 +241,12 @@ fn after_an_error_the_earlier_gradients_are_in_their_shards() {
 fn gradients_stay_as_they_are_while_their_store_lives() {
     ranks(2, |pg| {
         for reduce_dtype in [None, Some(DType::F64)] {
-            let ddp = wrap(&pg, [4, 5, 2], 3, &DdpOptions { reduce_dtype, ..Default::default() })?;
+            let ddp = wrap(
+                &pg,
+                [4, 5, 2],
+                3,
+                &DdpOptions { buckets: Buckets { reduce_dtype, ..Default::default() }, ..Default::default() },
+            )?;
             let first = ddp.backward(&loss(&ddp, &pg, 0)?)?;
             let before = gradients(&first, &ddp.parameters());
             let second = ddp.backward(&loss(&ddp, &pg, 1)?)?;

@@ -7,7 +7,7 @@ use candle_ddp::nn::{
     gelu_erf, layer_norm, linear, linear_no_bias, relu, scaled_dot_product_attention_qkvpacked, sync_batch_norm,
 };
 use candle_ddp::optim::{AdamW, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Conv2dConfig, VarBuilder, VarMap};
 
 #[path = "../../examples/char_gpt/block.rs"]
@@ -303,7 +303,11 @@ fn follows_autocast<G: Golden>() {
     };
     let half = || {
         let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
-        DdpOptions { precision, reduce_dtype: Some(DType::F32), ..Default::default() }
+        DdpOptions {
+            precision,
+            buckets: Buckets { reduce_dtype: Some(DType::F32), ..Default::default() },
+            ..Default::default()
+        }
     };
     follows("half", &train::<G>(half, false, G::STEPS), &bf16);
     let casts = |mode| DdpOptions { precision: Precision::Autocast(mode), ..Default::default() };

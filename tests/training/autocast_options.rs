@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
 use candle_ddp::amp::{Autocast, autocast, autocast_off};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::nn::{Linear, add, autocast_mode, linear, no_grad};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
 use candle_nn::{VarBuilder, VarMap};
 
 const BF16: Autocast = Autocast::Lists(DType::BF16);
@@ -52,7 +52,17 @@ fn options_that_do_not_fit_are_refused_on_every_rank() {
         assert!(message.contains("precision: Autocast(Products(BF16))"), "{message}");
     }
     // Gradients may travel in 16 bits.
-    ranks(2, |pg| model(&pg, DdpOptions { reduce_dtype: Some(DType::BF16), ..options(BF16) }).map(drop)).unwrap();
+    ranks(2, |pg| {
+        model(
+            &pg,
+            DdpOptions {
+                buckets: Buckets { reduce_dtype: Some(DType::BF16), ..options(BF16).buckets },
+                ..options(BF16)
+            },
+        )
+        .map(drop)
+    })
+    .unwrap();
 }
 
 /// A residual connection by candle's own sum.

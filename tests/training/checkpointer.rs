@@ -8,7 +8,7 @@ use candle_ddp::optim::{
     AdamW, CosineAnnealingLr, Optimizer, ParamsAdamW, ParamsCosineAnnealingLr, ZeroRedundancyOptimizer,
 };
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Init, Linear, VarBuilder, VarMap, linear};
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -65,7 +65,10 @@ impl Run {
         let varmap = VarMap::new();
         let generator = Arc::new(Mutex::new(Generator::for_rank(seed, pg.rank())));
         // Buckets of a few parameters each.
-        let options = DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() };
+        let options = DdpOptions {
+            buckets: Buckets { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() },
+            ..Default::default()
+        };
         let build = |vb| Net::new(vb, &generator, p);
         let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
         fill(&varmap, seed);

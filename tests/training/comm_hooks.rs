@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
 use candle_ddp::optim::{ParamsSgd, Sgd};
-use candle_ddp::{DdpOptions, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Unused};
+use candle_ddp::{Buckets, DdpOptions, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Unused};
 use std::sync::{Arc, Mutex};
 
 const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
@@ -38,7 +38,10 @@ fn constant(value: f64) -> Vec<Option<Tensor>> {
 
 /// Gives each parameter its own bucket.
 fn tiny() -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
+    DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+        ..Default::default()
+    }
 }
 
 #[test]
@@ -212,7 +215,10 @@ fn mixed_precision_and_hooks_go_together() {
     ];
     for (precision, reduce_dtype) in cases {
         ranks(2, |pg| {
-            let ddp = wrap(&pg, DdpOptions { precision, reduce_dtype, ..Default::default() })?;
+            let ddp = wrap(
+                &pg,
+                DdpOptions { precision, buckets: Buckets { reduce_dtype, ..Default::default() }, ..Default::default() },
+            )?;
             ddp.register_comm_hook(Fp16Compress::default())?;
             for step in 0..3 {
                 for (index, got) in backward(&ddp, &all(pg.rank(), step))?.iter().enumerate() {

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, T
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Unused};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Unused};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,11 @@ fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<
 /// Buckets of 500 bytes; rebuilding them moves parameters between buckets.
 fn small_buckets() -> DdpOptions {
     let mib = 500.0 / f64::from(1 << 20);
-    DdpOptions { bucket_cap_mb: mib, first_bucket_mb: mib, unused: Unused::Allow, ..Default::default() }
+    DdpOptions {
+        unused: Unused::Allow,
+        buckets: Buckets { bucket_cap_mb: mib, first_bucket_mb: mib, ..Default::default() },
+        ..Default::default()
+    }
 }
 
 /// Gradients whose matrices have rank 1.
@@ -270,7 +274,11 @@ fn other_dtypes_work() {
     ];
     for (dtype, precision, reduce_dtype, tolerance) in cases {
         ranks(2, |pg| {
-            let options = DdpOptions { precision, reduce_dtype, ..small_buckets() };
+            let options = DdpOptions {
+                precision,
+                buckets: Buckets { reduce_dtype, ..small_buckets().buckets },
+                ..small_buckets()
+            };
             let ddp = wrap(&pg, SHAPES, options)?;
             ddp.register_comm_hook(power_sgd(3))?;
             for step in 0..2 {
@@ -346,7 +354,10 @@ fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec
         };
         let (varmap, failing) = (VarMap::new(), Arc::new(AtomicBool::new(false)));
         // One bucket for each parameter.
-        let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let options = DdpOptions {
+            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+            ..Default::default()
+        };
         let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
         ddp.register_comm_hook(hook())?;
         fill(&varmap, 3);
@@ -381,7 +392,10 @@ fn parameters_may_have_no_elements() {
     for caps in [0., 25.] {
         ranks(2, |pg| {
             let shapes: Shapes = &[("a", &[0, 3]), ("b", &[2, 0]), ("c", &[3, 0, 2]), ("d", &[0]), ("e", &[4])];
-            let options = DdpOptions { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() };
+            let options = DdpOptions {
+                buckets: Buckets { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() },
+                ..Default::default()
+            };
             for hook in [None, Some(power_sgd(1))] {
                 let ddp = wrap(&pg, shapes, options.clone())?;
                 if let Some(hook) = hook {

@@ -4,7 +4,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::optim::{Optimizer as _, ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Role, Unused,
+    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Role,
+    Unused,
 };
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
@@ -45,7 +46,10 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParall
 
 /// One bucket for each parameter, so that `buckets` shows the order of the gradients.
 fn tiny() -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
+    DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+        ..Default::default()
+    }
 }
 
 fn loss(output: &Tensor) -> Result<Tensor> {
@@ -664,9 +668,12 @@ fn every_rank_reports_models_that_differ() {
         let text = error.to_string();
         assert!(text.contains("parameter 0: weight f32[5, 4] on rank 2") && text.contains("f32[6, 4]"), "{text}");
     }
-    let options = |rank: usize| DdpOptions { bucket_cap_mb: 1.0 + (rank == 1) as u8 as f64, ..Default::default() };
+    let options = |rank: usize| DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 1.0 + (rank == 1) as u8 as f64, ..Default::default() },
+        ..Default::default()
+    };
     for error in construction_errors(|_, vb| linear(4, 6, vb), options) {
-        assert!(error.to_string().contains("bucket_cap_mb 2"), "{error}");
+        assert!(error.to_string().contains("bucket_cap_mb: 2"), "{error}");
     }
 }
 

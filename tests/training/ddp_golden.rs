@@ -2,7 +2,7 @@
 //! weights.
 use crate::common::ranks;
 use candle_core::Result as CandleResult;
-use candle_ddp::{DdpOptions, DistributedDataParallel};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel};
 use candle_nn::{AdamW, Optimizer, SGD, VarMap};
 
 fn train<O: Optimizer>(name: &str, config: impl Fn() -> O::Config + Sync, options: &DdpOptions) {
@@ -39,6 +39,9 @@ fn sgd_trains_as_pytorchs_ddp_does() {
 
 #[test]
 fn adamw_trains_as_pytorchs_ddp_does() {
-    let tiny = DdpOptions { bucket_cap_mb: 0.001, first_bucket_mb: 0.001, ..Default::default() };
+    let tiny = DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.001, first_bucket_mb: 0.001, ..Default::default() },
+        ..Default::default()
+    };
     train::<AdamW>("adamw", crate::model::adamw, &tiny);
 }

@@ -3,7 +3,7 @@ use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{CpuStorage, CustomOp1, Layout, Module, Shape, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, OnNonFinite, ProcessGroup, Result, backward_with, nn,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, OnNonFinite, ProcessGroup, Result, backward_with, nn,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -127,8 +127,7 @@ fn a_nan_does_not_survive_the_pass_that_it_failed() {
     ranks(1, |pg| {
         let options = DdpOptions {
             on_non_finite: Some(OnNonFinite::Stop),
-            bucket_cap_mb: 0.,
-            first_bucket_mb: 0.,
+            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
             ..Default::default()
         };
         let build = |vb: VarBuilder| nn::linear(3, 2, vb.pp("a"));
@@ -173,7 +172,10 @@ impl CommHook for FailsIn {
 #[test]
 fn nothing_is_left_after_a_hook_has_failed() {
     ranks(1, |pg| {
-        let small = || DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let small = || DdpOptions {
+            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+            ..Default::default()
+        };
         let plain = wrap(&pg, small())?;
         let expected = gradients(&plain, &loss(&plain, false)?)?;
         let expected: Vec<Vec<f32>> =

@@ -6,8 +6,8 @@ use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup, ReduceOp,
-    Result, backward_with, join,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup,
+    ReduceOp, Result, backward_with, join,
 };
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -60,7 +60,10 @@ fn set_weights(varmap: &VarMap) {
 fn wrap(pg: &ProcessGroup) -> Result<(VarMap, Ddp)> {
     let varmap = VarMap::new();
     // A bucket for each parameter.
-    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+    let options = DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        ..Default::default()
+    };
     let ddp = DistributedDataParallel::with_options(
         pg,
         &varmap,

@@ -3,7 +3,8 @@ use crate::common::{ranks, tensor};
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, SpawnOptions, checkpoint, spawn_with,
+    Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, SpawnOptions, checkpoint,
+    spawn_with,
 };
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 use std::sync::Barrier;
@@ -52,7 +53,8 @@ fn desync(first: Act, second: Act) -> Vec<String> {
             let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb.pp("norm"))?;
             Ok((linear(3, 3, vb.pp("fc1"))?, linear(3, 2, vb.pp("fc2"))?, norm))
         };
-        let options = DdpOptions { first_bucket_mb: 1., ..Default::default() };
+        let options =
+            DdpOptions { buckets: Buckets { first_bucket_mb: 1., ..Default::default() }, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
         let job = Job { pg: &pg, varmap, ddp, folder: folder.path() };
         let error = if pg.rank() == 0 { first(&job) } else { second(&job) };

@@ -3,7 +3,7 @@ use crate::common::{assert_close, floats, ranks, tensor, var};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
 use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu, sync_batch_norm};
 use candle_ddp::seed::Generator;
-use candle_ddp::{DdpOptions, DistributedDataParallel, SpawnOptions, backward_micro_batch, spawn_with};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, SpawnOptions, backward_micro_batch, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -102,7 +102,10 @@ fn hooks_fire_once_under_ddp() {
     let trained = |kind: Kind| {
         ranks(2, move |pg| {
             let varmap = VarMap::new();
-            let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
+            let options = DdpOptions {
+                buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+                ..Default::default()
+            };
             let build = |vb: VarBuilder| Net::new(kind, &vb);
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
             fill(&varmap);

@@ -2,7 +2,7 @@
 use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::collections::HashMap;
 
@@ -307,7 +307,10 @@ fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
 }
 
 fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Result<Vec<Vec<f32>>> {
-    let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
+    let options = DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+        ..Default::default()
+    };
     let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<BatchNorm>> {
         Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
     };
@@ -341,7 +344,10 @@ fn under_ddp_with_tiny_buckets_ranks_train_like_one_process() {
 #[test]
 fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_collectives() {
     ranks(2, |pg| {
-        let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
+        let options = DdpOptions {
+            buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+            ..Default::default()
+        };
         let build = |vb: VarBuilder<'static>| -> candle_core::Result<(Linear, BatchNorm, Linear)> {
             let norm = sync_batch_norm(&pg, 8, 1e-5, vb.pp("norm"))?;
             Ok((linear(4, 8, vb.pp("first"))?, norm, linear(8, 8, vb.pp("last"))?))

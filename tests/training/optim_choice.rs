@@ -7,7 +7,7 @@ use candle_ddp::optim::{
     AdamW, Lamb, LrScheduler, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd,
     ParamsStepLr, ParamsWarmupCosine, ReduceLrOnPlateau, Schedule, Scheduler, Sgd, StepLr, ZeroRedundancyOptimizer,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, linear};
 use std::path::Path;
 
@@ -15,7 +15,10 @@ type Ddp = DistributedDataParallel<[Linear; 2]>;
 
 fn wrap(pg: &ProcessGroup) -> Result<Ddp> {
     let net = |vb: VarBuilder| Ok::<_, Error>([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
-    let options = DdpOptions { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() };
+    let options = DdpOptions {
+        buckets: Buckets { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() },
+        ..Default::default()
+    };
     Ok(filled(pg, net, options, 1)?.0)
 }
 

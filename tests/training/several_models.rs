@@ -5,12 +5,15 @@ use crate::programs::{
     wrap,
 };
 use candle_core::{DType, Module, Tensor, Var};
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
+use candle_ddp::{Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 
 /// One bucket for each parameter.
 fn tiny() -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
+    DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
+        ..Default::default()
+    }
 }
 
 /// Two models of the same size.

@@ -4,14 +4,19 @@ use candle_core::Tensor;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, Noop};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, backward_with};
+use candle_ddp::{
+    Backward, Buckets, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, backward_with,
+};
 use candle_nn::{Linear, VarMap, linear};
 
 type Ddp = DistributedDataParallel<Linear>;
 
 fn ddp(pg: &ProcessGroup, reduce_dtype: Option<candle_core::DType>) -> Result<Ddp> {
     // A bucket for each parameter.
-    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., reduce_dtype, ..Default::default() };
+    let options = DdpOptions {
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., reduce_dtype, ..Default::default() },
+        ..Default::default()
+    };
     DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(3, 2, vb), options)
 }
 

@@ -6,7 +6,9 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{
+    Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_micro_batch,
+};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 const VIRTUAL: usize = 8;
@@ -191,8 +193,11 @@ fn models_of_one_pass_have_the_same_micro_batches() {
 /// of the optimizer's state.
 fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u32>> {
     // Buckets of some parameters, none of which the ranks divide evenly.
-    let options =
-        DdpOptions { bucket_cap_mb: 0.0002, first_bucket_mb: 0.0001, init_seed: Some(7), ..Default::default() };
+    let options = DdpOptions {
+        init_seed: Some(7),
+        buckets: Buckets { bucket_cap_mb: 0.0002, first_bucket_mb: 0.0001, ..Default::default() },
+        ..Default::default()
+    };
     let build = |vb: VarBuilder| -> candle_core::Result<_> {
         Ok((linear(4, 13, vb.pp("a"))?, linear(13, 7, vb.pp("b"))?, linear(7, 1, vb.pp("c"))?))
     };

@@ -5,8 +5,8 @@ use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, Noop};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup, Result,
-    backward_with,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup,
+    Result, backward_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
@@ -67,7 +67,8 @@ fn weights(varmap: &VarMap) -> Vec<f32> {
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(VarMap, Ddp)> {
     let varmap = VarMap::new();
     // A bucket for each parameter.
-    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..options };
+    let options =
+        DdpOptions { buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..options.buckets }, ..options };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, Net::new, options)?;
     set_weights(&varmap);
     Ok((varmap, ddp))
@@ -164,7 +165,13 @@ fn hooks_that_compute_means_work() {
 fn counts_are_exact_in_16_bit_buckets() {
     for dtype in [DType::BF16, DType::F16] {
         let results = ranks(2, |pg| {
-            let (_, ddp) = wrap(&pg, DdpOptions { reduce_dtype: Some(dtype), ..Default::default() })?;
+            let (_, ddp) = wrap(
+                &pg,
+                DdpOptions {
+                    buckets: Buckets { reduce_dtype: Some(dtype), ..Default::default() },
+                    ..Default::default()
+                },
+            )?;
             // The gradient of b.bias is the same power of two on both ranks, so that only the count could be inexact.
             let loss = (ddp.forward(&tensor(&[1, 3], 1))?.sum_all()? * 1024.)?;
             let grads = backward_with(

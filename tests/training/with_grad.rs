@@ -2,7 +2,9 @@
 use crate::common::{ranks, tensor};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_ddp::nn::{checkpoint, log_softmax, no_grad};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ReduceOp, SpawnOptions, WithGrad, spawn_with};
+use candle_ddp::{
+    Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ReduceOp, SpawnOptions, WithGrad, spawn_with,
+};
 use candle_nn::{Init, VarBuilder, VarMap};
 
 fn values(shape: &[usize], seed: usize) -> Tensor {
@@ -209,8 +211,11 @@ fn ddp_has_the_gradients_of_the_whole_batch() {
     let gradients = |world: usize, recomputed: bool, accumulated: bool| {
         let found = ranks(world, |pg| {
             let varmap = VarMap::new();
-            let options =
-                DdpOptions { precision: Precision::Pure(DType::F64), bucket_cap_mb: 1e-4, ..Default::default() };
+            let options = DdpOptions {
+                precision: Precision::Pure(DType::F64),
+                buckets: Buckets { bucket_cap_mb: 1e-4, ..Default::default() },
+                ..Default::default()
+            };
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, Net::new, options)?;
             fill(&varmap)?;
             let functions = pg.with_grad()?;

@@ -9,7 +9,9 @@ use candle_ddp::optim::{
     AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StepLr,
     UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, Result, Role, Unused};
+use candle_ddp::{
+    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, Result, Role, Unused,
+};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 /// Two layers, and a third that only some passes use. No number of ranks divides the sizes.
@@ -39,7 +41,11 @@ type Ddp = DistributedDataParallel<Net>;
 
 /// Buckets of a few parameters each.
 fn small() -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, unused: Unused::Allow, ..Default::default() }
+    DdpOptions {
+        unused: Unused::Allow,
+        buckets: Buckets { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() },
+        ..Default::default()
+    }
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {
@@ -193,7 +199,10 @@ fn mixed_precision_has_full_masters_on_all_ranks() {
     for reduce_dtype in [None, Some(DType::F32)] {
         let run = |zero: bool| {
             ranks(2, |pg| {
-                let ddp = wrap(&pg, DdpOptions { precision, reduce_dtype, ..small() })?;
+                let ddp = wrap(
+                    &pg,
+                    DdpOptions { precision, buckets: Buckets { reduce_dtype, ..small().buckets }, ..small() },
+                )?;
                 let loss =
                     || -> Result<Tensor> { Ok(ddp.forward(&batch(&pg, 0))?.to_dtype(DType::F32)?.sqr()?.mean_all()?) };
                 if zero {

@@ -6,7 +6,7 @@ use candle_ddp::optim::{
     FusedOptimizer, MuonGroup, Optimizer, ParameterGroup, ParamsAdam, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule,
     ZeroRedundancyOptimizer,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -32,7 +32,10 @@ impl Run {
     fn new<R: UpdateRule + 'static>(pg: &ProcessGroup, zero: bool, [options, of_biases]: &[R; 2]) -> Result<Self> {
         let varmap = VarMap::new();
         // Buckets of a few parameters each.
-        let ddp_options = DdpOptions { bucket_cap_mb: 5e-5, first_bucket_mb: 5e-5, ..Default::default() };
+        let ddp_options = DdpOptions {
+            buckets: Buckets { bucket_cap_mb: 5e-5, first_bucket_mb: 5e-5, ..Default::default() },
+            ..Default::default()
+        };
         let ddp = DistributedDataParallel::with_options(pg, &varmap, net, ddp_options)?;
         let (biases, weights) =
             ddp.named_parameters().into_iter().partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));

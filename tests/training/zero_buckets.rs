@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Unused};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Unused};
 use candle_nn::{Init, VarBuilder};
 
 const FACTORS: usize = 6;
@@ -25,7 +25,11 @@ fn build(vb: VarBuilder) -> candle_core::Result<Net> {
 
 /// Each parameter in its own bucket.
 fn wrap(pg: &ProcessGroup) -> Result<Ddp> {
-    let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., unused: Unused::Allow, ..Default::default() };
+    let options = DdpOptions {
+        unused: Unused::Allow,
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        ..Default::default()
+    };
     Ok(filled(pg, build, options, 5)?.0)
 }
 

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -37,7 +37,11 @@ type Ddp = DistributedDataParallel<Net>;
 
 /// The model in buckets of a few parameters each.
 fn wrap(pg: &ProcessGroup) -> Result<(Ddp, VarMap)> {
-    let caps = DdpOptions { bucket_cap_mb: 2.5e-4, first_bucket_mb: 5e-5, unused: Unused::Allow, ..Default::default() };
+    let caps = DdpOptions {
+        unused: Unused::Allow,
+        buckets: Buckets { bucket_cap_mb: 2.5e-4, first_bucket_mb: 5e-5, ..Default::default() },
+        ..Default::default()
+    };
     filled(pg, build, caps, 3)
 }
 

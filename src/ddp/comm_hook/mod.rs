@@ -96,7 +96,7 @@
 //! - **Under `no_sync`** no hook runs; the next synchronised pass gives it the sum.
 //! - **Gradients that are not finite** are zeros in the bucket if [`DdpOptions::on_non_finite`](crate::DdpOptions::on_non_finite) is set. All
 //!   ranks leave out such a step, or a step in which the result of one rank's hook is not finite.
-//! - **Dtypes.** A bucket has the dtype of the gradients, or [`reduce_dtype`](crate::DdpOptions::reduce_dtype) if set.
+//! - **Dtypes.** A bucket has the dtype of the gradients, or [`reduce_dtype`](crate::Buckets::reduce_dtype) if set.
 //! - **Errors** end the group on all ranks, with the reason.
 //! - **Deadlock**: a hook must not call its own DDP model.
 mod compress;

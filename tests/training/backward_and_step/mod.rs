@@ -8,7 +8,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Shape, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused, nn};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused, nn};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -60,11 +60,10 @@ type Ddp = DistributedDataParallel<Net>;
 /// A bucket for each parameter. The step has parts from the second pass on.
 fn tiny() -> DdpOptions {
     DdpOptions {
-        bucket_cap_mb: 0.,
-        first_bucket_mb: 0.,
         unused: Unused::Allow,
         replica_check: None,
         role: Arc::new(|name| if name == "own" { Role::Ignored } else { Role::Parameter }),
+        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
         ..Default::default()
     }
 }

@@ -4,7 +4,7 @@ use crate::common::{filled, floats, ranks, tensor};
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::*;
-use candle_ddp::{DdpOptions, JoinOptions, OnNonFinite, Precision, ProcessGroup, ReplicaCheck, Result, Role};
+use candle_ddp::{Buckets, DdpOptions, JoinOptions, OnNonFinite, Precision, ProcessGroup, ReplicaCheck, Result, Role};
 use candle_nn::{VarBuilder, VarMap, linear, linear_no_bias};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -121,7 +121,11 @@ fn in_mixed_precision() {
             dtypes.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)])
         {
             let precision = Precision::Half { param_dtype, buffer_dtype: None };
-            let options = || DdpOptions { precision, reduce_dtype, keep_low_precision_grads, ..tiny() };
+            let options = || DdpOptions {
+                precision,
+                buckets: Buckets { reduce_dtype, keep_low_precision_grads, ..tiny().buckets },
+                ..tiny()
+            };
             let found = assert_same(options, any);
             assert!(
                 found.iter().all(|calls| *calls == IN_PARTS),
@@ -134,8 +138,12 @@ fn in_mixed_precision() {
 /// One bucket, and one for some parameters.
 #[test]
 fn in_larger_buckets() {
-    let calls =
-        |bucket_cap_mb, first_bucket_mb| assert_same(|| DdpOptions { bucket_cap_mb, first_bucket_mb, ..tiny() }, any);
+    let calls = |bucket_cap_mb, first_bucket_mb| {
+        assert_same(
+            || DdpOptions { buckets: Buckets { bucket_cap_mb, first_bucket_mb, ..tiny().buckets }, ..tiny() },
+            any,
+        )
+    };
     assert!(calls(1., 1.).iter().all(|calls| *calls == [1, STEPS - 1, STEPS - 1]));
     assert!(calls(0.00007, 0.00003).iter().all(|calls| (10..50).contains(&calls[1])));
 }
@@ -259,7 +267,12 @@ fn at_random() {
             let dtype = [DType::F32, DType::F64, DType::BF16][random.below(3) as usize];
             let precision = Precision::Pure(dtype);
             let role = Arc::new(|_: &str| Role::Parameter);
-            let options = DdpOptions { first_bucket_mb, bucket_cap_mb, precision, role, ..tiny() };
+            let options = DdpOptions {
+                precision,
+                role,
+                buckets: Buckets { first_bucket_mb, bucket_cap_mb, ..tiny().buckets },
+                ..tiny()
+            };
             let (ddp, varmap) = filled(pg, build, options, seed)?;
             let mut optimizer: Box<dyn Optimizer> = match random.below(3) {
                 0 => Box::new(AdamW::new(&ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?),

@@ -7,7 +7,7 @@ mod stop;
 use crate::common::{filled, floats, tensor};
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, linear};
-use candle_ddp::{DdpOptions, DistributedDataParallel, OnNonFinite, ProcessGroup, Result, Role, Unused};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, OnNonFinite, ProcessGroup, Result, Role, Unused};
 use candle_nn::{ModuleT, VarBuilder};
 
 /// Layers with buffers, and parameters that are frozen and unused.
@@ -54,7 +54,7 @@ fn stop() -> DdpOptions {
 
 /// Each parameter in its own bucket.
 fn small(options: DdpOptions) -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..options }
+    DdpOptions { buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..options.buckets }, ..options }
 }
 
 fn model(pg: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {

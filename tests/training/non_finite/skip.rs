@@ -8,7 +8,7 @@ use candle_ddp::optim::{
     AdamW, ClipOptions, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer,
     clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{DdpOptions, Error, OnNonFinite, Precision, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{Buckets, DdpOptions, Error, OnNonFinite, Precision, ProcessGroup, ReduceOp, Result};
 use candle_nn::Optimizer as _;
 use std::collections::HashMap;
 
@@ -79,7 +79,10 @@ fn shards_leave_it_out_together() {
 #[test]
 fn narrow_dtypes_and_hooks_leave_it_out() {
     let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
-    assert_left_out(&DdpOptions { precision, reduce_dtype: Some(DType::F32), ..skip(2) }, adam);
+    assert_left_out(
+        &DdpOptions { precision, buckets: Buckets { reduce_dtype: Some(DType::F32), ..skip(2).buckets }, ..skip(2) },
+        adam,
+    );
     assert_left_out(&skip(2), |ddp| {
         ddp.register_comm_hook(AllReduce::default())?;
         adam(ddp)
