@@ -60,7 +60,7 @@ pub use non_finite::OnNonFinite;
 pub use options::{Buckets, DdpOptions, Role, Unused};
 pub use precision::Precision;
 pub(crate) use reducer::Reducer;
-pub(crate) use reduction::shard::{BucketMemory, Member, PendingGradients, Shard};
+pub(crate) use reduction::shard::{BucketMemory, PendingGradients, Shard};
 pub use replica_check::ReplicaCheck;
 
 #[cfg(doc)]

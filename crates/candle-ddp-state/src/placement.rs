@@ -1,4 +1,4 @@
-//! The part of a parameter that a rank has.
+//! The part of a parameter that a rank has, and how parts come from a flat tensor.
 use crate::Result;
 use candle_core::{Shape, Tensor, Var};
 use candle_ddp_tensor::carry::{carried, carrying};
@@ -66,10 +66,94 @@ impl Placement {
     }
 }
 
+/// Tensors one after the other in a flat one, which is cut into as many equal parts as there are ranks. The last part may extend beyond
+/// them.
+#[derive(Clone, Debug)]
+pub struct Cut {
+    /// Where each tensor begins, and where the last one ends.
+    offsets: Vec<usize>,
+    ranks: usize,
+}
+
+impl Cut {
+    /// For tensors with so many elements.
+    pub fn new(elements: impl IntoIterator<Item = usize>, ranks: usize) -> Self {
+        let mut offsets = vec![0];
+        let mut end = 0;
+        offsets.extend(elements.into_iter().map(|elements| {
+            end += elements;
+            end
+        }));
+        Self { offsets, ranks }
+    }
+
+    /// The elements of all tensors.
+    pub fn elements(&self) -> usize {
+        self.offsets[self.offsets.len() - 1]
+    }
+
+    /// The elements of each part.
+    pub fn part(&self) -> usize {
+        self.elements().div_ceil(self.ranks)
+    }
+
+    /// The elements of all parts.
+    pub fn length(&self) -> usize {
+        self.part() * self.ranks
+    }
+
+    /// The elements of the tensor `number` that are in `rank`'s part.
+    pub fn range(&self, number: usize, rank: usize) -> Range<usize> {
+        let (start, end) = (self.offsets[number], self.offsets[number + 1]);
+        let within = |at: usize| at.clamp(start, end) - start;
+        within(rank * self.part())..within((rank + 1) * self.part())
+    }
+
+    /// Where these elements begin in that part.
+    pub fn offset(&self, number: usize, rank: usize) -> usize {
+        let at = (self.offsets[number] + self.range(number, rank).start).saturating_sub(rank * self.part());
+        at.min(self.part() - self.range(number, rank).len())
+    }
+
+    /// The tensor `number`, as a list, in all parts.
+    pub fn whole(&self, parts: &Tensor, number: usize) -> Result<Tensor> {
+        Ok(parts.narrow(0, self.offsets[number], self.offsets[number + 1] - self.offsets[number])?)
+    }
+
+    /// Its elements in `rank`'s part.
+    pub fn piece(&self, part: &Tensor, number: usize, rank: usize) -> Result<Tensor> {
+        Ok(part.narrow(0, self.offset(number, rank), self.range(number, rank).len())?)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::{DType, Device};
+
+    /// Also with tensors that have no elements, and parts beyond all tensors.
+    #[test]
+    fn each_element_is_in_one_part() -> Result<()> {
+        for ranks in 1..=9 {
+            let sizes = [3, 0, 5, 1, 4, 0];
+            let cut = Cut::new(sizes, ranks);
+            assert_eq!((cut.elements(), cut.length()), (13, 13usize.next_multiple_of(ranks)));
+            let flat = Tensor::arange(0u32, cut.length() as u32, &Device::Cpu)?;
+            for (number, size) in sizes.into_iter().enumerate() {
+                let whole = cut.whole(&flat, number)?.to_vec1::<u32>()?;
+                let (mut pieces, mut next) = (Vec::new(), 0);
+                for rank in 0..ranks {
+                    let range = cut.range(number, rank);
+                    assert!(range.is_empty() || range.start == next);
+                    next = next.max(range.end);
+                    let part = flat.narrow(0, rank * cut.part(), cut.part())?;
+                    pieces.extend(cut.piece(&part, number, rank)?.to_vec1::<u32>()?);
+                }
+                assert_eq!((whole.len(), whole), (size, pieces));
+            }
+        }
+        Ok(())
+    }
 
     #[test]
     fn a_variable_knows_its_placement_wherever_it_is() {

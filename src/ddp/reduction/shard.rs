@@ -8,6 +8,7 @@ use crate::ddp::plan::ParameterInfo;
 use crate::ddp::usage::Usage;
 use crate::kernels::Assignment;
 use crate::panic::lock;
+use crate::placement::Cut;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::finite::{any_non_finite, non_finite};
@@ -15,68 +16,35 @@ use crate::trace::{self, Trace};
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A rank's view of one bucket, which is split into as many equal parts as there are ranks.
+/// A rank's view of one bucket, which is cut into as many equal parts as there are ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct Shard {
-    /// The elements of all parts; the last may extend slightly beyond the gradients.
-    pub(crate) length: usize,
     /// This rank's part: after a backward pass, the mean over the ranks.
     pub(crate) own: Tensor,
-    /// The parameters in the bucket with their positions in elements, contiguous from 0 on.
-    pub(crate) members: Vec<Member>,
-}
-
-/// A parameter's position in a bucket.
-#[derive(Clone, Debug)]
-pub(crate) struct Member {
-    /// Its number in registration order.
-    pub(crate) parameter: usize,
-    pub(crate) offset: usize,
-    pub(crate) elements: usize,
-}
-
-impl Member {
-    /// The elements of it that are in rank `rank`'s part, if parts have `part` elements.
-    pub(crate) fn range(&self, rank: usize, part: usize) -> Range<usize> {
-        cut(self.offset, self.elements, rank, part)
-    }
-}
-
-/// The elements of a tensor that are in rank `rank`'s part of a flat one, in which it has `elements` elements from `offset` on. Parts have
-/// `part` elements.
-pub(in crate::ddp) fn cut(offset: usize, elements: usize, rank: usize, part: usize) -> Range<usize> {
-    let within = |at: usize| at.clamp(offset, offset + elements) - offset;
-    within(rank * part)..within((rank + 1) * part)
+    /// The parameters in the bucket, by their numbers in registration order.
+    pub(crate) parameters: Vec<usize>,
+    pub(crate) cut: Cut,
 }
 
 impl Shard {
     /// The shard of a bucket that has memory. It is a part of that memory if `keeps_bucket`.
     pub(in crate::ddp) fn new(bucket: &Bucket, group: &ProcessGroup, keeps_bucket: bool) -> Result<Self> {
-        let whole = &bucket.sum.parts;
-        let (length, elements) = (whole.elem_count(), whole.elem_count() / group.world_size());
+        let (whole, cut) =
+            (&bucket.sum.parts, Cut::new(bucket.sum.gradients.iter().map(Tensor::elem_count), group.world_size()));
         let own = match keeps_bucket {
-            true => whole.narrow(0, group.rank() * elements, elements)?,
-            false => Tensor::zeros(elements, whole.dtype(), whole.device())?,
+            true => whole.narrow(0, group.rank() * cut.part(), cut.part())?,
+            false => Tensor::zeros(cut.part(), whole.dtype(), whole.device())?,
         };
-        let mut offset = 0;
-        let mut members = Vec::with_capacity(bucket.members.len());
-        for (&parameter, gradient) in bucket.members.iter().zip(&bucket.sum.gradients) {
-            let elements = gradient.elem_count();
-            members.push(Member { parameter, offset, elements });
-            offset += elements;
-        }
-        Ok(Self { length, own, members })
+        Ok(Self { own, parameters: bucket.members.clone(), cut })
     }
 
     /// This rank's part without what lies beyond the gradients.
     fn gradients(&self, rank: usize) -> Result<Tensor> {
-        let (start, all) =
-            (self.own.elem_count() * rank, self.members.iter().map(|member| member.elements).sum::<usize>());
-        Ok(self.own.narrow(0, 0, all.saturating_sub(start).min(self.own.elem_count()))?)
+        let part = self.cut.part();
+        Ok(self.own.narrow(0, 0, self.cut.elements().saturating_sub(part * rank).min(part))?)
     }
 }
 
@@ -322,15 +290,10 @@ impl ShardReduction {
 
     /// The first parameter whose gradient is not finite in this rank's part.
     pub(crate) fn first_not_finite(&self, parameters: &[ParameterInfo]) -> Result<Option<Finding>> {
-        for shard in &self.shards {
-            let (own, start) = (shard.gradients(self.within.rank())?, shard.own.elem_count() * self.within.rank());
-            for member in &shard.members {
-                let range = member.range(self.within.rank(), shard.own.elem_count());
-                if range.is_empty() {
-                    continue;
-                }
-                if let Some(value) = non_finite(&own.narrow(0, member.offset + range.start - start, range.len())?)? {
-                    return Ok(Some((parameters[member.parameter].name.clone(), value)));
+        for Shard { own, parameters: numbers, cut } in &self.shards {
+            for (place, parameter) in numbers.iter().enumerate() {
+                if let Some(value) = non_finite(&cut.piece(own, place, self.within.rank())?)? {
+                    return Ok(Some((parameters[*parameter].name.clone(), value)));
                 }
             }
         }

@@ -40,7 +40,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
         for (number, own) in self.shards.iter().enumerate() {
-            let Some(dtype) = self.state_dtype(own.shard.members.first().map(|member| member.parameter))? else {
+            let Some(dtype) = self.state_dtype(own.shard.parameters.first().copied())? else {
                 continue;
             };
             for name in self.state_names() {
@@ -52,7 +52,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 }
                 self.spread_states(number, name, &part)?;
                 let whole = match to.is_none_or(|to| group.rank() == to) {
-                    true => Some(Tensor::zeros(own.shard.length, dtype, part.device())?),
+                    true => Some(Tensor::zeros(own.shard.cut.length(), dtype, part.device())?),
                     false => None,
                 };
                 match (to, &whole) {
@@ -61,12 +61,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                     (None, None) => {}
                 }
                 let Some(whole) = whole else { continue };
-                for member in &own.shard.members {
-                    let parameter = &self.parameters[member.parameter];
-                    if self.options[parameter.group].states().contains(&name) {
-                        let values =
-                            whole.narrow(0, member.offset, member.elements)?.reshape(&parameter.placement.shape)?;
-                        dict.insert(key(&parameter.name, name), values);
+                for (place, number) in own.shard.parameters.iter().enumerate() {
+                    if self.options_of(*number).states().contains(&name) {
+                        let Trained { name: parameter, placement, .. } = &self.parameters[*number];
+                        let values = own.shard.cut.whole(&whole, place)?.reshape(&placement.shape)?;
+                        dict.insert(key(parameter, name), values);
                     }
                 }
             }

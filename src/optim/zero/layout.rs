@@ -110,16 +110,14 @@ impl OwnShard {
         parameters: &[Trained],
         options: &[R],
     ) -> Result<Self> {
-        let length = shard.own.elem_count();
         let mut pieces = Vec::new();
-        for member in &shard.members {
-            let range = member.range(rank, length);
+        for (place, &parameter) in shard.parameters.iter().enumerate() {
+            let (trained, range) = (&parameters[parameter], shard.cut.range(place, rank));
             if range.is_empty() {
                 continue;
             }
-            let (trained, offset) = (&parameters[member.parameter], member.offset + range.start - rank * length);
             let rule = Some(&options[trained.group]).filter(|rule| takes_pieces(*rule));
-            pieces.push(Piece::new((member.parameter, trained), (range, spread), offset, rule)?);
+            pieces.push(Piece::new((parameter, trained), (range, spread), shard.cut.offset(place, rank), rule)?);
         }
         Ok(Self { shard, pieces })
     }

@@ -323,12 +323,12 @@ impl<'a> Gathering<'a> {
         memory: &BucketMemory,
         group: &ProcessGroup,
     ) -> Result<Self> {
-        let (gradients, first) = (&shard.own, shard.members.first());
+        let (gradients, cut, first) = (&shard.own, &shard.cut, shard.parameters.first());
         // Gradients may have another dtype, to which the variables must not be rounded.
-        let dtype = first.map_or(gradients.dtype(), |member| parameters[member.parameter].var.dtype());
-        let storage = memory.take(shard.length, dtype, gradients.device())?;
-        let (whole, elements) = (storage.narrow(0, 0, shard.length)?, gradients.elem_count());
-        let own = whole.narrow(0, group.rank() * elements, elements)?;
+        let dtype = first.map_or(gradients.dtype(), |parameter| parameters[*parameter].var.dtype());
+        let storage = memory.take(cut.length(), dtype, gradients.device())?;
+        let whole = storage.narrow(0, 0, cut.length())?;
+        let own = whole.narrow(0, group.rank() * cut.part(), cut.part())?;
         let places = pieces.iter().map(|piece| own.narrow(0, piece.offset, piece.values.elem_count()));
         let places = places.collect::<candle_core::Result<Vec<_>>>()?;
         copy::copy_all(places.iter().zip(pieces.iter().map(|piece| &piece.values)))?;
@@ -338,10 +338,9 @@ impl<'a> Gathering<'a> {
 
     fn finish(self, parameters: &[Trained], memory: &BucketMemory) -> Result<()> {
         self.work.wait()?;
-        let members = &self.shard.members;
-        let values = members.iter().map(|member| self.storage.narrow(0, member.offset, member.elements));
-        let values = values.collect::<candle_core::Result<Vec<_>>>()?;
-        copy::copy_all(members.iter().map(|member| &parameters[member.parameter].flat).zip(&values))?;
+        let Shard { parameters: numbers, cut, .. } = self.shard;
+        let values = (0..numbers.len()).map(|place| cut.whole(&self.storage, place)).collect::<Result<Vec<_>>>()?;
+        copy::copy_all(numbers.iter().map(|parameter| &parameters[*parameter].flat).zip(&values))?;
         memory.give_back(self.storage);
         Ok(())
     }

@@ -3,7 +3,6 @@
 use super::layout::{self, OwnShard, Piece, Trained};
 use crate::Result;
 use crate::backend::P2pOp;
-use crate::ddp::Member;
 use crate::optim::rule::UpdateRule;
 use crate::placement::Spread;
 use crate::process_group::ProcessGroup;
@@ -44,22 +43,23 @@ pub(super) fn wholes<R: UpdateRule>(
     options: &[R],
     process_group: &ProcessGroup,
 ) -> Result<Vec<Whole>> {
-    let rule = |member: &Member| &options[parameters[member.parameter].group];
-    let members = shards.iter().enumerate();
-    let members = members.flat_map(|(number, own)| own.shard.members.iter().map(move |member| (number, member)));
-    let mut members: Vec<_> = members.filter(|(_, member)| !layout::takes_pieces(rule(member))).collect();
+    let rule = |parameter: usize| &options[parameters[parameter].group];
+    let elements = |parameter: usize| parameters[parameter].flat.elem_count();
+    let members = shards.iter().enumerate().flat_map(|(shard, own)| {
+        own.shard.parameters.iter().enumerate().map(move |(place, parameter)| (shard, place, *parameter))
+    });
+    let mut members: Vec<_> = members.filter(|(.., parameter)| !layout::takes_pieces(rule(*parameter))).collect();
     // The owners do not depend on the order of the buckets.
-    members.sort_by_key(|(_, member)| (Reverse(member.elements), member.parameter));
+    members.sort_by_key(|(.., parameter)| (Reverse(elements(*parameter)), *parameter));
     let mut loads = vec![0; process_group.world_size()];
-    let whole = |(shard, member): (usize, &Member)| {
+    let whole = |(shard, place, parameter): (usize, usize, usize)| {
         let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
-        loads[owner] += member.elements;
-        let length = shards[shard].shard.own.elem_count();
-        let ranges = (0..loads.len()).map(|rank| member.range(rank, length)).collect();
-        let trained = (member.parameter, &parameters[member.parameter]);
-        let own = || Piece::new(trained, (0..member.elements, Spread::Shard), 0, Some(rule(member)));
+        loads[owner] += elements(parameter);
+        let ranges = (0..loads.len()).map(|rank| shards[shard].shard.cut.range(place, rank)).collect();
+        let trained = (parameter, &parameters[parameter]);
+        let own = || Piece::new(trained, (0..elements(parameter), Spread::Shard), 0, Some(rule(parameter)));
         let own = (owner == process_group.rank()).then(own).transpose()?;
-        Ok(Whole { parameter: member.parameter, owner, shard, ranges, own })
+        Ok(Whole { parameter, owner, shard, ranges, own })
     };
     members.into_iter().map(whole).collect()
 }
