@@ -39,6 +39,36 @@ fn assert_same(found: &Values, expected: &Values, what: &str) {
     }
 }
 
+/// A step and its average, of all weights equally or with the decay of `ema`.
+fn update(ddp: &Ddp, optimizer: &mut Optim, ema: &mut Ema, number: u64, equal: bool) -> Result<()> {
+    step(ddp, optimizer, number)?;
+    if equal {
+        ema.set_decay(number as f64 / (number + 1) as f64)?;
+    }
+    ema.update()
+}
+
+/// The averaged model after each second step of one process, which saves and loads nothing on the way.
+fn unbroken(steps: u64, equal: bool) -> Vec<Values> {
+    let folder = tempfile::tempdir().unwrap();
+    let run = spawn(1, |pg| {
+        let varmap = VarMap::new();
+        let (ddp, mut optimizer) = model(&pg, &varmap, None)?;
+        let mut ema = Ema::new(&ddp, 0.7)?;
+        let mut found = Vec::new();
+        for number in 0..steps {
+            update(&ddp, &mut optimizer, &mut ema, number, equal)?;
+            if number % 2 == 1 {
+                ema.apply()?;
+                found.push(whole(&pg, &varmap, &folder.path().join("model"))?);
+                ema.restore()?;
+            }
+        }
+        Ok(found)
+    });
+    run.unwrap().remove(0)
+}
+
 /// Continues a run in these steps, and saves it. Returns the averaged model.
 fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, equal: bool, folder: &Path) -> Values {
     let run = spawn(ranks, |pg| {
@@ -50,13 +80,7 @@ fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, equal: 
         let last =
             checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
         assert_eq!((last, ema.updates()), (steps.start.checked_sub(1), steps.start));
-        for number in steps.clone() {
-            step(&ddp, &mut optimizer, number)?;
-            if equal {
-                ema.set_decay(number as f64 / (number + 1) as f64)?;
-            }
-            ema.update()?;
-        }
+        steps.clone().try_for_each(|number| update(&ddp, &mut optimizer, &mut ema, number, equal))?;
         let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema));
         checkpointer.save(steps.end - 1, parts)?.wait()?;
         let weights = whole(&pg, &varmap, &folder.join("model"))?;
@@ -74,16 +98,15 @@ fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, equal: 
 fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
     let blocks = Some(Sharding::default());
     let hybrid = Some(Sharding { shard_ranks: Some(2), ..Default::default() });
+    let runs = [(2, blocks), (1, blocks), (3, blocks), (2, None), (4, hybrid), (3, blocks)];
     for equal in [false, true] {
-        let (one, many) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        for (number, (ranks, sharding)) in
-            [(2, blocks), (1, blocks), (3, blocks), (2, None), (4, hybrid), (3, blocks)].into_iter().enumerate()
-        {
+        let folder = tempfile::tempdir().unwrap();
+        let expected = unbroken(2 * runs.len() as u64, equal);
+        for (number, (ranks, sharding)) in runs.into_iter().enumerate() {
             let steps = 2 * number as u64..2 * number as u64 + 2;
-            let expected = averaged(1, None, steps.clone(), equal, one.path());
-            let found = averaged(ranks, sharding, steps, equal, many.path());
-            assert_same(&found, &expected, &format!("{ranks} ranks, {sharding:?}, equal: {equal}"));
-            let saved = many.path().join(format!("run/step-{:08}", 2 * number + 1));
+            let found = averaged(ranks, sharding, steps, equal, folder.path());
+            assert_same(&found, &expected[number], &format!("{ranks} ranks, {sharding:?}, equal: {equal}"));
+            let saved = folder.path().join(format!("run/step-{:08}", 2 * number + 1));
             assert_eq!(saved.join("ema.safetensors").exists(), sharding.is_none());
         }
     }
