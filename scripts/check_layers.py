@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # they are in one pair of braces: these are one room.
 LAYERS = {
     ROOT / "src": [
-        ["rendezvous", "virtual_ranks"],
+        ["goes_with", "rendezvous", "virtual_ranks"],
         ["flight_recorder"],
         ["backend"],
         ["process_group"],

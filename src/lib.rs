@@ -84,6 +84,7 @@ pub mod flight_recorder;
 pub mod fuzzing;
 #[cfg(all(test, not(fuzzing)))]
 mod fuzzing;
+mod goes_with;
 pub mod metrics;
 pub mod nn;
 pub mod optim;

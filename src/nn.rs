@@ -1,6 +1,7 @@
 //! Layers and functions with correct gradients that are fast on CPUs: everything in [`candle_ddp_nn`], a drop-in for candle-nn,
 //! and [`sync_batch_norm`].
 use crate::backend::label;
+use crate::goes_with::Feature;
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp};
 use candle_core::{Result, Tensor};
@@ -36,15 +37,9 @@ pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     vb: VarBuilder,
 ) -> Result<BatchNorm> {
     if group.virtual_ranks().is_some() {
-        return Err(virtual_ranks().into());
+        Feature::SyncBatchNorm.goes_with(Feature::VirtualRanks)?;
     }
     Ok(batch_norm(num_features, config, vb)?.synchronised(Arc::new(group.clone())))
-}
-
-fn virtual_ranks() -> Error {
-    let reason = "SyncBatchNorm cannot be combined with virtual ranks, since a rank computes its micro-batches one after the other: \
-                  use `batch_norm`, which normalises each micro-batch, or `group_norm`";
-    Error::invalid("virtual_ranks", reason)
 }
 
 /// The group for the layers' collectives. The first call connects it.
@@ -81,12 +76,10 @@ impl BatchNormGroup for ProcessGroup {
             .into());
         }
         if self.virtual_ranks().is_some() {
-            return Err(virtual_ranks().into());
+            Feature::SyncBatchNorm.goes_with(Feature::VirtualRanks)?;
         }
         if self.current_join().is_some() {
-            let reason = "it cannot train inside `join`: its statistics need all ranks, and ranks without inputs make \
-                          no forward passes. Use `batch_norm`, or give all ranks the same number of batches";
-            return Err(Error::invalid(INPUT, reason).into());
+            Feature::SyncBatchNorm.goes_with(Feature::Join)?;
         }
         Ok(())
     }

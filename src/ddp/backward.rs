@@ -18,6 +18,7 @@ use super::scaled;
 use super::settle;
 use super::sync;
 use crate::backend::CallSite;
+use crate::goes_with::Feature;
 use crate::origin;
 use crate::panic::lock;
 use crate::process_group::{Active, Kind};
@@ -168,6 +169,9 @@ fn run_into(
         let reason = "it holds this rank's own sums from a backward pass under no_sync. The buckets hold these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
         return Err(Error::invalid("into", reason));
+    }
+    if models.iter().any(|model| model.group().virtual_ranks().is_some()) {
+        Feature::Into.goes_with(Feature::VirtualRanks)?;
     }
     if count.is_some() && models.iter().any(|model| model.reducer.is_sharded()) {
         let reason = "a ZeroRedundancyOptimizer keeps the gradients, and cannot add those of a pass with a count to earlier \

@@ -6,6 +6,7 @@ use super::model::DistributedModel;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::registry::Registry;
 use super::{DdpOptions, DistributedDataParallel, Precision, Reducer, Role};
+use crate::goes_with::Feature;
 use crate::process_group::ProcessGroup;
 use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
@@ -132,8 +133,7 @@ impl<M> DistributedDataParallel<M> {
             }
         }
         if options.sharding.is_some() {
-            let reason = "a model of `from_vars` computes with whole variables: build it with `with_options`";
-            built = Err(Error::invalid("sharding", reason));
+            built = built.and_then(|module| Feature::FromVars.goes_with(Feature::ShardedBlocks).map(|()| module));
         }
         let (module, core) = DistributedModel::connect(reducer, built, variables, None, options)?;
         Ok(Self { module, no_grad_module: None, core: Box::new(core) })

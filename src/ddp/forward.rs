@@ -2,6 +2,7 @@
 use super::no_grad;
 use super::{DistributedDataParallel, Precision};
 use crate::backend::CallSite;
+use crate::goes_with::Feature;
 use crate::tensor::MemoryFormat;
 use crate::tensor::function::{argument, input, is_grad_enabled};
 use crate::{Error, Result};
@@ -79,7 +80,7 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// The errors of the last copies of the variables; [`Error::InvalidArgument`] under sharding.
     pub fn into_module(self) -> Result<M> {
-        self.core.check_whole("into_module")?;
+        self.core.check_whole(Feature::WholeModel)?;
         self.core.begin_forward(false)?;
         Ok(self.module)
     }
@@ -127,7 +128,7 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
-        self.core.check_whole("with_no_grad_model")?;
+        self.core.check_whole(Feature::NoGradModel)?;
         self.no_grad_module = Some(no_grad::build(&self.core, build)?);
         Ok(self)
     }

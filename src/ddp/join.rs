@@ -2,6 +2,7 @@
 use super::model::DistributedModel;
 use super::{backward, scaled, sync, verify};
 use crate::backend::label;
+use crate::goes_with::Feature;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::warnings::warn_aloud;
@@ -171,11 +172,9 @@ fn check<'a>(models: &[&'a DistributedModel]) -> Result<&'a ProcessGroup> {
     if models.iter().any(|model| !model.group().is_same(group)) {
         return Err(Error::invalid("models", "all models of a join must belong to the same process group"));
     }
-    models.iter().try_for_each(|model| model.check_whole("a join, in which some ranks compute nothing,"))?;
+    models.iter().try_for_each(|model| model.check_whole(Feature::Join))?;
     if group.virtual_ranks().is_some() {
-        let reason = "a join is for ranks with different numbers of batches, and cannot be combined with virtual ranks, of which \
-                      each has a micro-batch in every step";
-        return Err(Error::invalid("join", reason));
+        Feature::Join.goes_with(Feature::VirtualRanks)?;
     }
     if models.len() > Operation::MODELS {
         return Err(Error::invalid("models", format!("a join has at most {} models", Operation::MODELS)));

@@ -1,6 +1,7 @@
 //! Virtual ranks: a step is one backward pass for each micro-batch.
 use super::model::DistributedModel;
 use super::pass::Pass;
+use crate::goes_with::Feature;
 use crate::panic::lock;
 use crate::tensor::seed::{Drawn, take_drawn};
 use crate::{Error, Result};
@@ -40,9 +41,7 @@ pub(super) fn check(pass: &Pass) -> Result<()> {
     for model in &pass.models {
         model.core.reducer.check_next(number)?;
         if !model.core.synchronises() {
-            let reason = "it cannot be combined with virtual ranks: backward_micro_batch adds the gradients of a step's \
-                          micro-batches up by itself";
-            return Err(Error::invalid("no_sync", reason));
+            Feature::NoSync.goes_with(Feature::VirtualRanks)?;
         }
     }
     Ok(())

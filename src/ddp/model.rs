@@ -14,6 +14,7 @@ use super::window::Window;
 use super::{sync, verify};
 use crate::backend;
 use crate::backend::label;
+use crate::goes_with::Feature;
 use crate::kernels;
 use crate::origin;
 use crate::panic::lock;
@@ -78,11 +79,10 @@ impl DistributedModel {
                 preload(&variables, &options)?;
             }
             let ranks = group.micro_batches();
-            if ranks.is_some() && options.sharding.is_some() {
-                let reason = "a group with virtual ranks needs whole gradients on every rank until the end of a step: use either";
-                return Err(Error::invalid("sharding", reason));
-            }
             if ranks.is_some() {
+                if options.sharding.is_some() {
+                    Feature::VirtualRanks.goes_with(Feature::ShardedBlocks)?;
+                }
                 virtual_ranks::check_options(&options, &variables)?;
             }
             if let Some(folder) = &options.trace {
@@ -161,13 +161,9 @@ impl DistributedModel {
         self.no_sync.load(Ordering::Relaxed) == 0
     }
 
-    /// Refuses `what` under sharding, where no rank has the whole model.
-    pub(super) fn check_whole(&self, what: &str) -> Result<()> {
-        if self.blocks.is_none() {
-            return Ok(());
-        }
-        let reason = format!("{what} needs the whole model, of which each rank has a part");
-        Err(Error::invalid("sharding", reason))
+    /// Refuses a feature under sharding, where no rank has the whole model.
+    pub(super) fn check_whole(&self, feature: Feature) -> Result<()> {
+        self.blocks.as_ref().map_or(Ok(()), |_| feature.goes_with(Feature::ShardedBlocks))
     }
 
     /// Whether gradients arrive during candle's backward pass.

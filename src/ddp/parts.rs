@@ -4,7 +4,8 @@ use super::order::Member;
 use super::pass::Pass;
 use super::replicas;
 use super::scaled;
-use crate::{Error, Result};
+use crate::Result;
+use crate::goes_with::Feature;
 use candle_core::TensorId;
 use candle_core::backprop::GradStore;
 use std::collections::HashSet;
@@ -17,16 +18,14 @@ const MOST: usize = 16;
 
 /// Refuses what no step may follow.
 pub(super) fn check(pass: &Pass) -> Result<()> {
+    if pass.models.iter().any(|model| model.core.group().virtual_ranks().is_some()) {
+        Feature::BackwardAndStep.goes_with(Feature::VirtualRanks)?;
+    }
     if pass.synchronised().next().is_none() {
-        let reason = "under no_sync nothing is averaged, and a step must wait for the mean: call `backward` for the first \
-                      micro-batches, and backward_and_step outside of no_sync for the last one";
-        return Err(Error::invalid("optimizer", reason));
+        Feature::BackwardAndStep.goes_with(Feature::NoSync)?;
     }
     if pass.graph.iter().flat_map(Graph::variables).any(scaled::is_key) {
-        let reason = "backward_and_step updates parameters before it is known whether all gradients are finite: with a scaler, call \
-                      `ddp.backward(&loss)` and `scaler.step(&mut optimizer, &mut grads)`"
-            .to_string();
-        return Err(Error::GradScaler { call: "step", reason });
+        Feature::BackwardAndStep.goes_with(Feature::GradScaler)?;
     }
     Ok(())
 }

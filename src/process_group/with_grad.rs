@@ -1,6 +1,7 @@
 //! Collectives through which gradients flow.
 use super::ProcessGroup;
 use crate::backend::{CallSite, label};
+use crate::goes_with::Feature;
 use crate::{Error, ReduceOp, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape, Tensor, Var};
@@ -287,14 +288,10 @@ impl WithGrad {
 
     fn check(&self) -> Result<()> {
         if self.group.virtual_ranks().is_some() {
-            let reason = "collectives with a gradient cannot be combined with virtual ranks, since a rank computes its \
-                          micro-batches one after the other";
-            return Err(Error::invalid("virtual_ranks", reason));
+            Feature::WithGrad.goes_with(Feature::VirtualRanks)?;
         }
         if self.group.current_join().is_some() {
-            let reason = "they cannot be used within `join`: they need all ranks, and ranks without inputs make no forward \
-                          passes. Give all ranks the same number of batches";
-            return Err(Error::invalid("collectives with a gradient", reason));
+            Feature::WithGrad.goes_with(Feature::Join)?;
         }
         Ok(())
     }

@@ -42,6 +42,7 @@ mod empty;
 mod evaluation;
 mod failed_pass;
 mod freezing;
+mod goes_with;
 mod golden_folders;
 mod golden_model;
 mod gradient_penalty;

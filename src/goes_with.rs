@@ -1,0 +1,215 @@
+//! Which features cannot be combined: the one table from which errors, `docs/combining.md` and a test of all pairs are made.
+use crate::{Error, Result};
+use std::fmt;
+
+/// What a program may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Feature {
+    ShardedOptimizer,
+    ShardedBlocks,
+    VirtualRanks,
+    CommHook,
+    Join,
+    NoSync,
+    Into,
+    BackwardAndStep,
+    GradScaler,
+    SyncBatchNorm,
+    WithGrad,
+    WholeModel,
+    NoGradModel,
+    FromVars,
+    Norms,
+}
+
+use Feature::*;
+
+impl fmt::Display for Feature {
+    /// As programs write it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ShardedOptimizer => "ZeroRedundancyOptimizer",
+            ShardedBlocks => "DdpOptions.sharding",
+            VirtualRanks => "InitOptions.virtual_ranks",
+            CommHook => "register_comm_hook",
+            Join => "join",
+            NoSync => "no_sync",
+            Into => "Backward.into",
+            BackwardAndStep => "backward_and_step",
+            GradScaler => "GradScaler",
+            SyncBatchNorm => "sync_batch_norm",
+            WithGrad => "collectives with a gradient",
+            WholeModel => "into_module",
+            NoGradModel => "with_no_grad_model",
+            FromVars => "from_vars",
+            Norms => "a rule that needs norms, such as Lamb",
+        })
+    }
+}
+
+/// Two features that cannot be combined.
+struct Refusal {
+    features: [Feature; 2],
+    /// The argument, option or call that the error is about.
+    argument: &'static str,
+    reason: &'static str,
+}
+
+const fn refusal(features: [Feature; 2], argument: &'static str, reason: &'static str) -> Refusal {
+    Refusal { features, argument, reason }
+}
+
+/// All other pairs may be combined.
+const REFUSALS: &[Refusal] = &[
+    refusal(
+        [ShardedOptimizer, CommHook],
+        "comm_hook",
+        "a ZeroRedundancyOptimizer reduces the gradients, and cannot be combined with a communication hook: use another optimizer, or no \
+         hook",
+    ),
+    refusal(
+        [ShardedBlocks, CommHook],
+        "comm_hook",
+        "the model is sharded, and each rank gets its part of the gradients: use no hook, or no sharding",
+    ),
+    refusal(
+        [VirtualRanks, CommHook],
+        "comm_hook",
+        "virtual ranks add gradients along a fixed tree, and cannot be combined with a communication hook: use no hook, or a group without \
+         virtual ranks",
+    ),
+    refusal(
+        [ShardedBlocks, VirtualRanks],
+        "sharding",
+        "a group with virtual ranks needs whole gradients on every rank until the end of a step: use either",
+    ),
+    refusal(
+        [Norms, VirtualRanks],
+        "virtual_ranks",
+        "under virtual ranks, a ZeroRedundancyOptimizer can compute no norms, whose last bits would depend on the number of ranks: use no \
+         clipping by norm and no Lamb, or an optimizer that has the whole state on each rank",
+    ),
+    refusal(
+        [Join, VirtualRanks],
+        "join",
+        "a join is for ranks with different numbers of batches, and cannot be combined with virtual ranks, of which each has a \
+         micro-batch in every step",
+    ),
+    refusal(
+        [NoSync, VirtualRanks],
+        "no_sync",
+        "it cannot be combined with virtual ranks: backward_micro_batch adds the gradients of a step's micro-batches up by itself",
+    ),
+    refusal(
+        [Into, VirtualRanks],
+        "into",
+        "backward_micro_batch adds the gradients of a step's micro-batches up by itself: let the loss of a micro-batch be the sum of its losses",
+    ),
+    refusal(
+        [BackwardAndStep, VirtualRanks],
+        "optimizer",
+        "under virtual ranks a step is one backward pass for each micro-batch: call backward_micro_batch for each, and `step` with the \
+         gradients of the last one",
+    ),
+    refusal(
+        [SyncBatchNorm, VirtualRanks],
+        "virtual_ranks",
+        "SyncBatchNorm cannot be combined with virtual ranks, since a rank computes its micro-batches one after the other: use \
+         `batch_norm`, which normalises each micro-batch, or `group_norm`",
+    ),
+    refusal(
+        [WithGrad, VirtualRanks],
+        "virtual_ranks",
+        "collectives with a gradient cannot be combined with virtual ranks, since a rank computes its micro-batches one after the other",
+    ),
+    refusal(
+        [ShardedBlocks, Join],
+        "sharding",
+        "a join, in which some ranks compute nothing, needs the whole model, of which each rank has a part",
+    ),
+    refusal(
+        [SyncBatchNorm, Join],
+        "the input of SyncBatchNorm",
+        "it cannot train inside `join`: its statistics need all ranks, and ranks without inputs make no forward passes. Use `batch_norm`, \
+         or give all ranks the same number of batches",
+    ),
+    refusal(
+        [WithGrad, Join],
+        "collectives with a gradient",
+        "they cannot be used within `join`: they need all ranks, and ranks without inputs make no forward passes. Give all ranks the same \
+         number of batches",
+    ),
+    refusal(
+        [BackwardAndStep, NoSync],
+        "optimizer",
+        "under no_sync nothing is averaged, and a step must wait for the mean: call `backward` for the first micro-batches, and \
+         backward_and_step outside of no_sync for the last one",
+    ),
+    refusal(
+        [BackwardAndStep, GradScaler],
+        "optimizer",
+        "backward_and_step updates parameters before it is known whether all gradients are finite: with a scaler, call \
+         `ddp.backward(&loss)` and `scaler.step(&mut optimizer, &mut grads)`",
+    ),
+    refusal(
+        [ShardedBlocks, WholeModel],
+        "sharding",
+        "into_module needs the whole model, of which each rank has a part",
+    ),
+    refusal(
+        [ShardedBlocks, NoGradModel],
+        "sharding",
+        "with_no_grad_model needs the whole model, of which each rank has a part",
+    ),
+    refusal(
+        [ShardedBlocks, FromVars],
+        "sharding",
+        "a model of `from_vars` computes with whole variables: build it with `with_options`",
+    ),
+];
+
+impl Feature {
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the two cannot be combined.
+    pub(crate) fn goes_with(self, other: Self) -> Result<()> {
+        let refused = |refusal: &&Refusal| [[self, other], [other, self]].contains(&refusal.features);
+        match REFUSALS.iter().find(refused) {
+            Some(refusal) => Err(Error::invalid(refusal.argument, refusal.reason)),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With `CANDLE_DDP_TEST_UPDATE=1`, the table is written to the page.
+    #[test]
+    fn the_page_has_the_table() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/combining.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        let row = |Refusal { features: [first, second], reason, .. }: &Refusal| {
+            format!("| `{first}` | `{second}` | {reason} |\n")
+        };
+        let rows: String = REFUSALS.iter().map(row).collect();
+        let before = page.lines().take_while(|line| !line.starts_with("| `")).map(|line| format!("{line}\n"));
+        let expected = before.collect::<String>() + &rows;
+        if std::env::var_os("CANDLE_DDP_TEST_UPDATE").is_some() {
+            return std::fs::write(path, expected).unwrap();
+        }
+        let update = "CANDLE_DDP_TEST_UPDATE=1 cargo test --lib goes_with writes the table to the page";
+        assert!(page == expected, "docs/combining.md has another table; {update}");
+    }
+
+    #[test]
+    fn a_pair_is_in_one_row_and_is_refused_in_both_orders() {
+        for (index, Refusal { features: [first, second], .. }) in REFUSALS.iter().enumerate() {
+            let same =
+                REFUSALS.iter().position(|other| other.features.contains(first) && other.features.contains(second));
+            assert_eq!(same, Some(index), "{first} and {second}");
+            assert!(first.goes_with(*second).is_err() && second.goes_with(*first).is_err());
+        }
+        assert!(Join.goes_with(NoSync).is_ok());
+    }
+}

@@ -1,0 +1,537 @@
+//! All pairs of features, as `docs/combining.md` lists them: a pair trains like one process that has the whole batch, also after it has been
+//! saved and loaded by another number of ranks, or it is the page's error on every rank.
+use crate::common::with_virtual_ranks;
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::amp::{GradScaler, GradScalerOptions};
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions};
+use candle_ddp::comm_hook::AllReduce;
+use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
+use candle_ddp::optim::{
+    self, AdamW, Ema, FusedOptimizer, Lamb, MuonGroup, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon,
+    PeriodicModelAverager, PeriodicModelAveragerOptions, UpdateRule, ZeroRedundancyOptimizer,
+};
+use candle_ddp::{
+    Backward, Block, DdpOptions, DistributedDataParallel, JoinOptions, Precision, ProcessGroup, ReduceOp, Result, Role,
+    Sharding, WithGrad, backward_micro_batch, backward_with, block, spawn,
+};
+use candle_nn::{Module, ModuleT, VarBuilder, VarMap};
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// In two halves, of which each rank has an equal part.
+const ROWS: usize = 24;
+const VIRTUAL: usize = 8;
+const WIDTH: usize = 6;
+const STEPS: usize = 4;
+
+/// A feature, by the words of the page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Feature {
+    ShardedOptimizer,
+    ShardedBlocks,
+    Hybrid,
+    VirtualRanks,
+    CommHook,
+    Join,
+    NoSync,
+    Into,
+    Count,
+    BackwardAndStep,
+    GradScaler,
+    OnNonFinite,
+    ReplicaCheck,
+    Clipping,
+    Adapters,
+    Averager,
+    Norms,
+    Muon,
+    SyncBatchNorm,
+    WithGrad,
+    Checkpoint,
+    Frozen,
+}
+use Feature::*;
+
+const ALL: [Feature; 22] = [
+    ShardedOptimizer,
+    ShardedBlocks,
+    Hybrid,
+    VirtualRanks,
+    CommHook,
+    Join,
+    NoSync,
+    Into,
+    Count,
+    BackwardAndStep,
+    GradScaler,
+    OnNonFinite,
+    ReplicaCheck,
+    Clipping,
+    Adapters,
+    Averager,
+    Norms,
+    Muon,
+    SyncBatchNorm,
+    WithGrad,
+    Checkpoint,
+    Frozen,
+];
+
+impl Feature {
+    /// The page's word for those that cannot be combined with all others.
+    fn word(self) -> Option<&'static str> {
+        Some(match self {
+            ShardedOptimizer => "ZeroRedundancyOptimizer",
+            ShardedBlocks | Hybrid => "DdpOptions.sharding",
+            VirtualRanks => "InitOptions.virtual_ranks",
+            CommHook => "register_comm_hook",
+            Join => "join",
+            NoSync => "no_sync",
+            Into => "Backward.into",
+            BackwardAndStep => "backward_and_step",
+            GradScaler => "GradScaler",
+            SyncBatchNorm => "sync_batch_norm",
+            WithGrad => "collectives with a gradient",
+            _ => return None,
+        })
+    }
+
+    /// Whether other numbers come out with it.
+    fn is_another_training(self) -> bool {
+        [Into, Clipping, Adapters, Norms, Muon, SyncBatchNorm, WithGrad, Frozen].contains(&self)
+    }
+
+    /// Whether it says the same thing as the other, so that a program has only one of them.
+    fn excludes(self, other: Self) -> bool {
+        let kinds: [&[Self]; 5] = [
+            &[ShardedOptimizer, ShardedBlocks, Hybrid],
+            &[Norms, Muon],
+            &[Into, BackwardAndStep],
+            // Which has no such argument.
+            &[Clipping, BackwardAndStep],
+            &[Count, BackwardAndStep],
+        ];
+        self == other || kinds.iter().any(|kind| kind.contains(&self) && kind.contains(&other))
+    }
+}
+
+struct Layer(nn::LayerNorm, Linear);
+
+impl Module for Layer {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        nn::add(x, &nn::gelu(&self.1.forward(&self.0.forward(x)?)?)?)
+    }
+}
+
+struct Net {
+    stem: Linear,
+    layers: Vec<Block<Layer>>,
+    norm: Option<BatchNorm>,
+    head: Linear,
+    checkpointed: bool,
+}
+
+impl Net {
+    fn new(vb: VarBuilder, group: &ProcessGroup, with: &[Feature]) -> candle_core::Result<Self> {
+        let layer = |vb: VarBuilder| {
+            Ok::<_, candle_core::Error>(Layer(
+                layer_norm(WIDTH, 1e-5, vb.pp("norm"))?,
+                linear(WIDTH, WIDTH, vb.pp("fc"))?,
+            ))
+        };
+        let norm = match with.contains(&SyncBatchNorm) {
+            true => Some(sync_batch_norm(group, WIDTH, 1e-5, vb.pp("sync"))?),
+            false => None,
+        };
+        Ok(Self {
+            stem: linear(3, WIDTH, vb.pp("stem"))?,
+            layers: (0..2).map(|index| block(vb.pp(format!("layers.{index}")), layer)).collect::<Result<_, _>>()?,
+            norm,
+            head: linear(WIDTH, 1, vb.pp("head"))?,
+            checkpointed: with.contains(&Checkpoint),
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let x = match self.checkpointed {
+            true => {
+                let stem = self.stem.clone();
+                nn::checkpoint(&[x], move |x| stem.forward(&x[0]))?
+            }
+            false => self.stem.forward(x)?,
+        };
+        let x = self.layers.iter().try_fold(x, |x, layer| layer.forward(&x))?;
+        let x = self.norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward_t(&x, true))?;
+        self.head.forward(&x)
+    }
+}
+
+fn rows(step: usize, ranges: &[Range<usize>]) -> candle_core::Result<Tensor> {
+    let value = |index: usize| ((index * 37 + step * 11) as f64 * 0.1).sin();
+    let all = Tensor::from_vec((0..3 * ROWS).map(value).collect(), (ROWS, 3), &Device::Cpu)?;
+    let parts =
+        ranges.iter().map(|range| all.narrow(0, range.start, range.len())).collect::<candle_core::Result<Vec<_>>>()?;
+    Tensor::cat(&parts, 0)
+}
+
+type Ddp = DistributedDataParallel<Net>;
+type Values = BTreeMap<String, Vec<f64>>;
+
+/// An optimizer, with or without a part of the gradients.
+trait Trains: Optimizer {
+    fn join(&mut self, ddp: &Ddp, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()>;
+}
+
+impl<R: UpdateRule> Trains for FusedOptimizer<R> {
+    fn join(&mut self, ddp: &Ddp, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
+        ddp.join(JoinOptions::default(), || body(self)).map(drop)
+    }
+}
+
+impl<R: UpdateRule> Trains for ZeroRedundancyOptimizer<R> {
+    fn join(&mut self, ddp: &Ddp, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
+        ZeroRedundancyOptimizer::join(self, ddp, JoinOptions::default(), body).map(drop)
+    }
+}
+
+struct Program<'a> {
+    pg: &'a ProcessGroup,
+    with: &'a [Feature],
+    ddp: &'a Ddp,
+    scaler: GradScaler,
+    collectives: Option<WithGrad>,
+}
+
+impl Program<'_> {
+    fn has(&self, feature: Feature) -> bool {
+        self.with.contains(&feature)
+    }
+
+    /// The loss over rows of the batch, as a mean, or as a sum if the pass has a count.
+    fn loss(&self, step: usize, ranges: &[Range<usize>], share: f64) -> Result<Tensor> {
+        let y = self.ddp.call(|net| net.forward(&rows(step, ranges)?))?;
+        let count = if self.has(Count) { y.elem_count() as f64 } else { 1.0 };
+        let mut loss = ((&y - 1.0)?.sqr()?.mean_all()? * count)?;
+        if let Some(collectives) = &self.collectives {
+            // The mean of all ranks' outputs is the same on every rank.
+            let mean = collectives.all_reduce(&y.mean_all()?, ReduceOp::Avg)?;
+            loss = (loss + (mean.sqr()? * count)?)?;
+        }
+        self.scaler.scale(&(loss * share)?)
+    }
+
+    fn count(&self, ranges: &[Range<usize>]) -> Option<f64> {
+        self.has(Count).then(|| ranges.iter().map(Range::len).sum::<usize>() as f64)
+    }
+
+    /// The gradients of a step; None if it has been made.
+    fn backward(&self, optimizer: &mut impl Optimizer, step: usize) -> Result<Option<GradStore>> {
+        let (rank, ranks) = (self.pg.rank(), self.pg.world_size());
+        let (start, end) = (rank * ROWS / 2 / ranks, (rank + 1) * ROWS / 2 / ranks);
+        let mut own = vec![start..end, ROWS / 2 + start..ROWS / 2 + end];
+        let pass = |ranges: &[Range<usize>], step, share, into: Option<&mut GradStore>| {
+            let options = Backward { count: self.count(ranges), into };
+            backward_with(&self.loss(step, ranges, share)?, &[self.ddp], options)
+        };
+        if self.has(VirtualRanks) && !self.has(Into) && !self.has(BackwardAndStep) {
+            let mut last = None;
+            for number in self.ddp.micro_batches().unwrap() {
+                let range = [number * ROWS / VIRTUAL..(number + 1) * ROWS / VIRTUAL];
+                let _guard = self.has(NoSync).then(|| self.ddp.no_sync());
+                last = backward_micro_batch(&self.loss(step, &range, 1.0)?, &[self.ddp], number, self.count(&range))?;
+            }
+            return Ok(last);
+        }
+        let (all, mut share) = (own.clone(), 1.0);
+        if self.has(NoSync) {
+            // The half of a mean; sums need no division.
+            share = if self.has(Count) { 1.0 } else { 0.5 };
+            let _guard = self.ddp.no_sync();
+            pass(&[own.remove(0)], step, share, None)?;
+            if self.has(BackwardAndStep) {
+                let loss = self.loss(step, &own, share)?;
+                return self.ddp.backward_and_step(&loss, optimizer).map(|()| None);
+            }
+        }
+        if self.has(BackwardAndStep) {
+            let loss = self.loss(step, &own, share)?;
+            return self.ddp.backward_and_step(&loss, optimizer).map(|()| None);
+        }
+        if self.has(Into) {
+            let mut grads = GradStore::default();
+            pass(&own, step, share, Some(&mut grads))?;
+            return pass(&all, step + 100, 0.5, Some(&mut grads)).map(Some);
+        }
+        pass(&own, step, share, None).map(Some)
+    }
+
+    fn step(&mut self, optimizer: &mut impl Optimizer, step: usize) -> Result<()> {
+        let Some(mut grads) = self.backward(optimizer, step)? else { return Ok(()) };
+        if self.has(Clipping) {
+            optimizer.unscale(&mut self.scaler, &mut grads)?;
+            let norm = optimizer.clip_grad_norm(&mut grads, 0.01)?;
+            assert!(norm > 0.01, "{norm}");
+        }
+        assert!(self.scaler.step(optimizer, &mut grads)?);
+        self.scaler.update()
+    }
+}
+
+/// The frozen weights of a model with adapters.
+fn base() -> HashMap<String, Tensor> {
+    let value = |seed: usize, index: usize| ((seed * 31 + index * 7) as f64 * 0.3).sin() * 0.5 + 0.6;
+    let shapes: [(&str, &[usize]); 16] = [
+        ("sync.weight", &[WIDTH]),
+        ("sync.bias", &[WIDTH]),
+        ("sync.running_mean", &[WIDTH]),
+        ("sync.running_var", &[WIDTH]),
+        ("stem.weight", &[WIDTH, 3]),
+        ("stem.bias", &[WIDTH]),
+        ("layers.0.norm.weight", &[WIDTH]),
+        ("layers.0.norm.bias", &[WIDTH]),
+        ("layers.0.fc.weight", &[WIDTH, WIDTH]),
+        ("layers.0.fc.bias", &[WIDTH]),
+        ("layers.1.norm.weight", &[WIDTH]),
+        ("layers.1.norm.bias", &[WIDTH]),
+        ("layers.1.fc.weight", &[WIDTH, WIDTH]),
+        ("layers.1.fc.bias", &[WIDTH]),
+        ("head.weight", &[1, WIDTH]),
+        ("head.bias", &[1]),
+    ];
+    let tensor = |(seed, (name, shape)): (usize, &(&str, &[usize]))| {
+        let values = (0..shape.iter().product()).map(|index| value(seed, index)).collect();
+        (name.to_string(), Tensor::from_vec(values, *shape, &Device::Cpu).unwrap())
+    };
+    shapes.iter().enumerate().map(tensor).collect()
+}
+
+fn options(pg: &ProcessGroup, with: &[Feature]) -> DdpOptions {
+    let has = |feature| with.contains(&feature);
+    let ranks = pg.world_size();
+    let sharding = if has(ShardedBlocks) {
+        Some(Sharding::default())
+    } else if has(Hybrid) {
+        Some(Sharding { shard_ranks: ranks.is_multiple_of(2).then_some(ranks / 2), ..Default::default() })
+    } else {
+        None
+    };
+    let is_frozen = has(Frozen);
+    DdpOptions {
+        precision: Precision::Pure(DType::F64),
+        sharding,
+        on_non_finite: has(OnNonFinite).then_some(candle_ddp::OnNonFinite::Skip { at_most: 3 }),
+        replica_check: has(ReplicaCheck).then_some(candle_ddp::ReplicaCheck { every: 1, warn_only: false }),
+        role: Arc::new(
+            move |name| if is_frozen && name.ends_with("norm.bias") { Role::Frozen } else { Role::Parameter },
+        ),
+        init_seed: Some(7),
+        ..Default::default()
+    }
+}
+
+/// Trains these steps, after those that an earlier run has saved in the folder, and returns the whole weights and averages.
+fn train<O: Trains>(
+    pg: &ProcessGroup,
+    with: &[Feature],
+    optimizer: impl FnOnce(&Ddp) -> Result<O>,
+    steps: Range<usize>,
+    folder: &Path,
+) -> Result<Values> {
+    let has = |feature| with.contains(&feature);
+    let mut varmap = VarMap::new();
+    let lora = LoraConfig {
+        r: 2,
+        target_modules: vec!["fc".to_string()],
+        modules_to_save: ["head", "sync"][..1 + usize::from(has(SyncBatchNorm))]
+            .iter()
+            .map(|name| name.to_string())
+            .collect(),
+        ..Default::default()
+    };
+    if has(Adapters) {
+        for (name, value) in base().into_iter().filter(|(name, _)| lora.is_trained(name)) {
+            varmap.data().lock().unwrap().insert(name, Var::from_tensor(&value)?);
+        }
+    }
+    let build = |vb: VarBuilder<'static>| match has(Adapters) {
+        false => Net::new(vb, pg, with),
+        true => {
+            let base = VarBuilder::from_tensors(base(), DType::F64, &Device::Cpu);
+            lora.build(base, vb, |vb| Net::new(vb, pg, with))
+        }
+    };
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(pg, with))?;
+    if has(CommHook) {
+        ddp.register_comm_hook(AllReduce::default())?;
+    }
+    let mut optimizer = optimizer(&ddp)?;
+    let enabled = has(GradScaler);
+    let scaling = GradScalerOptions { enabled, init_scale: 1024.0, growth_interval: 2, ..Default::default() };
+    let scaler = candle_ddp::amp::GradScaler::new(pg, &ddp, scaling)?;
+    let mut ema = Ema::new(&ddp, 0.7)?;
+    // A sharded model has no other model to be averaged with.
+    let alone = has(ShardedBlocks) || has(Hybrid);
+    let own: Vec<_> = (0..pg.world_size()).map(|rank| pg.new_group(&[rank])).collect::<Result<_>>()?;
+    let own = own.into_iter().flatten().next().filter(|_| alone);
+    let averaging = PeriodicModelAveragerOptions { period: 1, warmup_steps: 0 };
+    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), averaging)?;
+    let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
+    let mut program = Program { pg, with, ddp: &ddp, scaler, collectives };
+    let options = CheckpointerOptions { resume: true, ..Default::default() };
+    let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;
+    let last = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
+    assert_eq!(last, steps.start.checked_sub(1).map(|step| step as u64));
+    let mut all = |optimizer: &mut O| -> Result<()> {
+        for step in steps.clone() {
+            program.step(optimizer, step)?;
+            if has(Averager) {
+                averager.average_parameters(&ddp)?;
+            }
+            ema.update()?;
+        }
+        Ok(())
+    };
+    if has(Join) {
+        optimizer.join(&ddp, &mut all)?
+    } else {
+        all(&mut optimizer)?
+    };
+    let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema));
+    checkpointer.save(steps.end as u64 - 1, parts)?.wait()?;
+    let whole = |name: &str| -> Result<Values> {
+        let path = folder.join(name);
+        checkpoint::save_distributed(pg, &varmap, &path)?;
+        let values =
+            |(name, tensor): (String, Tensor)| Ok((name, tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?));
+        checkpoint::read(&path)?.into_iter().map(values).collect()
+    };
+    let mut found = whole("model")?;
+    ema.apply()?;
+    found.extend(whole("averages")?.into_iter().map(|(name, values)| (format!("average of {name}"), values)));
+    Ok(found)
+}
+
+/// Runs the program on so many ranks, and returns each rank's result.
+fn ranks(
+    ranks: usize,
+    with: &[Feature],
+    steps: Range<usize>,
+    folder: &Path,
+) -> Vec<std::result::Result<Values, String>> {
+    let is_sharded = [ShardedOptimizer, ShardedBlocks, Hybrid].iter().any(|feature| with.contains(feature));
+    let (adamw, muon) = (ParamsAdamW { lr: 0.01, ..Default::default() }, ParamsMuon { lr: 0.01, ..Default::default() });
+    let lamb = ParamsLamb { lr: 0.01, ..Default::default() };
+    let by_adamw = |name: &str| name.starts_with("head");
+    let run = |pg: ProcessGroup| {
+        let (pg, steps) = (&pg, steps.clone());
+        let (adamw, muon, lamb) = (adamw.clone(), muon.clone(), lamb.clone());
+        let found = match (with.contains(&Norms), with.contains(&Muon), is_sharded) {
+            (true, _, true) => train(pg, with, |ddp| ZeroRedundancyOptimizer::new(ddp, lamb), steps, folder),
+            (true, _, false) => train(pg, with, |ddp| Lamb::new(ddp, lamb), steps, folder),
+            (_, true, true) => {
+                let new = |ddp: &Ddp| ZeroRedundancyOptimizer::<MuonGroup>::with_adamw(ddp, muon, adamw, by_adamw);
+                train(pg, with, new, steps, folder)
+            }
+            (_, true, false) => {
+                train(pg, with, |ddp| optim::Muon::with_adamw(ddp, muon, adamw, by_adamw), steps, folder)
+            }
+            (_, _, true) => train(pg, with, |ddp| ZeroRedundancyOptimizer::new(ddp, adamw), steps, folder),
+            (_, _, false) => train(pg, with, |ddp| AdamW::new(ddp, adamw), steps, folder),
+        };
+        Ok(found.map_err(|error| error.to_string()))
+    };
+    match with.contains(&VirtualRanks) {
+        true => with_virtual_ranks(VIRTUAL, ranks, run),
+        false => spawn(ranks, run),
+    }
+    .unwrap()
+}
+
+/// The page's error for two features, by its table.
+fn refusals() -> BTreeMap<(String, String), String> {
+    let page = include_str!("../../docs/combining.md");
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `")).map(|line| {
+        let cells: Vec<_> = line.trim_end_matches(" |").splitn(3, " | ").collect();
+        let word = |cell: &str| cell.trim_matches('`').to_string();
+        ((word(cells[0]), word(cells[1])), cells[2].replace("\\|", "|"))
+    });
+    rows.collect()
+}
+
+#[test]
+fn every_pair_of_features_trains_like_one_process_or_is_the_error_of_the_page() {
+    let refusals = refusals();
+    assert!(refusals.len() > 10);
+    let only = std::env::var("CANDLE_DDP_TEST_PAIR").ok();
+    let mut expected = BTreeMap::<String, Values>::new();
+    let (mut failures, mut yes, mut no) = (Vec::new(), 0, 0);
+    for (index, first) in ALL.into_iter().enumerate() {
+        for second in ALL.into_iter().skip(index).filter(|second| first == *second || !first.excludes(*second)) {
+            let with: &[Feature] = if first == second { &[first] } else { &[first, second] };
+            let name = format!("{with:?}");
+            if only.as_ref().is_some_and(|only| !name.contains(only)) {
+                continue;
+            }
+            let words = (first.word().unwrap_or_default().to_string(), second.word().unwrap_or_default().to_string());
+            let refusal = refusals.get(&words).or_else(|| refusals.get(&(words.1, words.0)));
+            let folder = tempfile::tempdir().unwrap();
+            if let Some(refusal) = refusal {
+                no += 1;
+                for number in 2..=4 {
+                    let folder = tempfile::tempdir().unwrap();
+                    let found = ranks(number, with, 0..1, folder.path());
+                    if !found.iter().all(|found| found.as_ref().is_err_and(|error| error.contains(refusal))) {
+                        failures.push(format!("{name} on {number} ranks: {found:?}, not {refusal}"));
+                    }
+                }
+                continue;
+            }
+            yes += 1;
+            let splits = [SyncBatchNorm, WithGrad].iter().any(|feature| with.contains(feature));
+            let mut of_one = with.to_vec();
+            of_one.retain(|feature| feature.is_another_training() || (splits && *feature == NoSync));
+            let expected = expected.entry(format!("{of_one:?}")).or_insert_with(|| {
+                let folder = tempfile::tempdir().unwrap();
+                ranks(1, &of_one, 0..STEPS, folder.path())
+                    .remove(0)
+                    .unwrap_or_else(|error| panic!("{of_one:?}: {error}"))
+            });
+            let (first, second) = [(2, 3), (4, 1), (3, 4), (1, 2)][(yes + no) % 4];
+            for (number, steps) in [(first, 0..2), (second, 2..STEPS)] {
+                let is_last = steps.end == STEPS;
+                let found: std::result::Result<Vec<_>, _> =
+                    ranks(number, with, steps, folder.path()).into_iter().collect();
+                match found {
+                    Err(error) => {
+                        failures.push(format!("{name} on {number} ranks: {error}"));
+                        break;
+                    }
+                    Ok(found) if is_last => {
+                        let differs = |found: &Values| {
+                            !found.keys().eq(expected.keys())
+                                || found
+                                    .values()
+                                    .flatten()
+                                    .zip(expected.values().flatten())
+                                    .any(|(a, b)| (a - b).abs() > 1e-12)
+                        };
+                        if found.iter().any(differs) {
+                            let values =
+                                |name: &str| (found[0].get(name).map(|v| v[0]), expected.get(name).map(|v| v[0]));
+                            failures.push(format!(
+                                "{name}: other values, {:?}",
+                                expected.keys().map(|name| (name, values(name))).collect::<Vec<_>>()
+                            ));
+                        }
+                    }
+                    Ok(_) => {}
+                }
+            }
+        }
+    }
+    println!("{yes} pairs that train, {no} errors");
+    assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), yes + no, failures.join("\n"));
+}
