@@ -39,6 +39,7 @@ labels! {
     STOP = "agree_on_stop";
     SPEED = "share_by_speed";
     AVERAGER = "PeriodicModelAverager::average_parameters";
+    UPDATE_BN = "update_bn";
     ZERO_NEW = "ZeroRedundancyOptimizer::new";
     ZERO_STEP = "ZeroRedundancyOptimizer::step";
     ZERO_NORM = "ZeroRedundancyOptimizer::clip_grad_norm";

@@ -1,4 +1,4 @@
-//! Exponential moving averages of weights.
+//! Averages of weights over the steps.
 use super::rule::state_dtype;
 use crate::placement::Placement;
 use crate::state::{self, Dict, Loader, PART_OF, StateDict};
@@ -8,10 +8,11 @@ use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, WithDType};
 
-/// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+/// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`. Without a decay, all weights count
+/// equally, as in stochastic weight averaging (SWA): `AveragedModel` as it is.
 ///
 /// By default, the first [`update`](Self::update) copies the weights, as in PyTorch; each further one moves the average by
-/// `1 - decay` of the distance towards them. [`FirstUpdate::Averages`] begins with the weights from the construction instead.
+/// `1 - decay` of the distance towards them. [`EmaOptions::from_construction`] begins with the weights from the construction instead.
 /// Averages of 16-bit weights are kept in f32, since their own dtype would round such small changes away (PyTorch keeps that
 /// dtype). Variables of integer type are left alone. Buffers are averaged if they are given.
 ///
@@ -31,27 +32,18 @@ pub struct Ema {
 /// Options of an [`Ema`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EmaOptions {
-    /// The share of the average that stays in each update, from 0 to 1. Default: 0.999.
-    pub decay: f64,
-    /// The effect of the first update. Default: it copies the weights, as in PyTorch.
-    pub first_update: FirstUpdate,
+    /// The share of the average that stays in each update, from 0 to 1. None: that of equal averages, `n / (n + 1)` after `n` updates.
+    /// Default: 0.999.
+    pub decay: Option<f64>,
+    /// Whether the average begins with the weights from the construction of the [`Ema`], as in most diffusion programs. Otherwise the first
+    /// update copies the weights, as in PyTorch. Default: false.
+    pub from_construction: bool,
 }
 
 impl Default for EmaOptions {
     fn default() -> Self {
-        Self { decay: 0.999, first_update: FirstUpdate::Copies }
+        Self { decay: Some(0.999), from_construction: false }
     }
-}
-
-/// The effect of the first [`Ema::update`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum FirstUpdate {
-    /// It copies the weights, as in PyTorch's `AveragedModel`.
-    #[default]
-    Copies,
-    /// It moves the average, which has begun with the weights from the construction of the [`Ema`]: the average of most
-    /// diffusion programs.
-    Averages,
 }
 
 /// The kind of its state.
@@ -80,13 +72,14 @@ impl std::fmt::Debug for Ema {
 }
 
 impl Ema {
-    /// Averages `parameters`, such as those of a `&DistributedDataParallel` or a `&VarMap`. One of a `Vec<Var>` cannot be saved.
+    /// Averages `parameters`, such as those of a `&DistributedDataParallel` or a `&VarMap`. One of a `Vec<Var>` cannot be saved. `decay` is a
+    /// number or None, as in [`EmaOptions`].
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is
     /// given twice, whose dtype has no kernel, or that is not contiguous.
-    pub fn new(parameters: impl Into<Parameters>, decay: f64) -> Result<Self> {
-        Self::with_options(parameters, EmaOptions { decay, ..Default::default() })
+    pub fn new(parameters: impl Into<Parameters>, decay: impl Into<Option<f64>>) -> Result<Self> {
+        Self::with_options(parameters, EmaOptions { decay: decay.into(), ..Default::default() })
     }
 
     /// Like [`new`](Self::new), with all options.
@@ -125,12 +118,12 @@ impl Ema {
         Ok(Self { options, updates: 0, slots, named, replaced: None })
     }
 
-    /// Sets the decay of the further updates. Equal averages, as of stochastic weight averaging (SWA), have that of their number: after `n`
-    /// updates, `n / (n + 1)`.
+    /// Sets the decay of the further updates, or None.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`.
-    pub fn set_decay(&mut self, decay: f64) -> Result<()> {
+    pub fn set_decay(&mut self, decay: impl Into<Option<f64>>) -> Result<()> {
+        let decay = decay.into();
         check_decay(decay)?;
         self.options.decay = decay;
         Ok(())
@@ -142,8 +135,10 @@ impl Ema {
     /// Returns [`Error::InvalidArgument`] while the averages are applied.
     pub fn update(&mut self) -> Result<()> {
         self.refuse_if_applied("update")?;
-        let copies = self.updates == 0 && self.options.first_update == FirstUpdate::Copies;
-        let decay = if copies { 0. } else { self.options.decay };
+        // How many weights the average is of.
+        let count = self.updates + u64::from(self.options.from_construction);
+        let equal = count as f64 / (count + 1) as f64;
+        let decay = self.options.decay.filter(|_| count > 0).unwrap_or(equal);
         for slot in &self.slots {
             let dtype = slot.average.dtype();
             if slot.flat.device().is_cpu() {
@@ -229,11 +224,11 @@ impl Ema {
     }
 }
 
-fn check_decay(decay: f64) -> Result<()> {
-    if (0. ..=1.).contains(&decay) {
-        return Ok(());
+fn check_decay(decay: Option<f64>) -> Result<()> {
+    match decay.filter(|decay| !(0. ..=1.).contains(decay)) {
+        Some(decay) => Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}"))),
+        None => Ok(()),
     }
-    Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}")))
 }
 
 /// Returns `tensor` in `dtype`, with its own storage.

@@ -51,6 +51,7 @@ mod sgd;
 mod sums;
 pub(crate) mod unsaved;
 mod update;
+mod update_bn;
 mod zero;
 
 #[doc(inline)]
@@ -59,7 +60,7 @@ pub use adam::ParamsAdam;
 pub use averager::{PeriodicModelAverager, PeriodicModelAveragerOptions};
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
-pub use ema::{Ema, EmaOptions, FirstUpdate};
+pub use ema::{Ema, EmaOptions};
 pub use fused::FusedOptimizer;
 pub use lamb::ParamsLamb;
 pub use muon::{AdjustLr, MuonGroup, ParamsMuon};
@@ -72,6 +73,7 @@ pub use schedule::{
     ParamsOneCycleLr, ParamsStepLr, ParamsWarmupCosine, Schedule, Scheduler, StepLr, WarmupCosine,
 };
 pub use sgd::ParamsSgd;
+pub use update_bn::update_bn;
 pub use zero::ZeroRedundancyOptimizer;
 
 /// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It replaces

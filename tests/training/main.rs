@@ -82,6 +82,7 @@ mod tar_shards;
 mod thawing;
 mod uneven_blocks;
 mod unused;
+mod update_bn;
 mod virtual_ranks;
 mod virtual_ranks_passes;
 #[path = "../common/virtual_ranks.rs"]

@@ -194,13 +194,42 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
 /// The average of most diffusion programs begins with the weights from its construction.
 #[test]
 fn the_first_update_copies_or_averages() {
-    for (first_update, expected) in [(FirstUpdate::Copies, 8.), (FirstUpdate::Averages, 4. * 0.75 + 8. * 0.25)] {
+    for (from_construction, expected) in [(false, 8.), (true, 4. * 0.75 + 8. * 0.25)] {
         let var = Var::new(&[4f32], &Device::Cpu).unwrap();
-        let options = EmaOptions { decay: 0.75, first_update };
+        let options = EmaOptions { decay: Some(0.75), from_construction };
         let mut ema = Ema::with_options(vec![("w".to_string(), var.clone())], options).unwrap();
         var.set(&Tensor::new(&[8f32], &Device::Cpu).unwrap()).unwrap();
         ema.update().unwrap();
-        assert_eq!(floats(&ema.averages().unwrap()[0].1), [expected], "{first_update:?}");
+        assert_eq!(floats(&ema.averages().unwrap()[0].1), [expected], "{from_construction}");
+    }
+}
+
+#[test]
+fn averages_are_equal_without_a_decay_which_may_change() {
+    for from_construction in [false, true] {
+        let var = Var::new(&[2f64], &Device::Cpu).unwrap();
+        let options = EmaOptions { decay: None, from_construction };
+        let mut ema = Ema::with_options(vec![("w".to_string(), var.clone())], options).unwrap();
+        let average = ema.averages().unwrap().remove(0).1;
+        let update = |ema: &mut Ema, value: f64| {
+            var.set(&Tensor::new(&[value], &Device::Cpu).unwrap()).unwrap();
+            ema.update().unwrap();
+            average.to_vec1::<f64>().unwrap()[0]
+        };
+        let mut seen = if from_construction { vec![2.] } else { vec![] };
+        for value in [5., -1., 7.5, 3.] {
+            seen.push(value);
+            let mean = seen.iter().sum::<f64>() / seen.len() as f64;
+            assert!((update(&mut ema, value) - mean).abs() < 1e-12, "{seen:?}");
+        }
+        // A decay from here on, and equal shares again.
+        ema.set_decay(0.5).unwrap();
+        let mean = seen.iter().sum::<f64>() / seen.len() as f64;
+        let decayed = (mean + 9.) / 2.;
+        assert!((update(&mut ema, 9.) - decayed).abs() < 1e-12);
+        ema.set_decay(None).unwrap();
+        let count = seen.len() as f64 + 1.;
+        assert!((update(&mut ema, 6.) - (decayed * count + 6.) / (count + 1.)).abs() < 1e-12);
     }
 }
 

@@ -4,12 +4,14 @@ use super::channels::cuda::{self, Parameters, Source};
 use super::channels::{self, After, Passed};
 pub use super::normalise::BatchNormGroup;
 use super::normalise::{Batch, Normalise, Statistics, combine};
-use candle_core::{DType, ModuleT, Result, Tensor, Var};
+use candle_core::{DType, ModuleT, Result, Tensor, TensorId, Var};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::seed::is_replaying;
 use candle_ddp_tensor::{Error, MemoryFormat};
 pub use candle_nn::BatchNormConfig;
 use candle_nn::{Init, VarBuilder};
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Batch normalisation: `torch.nn.BatchNorm1d` to `3d`, and a drop-in for [`candle_nn::BatchNorm`] with the same names in the
@@ -24,7 +26,7 @@ use std::sync::Arc;
 /// [`BatchNorm::forward_relu_t`] and [`BatchNorm::forward_add_relu_t`] also apply the usual next operation in the
 /// same pass over memory.
 ///
-/// Like candle's `BatchNorm`, it lacks PyTorch's `momentum=None` (a cumulative average) and
+/// Like candle's `BatchNorm`, it lacks PyTorch's `momentum=None` (a cumulative average, which candle-ddp's `update_bn` takes) and
 /// `track_running_stats=False`.
 ///
 /// ```
@@ -54,6 +56,29 @@ enum Fused<'a> {
     Nothing,
     Relu,
     AddRelu(&'a Tensor),
+}
+
+/// The batches in each running statistic.
+type Counts = HashMap<TensorId, u64>;
+
+thread_local! {
+    static CUMULATIVE: RefCell<Option<Counts>> = const { RefCell::new(None) };
+}
+
+/// Runs `f`, in which the running statistics of layers become those of all batches in `f`: PyTorch's `momentum=None`. Returns also the number
+/// of batches in each.
+#[doc(hidden)]
+pub fn with_cumulative_statistics<T>(f: impl FnOnce() -> T) -> (T, HashMap<TensorId, u64>) {
+    /// Restores the enclosing counts, even if `f` panics.
+    struct Scope(Option<Counts>);
+    impl Drop for Scope {
+        fn drop(&mut self) {
+            CUMULATIVE.set(self.0.take());
+        }
+    }
+    let _scope = Scope(CUMULATIVE.replace(Some(Counts::new())));
+    let result = f();
+    (result, CUMULATIVE.take().unwrap_or_default())
 }
 
 /// A [`BatchNorm`] for inputs with `num_features` channels. `config` is candle's, or only its `eps`.
@@ -246,7 +271,7 @@ impl BatchNorm {
             weight_and_bias: weight_and_bias.as_ref().map(|[weight, bias]| [weight, bias]),
             running: [&self.running_mean, &self.running_var],
             eps: self.config.eps,
-            momentum: self.momentum_now(),
+            momentum: if train { self.momentum_now() } else { 0.0 },
         };
         let centred = self.config.remove_mean;
         let of = |source, parameters| cuda::statistics(x, source, centred, parameters);
@@ -283,10 +308,11 @@ impl BatchNorm {
         let local = channels::moments(x, self.config.remove_mean)?;
         let (mean, variance, count) = self.of_all_ranks(x, &local, group.as_ref())?;
         let unbiased = variance.broadcast_mul(&(&count / (&count - 1.0)?)?)?;
+        let momentum = self.momentum_now();
         if self.config.remove_mean {
-            self.update(&self.running_mean, &mean)?;
+            update(&self.running_mean, &mean, momentum)?;
         }
-        self.update(&self.running_var, &unbiased)?;
+        update(&self.running_var, &unbiased, momentum)?;
         Ok((mean, variance, Some(Batch { count: Some(count), group, centred: self.config.remove_mean })))
     }
 
@@ -312,7 +338,19 @@ impl BatchNorm {
 
     /// The weight of this batch in the running statistics. An [`nn::checkpoint`](crate::checkpoint) computes the same batch twice.
     fn momentum_now(&self) -> f64 {
-        if is_replaying() { 0.0 } else { self.config.momentum }
+        if is_replaying() {
+            return 0.0;
+        }
+        CUMULATIVE.with_borrow_mut(|counts| {
+            let Some(counts) = counts else { return self.config.momentum };
+            let count = counts.entry(self.running_var.id()).or_default();
+            *count += 1;
+            let count = *count;
+            if self.config.remove_mean {
+                counts.insert(self.running_mean.id(), count);
+            }
+            1.0 / count as f64
+        })
     }
 
     fn too_few(&self) -> candle_core::Error {
@@ -323,16 +361,6 @@ impl BatchNorm {
             None => "in training mode, it must have at least two values per channel: fewer have no variance",
         };
         Error::invalid(self.input(), reason).into()
-    }
-
-    fn update(&self, running: &Var, newest: &Tensor) -> Result<()> {
-        let momentum = self.momentum_now();
-        if momentum == 0.0 {
-            return Ok(());
-        }
-        let old = running.as_detached_tensor().to_dtype(newest.dtype())?;
-        let mixed = ((old * (1.0 - momentum))? + (newest * momentum)?)?;
-        running.set(&mixed.to_dtype(running.dtype())?)
     }
 
     /// `forward_t` in training mode.
@@ -394,6 +422,15 @@ impl ModuleT for BatchNorm {
     fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         self.normalise(x, train, Fused::Nothing)
     }
+}
+
+fn update(running: &Var, newest: &Tensor, momentum: f64) -> Result<()> {
+    if momentum == 0.0 {
+        return Ok(());
+    }
+    let old = running.as_detached_tensor().to_dtype(newest.dtype())?;
+    let mixed = ((old * (1.0 - momentum))? + (newest * momentum)?)?;
+    running.set(&mixed.to_dtype(running.dtype())?)
 }
 
 /// The number of values of each channel.

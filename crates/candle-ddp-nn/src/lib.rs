@@ -48,6 +48,8 @@ pub use add::add;
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
 pub use autocast::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
+#[doc(hidden)]
+pub use batch_norm::with_cumulative_statistics;
 pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};
 pub use candle_ddp_tensor::MemoryFormat;
 pub use candle_ddp_tensor::function::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-type Values = BTreeMap<String, Vec<f64>>;
+pub(super) type Values = BTreeMap<String, Vec<f64>>;
 
 fn model(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> Result<(Ddp, Optim)> {
     made(pg, varmap, DdpOptions { precision: Precision::Pure(DType::F64), sharding, ..Default::default() })
@@ -24,14 +24,14 @@ fn step(ddp: &Ddp, optimizer: &mut Optim, number: u64) -> Result<()> {
 }
 
 /// The whole variables, by a file.
-fn whole(pg: &ProcessGroup, varmap: &VarMap, path: &Path) -> Result<Values> {
+pub(super) fn whole(pg: &ProcessGroup, varmap: &VarMap, path: &Path) -> Result<Values> {
     checkpoint::save_distributed(pg, varmap, path)?;
     let values = |(name, tensor): (String, Tensor)| Ok((name, tensor.flatten_all()?.to_vec1()?));
     checkpoint::read(path)?.into_iter().map(values).collect()
 }
 
 #[track_caller]
-fn assert_same(found: &Values, expected: &Values, what: &str) {
+pub(super) fn assert_same(found: &Values, expected: &Values, what: &str) {
     assert!(found.keys().eq(expected.keys()) && !found.is_empty(), "{what}");
     for (name, values) in found {
         let difference = values.iter().zip(&expected[name]).map(|(a, b)| (a - b).abs()).fold(0., f64::max);
@@ -39,25 +39,22 @@ fn assert_same(found: &Values, expected: &Values, what: &str) {
     }
 }
 
-/// A step and its average, of all weights equally or with the decay of `ema`.
-fn update(ddp: &Ddp, optimizer: &mut Optim, ema: &mut Ema, number: u64, equal: bool) -> Result<()> {
+/// A step and its average.
+fn update(ddp: &Ddp, optimizer: &mut Optim, ema: &mut Ema, number: u64) -> Result<()> {
     step(ddp, optimizer, number)?;
-    if equal {
-        ema.set_decay(number as f64 / (number + 1) as f64)?;
-    }
     ema.update()
 }
 
 /// The averaged model after each second step of one process, which saves and loads nothing on the way.
-fn unbroken(steps: u64, equal: bool) -> Vec<Values> {
+fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
     let run = spawn(1, |pg| {
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&pg, &varmap, None)?;
-        let mut ema = Ema::new(&ddp, 0.7)?;
+        let mut ema = Ema::new(&ddp, decay)?;
         let mut found = Vec::new();
         for number in 0..steps {
-            update(&ddp, &mut optimizer, &mut ema, number, equal)?;
+            update(&ddp, &mut optimizer, &mut ema, number)?;
             if number % 2 == 1 {
                 ema.apply()?;
                 found.push(whole(&pg, &varmap, &folder.path().join("model"))?);
@@ -70,17 +67,17 @@ fn unbroken(steps: u64, equal: bool) -> Vec<Values> {
 }
 
 /// Continues a run in these steps, and saves it. Returns the averaged model.
-fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, equal: bool, folder: &Path) -> Values {
+fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, decay: Option<f64>, folder: &Path) -> Values {
     let run = spawn(ranks, |pg| {
         let mut varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&pg, &varmap, sharding)?;
-        let mut ema = Ema::new(&ddp, 0.7)?;
+        let mut ema = Ema::new(&ddp, decay)?;
         let options = CheckpointerOptions { resume: true, ..Default::default() };
         let mut checkpointer = Checkpointer::new(&pg, folder.join("run"), options)?;
         let last =
             checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
         assert_eq!((last, ema.updates()), (steps.start.checked_sub(1), steps.start));
-        steps.clone().try_for_each(|number| update(&ddp, &mut optimizer, &mut ema, number, equal))?;
+        steps.clone().try_for_each(|number| update(&ddp, &mut optimizer, &mut ema, number))?;
         let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema));
         checkpointer.save(steps.end - 1, parts)?.wait()?;
         let weights = whole(&pg, &varmap, &folder.join("model"))?;
@@ -99,13 +96,13 @@ fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
     let blocks = Some(Sharding::default());
     let hybrid = Some(Sharding { shard_ranks: Some(2), ..Default::default() });
     let runs = [(2, blocks), (1, blocks), (3, blocks), (2, None), (4, hybrid), (3, blocks)];
-    for equal in [false, true] {
+    for decay in [Some(0.7), None] {
         let folder = tempfile::tempdir().unwrap();
-        let expected = unbroken(2 * runs.len() as u64, equal);
+        let expected = unbroken(2 * runs.len() as u64, decay);
         for (number, (ranks, sharding)) in runs.into_iter().enumerate() {
             let steps = 2 * number as u64..2 * number as u64 + 2;
-            let found = averaged(ranks, sharding, steps, equal, folder.path());
-            assert_same(&found, &expected[number], &format!("{ranks} ranks, {sharding:?}, equal: {equal}"));
+            let found = averaged(ranks, sharding, steps, decay, folder.path());
+            assert_same(&found, &expected[number], &format!("{ranks} ranks, {sharding:?}, decay: {decay:?}"));
             let saved = folder.path().join(format!("run/step-{:08}", 2 * number + 1));
             assert_eq!(saved.join("ema.safetensors").exists(), sharding.is_none());
         }
