@@ -1,4 +1,4 @@
-//! Muon for matrices, with AdamW for all other parameters.
+//! Muon for matrices, also those of convolutions and experts, with AdamW for all other parameters.
 use super::kernel::Fused;
 use super::parameters::ParameterGroup;
 use super::rule::{UpdateRule, fraction, not_negative};
@@ -11,6 +11,9 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 
 /// Options of [`Muon`](super::Muon) for matrices, with the meaning and defaults of PyTorch's `torch.optim.Muon`.
+///
+/// As its authors' Muon, it takes the kernel of a convolution, of shape (o, i, h, w), for a matrix of shape (o, i h w), and updates each
+/// matrix of a stack, such as that of experts, (e, rows, columns), by itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsMuon {
     /// Learning rate. Default: 0.001.
@@ -60,7 +63,7 @@ impl Default for ParamsMuon {
 /// The options of a group of parameters of [`Muon`](super::Muon).
 #[derive(Clone, Debug)]
 pub enum MuonGroup {
-    /// The parameters are matrices, which Muon updates.
+    /// The parameters are matrices, kernels of convolutions or stacks of matrices, which Muon updates.
     Muon(ParamsMuon),
     /// AdamW updates the parameters.
     AdamW(ParamsAdamW),
@@ -68,7 +71,11 @@ pub enum MuonGroup {
 
 impl FusedOptimizer<MuonGroup> {
     /// Muon for matrices, AdamW for all other parameters and for those whose names `by_adamw` accepts. These should be embeddings and
-    /// the last layer. They are two groups, Muon's first, each with its own learning rate.
+    /// the last layer. They are two groups, Muon's first, each with its own learning rate. [`Debug`](std::fmt::Debug) lists the parameters of
+    /// each.
+    ///
+    /// Kernels of convolutions and stacks of matrices are AdamW's here. [`from_groups`](Self::from_groups) gives them to Muon, in a group of
+    /// [`MuonGroup::Muon`].
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module, Tensor};
@@ -154,9 +161,11 @@ impl UpdateRule for MuonGroup {
     }
 
     fn refuses(&self, parameter: &Var) -> Option<String> {
-        let is_fit = matches!(self, Self::AdamW(_)) || parameter.rank() == 2;
+        let is_fit = matches!(self, Self::AdamW(_)) || parameter.rank() >= 2;
         let shape = describe(parameter.dtype(), parameter.shape());
-        (!is_fit).then(|| format!("Muon updates matrices only, not {shape}: put it into a group of MuonGroup::AdamW"))
+        (!is_fit).then(|| {
+            format!("it must be a matrix, a kernel or a stack of matrices for Muon, but is {shape}: put it into a group of MuonGroup::AdamW")
+        })
     }
 
     fn learning_rate(&self) -> f64 {
@@ -207,8 +216,11 @@ impl ParamsMuon {
         let momentum = lerp(gradient, &states[0], self.momentum)?;
         let update = if self.nesterov { lerp(gradient, &momentum, self.momentum)? } else { momentum.clone() };
         states[0] = momentum;
-        let update = self.orthogonalise(&update)?.to_dtype(parameter.dtype())?;
-        let (rows, columns) = parameter.dims2()?;
+        let (matrices, rows, columns) = matrices(parameter)?;
+        let stack = update.reshape((matrices, rows, columns))?;
+        let orthogonal = (0..matrices).map(|index| self.orthogonalise(&stack.get(index)?));
+        let orthogonal = Tensor::stack(&orthogonal.collect::<Result<Vec<_>>>()?, 0)?;
+        let update = orthogonal.reshape(parameter.shape())?.to_dtype(parameter.dtype())?;
         let (rows, columns) = (rows as f64, columns as f64);
         let factor = match self.adjust_lr {
             AdjustLr::Original => (rows / columns).max(1.).sqrt(),
@@ -240,4 +252,14 @@ impl ParamsMuon {
         }
         Ok(flip(x)?)
     }
+}
+
+/// The number of matrices that Muon sees in a parameter, and their rows and columns.
+fn matrices(parameter: &Tensor) -> Result<(usize, usize, usize)> {
+    Ok(match *parameter.dims() {
+        [matrices, rows, columns] => (matrices, rows, columns),
+        // A matrix, or the kernel of a convolution.
+        [rows, ref others @ ..] if !others.is_empty() => (1, rows, others.iter().product()),
+        _ => return Err(Error::invalid("parameter", "it must be a matrix, a kernel or a stack of matrices")),
+    })
 }

@@ -1,5 +1,5 @@
 //! Muon, compared with PyTorch's: see golden/optim.md.
-use crate::common::{floats, ranks, var};
+use crate::common::{floats, ranks, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
 use candle_ddp::checkpoint::StateDict;
@@ -66,6 +66,39 @@ fn muon_follows_pytorch() {
     }
 }
 
+/// A kernel is trained as the matrix that its authors make of it, and each matrix of a stack as if it were alone.
+#[test]
+fn kernels_and_stacks_are_trained_as_their_matrices() {
+    for adjust_lr in [AdjustLr::Original, AdjustLr::MatchRmsAdamw, AdjustLr::SpectralUnclamped] {
+        let options = MuonGroup::Muon(ParamsMuon { lr: 0.02, adjust_lr, ..Default::default() });
+        for (shape, matrices) in [
+            (&[7, 2, 3, 1][..], vec![(7, 6)]),
+            (&[2, 2, 3, 3], vec![(2, 18)]),
+            (&[2, 1, 2, 1, 3], vec![(2, 6)]),
+            (&[3, 5, 4], vec![(5, 4); 3]),
+        ] {
+            let var = |tensor: Tensor| Var::from_tensor(&tensor).unwrap();
+            let one = var(tensor(shape, 1));
+            let split = |tensor: &Tensor| -> Vec<Tensor> {
+                let flat = tensor.flatten_all().unwrap();
+                let size = matrices[0].0 * matrices[0].1;
+                let part = |index: usize| flat.narrow(0, index * size, size).unwrap().reshape(matrices[index]).unwrap();
+                (0..matrices.len()).map(part).collect()
+            };
+            let alone: Vec<Var> = split(&one).into_iter().map(|matrix| var(matrix.copy().unwrap())).collect();
+            let mut optimizer = Muon::new(vec![one.clone()], options.clone()).unwrap();
+            let mut reference = Muon::new(alone.clone(), options.clone()).unwrap();
+            for step in 0..4 {
+                let gradient = tensor(shape, 10 + step);
+                optimizer.step(&gradients(std::slice::from_ref(&one), std::slice::from_ref(&gradient))).unwrap();
+                reference.step(&gradients(&alone, &split(&gradient))).unwrap();
+                let expected: Vec<f32> = alone.iter().flat_map(|matrix| floats(matrix)).collect();
+                assert_eq!(floats(&one), expected, "{shape:?}, {adjust_lr:?}, step {step}");
+            }
+        }
+    }
+}
+
 type Net = (Tensor, Tensor, Tensor);
 
 fn build(vb: VarBuilder) -> Result<Net> {
@@ -98,6 +131,9 @@ fn other_parameters_have_adamw_in_files_and_steps() {
             assert_eq!(floats(&var(&varmap, name)), floats(&var(&of_reference, name)), "{name}");
         }
         assert_eq!(optimizer.parameter_names().collect::<Vec<_>>(), ["hidden", "head", "bias"]);
+        let debug = format!("{optimizer:?}");
+        let at = |text: &str| debug.find(text).unwrap_or_else(|| panic!("{text} is not in {debug}"));
+        assert!(at("ParamsMuon") < at("hidden") && at("hidden") < at("ParamsAdamW") && at("ParamsAdamW") < at("head"));
         assert_eq!(optimizer.learning_rates(), [muon.lr, adamw.lr]);
         // A loaded state continues with the same numbers.
         let state = optimizer.state_dict()?;
@@ -120,11 +156,13 @@ fn other_parameters_have_adamw_in_files_and_steps() {
 #[test]
 fn parameters_and_options_that_do_not_fit_are_refused() {
     let zeros = |shape: &[usize]| Var::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-    let group = |var: Var, options| vec![ParameterGroup { parameters: vec![("conv".to_string(), var)], options }];
+    let group = |var: Var, options| vec![ParameterGroup { parameters: vec![("bias".to_string(), var)], options }];
     let muon = ParamsMuon::default();
-    let error = Muon::from_groups(group(zeros(&[2, 3, 3, 3]), MuonGroup::Muon(muon.clone()))).map(drop).unwrap_err();
-    assert!(matches!(error, Error::Parameter { .. }) && error.to_string().contains("MuonGroup::AdamW"), "{error}");
-    Muon::from_groups(group(zeros(&[2, 3, 3, 3]), MuonGroup::AdamW(Default::default()))).unwrap();
+    for shape in [&[6][..], &[]] {
+        let error = Muon::from_groups(group(zeros(shape), MuonGroup::Muon(muon.clone()))).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Parameter { .. }) && error.to_string().contains("MuonGroup::AdamW"), "{error}");
+        Muon::from_groups(group(zeros(shape), MuonGroup::AdamW(Default::default()))).unwrap();
+    }
     let wrong = [
         ("lr", ParamsMuon { lr: -1., ..muon.clone() }),
         ("momentum", ParamsMuon { momentum: 1., ..muon.clone() }),

@@ -3,6 +3,7 @@ mod averages;
 mod freed;
 mod graphs;
 mod hybrid;
+mod muon;
 mod views;
 mod whole;
 

@@ -34,7 +34,7 @@ pub(super) struct Piece {
     pub(super) placement: Placement,
     /// Where the piece starts in this rank's part of the bucket.
     pub(super) offset: usize,
-    /// A view of the variable.
+    /// A view of the variable: what it has of these elements.
     pub(super) values: Tensor,
     /// Empty if the rule needs the whole parameter: the state is then in that of [`Whole`](super::whole::Whole).
     pub(super) states: Vec<Tensor>,
@@ -69,11 +69,6 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
         };
         let flat = var.as_detached_tensor().flatten_all()?;
         let placement = Placement::of(&var);
-        if placement.is_sharded() && !takes_pieces(&groups[group].options) {
-            let reason =
-                format!("{} needs whole parameters, but its model is sharded: use a rule for elements", R::NAME);
-            return Err(Error::parameter(name, reason));
-        }
         Ok(Trained { name, var, flat, placement, group, steps: 0 })
     });
     trained.collect()
@@ -97,7 +92,9 @@ impl Piece {
         let names = rule.map_or(&[][..], R::states);
         let states = names.iter().map(|_| Tensor::zeros(range.len(), dtype, flat.device()));
         let states = states.collect::<candle_core::Result<_>>()?;
-        let values = flat.narrow(0, range.start - placement.range.start, range.len())?;
+        let here = &placement.range;
+        let (start, end) = (range.start.clamp(here.start, here.end), range.end.clamp(here.start, here.end));
+        let values = flat.narrow(0, start - here.start, end - start)?;
         let placement = Placement { shape: placement.shape.clone(), range, spread };
         Ok(Self { parameter, placement, offset, values, states })
     }

@@ -124,10 +124,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
         let (shards, memory) = reducer.shard()?;
-        let here = (reducer.groups().within().rank(), reducer.groups().spread());
-        let own = shards.into_iter().map(|shard| OwnShard::new(shard, here, &parameters, &options));
+        let (within, spread) = (reducer.groups().within(), reducer.groups().spread());
+        let own = shards.into_iter().map(|shard| OwnShard::new(shard, (within.rank(), spread), &parameters, &options));
         let own = own.collect::<Result<Vec<_>>>();
-        let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, &process_group)?, own)));
+        let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, (within, spread))?, own)));
         let (wholes, shards) = own.inspect_err(|_| reducer.unshard())?;
         Ok(Self { reducer, process_group, options, parameters, shards, wholes, memory })
     }
@@ -222,21 +222,22 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             let takes_pieces = layout::takes_pieces(self.options_of(piece.parameter));
             if pending[piece.parameter] && takes_pieces {
                 numbers.push(piece.parameter);
-                parts.push(self.part(piece, shard.gradient(piece)?, None, scales)?);
+                parts.push(self.part(piece, &piece.values, shard.gradient(piece)?, None, scales)?);
             }
         }
         Ok((numbers, parts))
     }
 
-    /// The update of a piece, whose shape is that of its values by default.
+    /// The update of the values of a piece, whose shape is theirs by default.
     fn part<'a>(
         &'a self,
         piece: &'a Piece,
+        parameter: &'a Tensor,
         gradient: Tensor,
         shape: Option<&'a Shape>,
         scales: &[f64],
     ) -> Result<Part<'a, R>> {
-        let Piece { values: parameter, states, .. } = piece;
+        let states = &piece.states;
         let Trained { name, group, steps, .. } = &self.parameters[piece.parameter];
         let moment = Moment { step: steps + 1, gradient_scale: scales[*group] };
         let (rule, shape) = (&self.options[*group], shape.unwrap_or(parameter.shape()));
@@ -433,8 +434,12 @@ impl<R> Drop for ZeroRedundancyOptimizer<R> {
 impl<R: UpdateRule> std::fmt::Debug for ZeroRedundancyOptimizer<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let name = format!("ZeroRedundancyOptimizer<{}>", R::NAME);
+        let groups = self.options.iter().enumerate().map(|(number, options)| {
+            let parameters = self.parameters.iter().filter(move |parameter| parameter.group == number);
+            (options, parameters.map(|parameter| &parameter.name).collect())
+        });
         f.debug_struct(&name)
-            .field("options", &self.options)
+            .field("groups", &groups.collect::<Vec<(_, Vec<_>)>>())
             .field("state_bytes", &self.state_bytes())
             .finish_non_exhaustive()
     }

@@ -12,30 +12,39 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Lets the owners update their parameters, if these are `pending`, and brings the new values to the ranks that have pieces.
     pub(super) fn update_wholes(&self, pending: &[bool], scales: &[f64]) -> Result<()> {
         let present = || self.wholes.iter().filter(|whole| pending[whole.parameter]);
+        let is_sharded = |whole: &Whole| self.parameters[whole.parameter].placement.is_sharded();
+        let zeros = |own: &Option<Piece>, like: &Tensor| {
+            let zeros = |own: &Piece| Tensor::zeros(own.placement.range.len(), like.dtype(), like.device());
+            own.as_ref().map(zeros).transpose()
+        };
         let gradient = |whole| {
             let Whole { shard, own, .. }: &Whole = whole;
-            let gradients = &self.shards[*shard].shard.own;
-            let zeros = |own: &Piece| Tensor::zeros(own.values.shape(), gradients.dtype(), gradients.device());
-            let tensor = own.as_ref().map(zeros).transpose()?;
             let part = self.piece(whole).map(|piece| self.shards[*shard].gradient(piece)).transpose()?;
-            Ok(Moved { whole, tensor, part })
+            Ok(Moved { whole, tensor: zeros(own, &self.shards[*shard].shard.own)?, part })
         };
-        let gradients = present().map(gradient).collect::<Result<Vec<_>>>()?;
-        exchange(&gradients, Way::ToOwners, &self.process_group)?;
+        let value = |whole| {
+            let Whole { parameter, own, .. }: &Whole = whole;
+            let part = self.piece(whole).map(|piece| piece.values.clone());
+            Ok(match own {
+                // Its piece is a view of the same variable.
+                Some(own) if !is_sharded(whole) => Moved { whole, tensor: Some(own.values.clone()), part: None },
+                own => Moved { whole, tensor: zeros(own, &self.parameters[*parameter].flat)?, part },
+            })
+        };
+        let mut moved = present().map(gradient).collect::<Result<Vec<_>>>()?;
+        let values = present().map(value).collect::<Result<Vec<_>>>()?;
+        let count = moved.len();
+        moved.extend(values.iter().filter(|value| is_sharded(value.whole)).cloned());
+        exchange(&moved, Way::ToOwners, self.reducer.groups().within())?;
         let mut parts = Vec::new();
-        for Moved { whole, tensor, .. } in gradients {
-            let (Some(own), Some(gradient)) = (&whole.own, tensor) else { continue };
+        for (Moved { whole, tensor, .. }, value) in moved.into_iter().take(count).zip(&values) {
+            let (Some(own), Some(gradient), Some(value)) = (&whole.own, tensor, &value.tensor) else { continue };
             let shape = &self.parameters[whole.parameter].placement.shape;
-            parts.push(self.part(own, gradient, Some(shape), scales)?);
+            parts.push(self.part(own, value, gradient, Some(shape), scales)?);
         }
         update::update(&parts, &vec![Sums::default(); parts.len()])?;
         drop(parts);
-        let values = present().map(|whole| match &whole.own {
-            // Its piece is a view of the same variable.
-            Some(own) => Moved { whole, tensor: Some(own.values.clone()), part: None },
-            None => Moved { whole, tensor: None, part: self.piece(whole).map(|piece| piece.values.clone()) },
-        });
-        exchange(&values.collect::<Vec<_>>(), Way::FromOwners, &self.process_group)
+        exchange(&values, Way::FromOwners, self.reducer.groups().within())
     }
 
     /// Copies the states `name` of parameters in the shard `number`, if they have owners, to their places in each rank's `part` of
@@ -50,7 +59,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             Ok(Moved { whole, tensor, part })
         };
         let states = self.wholes.iter().filter(has).map(state).collect::<Result<Vec<_>>>()?;
-        exchange(&states, Way::FromOwners, &self.process_group)
+        exchange(&states, Way::FromOwners, self.reducer.groups().within())
     }
 
     /// This rank's piece of a parameter that has an owner.

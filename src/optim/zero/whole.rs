@@ -1,5 +1,6 @@
 //! Parameters that their rule updates only as a whole. Each belongs to one rank, its owner, which has the state. At a step, the owner
-//! gets the parts of the gradient from the other ranks, and sends them their parts of the new value.
+//! gets the parts of the gradient from the other ranks, and those of the value if its model is sharded, and sends them their parts of the
+//! new value.
 use super::layout::{self, OwnShard, Piece, Trained};
 use crate::Result;
 use crate::backend::P2pOp;
@@ -24,6 +25,7 @@ pub(super) struct Whole {
 }
 
 /// A flat tensor that its owner has as a whole, and of which each rank has a part; None on ranks that have none.
+#[derive(Clone)]
 pub(super) struct Moved<'a> {
     pub(super) whole: &'a Whole,
     pub(super) tensor: Option<Tensor>,
@@ -41,32 +43,33 @@ pub(super) fn wholes<R: UpdateRule>(
     shards: &[OwnShard],
     parameters: &[Trained],
     options: &[R],
-    process_group: &ProcessGroup,
+    (within, spread): (&ProcessGroup, Spread),
 ) -> Result<Vec<Whole>> {
     let rule = |parameter: usize| &options[parameters[parameter].group];
-    let elements = |parameter: usize| parameters[parameter].flat.elem_count();
+    let elements = |parameter: usize| parameters[parameter].placement.shape.elem_count();
     let members = shards.iter().enumerate().flat_map(|(shard, own)| {
         own.shard.parameters.iter().enumerate().map(move |(place, parameter)| (shard, place, *parameter))
     });
     let mut members: Vec<_> = members.filter(|(.., parameter)| !layout::takes_pieces(rule(*parameter))).collect();
     // The owners do not depend on the order of the buckets.
     members.sort_by_key(|(.., parameter)| (Reverse(elements(*parameter)), *parameter));
-    let mut loads = vec![0; process_group.world_size()];
+    let mut loads = vec![0; within.world_size()];
     let whole = |(shard, place, parameter): (usize, usize, usize)| {
         let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
         loads[owner] += elements(parameter);
         let ranges = (0..loads.len()).map(|rank| shards[shard].shard.cut.range(place, rank)).collect();
         let trained = (parameter, &parameters[parameter]);
-        let own = || Piece::new(trained, (0..elements(parameter), Spread::Shard), 0, Some(rule(parameter)));
-        let own = (owner == process_group.rank()).then(own).transpose()?;
+        let own = || Piece::new(trained, (0..elements(parameter), spread), 0, Some(rule(parameter)));
+        let own = (owner == within.rank()).then(own).transpose()?;
         Ok(Whole { parameter, owner, shard, ranges, own })
     };
     members.into_iter().map(whole).collect()
 }
 
-/// Moves the parts of tensors between their owners and the other ranks. Every rank must call it.
-pub(super) fn exchange(all: &[Moved], way: Way, process_group: &ProcessGroup) -> Result<()> {
-    let rank = process_group.rank();
+/// Moves the parts of tensors between their owners and the other ranks, `within` the ranks over which they are spread. Every rank must call
+/// it.
+pub(super) fn exchange(all: &[Moved], way: Way, within: &ProcessGroup) -> Result<()> {
+    let rank = within.rank();
     let mut batch = Vec::new();
     for Moved { whole: Whole { owner, ranges, .. }, tensor, part } in all {
         if let Some(tensor) = tensor {
@@ -87,5 +90,5 @@ pub(super) fn exchange(all: &[Moved], way: Way, process_group: &ProcessGroup) ->
             });
         }
     }
-    process_group.batch_isend_irecv(&batch)?.wait()
+    within.batch_isend_irecv(&batch)?.wait()
 }

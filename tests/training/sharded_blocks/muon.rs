@@ -1,0 +1,173 @@
+//! Muon for a sharded model, next to Muon in one process that has the whole batch.
+use super::averages::{Values, assert_same, whole};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParameterGroup, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, block, spawn};
+use candle_nn::{VarBuilder, VarMap};
+use std::ops::Range;
+use std::path::Path;
+
+/// No number of ranks divides the shapes.
+const STEM: [usize; 2] = [5, 7];
+const PARTS: [(&str, &[usize]); 4] =
+    [("kernel", &[3, 2, 3, 3]), ("experts", &[3, 4, 7]), ("wide", &[3, 11]), ("bias", &[5])];
+
+struct Net {
+    stem: Tensor,
+    parts: Block<Vec<Tensor>>,
+    head: Tensor,
+}
+
+fn build(vb: VarBuilder<'static>) -> Result<Net> {
+    let get = |vb: &VarBuilder, name: &str, shape: &[usize]| {
+        vb.get_with_hints(shape, name, candle_nn::Init::Randn { mean: 0., stdev: 1. })
+    };
+    let part = |vb: VarBuilder| PARTS.iter().map(|(name, shape)| get(&vb, name, shape)).collect::<Result<Vec<_>>>();
+    Ok(Net { stem: get(&vb, "stem", &STEM)?, parts: block(vb.pp("parts"), part)?, head: get(&vb, "head", &[2, 7])? })
+}
+
+type Ddp = DistributedDataParallel<Net>;
+
+/// The gradient of a parameter, in which no sum is rounded, in whatever order it is computed.
+fn gradient(shape: &[usize], samples: Range<usize>, step: u64) -> Result<Tensor> {
+    let count = samples.len() as f64;
+    let value = |index: usize| {
+        let of = |sample: usize| ((index * 37 + sample * 5 + step as usize * 11) % 17) as f64 / 8. - 1.;
+        samples.clone().map(of).sum::<f64>() / count
+    };
+    Tensor::from_vec((0..shape.iter().product()).map(value).collect::<Vec<f64>>(), shape, &Device::Cpu)
+}
+
+/// A step with this rank's part of eight samples.
+fn step(ddp: &Ddp, optimizer: &mut dyn Optimizer, number: u64) -> candle_ddp::Result<()> {
+    let (rank, part) = (ddp.process_group().rank(), 8 / ddp.process_group().world_size());
+    let gradient = |shape: &[usize]| gradient(shape, rank * part..(rank + 1) * part, number);
+    let loss = ddp.call(|net| {
+        let gradients = PARTS.iter().map(|(_, shape)| gradient(shape)).collect::<Result<Vec<_>>>()?;
+        let parts = net.parts.call(&gradients.iter().collect::<Vec<_>>(), |parts, gradients| {
+            let products = parts.iter().zip(gradients).map(|(part, gradient)| (part * gradient)?.sum_all());
+            products.reduce(|sum, product| sum? + product?).unwrap()
+        })?;
+        (parts + (&net.stem * gradient(&STEM)?)?.sum_all()?)? + (&net.head * gradient(&[2, 7])?)?.sum_all()?
+    })?;
+    let mut grads = ddp.backward(&loss)?;
+    optimizer.clip_grad_norm(&mut grads, 1e6)?;
+    optimizer.step(&grads)
+}
+
+/// Muon's matrices, and all other parameters.
+fn groups(ddp: &Ddp) -> Vec<ParameterGroup<MuonGroup>> {
+    let (muon, adamw) = (ParamsMuon { lr: 0.02, ..Default::default() }, ParamsAdamW { lr: 0.01, ..Default::default() });
+    let (others, matrices) =
+        ddp.named_parameters().into_iter().partition(|(name, _)| name.ends_with("bias") || name == "head");
+    vec![
+        ParameterGroup { parameters: matrices, options: MuonGroup::Muon(muon) },
+        ParameterGroup { parameters: others, options: MuonGroup::AdamW(adamw) },
+    ]
+}
+
+fn made(ddp: &Ddp, zero: bool) -> candle_ddp::Result<Box<dyn Optimizer>> {
+    Ok(match zero {
+        true => Box::new(ZeroRedundancyOptimizer::from_groups(ddp, groups(ddp))?),
+        false => Box::new(Muon::from_groups(groups(ddp))?),
+    })
+}
+
+fn wrap(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> candle_ddp::Result<Ddp> {
+    let precision = Precision::Pure(DType::F64);
+    let options = DdpOptions { init_seed: Some(5), precision, sharding, ..Default::default() };
+    DistributedDataParallel::with_options(pg, varmap, build, options)
+}
+
+/// Muon on one rank, which loads nothing: the model after each second step.
+fn unbroken(steps: u64) -> Vec<Values> {
+    let folder = tempfile::tempdir().unwrap();
+    let run = spawn(1, |pg| {
+        let varmap = VarMap::new();
+        let ddp = wrap(&pg, &varmap, None)?;
+        let mut optimizer = made(&ddp, false)?;
+        let mut found = Vec::new();
+        for number in 0..steps {
+            step(&ddp, &mut *optimizer, number)?;
+            if number % 2 == 1 {
+                found.push(whole(&pg, &varmap, &folder.path().join("model"))?);
+            }
+        }
+        Ok(found)
+    });
+    run.unwrap().remove(0)
+}
+
+/// Continues a run in these steps, and saves it.
+fn continued(ranks: usize, zero: bool, sharding: Option<Sharding>, steps: Range<u64>, folder: &Path) -> Values {
+    let run = spawn(ranks, |pg| {
+        let mut varmap = VarMap::new();
+        let ddp = wrap(&pg, &varmap, sharding)?;
+        let mut optimizer = made(&ddp, zero)?;
+        let options = CheckpointerOptions { resume: true, ..Default::default() };
+        let mut checkpointer = Checkpointer::new(&pg, folder.join("run"), options)?;
+        checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?;
+        steps.clone().try_for_each(|number| step(&ddp, &mut *optimizer, number))?;
+        checkpointer.save(steps.end - 1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;
+        whole(&pg, &varmap, &folder.join("model"))
+    });
+    run.unwrap().remove(0)
+}
+
+#[test]
+fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ranks() {
+    let blocks = Some(Sharding::default());
+    let kept = Some(Sharding { reshard_after_forward: false, ..Default::default() });
+    let hybrid = Some(Sharding { shard_ranks: Some(2), ..Default::default() });
+    let runs = [
+        (2, true, blocks),
+        (4, true, blocks),
+        (1, false, None),
+        (1, true, kept),
+        (4, true, hybrid),
+        (2, true, None),
+        (8, true, blocks),
+        (2, false, None),
+        (4, true, hybrid),
+    ];
+    let (folder, expected) = (tempfile::tempdir().unwrap(), unbroken(2 * runs.len() as u64));
+    for (number, (ranks, zero, sharding)) in runs.into_iter().enumerate() {
+        let steps = 2 * number as u64..2 * number as u64 + 2;
+        let found = continued(ranks, zero, sharding, steps, folder.path());
+        assert_same(&found, &expected[number], &format!("{ranks} ranks, ZeRO: {zero}, {sharding:?}"));
+    }
+}
+
+/// Three ranks round sums, but not their values: those with one model have the same bits.
+#[test]
+fn each_matrix_has_one_owner_that_has_its_state() {
+    for (ranks, sharding) in [(3, Sharding::default()), (4, Sharding { shard_ranks: Some(2), ..Default::default() })] {
+        let found = spawn(ranks, |pg| {
+            let ddp = wrap(&pg, &VarMap::new(), Some(sharding))?;
+            let mut optimizer = ZeroRedundancyOptimizer::from_groups(&ddp, groups(&ddp))?;
+            step(&ddp, &mut optimizer, 0)?;
+            let state = optimizer.state_here()?;
+            let own = state.keys().filter_map(|key| key.strip_suffix(".momentum_buffer@0"));
+            let mut own: Vec<_> = own.map(str::to_string).collect();
+            own.sort();
+            Ok((own, format!("{optimizer:?}")))
+        });
+        let found = found.unwrap();
+        let owned: Vec<_> = found.iter().map(|(own, _)| own.clone()).collect();
+        let [kernel, experts, wide, stem] =
+            ["state.parts.kernel", "state.parts.experts", "state.parts.wide", "state.stem"].map(str::to_string);
+        match ranks {
+            // By size: experts 84, kernel 54, stem 35, wide 33.
+            3 => assert_eq!(owned, [vec![experts], vec![kernel], vec![wide, stem]]),
+            _ => {
+                let copy = [vec![experts, wide], vec![kernel, stem]];
+                assert_eq!(owned, [copy.clone(), copy].concat());
+            }
+        }
+        let debug = &found[0].1;
+        let at = |text: &str| debug.find(text).unwrap_or_else(|| panic!("{text} is not in {debug}"));
+        assert!(at("ParamsMuon") < at("parts.kernel") && at("parts.wide") < at("ParamsAdamW"), "{debug}");
+        assert!(at("ParamsAdamW") < at("parts.bias") && at("ParamsAdamW") < at("head"), "{debug}");
+    }
+}
