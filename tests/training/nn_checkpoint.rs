@@ -221,10 +221,54 @@ fn statistics_that_the_backward_pass_changes_follow_rank_0() {
 #[test]
 fn the_checkpoint_returns_the_functions_error() {
     let x = Var::from_tensor(&tensor(&[2, 2], 1)).unwrap();
-    let error = checkpoint(&[x.as_tensor()], |_| candle_core::bail!("no such layer")).unwrap_err();
+    let error = checkpoint::<_, Tensor>(&[x.as_tensor()], |_| candle_core::bail!("no such layer")).unwrap_err();
     assert!(error.to_string().contains("no such layer"), "{error}");
     let error = checkpoint(&[x.as_tensor()], |x| x[0].argmax(1)).unwrap_err().to_string();
     assert!(error.contains("must be floating-point for gradients to flow"), "{error}");
+    let error = checkpoint(&[x.as_tensor()], |x| Ok((x[0].argmax(1)?, Vec::<Tensor>::new()))).unwrap_err().to_string();
+    assert!(error.contains("must be floating-point for gradients to flow, not u32[2]"), "{error}");
+}
+
+/// A pair, a list and a triple, of which some are of 16 bits, some have no gradient, and some are not used.
+#[test]
+fn several_results_have_the_values_and_gradients_that_they_have_without_a_checkpoint() {
+    type Results = (Tensor, Vec<Tensor>, (Tensor, Tensor));
+    for is_used in [true, false] {
+        let run = |is_checkpointed: bool| {
+            let varmap = VarMap::new();
+            let net = Net::new(Kind::Plain, &VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+            fill(&varmap);
+            let x = Var::from_tensor(&tensor(&[4, 6], 9)).unwrap();
+            let of = net.clone();
+            let function = move |x: &[Tensor]| -> Result<Results> {
+                let y = of.middle(&x[0])?;
+                let half = y.to_dtype(DType::BF16)?;
+                Ok((y.t()?.sqr()?, vec![half, of.last(&y)?.narrow(1, 1, 2)?], (y.argmax(1)?, y.mean_all()?)))
+            };
+            let (a, list, (best, mean)) = match is_checkpointed {
+                true => checkpoint(&[&x], function).unwrap(),
+                false => function(&[x.as_tensor().clone()]).unwrap(),
+            };
+            assert_eq!((list[0].dtype(), best.dtype(), mean.rank()), (DType::BF16, DType::U32, 0));
+            let mut loss = (a.sum_all().unwrap() + mean.sqr().unwrap()).unwrap();
+            if is_used {
+                let half = list[0].sin().unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
+                loss = (loss + (half * list[1].sqr().unwrap().sum_all().unwrap()).unwrap()).unwrap();
+            }
+            let grads = loss.backward().unwrap();
+            let values = [&a, &list[0].to_dtype(DType::F32).unwrap(), &list[1], &mean].map(floats).concat();
+            let best = best.to_vec1::<u32>().unwrap();
+            let used = NAMES.iter().filter(|name| **name != "a.weight");
+            let mut gradients: Vec<Vec<f32>> =
+                used.map(|name| floats(grads.get(&var(&varmap, name)).unwrap())).collect();
+            gradients.push(floats(grads.get(&x).unwrap()));
+            (best, values, gradients.concat(), net.runs.load(Ordering::Relaxed))
+        };
+        let (plain, checkpointed) = (run(false), run(true));
+        assert_eq!((&checkpointed.0, &checkpointed.1), (&plain.0, &plain.1));
+        assert_close(&checkpointed.2, &plain.2, 1e-5, "gradients");
+        assert_eq!((plain.3, checkpointed.3), (1, 2));
+    }
 }
 
 /// Hand-written activation checkpointing: a backward pass within another, which reaches a parameter a second time.

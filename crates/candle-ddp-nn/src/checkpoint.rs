@@ -1,7 +1,8 @@
 //! Activation checkpointing: the backward pass recomputes a function's intermediate results, which are not kept.
 use crate::{autocast_mode, set_autocast};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::Error;
+use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::{Leaves, is_grad_enabled, rerun};
 use candle_ddp_tensor::seed::Replay;
 
@@ -15,6 +16,9 @@ use candle_ddp_tensor::seed::Replay;
 /// [`dropout`](super::dropout) use the same masks in both runs, and [`BatchNorm`](super::BatchNorm) updates its running
 /// statistics in the first run alone (in PyTorch, in both). Any other state that `function` changes is changed twice, including the
 /// statistics of candle's own `BatchNorm`.
+///
+/// It may return a tensor, or several in a pair, a triple or a `Vec`. They leave the checkpoint in one message of the widest dtype, so that a
+/// sum of their gradients begins the second run; those of integers have no gradient.
 ///
 /// `function` gets its inputs without their graph. Gradients flow to `inputs` and to parameters, but to no other
 /// captured tensors. candle's own dropout uses different masks in the second run. Under [`no_grad`](super::no_grad) `function` runs
@@ -36,11 +40,12 @@ use candle_ddp_tensor::seed::Replay;
 /// ```
 ///
 /// # Errors
-/// Returns the errors of `function`, and an error for a result that is not floating-point or inputs on several
+/// Returns the errors of `function`, and an error for a result without a floating-point tensor, or inputs or results on several
 /// devices.
-pub fn checkpoint<F>(inputs: &[&Tensor], function: F) -> Result<Tensor>
+pub fn checkpoint<F, T>(inputs: &[&Tensor], function: F) -> Result<T>
 where
-    F: Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    F: Fn(&[Tensor]) -> Result<T> + Send + Sync + 'static,
+    T: Results,
 {
     checkpoint_holding(inputs, move |inputs, _| Ok((function(inputs)?, ())))
 }
@@ -53,32 +58,120 @@ pub enum Run {
     Backward,
 }
 
+/// What a checkpointed function returns: a tensor, or several.
+#[doc(hidden)]
+pub trait Results: Sized {
+    /// Replaces each tensor, in order.
+    ///
+    /// # Errors
+    /// Those of `replace`.
+    fn replace(self, replace: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
+}
+
+impl Results for Tensor {
+    fn replace(self, replace: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        replace(self)
+    }
+}
+
+impl<A: Results, B: Results> Results for (A, B) {
+    fn replace(self, replace: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok((self.0.replace(replace)?, self.1.replace(replace)?))
+    }
+}
+
+impl<A: Results, B: Results, C: Results> Results for (A, B, C) {
+    fn replace(self, replace: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok((self.0.replace(replace)?, self.1.replace(replace)?, self.2.replace(replace)?))
+    }
+}
+
+impl<T: Results> Results for Vec<T> {
+    fn replace(self, replace: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        self.into_iter().map(|results| results.replace(replace)).collect()
+    }
+}
+
 /// [`checkpoint`] for a function that also returns what it holds: after its run in the backward pass, until gradients have flowed
 /// through its result.
 ///
 /// # Errors
 /// Those of [`checkpoint`].
 #[doc(hidden)]
-pub fn checkpoint_holding<F, G>(inputs: &[&Tensor], function: F) -> Result<Tensor>
+pub fn checkpoint_holding<F, T, G>(inputs: &[&Tensor], function: F) -> Result<T>
 where
-    F: Fn(&[Tensor], Run) -> Result<(Tensor, G)> + Send + Sync + 'static,
+    F: Fn(&[Tensor], Run) -> Result<(T, G)> + Send + Sync + 'static,
+    T: Results,
     G: 'static,
 {
     let detached: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
     let (replay, result) = Replay::record(|| function(&detached, Run::Forward));
-    let (result, held) = result?;
-    if !result.dtype().is_float() {
-        let is = candle_ddp_tensor::error::describe(result.dtype(), result.shape());
+    let (results, held) = result?;
+    let mut last = None;
+    let (results, joined) = join(results, |other| last = Some(other.clone()))?;
+    let Some(joined) = joined else {
+        let is = last.map_or("none".to_string(), |last| describe(last.dtype(), last.shape()));
         let reason = format!("its result must be floating-point for gradients to flow, not {is}");
         return Err(Error::invalid("function", reason).into());
-    }
+    };
     if !is_grad_enabled() {
-        return Ok(result.detach());
+        return results.replace(&mut |result| Ok(result.detach()));
     }
-    let (leaves, mode) = (Leaves::of(&result), autocast_mode());
-    let again = move |inputs: &[Tensor]| set_autocast(mode, || replay.play(|| function(inputs, Run::Backward)));
-    let copy = rerun("checkpoint", inputs, leaves, &result.detach(), again);
-    // The result may be a view of what is held.
+    let (leaves, mode) = (Leaves::of(&joined), autocast_mode());
+    let again = move |inputs: &[Tensor]| {
+        let (results, held) = set_autocast(mode, || replay.play(|| function(inputs, Run::Backward)))?;
+        match join(results, |_| ())? {
+            (_, Some(joined)) => Ok((joined, held)),
+            (_, None) => Err(Error::invalid("function", "its second run returned no floating-point tensor").into()),
+        }
+    };
+    let copy = rerun("checkpoint", inputs, leaves, &joined.detach(), again)?;
+    // The results may be views of what is held.
+    let results = split(results, &copy);
     drop(held);
-    copy
+    results
+}
+
+/// All floating-point results as one tensor: the only one as it is, several as a list of their numbers in the widest dtype. The `others` have no
+/// gradient.
+fn join<T: Results>(results: T, mut others: impl FnMut(&Tensor)) -> Result<(T, Option<Tensor>)> {
+    let mut floats = Vec::new();
+    let results = results.replace(&mut |result| {
+        if result.dtype().is_float() {
+            floats.push(result.clone())
+        } else {
+            others(&result)
+        }
+        Ok(result)
+    })?;
+    let Some(first) = floats.first().filter(|_| floats.len() > 1) else { return Ok((results, floats.pop())) };
+    let dtype = floats.iter().fold(first.dtype(), |widest, float| match (widest, float.dtype()) {
+        (one, other) if one == other => one,
+        (DType::F64, _) | (_, DType::F64) => DType::F64,
+        // There is no wider one of two that have 16 bits.
+        _ => DType::F32,
+    });
+    let lists = floats.iter().map(|float| float.flatten_all()?.to_dtype(dtype)).collect::<Result<Vec<_>>>()?;
+    Ok((results, Some(Tensor::cat(&lists, 0)?)))
+}
+
+/// Gives the floating-point `results` the values, and the graph, of what [`join`] has made of them.
+fn split<T: Results>(results: T, joined: &Tensor) -> Result<T> {
+    let mut count = 0;
+    let results = results.replace(&mut |result| {
+        count += usize::from(result.dtype().is_float());
+        Ok(result)
+    })?;
+    let mut start = 0;
+    results.replace(&mut |result| {
+        if !result.dtype().is_float() {
+            return Ok(result.detach());
+        }
+        if count == 1 {
+            return Ok(joined.clone());
+        }
+        let part = joined.narrow(0, start, result.elem_count())?.reshape(result.shape())?.to_dtype(result.dtype())?;
+        start += result.elem_count();
+        Ok(part)
+    })
 }

@@ -55,7 +55,7 @@ pub use candle_ddp_tensor::MemoryFormat;
 pub use candle_ddp_tensor::function::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use checkpoint::checkpoint;
 #[doc(hidden)]
-pub use checkpoint::{Run, checkpoint_holding};
+pub use checkpoint::{Results, Run, checkpoint_holding};
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,

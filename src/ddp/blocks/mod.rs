@@ -12,7 +12,7 @@ pub use sharding::Sharding;
 use crate::tensor::function::is_grad_enabled;
 use crate::tensor::hold::explained;
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_ddp_nn::{Run, autocast_mode, checkpoint_holding, set_autocast};
+use candle_ddp_nn::{Results, Run, autocast_mode, checkpoint_holding, set_autocast};
 use candle_nn::VarBuilder;
 use std::fmt;
 use std::sync::Arc;
@@ -97,27 +97,30 @@ impl<M: Send + Sync + 'static> Block<M> {
     /// Runs `function` on the module and `inputs`: for forward passes that take other arguments than one tensor. Under sharding it runs again
     /// in the backward pass, and everything that [`checkpoint`](crate::nn::checkpoint) says about its function is true of this one.
     ///
-    /// A result that is a view of a parameter, such as the first rows of an embedding of positions, is copied.
+    /// It returns a tensor, or several in a pair, a triple or a `Vec`. A result that is a view of a parameter, such as the first rows of an
+    /// embedding of positions, is copied.
     ///
     /// # Errors
     /// The errors of `function`; errors of the group that gathers the parameters; [`Error::InvalidArgument`](crate::Error::InvalidArgument),
     /// carried by candle's error, for a parameter of another block.
-    pub fn call<F>(&self, inputs: &[&Tensor], function: F) -> Result<Tensor>
+    pub fn call<F, T>(&self, inputs: &[&Tensor], function: F) -> Result<T>
     where
-        F: Fn(&M, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+        F: Fn(&M, &[Tensor]) -> Result<T> + Send + Sync + 'static,
+        T: Results,
     {
         let plain = |inputs: &[&Tensor]| {
             let inputs: Vec<Tensor> = inputs.iter().map(|input| (*input).clone()).collect();
             function(&self.module, &inputs)
         };
         let Some(unit) = &self.unit else { return plain(inputs) };
+        let owned = |results: T| results.replace(&mut |result| unit.own(result));
         if !is_grad_enabled() {
             let _held = unit.hold(Run::Forward)?;
-            return plain(inputs).and_then(|result| unit.own(result)).map_err(explained);
+            return plain(inputs).and_then(owned).map_err(explained);
         }
         if !unit.reshards() {
             unit.keep()?;
-            return plain(inputs).and_then(|result| unit.own(result)).map_err(explained);
+            return plain(inputs).and_then(owned).map_err(explained);
         }
         let (module, unit) = (Arc::clone(&self.module), Arc::clone(unit));
         let computed = checkpoint_holding(inputs, move |inputs, run| {
