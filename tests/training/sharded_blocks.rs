@@ -4,6 +4,7 @@ mod freed;
 mod graphs;
 mod hybrid;
 mod muon;
+mod thawed;
 mod views;
 mod whole;
 

@@ -23,8 +23,9 @@ use crate::state::StateDict;
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{Shape, Tensor};
+use candle_core::{Shape, Tensor, Var};
 use layout::{OwnShard, Piece, Trained};
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use whole::Whole;
@@ -134,7 +135,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
 
     /// Moves the optimizer to `ddp`, the model that was made anew with thawed parameters, and trains those in `group` as
     /// well: PyTorch's `add_param_group`. The old groups keep their options and their state; `group` begins without.
-    /// Every rank must call it. Drop the old DDP model afterwards.
+    /// Every rank must call it. Drop the old DDP model afterwards. A sharded model, which is made anew from another `VarMap`, must have the
+    /// old names.
     ///
     /// For a moment, each rank needs memory for the state of all parameters.
     ///
@@ -142,9 +144,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns the errors of [`from_groups`](Self::from_groups): the old groups and the new one together must contain all
     /// parameters whose gradients `ddp` averages. The optimizer is then unchanged.
     pub fn add_param_group<M>(&mut self, ddp: &DistributedDataParallel<M>, group: ParameterGroup<R>) -> Result<()> {
+        let of_model: HashMap<String, Var> = ddp.averaged_parameters().into_iter().collect();
         let parameters = |number| {
-            let own = self.parameters.iter().filter(move |own| own.group == number);
-            own.map(|own| (own.name.clone(), own.var.clone())).collect()
+            let own = self.parameters.iter().filter(|own| own.group == number);
+            // A sharded model has new variables when it is made anew.
+            own.map(|own| (own.name.clone(), of_model.get(&own.name).unwrap_or(&own.var).clone())).collect()
         };
         let old = self.options.iter().cloned().enumerate();
         let mut groups: Vec<_> =
