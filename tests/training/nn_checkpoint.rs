@@ -271,6 +271,29 @@ fn several_results_have_the_values_and_gradients_that_they_have_without_a_checkp
     }
 }
 
+#[test]
+fn results_may_be_inputs_or_views_or_constants_and_need_no_inputs() {
+    let x = Var::from_tensor(&tensor(&[4, 6], 1)).unwrap();
+    let function = |x: &[Tensor]| -> Result<Vec<Tensor>> {
+        let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+        Ok(vec![x[0].clone(), x[0].narrow(1, 1, 2)?, ones, x[0].clone(), x[0].narrow(0, 0, 0)?])
+    };
+    let gradient = |results: Vec<Tensor>| {
+        let terms = results.iter().zip(1..).map(|(result, factor)| (result.sqr()? * f64::from(factor))?.sum_all());
+        let loss = terms.reduce(|sum, term| sum? + term?).unwrap().unwrap();
+        floats(loss.backward().unwrap().get(&x).unwrap())
+    };
+    let plain = gradient(function(&[x.as_tensor().clone()]).unwrap());
+    assert_close(&gradient(checkpoint(&[&x], function).unwrap()), &plain, 1e-6, "several");
+    // One alone, and none.
+    let same = gradient(vec![checkpoint(&[&x], |x| Ok(x[0].clone())).unwrap()]);
+    assert_close(&same, &floats(&(x.as_tensor() * 2.).unwrap()), 1e-6, "the input");
+    let captured = x.clone();
+    let (a, b) = checkpoint(&[], move |_| Ok(((captured.as_tensor() * 3.)?, captured.sqr()?))).unwrap();
+    let grads = (a.sum_all().unwrap() + b.sum_all().unwrap()).unwrap().backward().unwrap();
+    assert_close(floats(grads.get(&x).unwrap()).as_slice(), &floats(&x.affine(2., 3.).unwrap()), 1e-6, "no inputs");
+}
+
 /// Hand-written activation checkpointing: a backward pass within another, which reaches a parameter a second time.
 struct ByHand(Linear);
 
