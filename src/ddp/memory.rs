@@ -120,7 +120,7 @@ impl<M> DistributedDataParallel<M> {
                 all.on(device).replicas += bytes;
             }
         }
-        for tensor in optimizer.state_here()?.values().filter(|tensor| tensor.dtype().is_float()) {
+        for tensor in optimizer.share()?.all().values().filter(|tensor| tensor.dtype().is_float()) {
             let (device, bytes) = of(tensor);
             all.on(device).optimizer += bytes;
         }

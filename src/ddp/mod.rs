@@ -68,7 +68,7 @@ use crate::Error;
 use crate::Result;
 use crate::panic::lock;
 use crate::process_group::{Active, Operation, ProcessGroup};
-use crate::state::StateDict;
+use crate::state::{PerRank, StateDict};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use comm_hook::{CommHook, CommHookTraffic};
@@ -337,7 +337,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// The states of a world of another size are [`Error::InvalidArgument`].
     pub fn comm_hook_state(&self) -> Option<impl StateDict + fmt::Debug + '_> {
-        self.comm_hook_traffic().map(|_| CommHookState { reducer: &self.core.reducer })
+        self.comm_hook_traffic().map(|_| PerRank(CommHookState { reducer: &self.core.reducer }))
     }
 
     /// The variables that an optimizer trains, in the order in which the model requested them; ignored ones come last.

@@ -3,7 +3,7 @@ use super::placement::{self, Transfer, owner};
 use super::shard::{Layout, Shard};
 use crate::backend::{P2pOp, Work, label};
 use crate::process_group::{ProcessGroup, report_length};
-use crate::state::{Dict, StateDict};
+use crate::state::{Dict, Saved, StateDict};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -112,8 +112,7 @@ impl Shards {
         if all.iter().all(Dict::is_empty) {
             return Ok(false);
         }
-        part.load_sharded_state_dict(&all, group.rank(), group.world_size())?;
-        Ok(true)
+        part.prepare(Saved::Shards(all), group.rank(), group.world_size())?().map(|()| true)
     }
 
     /// Brings the shards of commit `commit` to the ranks of a new group that need them; `holdings` say what these ranks

@@ -2,6 +2,7 @@
 use super::shards::Shards;
 use crate::backend::label;
 use crate::panic::lock;
+use crate::placement::Spread;
 use crate::process_group::{ProcessGroup, WeakProcessGroup};
 use crate::state::{Dict, Parts, StateDict, fingerprint};
 use crate::tensor::copy::copy_all;
@@ -134,7 +135,7 @@ impl<S: Parts> State<S> {
     /// from the others, and every call must give the same ones.
     ///
     /// Parts that are spread over the ranks, such as a
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) ([`StateDict::sharded_state_dict`]), are
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), are
     /// mirrored: each rank sends its shard to the next rank, on another host if there are several, and keeps the shard
     /// of the one before. When a rank dies, the rank that mirrors it has its shard. Each rank then needs memory for
     /// four shards, its own and the mirrored one of the last two commits, and sends and receives one in each commit.
@@ -210,7 +211,7 @@ impl<S: Parts> State<S> {
     /// Returns the part's errors; with sharded parts also errors of the group.
     pub fn restore(&self, name: &str, part: &mut dyn StateDict) -> Result<bool> {
         lock(&self.needed).insert(name.to_string(), true);
-        if part.sharded_state_dict()?.is_some() {
+        if part.share()?.is_per_rank() {
             return self.shards.restore(self.commits, name, part);
         }
         let dict = self.committed_part(name)?;
@@ -261,13 +262,12 @@ impl<S: Parts> State<S> {
         let (mut live, mut sharded) = (Named::default(), Named::default());
         let mut rank_zeros = BTreeSet::new();
         let mut add = |name: &str, part: &dyn StateDict| {
-            if part.is_rank_zeros() {
+            let share = part.share()?;
+            if share.spread == Spread::RankZero {
                 rank_zeros.insert(name.to_string());
             }
-            match own_shard(part)? {
-                Some(shard) => sharded.add(name, shard),
-                None => live.add(name, part.state_dict()?),
-            }
+            // The process that takes this one's place gets nothing else, so copies that another rank saves are there as well.
+            if share.is_per_rank() { &mut sharded } else { &mut live }.add(name, share.all())
         };
         self.inner.parts().into_iter().try_for_each(|(name, part)| add(name, part))?;
         more.into_iter().try_for_each(|(name, part)| add(name, part))?;
@@ -349,7 +349,7 @@ impl<S: Parts> State<S> {
         for name in names {
             let dict = self.committed_part(&name)?;
             if let Some((_, part)) = self.inner.parts().into_iter().find(|(other, _)| *other == name)
-                && part.sharded_state_dict()?.is_none()
+                && !part.share()?.is_per_rank()
             {
                 part.load_state_dict(&dict)?;
             }
@@ -362,7 +362,7 @@ impl<S: Parts> State<S> {
     pub(super) fn roll_back_own(&mut self) -> Result<()> {
         if self.shards.has(self.commits) {
             for (name, part) in self.inner.parts() {
-                if part.sharded_state_dict()?.is_some() {
+                if part.share()?.is_per_rank() {
                     self.shards.restore(self.commits, name, part)?;
                 }
             }
@@ -370,18 +370,13 @@ impl<S: Parts> State<S> {
         }
         let mut own = Named::default();
         for (name, part) in self.inner.parts() {
-            if let Some(shard) = own_shard(part)? {
-                own.add(name, shard)?;
+            let share = part.share()?;
+            if share.is_per_rank() {
+                own.add(name, share.all())?;
             }
         }
         self.shards.commit(self.commits, &own.tensors)
     }
-}
-
-/// This rank's share of a part that is spread over the ranks, or that each rank has for itself. Under hybrid sharding it includes copies
-/// that another rank saves: the process that takes this one's place gets nothing else.
-fn own_shard(part: &dyn StateDict) -> Result<Option<Dict>> {
-    part.sharded_state_dict()?.map(|_| part.state_here()).transpose()
 }
 
 /// The tensors of several parts, by keys `part/key`.

@@ -1,7 +1,7 @@
 //! Averages of weights over the steps.
 use super::rule::state_dtype;
 use crate::placement::Placement;
-use crate::state::{self, Dict, Loader, PART_OF, StateDict};
+use crate::state::{self, Dict, Loader, PutInPlace, Saved, Share, StateDict};
 use crate::tensor::borrow::zip;
 use crate::tensor::{DTYPES, Element, dispatch};
 use crate::variables::{Parameters, check_named};
@@ -258,7 +258,7 @@ impl StateDict for Ema {
         self.refuse_if_applied("state_dict")?;
         check_named(self.named, SAVED)?;
         self.averages()?;
-        self.dict(KIND, false)
+        Ok(self.share()?.dict)
     }
 
     fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
@@ -267,42 +267,26 @@ impl StateDict for Ema {
         self.load_from(Loader::new(dict, KIND)?)
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        self.parts(false)
+    fn share(&self) -> Result<Share> {
+        self.refuse_if_applied("state_dict")?;
+        check_named(self.named, SAVED)?;
+        let mut share = Share::begin(KIND, self.slots.iter().any(|slot| slot.placement.is_sharded()))?;
+        share.dict.insert("updates".to_string(), state::count(self.updates)?);
+        for Slot { name, var, placement, average, .. } in &self.slots {
+            share.insert(&format!("average.{name}"), placement, average.reshape(var.shape())?)?;
+        }
+        Ok(share)
     }
 
-    fn state_here(&self) -> Result<Dict> {
-        self.parts(true)?.map_or_else(|| self.state_dict(), Ok)
-    }
-
-    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, _: usize) -> Result<()> {
+    fn prepare(&mut self, saved: Saved, rank: usize, _: usize) -> Result<PutInPlace<'_>> {
         self.refuse_if_applied("load_state_dict")?;
         check_named(self.named, SAVED)?;
-        self.load_from(Loader::of_shards(shards, KIND, rank)?)
+        let loader = Loader::of(&saved, KIND, rank)?;
+        Ok(Box::new(move || self.load_from(loader)))
     }
 }
 
 impl Ema {
-    /// This rank's parts, if the model is sharded. `with_copies`: also those that another rank has as well, and saves.
-    fn parts(&self, with_copies: bool) -> Result<Option<Dict>> {
-        if !self.slots.iter().any(|slot| slot.placement.is_sharded()) {
-            return Ok(None);
-        }
-        self.refuse_if_applied("state_dict")?;
-        check_named(self.named, SAVED)?;
-        self.dict(&format!("{PART_OF}{KIND}"), with_copies).map(Some)
-    }
-
-    fn dict(&self, kind: &str, with_copies: bool) -> Result<Dict> {
-        let mut dict = state::begin(kind)?;
-        dict.insert("updates".to_string(), state::count(self.updates)?);
-        for Slot { name, var, placement, average, .. } in &self.slots {
-            let average = average.reshape(var.shape())?;
-            state::insert(&mut dict, &format!("average.{name}"), placement, average, with_copies)?;
-        }
-        Ok(dict)
-    }
-
     fn load_from(&mut self, mut loader: Loader) -> Result<()> {
         let updates = loader.count("updates")?;
         let mut averages = Vec::new();

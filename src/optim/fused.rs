@@ -11,7 +11,7 @@ use crate::ddp::{check_averaged, scaled};
 use crate::error::describe;
 use crate::kernels;
 use crate::placement::Placement;
-use crate::state::{self, Loader, StateDict};
+use crate::state::{self, Loader, PutInPlace, Saved, StateDict};
 use crate::tensor::DTYPES;
 use crate::variables::{Parameters, check_named, check_whole};
 use crate::{Error, Result};
@@ -428,11 +428,12 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
         self.load_from(Loader::new(dict, R::NAME)?)
     }
 
-    /// Loads the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any
+    /// Also of the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any
     /// size.
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], rank: usize, _: usize) -> Result<()> {
+    fn prepare(&mut self, saved: Saved, rank: usize, _: usize) -> Result<PutInPlace<'_>> {
         check_named(self.named, SAVED)?;
-        self.load_from(Loader::of_shards(shards, R::NAME, rank)?)
+        let loader = Loader::of(&saved, R::NAME, rank)?;
+        Ok(Box::new(move || self.load_from(loader)))
     }
 }
 

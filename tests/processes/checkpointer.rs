@@ -7,6 +7,8 @@ use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp_state::placement::Spread;
+use candle_ddp_state::state::{PutInPlace, Saved, Share};
 use candle_nn::{VarMap, linear};
 use std::collections::HashMap;
 use std::fs::File;
@@ -64,13 +66,14 @@ impl StateDict for Own {
         Ok(())
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
-        self.state_dict().map(Some)
+    fn share(&self) -> Result<Share> {
+        Ok(Share::new(Spread::Own, self.state_dict()?))
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
+    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let Saved::Shards(shards) = saved else { unreachable!("each rank has its own") };
         self.0 = Tensor::cat(&shards.iter().filter_map(|shard| shard.get("own")).collect::<Vec<_>>(), 0)?;
-        Ok(())
+        Ok(Box::new(|| Ok(())))
     }
 }
 

@@ -7,6 +7,8 @@ use candle_core::{Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
+use candle_ddp_state::placement::Spread;
+use candle_ddp_state::state::{PutInPlace, Saved, Share};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::collections::HashMap;
@@ -185,13 +187,14 @@ impl StateDict for Own {
         Ok(())
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
-        self.state_dict().map(Some)
+    fn share(&self) -> Result<Share> {
+        Ok(Share::new(Spread::Own, self.state_dict()?))
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
+    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let Saved::Shards(shards) = saved else { unreachable!("each rank has its own") };
         self.0 = shards[plan().rank]["own"].clone();
-        Ok(())
+        Ok(Box::new(|| Ok(())))
     }
 }
 

@@ -9,6 +9,8 @@ use candle_ddp::optim::{
 };
 use candle_ddp::seed::Generator;
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp_state::placement::Spread;
+use candle_ddp_state::state::{PutInPlace, Saved, Share};
 use candle_nn::{Init, Linear, VarBuilder, VarMap, linear};
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -443,16 +445,20 @@ impl StateDict for Own {
         unreachable!("it is spread over the ranks")
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+    fn share(&self) -> Result<Share> {
         if self.fails {
             return Err(Error::Io { context: "reading".into(), error: std::io::Error::other("no state today") });
         }
-        Ok(Some(HashMap::from([("own".to_string(), Tensor::zeros(self.elements, DType::F32, &Device::Cpu)?)])))
+        let own = Tensor::zeros(self.elements, DType::F32, &Device::Cpu)?;
+        Ok(Share::new(Spread::Own, HashMap::from([("own".to_string(), own)])))
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
-        self.elements = shards.iter().map(|shard| shard["own"].elem_count()).sum();
-        Ok(())
+    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let Saved::Shards(shards) = saved else { unreachable!("it is spread over the ranks") };
+        Ok(Box::new(move || {
+            self.elements = shards.iter().map(|shard| shard["own"].elem_count()).sum();
+            Ok(())
+        }))
     }
 }
 

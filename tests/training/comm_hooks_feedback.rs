@@ -454,7 +454,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
                     .load_latest(("hook", &mut state))
             });
             let error = error.unwrap_err().to_string();
-            assert!(error.contains("the hook states of 2 ranks"), "{error}");
+            assert!(error.contains("each of 2 ranks has saved its own state"), "{error}");
         }
     }
 }

@@ -17,7 +17,7 @@ pub struct Placement {
     pub spread: Spread,
 }
 
-/// How a parameter is spread over the ranks.
+/// How a parameter or a state is spread over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spread {
     /// Every rank has all of it.
@@ -26,6 +26,17 @@ pub enum Spread {
     Shard,
     /// Likewise, and another rank has the same elements as well, and saves them.
     Copy,
+    /// Rank 0's counts for all ranks, although theirs may differ.
+    RankZero,
+    /// Each rank has its own.
+    Own,
+}
+
+impl Spread {
+    /// Whether each rank saves its own.
+    pub fn is_per_rank(self) -> bool {
+        !matches!(self, Self::Replicate | Self::RankZero)
+    }
 }
 
 impl Placement {
@@ -62,7 +73,7 @@ impl Placement {
 
     /// Whether other ranks have other elements.
     pub fn is_sharded(&self) -> bool {
-        self.spread != Spread::Replicate
+        self.spread.is_per_rank()
     }
 }
 

@@ -53,11 +53,13 @@ impl Checkpointer {
 
     fn restore(&self, part: &mut dyn StateDict, before: Dict) -> Result<()> {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
-        if part.sharded_state_dict()?.is_none() {
-            return part.load_state_dict(&before);
-        }
-        let mut shards = vec![Dict::new(); world_size];
-        shards[rank] = before;
-        part.load_sharded_state_dict(&shards, rank, world_size)
+        let saved = if part.share()?.is_per_rank() {
+            let mut shards = vec![Dict::new(); world_size];
+            shards[rank] = before;
+            Saved::Shards(shards)
+        } else {
+            Saved::Whole(before)
+        };
+        part.prepare(saved, rank, world_size)?()
     }
 }

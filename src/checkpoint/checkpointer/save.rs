@@ -2,11 +2,12 @@
 use super::folder::{self, Checkpoint, Listing, Started};
 use super::handle::{Save, SaveHandle};
 use super::index::{self, Files, Index};
-use super::snapshot::{Kind, PartSnapshot};
+use super::snapshot::PartSnapshot;
 use super::{Checkpointer, Skipped};
 use crate::backend::label;
 use crate::optim::unsaved;
 use crate::panic::panic_message;
+use crate::placement::Spread;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
 use crate::state::{FileHash, Parts, StateDict, non_finite};
@@ -74,7 +75,7 @@ impl Checkpointer {
                 ),
             ));
         }
-        let states = snapshot.iter().filter(|part| part.kind == Kind::Same);
+        let states = snapshot.iter().filter(|part| part.spread == Spread::Replicate);
         let states = states.map(|part| (part.name.as_str(), &part.fingerprint)).collect::<Vec<_>>();
         label::CHECKPOINTER_SAVE.during(|| self.group.compare_states(&states))?;
         self.newest = Some(step);
@@ -149,11 +150,11 @@ impl Checkpointer {
 /// The facts on which ranks have to agree.
 fn describe(step: u64, best: bool, parts: &[PartSnapshot]) -> String {
     let mut text = format!("step {step}\n{}", if best { "save_best" } else { "save" });
-    for PartSnapshot { name, kind, .. } in parts {
-        let kind = match kind {
-            Kind::Same => "the same on all ranks",
-            Kind::RankZero => "rank 0's for all ranks",
-            Kind::PerRank => "one for each rank",
+    for PartSnapshot { name, spread, .. } in parts {
+        let kind = match spread {
+            Spread::Replicate => "the same on all ranks",
+            Spread::RankZero => "rank 0's for all ranks",
+            _ => "one for each rank",
         };
         text.push_str(&format!("\npart {name}, {kind}"));
     }
@@ -213,7 +214,7 @@ impl Job {
             ));
         }
         let (step, best, world_size) = (self.step, self.best, self.group.world_size());
-        let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.kind == Kind::PerRank)).collect();
+        let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.spread.is_per_rank())).collect();
         self.group.agree_on_long_work(move |progress| {
             let Some(started) = started else { return Ok(()) };
             let index = Index::new(&started.path, step, best, world_size, &parts, files)?;
@@ -228,9 +229,9 @@ impl Job {
         let name = started.and_then(|started| started.path.file_name()).map(|name| name.to_string_lossy().into_owned());
         let folder = self.root.join(self.group.broadcast_object(name.as_ref(), 0)?);
         let own = self.parts.iter().filter_map(|part| {
-            let file = match part.kind {
-                Kind::PerRank => index::shard_file(&part.name, rank, world_size),
-                Kind::Same | Kind::RankZero => index::whole_file(&part.name),
+            let file = match part.spread.is_per_rank() {
+                true => index::shard_file(&part.name, rank, world_size),
+                false => index::whole_file(&part.name),
             };
             Some((file, part.tensors.as_ref()?))
         });

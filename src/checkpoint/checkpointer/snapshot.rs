@@ -1,5 +1,6 @@
 //! Copies, in host memory, of the states that are saved.
 use crate::Result;
+use crate::placement::Spread;
 use crate::state::{Dict, StateDict, fingerprint};
 use crate::tensor::copy;
 use candle_core::{Device, Tensor};
@@ -9,22 +10,11 @@ use std::collections::{BTreeMap, HashMap};
 #[derive(Debug, Default)]
 pub(super) struct Buffers(HashMap<String, Dict>);
 
-/// How the states of the ranks are related.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// It is the same on all ranks; rank 0 writes it.
-    Same,
-    /// Rank 0's counts for all ranks.
-    RankZero,
-    /// Each rank writes its own.
-    PerRank,
-}
-
 /// This rank's copy of a part.
 #[derive(Debug)]
 pub(super) struct PartSnapshot {
     pub(super) name: String,
-    pub(super) kind: Kind,
+    pub(super) spread: Spread,
     /// `None` if another rank writes the part.
     pub(super) tensors: Option<Dict>,
     /// The hashes of the tensors, for a part that must be the same on all ranks.
@@ -41,22 +31,11 @@ impl Buffers {
     ) -> Result<Vec<PartSnapshot>> {
         let mut devices = Vec::new();
         let parts = parts.iter().map(|(name, state)| {
-            let shard = state.sharded_state_dict()?;
-            let kind = match &shard {
-                Some(_) => Kind::PerRank,
-                None if state.is_rank_zeros() => Kind::RankZero,
-                None => Kind::Same,
-            };
-            let own = match (shard, kind) {
-                (None, Kind::RankZero) if !has_whole => None,
-                (None, _) => Some(state.state_dict()?),
-                (shard, _) => shard,
-            };
-            let tensors = match &own {
-                Some(own) if has_whole || kind == Kind::PerRank => Some(self.copy(name, own, &mut devices)?),
-                _ => None,
-            };
-            Ok((PartSnapshot { name: name.to_string(), kind, tensors, fingerprint: BTreeMap::new() }, own))
+            let share = state.share()?;
+            let (spread, writes) = (share.spread, has_whole || share.is_per_rank());
+            let tensors = writes.then(|| self.copy(name, &share.dict, &mut devices)).transpose()?;
+            let part = PartSnapshot { name: name.to_string(), spread, tensors, fingerprint: BTreeMap::new() };
+            Ok((part, share.dict))
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         for device in devices {
@@ -64,10 +43,8 @@ impl Buffers {
         }
         // Hashes the copies, if there are any: they are in host memory already.
         let hashed = parts.into_iter().map(|(mut part, own)| {
-            if part.kind == Kind::Same
-                && let Some(dict) = part.tensors.as_ref().or(own.as_ref())
-            {
-                part.fingerprint = fingerprint(dict)?;
+            if part.spread == Spread::Replicate {
+                part.fingerprint = fingerprint(part.tensors.as_ref().unwrap_or(&own))?;
             }
             Ok(part)
         });
@@ -77,7 +54,7 @@ impl Buffers {
     /// Like [`snapshot`](Self::snapshot), of this rank's own states, to restore them: nothing is compared.
     pub(super) fn backup(&mut self, parts: &[(&str, &mut dyn StateDict)]) -> Result<Vec<Dict>> {
         let mut devices = Vec::new();
-        let copies = parts.iter().map(|(name, state)| self.copy(name, &state.state_here()?, &mut devices));
+        let copies = parts.iter().map(|(name, state)| self.copy(name, &state.share()?.all(), &mut devices));
         let copies = copies.collect::<Result<Vec<_>>>()?;
         devices.iter().try_for_each(Device::synchronize)?;
         Ok(copies)
@@ -128,7 +105,7 @@ mod tests {
             let [part] = &mut *buffers.snapshot(&[("model", &mut varmap.clone())], true).unwrap() else {
                 panic!("one part")
             };
-            assert_eq!(part.kind, Kind::Same);
+            assert_eq!(part.spread, Spread::Replicate);
             part.tensors.take().unwrap()
         };
         let first = take();

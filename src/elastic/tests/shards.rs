@@ -3,9 +3,10 @@ use super::{Training, state};
 use crate::Result;
 use crate::elastic::State;
 use crate::elastic::synchronise::synchronise;
+use crate::placement::Spread;
 use crate::process_group::{ProcessGroup, spawn};
 use crate::rendezvous::Store;
-use crate::state::{Parts, StateDict};
+use crate::state::{Parts, PutInPlace, Saved, Share, StateDict};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -46,20 +47,23 @@ impl StateDict for Slice {
         panic!("no rank has it whole")
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+    fn share(&self) -> Result<Share> {
         let values = Tensor::new(self.values.as_slice(), &Device::Cpu)?;
-        Ok(Some(HashMap::from([(format!("{}", self.start()), values)])))
+        Ok(Share::new(Spread::Own, HashMap::from([(format!("{}", self.start()), values)])))
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
+    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let Saved::Shards(shards) = saved else { panic!("no rank has it whole") };
         let mut whole = [f32::NAN; ELEMENTS];
         for (start, values) in shards.iter().flatten() {
             let start: usize = start.parse().unwrap();
             whole[start..][..values.elem_count()].copy_from_slice(&values.to_vec1::<f32>()?);
         }
-        let (start, elements) = (self.start(), self.values.len());
-        self.values.copy_from_slice(&whole[start..][..elements]);
-        Ok(())
+        Ok(Box::new(move || {
+            let (start, elements) = (self.start(), self.values.len());
+            self.values.copy_from_slice(&whole[start..][..elements]);
+            Ok(())
+        }))
     }
 }
 

@@ -10,7 +10,7 @@ use crate::optim::rule::UpdateRule;
 use crate::placement::{Placement, Spread};
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Dict, Loader, PART_OF, PutInPlace, Saved, StateDict};
+use crate::state::{self, Dict, Loader, PutInPlace, Saved, Share, StateDict};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
@@ -114,28 +114,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
         label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
         let path = file(folder.as_ref(), rank, world_size);
-        let dict = self.shard_dict(false).map(|mut dict| {
+        let dict = self.share().map(|Share { mut dict, .. }| {
             dict.insert(SAVING.to_string(), saving);
             dict
         });
         let job = dict.and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
         label::ZERO_SAVE.during(|| self.process_group.write_together(job)).map(drop)
-    }
-
-    /// `with_copies`: also the parts that another rank has as well, and saves.
-    fn shard_dict(&self, with_copies: bool) -> Result<Dict> {
-        let mut dict = state::begin(&format!("{PART_OF}{}", R::NAME))?;
-        dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
-        for parameter in &self.parameters {
-            dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
-        }
-        for piece in self.pieces() {
-            let name = &self.parameters[piece.parameter].name;
-            for (part, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
-                state::insert(&mut dict, &key(name, part), &piece.placement, state.clone(), with_copies)?;
-            }
-        }
-        Ok(dict)
     }
 
     /// Loads the files of [`save_shards`](Self::save_shards) from a world of any size. Every rank must call it and reads
@@ -236,20 +220,20 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
         Ok(())
     }
 
-    /// Returns this rank's parts of the states, with the learning rates and the numbers of steps.
-    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        self.shard_dict(false).map(Some)
-    }
-
-    fn state_here(&self) -> Result<Dict> {
-        self.shard_dict(true)
-    }
-
-    fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {
-        let loader = Loader::of_shards(shards, R::NAME, self.process_group.rank())?;
-        let prepared = self.prepare_from(loader)?;
-        self.apply(prepared);
-        Ok(())
+    /// Has the learning rates and the numbers of steps as well.
+    fn share(&self) -> Result<Share> {
+        let mut share = Share::begin(R::NAME, true)?;
+        share.dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
+        for parameter in &self.parameters {
+            share.dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
+        }
+        for piece in self.pieces() {
+            let name = &self.parameters[piece.parameter].name;
+            for (part, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
+                share.insert(&key(name, part), &piece.placement, state.clone())?;
+            }
+        }
+        Ok(share)
     }
 
     fn can_prepare(&self) -> bool {

@@ -304,10 +304,8 @@ fn training(rows: &mut Vec<Row>) {
         "crates/candle-ddp-state/src/weights/mod.rs": ["candle_ddp::checkpoint::save_tensors" "tensors"];
         "crates/candle-ddp-state/src/weights/load.rs": ["candle_ddp::checkpoint::load_tensors" "tensors"];
         "crates/candle-ddp-nn/src/lora/merge.rs": ["candle_ddp_nn::LoraConfig::merge" "tensors"];
-        "crates/candle-ddp-state/src/state/state_dict.rs": [
-            "candle_ddp::checkpoint::StateDict::load_state_dict" "state",
-            "candle_ddp::checkpoint::StateDict::load_sharded_state_dict" "shards",
-        ];
+        "crates/candle-ddp-state/src/state/state_dict.rs":
+            ["candle_ddp::checkpoint::StateDict::load_state_dict" "state"];
         "src/optim/optimizer.rs": ["candle_ddp::optim::Optimizer::load_known" "state"];
         "src/optim/rule.rs": [
             "candle_ddp::optim::UpdateRule::update" "parameter",

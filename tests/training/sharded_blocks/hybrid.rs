@@ -1,6 +1,7 @@
 //! Models that some of the ranks have together, while others have copies of them.
 use super::*;
 use candle_ddp::Failure;
+use candle_ddp_state::state::Share;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -106,8 +107,9 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
             checkpointer.finish()?;
             let is_copy =
                 options.sharding.and_then(|sharding| sharding.shard_ranks).is_some_and(|ranks| pg.rank() >= ranks);
-            for state in [varmap.sharded_state_dict()?, optimizer.sharded_state_dict()?].into_iter().flatten() {
-                let pieces = state.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));
+            for share in [varmap.share()?, optimizer.share()?].into_iter().filter(Share::is_per_rank) {
+                let pieces =
+                    share.dict.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));
                 assert_eq!(pieces.count() == 0, is_copy, "rank {}", pg.rank());
             }
             let state = optimizer.consolidate_state_dict(ranks - 1)?;

@@ -378,8 +378,7 @@ pub enum Error {
     /// A part of a checkpoint, or of an elastic run, that should be the same on all ranks.
     #[error(
         "the part {part:?} is not the same on all ranks: {} on {} {} from other ranks'. Reduce or broadcast values \
-         that ranks have computed separately. A part with pieces of a sharded model must return them from \
-         sharded_state_dict. For other parts, use PerRank(part) if each rank has its own, which as many ranks can load, \
+         that ranks have computed separately. Use PerRank(part) if each rank has its own, which as many ranks can load, \
          RankZero(part) if rank 0's serves all ranks, and seed::Generator::for_rank for random numbers",
         some(names),
         ranks_named(ranks),

@@ -1,6 +1,7 @@
 //! A generator as a part of checkpoints and elastic runs.
 use super::Generator;
-use crate::state::{self, Loader, StateDict};
+use crate::placement::Spread;
+use crate::state::{self, Dict, Loader, PutInPlace, Saved, Share, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::HashMap;
@@ -24,49 +25,48 @@ impl StateDict for Generator {
         Ok(())
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
-        if !self.is_of_rank() {
-            return Ok(None);
-        }
+    fn share(&self) -> Result<Share> {
         let mut dict = self.state_dict()?;
+        if !self.is_of_rank() {
+            return Ok(Share::new(Spread::Replicate, dict));
+        }
         dict.insert(SEQUENCE.to_string(), state::list(&[self.sequence() as i64])?);
-        Ok(Some(dict))
+        Ok(Share::new(Spread::Own, dict))
     }
 
-    /// In a world of another size, the generator of a new rank gets the seed of the others, or keeps its own if those
-    /// differ.
-    fn load_sharded_state_dict(
-        &mut self,
-        shards: &[HashMap<String, Tensor>],
-        rank: usize,
-        world_size: usize,
-    ) -> Result<()> {
-        let mut saved = vec![None; shards.len()];
-        for (shard, saved) in shards.iter().zip(&mut saved).filter(|(shard, _)| !shard.is_empty()) {
-            let mut loader = Loader::new(shard, KIND)?;
-            let mut value = |key| Ok::<_, Error>(loader.list::<i64>(key, 1)?[0] as u64);
-            *saved = Some((value(SEED)?, value(SEQUENCE)?, value(OFFSET)?));
-            loader.finish()?;
-        }
-        let own = saved.get(rank).copied().flatten();
-        if let Some((seed, sequence, offset)) = own
-            && shards.len() == world_size
-        {
-            self.restore(seed, sequence, offset);
-            return Ok(());
-        }
-        let Some((first, ..)) = saved.iter().flatten().next().copied() else {
-            return Err(Error::invalid(
-                "shards",
-                "no rank has saved a generator in them: load the shards of a generator",
-            ));
-        };
-        let is_common = saved.iter().flatten().all(|(seed, ..)| *seed == first);
-        let seed = own.map(|(seed, ..)| seed).or(is_common.then_some(first)).unwrap_or(self.seed());
-        let offset = saved.iter().flatten().map(|(.., offset)| *offset).max().unwrap_or(self.offset());
-        self.restore(seed, Self::for_rank(seed, rank).sequence(), offset);
-        Ok(())
+    fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
+        Ok(Box::new(move || match saved {
+            Saved::Whole(state) => self.load_state_dict(&state),
+            Saved::Shards(shards) => load_shards(self, &shards, rank, world_size),
+        }))
     }
+}
+
+/// In a world of another size, the generator of a new rank gets the seed of the others, or keeps its own if those
+/// differ.
+fn load_shards(generator: &mut Generator, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
+    let mut saved = vec![None; shards.len()];
+    for (shard, saved) in shards.iter().zip(&mut saved).filter(|(shard, _)| !shard.is_empty()) {
+        let mut loader = Loader::new(shard, KIND)?;
+        let mut value = |key| Ok::<_, Error>(loader.list::<i64>(key, 1)?[0] as u64);
+        *saved = Some((value(SEED)?, value(SEQUENCE)?, value(OFFSET)?));
+        loader.finish()?;
+    }
+    let own = saved.get(rank).copied().flatten();
+    if let Some((seed, sequence, offset)) = own
+        && shards.len() == world_size
+    {
+        generator.restore(seed, sequence, offset);
+        return Ok(());
+    }
+    let Some((first, ..)) = saved.iter().flatten().next().copied() else {
+        return Err(Error::invalid("shards", "no rank has saved a generator in them: load the shards of a generator"));
+    };
+    let is_common = saved.iter().flatten().all(|(seed, ..)| *seed == first);
+    let seed = own.map(|(seed, ..)| seed).or(is_common.then_some(first)).unwrap_or(generator.seed());
+    let offset = saved.iter().flatten().map(|(.., offset)| *offset).max().unwrap_or(generator.offset());
+    generator.restore(seed, Generator::for_rank(seed, rank).sequence(), offset);
+    Ok(())
 }
 
 const KIND: &str = "Generator";

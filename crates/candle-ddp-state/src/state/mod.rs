@@ -5,6 +5,7 @@ mod loader;
 mod parts;
 mod per_rank;
 mod pieces;
+mod share;
 mod state_dict;
 mod values;
 
@@ -12,7 +13,8 @@ pub use fingerprint::{FileHash, fingerprint, non_finite, summary};
 pub use loader::Loader;
 pub use parts::Parts;
 pub use per_rank::{PerRank, RankZero};
-pub use pieces::{Held, PART_OF, insert};
+pub use pieces::PART_OF;
+pub use share::{Share, insert_needed};
 pub use state_dict::StateDict;
 pub use state_dict::*;
 pub use values::Serde;

@@ -1,5 +1,6 @@
 //! States that are not the same on all ranks.
-use super::state_dict::{Dict, StateDict};
+use super::{Dict, PutInPlace, Saved, Share, StateDict};
+use crate::placement::Spread;
 use crate::{Error, Result};
 
 /// A state that differs between ranks: a `Checkpointer` saves every rank's own, and loads it on the same rank. Without this wrapper, a state that differs between ranks is an error
@@ -37,34 +38,30 @@ impl<S: StateDict> StateDict for PerRank<S> {
         self.0.load_state_dict(state)
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        match self.0.sharded_state_dict()? {
-            Some(shard) => Ok(Some(shard)),
-            None => self.0.state_dict().map(Some),
-        }
+    fn share(&self) -> Result<Share> {
+        Ok(self.0.share()?.or(Spread::Own))
     }
 
-    fn state_here(&self) -> Result<Dict> {
-        self.0.state_here()
-    }
-
-    /// # Errors
-    /// As with [`load_state_dict`](StateDict::load_state_dict), and [`Error::InvalidArgument`] in a world of another
-    /// size, where no state belongs to a rank.
-    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
-        if self.0.sharded_state_dict()?.is_some() {
-            return self.0.load_sharded_state_dict(shards, rank, world_size);
-        }
-        if shards.len() != world_size {
-            let reason = format!(
-                "each of {} ranks has saved its own state (PerRank), which {world_size} ranks cannot share out: resume \
-                 with {} ranks, or do not load this part",
-                shards.len(),
-                shards.len()
-            );
-            return Err(Error::invalid("state", reason));
-        }
-        self.0.load_state_dict(shards.get(rank).ok_or(Error::RankOutOfRange { rank, world_size })?)
+    fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
+        let saved = match saved {
+            Saved::Shards(mut shards) if !self.0.share()?.is_per_rank() => {
+                if shards.len() != world_size {
+                    let reason = format!(
+                        "each of {} ranks has saved its own state (PerRank), which {world_size} ranks cannot share out: resume \
+                         with {} ranks, or do not load this part",
+                        shards.len(),
+                        shards.len()
+                    );
+                    return Err(Error::invalid("state", reason));
+                }
+                if rank >= world_size {
+                    return Err(Error::RankOutOfRange { rank, world_size });
+                }
+                Saved::Whole(shards.swap_remove(rank))
+            }
+            saved => saved,
+        };
+        self.0.prepare(saved, rank, world_size)
     }
 }
 
@@ -85,20 +82,12 @@ impl<S: StateDict> StateDict for RankZero<S> {
     }
 
     /// A state that is spread over the ranks has no version of rank 0 alone.
-    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        self.0.sharded_state_dict()
+    fn share(&self) -> Result<Share> {
+        Ok(self.0.share()?.or(Spread::RankZero))
     }
 
-    fn state_here(&self) -> Result<Dict> {
-        self.0.state_here()
-    }
-
-    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
-        self.0.load_sharded_state_dict(shards, rank, world_size)
-    }
-
-    fn is_rank_zeros(&self) -> bool {
-        true
+    fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
+        self.0.prepare(saved, rank, world_size)
     }
 }
 
@@ -108,16 +97,17 @@ mod tests {
 
     #[test]
     fn each_rank_gets_its_own_state_back_in_a_world_of_the_same_size() {
-        let shards: Vec<Dict> =
-            (0..3).map(|rank| PerRank(rank as f64).sharded_state_dict().unwrap().unwrap()).collect();
+        let shards = || Saved::Shards((0..3).map(|rank| PerRank(rank as f64).share().unwrap().dict).collect());
         let mut value = PerRank(7.0);
-        value.load_sharded_state_dict(&shards, 2, 3).unwrap();
+        value.prepare(shards(), 2, 3).unwrap()().unwrap();
         assert_eq!(value.0, 2.0);
-        let error = value.load_sharded_state_dict(&shards, 0, 2).unwrap_err().to_string();
+        let error = value.prepare(shards(), 0, 2).err().unwrap().to_string();
         assert!(error.contains("each of 3 ranks") && error.contains("2 ranks cannot share out"), "{error}");
         // Without the wrapper, the state has another kind.
-        let error = 1.5f64.load_sharded_state_dict(&shards, 0, 3).unwrap_err().to_string();
+        let error = 1.5f64.prepare(shards(), 0, 3).err().unwrap().to_string();
         assert!(error.contains("as 3 shards") && error.contains("PerRank"), "{error}");
-        assert!(RankZero(1.5).is_rank_zeros() && !PerRank(1.5).is_rank_zeros());
+        let spread = |state: &dyn StateDict| state.share().unwrap().spread;
+        assert_eq!((spread(&RankZero(1.5)), spread(&PerRank(1.5))), (Spread::RankZero, Spread::Own));
+        assert_eq!((spread(&RankZero(PerRank(1.5))), spread(&PerRank(RankZero(1.5)))), (Spread::Own, Spread::Own));
     }
 }

@@ -1,28 +1,13 @@
 //! Tensors that are spread over the ranks, put together.
-use super::{Dict, KIND};
-use crate::placement::{Placement, Spread};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use std::collections::HashMap;
-use std::ops::Range;
 
 /// How the kinds of states begin that have parts of tensors.
 pub const PART_OF: &str = "part of ";
 
-/// Adds what this rank saves of the entry `key`: all of it, or its elements. `with_copies`: also those that another rank has as well, and
-/// saves.
-pub fn insert(dict: &mut Dict, key: &str, placement: &Placement, here: Tensor, with_copies: bool) -> Result<()> {
-    let Placement { range, spread, .. } = placement;
-    if *spread == Spread::Replicate {
-        dict.insert(key.to_string(), here);
-    } else if !range.is_empty() && (with_copies || *spread == Spread::Shard) {
-        dict.insert(piece_key(key, range.start), here.flatten_all()?);
-    }
-    Ok(())
-}
-
 /// The key of the elements of `whole` from `start` on.
-fn piece_key(whole: &str, start: usize) -> String {
+pub(super) fn piece_key(whole: &str, start: usize) -> String {
     format!("{whole}@{start}")
 }
 
@@ -31,55 +16,6 @@ pub(super) fn of_piece_key(key: &str) -> Option<(&str, usize)> {
     let (whole, start) = key.rsplit_once('@')?;
     // Ends of parts are computed without checks.
     start.parse().ok().filter(|start| *start <= isize::MAX as usize).map(|start| (whole, start))
-}
-
-/// The parts that a rank holds, which say what it needs of the parts that others have saved.
-#[derive(Debug)]
-pub struct Held(HashMap<String, Vec<Range<usize>>>);
-
-impl Held {
-    /// None if `dict`, this rank's part of a state, is not made of such parts.
-    pub fn of(dict: &Dict) -> Option<Self> {
-        let kind = dict.get(KIND)?.to_vec1::<u8>().ok()?;
-        if !kind.starts_with(PART_OF.as_bytes()) {
-            return None;
-        }
-        let mut held: HashMap<String, Vec<Range<usize>>> = HashMap::new();
-        for (key, part) in dict {
-            if let Some((whole, start)) = of_piece_key(key) {
-                held.entry(whole.to_string()).or_default().push(start..start + part.elem_count());
-            }
-        }
-        // Without any, this rank may have copies of parts that another rank saves, and needs what is not said here.
-        (!held.is_empty()).then_some(Self(held))
-    }
-
-    /// The elements of the entry `key`, which has `elements`, that this rank needs.
-    pub fn needs(&self, key: &str, elements: usize) -> Range<usize> {
-        let Some((whole, start)) = of_piece_key(key) else { return 0..elements };
-        let within = |at: usize| at.clamp(start, start + elements) - start;
-        let needed = self.0.get(whole).into_iter().flatten().map(|own| within(own.start)..within(own.end));
-        let needed = needed.filter(|needed| !needed.is_empty());
-        needed.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
-    }
-
-    /// Gives `dict` the entry `key` of this shape, of which only those elements that are [needed](Self::needs) are there: `part`, a
-    /// list. The others are one element, repeated, and take no memory.
-    pub fn add(dict: &mut Dict, key: &str, shape: &[usize], needed: Range<usize>, part: Tensor) -> Result<()> {
-        let all = shape.iter().product();
-        let Some((whole, start)) = of_piece_key(key).filter(|_| needed.len() < all) else {
-            dict.insert(key.to_string(), part.reshape(shape)?);
-            return Ok(());
-        };
-        for absent in [0..needed.start, needed.end..all].into_iter().filter(|absent| !absent.is_empty()) {
-            let one = Tensor::zeros(1, part.dtype(), &Device::Cpu)?;
-            dict.insert(piece_key(whole, start + absent.start), one.broadcast_as(absent.len())?);
-        }
-        if !needed.is_empty() {
-            dict.insert(piece_key(whole, start + needed.start), part);
-        }
-        Ok(())
-    }
 }
 
 /// Parts of tensors by the names of the whole ones, each with the element at which it starts, in this order.
@@ -162,6 +98,7 @@ impl Pieces {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Device;
 
     /// Parts come from the shards of other numbers of ranks, in any order, and may overlap.
     #[test]

@@ -1,4 +1,6 @@
 //! Saving and loading the states of a training run.
+use super::Share;
+use crate::placement::Spread;
 use crate::state::file::{read_safetensors, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, WithDType};
@@ -60,43 +62,11 @@ pub trait StateDict {
     /// [`Error::Parameter`] names an entry that is missing, is surplus, or has another shape or dtype.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
 
-    /// This rank's part of a state that is spread over the ranks, like that of `ZeroRedundancyOptimizer`, or this rank's own
-    /// version of a state that differs between ranks ([`PerRank`](crate::PerRank)). `None`, the default, means that all
-    /// ranks have the same state, which a `Checkpointer` checks. All ranks must agree on whether it is `None`. The call
-    /// does not communicate.
-    ///
-    /// # Errors
-    /// As with [`state_dict`](Self::state_dict).
-    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
-        Ok(None)
-    }
-
-    /// What this rank holds of the state, also if another rank saves it. The call does not communicate.
+    /// What this rank has of the state. The default is a state that is the same on all ranks, which a `Checkpointer` checks. Ranks must
+    /// agree on how the state is spread. The call does not communicate.
     #[doc(hidden)]
-    fn state_here(&self) -> Result<HashMap<String, Tensor>> {
-        self.sharded_state_dict()?.map_or_else(|| self.state_dict(), Ok)
-    }
-
-    /// Loads the parts that [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any
-    /// size, in rank order, as rank `rank` of a world of `world_size`. The call does not communicate. A part that
-    /// this rank is known not to need may be empty. Gradients end here, as in [`load_state_dict`](Self::load_state_dict).
-    ///
-    /// # Errors
-    /// As with [`load_state_dict`](Self::load_state_dict). The default always returns an error: a state that is not
-    /// spread over ranks takes no parts.
-    fn load_sharded_state_dict(
-        &mut self,
-        shards: &[HashMap<String, Tensor>],
-        rank: usize,
-        world_size: usize,
-    ) -> Result<()> {
-        let _ = (rank, world_size);
-        let reason = format!(
-            "it was saved as {} shards, one from each rank (of a ZeroRedundancyOptimizer, PerRank, or a Generator of for_rank), \
-             and cannot be loaded into a state that is the same on all ranks",
-            shards.len()
-        );
-        Err(Error::invalid("state", reason))
+    fn share(&self) -> Result<Share> {
+        Ok(Share::new(Spread::Replicate, self.state_dict()?))
     }
 
     /// Whether [`prepare`](Self::prepare) does everything that can fail.
@@ -105,19 +75,22 @@ pub trait StateDict {
         false
     }
 
-    /// Checks a state whose tensors nobody else has, and returns what puts it in place. This changes nothing before.
+    /// Checks a state whose tensors nobody else has, and returns what puts it in place as the state of rank `rank` of a world of
+    /// `world_size`. This changes nothing before. A shard that this rank is known not to need may be empty. The call does not communicate.
     #[doc(hidden)]
     fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
-        Ok(Box::new(move || match saved {
-            Saved::Whole(state) => self.load_state_dict(&state),
-            Saved::Shards(shards) => self.load_sharded_state_dict(&shards, rank, world_size),
-        }))
-    }
-
-    /// Whether rank 0's state counts for all ranks, although theirs may differ: [`RankZero`](crate::RankZero).
-    /// Default: false.
-    fn is_rank_zeros(&self) -> bool {
-        false
+        let _ = (rank, world_size);
+        match saved {
+            Saved::Whole(state) => Ok(Box::new(move || self.load_state_dict(&state))),
+            Saved::Shards(shards) => {
+                let reason = format!(
+                    "it was saved as {} shards, one from each rank (of a ZeroRedundancyOptimizer, PerRank, or a Generator of for_rank), \
+                     and cannot be loaded into a state that is the same on all ranks",
+                    shards.len()
+                );
+                Err(Error::invalid("state", reason))
+            }
+        }
     }
 
     /// Writes the state to a safetensors file. A temporary file in the same folder is written first and then takes

@@ -1,6 +1,6 @@
 //! The programs' own states: numbers, values that serde can write, and states behind a lock.
 use super::loader::Loader;
-use super::state_dict::{Dict, PutInPlace, Saved, StateDict, begin, list};
+use super::{Dict, PutInPlace, Saved, Share, StateDict, begin, list};
 use crate::cbor;
 use crate::panic::lock;
 use crate::{Error, Result};
@@ -91,20 +91,8 @@ macro_rules! forward {
             $exclusive.load_state_dict(state)
         }
 
-        fn sharded_state_dict(&$self) -> Result<Option<Dict>> {
-            $shared.sharded_state_dict()
-        }
-
-        fn state_here(&$self) -> Result<Dict> {
-            $shared.state_here()
-        }
-
-        fn load_sharded_state_dict(&mut $self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
-            $exclusive.load_sharded_state_dict(shards, rank, world_size)
-        }
-
-        fn is_rank_zeros(&$self) -> bool {
-            $shared.is_rank_zeros()
+        fn share(&$self) -> Result<Share> {
+            $shared.share()
         }
     };
 }
@@ -127,6 +115,10 @@ impl<S: StateDict + ?Sized> StateDict for Arc<Mutex<S>> {
         self => lock(self),
         lock(self)
     );
+
+    fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
+        Ok(Box::new(move || lock(self).prepare(saved, rank, world_size)?()))
+    }
 }
 
 #[cfg(test)]
@@ -182,7 +174,7 @@ mod tests {
         let text = Serde(vec![1.5]).state_dict().unwrap();
         let error = Serde(String::new()).load_state_dict(&text).unwrap_err().to_string();
         assert!(error.contains("a value of another type"), "{error}");
-        let error = 1u64.load_sharded_state_dict(&[state.clone(), state], 0, 2).unwrap_err().to_string();
+        let error = 1u64.prepare(Saved::Shards(vec![state.clone(), state]), 0, 2).err().unwrap().to_string();
         assert!(error.contains("as 2 shards"), "{error}");
     }
 }

@@ -4,8 +4,8 @@ use super::load::Prepared;
 use super::{LoadOptions, load_tensors, tensors};
 use crate::error::describe;
 use crate::panic::lock;
-use crate::placement::Placement;
-use crate::state::{self, Dict, Loader, PART_OF, PutInPlace, Saved, StateDict};
+use crate::placement::{Placement, Spread};
+use crate::state::{self, Dict, Loader, PutInPlace, Saved, Share, StateDict};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
@@ -33,16 +33,28 @@ impl StateDict for VarMap {
         load_tensors(self, state.clone(), LoadOptions::default()).map(drop)
     }
 
-    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
-        pieces(self, false)
-    }
-
-    fn state_here(&self) -> Result<Dict> {
-        pieces(self, true)?.map_or_else(|| self.state_dict(), Ok)
-    }
-
-    fn load_sharded_state_dict(&mut self, shards: &[Dict], rank: usize, _: usize) -> Result<()> {
-        prepared(self, Loader::of_shards(shards, MODEL, rank)?)?.apply().map(drop)
+    fn share(&self) -> Result<Share> {
+        let vars = lock(self.data());
+        if vars.values().all(|var| !Placement::of(var).is_sharded()) {
+            drop(vars);
+            return Ok(Share::new(Spread::Replicate, self.state_dict()?));
+        }
+        let mut share = Share::begin(MODEL, true)?;
+        if vars.contains_key(state::KIND) {
+            return Err(Error::parameter(
+                state::KIND,
+                "the parts of a sharded model have an entry of this name: rename it",
+            ));
+        }
+        for (name, var) in vars.iter() {
+            let placement = Placement::of(var);
+            if placement.is_sharded() {
+                let shape: Vec<i64> = placement.shape.dims().iter().map(|size| *size as i64).collect();
+                share.dict.insert(format!("{name}{SHAPE}"), state::list(&shape)?);
+            }
+            share.insert(name, &placement, var.as_detached_tensor())?;
+        }
+        Ok(share)
     }
 
     /// On a GPU, a copy there may fail, for which there would have to be memory first.
@@ -99,28 +111,4 @@ fn here(loader: &mut Loader, name: &str, var: &Var) -> Result<Tensor> {
         None => loader.part(name, &placement, var.dtype())?,
     };
     Ok(value.reshape(var.shape())?)
-}
-
-/// This rank's pieces, if `varmap` has any. `with_copies`: also those that another rank has as well, and saves.
-fn pieces(varmap: &VarMap, with_copies: bool) -> Result<Option<Dict>> {
-    let vars = lock(varmap.data());
-    if vars.values().all(|var| !Placement::of(var).is_sharded()) {
-        return Ok(None);
-    }
-    let mut dict = state::begin(&format!("{PART_OF}{MODEL}"))?;
-    if vars.contains_key(state::KIND) {
-        return Err(Error::parameter(
-            state::KIND,
-            "the parts of a sharded model have an entry of this name: rename it",
-        ));
-    }
-    for (name, var) in vars.iter() {
-        let placement = Placement::of(var);
-        if placement.is_sharded() {
-            let shape: Vec<i64> = placement.shape.dims().iter().map(|size| *size as i64).collect();
-            dict.insert(format!("{name}{SHAPE}"), state::list(&shape)?);
-        }
-        state::insert(&mut dict, name, &placement, var.as_detached_tensor(), with_copies)?;
-    }
-    Ok(Some(dict))
 }
