@@ -7,6 +7,7 @@ use crate::Result;
 use crate::backend::{Label, Work};
 use crate::error::GRADIENTS;
 use crate::kernels::Assignment;
+use crate::placement::Cut;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::finite::non_finite;
@@ -53,13 +54,10 @@ struct CountRoom {
 
 /// The lengths of a bucket's parts, in elements.
 struct Lengths {
-    gradients: usize,
     flags: usize,
     with_flags: usize,
     for_count: usize,
     with_count: usize,
-    /// Of the gradients, with what makes them divisible by the number of ranks.
-    in_parts: usize,
 }
 
 /// A flat tensor with the gradients of some parameters, followed by the used flags: one element per parameter, which
@@ -68,6 +66,8 @@ pub(super) struct Bucket {
     /// The memory of this sum, the flags and the count; None between uses under ZeRO, where all buckets share some memory.
     storage: Option<Tensor>,
     lengths: Lengths,
+    /// How the gradients are cut for the ranks over which the model is spread, if it is.
+    pub(super) cut: Cut,
     shapes: Vec<Shape>,
     pub(super) tensor: Tensor,
     pub(super) members: Vec<usize>,
@@ -105,18 +105,18 @@ impl Bucket {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let shapes: Vec<Shape> = members.iter().map(|index| parameters[*index].shape.clone()).collect();
-        let gradients: usize = shapes.iter().map(Shape::elem_count).sum();
+        let cut = Cut::new(shapes.iter().map(Shape::elem_count), groups.within().world_size());
         let flags = members.len() + if number == 0 { 2 } else { 0 };
         let align = |count: usize| if device.is_cuda() { aligned(count, dtype, world_size) } else { count };
-        let with_flags = align(gradients + flags);
+        let with_flags = align(cut.elements() + flags);
         let for_count = if number == 0 { count::elements(dtype, world_size) } else { 0 };
-        let (with_count, in_parts) =
-            (align(with_flags + for_count), gradients.next_multiple_of(groups.within().world_size()));
+        let with_count = align(with_flags + for_count);
         let usual_flags = flag_tensor((0..flags).map(|flag| flag < members.len()), world_size, dtype, device)?;
         let none = usual_flags.narrow(0, 0, 0)?;
         let mut bucket = Self {
             storage: None,
-            lengths: Lengths { gradients, flags, with_flags, for_count, with_count, in_parts },
+            lengths: Lengths { flags, with_flags, for_count, with_count },
+            cut,
             shapes,
             sum: Sum::none(&none),
             stack: Vec::new(),
@@ -138,17 +138,7 @@ impl Bucket {
 
     /// The elements of the memory that it needs.
     pub(super) fn length(&self) -> usize {
-        self.lengths.with_count.max(self.lengths.in_parts)
-    }
-
-    /// The elements of all gradients.
-    pub(super) fn elements(&self) -> usize {
-        self.lengths.gradients
-    }
-
-    /// The elements of all ranks' parts.
-    pub(super) fn parts(&self) -> usize {
-        self.lengths.in_parts
+        self.lengths.with_count.max(self.cut.length())
     }
 
     pub(super) fn is_vacant(&self) -> bool {
@@ -165,14 +155,14 @@ impl Bucket {
 
     /// Gives it the memory `storage`, of at least its [`length`](Self::length), which may have any contents.
     pub(super) fn occupy(&mut self, storage: Tensor) -> Result<()> {
-        let Lengths { gradients, flags, with_flags, for_count, with_count, in_parts } = self.lengths;
-        let sum = Sum::new(&storage, gradients, in_parts, &self.shapes)?;
+        let Lengths { flags, with_flags, for_count, with_count } = self.lengths;
+        let sum = Sum::new(&storage, self.cut.elements(), self.cut.length(), &self.shapes)?;
         let tensor = storage.narrow(0, 0, with_flags)?;
         if for_count > 0 {
             let slots = storage.narrow(0, with_flags, for_count)?;
             self.count = Some(CountRoom { slots, sent: storage.narrow(0, 0, with_count)? });
         }
-        self.flags = tensor.narrow(0, gradients, flags)?;
+        self.flags = tensor.narrow(0, self.cut.elements(), flags)?;
         (self.sum, self.tensor, self.storage) = (sum, tensor, Some(storage));
         Ok(())
     }

@@ -14,7 +14,7 @@ impl Reducer {
         let mut in_turn = Vec::new();
         for bucket in &state.buckets {
             let (dtype, device) = (bucket.tensor.dtype(), bucket.tensor.device().location());
-            let (first, parts) = (bucket.members[0], bucket.parts());
+            let (first, parts) = (bucket.members[0], bucket.cut.length());
             let own = bucket.length() * dtype.size_in_bytes();
             let to_gather = parts * gathered(first).size_in_bytes();
             let leaves_as = state.parameters[first].leaves_as;
@@ -30,7 +30,7 @@ impl Reducer {
                     in_turn.push((to_gather, device));
                 }
                 _ if leaves_as != dtype => {
-                    all.push((device, bucket.elements() * leaves_as.size_in_bytes(), own + sums))
+                    all.push((device, bucket.cut.elements() * leaves_as.size_in_bytes(), own + sums))
                 }
                 _ => all.push((device, 0, own + sums)),
             }

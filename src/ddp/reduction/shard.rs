@@ -32,8 +32,7 @@ pub(crate) struct Shard {
 impl Shard {
     /// The shard of a bucket that has memory. It is a part of that memory if `keeps_bucket`.
     pub(in crate::ddp) fn new(bucket: &Bucket, group: &ProcessGroup, keeps_bucket: bool) -> Result<Self> {
-        let (whole, cut) =
-            (&bucket.sum.parts, Cut::new(bucket.sum.gradients.iter().map(Tensor::elem_count), group.world_size()));
+        let (whole, cut) = (&bucket.sum.parts, bucket.cut.clone());
         let own = match keeps_bucket {
             true => whole.narrow(0, group.rank() * cut.part(), cut.part())?,
             false => Tensor::zeros(cut.part(), whole.dtype(), whole.device())?,

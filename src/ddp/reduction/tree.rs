@@ -45,8 +45,8 @@ impl TreeReduction {
     /// The elements that the sums of a bucket take in addition to it, on this rank's stack and from other ranks.
     pub(crate) fn elements(&self, bucket: &Bucket, group: &ProcessGroup) -> usize {
         let depths = self.ranks.own().map(|number| bucket.write(self.ranks.leaf(number)).depth);
-        let received = if group.world_size() > 1 { self.received(bucket.parts(), group) } else { 0 };
-        depths.max().unwrap_or(0) * bucket.parts() + received
+        let received = if group.world_size() > 1 { self.received(bucket.cut.length(), group) } else { 0 };
+        depths.max().unwrap_or(0) * bucket.cut.length() + received
     }
 
     /// The elements that other ranks send of a bucket whose parts have `elements` elements.
