@@ -34,10 +34,8 @@ pub struct State<S> {
     committed: Dict,
     /// The parts that are spread over the ranks, or that each rank has for itself.
     pub(super) shards: Shards,
-    /// The names of these parts.
-    sharded: BTreeSet<String>,
-    /// The parts of which one rank's state serves all ranks.
-    rank_zeros: BTreeSet<String>,
+    /// How each part of the last commit is spread.
+    spreads: BTreeMap<String, Spread>,
     /// The parts of the present group that every commit must have: those of the last commit, and those that were to be restored; and
     /// whether they have been, or were committed.
     needed: Mutex<BTreeMap<String, bool>>,
@@ -67,8 +65,7 @@ impl<S: Parts> State<S> {
             commits: 0,
             committed: Dict::new(),
             shards: Shards::default(),
-            sharded: BTreeSet::new(),
-            rank_zeros: BTreeSet::new(),
+            spreads: BTreeMap::new(),
             needed: Mutex::default(),
             group: WeakProcessGroup::default(),
             load_last: None,
@@ -194,7 +191,9 @@ impl<S: Parts> State<S> {
     pub(super) fn fingerprints(&self) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
         let mut parts = BTreeMap::<String, BTreeMap<String, u64>>::new();
         for (key, hash) in fingerprint(&self.committed)? {
-            if let Some((part, name)) = key.split_once('/').filter(|(part, _)| !self.rank_zeros.contains(*part)) {
+            if let Some((part, name)) =
+                key.split_once('/').filter(|(part, _)| self.spreads.get(*part) != Some(&Spread::RankZero))
+            {
                 parts.entry(part.to_string()).or_default().insert(name.to_string(), hash);
             }
         }
@@ -211,7 +210,7 @@ impl<S: Parts> State<S> {
     /// Returns the part's errors; with sharded parts also errors of the group.
     pub fn restore(&self, name: &str, part: &mut dyn StateDict) -> Result<bool> {
         lock(&self.needed).insert(name.to_string(), true);
-        if part.share()?.is_per_rank() {
+        if part.share()?.spread.is_per_rank() {
             return self.shards.restore(self.commits, name, part);
         }
         let dict = self.committed_part(name)?;
@@ -259,33 +258,21 @@ impl<S: Parts> State<S> {
 
     /// Copies all parts, as commit `commit`.
     fn take(&mut self, commit: u64, more: Vec<(&str, &mut dyn StateDict)>) -> Result<()> {
-        let (mut live, mut sharded) = (Named::default(), Named::default());
-        let mut rank_zeros = BTreeSet::new();
-        let mut add = |name: &str, part: &dyn StateDict| {
-            let share = part.share()?;
-            if share.spread == Spread::RankZero {
-                rank_zeros.insert(name.to_string());
-            }
-            // The process that takes this one's place gets nothing else, so copies that another rank saves are there as well.
-            if share.is_per_rank() { &mut sharded } else { &mut live }.add(name, share.all())
-        };
-        self.inner.parts().into_iter().try_for_each(|(name, part)| add(name, part))?;
-        more.into_iter().try_for_each(|(name, part)| add(name, part))?;
-        if let Some(name) = sharded.names.iter().find(|name| live.names.contains(*name)) {
-            return Err(twice(name));
-        }
+        let mut live = Live::default();
+        self.inner.parts().into_iter().try_for_each(|(name, part)| live.add(name, part))?;
+        more.into_iter().try_for_each(|(name, part)| live.add(name, part))?;
         let kept = self.group.upgrade().map(|group| group.kept()).unwrap_or_default();
         if !kept.is_empty() {
             let number =
                 |(place, numbers): (usize, [u64; 3])| [place as i64].into_iter().chain(numbers.map(|n| n as i64));
             let numbers: Vec<i64> = kept.into_iter().flat_map(number).collect();
-            live.tensors.insert(SKIPPED.to_string(), crate::state::list(&numbers)?);
+            live.same.insert(SKIPPED.to_string(), crate::state::list(&numbers)?);
         }
-        self.shards.commit(commit, &sharded.tensors)?;
+        self.shards.commit(commit, &live.own)?;
         // Nothing changes before everything is known to fit.
         let mut copies = Vec::new();
         let mut committed = Dict::new();
-        for (key, tensor) in live.tensors {
+        for (key, tensor) in live.same {
             let fits = |old: &&Tensor| {
                 (old.shape(), old.dtype()) == (tensor.shape(), tensor.dtype())
                     && old.device().same_device(tensor.device())
@@ -301,7 +288,7 @@ impl<S: Parts> State<S> {
             }
         }
         copy_all(copies.iter().map(|(old, new)| (old, new)))?;
-        (self.committed, self.sharded, self.rank_zeros) = (committed, sharded.names, rank_zeros);
+        (self.committed, self.spreads) = (committed, live.spreads);
         Ok(())
     }
 
@@ -349,7 +336,7 @@ impl<S: Parts> State<S> {
         for name in names {
             let dict = self.committed_part(&name)?;
             if let Some((_, part)) = self.inner.parts().into_iter().find(|(other, _)| *other == name)
-                && !part.share()?.is_per_rank()
+                && !part.share()?.spread.is_per_rank()
             {
                 part.load_state_dict(&dict)?;
             }
@@ -362,48 +349,44 @@ impl<S: Parts> State<S> {
     pub(super) fn roll_back_own(&mut self) -> Result<()> {
         if self.shards.has(self.commits) {
             for (name, part) in self.inner.parts() {
-                if part.share()?.is_per_rank() {
+                if part.share()?.spread.is_per_rank() {
                     self.shards.restore(self.commits, name, part)?;
                 }
             }
             return Ok(());
         }
-        let mut own = Named::default();
-        for (name, part) in self.inner.parts() {
-            let share = part.share()?;
-            if share.is_per_rank() {
-                own.add(name, share.all())?;
-            }
-        }
-        self.shards.commit(self.commits, &own.tensors)
+        let mut live = Live::default();
+        self.inner.parts().into_iter().try_for_each(|(name, part)| live.add(name, part))?;
+        self.shards.commit(self.commits, &live.own)
     }
 }
 
 /// The tensors of several parts, by keys `part/key`.
 #[derive(Default)]
-struct Named {
-    names: BTreeSet<String>,
-    tensors: BTreeMap<String, Tensor>,
+struct Live {
+    spreads: BTreeMap<String, Spread>,
+    /// Of the parts that all ranks get from one.
+    same: BTreeMap<String, Tensor>,
+    /// This rank's, also copies that another rank saves: the process that takes this one's place gets nothing else.
+    own: BTreeMap<String, Tensor>,
 }
 
-impl Named {
-    fn add(&mut self, name: &str, dict: Dict) -> Result<()> {
+impl Live {
+    fn add(&mut self, name: &str, part: &dyn StateDict) -> Result<()> {
         if name.contains('/') || name.is_empty() {
             return Err(Error::invalid(
                 "parts",
                 format!("{name:?} is not a valid part name: it must be non-empty and must not contain `/`"),
             ));
         }
-        if !self.names.insert(name.to_string()) {
-            return Err(twice(name));
+        let share = part.share()?;
+        if self.spreads.insert(name.to_string(), share.spread).is_some() {
+            return Err(Error::invalid("parts", format!("two parts have the name {name}")));
         }
-        self.tensors.extend(dict.into_iter().map(|(key, tensor)| (format!("{name}/{key}"), tensor)));
+        let tensors = if share.spread.is_per_rank() { &mut self.own } else { &mut self.same };
+        tensors.extend(share.all().into_iter().map(|(key, tensor)| (format!("{name}/{key}"), tensor)));
         Ok(())
     }
-}
-
-fn twice(name: &str) -> Error {
-    Error::invalid("parts", format!("two parts have the name {name}"))
 }
 
 const COMMITS: &str = "commits";
@@ -416,8 +399,10 @@ impl<S: Parts> StateDict for State<S> {
     /// [`Error::InvalidArgument`] if the commit has parts that are spread over the ranks, or that each rank has for
     /// itself: no rank has them whole. A [`Checkpointer`](crate::checkpoint::Checkpointer) writes them.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        if !self.sharded.is_empty() {
-            let names = self.sharded.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+        let own = self.spreads.iter().filter(|(_, spread)| spread.is_per_rank());
+        let own: Vec<&str> = own.map(|(name, _)| name.as_str()).collect();
+        if !own.is_empty() {
+            let names = own.join(", ");
             let reason = format!(
                 "its last commit has parts of which this rank has only its own shard ({names}): save the parts themselves with \
                  a Checkpointer"

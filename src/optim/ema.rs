@@ -262,9 +262,7 @@ impl StateDict for Ema {
     }
 
     fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
-        self.refuse_if_applied("load_state_dict")?;
-        check_named(self.named, SAVED)?;
-        self.load_from(Loader::new(dict, KIND)?)
+        self.prepare(Saved::Whole(dict.clone()), 0, 1)?()
     }
 
     fn share(&self) -> Result<Share> {
@@ -281,13 +279,7 @@ impl StateDict for Ema {
     fn prepare(&mut self, saved: Saved, rank: usize, _: usize) -> Result<PutInPlace<'_>> {
         self.refuse_if_applied("load_state_dict")?;
         check_named(self.named, SAVED)?;
-        let loader = Loader::of(&saved, KIND, rank)?;
-        Ok(Box::new(move || self.load_from(loader)))
-    }
-}
-
-impl Ema {
-    fn load_from(&mut self, mut loader: Loader) -> Result<()> {
+        let mut loader = Loader::of(&saved, KIND, rank)?;
         let updates = loader.count("updates")?;
         let mut averages = Vec::new();
         for Slot { name, placement, average, .. } in &self.slots {
@@ -295,11 +287,13 @@ impl Ema {
             averages.push(loaded.to_device(average.device())?.detach());
         }
         loader.finish()?;
-        // In place: the program may hold tensors that `averages` returned.
-        for (slot, average) in self.slots.iter().zip(&averages).filter(|(_, average)| average.elem_count() > 0) {
-            slot.average.slice_set(average, 0, 0)?;
-        }
-        self.updates = updates;
-        Ok(())
+        Ok(Box::new(move || {
+            // In place: the program may hold tensors that `averages` returned.
+            for (slot, average) in self.slots.iter().zip(&averages).filter(|(_, average)| average.elem_count() > 0) {
+                slot.average.slice_set(average, 0, 0)?;
+            }
+            self.updates = updates;
+            Ok(())
+        }))
     }
 }

@@ -424,8 +424,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     }
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        check_named(self.named, SAVED)?;
-        self.load_from(Loader::new(dict, R::NAME)?)
+        self.prepare(Saved::Whole(dict.clone()), 0, 1)?()
     }
 
     /// Also of the shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) with the same rule, from a world of any

@@ -5,7 +5,7 @@ use crate::backend::label;
 use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Dict, KIND, Loader, PART_OF, StateDict};
+use crate::state::{self, Dict, KIND, Loader, PART_OF, Saved, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
@@ -190,7 +190,8 @@ fn joined<'a>(state: &'a Dict, own: &Dict) -> Result<Cow<'a, Dict>> {
     let (Some(kind), true) = (kind(own), kind(state).is_some_and(|kind| kind.starts_with(PART_OF))) else {
         return Ok(Cow::Borrowed(state));
     };
-    let (mut whole, mut loader) = (state::begin(&kind)?, Loader::of_shards(std::slice::from_ref(state), &kind, 0)?);
+    let saved = Saved::Shards(vec![state.clone()]);
+    let (mut whole, mut loader) = (state::begin(&kind)?, Loader::of(&saved, &kind, 0)?);
     let keys: Vec<_> = loader.keys().cloned().collect();
     for key in keys {
         let tensor = match own.get(&key) {

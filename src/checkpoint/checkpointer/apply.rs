@@ -53,7 +53,7 @@ impl Checkpointer {
 
     fn restore(&self, part: &mut dyn StateDict, before: Dict) -> Result<()> {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
-        let saved = if part.share()?.is_per_rank() {
+        let saved = if part.share()?.spread.is_per_rank() {
             let mut shards = vec![Dict::new(); world_size];
             shards[rank] = before;
             Saved::Shards(shards)

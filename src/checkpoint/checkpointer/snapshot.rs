@@ -32,7 +32,7 @@ impl Buffers {
         let mut devices = Vec::new();
         let parts = parts.iter().map(|(name, state)| {
             let share = state.share()?;
-            let (spread, writes) = (share.spread, has_whole || share.is_per_rank());
+            let (spread, writes) = (share.spread, has_whole || share.spread.is_per_rank());
             let tensors = writes.then(|| self.copy(name, &share.dict, &mut devices)).transpose()?;
             let part = PartSnapshot { name: name.to_string(), spread, tensors, fingerprint: BTreeMap::new() };
             Ok((part, share.dict))

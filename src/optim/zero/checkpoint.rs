@@ -94,10 +94,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Returns an error on every rank if one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepared(&Saved::Whole(dict)));
-        let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
-        self.apply(prepared);
-        Ok(())
+        self.load_together(read_safetensors(path.as_ref()).map(Saved::Whole))
     }
 
     /// Writes each rank's shard to its own file in `folder`, which must exist: `shard-00000-of-00002.safetensors` and
@@ -129,51 +126,14 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`](crate::Error::InvalidArgument) if files are from
     /// different saves or worlds, [`Error::Io`](crate::Error::Io) if one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
-        let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepared(&Saved::Shards(shards)));
-        let prepared = label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
-        self.apply(prepared);
-        Ok(())
+        self.load_together(read_shards(folder.as_ref()).map(Saved::Shards))
     }
 
-    fn prepared(&self, saved: &Saved) -> Result<Prepared> {
-        self.prepare_from(Loader::of(saved, R::NAME, self.process_group.rank())?)
-    }
-
-    /// Prepares a new state.
-    fn prepare_from(&self, mut loader: Loader) -> Result<Prepared> {
-        let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
-        let held = self.pieces().filter(|piece| !piece.states.is_empty());
-        let held: HashMap<_, _> = held.map(|piece| (piece.parameter, piece)).collect();
-        let (mut steps, mut states) = (Vec::new(), HashMap::new());
-        for (index, parameter) in self.parameters.iter().enumerate() {
-            let Trained { name, var, placement: Placement { shape, .. }, .. } = parameter;
-            steps.push(loader.count(&key(name, "step"))?);
-            let none = || Placement { shape: shape.clone(), range: 0..0, spread: Spread::Shard };
-            let placement = held.get(&index).map_or_else(none, |piece| piece.placement.clone());
-            let dtype = state_dtype_of::<R>(name, var)?;
-            let here = self.options_of(index).states().iter().map(|state| {
-                let here = loader.part(&key(name, state), &placement, dtype)?;
-                Ok(here.to_device(var.device())?)
-            });
-            states.insert(index, here.collect::<Result<Vec<_>>>()?);
-        }
-        loader.finish()?;
-        check_learning_rates(&learning_rates, self.options.len())?;
-        Ok(Prepared { steps, learning_rates, states })
-    }
-
-    fn apply(&mut self, Prepared { steps, learning_rates, mut states }: Prepared) {
-        for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
-            options.set_learning_rate(learning_rate);
-        }
-        let owned = self.wholes.iter_mut().filter_map(|whole| whole.own.as_mut());
-        let pieces = self.shards.iter_mut().flat_map(|own| &mut own.pieces).chain(owned);
-        for piece in pieces.filter(|piece| !piece.states.is_empty()) {
-            piece.states = states.remove(&piece.parameter).unwrap_or_default();
-        }
-        for (parameter, steps) in self.parameters.iter_mut().zip(steps) {
-            parameter.steps = steps;
-        }
+    /// All ranks load it, or none.
+    fn load_together(&mut self, read: Result<Saved>) -> Result<()> {
+        let group = self.process_group.clone();
+        let prepared = read.and_then(|saved| self.prepare(saved, group.rank(), group.world_size()));
+        label::ZERO_LOAD.during(|| group.agree(prepared))?()
     }
 
     pub(super) fn options_of(&self, parameter: usize) -> &R {
@@ -215,9 +175,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
 
     /// Loads a whole state. Every rank must pass the same.
     fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
-        let prepared = self.prepare_from(Loader::new(dict, R::NAME)?)?;
-        self.apply(prepared);
-        Ok(())
+        self.prepare(Saved::Whole(dict.clone()), 0, 1)?()
     }
 
     /// Has the learning rates and the numbers of steps as well.
@@ -240,20 +198,39 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
         true
     }
 
-    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
-        let prepared = self.prepared(&saved)?;
+    fn prepare(&mut self, saved: Saved, rank: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let mut loader = Loader::of(&saved, R::NAME, rank)?;
+        let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
+        let held = self.pieces().filter(|piece| !piece.states.is_empty());
+        let held: HashMap<_, _> = held.map(|piece| (piece.parameter, piece)).collect();
+        let (mut steps, mut states) = (Vec::new(), HashMap::new());
+        for (index, parameter) in self.parameters.iter().enumerate() {
+            let Trained { name, var, placement: Placement { shape, .. }, .. } = parameter;
+            steps.push(loader.count(&key(name, "step"))?);
+            let none = || Placement { shape: shape.clone(), range: 0..0, spread: Spread::Shard };
+            let placement = held.get(&index).map_or_else(none, |piece| piece.placement.clone());
+            let dtype = state_dtype_of::<R>(name, var)?;
+            let here = self.options_of(index).states().iter().map(|state| {
+                let here = loader.part(&key(name, state), &placement, dtype)?;
+                Ok(here.to_device(var.device())?)
+            });
+            states.insert(index, here.collect::<Result<Vec<_>>>()?);
+        }
+        loader.finish()?;
+        check_learning_rates(&learning_rates, self.options.len())?;
         Ok(Box::new(move || {
-            self.apply(prepared);
+            for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
+                options.set_learning_rate(learning_rate);
+            }
+            let owned = self.wholes.iter_mut().filter_map(|whole| whole.own.as_mut());
+            let pieces = self.shards.iter_mut().flat_map(|own| &mut own.pieces).chain(owned);
+            for piece in pieces.filter(|piece| !piece.states.is_empty()) {
+                piece.states = states.remove(&piece.parameter).unwrap_or_default();
+            }
+            for (parameter, steps) in self.parameters.iter_mut().zip(steps) {
+                parameter.steps = steps;
+            }
             Ok(())
         }))
     }
-}
-
-/// A checked state that only has to be applied.
-struct Prepared {
-    /// Of each parameter.
-    steps: Vec<u64>,
-    learning_rates: Vec<f64>,
-    /// What is here of the state of each parameter.
-    states: HashMap<usize, Vec<Tensor>>,
 }

@@ -1,7 +1,6 @@
 //! Models that some of the ranks have together, while others have copies of them.
 use super::*;
 use candle_ddp::Failure;
-use candle_ddp_state::state::Share;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -107,7 +106,7 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
             checkpointer.finish()?;
             let is_copy =
                 options.sharding.and_then(|sharding| sharding.shard_ranks).is_some_and(|ranks| pg.rank() >= ranks);
-            for share in [varmap.share()?, optimizer.share()?].into_iter().filter(Share::is_per_rank) {
+            for share in [varmap.share()?, optimizer.share()?].iter().filter(|share| share.spread.is_per_rank()) {
                 let pieces =
                     share.dict.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));
                 assert_eq!(pieces.count() == 0, is_copy, "rank {}", pg.rank());

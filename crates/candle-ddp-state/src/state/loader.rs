@@ -40,7 +40,7 @@ impl Loader {
     }
 
     /// The shards of such a state that the ranks of a world have saved, in their order. Shards that this rank does not need may be empty.
-    pub fn of_shards(shards: &[Dict], kind: &str, rank: usize) -> Result<Self> {
+    fn of_shards(shards: &[Dict], kind: &str, rank: usize) -> Result<Self> {
         let here: Vec<_> = shards.iter().filter(|shard| !shard.is_empty()).collect();
         if here.is_empty() {
             return Err(Error::invalid("shards", "there must be at least one that is not empty"));

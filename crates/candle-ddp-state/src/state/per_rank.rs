@@ -1,4 +1,5 @@
 //! States that are not the same on all ranks.
+use super::state_dict::forward;
 use super::{Dict, PutInPlace, Saved, Share, StateDict};
 use crate::placement::Spread;
 use crate::{Error, Result};
@@ -30,13 +31,7 @@ use crate::{Error, Result};
 pub struct PerRank<S>(pub S);
 
 impl<S: StateDict> StateDict for PerRank<S> {
-    fn state_dict(&self) -> Result<Dict> {
-        self.0.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
-        self.0.load_state_dict(state)
-    }
+    forward!(self => self.0, self.0);
 
     fn share(&self) -> Result<Share> {
         Ok(self.0.share()?.or(Spread::Own))
@@ -44,7 +39,7 @@ impl<S: StateDict> StateDict for PerRank<S> {
 
     fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
         let saved = match saved {
-            Saved::Shards(mut shards) if !self.0.share()?.is_per_rank() => {
+            Saved::Shards(mut shards) if !self.0.share()?.spread.is_per_rank() => {
                 if shards.len() != world_size {
                     let reason = format!(
                         "each of {} ranks has saved its own state (PerRank), which {world_size} ranks cannot share out: resume \
@@ -73,13 +68,7 @@ impl<S: StateDict> StateDict for PerRank<S> {
 pub struct RankZero<S>(pub S);
 
 impl<S: StateDict> StateDict for RankZero<S> {
-    fn state_dict(&self) -> Result<Dict> {
-        self.0.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
-        self.0.load_state_dict(state)
-    }
+    forward!(self => self.0, self.0);
 
     /// A state that is spread over the ranks has no version of rank 0 alone.
     fn share(&self) -> Result<Share> {

@@ -49,14 +49,9 @@ impl Share {
         Ok(())
     }
 
-    /// Whether each rank saves its own.
-    pub fn is_per_rank(&self) -> bool {
-        self.spread.is_per_rank()
-    }
-
     /// Spreads it in this way, unless each rank saves its own already.
     pub fn or(self, spread: Spread) -> Self {
-        if self.is_per_rank() { self } else { Self { spread, ..self } }
+        if self.spread.is_per_rank() { self } else { Self { spread, ..self } }
     }
 
     /// All that is here.
@@ -88,4 +83,42 @@ pub fn insert_needed(dict: &mut Dict, key: &str, shape: &[usize], needed: Range<
         dict.insert(piece_key(whole, start + needed.start), part);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Shape};
+
+    #[test]
+    fn a_rank_saves_its_elements_and_needs_no_others() -> Result<()> {
+        let elements = |range: Range<usize>| Tensor::arange(range.start as u32, range.end as u32, &Device::Cpu);
+        let placed = |range, spread| Placement { shape: Shape::from((3, 4)), range, spread };
+        let mut share = Share::begin("list", true)?;
+        share.insert("all", &Placement::whole(&Shape::from(2)), elements(0..2)?)?;
+        share.insert("own", &placed(4..9, Spread::Shard), elements(4..9)?.reshape((1, 5))?)?;
+        share.insert("copy", &placed(4..9, Spread::Copy), elements(4..9)?)?;
+        share.insert("none", &placed(9..9, Spread::Shard), elements(9..9)?)?;
+        // Those of the piece of `whole` from `start` on.
+        let needs = |whole: &str, start, elements| share.needs(&format!("{whole}@{start}"), elements);
+        for whole in ["own", "copy"] {
+            let needed = [(0, 4), (0, 12), (3, 4), (8, 4), (9, 3)].map(|(start, len)| needs(whole, start, len).len());
+            assert_eq!(needed, [0, 5, 3, 1, 0]);
+            assert_eq!((needs(whole, 3, 4), needs(whole, 8, 4)), (1..4, 0..1));
+        }
+        assert_eq!((needs("none", 0, 12), needs("other", 0, 12), share.needs("all", 2)), (0..0, 0..0, 0..2));
+        // What is not needed is there, and takes no memory.
+        let mut dict = Dict::new();
+        insert_needed(&mut dict, "own@2", &[10], 2..7, elements(4..9)?)?;
+        let mut found: Vec<_> = dict.iter().map(|(key, part)| (key.as_str(), part.elem_count())).collect();
+        found.sort_unstable();
+        assert_eq!(found, [("own@2", 2), ("own@4", 5), ("own@9", 3)]);
+        assert_eq!((dict["own@4"].to_vec1::<u32>()?, dict["own@9"].stride()), (vec![4, 5, 6, 7, 8], &[0][..]));
+        assert_eq!(dict["own@9"].dtype(), DType::U32);
+        let keys = |dict: Dict| dict.into_keys().collect::<std::collections::BTreeSet<_>>();
+        let all = ["all", "kind", "own@4"].map(str::to_string);
+        assert_eq!(keys(share.dict.clone()), all.clone().into());
+        assert_eq!(keys(share.all()), all.into_iter().chain(["copy@4".to_string()]).collect());
+        Ok(())
+    }
 }

@@ -136,3 +136,17 @@ pub fn list<T: WithDType>(values: &[T]) -> Result<Tensor> {
 pub fn count(value: u64) -> Result<Tensor> {
     list(&[value as i64])
 }
+
+/// The methods of a state that has a state in it.
+macro_rules! forward {
+    ($self:ident => $shared:expr, $exclusive:expr) => {
+        fn state_dict(&$self) -> Result<Dict> {
+            $shared.state_dict()
+        }
+
+        fn load_state_dict(&mut $self, state: &Dict) -> Result<()> {
+            $exclusive.load_state_dict(state)
+        }
+    };
+}
+pub(super) use forward;

@@ -1,5 +1,6 @@
 //! The programs' own states: numbers, values that serde can write, and states behind a lock.
 use super::loader::Loader;
+use super::state_dict::forward;
 use super::{Dict, PutInPlace, Saved, Share, StateDict, begin, list};
 use crate::cbor;
 use crate::panic::lock;
@@ -80,25 +81,12 @@ impl<T: Serialize + DeserializeOwned> StateDict for Serde<T> {
     }
 }
 
-/// Calls the methods of the wrapped state.
-macro_rules! forward {
-    ($self:ident => $shared:expr, $exclusive:expr) => {
-        fn state_dict(&$self) -> Result<Dict> {
-            $shared.state_dict()
-        }
-
-        fn load_state_dict(&mut $self, state: &Dict) -> Result<()> {
-            $exclusive.load_state_dict(state)
-        }
-
-        fn share(&$self) -> Result<Share> {
-            $shared.share()
-        }
-    };
-}
-
 impl<S: StateDict + ?Sized> StateDict for Box<S> {
     forward!(self => (**self), (**self));
+
+    fn share(&self) -> Result<Share> {
+        (**self).share()
+    }
 
     fn can_prepare(&self) -> bool {
         (**self).can_prepare()
@@ -111,10 +99,11 @@ impl<S: StateDict + ?Sized> StateDict for Box<S> {
 
 /// For states that several parts of a program share, such as the [`Generator`](crate::seed::Generator) of dropout layers.
 impl<S: StateDict + ?Sized> StateDict for Arc<Mutex<S>> {
-    forward!(
-        self => lock(self),
-        lock(self)
-    );
+    forward!(self => lock(self), lock(self));
+
+    fn share(&self) -> Result<Share> {
+        lock(self).share()
+    }
 
     fn prepare(&mut self, saved: Saved, rank: usize, world_size: usize) -> Result<PutInPlace<'_>> {
         Ok(Box::new(move || lock(self).prepare(saved, rank, world_size)?()))

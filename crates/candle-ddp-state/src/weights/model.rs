@@ -1,7 +1,7 @@
 //! The variables of a model as a state.
 use super::convert::converted;
 use super::load::Prepared;
-use super::{LoadOptions, load_tensors, tensors};
+use super::{LoadOptions, tensors};
 use crate::error::describe;
 use crate::panic::lock;
 use crate::placement::{Placement, Spread};
@@ -30,7 +30,7 @@ impl StateDict for VarMap {
     }
 
     fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
-        load_tensors(self, state.clone(), LoadOptions::default()).map(drop)
+        self.prepare(Saved::Whole(state.clone()), 0, 1)?()
     }
 
     fn share(&self) -> Result<Share> {
