@@ -21,7 +21,7 @@
 //! Bytes are counted in the allocator, so they are exact, whatever memory the allocator retains.
 use candle_core::{Device, Tensor};
 use candle_ddp::optim::{self, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Sharding, spawn};
 use candle_nn::{AdamW, Module, Optimizer, VarBuilder, VarMap};
 use gradients::Size;
 use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
@@ -137,24 +137,23 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
     let train = |zero: bool| -> Result<(usize, usize)> {
         let before = ALLOCATOR.current_usage();
         let ranks = spawn(world_size, |pg| {
+            let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
             let ddp = DistributedDataParallel::with_options(
                 &pg,
                 &VarMap::new(),
                 model.build,
-                DdpOptions { precision: Precision::Pure(DTYPE), ..Default::default() },
+                DdpOptions { precision: Precision::Pure(DTYPE), sharding, ..Default::default() },
             )?;
             let step = |ddp: &DistributedDataParallel<_>| ddp.backward(&loss(&ddp.forward(&input)?)?);
             let (mut plain, mut spread) = (None, None);
-            // The first pass determines the order of the buckets.
-            step(&ddp)?;
             if zero {
                 let optimizer = spread.insert(ZeroRedundancyOptimizer::new(&ddp, adamw())?);
-                for _ in 1..STEPS {
+                for _ in 0..STEPS {
                     optim::Optimizer::step(optimizer, &step(&ddp)?)?;
                 }
             } else {
                 let optimizer = plain.insert(optim::AdamW::new(&ddp, adamw())?);
-                for _ in 1..STEPS {
+                for _ in 0..STEPS {
                     optimizer.step(&step(&ddp)?)?;
                 }
             }

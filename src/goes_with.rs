@@ -28,8 +28,8 @@ impl fmt::Display for Feature {
     /// As programs write it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            ShardedOptimizer => "ZeroRedundancyOptimizer",
-            ShardedBlocks => "DdpOptions.sharding",
+            ShardedOptimizer => "Sharding::Optimizer",
+            ShardedBlocks => "Sharding::Blocks",
             VirtualRanks => "InitOptions.virtual_ranks",
             CommHook => "register_comm_hook",
             Join => "join",
@@ -64,13 +64,12 @@ const REFUSALS: &[Refusal] = &[
     refusal(
         [ShardedOptimizer, CommHook],
         "comm_hook",
-        "a ZeroRedundancyOptimizer reduces the gradients, and cannot be combined with a communication hook: use another optimizer, or no \
-         hook",
+        "the model is sharded, and each rank gets its part of the gradients: use no hook, or Sharding::Off",
     ),
     refusal(
         [ShardedBlocks, CommHook],
         "comm_hook",
-        "the model is sharded, and each rank gets its part of the gradients: use no hook, or no sharding",
+        "the model is sharded, and each rank gets its part of the gradients: use no hook, or Sharding::Off",
     ),
     refusal(
         [VirtualRanks, CommHook],

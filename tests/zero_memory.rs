@@ -59,7 +59,7 @@ struct Run {
     /// The dtype in which the model computes.
     param_dtype: DType,
     virtual_ranks: Option<usize>,
-    sharding: Option<Sharding>,
+    sharding: Sharding,
 }
 
 /// The bytes of a rank.
@@ -147,11 +147,11 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
     let (f32, bf16) = (DType::F32, DType::BF16);
     for world_size in [2, 4] {
         let part = 1. / world_size as f64;
-        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: None };
+        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: Sharding::Off };
         let (plain, bytes) = check(run);
         // Activations, and what the engine keeps, in addition to variables and replicas, two states, and gradients.
         let others = plain - bytes * (2. + 2. + 1.);
-        let (peak, _) = check(Run { zero: true, ..run });
+        let (peak, _) = check(Run { zero: true, sharding: Sharding::Optimizer, ..run });
         let (buckets, slack) = (2. * (CAP + LARGEST) as f64, LARGEST as f64);
         let expected = bytes * (2. + 2. * part + part) + buckets + others + slack;
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes, not {expected}");
@@ -160,14 +160,16 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
     }
     for zero in [false, true] {
         for (param_dtype, virtual_ranks) in [(bf16, None), (f32, Some(8))] {
-            check(Run { world_size: 2, zero, param_dtype, virtual_ranks, sharding: None });
+            let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
+            check(Run { world_size: 2, zero, param_dtype, virtual_ranks, sharding });
         }
     }
     for world_size in [2, 4] {
-        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: None };
+        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: Sharding::Off };
         let (plain, bytes) = check(run);
         let others = plain - bytes * (2. + 2. + 1.);
-        let Found { peak, estimate, .. } = train(Run { zero: true, sharding: Some(Sharding::default()), ..run });
+        let Found { peak, estimate, .. } =
+            train(Run { zero: true, sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..run });
         println!(
             "{world_size} ranks: {peak:.0} bytes of a sharded model, {estimate:.0} estimated and {others:.0} others"
         );
@@ -192,15 +194,21 @@ fn models_leave_nothing_behind() {
         let x = Tensor::ones((1, 2), DType::F32, pg.device())?;
         let make = |count: usize| -> candle_ddp::Result<usize> {
             for index in 0..count {
-                let sharding = (index % 2 == 1).then(Sharding::default);
+                let sharding = if index % 2 == 1 {
+                    Sharding::Blocks { reshard_after_forward: true, ranks: None }
+                } else {
+                    Sharding::Off
+                };
                 let (varmap, options) = (VarMap::new(), DdpOptions { sharding, ..Default::default() });
                 let new = |vb: VarBuilder| block(vb.pp("block"), |vb| linear(2, 1, vb));
                 let ddp = DistributedDataParallel::with_options(&pg, &varmap, new, options)?;
                 // Of many, every tenth one is trained.
                 if index % 20 < 2 || count < MODELS {
                     let mut optimizer: Box<dyn Optimizer> = match sharding {
-                        Some(_) => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
-                        None => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
+                        Sharding::Blocks { .. } => {
+                            Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?)
+                        }
+                        _ => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
                     };
                     let loss = ddp.call(|net| net.forward(&x))?.sum_all()?;
                     optimizer.step(&ddp.backward(&loss)?)?;
@@ -238,7 +246,11 @@ fn casts_end_with_their_block() {
             (0..BLOCKS).map(one).collect::<Result<_>>().map(Products)
         };
         let precision = Precision::Autocast(Autocast::Products(DType::BF16));
-        let options = DdpOptions { sharding: Some(Sharding::default()), precision, ..Default::default() };
+        let options = DdpOptions {
+            sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None },
+            precision,
+            ..Default::default()
+        };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), new, options)?;
         let x = Tensor::ones((2, SIDE), DType::F32, pg.device())?;
         ddp.forward(&x)?;
@@ -262,7 +274,7 @@ const MATRICES: usize = 3;
 /// The bytes of a matrix.
 const MATRIX: usize = 12 << 20;
 
-fn matrices(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> candle_ddp::Result<impl Sized + use<>> {
+fn matrices(pg: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> candle_ddp::Result<impl Sized + use<>> {
     let new = |vb: VarBuilder| {
         let one = |index: usize| block(vb.pp(index), |vb| linear_no_bias(1 << 10, 3 << 10, vb));
         (0..MATRICES).map(one).collect::<Result<_>>().map(Matrices)
@@ -293,7 +305,7 @@ fn checkpoints_take_the_pieces_and_a_part() {
         let (file, run) = (folder.path().join("model"), folder.path().join("run"));
         let found = spawn(world_size, |pg| {
             let mut varmap = VarMap::new();
-            let _ddp = matrices(&pg, &varmap, Some(Sharding::default()))?;
+            let _ddp = matrices(&pg, &varmap, Sharding::Blocks { reshard_after_forward: true, ranks: None })?;
             let saved = peak(&pg, || checkpoint::save_distributed(&pg, &varmap, &file))?;
             let load = || checkpoint::load_distributed(&pg, &varmap, &file, LoadOptions::default()).map(drop);
             let loaded = peak(&pg, load)?;
@@ -310,7 +322,7 @@ fn checkpoints_take_the_pieces_and_a_part() {
         let resumed = [4, 3].into_iter().filter(|_| world_size == 4).map(|ranks| {
             let found = spawn(ranks, |pg| {
                 let mut varmap = VarMap::new();
-                let _ddp = matrices(&pg, &varmap, Some(Sharding::default()))?;
+                let _ddp = matrices(&pg, &varmap, Sharding::Blocks { reshard_after_forward: true, ranks: None })?;
                 let options = CheckpointerOptions { resume: true, ..Default::default() };
                 let mut checkpointer = Checkpointer::new(&pg, &run, options)?;
                 peak(&pg, || checkpointer.load_latest(("model", &mut varmap)).map(|step| assert_eq!(step, Some(1))))

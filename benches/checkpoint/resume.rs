@@ -32,7 +32,8 @@ impl Module for Net {
 
 fn model(pg: &ProcessGroup, varmap: &VarMap, bytes: usize) -> Result<DistributedDataParallel<Net>> {
     let blocks = bytes.div_ceil(WIDTH * WIDTH * 4);
-    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let options =
+        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     DistributedDataParallel::with_options(pg, varmap, |vb| Net::new(blocks, vb), options)
 }
 

@@ -3,7 +3,7 @@ use super::ALLOCATOR;
 use super::char_gpt_block::Block;
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Result, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Result, Sharding, spawn};
 use candle_nn::{VarBuilder, VarMap};
 
 /// The blocks of a GPT without an embedding.
@@ -47,7 +47,9 @@ fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
         let before = ALLOCATOR.current_usage();
         pg.barrier()?;
         let build = |vb| Gpt::new(size, vb);
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, DdpOptions::default())?;
+        let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
+        let options = DdpOptions { sharding, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let mut optimizer: Box<dyn Optimizer> = match zero {
             true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
             false => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),

@@ -140,10 +140,11 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let replica_check = matches!(mode, Mode::Checked).then(|| ReplicaCheck { every: 1, ..Default::default() });
         let on_non_finite = matches!(mode, Mode::Skip).then_some(OnNonFinite::Skip { at_most: 10 });
         let sharding = match mode {
-            Mode::Shard => Some(Sharding::default()),
-            Mode::ShardKept => Some(Sharding { reshard_after_forward: false, ..Default::default() }),
-            Mode::Hybrid => Some(Sharding { shard_ranks: Some(pg.world_size() / 2), ..Default::default() }),
-            _ => None,
+            Mode::Shard => Sharding::Blocks { reshard_after_forward: true, ranks: None },
+            Mode::ShardKept => Sharding::Blocks { reshard_after_forward: false, ranks: None },
+            Mode::Hybrid => Sharding::Blocks { reshard_after_forward: true, ranks: Some(pg.world_size() / 2) },
+            Mode::Zero => Sharding::Optimizer,
+            _ => Sharding::Off,
         };
         let precision = mode.precision(options.amp, options.dtype)?;
         let ddp = DdpOptions { replica_check, on_non_finite, sharding, precision, ..ddp.clone() };

@@ -105,7 +105,11 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let Options { context, width, heads, layers, .. } = *options;
     let config = Config { vocabulary: vocabulary.len(), context, width, heads, layers };
     let varmap = VarMap::new();
-    let sharding = options.shard.then(Sharding::default);
+    let sharding = match (options.shard, options.zero) {
+        (true, _) => Sharding::Blocks { reshard_after_forward: true, ranks: None },
+        (false, true) => Sharding::Optimizer,
+        (false, false) => Sharding::Off,
+    };
     let ddp_options = DdpOptions { sharding, ..options.training.ddp_options() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Gpt::new(config, vb), ddp_options)?;
     if let Some(path) = &options.export_init {
@@ -113,9 +117,9 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
 
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
-    let mut optimizer: Box<dyn Optimizer> = match options.zero || options.shard {
-        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        false => Box::new(AdamW::new(&ddp, params)?),
+    let mut optimizer: Box<dyn Optimizer> = match sharding {
+        Sharding::Off => Box::new(AdamW::new(&ddp, params)?),
+        _ => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
     };
     let memory = ddp.memory_estimate(&optimizer)?;
     if pg.rank() == 0 {

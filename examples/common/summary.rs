@@ -2,7 +2,7 @@
 use super::hash::Hash;
 use super::memory::peak_rss_bytes;
 use candle_ddp::metrics::{Rate, Throughput, ThroughputOptions};
-use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding};
 use std::time::Instant;
 
 pub(crate) struct Summary {
@@ -84,7 +84,7 @@ pub(crate) fn require(argument: &'static str, required: Option<f64>, what: &str,
 /// Returns how many parameters the model has, of which a sharded one has a part on each rank. Every rank calls it.
 pub(crate) fn parameters<M>(ddp: &DistributedDataParallel<M>) -> Result<usize> {
     let here: usize = ddp.parameters().iter().map(|parameter| parameter.elem_count()).sum();
-    if ddp.sharding().is_none() {
+    if !matches!(ddp.sharding(), Sharding::Blocks { .. }) {
         return Ok(here);
     }
     let [everywhere] = ddp.process_group().all_reduce_scalars([here as f64], ReduceOp::Sum)?;
@@ -94,7 +94,7 @@ pub(crate) fn parameters<M>(ddp: &DistributedDataParallel<M>) -> Result<usize> {
 /// Returns the hash of all parameters, which must be the same on every rank; of a sharded model, the hash of the ranks' hashes.
 pub(crate) fn parameter_hash<M>(ddp: &DistributedDataParallel<M>) -> Result<Hash> {
     let hash = Hash::of_variables(ddp.named_parameters().into_iter().map(|(name, var)| (name, var.into_inner())))?;
-    if ddp.sharding().is_some() {
+    if matches!(ddp.sharding(), Sharding::Blocks { .. }) {
         let hashes = ddp.process_group().all_gather_object(&hash.0)?;
         return Ok(Hash(hashes.iter().fold(0, |all, hash| all.rotate_left(1) ^ hash)));
     }

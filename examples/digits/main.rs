@@ -17,7 +17,7 @@ use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, nn};
 use candle_nn::VarMap;
 use clap::Parser;
 use common::accuracy::accuracy;
@@ -75,7 +75,8 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let (train, test) = digits(pg.device())?;
     let varmap = VarMap::new();
-    let ddp_options = options.training.ddp_options();
+    let sharding = if options.zero { Sharding::Optimizer } else { Sharding::Off };
+    let ddp_options = DdpOptions { sharding, ..options.training.ddp_options() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), ddp_options)?;
     options.comm_hook.register(&ddp)?;
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };

@@ -371,8 +371,7 @@ fn hold_others(pass: &Pass) -> Result<Vec<Held>> {
 
 /// Under sharding, only a ZeroRedundancyOptimizer can use the gradients.
 fn check_sharded(pass: &Pass) -> Result<()> {
-    let is_without = |model: &&Member| model.core.blocks.is_some() && !model.core.reducer.is_sharded();
-    match pass.models.iter().find(is_without) {
+    match pass.models.iter().find(|model| model.core.reducer.lacks_optimizer()) {
         Some(model) => {
             let reason = format!(
                 "the model with the parameter {} is sharded, so that each rank gets its part of the gradients: make a \

@@ -132,7 +132,7 @@ impl Bucket {
             tensor: none,
             members,
         };
-        bucket.fill()?;
+        bucket.occupy(Tensor::zeros(bucket.length(), dtype, device)?)?;
         Ok(bucket)
     }
 
@@ -143,14 +143,6 @@ impl Bucket {
 
     pub(super) fn is_vacant(&self) -> bool {
         self.storage.is_none()
-    }
-
-    /// Gives it new memory, if it has none.
-    pub(super) fn fill(&mut self) -> Result<()> {
-        match self.is_vacant() {
-            true => self.occupy(Tensor::zeros(self.length(), self.tensor.dtype(), self.tensor.device())?),
-            false => Ok(()),
-        }
     }
 
     /// Gives it the memory `storage`, of at least its [`length`](Self::length), which may have any contents.

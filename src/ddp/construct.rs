@@ -5,7 +5,7 @@ use super::groups::Groups;
 use super::model::DistributedModel;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use super::registry::Registry;
-use super::{DdpOptions, DistributedDataParallel, Precision, Reducer, Role};
+use super::{DdpOptions, DistributedDataParallel, Precision, Reducer, Role, Sharding};
 use crate::goes_with::Feature;
 use crate::process_group::ProcessGroup;
 use crate::variables::{Parameters, check_named};
@@ -70,9 +70,13 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
-        let construction = options.sharding.map(|sharding| Construction::new(group, varmap, sharding)).transpose()?;
-        let groups =
-            construction.as_ref().map_or_else(|| Groups::new(group.clone()), |sharded| sharded.groups().clone());
+        let groups = options.sharding.groups(group)?;
+        let construction = match options.sharding {
+            Sharding::Blocks { reshard_after_forward, .. } => {
+                Some(Construction::new(&groups, varmap, reshard_after_forward)?)
+            }
+            Sharding::Off | Sharding::Optimizer => None,
+        };
         let reducer = Arc::new(Reducer::new(groups));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
         let builder =
@@ -132,7 +136,7 @@ impl<M> DistributedDataParallel<M> {
                 Role::Ignored => variables.ignored.push(Buffer { name, var }),
             }
         }
-        if options.sharding.is_some() {
+        if matches!(options.sharding, Sharding::Blocks { .. }) {
             built = built.and_then(|module| Feature::FromVars.goes_with(Feature::ShardedBlocks).map(|()| module));
         }
         let (module, core) = DistributedModel::connect(reducer, built, variables, None, options)?;

@@ -68,10 +68,6 @@ impl Groups {
         Ok(())
     }
 
-    pub(super) fn are_two(&self) -> bool {
-        self.cpu.get().is_some()
-    }
-
     /// The group for tensors on `device`.
     pub(super) fn of(&self, device: &Device) -> &ProcessGroup {
         match self.cpu.get() {

@@ -39,6 +39,7 @@ mod replica_check;
 mod replicas;
 pub(crate) mod scaled;
 mod settle;
+mod sharding;
 mod step;
 pub(crate) mod steps;
 mod sums;
@@ -50,7 +51,7 @@ mod window;
 
 pub(crate) use backward::backward_in_parts;
 pub use backward::{Backward, backward_micro_batch, backward_with};
-pub use blocks::{Block, Sharding, block};
+pub use blocks::{Block, block};
 pub(crate) use gradients::{check_averaged, first_kept, own_gradient};
 pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
@@ -62,6 +63,7 @@ pub use precision::Precision;
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{BucketMemory, PendingGradients, Shard};
 pub use replica_check::ReplicaCheck;
+pub use sharding::Sharding;
 
 #[cfg(doc)]
 use crate::Error;
@@ -395,9 +397,8 @@ impl<M> DistributedDataParallel<M> {
         lock(&self.core.skipped).total
     }
 
-    /// How the parameters are spread over the ranks; None if every rank has all of them. The
-    /// [`parameters`](Self::parameters) of a sharded model are this rank's pieces.
-    pub fn sharding(&self) -> Option<Sharding> {
+    /// What is spread over the ranks. The [`parameters`](Self::parameters) of a model of [`Sharding::Blocks`] are this rank's pieces.
+    pub fn sharding(&self) -> Sharding {
         self.core.options.sharding
     }
 

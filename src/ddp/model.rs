@@ -8,7 +8,9 @@ use super::pace::Pace;
 use super::parameter::{Parameter, Variables};
 use super::plan::BucketCaps;
 use super::reducer::Reducer;
+use super::reduction::Reduction;
 use super::replica_check::Compared;
+use super::sharding::Sharding;
 use super::virtual_ranks::{self, Snapshots};
 use super::window::Window;
 use super::{sync, verify};
@@ -80,7 +82,7 @@ impl DistributedModel {
             }
             let ranks = group.micro_batches();
             if ranks.is_some() {
-                if options.sharding.is_some() {
+                if matches!(options.sharding, Sharding::Blocks { .. }) {
                     Feature::VirtualRanks.goes_with(Feature::ShardedBlocks)?;
                 }
                 virtual_ranks::check_options(&options, &variables)?;
@@ -88,14 +90,20 @@ impl DistributedModel {
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::open(folder, group.rank())?);
             }
+            let is_split = !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu());
+            if is_split && options.sharding != Sharding::Off {
+                let reason = "it needs all variables on one device, but they are on the CPU and on a GPU: put the whole model on one device, \
+                              or use Sharding::Off";
+                return Err(Error::invalid("sharding", reason));
+            }
             let caps = BucketCaps::new(options.buckets)?;
-            Ok((module, caps, ranks))
+            Ok((module, caps, ranks, is_split))
         });
         // A rank without a model takes part in the check, so that the others get its error.
         let verdict = verify::same_model(group, &options, built.as_ref().map(|_| &variables));
-        let (module, caps, ranks) = built?;
+        let (module, caps, ranks, is_split) = built?;
         verdict?;
-        if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
+        if is_split {
             reducer.groups().add_cpu()?;
         }
         let info = |parameter: &Parameter| {
@@ -103,10 +111,8 @@ impl DistributedModel {
             parameter.info(&options, block)
         };
         let parameters = variables.parameters.iter().map(info).collect();
-        reducer.set_parameters(parameters, caps, options.policy())?;
-        if let Some(ranks) = ranks {
-            reducer.set_virtual_ranks(ranks)?;
-        }
+        let reduction = Reduction::new(options.sharding, ranks, reducer.groups())?;
+        reducer.set_parameters(parameters, caps, options.policy(), reduction)?;
         let shared = variables.shared().filter(|_| blocks.is_none());
         let buffers = variables.buffers.iter().filter(|_| blocks.is_some()).map(|buffer| &buffer.var);
         sync::broadcast(reducer.groups(), shared.map(|(_, var)| var).chain(buffers), 0)?.finish()?;

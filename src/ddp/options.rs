@@ -1,7 +1,7 @@
-use super::blocks::Sharding;
 use super::non_finite::OnNonFinite;
 use super::precision::{Precision, check_dtype};
 use super::replica_check::ReplicaCheck;
+use super::sharding::Sharding;
 use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::{Result, trace};
 use candle_core::DType;
@@ -49,9 +49,9 @@ pub struct DdpOptions {
     /// names the rank and the parameter. Default: [`OnNonFinite::Stop`] if the environment variable `CANDLE_DDP_NAN_CHECK` is on, and
     /// otherwise [`OnNonFinite::Ignore`], which costs nothing.
     pub on_non_finite: Option<OnNonFinite>,
-    /// How parameters are spread over the ranks, so that none has the whole model: see [`Sharding`] and [`block`](crate::block).
-    /// Default: None, and every rank has all of them.
-    pub sharding: Option<Sharding>,
+    /// What is spread over the ranks, so that each has a part of it: the optimizer's state with the gradients, or parameters too. Default:
+    /// [`Sharding::Off`].
+    pub sharding: Sharding,
 }
 
 impl Default for DdpOptions {
@@ -66,7 +66,7 @@ impl Default for DdpOptions {
             init_seed: None,
             trace: None,
             on_non_finite: None,
-            sharding: None,
+            sharding: Sharding::Off,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Checks that all ranks hold the same model and the same communication hook.
 use super::options::DdpOptions;
 use super::parameter::Variables;
+use super::sharding::Sharding;
 use crate::backend::label;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
@@ -59,9 +60,7 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     lines.push(format!("precision: {:?}", options.precision));
     lines.push(format!("replica check: {:?}", options.replica_check));
     lines.push(format!("on_non_finite: {:?}", options.policy()));
-    if let Some(sharding) = options.sharding {
-        lines.push(format!("sharding: {sharding:?}"));
-    }
+    lines.push(format!("sharding: {:?}", options.sharding));
     lines.extend(variables.parameters.iter().enumerate().map(|(index, parameter)| {
         let held_as = match parameter.held_as() {
             dtype if dtype == parameter.var.dtype() => String::new(),
@@ -74,7 +73,7 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     let frozen = variables.frozen.iter().enumerate();
     lines.extend(
         // Pieces have other sizes on each rank. Those of frozen variables were compared before they were cut.
-        frozen.filter(|_| options.sharding.is_none()).map(|(index, frozen)| {
+        frozen.filter(|_| !matches!(options.sharding, Sharding::Blocks { .. })).map(|(index, frozen)| {
             format!("frozen {index}: {}", describe_variable(&frozen.name, frozen.var.shape(), &frozen.var))
         }),
     );

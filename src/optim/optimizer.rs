@@ -20,16 +20,17 @@ use std::path::Path;
 /// ```
 /// # use candle_core::{DType, Tensor};
 /// # use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-/// # use candle_ddp::{DdpOptions, DistributedDataParallel, Result};
+/// # use candle_ddp::{DdpOptions, DistributedDataParallel, Result, Sharding};
 /// # use candle_nn::{VarMap, linear};
 /// # fn main() -> Result<()> {
-/// # let zero = true;
+/// # let sharding = Sharding::Optimizer;
 /// # candle_ddp::spawn(2, |pg| {
-/// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 2, vb))?;
+/// # let options = DdpOptions { sharding, ..Default::default() };
+/// # let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
 /// let params = ParamsAdamW::default();
-/// let mut optimizer: Box<dyn Optimizer> = match zero {
-///     true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-///     false => Box::new(AdamW::new(&ddp, params)?),
+/// let mut optimizer: Box<dyn Optimizer> = match ddp.sharding() {
+///     Sharding::Off => Box::new(AdamW::new(&ddp, params)?),
+///     _ => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
 /// };
 /// # let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
 /// # let loss = ddp.forward(&x)?.sqr()?.mean_all()?;

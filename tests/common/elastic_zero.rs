@@ -55,7 +55,7 @@ fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, sha
         ))
     };
     let shard_ranks = (sharded == "hybrid").then_some(2);
-    let sharding = Some(Sharding { shard_ranks, ..Default::default() });
+    let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: shard_ranks };
     let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     steps(pg, state, own, &ddp, &mut varmap)?;
@@ -71,7 +71,8 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     if let Ok(sharded) = std::env::var(SHARDED) {
         return train_sharded(pg, state, own, &sharded);
     }
-    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
+    let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| Net::new(vb), options)?;
     // No further part.
     steps(pg, state, own, &ddp, &mut VarMap::new())?;
     Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
@@ -95,7 +96,7 @@ fn steps<M: Module>(
         assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
         // Without sharding there are none.
         let has_weights = state.restore("weights", weights)?;
-        assert_eq!(has_weights, state.commits() > 0 && ddp.sharding().is_some());
+        assert_eq!(has_weights, state.commits() > 0 && ddp.sharding() != Sharding::Optimizer);
     }
     append(&format!("entered-{own}"), &std::process::id().to_string());
     let pause = Duration::from_millis(number(PAUSE, 0));

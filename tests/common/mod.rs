@@ -2,7 +2,9 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, SpawnOptions, spawn_with};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions, spawn_with,
+};
 use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
@@ -27,6 +29,16 @@ pub(crate) fn with_virtual_ranks<T: Send>(
     work: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300), virtual_ranks: Some(count) }, work)
+}
+
+/// How a model is sharded that is trained by a ZeroRedundancyOptimizer, or not.
+pub(crate) fn sharding(zero: bool) -> Sharding {
+    if zero { Sharding::Optimizer } else { Sharding::Off }
+}
+
+/// The options of a model that is trained by a ZeroRedundancyOptimizer.
+pub(crate) fn of_zero() -> DdpOptions {
+    DdpOptions { sharding: Sharding::Optimizer, ..Default::default() }
 }
 
 /// Returns the model that `build` makes, and its variables: [`fill`] has set them.

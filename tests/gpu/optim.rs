@@ -8,7 +8,7 @@ use candle_ddp::optim::{
     AdamW, ClipOptions, FusedOptimizer, NormType, Optimizer, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd,
     UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding};
 use candle_nn::{Linear, ParamsAdamW, VarBuilder, VarMap, linear};
 
 const STEPS: u64 = 100;
@@ -185,13 +185,14 @@ pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
         Ok([linear(30, 100, vb.pp("a"))?, linear(100, 3, vb.pp("b"))?])
     }
     fn compare<R: UpdateRule>(pg: &ProcessGroup, options: R) -> Result<()> {
-        let small = DdpOptions {
+        let small = |sharding| DdpOptions {
+            sharding,
             buckets: Buckets { bucket_cap_mb: 0.001, first_bucket_mb: 0.0005, ..Default::default() },
             ..Default::default()
         };
         let maps = [VarMap::new(), VarMap::new()];
-        let [whole, sharded] = [0, 1].map(|number| {
-            let ddp = DistributedDataParallel::with_options(pg, &maps[number], net, small.clone());
+        let [whole, sharded] = [(0, Sharding::Off), (1, Sharding::Optimizer)].map(|(number, sharding)| {
+            let ddp = DistributedDataParallel::with_options(pg, &maps[number], net, small(sharding));
             super::common::fill(&maps[number], 3);
             ddp
         });

@@ -20,7 +20,8 @@ pub(crate) fn asks_for_little(pg: &ProcessGroup) -> Result<()> {
         let layer = |index| block(vb.pp(index), |vb| Block::new(16, 2, vb));
         (0..LAYERS).map(layer).collect::<candle_core::Result<Vec<_>>>()
     };
-    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let options =
+        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
     let x = tensor(&[1, 8, 16], 1).to_device(pg.device())?;
@@ -48,7 +49,8 @@ pub(crate) fn asks_for_little(pg: &ProcessGroup) -> Result<()> {
 /// Uses a weight that has left its model and was freed.
 pub(crate) fn refuses_freed_weights(pg: &ProcessGroup) -> Result<()> {
     let build = |vb: VarBuilder<'static>| vb.get((6, 6), "weight");
-    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let options =
+        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let weight = no_grad(|| ddp.call(|weight| Ok::<_, candle_core::Error>(weight.clone())))?;
     let x = tensor(&[6, 6], 1).to_device(pg.device())?;

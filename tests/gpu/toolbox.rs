@@ -36,8 +36,8 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
     let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
     match tool {
-        "sharded" => return sharded(pg, &x, Sharding::default()),
-        "hybrid" => return sharded(pg, &x, Sharding { shard_ranks: Some(1), ..Default::default() }),
+        "sharded" => return sharded(pg, &x, Sharding::Blocks { reshard_after_forward: true, ranks: None }),
+        "hybrid" => return sharded(pg, &x, Sharding::Blocks { reshard_after_forward: true, ranks: Some(1) }),
         _ => {}
     }
     let loss = |y: Tensor| y.sqr()?.mean_all();
@@ -102,7 +102,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
 
 /// The losses of a model whose parameters are spread over the ranks, and its output in an evaluation.
 fn sharded(pg: &ProcessGroup, x: &Tensor, sharding: Sharding) -> Result<Vec<f32>> {
-    let options = DdpOptions { sharding: Some(sharding), init_seed: Some(5), ..Default::default() };
+    let options = DdpOptions { sharding, init_seed: Some(5), ..Default::default() };
     let build = |vb: VarBuilder<'static>| {
         // Fewer elements than ranks, and more, in parts that are not equal.
         let layer = |(index, sizes): (usize, &[usize; 2])| block(vb.pp(index), |vb| linear(sizes[0], sizes[1], vb));
@@ -168,7 +168,8 @@ pub(crate) fn refuse_other_blocks(pg: &ProcessGroup) {
         let layer = |index| block(vb.pp(index), |vb| linear(4, 4, vb));
         (0..3).map(layer).collect::<candle_core::Result<Vec<_>>>()
     };
-    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let options =
+        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options).unwrap();
     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default()).unwrap();
     let x = tensor(&[2, 4], 1).to_device(pg.device()).unwrap();

@@ -3,7 +3,9 @@ use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, spawn};
+use candle_ddp::{
+    Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Sharding, Unused, spawn,
+};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -77,10 +79,12 @@ pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
         on_cpu.get_with_hints(3, "running_mean", candle_nn::Init::Const(0.))?;
         Ok::<_, candle_core::Error>(Split(linear(4, 8, on_cpu)?, linear(8, 2, vb.pp("b"))?, pg.device().clone()))
     };
+    let sharded = DdpOptions { sharding: Sharding::Optimizer, ..options.clone() };
+    let refused =
+        DistributedDataParallel::with_options(pg, &VarMap::new(), build, sharded).err().map(|error| error.to_string());
+    assert!(refused.as_ref().is_some_and(|text| text.contains("needs all variables on one device")), "{refused:?}");
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     assert!(var(&varmap, "a.weight").device().is_cpu() && !var(&varmap, "b.weight").device().is_cpu());
-    let refused = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default()).err().map(|error| error.to_string());
-    assert!(refused.as_ref().is_some_and(|text| text.contains("needs all variables on one device")), "{refused:?}");
     if hook {
         ddp.register_comm_hook(AllReduce::default())?;
     }

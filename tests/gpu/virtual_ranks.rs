@@ -5,7 +5,7 @@ use crate::{finish, floats_of};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_micro_batch};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, backward_micro_batch};
 use candle_nn::{VarBuilder, VarMap, linear, seq};
 
 pub(crate) const VIRTUAL: usize = 4;
@@ -14,6 +14,7 @@ pub(crate) const VIRTUAL: usize = 4;
 pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
     let options = DdpOptions {
         init_seed: Some(7),
+        sharding: if is_sharded { Sharding::Optimizer } else { Sharding::Off },
         buckets: Buckets { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0002, ..Default::default() },
         ..Default::default()
     };

@@ -1,7 +1,7 @@
 //! Checkpoints of ranks that are processes: killed while they save, and resumed.
 //!
 //! The processes are this test binary itself.
-use crate::common::{fill, floats, free_port, ranks, tensor, test_process};
+use crate::common::{fill, floats, free_port, of_zero, ranks, tensor, test_process};
 use candle_core::{Device, Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
@@ -203,7 +203,7 @@ fn two_hundred_killed_saves_leave_a_whole_checkpoint() {
 /// Continues from the newest checkpoint to step `steps`, and saves.
 fn train(pg: &ProcessGroup, folder: &Path, steps: u64) -> Result<()> {
     let mut varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(5, 3, vb))?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| linear(5, 3, vb), of_zero())?;
     fill(&varmap, 7);
     // The weight belongs to one rank, and each rank has a piece of the bias.
     let (muon, adamw) = (ParamsMuon::default(), ParamsAdamW::default());

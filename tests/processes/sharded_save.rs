@@ -49,7 +49,8 @@ fn rank_of_another_test() {
 
 fn save_until_killed(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     let varmap = VarMap::new();
-    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let options =
+        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     let _ddp = DistributedDataParallel::with_options(pg, &varmap, Net::new, options)?;
     let vars: Vec<_> = varmap.data().lock().unwrap().values().cloned().collect();
     let first = step_of(&folder.join("model")).map_or(1, |step| step + 1);

@@ -1,5 +1,5 @@
 //! Gradients of several losses, accumulated before one step.
-use crate::common::{assert_close, floats, ranks, tensor};
+use crate::common::{assert_close, floats, ranks, sharding, tensor};
 use crate::programs::{Ddp, gradients, wrap};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
@@ -11,11 +11,16 @@ use candle_ddp::{
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 
 fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
+    ddp_with(pg, false)
+}
+
+fn ddp_with(pg: &ProcessGroup, zero: bool) -> Result<Ddp> {
     wrap(
         pg,
         [4, 5, 2],
         3,
         &DdpOptions {
+            sharding: sharding(zero),
             buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
             ..Default::default()
         },
@@ -192,7 +197,7 @@ fn after_an_error_the_earlier_gradients_are_as_before() {
 fn after_an_error_the_earlier_gradients_are_in_their_shards() {
     let weights = |fails: bool, under_no_sync: bool, retries: bool| {
         let found = ranks(1, |pg| {
-            let ddp = ddp(&pg)?;
+            let ddp = ddp_with(&pg, true)?;
             let (_, penalty) = &ddp.named_parameters()[0];
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
             let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
@@ -221,7 +226,7 @@ fn after_an_error_the_earlier_gradients_are_in_their_shards() {
     assert_ne!(weights(false, false, false), weights(false, false, true));
     // Dropped gradients stay dropped.
     ranks(1, |pg| {
-        let ddp = ddp(&pg)?;
+        let ddp = ddp_with(&pg, true)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
         let guard = ddp.no_sync();
@@ -299,7 +304,7 @@ fn a_store_does_not_grow_with_the_number_of_losses() {
 fn gradients_of_an_optimizer_in_shards_add_up() {
     let weights = |sharded: bool| {
         ranks(2, |pg| {
-            let ddp = ddp(&pg)?;
+            let ddp = ddp_with(&pg, sharded)?;
             let options = ParamsAdamW { lr: 0.05, ..Default::default() };
             let mut plain = AdamW::new(&ddp, options.clone())?;
             let mut shards = if sharded { Some(ZeroRedundancyOptimizer::new(&ddp, options)?) } else { None };
@@ -336,17 +341,18 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
 fn a_pass_with_a_count_adds_to_earlier_gradients() {
     ranks(2, |pg| {
         let ddp = ddp(&pg)?;
-        let pass = |batch: usize, into: Option<&mut GradStore>| {
+        let pass = |ddp: &Ddp, batch: usize, into: Option<&mut GradStore>| {
             let count = 1. + (batch + pg.rank()) as f64;
-            backward_with(&loss(&ddp, &pg, batch)?, &[&ddp], Backward { count: Some(count), into })
+            backward_with(&loss(ddp, &pg, batch)?, &[ddp], Backward { count: Some(count), into })
         };
-        let alone = [0, 1].map(|batch| gradients(&pass(batch, None).unwrap(), &ddp.parameters()));
+        let alone = [0, 1].map(|batch| gradients(&pass(&ddp, batch, None).unwrap(), &ddp.parameters()));
         let expected: Vec<f32> = alone[0].iter().zip(&alone[1]).map(|(a, b)| a + b).collect();
-        let both = pass(1, Some(&mut pass(0, None)?))?;
+        let both = pass(&ddp, 1, Some(&mut pass(&ddp, 0, None)?))?;
         assert_close(&gradients(&both, &ddp.parameters()), &expected, 1e-5, "sum");
 
+        let ddp = ddp_with(&pg, true)?;
         let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
-        let error = pass(1, Some(&mut pass(0, None)?)).unwrap_err().to_string();
+        let error = pass(&ddp, 1, Some(&mut pass(&ddp, 0, None)?)).unwrap_err().to_string();
         assert!(error.starts_with("into: a ZeroRedundancyOptimizer keeps the gradients"), "{error}");
         Ok(())
     })

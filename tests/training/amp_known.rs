@@ -1,5 +1,5 @@
 //! A GradScaler divides all gradients of a store, also those of parameters that it was not made for.
-use crate::common::{floats, ranks, tensor};
+use crate::common::{floats, of_zero, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::GradScaler;
@@ -165,7 +165,8 @@ fn nothing_in_a_store_stays_scaled() {
 fn gradients_that_an_optimizer_keeps_are_its_own_business() {
     ranks(2, |pg| {
         let varmap = VarMap::new();
-        let ddp = model(&pg, &varmap, Role::Ignored)?;
+        let role = Arc::new(|name: &str| if name.starts_with("backbone.") { Role::Ignored } else { Role::Parameter });
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, net, DdpOptions { role, ..of_zero() })?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, sgd())?;
         let mut scaler = GradScaler::new(&pg, &ddp, Default::default())?;
         let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, 1)?)?)?;

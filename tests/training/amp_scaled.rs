@@ -1,5 +1,5 @@
 //! Gradients that are still scaled reach no optimizer, and a scale that sinks never makes a step.
-use crate::common::{floats, ranks, with_virtual_ranks};
+use crate::common::{floats, of_zero, ranks, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -16,6 +16,10 @@ fn scaler(pg: &ProcessGroup, var: &Var, init_scale: f64) -> Result<GradScaler> {
 
 fn model(pg: &ProcessGroup) -> Result<DistributedDataParallel<Linear>> {
     DistributedDataParallel::new(pg, &VarMap::new(), |vb| linear(3, 1, vb))
+}
+
+fn sharded(pg: &ProcessGroup) -> Result<DistributedDataParallel<Linear>> {
+    DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(3, 1, vb), of_zero())
 }
 
 fn loss(ddp: &DistributedDataParallel<Linear>) -> Result<Tensor> {
@@ -71,7 +75,7 @@ fn an_overflow_of_the_division_skips_the_step() {
     })
     .unwrap();
     let steps = ranks(2, |pg| {
-        let ddp = model(&pg)?;
+        let ddp = sharded(&pg)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let options = GradScalerOptions { init_scale: 1e-30, ..Default::default() };
         let mut scaler = GradScaler::new(&pg, &ddp, options)?;
@@ -175,7 +179,7 @@ fn a_loss_that_nobody_scaled_is_an_error_on_every_rank() {
 #[test]
 fn a_zero_redundancy_optimizer_refuses_scaled_gradients() {
     ranks(2, |pg| {
-        let ddp = model(&pg)?;
+        let ddp = sharded(&pg)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         let scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
         let mut grads = of_rank_0(&ddp, &scaler)?;

@@ -1,5 +1,5 @@
 //! Damaged, exchanged and unknown files of checkpoints: another checkpoint is loaded on all ranks, or none on any.
-use crate::common::{ranks, tensor};
+use crate::common::{of_zero, ranks, tensor};
 use candle_core::{Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, PerRank, Serde, StateDict};
 use candle_ddp::data::LoaderState;
@@ -42,7 +42,7 @@ impl Parts for Run {
 impl Run {
     fn new(pg: &ProcessGroup) -> Result<Self> {
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(pg, &varmap, |vb| linear(3, 2, vb))?;
+        let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| linear(3, 2, vb), of_zero())?;
         let params = ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() };
         let optimizer = ZeroRedundancyOptimizer::new(&ddp, params)?;
         let ema = Ema::new(&ddp, 0.9)?;

@@ -1,5 +1,5 @@
 //! Checkpoints of whole runs: resumed in any world, damaged, removed, and failures.
-use crate::common::{assert_close, fill, floats, ranks, tensor, test_arguments, var};
+use crate::common::{assert_close, fill, floats, ranks, sharding, tensor, test_arguments, var};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, SaveHandle, Serde, StateDict};
@@ -68,6 +68,7 @@ impl Run {
         let generator = Arc::new(Mutex::new(Generator::for_rank(seed, pg.rank())));
         // Buckets of a few parameters each.
         let options = DdpOptions {
+            sharding: sharding(zero),
             buckets: Buckets { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() },
             ..Default::default()
         };

@@ -7,7 +7,9 @@ use candle_ddp::optim::{
     Lamb, NormType, Optimizer, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm,
     clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, backward_with};
+use candle_ddp::{
+    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Sharding, backward_with,
+};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
 
@@ -15,10 +17,14 @@ type Ddp = DistributedDataParallel<(Linear, Linear)>;
 
 /// A layer whose gradients are averaged, and one of each rank's own.
 fn model(pg: &ProcessGroup) -> Result<Ddp> {
+    model_with(pg, Sharding::Off)
+}
+
+fn model_with(pg: &ProcessGroup, sharding: Sharding) -> Result<Ddp> {
     let build =
         |vb: VarBuilder| Ok::<_, candle_core::Error>((linear(6, 6, vb.pp("shared"))?, linear(6, 2, vb.pp("expert"))?));
     let role = |name: &str| if name.starts_with("expert.") { Role::Ignored } else { Role::Parameter };
-    let options = DdpOptions { init_seed: Some(5), role: Arc::new(role), ..Default::default() };
+    let options = DdpOptions { init_seed: Some(5), role: Arc::new(role), sharding, ..Default::default() };
     DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)
 }
 
@@ -127,7 +133,7 @@ fn shared_parameters_stay_the_same_on_all_ranks() {
 #[test]
 fn gradients_that_an_optimizer_keeps_are_not_clipped_by_others() {
     ranks(2, |pg| {
-        let ddp = model(&pg)?;
+        let ddp = model_with(&pg, Sharding::Optimizer)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 1., ..Default::default() })?;
         let mut grads = backward(&ddp, 1)?;
         let refused = |result: Result<()>| match result {

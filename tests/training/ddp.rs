@@ -1,5 +1,5 @@
 //! DistributedDataParallel with ranks as threads: one test for each guarantee.
-use crate::common::{assert_close, fill, filled, floats, ranks, tensor, values, var};
+use crate::common::{assert_close, fill, filled, floats, of_zero, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::optim::{Optimizer as _, ParamsSgd, ZeroRedundancyOptimizer};
@@ -342,6 +342,7 @@ fn accumulated_gradients_can_be_given_up() {
         ddp.zero_grad();
         assert_eq!(gradients()?, expected);
 
+        let (ddp, _) = wrap(&pg, of_zero())?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
         ddp.zero_grad();

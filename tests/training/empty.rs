@@ -1,5 +1,5 @@
 //! Layers and functions on tensors without elements: PyTorch's result or a typed error, in every dtype and both directions.
-use crate::common::{floats, ranks};
+use crate::common::{floats, of_zero, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
@@ -412,14 +412,17 @@ fn a_rank_without_rows_trains_in_every_dtype() {
 /// Parameters without elements are trained, clipped and averaged like others.
 #[test]
 fn optimizers_and_clipping() {
-    fn trains<O: Optimizer>(make: impl Fn(&DistributedDataParallel<Tensor>) -> candle_ddp::Result<O> + Sync) {
+    fn trains<O: Optimizer>(
+        options: DdpOptions,
+        make: impl Fn(&DistributedDataParallel<Tensor>) -> candle_ddp::Result<O> + Sync,
+    ) {
         ranks(2, |pg| {
             let build = |vb: VarBuilder| {
                 let (empty, full) = (vb.get((0, 3), "empty")?, vb.get_with_hints(2, "full", candle_nn::init::ONE)?);
                 Tensor::cat(&[&empty.flatten_all()?, &full], 0)
             };
             let varmap = VarMap::new();
-            let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options.clone())?;
             let mut optimizer = make(&ddp)?;
             for _ in 0..2 {
                 let mut grads = ddp.backward(&ddp.call(|both| both.sqr()?.sum_all())?)?;
@@ -432,11 +435,11 @@ fn optimizers_and_clipping() {
         })
         .unwrap();
     }
-    trains(|ddp| Sgd::new(ddp, ParamsSgd { momentum: 0.9, ..Default::default() }));
-    trains(|ddp| AdamW::new(ddp, ParamsAdamW::default()));
-    trains(|ddp| Lamb::new(ddp, ParamsLamb::default()));
-    trains(|ddp| ZeroRedundancyOptimizer::new(ddp, ParamsAdamW::default()));
-    trains(|ddp| ZeroRedundancyOptimizer::new(ddp, ParamsLamb::default()));
+    trains(DdpOptions::default(), |ddp| Sgd::new(ddp, ParamsSgd { momentum: 0.9, ..Default::default() }));
+    trains(DdpOptions::default(), |ddp| AdamW::new(ddp, ParamsAdamW::default()));
+    trains(DdpOptions::default(), |ddp| Lamb::new(ddp, ParamsLamb::default()));
+    trains(of_zero(), |ddp| ZeroRedundancyOptimizer::new(ddp, ParamsAdamW::default()));
+    trains(of_zero(), |ddp| ZeroRedundancyOptimizer::new(ddp, ParamsLamb::default()));
     for dtype in DTYPES {
         let empty = Var::zeros((0, 3), dtype, &Device::Cpu).unwrap();
         let gradients = || empty.sum_all().unwrap().backward().unwrap();

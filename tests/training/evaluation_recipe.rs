@@ -1,7 +1,7 @@
 use candle_core::Tensor;
 use candle_ddp::nn::{Linear, linear, loss, no_grad};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, checkpoint};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, checkpoint};
 use candle_nn::VarMap;
 use std::path::Path;
 
@@ -21,7 +21,8 @@ fn train(
     validate: impl Fn(&DistributedDataParallel<Linear>) -> Result<f64>,
 ) -> Result<Trained> {
     let varmap = VarMap::new();
-    let options = DdpOptions { init_seed: Some(42), ..Default::default() };
+    let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
+    let options = DdpOptions { init_seed: Some(42), sharding, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| linear(6, 1, vb.pp("fc")), options)?;
     let params = ParamsAdamW { lr: 0.01, weight_decay: 0.0, ..Default::default() };
     let mut optimizer: Box<dyn Optimizer> = match zero {

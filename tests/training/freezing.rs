@@ -1,9 +1,9 @@
 //! Frozen parameters and buffers.
-use crate::common::{assert_close, fill, floats, ranks, tensor, var};
+use crate::common::{assert_close, fill, floats, of_zero, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, ModuleT, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{self, AdamW, ParameterGroup, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role, Sharding};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Module, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::sync::Arc;
 
@@ -162,12 +162,12 @@ fn moments_stay_when_parameters_are_thawed() {
         // The one that belongs to DDP loads the state of the one before.
         for takes_over in [true, false] {
             let varmap = filled();
-            let ddp = wrap(&pg, &varmap, frozen())?;
+            let ddp = wrap(&pg, &varmap, DdpOptions { sharding: Sharding::Optimizer, ..frozen() })?;
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, PARAMS)?;
             steps(&pg, &ddp, &mut optimizer)?;
             let remembered = optimizer.state_dict()?;
             drop(optimizer);
-            let ddp = wrap(&pg, &varmap, DdpOptions::default())?;
+            let ddp = wrap(&pg, &varmap, of_zero())?;
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, PARAMS)?;
             if takes_over {
                 let mut state = optimizer.state_dict()?;

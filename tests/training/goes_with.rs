@@ -84,8 +84,8 @@ impl Feature {
     /// The page's word for those that cannot be combined with all others.
     fn word(self) -> Option<&'static str> {
         Some(match self {
-            ShardedOptimizer => "ZeroRedundancyOptimizer",
-            ShardedBlocks | Hybrid => "DdpOptions.sharding",
+            ShardedOptimizer => "Sharding::Optimizer",
+            ShardedBlocks | Hybrid => "Sharding::Blocks",
             VirtualRanks => "InitOptions.virtual_ranks",
             CommHook => "register_comm_hook",
             Join => "join",
@@ -310,13 +310,14 @@ fn base() -> HashMap<String, Tensor> {
 
 fn options(pg: &ProcessGroup, with: &[Feature]) -> DdpOptions {
     let has = |feature| with.contains(&feature);
-    let ranks = pg.world_size();
-    let sharding = if has(ShardedBlocks) {
-        Some(Sharding::default())
-    } else if has(Hybrid) {
-        Some(Sharding { shard_ranks: ranks.is_multiple_of(2).then_some(ranks / 2), ..Default::default() })
-    } else {
-        None
+    let sharding = match pg.world_size() {
+        _ if has(ShardedOptimizer) => Sharding::Optimizer,
+        _ if has(ShardedBlocks) => Sharding::Blocks { reshard_after_forward: true, ranks: None },
+        ranks if has(Hybrid) => {
+            let ranks = ranks.is_multiple_of(2).then_some(ranks / 2);
+            Sharding::Blocks { reshard_after_forward: true, ranks }
+        }
+        _ => Sharding::Off,
     };
     let is_frozen = has(Frozen);
     DdpOptions {

@@ -70,9 +70,10 @@ fn golden() -> PathBuf {
 
 fn made(pg: &ProcessGroup, varmap: &VarMap, kind: Kind) -> candle_ddp::Result<Ddp> {
     let sharding = match kind {
-        Kind::Plain | Kind::Zero => None,
-        Kind::Blocks => Some(Sharding::default()),
-        Kind::Hybrid => Some(Sharding { shard_ranks: Some(2), ..Default::default() }),
+        Kind::Plain => Sharding::Off,
+        Kind::Zero => Sharding::Optimizer,
+        Kind::Blocks => Sharding::Blocks { reshard_after_forward: true, ranks: None },
+        Kind::Hybrid => Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) },
     };
     DistributedDataParallel::with_options(pg, varmap, Net::new, DdpOptions { sharding, ..Default::default() })
 }

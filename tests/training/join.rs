@@ -1,5 +1,5 @@
 //! Ranks with different numbers of batches: `join` trains the same weights as one process that sees the same batches.
-use crate::common::{assert_close, floats, ranks, tensor};
+use crate::common::{assert_close, floats, ranks, sharding, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
@@ -58,10 +58,15 @@ fn set_weights(varmap: &VarMap) {
 }
 
 fn wrap(pg: &ProcessGroup) -> Result<(VarMap, Ddp)> {
+    wrap_with(pg, false)
+}
+
+fn wrap_with(pg: &ProcessGroup, zero: bool) -> Result<(VarMap, Ddp)> {
     let varmap = VarMap::new();
     // A bucket for each parameter.
     let options = DdpOptions {
         buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        sharding: sharding(zero),
         ..Default::default()
     };
     let ddp = DistributedDataParallel::with_options(
@@ -228,7 +233,7 @@ fn zero_steps_on_ranks_without_inputs() {
         let train = |zero: bool| {
             let params = params.clone();
             ranks(batches.len(), move |pg| {
-                let (varmap, ddp) = wrap(&pg)?;
+                let (varmap, ddp) = wrap_with(&pg, zero)?;
                 let mine = batches[pg.rank()];
                 let lr = |step: usize| 0.05 / (step + 1) as f64;
                 let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
@@ -259,7 +264,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
     let batches = [1, 3];
     let train = |zero: bool| {
         ranks(2, move |pg| {
-            let (varmap, ddp) = wrap(&pg)?;
+            let (varmap, ddp) = wrap_with(&pg, zero)?;
             let params = ParamsAdamW { lr: 0.05, ..Default::default() };
             let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
             let mut step_of = |optimizer: &mut dyn Optimizer, step: usize| {
@@ -292,7 +297,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
 #[test]
 fn zero_outside_of_its_join_is_an_error() {
     let error = ranks(2, |pg| {
-        let (_, ddp) = wrap(&pg)?;
+        let (_, ddp) = wrap_with(&pg, true)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         ddp.join(JoinOptions::default(), || {
             for step in 0..pg.rank() {

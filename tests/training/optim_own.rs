@@ -1,10 +1,10 @@
 //! Rules of users: Lion, compared with PyTorch's operations (see golden/optim.md), and rules that are refused.
-use crate::common::{assert_close, floats, ranks};
+use crate::common::{assert_close, floats, ranks, sharding};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
-use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
 use std::collections::HashMap;
 
@@ -53,13 +53,18 @@ fn split(row: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
 type Net = (Tensor, Tensor);
 type Ddp = DistributedDataParallel<Net>;
 
-fn wrap(pg: &ProcessGroup, golden: &HashMap<String, Tensor>) -> Result<Ddp> {
+fn wrap(pg: &ProcessGroup, golden: &HashMap<String, Tensor>, zero: bool) -> Result<Ddp> {
     let varmap = VarMap::new();
     let build = |vb: VarBuilder| -> candle_core::Result<Net> {
         let init = Init::Const(0.);
         Ok((vb.get_with_hints((4, 3), "w", init)?, vb.get_with_hints(3, "b", init)?))
     };
-    let ddp = DistributedDataParallel::new(pg, &varmap, build)?;
+    let ddp = DistributedDataParallel::with_options(
+        pg,
+        &varmap,
+        build,
+        DdpOptions { sharding: sharding(zero), ..Default::default() },
+    )?;
     let (w, b) = split(&golden["lion.start"])?;
     let vars = varmap.data().lock().unwrap();
     vars["w"].set(&w)?;
@@ -90,19 +95,21 @@ fn follows_pytorch(kinds: [&str; 2], world_size: usize) {
     let (golden, folder) = (golden(), tempfile::tempdir().unwrap());
     let file = folder.path().join("optimizer");
     ranks(world_size, |pg| {
-        let ddp = wrap(&pg, &golden)?;
-        let make = |kind: &str| -> Result<Box<dyn Optimizer>> {
-            Ok(match kind {
+        let make = |kind: &str| -> Result<(Ddp, Box<dyn Optimizer>)> {
+            let ddp = wrap(&pg, &golden, kind == "zero")?;
+            let optimizer: Box<dyn Optimizer> = match kind {
                 "zero" => Box::new(ZeroRedundancyOptimizer::new(&ddp, LION)?),
                 _ => Box::new(FusedOptimizer::new(&ddp, LION)?),
-            })
+            };
+            Ok((ddp, optimizer))
         };
-        let mut optimizer = make(kinds[0])?;
+        let (mut ddp, mut optimizer) = make(kinds[0])?;
         for step in 0..10 {
             if step == 4 {
                 optimizer.save_distributed(&pg, &file)?;
-                drop(optimizer);
-                optimizer = make(kinds[1])?;
+                let trained = ddp.parameters();
+                (ddp, optimizer) = make(kinds[1])?;
+                ddp.parameters().iter().zip(&trained).try_for_each(|(var, trained)| var.set(trained))?;
                 optimizer.load_distributed(&pg, &file)?;
             }
             optimizer.step(&backward(&ddp, &golden, step)?)?;
@@ -131,7 +138,7 @@ fn shards_of_an_own_rule_load_with_another_number_of_ranks() {
     let (golden, folder) = (golden(), tempfile::tempdir().unwrap());
     let train = |world_size, steps: std::ops::Range<usize>| {
         ranks(world_size, |pg| {
-            let ddp = wrap(&pg, &golden)?;
+            let ddp = wrap(&pg, &golden, true)?;
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, LION)?;
             if steps.start > 0 {
                 optimizer.load_shards(folder.path())?;
@@ -226,7 +233,7 @@ fn a_rule_that_needs_whole_parameters_gets_their_shape() {
     let golden = golden();
     let trained = |zero: bool| {
         ranks(3, |pg| {
-            let ddp = wrap(&pg, &golden)?;
+            let ddp = wrap(&pg, &golden, zero)?;
             let mut optimizer: Box<dyn Optimizer> = match zero {
                 true => Box::new(ZeroRedundancyOptimizer::new(&ddp, by_norm.clone())?),
                 false => Box::new(FusedOptimizer::new(&ddp, by_norm.clone())?),

@@ -6,6 +6,7 @@ use candle_ddp::nn::{BatchNorm, Linear, batch_norm, linear};
 use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, JoinOptions, Precision, ProcessGroup, ReplicaCheck, Result, Role,
+    Sharding,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
@@ -143,11 +144,12 @@ fn a_model_that_only_rank_0_built_is_named_as_its_own() {
 
 /// What the ranks find in the second pass, when optimizers have made one step and `again`.
 fn found_after<O: Optimizer>(
+    sharding: Sharding,
     new: fn(&DistributedDataParallel<Linear>) -> Result<O>,
     again: fn(&mut O, &GradStore) -> Result<()>,
 ) -> Vec<String> {
     let found = ranks(2, |pg| {
-        let ddp = model(&pg, DdpOptions::default())?;
+        let ddp = model(&pg, DdpOptions { sharding, ..Default::default() })?;
         let mut optimizer = new(&ddp)?;
         let grads = ddp.backward(&loss(&ddp, 1)?)?;
         optimizer.step(&grads)?;
@@ -175,16 +177,16 @@ fn optimizers_that_differ_are_named() {
         if is_second(ddp) { 0.2 } else { 0.1 }
     }
     let all = ["bias", OPTIONS, "weight"];
-    assert_eq!(found_after(|ddp| AdamW::new(ddp, adamw(rate(ddp))), |_, _| Ok(())), all);
+    assert_eq!(found_after(Sharding::Off, |ddp| AdamW::new(ddp, adamw(rate(ddp))), |_, _| Ok(())), all);
     // At a learning rate of 0, only the number of steps differs.
-    assert_eq!(found_after(|ddp| AdamW::new(ddp, adamw(0.)), Optimizer::step), [STEPS]);
+    assert_eq!(found_after(Sharding::Off, |ddp| AdamW::new(ddp, adamw(0.)), Optimizer::step), [STEPS]);
     // Each rank updates its shard by its own learning rate, and all get the same model.
     let zero: fn(&DistributedDataParallel<Linear>) -> _ = |ddp| {
         let mut zero = ZeroRedundancyOptimizer::new(ddp, adamw(0.1))?;
         zero.set_learning_rate(rate(ddp))?;
         Ok(zero)
     };
-    assert_eq!(found_after(zero, |_, _| Ok(())), [OPTIONS]);
+    assert_eq!(found_after(Sharding::Optimizer, zero, |_, _| Ok(())), [OPTIONS]);
     // Ranks may differ in what is not averaged.
     ranks(2, |pg| {
         let role = Arc::new(|name: &str| if name == "bias" { Role::Ignored } else { Role::Parameter });
@@ -227,6 +229,7 @@ fn no_optimizer_steps_with_sums_of_no_sync() {
         let grads = pass()?;
         of_ddp.step(&grads)?;
         drop(grads);
+        let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer, ..options(1) })?;
         let mut zero = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let _guard = ddp.no_sync();
         refused(zero.step(&ddp.backward(&loss(&ddp, 3)?)?));
@@ -323,7 +326,7 @@ fn buffers_are_compared_if_they_are_broadcast() {
 #[test]
 fn sharded_optimizers_and_several_models_keep_replicas_equal() {
     ranks(2, |pg| {
-        let ddp = model(&pg, options(1))?;
+        let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer, ..options(1) })?;
         let mut zero = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() })?;
         for seed in 0..4 {
             zero.step(&ddp.backward(&loss(&ddp, seed)?)?)?;

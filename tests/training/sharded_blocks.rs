@@ -8,6 +8,7 @@ mod thawed;
 mod views;
 mod whole;
 
+use crate::common::of_zero;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
@@ -82,14 +83,15 @@ fn loss(ddp: &Ddp, pg: &ProcessGroup, step: usize) -> candle_ddp::Result<Tensor>
 }
 
 fn made(pg: &ProcessGroup, varmap: &VarMap, options: DdpOptions) -> candle_ddp::Result<(Ddp, Optim)> {
-    let options = DdpOptions { init_seed: Some(7), ..options };
+    let sharding = if options.sharding == Sharding::Off { Sharding::Optimizer } else { options.sharding };
+    let options = DdpOptions { init_seed: Some(7), sharding, ..options };
     let ddp = DistributedDataParallel::with_options(pg, varmap, Net::new, options)?;
     let optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.02, ..Default::default() })?;
     Ok((ddp, optimizer))
 }
 
 fn sharded() -> DdpOptions {
-    DdpOptions { sharding: Some(Sharding::default()), ..Default::default() }
+    DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() }
 }
 
 type Step = dyn Fn(&Ddp, &mut Optim, &ProcessGroup, usize) -> candle_ddp::Result<f32> + Sync;
@@ -116,7 +118,7 @@ fn same_bits(options: &DdpOptions, step: &Step) {
             let plain = train(&pg, options.clone(), step)?;
             assert!(plain.0.iter().all(|loss| loss.is_finite()));
             for reshard_after_forward in [true, false] {
-                let sharding = Some(Sharding { reshard_after_forward, ..Default::default() });
+                let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                 let sharded = train(&pg, DdpOptions { sharding, ..options.clone() }, step)?;
                 assert_eq!(sharded, plain, "{ranks} ranks, reshard_after_forward: {reshard_after_forward}");
             }
@@ -422,7 +424,7 @@ fn a_block_may_have_several_inputs_and_be_called_twice() {
             }
             Ok::<_, Error>(losses)
         };
-        assert_eq!(run(sharded())?, run(DdpOptions::default())?);
+        assert_eq!(run(sharded())?, run(of_zero())?);
         Ok(())
     })
     .unwrap();
@@ -453,7 +455,7 @@ fn ranks_may_use_different_parameters_of_a_block() {
         Ok::<_, Error>(losses)
     };
     spawn(3, |pg| {
-        assert_eq!(run(&pg, sharded())?, run(&pg, DdpOptions::default())?);
+        assert_eq!(run(&pg, sharded())?, run(&pg, of_zero())?);
         Ok(())
     })
     .unwrap();

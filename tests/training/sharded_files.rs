@@ -32,7 +32,8 @@ fn net(widths: &'static [usize]) -> impl Fn(VarBuilder) -> candle_core::Result<N
 const SMALL: &[usize] = &[5, 7];
 
 fn made(pg: &ProcessGroup, varmap: &VarMap, widths: &'static [usize]) -> Result<impl Sized + use<>> {
-    let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+    let options =
+        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     DistributedDataParallel::with_options(pg, varmap, net(widths), options)
 }
 
@@ -210,7 +211,8 @@ fn hugging_faces_folders_are_written_from_pieces_and_read_into_them() {
         let folder = tempfile::tempdir().unwrap();
         ranks(3, |pg| {
             let (varmap, read) = (VarMap::new(), VarMap::new());
-            let sharding = is_sharded.then(Sharding::default);
+            let sharding =
+                if is_sharded { Sharding::Blocks { reshard_after_forward: true, ranks: None } } else { Sharding::Off };
             let options = DdpOptions { sharding, ..Default::default() };
             let _ddp = DistributedDataParallel::with_options(&pg, &varmap, net(SMALL), options)?;
             let missing = checkpoint::save_pretrained(&pg, &varmap, folder.path().join("missing"), size);

@@ -5,15 +5,16 @@ use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, Noop};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, backward_with,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, Sharding, backward_with,
 };
 use candle_nn::{Linear, VarMap, linear};
 
 type Ddp = DistributedDataParallel<Linear>;
 
-fn ddp(pg: &ProcessGroup, reduce_dtype: Option<candle_core::DType>) -> Result<Ddp> {
+fn ddp(pg: &ProcessGroup, reduce_dtype: Option<candle_core::DType>, sharding: Sharding) -> Result<Ddp> {
     // A bucket for each parameter.
     let options = DdpOptions {
+        sharding,
         buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., reduce_dtype, ..Default::default() },
         ..Default::default()
     };
@@ -26,9 +27,9 @@ fn loss(ddp: &Ddp, pg: &ProcessGroup) -> Result<Tensor> {
 
 /// Rank 2 asks after the second of four passes; the ranks know after the third.
 #[track_caller]
-fn assert_agreed(prepare: impl Fn(&Ddp) -> Result<Box<dyn std::any::Any>> + Sync, weighted: bool) {
+fn assert_agreed(sharding: Sharding, prepare: impl Fn(&Ddp) -> Result<Box<dyn std::any::Any>> + Sync, weighted: bool) {
     let seen = ranks(3, |pg| {
-        let ddp = ddp(&pg, None)?;
+        let ddp = ddp(&pg, None, sharding)?;
         let _kept = prepare(&ddp)?;
         let mut seen = vec![pg.stop_requested()?];
         for pass in 0..4 {
@@ -52,10 +53,10 @@ fn assert_agreed(prepare: impl Fn(&Ddp) -> Result<Box<dyn std::any::Any>> + Sync
 #[test]
 fn a_request_travels_with_the_next_backward_pass() {
     for weighted in [false, true] {
-        assert_agreed(|_| Ok(Box::new(())), weighted);
-        assert_agreed(|ddp| Ok(Box::new(ddp.register_comm_hook(AllReduce::default())?)), weighted);
+        assert_agreed(Sharding::Off, |_| Ok(Box::new(())), weighted);
+        assert_agreed(Sharding::Off, |ddp| Ok(Box::new(ddp.register_comm_hook(AllReduce::default())?)), weighted);
         let zero = |ddp: &Ddp| ZeroRedundancyOptimizer::new(ddp, ParamsSgd::default());
-        assert_agreed(|ddp| Ok(Box::new(zero(ddp)?)), weighted);
+        assert_agreed(Sharding::Optimizer, |ddp| Ok(Box::new(zero(ddp)?)), weighted);
     }
 }
 
@@ -63,7 +64,7 @@ fn a_request_travels_with_the_next_backward_pass() {
 fn it_travels_in_16_bits_and_with_unused_parameters_and_changes_no_gradient() {
     for dtype in [candle_core::DType::BF16, candle_core::DType::F16] {
         ranks(3, |pg| {
-            let ddp = ddp(&pg, Some(dtype))?;
+            let ddp = ddp(&pg, Some(dtype), Sharding::Off)?;
             let gradients = || -> Result<Vec<f32>> {
                 let grads = ddp.backward(&loss(&ddp, &pg)?)?;
                 Ok(ddp.parameters().iter().flat_map(|var| crate::common::floats(grads.get(var).unwrap())).collect())
@@ -78,7 +79,7 @@ fn it_travels_in_16_bits_and_with_unused_parameters_and_changes_no_gradient() {
         .unwrap();
     }
     ranks(2, |pg| {
-        let ddp = ddp(&pg, None)?;
+        let ddp = ddp(&pg, None, Sharding::Off)?;
         ddp.backward(&loss(&ddp, &pg)?)?;
         if pg.rank() == 0 {
             pg.request_stop();
@@ -98,7 +99,7 @@ fn it_travels_in_16_bits_and_with_unused_parameters_and_changes_no_gradient() {
 #[test]
 fn passes_that_send_nothing_carry_nothing() {
     ranks(2, |pg| {
-        let ddp = ddp(&pg, None)?;
+        let ddp = ddp(&pg, None, Sharding::Off)?;
         pg.request_stop();
         {
             let _guard = ddp.no_sync();
@@ -111,7 +112,7 @@ fn passes_that_send_nothing_carry_nothing() {
     })
     .unwrap();
     ranks(2, |pg| {
-        let ddp = ddp(&pg, None)?;
+        let ddp = ddp(&pg, None, Sharding::Off)?;
         ddp.register_comm_hook(Noop)?;
         pg.request_stop();
         ddp.backward(&loss(&ddp, &pg)?)?;
@@ -151,7 +152,7 @@ fn ranks_can_ask_each_other_where_no_backward_pass_comes() {
 #[test]
 fn ranks_in_a_join_stop_together() {
     let steps = ranks(3, |pg| {
-        let ddp = ddp(&pg, None)?;
+        let ddp = ddp(&pg, None, Sharding::Off)?;
         let joined = ddp.join(JoinOptions::default(), || {
             let mut steps = 0;
             while steps < [2, 100, 100][pg.rank()] && !pg.stop_requested()? {
@@ -170,7 +171,7 @@ fn ranks_in_a_join_stop_together() {
 fn a_save_is_due_before_a_stop() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
-        let ddp = ddp(&pg, None)?;
+        let ddp = ddp(&pg, None, Sharding::Off)?;
         let options = CheckpointerOptions { every: 1000, ..Default::default() };
         let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
         let mut number = 7.;

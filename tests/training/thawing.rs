@@ -1,5 +1,5 @@
 //! A head that is trained first, then everything: the optimizer keeps its state, and the losses are PyTorch's.
-use crate::common::{ranks, tensor};
+use crate::common::{ranks, sharding, tensor};
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
@@ -43,9 +43,10 @@ fn losses_of_pytorch() -> Vec<f64> {
     golden["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
 }
 
-fn wrap(pg: &ProcessGroup, varmap: &VarMap, frozen: bool) -> Result<Ddp> {
+fn wrap(pg: &ProcessGroup, varmap: &VarMap, frozen: bool, zero: bool) -> Result<Ddp> {
     let role = move |name: &str| if frozen && name.starts_with("backbone.") { Role::Frozen } else { Role::Parameter };
-    let options = DdpOptions { precision: Precision::Pure(DType::F64), role: Arc::new(role), ..Default::default() };
+    let precision = Precision::Pure(DType::F64);
+    let options = DdpOptions { precision, role: Arc::new(role), sharding: sharding(zero), ..Default::default() };
     DistributedDataParallel::with_options(pg, varmap, Net::new, options)
 }
 
@@ -71,6 +72,7 @@ fn backbone<R>(ddp: &Ddp, options: R) -> ParameterGroup<R> {
 /// Trains both ranks, each on its half, and returns the losses over all. `thaw` gets the thawed model and the optimizer
 /// of the head, and returns the one that goes on.
 fn train<O: Optimizer>(
+    zero: bool,
     first: impl Fn(&Ddp) -> Result<O> + Sync,
     thaw: impl Fn(&Ddp, O) -> Result<O> + Sync,
 ) -> Vec<f64> {
@@ -79,12 +81,12 @@ fn train<O: Optimizer>(
         let x = sine(&[24, 4], 9).i(half.clone())?;
         let targets = Tensor::from_iter(half.map(|row| row as u32 % 3), &Device::Cpu)?;
         let varmap = filled();
-        let mut ddp = wrap(&pg, &varmap, true)?;
+        let mut ddp = wrap(&pg, &varmap, true, zero)?;
         let mut optimizer = first(&ddp)?;
         let mut losses = Vec::new();
         for epoch in 0..losses_of_pytorch().len() {
             if epoch == THAWED {
-                let thawed = wrap(&pg, &varmap, false)?;
+                let thawed = wrap(&pg, &varmap, false, zero)?;
                 optimizer = thaw(&thawed, optimizer)?;
                 ddp = thawed;
             }
@@ -108,6 +110,7 @@ fn assert_pytorchs(losses: &[f64]) {
 #[test]
 fn a_group_that_is_added_trains_as_in_pytorch() {
     let losses = train(
+        false,
         |ddp| Adam::new(ddp, params(0.05)),
         |ddp, mut optimizer| {
             optimizer.add_param_group(backbone(ddp, params(0.02)))?;
@@ -120,6 +123,7 @@ fn a_group_that_is_added_trains_as_in_pytorch() {
 #[test]
 fn a_sharded_optimizer_moves_to_the_thawed_model() {
     let losses = train(
+        true,
         |ddp| ZeroRedundancyOptimizer::new(ddp, params(0.05)),
         |ddp, mut optimizer| {
             optimizer.add_param_group(ddp, backbone(ddp, params(0.02)))?;
@@ -145,8 +149,8 @@ fn a_new_optimizer_loads_what_is_known() {
         Ok(optimizer)
     };
     let first = |ddp: &Ddp| Adam::new(ddp, params(0.05));
-    assert_pytorchs(&train(first, |ddp, old| thaw(ddp, old, true)));
-    let lost = train(first, |ddp, old| thaw(ddp, old, false));
+    assert_pytorchs(&train(false, first, |ddp, old| thaw(ddp, old, true)));
+    let lost = train(false, first, |ddp, old| thaw(ddp, old, false));
     assert!((lost[THAWED + 1] - losses_of_pytorch()[THAWED + 1]).abs() > 1e-4, "lost moments must show: {lost:?}");
 }
 
@@ -154,6 +158,7 @@ fn a_new_optimizer_loads_what_is_known() {
 #[test]
 fn a_new_sharded_optimizer_loads_what_is_known() {
     let losses = train(
+        true,
         |ddp| ZeroRedundancyOptimizer::new(ddp, params(0.05)),
         |ddp, mut old| {
             let group = ddp.process_group();
@@ -252,12 +257,12 @@ fn a_group_with_a_known_parameter_is_refused_and_schedules_take_up_new_groups() 
 fn averages_of_weights_may_have_the_frozen_ones() {
     ranks(1, |pg| {
         let varmap = filled();
-        let ddp = wrap(&pg, &varmap, true)?;
+        let ddp = wrap(&pg, &varmap, true, false)?;
         let names: Vec<String> = ddp.named_weights().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["head.weight", "head.bias", "backbone.weight", "backbone.bias"]);
         let mut ema = Ema::new(ddp.named_weights(), 0.5)?;
         ema.update()?;
-        let thawed = wrap(&pg, &varmap, false)?;
+        let thawed = wrap(&pg, &varmap, false, false)?;
         let loss = thawed.forward(&sine(&[24, 4], 9))?.sqr()?.mean_all()?;
         let mut optimizer = Adam::new(&thawed, params(0.1))?;
         optimizer.step(&thawed.backward(&loss)?)?;

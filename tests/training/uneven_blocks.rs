@@ -20,7 +20,7 @@ fn failure(world_size: usize, sharding: Sharding, work: impl Fn(&ProcessGroup, &
     let all = spawn_with(SpawnOptions { world_size, ..Default::default() }, |pg| {
         let one = |vb: VarBuilder<'static>| block(vb, |vb| linear(4, 4, vb));
         let build = |vb: VarBuilder<'static>| Ok::<_, candle_core::Error>([one(vb.pp("text"))?, one(vb.pp("vision"))?]);
-        let options = DdpOptions { sharding: Some(sharding), unused: Unused::Allow, ..Default::default() };
+        let options = DdpOptions { sharding, unused: Unused::Allow, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let error = work(&pg, &ddp).unwrap_err();
         assert!(matches!(error, Error::Group(Failure::Desync { sequence: 0, .. })), "{error:?}");
@@ -46,7 +46,7 @@ const HINT: &str = "Sharded blocks, SyncBatchNorm and collectives with a gradien
 
 #[test]
 fn an_evaluation_with_a_batch_more_on_one_rank_ends_soon() {
-    let text = failure(2, Sharding::default(), |pg, ddp| {
+    let text = failure(2, Sharding::Blocks { reshard_after_forward: true, ranks: None }, |pg, ddp| {
         for _ in 0..3 - pg.rank() {
             no_grad(|| ddp.call(|[text, vision]| vision.forward(&text.forward(&x(pg)?)?).map_err(Error::from)))?;
         }
@@ -64,7 +64,7 @@ fn an_evaluation_with_a_batch_more_on_one_rank_ends_soon() {
 
 #[test]
 fn a_block_that_one_rank_leaves_out_ends_soon() {
-    let sharding = Sharding { reshard_after_forward: false, ..Default::default() };
+    let sharding = Sharding::Blocks { reshard_after_forward: false, ranks: None };
     let text = failure(2, sharding, |pg, ddp| {
         let mut optimizer = ZeroRedundancyOptimizer::new(ddp, ParamsAdamW::default())?;
         loop {
@@ -88,7 +88,7 @@ fn a_block_that_one_rank_leaves_out_ends_soon() {
 
 #[test]
 fn a_pass_that_one_rank_makes_alone_in_hybrid_sharding_ends_soon() {
-    let sharding = Sharding { shard_ranks: Some(2), ..Default::default() };
+    let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
     let text = failure(4, sharding, |pg, ddp| {
         let passes = if pg.rank() == 3 { 2 } else { 1 };
         for _ in 0..passes {
@@ -106,7 +106,7 @@ fn a_pass_that_one_rank_makes_alone_in_hybrid_sharding_ends_soon() {
 }
 
 /// A rank without samples, with any loss of 0.
-fn step(pg: &ProcessGroup, is_constant: bool, sharding: Option<Sharding>) -> Result<Vec<f32>> {
+fn step(pg: &ProcessGroup, is_constant: bool, sharding: Sharding) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let build = |vb: VarBuilder<'static>| block(vb.pp("a"), |vb| linear(4, 4, vb));
     let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
@@ -140,14 +140,14 @@ fn a_rank_without_samples_runs_the_model_on_zeros() {
         });
         all.unwrap()
     };
-    let plain = run(true, None);
+    let plain = run(true, Sharding::Optimizer);
     assert!(plain[0].is_ok(), "{plain:?}");
-    assert_eq!(run(false, Some(Sharding::default())), plain);
-    let kept = Sharding { reshard_after_forward: false, ..Default::default() };
-    assert_eq!(run(true, Some(kept)), plain);
+    assert_eq!(run(false, Sharding::Blocks { reshard_after_forward: true, ranks: None }), plain);
+    let kept = Sharding::Blocks { reshard_after_forward: false, ranks: None };
+    assert_eq!(run(true, kept), plain);
     // At once, on both ranks.
     let begin = Instant::now();
-    let refused = run(true, Some(Sharding::default()));
+    let refused = run(true, Sharding::Blocks { reshard_after_forward: true, ranks: None });
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     for error in refused.into_iter().map(Result::unwrap_err) {
         let text = "the loss of a rank without samples must depend on the model with the parameter a.weight, since its sharded blocks";

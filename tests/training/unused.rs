@@ -1,5 +1,5 @@
 //! Parameters without a gradient are an error on all ranks, unless the program allows them.
-use crate::common::ranks;
+use crate::common::{of_zero, ranks};
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::comm_hook::{CommHook, Fp16Compress, Noop};
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
@@ -110,7 +110,7 @@ fn hooks_and_shards_know_of_them() {
     // Ranks do not know which parameters the others used.
     with_hook(Noop, |result| result.unwrap());
     ranks(2, |pg| {
-        let ddp = wrap(&pg, Unused::Refuse)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, of_zero())?;
         let optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         assert_unused(step(&ddp, &[pg.rank()]), &THIRD);
         drop(optimizer);

@@ -1,5 +1,5 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
-use crate::common::{assert_close, floats, values, with_virtual_ranks};
+use crate::common::{assert_close, floats, of_zero, values, with_virtual_ranks};
 use crate::virtual_run::{Noisy, VIRTUAL, train};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
@@ -319,14 +319,15 @@ fn what_would_depend_on_the_ranks_is_refused() {
         invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "models", "backward_micro_batch");
         invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
         invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual ranks");
-        invalid(ZeroRedundancyOptimizer::new(&ddp, ParamsLamb::default()), "virtual_ranks", "no norms");
-        let mut sharded = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
-        let loss_of_zero = ddp
+        let zero = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), of_zero())?;
+        invalid(ZeroRedundancyOptimizer::new(&zero, ParamsLamb::default()), "virtual_ranks", "no norms");
+        let mut sharded = ZeroRedundancyOptimizer::new(&zero, ParamsSgd::default())?;
+        let loss_of_zero = || zero.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all();
+        let grads = zero
             .micro_batches()
             .unwrap()
-            .try_fold(None, |_, number| backward_micro_batch(&loss()?, &[&ddp], number, None));
-        invalid(sharded.clip_grad_norm(&mut loss_of_zero?.unwrap(), 1.), "virtual_ranks", "no norms");
-        drop(sharded);
+            .try_fold(None, |_, number| backward_micro_batch(&loss_of_zero()?, &[&zero], number, None));
+        invalid(sharded.clip_grad_norm(&mut grads?.unwrap(), 1.), "virtual_ranks", "no norms");
         invalid(
             ddp.gather_micro_batches(&vec![0.; 2 + pg.rank()]),
             "own",

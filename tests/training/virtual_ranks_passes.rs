@@ -1,6 +1,6 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
-use crate::common::{assert_close, floats, values, with_virtual_ranks};
+use crate::common::{assert_close, floats, sharding, values, with_virtual_ranks};
 use crate::virtual_run::bits;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
@@ -189,12 +189,12 @@ fn models_of_one_pass_have_the_same_micro_batches() {
     .unwrap();
 }
 
-/// Three steps with a ZeroRedundancyOptimizer, or with an AdamW on each rank, and one step after it is dropped: the bits of parameters and
-/// of the optimizer's state.
+/// Three steps with a ZeroRedundancyOptimizer, or with an AdamW on each rank: the bits of parameters and of the optimizer's state.
 fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u32>> {
     // Buckets of some parameters, none of which the ranks divide evenly.
     let options = DdpOptions {
         init_seed: Some(7),
+        sharding: sharding(is_sharded),
         buckets: Buckets { bucket_cap_mb: 0.0002, first_bucket_mb: 0.0001, ..Default::default() },
         ..Default::default()
     };
@@ -230,10 +230,6 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u3
     state.sort_by(|(name, _), (other, _)| name.cmp(other));
     let mut all: Vec<u32> = state.iter().flat_map(|(_, tensor)| bits(tensor)).collect();
     all.extend(ddp.parameters().iter().flat_map(|var| bits(var)));
-    step(&mut |grads| {
-        all.extend(ddp.parameters().iter().flat_map(|var| bits(grads.get(var).unwrap())));
-        Ok(())
-    })?;
     Ok(all)
 }
 
@@ -241,7 +237,7 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u3
 fn a_sharded_optimizer_has_the_same_bits_on_any_number_of_ranks() {
     for weighted in [false, true] {
         let one = ranks(1, |pg| sharded(&pg, false, weighted)).unwrap().remove(0);
-        assert!(one.len() > 3 * 150);
+        assert!(one.len() >= 3 * 150);
         for world_size in [1, 2, 3, 5, 8] {
             let found = ranks(world_size, |pg| sharded(&pg, true, weighted)).unwrap();
             assert!(found.iter().all(|other| *other == one), "{world_size} ranks, weighted: {weighted}");

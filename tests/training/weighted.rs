@@ -6,7 +6,7 @@ use candle_ddp::comm_hook::{AllReduce, Bf16Compress, Noop};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup,
-    Result, backward_with,
+    Result, Sharding, backward_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
@@ -210,7 +210,7 @@ fn a_local_hook_divides_by_the_own_count() {
 #[test]
 fn sharded_optimizers_get_the_same_mean() {
     let results = ranks(3, |pg| {
-        let (varmap, ddp) = wrap(&pg, in_f64())?;
+        let (varmap, ddp) = wrap(&pg, DdpOptions { sharding: Sharding::Optimizer, ..in_f64() })?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params())?;
         for step in 0..STEPS {
             let grads = backward(&pg, &ddp, step)?;

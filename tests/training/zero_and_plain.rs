@@ -1,5 +1,5 @@
 //! A run moves between ZeRO and the plain optimizers with the same checkpoints, and between numbers of ranks.
-use crate::common::{ranks, tensor};
+use crate::common::{ranks, sharding, tensor};
 use candle_core::DType;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
@@ -33,6 +33,7 @@ impl Run {
         let varmap = VarMap::new();
         // Buckets of a few parameters each.
         let ddp_options = DdpOptions {
+            sharding: sharding(zero),
             buckets: Buckets { bucket_cap_mb: 5e-5, first_bucket_mb: 5e-5, ..Default::default() },
             ..Default::default()
         };

@@ -1,5 +1,5 @@
 //! Muon under ZeRO, where each matrix belongs to one rank, next to Muon on all ranks.
-use crate::common::{assert_close, filled, floats, ranks, tensor, var};
+use crate::common::{assert_close, filled, floats, ranks, sharding, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
@@ -36,8 +36,9 @@ fn build(vb: VarBuilder) -> candle_core::Result<Net> {
 type Ddp = DistributedDataParallel<Net>;
 
 /// The model in buckets of a few parameters each.
-fn wrap(pg: &ProcessGroup) -> Result<(Ddp, VarMap)> {
+fn wrap(pg: &ProcessGroup, zero: bool) -> Result<(Ddp, VarMap)> {
     let caps = DdpOptions {
+        sharding: sharding(zero),
         unused: Unused::Allow,
         buckets: Buckets { bucket_cap_mb: 2.5e-4, first_bucket_mb: 5e-5, ..Default::default() },
         ..Default::default()
@@ -71,7 +72,7 @@ fn optimizer(ddp: &Ddp, zero: bool) -> Result<Box<dyn Optimizer>> {
 /// Trains in steps `from..to`, after loading the state and the parameters of another run. Returns those of this one.
 fn run(world_size: usize, zero: bool, from: Option<&(Bits, Dict, Dict)>, steps: Range<u64>) -> (Bits, Dict, Dict) {
     let runs = ranks(world_size, |pg| {
-        let (ddp, mut varmap) = wrap(&pg)?;
+        let (ddp, mut varmap) = wrap(&pg, zero)?;
         let mut optimizer = optimizer(&ddp, zero)?;
         if let Some((_, parameters, state)) = from {
             varmap.load_state_dict(parameters)?;
@@ -110,7 +111,7 @@ fn each_matrix_has_one_owner() {
     // By size: second 63, first 35, third 27, rare 9. The embedding and the bias, 58 numbers, have two states in pieces.
     for (world_size, loads) in [(1, vec![134]), (2, vec![63, 71]), (3, vec![63, 35, 36]), (4, vec![63, 35, 27, 9])] {
         let found = ranks(world_size, |pg| {
-            let (ddp, _) = wrap(&pg)?;
+            let (ddp, _) = wrap(&pg, true)?;
             let mut optimizer =
                 ZeroRedundancyOptimizer::with_adamw(&ddp, ParamsMuon::default(), ParamsAdamW::default(), |name| {
                     name == "embedding"
@@ -133,7 +134,7 @@ fn each_matrix_has_one_owner() {
 fn sharded_muon_clips_and_refuses_what_is_no_matrix() {
     let clip = |zero: bool| {
         ranks(2, |pg| {
-            let (ddp, varmap) = wrap(&pg)?;
+            let (ddp, varmap) = wrap(&pg, zero)?;
             let mut optimizer = optimizer(&ddp, zero)?;
             let mut grads = backward(&ddp, 1)?;
             let norm = optimizer.clip_grad_norm(&mut grads, 0.02)?;
@@ -150,7 +151,7 @@ fn sharded_muon_clips_and_refuses_what_is_no_matrix() {
     assert_close(&zero[0].1, &plain[0].1, 1e-3, "second");
     assert_close(&zero[0].2, &plain[0].2, 1e-5, "embedding");
     ranks(2, |pg| {
-        let (ddp, _) = wrap(&pg)?;
+        let (ddp, _) = wrap(&pg, true)?;
         let error = ZeroRedundancyOptimizer::new(&ddp, MuonGroup::Muon(Default::default())).map(drop).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "bias"), "{error}");
         Ok(())

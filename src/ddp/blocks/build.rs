@@ -1,12 +1,10 @@
 //! How a model of blocks is built: block by block, so that no rank ever has all of it.
 use super::flat::Flat;
-use super::sharding::Sharding;
 use super::unit::{Unit, Units};
 use crate::backend::{self, label};
 use crate::ddp::groups::Groups;
 use crate::error::describe;
 use crate::panic::lock;
-use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
@@ -67,21 +65,9 @@ impl Requested {
 
 impl Construction {
     /// Every rank must call it.
-    pub(in crate::ddp) fn new(group: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> Result<Self> {
-        let ranks = sharding.ranks(group.world_size());
-        let report = ranks.as_ref().map(|_| format!("{sharding:?}"));
-        let compared = label::DDP_NEW.during(|| group.compare(report, "it could not build its model"));
-        let ranks = ranks?;
-        if let Some((rank, difference)) = compared? {
-            return Err(Error::Mismatch { what: "model", rank, difference });
-        }
-        let groups = Groups::sharded(group.clone(), ranks)?;
-        let units = Units::new(groups.within(), sharding)?;
-        Ok(Self { groups, varmap: varmap.clone(), units, state: Arc::default() })
-    }
-
-    pub(in crate::ddp) fn groups(&self) -> &Groups {
-        &self.groups
+    pub(in crate::ddp) fn new(groups: &Groups, varmap: &VarMap, reshard_after_forward: bool) -> Result<Self> {
+        let units = Units::new(groups.within(), reshard_after_forward)?;
+        Ok(Self { groups: groups.clone(), varmap: varmap.clone(), units, state: Arc::default() })
     }
 
     /// The construction of a sharded model on this thread.

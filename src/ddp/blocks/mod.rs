@@ -1,13 +1,11 @@
 //! Blocks of a model whose parameters are spread over the ranks: PyTorch's `fully_shard`.
 mod build;
 mod flat;
-mod sharding;
 #[cfg(test)]
 mod tests;
 mod unit;
 
 pub(super) use build::{Blocks, Construction};
-pub use sharding::Sharding;
 
 use crate::tensor::function::is_grad_enabled;
 use crate::tensor::hold::explained;
@@ -60,7 +58,7 @@ pub struct Block<M> {
 ///
 /// # fn main() -> candle_ddp::Result<()> {
 /// candle_ddp::spawn(2, |pg| {
-///     let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+///     let options = DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
 ///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, options)?;
 ///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
 ///     let x = Tensor::randn(0f32, 1., (4, 8), pg.device())?;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{DdpOptions, DistributedDataParallel, ProcessGroup, spawn};
+use crate::{DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, spawn};
 use candle_core::{DType, Device};
 use candle_ddp_nn::{Linear, linear, no_grad};
 use candle_nn::VarMap;
@@ -23,7 +23,7 @@ fn left(
     let build = |vb: VarBuilder<'static>| {
         Ok::<_, candle_core::Error>(Net(linear(3, 3, vb.pp("a"))?, block(vb.pp("b"), |vb| linear(3, 3, vb))?))
     };
-    let options = DdpOptions { sharding: Some(sharding), ..Default::default() };
+    let options = DdpOptions { sharding, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let units = ddp.core.blocks.as_ref().map(|blocks| Arc::downgrade(&blocks.units));
     let result = work(&ddp, &Tensor::ones((2, 3), DType::F32, &Device::Cpu)?);
@@ -42,7 +42,7 @@ fn a_model_ends_whatever_its_last_pass_was() {
     spawn(2, |pg| {
         for reshard_after_forward in [true, false] {
             for work in works {
-                assert_eq!(left(&pg, Sharding { reshard_after_forward, ..Default::default() }, work)?, 0);
+                assert_eq!(left(&pg, Sharding::Blocks { reshard_after_forward, ranks: None }, work)?, 0);
             }
         }
         Ok(())

@@ -1,6 +1,5 @@
 //! The order in which blocks are gathered and freed.
 use super::flat::{Flat, Gathering};
-use super::sharding::Sharding;
 use crate::backend::label;
 use crate::hash::content_64;
 use crate::kernels::{self, Incoming};
@@ -28,7 +27,7 @@ pub(crate) struct Unit {
 
 /// The blocks of a model.
 pub(crate) struct Units {
-    sharding: Sharding,
+    reshard_after_forward: bool,
     /// The group that gathers. The buckets' group cannot, since the times at which buckets start differ between ranks.
     group: ProcessGroup,
     /// By their numbers; 0 is what is outside of blocks.
@@ -79,7 +78,7 @@ impl Unit {
     }
 
     pub(super) fn reshards(&self) -> bool {
-        self.units.sharding.reshard_after_forward
+        self.units.reshard_after_forward
     }
 
     /// Gathers the parameters, unless they are there. Starts to gather those of the block that should come next.
@@ -142,9 +141,9 @@ impl Unit {
 
 impl Units {
     /// Every rank must call it.
-    pub(super) fn new(group: &ProcessGroup, sharding: Sharding) -> Result<Arc<Self>> {
+    pub(super) fn new(group: &ProcessGroup, reshard_after_forward: bool) -> Result<Arc<Self>> {
         let group = if group.world_size() > 1 { group.companion()? } else { group.clone() };
-        Ok(Arc::new(Self { sharding, group, all: Mutex::default(), flow: Mutex::default() }))
+        Ok(Arc::new(Self { reshard_after_forward, group, all: Mutex::default(), flow: Mutex::default() }))
     }
 
     /// Starts to gather a block that has no parameters, unless another one is on its way.
@@ -268,13 +267,13 @@ impl Units {
         let mut blocks: Vec<usize> = units.iter().filter(|unit| unit.number > 0).map(of).collect();
         blocks.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
         // One computes, and the next one is on its way.
-        let at_once = if self.sharding.reshard_after_forward { 2 } else { blocks.len() };
+        let at_once = if self.reshard_after_forward { 2 } else { blocks.len() };
         units.iter().filter(|unit| unit.number == 0).map(of).chain(blocks.into_iter().take(at_once)).sum()
     }
 
     /// Whether the backward pass through blocks gathers them again.
     pub(crate) fn gathers_again(&self) -> bool {
-        self.sharding.reshard_after_forward && self.group.world_size() > 1 && lock(&self.all).len() > 1
+        self.reshard_after_forward && self.group.world_size() > 1 && lock(&self.all).len() > 1
     }
 
     fn root(&self) -> Option<Arc<Unit>> {
@@ -285,7 +284,7 @@ impl Units {
     /// parameters that its graph does not gather itself, unless they are there, until [`end`](Self::end).
     pub(crate) fn begin_backward(&self, reached: &[usize]) -> Result<()> {
         self.check()?;
-        if self.sharding.reshard_after_forward {
+        if self.reshard_after_forward {
             self.compare_reached(reached)?;
             self.compare(reached)?;
         } else {
@@ -307,7 +306,7 @@ impl Units {
 
     /// The blocks that no graph gathers.
     fn not_in_graph(&self) -> Vec<Arc<Unit>> {
-        match self.sharding.reshard_after_forward {
+        match self.reshard_after_forward {
             true => self.root().into_iter().collect(),
             false => self.units(),
         }

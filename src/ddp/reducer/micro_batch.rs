@@ -1,19 +1,12 @@
 //! Virtual ranks: the passes of a step, one for each micro-batch.
 use super::Reducer;
 use super::state::{Gradient, State};
-use crate::ddp::reduction::Reduction;
 use crate::ddp::reduction::tree::TreeReduction;
 use crate::virtual_ranks::{Leaf, VirtualRanks};
 use crate::{Error, Result};
 use std::ops::Range;
 
 impl Reducer {
-    /// Adds gradients along the tree of `ranks` from now on. Call it before the first backward pass.
-    pub(crate) fn set_virtual_ranks(&self, ranks: VirtualRanks) -> Result<()> {
-        self.lock().reduction = Reduction::Tree(TreeReduction::new(ranks, self.groups.main())?);
-        Ok(())
-    }
-
     pub(crate) fn virtual_ranks(&self) -> Option<VirtualRanks> {
         self.lock().virtual_ranks().cloned()
     }

@@ -92,24 +92,27 @@ impl Reducer {
         lock(&self.state)
     }
 
-    /// Sets the parameters, in registration order. Gradients are expected in the reverse order until the first backward
+    /// Sets the parameters, in registration order, and how their gradients are reduced. Gradients are expected in the reverse order until the first backward
     /// pass has shown the actual one.
-    pub(crate) fn set_parameters(
+    pub(in crate::ddp) fn set_parameters(
         &self,
         parameters: Vec<ParameterInfo>,
         caps: BucketCaps,
         policy: OnNonFinite,
+        reduction: Reduction,
     ) -> Result<()> {
         let mut state = self.lock();
-        (state.caps, state.policy) = (caps, policy);
+        (state.caps, state.policy, state.reduction) = (caps, policy, reduction);
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
-        if state.parameters.iter().any(|parameter| parameter.block.is_some()) {
-            // A bucket is cut as its block's parameters are.
+        if matches!(state.reduction, Reduction::Shard(_)) {
+            // The optimizer's state is cut as the buckets are.
             state.rebuild = Rebuild::Done;
         }
-        state.rebuild_buckets(&order, &self.groups)
+        state.rebuild_buckets(&order, &self.groups)?;
+        state.free_buckets();
+        Ok(())
     }
 
     /// Records what happens to the buckets from now on.
@@ -160,10 +163,6 @@ impl Reducer {
                 && state.computed == 0
             {
                 state.renew_buckets(&self.groups)?;
-            }
-            if !matches!(state.reduction, Reduction::Shard(_)) {
-                // They may have lost it to an optimizer that is gone.
-                state.buckets.iter_mut().try_for_each(Bucket::fill)?;
             }
             if let Some(leaf) = part.leaf {
                 state.buckets.iter_mut().try_for_each(|bucket| bucket.make_room(leaf))?;

@@ -1,11 +1,11 @@
-//! Selects the reduction strategy: a communication hook, or the shards of a ZeroRedundancyOptimizer.
+//! What communication hooks and the optimizers of sharded models ask of a reducer.
 use super::Reducer;
 use super::state::Rebuild;
-use crate::ddp::bucket::Bucket;
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::reduction::hook::{HookReduction, RunningHook};
 use crate::ddp::reduction::shard::{BucketMemory, PendingGradients, Shard, ShardReduction};
+use crate::goes_with::Feature;
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -18,17 +18,8 @@ impl Reducer {
                 "the model already has a communication hook, which cannot be replaced: register a \
                                    hook once"
             }
-            Reduction::Shard(_) => {
-                "a ZeroRedundancyOptimizer reduces the gradients, and cannot be combined with a communication hook: \
-                 use another optimizer, or no hook"
-            }
-            Reduction::Tree(_) => {
-                "virtual ranks add gradients along a fixed tree, and cannot be combined with a communication hook: use no hook, or \
-                 a group without virtual ranks"
-            }
-            Reduction::AllReduce if state.parameters.iter().any(|parameter| parameter.block.is_some()) => {
-                "the model is sharded, and each rank gets its part of the gradients: use no hook, or no sharding"
-            }
+            Reduction::Shard(_) => return Feature::CommHook.goes_with(Feature::ShardedOptimizer),
+            Reduction::Tree(_) => return Feature::CommHook.goes_with(Feature::VirtualRanks),
             Reduction::AllReduce if state.begun => "it must be registered before the first backward pass",
             Reduction::AllReduce => return Ok(()),
         };
@@ -39,8 +30,6 @@ impl Reducer {
     pub(crate) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let mut state = self.lock();
         let state = &mut *state;
-        // They may have lost it to an optimizer that is gone.
-        state.buckets.iter_mut().try_for_each(Bucket::fill)?;
         let reduction = HookReduction::new(hook);
         if reduction.is_local() {
             // A local hook sends nothing, so the ranks cannot agree on an order, and rank 0's need not suit the others.
@@ -67,61 +56,12 @@ impl Reducer {
         }
     }
 
-    /// Checks whether [`shard`](Self::shard) is possible now.
-    pub(crate) fn check_shard(&self) -> Result<()> {
-        let state = self.lock();
-        let reason = match state.reduction {
-            Reduction::Hook(_) => {
-                "a communication hook reduces its gradients, and cannot be combined with a ZeroRedundancyOptimizer: \
-                 use another optimizer, or no hook"
-            }
-            Reduction::Shard(_) => "another ZeroRedundancyOptimizer already reduces its gradients: drop that one first",
-            Reduction::Tree(_) if state.computed > 0 => {
-                "some micro-batches of a step have been computed: create the optimizer between two steps"
-            }
-            Reduction::AllReduce if state.accumulated.contains(&true) => {
-                "gradients are accumulating under no_sync: create the optimizer before that, or after the next \
-                 synchronised backward pass"
-            }
-            Reduction::AllReduce | Reduction::Tree(_) if self.groups.are_two() => {
-                "a ZeroRedundancyOptimizer needs all variables on one device, but they are on the CPU and on a GPU: \
-                 use another optimizer, or put the whole model on one device"
-            }
-            Reduction::AllReduce | Reduction::Tree(_) => return Ok(()),
-        };
-        Err(Error::invalid("ddp", reason))
-    }
-
-    /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the layout of the
-    /// buckets is final.
-    pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<BucketMemory>)> {
-        self.check_shard()?;
-        let mut state = self.lock();
-        if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
-            state.rebuild_buckets(&order, &self.groups)?;
-        }
-        state.buckets.iter_mut().try_for_each(Bucket::fill)?;
-        let keeps_buckets = matches!(state.reduction, Reduction::Tree(_));
-        let shard = |bucket| Shard::new(bucket, self.groups.within(), keeps_buckets);
-        let shards = state.buckets.iter().map(shard).collect::<Result<_>>()?;
-        let tree = match std::mem::take(&mut state.reduction) {
-            Reduction::Tree(tree) => Some(tree),
-            _ => None,
-        };
-        let reduction = ShardReduction::new(&self.groups, shards, tree);
-        let shards = reduction.shards();
-        state.reduction = Reduction::Shard(reduction);
-        state.free_buckets();
-        Ok(shards)
-    }
-
-    /// Returns to all-reducing gradients, or to adding them along the tree of virtual ranks.
-    pub(crate) fn unshard(&self) {
-        let mut state = self.lock();
-        state.reduction = match std::mem::take(&mut state.reduction) {
-            Reduction::Shard(shard) => shard.into_tree().map_or(Reduction::AllReduce, Reduction::Tree),
-            other => other,
-        };
+    /// This rank's part of each bucket, and the memory of buckets, for the model's only optimizer.
+    pub(crate) fn shards(&self) -> Result<(Vec<Shard>, Arc<BucketMemory>)> {
+        self.with_shards(|reduction| match reduction.has_optimizer() {
+            true => Err(Error::invalid("ddp", "it has another ZeroRedundancyOptimizer already: drop that one first")),
+            false => Ok(reduction.shards()),
+        })
     }
 
     /// Whether a communication hook leaves each rank alone.
@@ -129,7 +69,12 @@ impl Reducer {
         self.lock().is_local()
     }
 
-    /// Whether a ZeroRedundancyOptimizer uses the gradients.
+    /// Whether a ZeroRedundancyOptimizer must use the gradients, and there is none.
+    pub(crate) fn lacks_optimizer(&self) -> bool {
+        matches!(&self.lock().reduction, Reduction::Shard(shard) if !shard.has_optimizer())
+    }
+
+    /// Whether each rank gets its part of the gradients.
     pub(crate) fn is_sharded(&self) -> bool {
         matches!(self.lock().reduction, Reduction::Shard(_))
     }
@@ -155,7 +100,11 @@ impl Reducer {
     fn with_shards<T>(&self, work: impl FnOnce(&mut ShardReduction) -> Result<T>) -> Result<T> {
         match &mut self.lock().reduction {
             Reduction::Shard(reduction) => work(reduction),
-            _ => Err(Error::invalid("ddp", "its gradients are not sharded: create a ZeroRedundancyOptimizer for it")),
+            _ => {
+                let reason = "every rank has all of its gradients: build it with DdpOptions { sharding: Sharding::Optimizer, .. }, or use \
+                              another optimizer";
+                Err(Error::invalid("sharding", reason))
+            }
         }
     }
 }

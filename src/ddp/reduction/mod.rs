@@ -7,9 +7,11 @@ mod tree_sum;
 use super::bucket::{Bucket, Message};
 use super::groups::Groups;
 use super::plan::ParameterInfo;
+use super::sharding::Sharding;
 use super::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;
+use crate::virtual_ranks::VirtualRanks;
 use crate::{ReduceOp, Result};
 use hook::HookReduction;
 use shard::ShardReduction;
@@ -30,6 +32,16 @@ pub(super) enum Reduction {
 }
 
 impl Reduction {
+    /// The reduction of a model, which only a communication hook changes.
+    pub(super) fn new(sharding: Sharding, ranks: Option<VirtualRanks>, groups: &Groups) -> Result<Self> {
+        let tree = ranks.map(|ranks| TreeReduction::new(ranks, groups.main())).transpose()?;
+        Ok(match (sharding, tree) {
+            (Sharding::Off, None) => Self::AllReduce,
+            (Sharding::Off, Some(tree)) => Self::Tree(tree),
+            (Sharding::Optimizer | Sharding::Blocks { .. }, tree) => Self::Shard(ShardReduction::new(groups, tree)),
+        })
+    }
+
     /// The tree along which gradients are added, under virtual ranks.
     pub(super) fn tree(&self) -> Option<&TreeReduction> {
         match self {
@@ -61,8 +73,8 @@ impl Reduction {
     /// Call after the buckets were rebuilt.
     pub(super) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
         match self {
-            // The layout is final when shards are made.
-            Self::AllReduce | Self::Shard(_) | Self::Tree(_) => Ok(()),
+            Self::AllReduce | Self::Tree(_) => Ok(()),
+            Self::Shard(shard) => shard.set_buckets(buckets),
             Self::Hook(hook) => hook.set_buckets(buckets, parameters),
         }
     }

@@ -111,11 +111,11 @@ pub(crate) struct ShardReduction {
 }
 
 impl ShardReduction {
-    pub(crate) fn new(groups: &Groups, shards: Vec<Shard>, tree: Option<TreeReduction>) -> Self {
+    pub(crate) fn new(groups: &Groups, tree: Option<TreeReduction>) -> Self {
         Self {
             within: groups.within().clone(),
             across: groups.across().cloned(),
-            shards,
+            shards: Vec::new(),
             memory: Arc::default(),
             tree,
             in_flight: VecDeque::new(),
@@ -134,12 +134,20 @@ impl ShardReduction {
         self.tree.as_mut()
     }
 
-    pub(crate) fn into_tree(self) -> Option<TreeReduction> {
-        self.tree
+    /// Cuts new buckets, which have memory.
+    pub(in crate::ddp) fn set_buckets(&mut self, buckets: &[Bucket]) -> Result<()> {
+        let shard = |bucket| Shard::new(bucket, &self.within, self.tree.is_some());
+        self.shards = buckets.iter().map(shard).collect::<Result<_>>()?;
+        Ok(())
     }
 
     pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<BucketMemory>) {
         (self.shards.clone(), Arc::clone(&self.memory))
+    }
+
+    /// Whether an optimizer has the shards.
+    pub(crate) fn has_optimizer(&self) -> bool {
+        Arc::strong_count(&self.memory) > 1
     }
 
     pub(crate) fn begin(&mut self, adds_up: bool) -> Result<()> {

@@ -17,12 +17,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// ```
     /// # use candle_core::{DType, Tensor};
     /// # use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-    /// # use candle_ddp::{DdpOptions, DistributedDataParallel, JoinOptions};
+    /// # use candle_ddp::{DdpOptions, DistributedDataParallel, JoinOptions, Sharding};
     /// # use candle_nn::{VarMap, linear};
     /// # fn main() -> candle_ddp::Result<()> {
     /// # candle_ddp::spawn(2, |pg| {
     /// # let build = |vb| linear(4, 2, vb);
-    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+    /// # let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
+    /// # let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
     /// # let batches = vec![Tensor::ones((8, 4), DType::F32, pg.device())?; 3 + pg.rank()];
     /// let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
     /// optimizer.join(&ddp, JoinOptions::default(), |optimizer| {

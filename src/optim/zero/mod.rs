@@ -18,6 +18,7 @@ use crate::backend::{Work, label};
 use crate::ddp::non_finite::is_skipped;
 use crate::ddp::steps::Steps;
 use crate::ddp::{BucketMemory, DistributedDataParallel, PendingGradients, Reducer, Shard, own_gradient, scaled};
+use crate::goes_with::Feature;
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::tensor::copy;
@@ -38,8 +39,8 @@ use whole::Whole;
 /// that needs whole parameters, such as [`Muon`](super::Muon), has each of them and its state on one rank, its owner: the largest
 /// come first, each to the rank that has the fewest elements so far.
 ///
-/// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
-/// all-reducing it, during the backward pass: each rank gets the mean gradients of its part, and the `GradStore` that
+/// It trains a model of [`Sharding::Optimizer`](crate::Sharding::Optimizer) or [`Sharding::Blocks`](crate::Sharding::Blocks), whose
+/// [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of all-reducing it, during the backward pass: each rank gets the mean gradients of its part, and the `GradStore` that
 /// `backward` returns does **not** hold those of DDP's parameters. The memory of a bucket is then free for the next one, so that two
 /// buckets have some at a time. Under [`no_sync`](DistributedDataParallel::no_sync) whole gradients accumulate, until the next
 /// synchronised pass. [`step`](Optimizer::step) updates this rank's part
@@ -51,13 +52,14 @@ use whole::Whole;
 /// ```
 /// use candle_core::{DType, Tensor};
 /// use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-/// use candle_ddp::{DdpOptions, DistributedDataParallel};
+/// use candle_ddp::{DdpOptions, DistributedDataParallel, Sharding};
 /// use candle_nn::{VarMap, linear};
 ///
 /// # fn main() -> candle_ddp::Result<()> {
 /// candle_ddp::spawn(2, |pg| {
 ///     let build = |vb| linear(4, 2, vb);
-///     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+///     let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
+///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
 ///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
 ///     for _ in 0..3 {
 ///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
@@ -70,10 +72,6 @@ use whole::Whole;
 /// # Ok(())
 /// # }
 /// ```
-///
-/// After it is dropped, gradients are all-reduced again; every rank must drop it between the same two backward passes.
-/// The order of the buckets is final from its construction on: after a first backward pass, it is the order in which
-/// gradients arrive.
 pub struct ZeroRedundancyOptimizer<R> {
     reducer: Arc<Reducer>,
     process_group: ProcessGroup,
@@ -92,8 +90,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// An optimizer with one set of options for all parameters whose gradients `ddp` averages. Every rank must call it.
     ///
     /// # Errors
-    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if `ddp` has a
-    /// communication hook or another optimizer of this kind, if ranks give different options, or if the rule needs norms
+    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if `ddp` is not sharded or has
+    /// another optimizer, if ranks give different options, or if the rule needs norms
     /// and `ddp` has [virtual ranks](crate::InitOptions::virtual_ranks).
     pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
         let parameters = ddp.averaged_parameters();
@@ -110,26 +108,24 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let (reducer, process_group) = (ddp.reducer(), ddp.process_group().clone());
         let described = format!("{}: {:?}", R::NAME, groups.iter().map(describe).collect::<Vec<_>>());
         let built = layout::trained(ddp.averaged_parameters(), &groups).and_then(|trained| {
-            reducer.check_shard()?;
+            let (shards, memory) = reducer.shards()?;
             if groups.iter().any(|group| needs_norms(&group.options)) {
                 check_norms(&reducer)?;
             }
-            Ok(trained)
+            Ok((trained, shards, memory))
         });
         let described = built.as_ref().map(|_| described);
         let verdict = label::ZERO_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
-        let parameters = built?;
+        let (parameters, shards, memory) = built?;
         if let Some((_, difference)) = verdict? {
             let reason = format!("ranks gave different options: {difference}");
             return Err(Error::invalid("groups", reason));
         }
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
-        let (shards, memory) = reducer.shard()?;
         let (within, spread) = (reducer.groups().within(), reducer.groups().spread());
         let own = shards.into_iter().map(|shard| OwnShard::new(shard, (within.rank(), spread), &parameters, &options));
-        let own = own.collect::<Result<Vec<_>>>();
-        let own = own.and_then(|own| Ok((whole::wholes(&own, &parameters, &options, (within, spread))?, own)));
-        let (wholes, shards) = own.inspect_err(|_| reducer.unshard())?;
+        let shards = own.collect::<Result<Vec<_>>>()?;
+        let wholes = whole::wholes(&shards, &parameters, &options, (within, spread))?;
         Ok(Self { reducer, process_group, options, parameters, shards, wholes, memory })
     }
 
@@ -429,12 +425,6 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     }
 }
 
-impl<R> Drop for ZeroRedundancyOptimizer<R> {
-    fn drop(&mut self) {
-        self.reducer.unshard();
-    }
-}
-
 impl<R: UpdateRule> std::fmt::Debug for ZeroRedundancyOptimizer<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let name = format!("ZeroRedundancyOptimizer<{}>", R::NAME);
@@ -459,9 +449,7 @@ fn check_norms(reducer: &Reducer) -> Result<()> {
     if reducer.virtual_ranks().is_none() {
         return Ok(());
     }
-    let reason = "under virtual ranks, a ZeroRedundancyOptimizer can compute no norms, whose last bits would depend on \
-                  the number of ranks: use no clipping by norm and no Lamb, or an optimizer that has the whole state on each rank";
-    Err(Error::invalid("virtual_ranks", reason))
+    Feature::Norms.goes_with(Feature::VirtualRanks)
 }
 
 /// Describes what ranks must agree on.

@@ -170,11 +170,11 @@ impl Program {
     fn model(self, pg: &ProcessGroup) -> Result<Option<Model>> {
         let (norm, sharding) = match self.trained {
             Trained::None => return Ok(None),
-            Trained::Copies => (Some(pg), None),
+            Trained::Copies => (Some(pg), Sharding::Off),
             Trained::Parts(ranks) => {
                 let sharding =
-                    Sharding { shard_ranks: Some(ranks), reshard_after_forward: self.seed.is_multiple_of(2) };
-                (None, Some(sharding))
+                    Sharding::Blocks { reshard_after_forward: self.seed.is_multiple_of(2), ranks: Some(ranks) };
+                (None, sharding)
             }
         };
         let options = DdpOptions { sharding, init_seed: Some(7), ..Default::default() };

@@ -46,7 +46,10 @@ fn linear_ddp(
 /// The same for a sharded block.
 fn sharded(call: fn(&Block<candle_nn::Linear>, &Tensor) -> candle_core::Result<Tensor>, t: &Tracked) -> Result<Tensor> {
     let mut results = ranks(1, |pg| {
-        let options = DdpOptions { sharding: Some(Sharding::default()), ..Default::default() };
+        let options = DdpOptions {
+            sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None },
+            ..Default::default()
+        };
         let build = |vb: VarBuilder<'static>| block(vb, |vb| candle_nn::linear(3, 3, vb));
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;

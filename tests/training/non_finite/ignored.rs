@@ -1,6 +1,6 @@
 //! Gradients that each rank has for itself.
 use super::{skip, stop};
-use crate::common::{floats, ranks, tensor};
+use crate::common::{floats, ranks, sharding, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Tensor};
 use candle_ddp::comm_hook::Fp16Compress;
@@ -53,7 +53,7 @@ fn a_step_with_such_a_gradient_is_left_out_on_all_ranks() {
     let adam: Make = |ddp| Ok(Box::new(AdamW::new(ddp, ParamsAdamW::default())?));
     for (number, make, hook) in [(0, sgd as Make, false), (1, adam, false), (2, zero, false), (3, sgd, true)] {
         ranks(3, |pg| {
-            let ddp = model(&pg, skip(1))?;
+            let ddp = model(&pg, DdpOptions { sharding: sharding(number == 2), ..skip(1) })?;
             if hook {
                 ddp.register_comm_hook(Fp16Compress::default())?;
             }

@@ -1,13 +1,13 @@
 //! Steps of more than one pass, one model or one micro-batch.
 use super::{Bad, Ddp, loss, model, skip, state, stop};
-use crate::common::{floats, ranks, tensor};
+use crate::common::{floats, ranks, sharding, tensor};
 use candle_core::backprop::GradStore;
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::nn::linear;
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, SpawnOptions, backward_micro_batch,
-    backward_with, spawn_with,
+    Backward, DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, SpawnOptions,
+    backward_micro_batch, backward_with, spawn_with,
 };
 use candle_nn::VarMap;
 
@@ -27,7 +27,7 @@ fn nan(pg: &ProcessGroup) -> Bad {
 fn one_pass_of_several_leaves_out_the_step() {
     ranks(2, |pg| {
         for zero in [false, true] {
-            let ddp = model(&pg, skip(2))?;
+            let ddp = model(&pg, DdpOptions { sharding: sharding(zero), ..skip(2) })?;
             let mut optimizer: Box<dyn Optimizer> = match zero {
                 true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
                 false => Box::new(sgd(&ddp)?),
@@ -150,7 +150,7 @@ fn models_of_one_pass_are_left_out_together() {
 fn ranks_without_inputs_leave_nothing_open() {
     for zero in [false, true] {
         let run = ranks(2, |pg| {
-            let ddp = model(&pg, skip(1))?;
+            let ddp = model(&pg, DdpOptions { sharding: sharding(zero), ..skip(1) })?;
             let steps = if pg.rank() == 0 { 2 } else { 5 };
             let bad = |step| if step == 4 { Bad::First(f64::NAN) } else { Bad::Nothing };
             let body = |optimizer: &mut dyn Optimizer| -> Result<()> {
@@ -160,8 +160,8 @@ fn ranks_without_inputs_leave_nothing_open() {
                 }
                 Ok(())
             };
-            if zero {
-                let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+            let mut sharded = zero.then(|| ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())).transpose()?;
+            if let Some(optimizer) = &mut sharded {
                 optimizer.join(&ddp, JoinOptions::default(), |optimizer| body(optimizer))?;
             } else {
                 let mut optimizer = sgd(&ddp)?;
@@ -203,7 +203,7 @@ fn virtual_ranks_leave_out_the_same_step() {
     let run = |world_size: usize, zero: bool| {
         let options = SpawnOptions { world_size, virtual_ranks: Some(4), ..Default::default() };
         let run = spawn_with(options, |pg| {
-            let ddp = model(&pg, skip(1))?;
+            let ddp = model(&pg, DdpOptions { sharding: sharding(zero), ..skip(1) })?;
             let mut optimizer: Box<dyn Optimizer> = match zero {
                 true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
                 false => Box::new(candle_ddp::optim::AdamW::new(&ddp, ParamsAdamW::default())?),

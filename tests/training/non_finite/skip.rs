@@ -8,7 +8,7 @@ use candle_ddp::optim::{
     AdamW, ClipOptions, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer,
     clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{Buckets, DdpOptions, Error, OnNonFinite, Precision, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{Buckets, DdpOptions, Error, OnNonFinite, Precision, ProcessGroup, ReduceOp, Result, Sharding};
 use candle_nn::Optimizer as _;
 use std::collections::HashMap;
 
@@ -72,8 +72,9 @@ fn a_run_continues_as_if_the_step_had_not_been() {
 fn shards_leave_it_out_together() {
     let zero: Make =
         |ddp| Ok(Box::new(ZeroRedundancyOptimizer::new(ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?));
-    assert_left_out(&skip(2), zero);
-    assert_left_out(&small(skip(2)), zero);
+    let sharded = || DdpOptions { sharding: Sharding::Optimizer, ..skip(2) };
+    assert_left_out(&sharded(), zero);
+    assert_left_out(&small(sharded()), zero);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::comm_hook::{AllReduce, Fp16Compress, Noop};
 use candle_ddp::nn::{cross_entropy, linear};
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, Result, Sharding};
 use candle_nn::VarMap;
 
 type Found = (Option<String>, Option<usize>, String, u64);
@@ -81,7 +81,7 @@ fn finite_gradients_with_an_infinite_mean_are_told_apart() {
 fn shards_name_it_as_well() {
     for options in [stop(), small(stop())] {
         let errors = ranks(3, |pg| {
-            let ddp = model(&pg, options.clone())?;
+            let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer, ..options.clone() })?;
             let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
             let bad = if pg.rank() == 2 { Bad::First(f64::NAN) } else { Bad::Nothing };
             Ok(found(ddp.backward(&loss(&ddp, 0, bad)?).map(drop).unwrap_err()))

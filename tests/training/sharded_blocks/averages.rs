@@ -11,7 +11,7 @@ use std::path::Path;
 
 pub(super) type Values = BTreeMap<String, Vec<f64>>;
 
-fn model(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> Result<(Ddp, Optim)> {
+fn model(pg: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> Result<(Ddp, Optim)> {
     made(pg, varmap, DdpOptions { precision: Precision::Pure(DType::F64), sharding, ..Default::default() })
 }
 
@@ -50,7 +50,7 @@ fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
     let run = spawn(1, |pg| {
         let varmap = VarMap::new();
-        let (ddp, mut optimizer) = model(&pg, &varmap, None)?;
+        let (ddp, mut optimizer) = model(&pg, &varmap, Sharding::Optimizer)?;
         let mut ema = Ema::new(&ddp, decay)?;
         let mut found = Vec::new();
         for number in 0..steps {
@@ -67,7 +67,7 @@ fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
 }
 
 /// Continues a run in these steps, and saves it. Returns the averaged model.
-fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, decay: Option<f64>, folder: &Path) -> Values {
+fn averaged(ranks: usize, sharding: Sharding, steps: Range<u64>, decay: Option<f64>, folder: &Path) -> Values {
     let run = spawn(ranks, |pg| {
         let mut varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&pg, &varmap, sharding)?;
@@ -93,9 +93,9 @@ fn averaged(ranks: usize, sharding: Option<Sharding>, steps: Range<u64>, decay: 
 
 #[test]
 fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
-    let blocks = Some(Sharding::default());
-    let hybrid = Some(Sharding { shard_ranks: Some(2), ..Default::default() });
-    let runs = [(2, blocks), (1, blocks), (3, blocks), (2, None), (4, hybrid), (3, blocks)];
+    let blocks = Sharding::Blocks { reshard_after_forward: true, ranks: None };
+    let hybrid = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
+    let runs = [(2, blocks), (1, blocks), (3, blocks), (2, Sharding::Optimizer), (4, hybrid), (3, blocks)];
     for decay in [Some(0.7), None] {
         let folder = tempfile::tempdir().unwrap();
         let expected = unbroken(2 * runs.len() as u64, decay);
@@ -104,7 +104,7 @@ fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
             let found = averaged(ranks, sharding, steps, decay, folder.path());
             assert_same(&found, &expected[number], &format!("{ranks} ranks, {sharding:?}, decay: {decay:?}"));
             let saved = folder.path().join(format!("run/step-{:08}", 2 * number + 1));
-            assert_eq!(saved.join("ema.safetensors").exists(), sharding.is_none());
+            assert_eq!(saved.join("ema.safetensors").exists(), !matches!(sharding, Sharding::Blocks { .. }));
         }
     }
 }
@@ -141,7 +141,8 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
     });
     let expected = spawn(1, |pg| {
         let varmaps = [VarMap::new(), VarMap::new()];
-        let mut models = varmaps.iter().map(|varmap| model(&pg, varmap, None)).collect::<Result<Vec<_>>>()?;
+        let mut models =
+            varmaps.iter().map(|varmap| model(&pg, varmap, Sharding::Optimizer)).collect::<Result<Vec<_>>>()?;
         for number in 0..5 {
             for (island, (ddp, optimizer)) in models.iter_mut().enumerate() {
                 step(ddp, optimizer, 10 * number + island as u64)?;

@@ -15,12 +15,7 @@ enum Between {
 }
 
 /// The losses of a generator that a critic judges, both trained in turn.
-fn compete(
-    pg: &ProcessGroup,
-    sharding: Option<Sharding>,
-    own_product: bool,
-    between: Between,
-) -> candle_ddp::Result<Vec<f32>> {
+fn compete(pg: &ProcessGroup, sharding: Sharding, own_product: bool, between: Between) -> candle_ddp::Result<Vec<f32>> {
     let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
     let build = |vb: VarBuilder<'static>| linear(3, 3, vb);
     let generator: Generator = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options.clone())?;
@@ -67,9 +62,9 @@ fn a_graph_finds_its_weights_whatever_comes_before_its_backward_pass() {
         spawn(ranks, |pg| {
             let mut trained = Vec::new();
             for between in [Between::Nothing, Between::Evaluations, Between::Training] {
-                let plain = compete(&pg, None, own_product, between)?;
+                let plain = compete(&pg, Sharding::Optimizer, own_product, between)?;
                 for reshard_after_forward in [true, false] {
-                    let sharding = Some(Sharding { reshard_after_forward, ..Default::default() });
+                    let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                     let sharded = compete(&pg, sharding, own_product, between)?;
                     assert_eq!(sharded, plain, "reshard_after_forward: {reshard_after_forward}");
                 }
@@ -85,7 +80,7 @@ fn a_graph_finds_its_weights_whatever_comes_before_its_backward_pass() {
 /// Trains on texts and images, of which rank 1 has no images: its images are zeros, and their loss counts as `silenced` says.
 fn without_images(
     pg: &ProcessGroup,
-    sharding: Option<Sharding>,
+    sharding: Sharding,
     silenced: fn(&Tensor) -> Result<Tensor>,
 ) -> candle_ddp::Result<Vec<f32>> {
     let build = |vb: VarBuilder<'static>| {
@@ -118,16 +113,23 @@ fn by_number(loss: &Tensor) -> Result<Tensor> {
 #[test]
 fn a_rank_without_data_for_a_block_keeps_it_in_its_loss() {
     spawn(2, |pg| {
-        let sharding = |reshard_after_forward| Some(Sharding { reshard_after_forward, ..Default::default() });
+        let sharding = |reshard_after_forward| Sharding::Blocks { reshard_after_forward, ranks: None };
         let by_tensor = |loss: &Tensor| loss.mul(&loss.zeros_like()?);
-        assert_eq!(without_images(&pg, sharding(true), by_tensor)?, without_images(&pg, None, by_tensor)?);
+        assert_eq!(
+            without_images(&pg, sharding(true), by_tensor)?,
+            without_images(&pg, Sharding::Optimizer, by_tensor)?
+        );
         // Here the backward pass gathers nothing, so that it may lack a block.
-        assert_eq!(without_images(&pg, sharding(false), by_number)?, without_images(&pg, None, by_number)?);
+        assert_eq!(
+            without_images(&pg, sharding(false), by_number)?,
+            without_images(&pg, Sharding::Optimizer, by_number)?
+        );
         Ok(())
     })
     .unwrap();
     spawn(2, |pg| {
-        let error = without_images(&pg, Some(Sharding::default()), by_number).unwrap_err();
+        let error =
+            without_images(&pg, Sharding::Blocks { reshard_after_forward: true, ranks: None }, by_number).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { argument: "loss", .. }), "{error:?}");
         let error = error.to_string();
         for words in ["does not depend on block vision on rank 1", "loss.mul(&loss.zeros_like()?)?"] {

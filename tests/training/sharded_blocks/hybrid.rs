@@ -6,7 +6,7 @@ use std::time::Duration;
 
 fn hybrid(shard_ranks: usize) -> DdpOptions {
     DdpOptions {
-        sharding: Some(Sharding { shard_ranks: Some(shard_ranks), ..Default::default() }),
+        sharding: Sharding::Blocks { reshard_after_forward: true, ranks: Some(shard_ranks) },
         ..Default::default()
     }
 }
@@ -17,7 +17,7 @@ fn same_losses(options: &DdpOptions, step: &Step) {
         spawn(ranks, |pg| {
             let (losses, output) = train(&pg, options.clone(), step)?;
             for reshard_after_forward in [true, false] {
-                let sharding = Some(Sharding { reshard_after_forward, shard_ranks: Some(shard_ranks) });
+                let sharding = Sharding::Blocks { reshard_after_forward, ranks: Some(shard_ranks) };
                 let hybrid = train(&pg, DdpOptions { sharding, ..options.clone() }, step)?;
                 if ranks == 2 || shard_ranks == ranks {
                     assert_eq!(hybrid, (losses.clone(), output.clone()), "{ranks} ranks, {shard_ranks} with a model");
@@ -104,8 +104,7 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
             step(&ddp, &mut optimizer, number as usize)?;
             checkpointer.save(number, (("model", &mut varmap), ("optimizer", &mut optimizer)))?;
             checkpointer.finish()?;
-            let is_copy =
-                options.sharding.and_then(|sharding| sharding.shard_ranks).is_some_and(|ranks| pg.rank() >= ranks);
+            let is_copy = matches!(options.sharding, Sharding::Blocks { ranks: Some(ranks), .. } if pg.rank() >= ranks);
             for share in [varmap.share()?, optimizer.share()?].iter().filter(|share| share.spread.is_per_rank()) {
                 let pieces =
                     share.dict.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));

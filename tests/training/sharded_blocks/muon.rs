@@ -74,7 +74,7 @@ fn made(ddp: &Ddp, zero: bool) -> candle_ddp::Result<Box<dyn Optimizer>> {
     })
 }
 
-fn wrap(pg: &ProcessGroup, varmap: &VarMap, sharding: Option<Sharding>) -> candle_ddp::Result<Ddp> {
+fn wrap(pg: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> candle_ddp::Result<Ddp> {
     let precision = Precision::Pure(DType::F64);
     let options = DdpOptions { init_seed: Some(5), precision, sharding, ..Default::default() };
     DistributedDataParallel::with_options(pg, varmap, build, options)
@@ -85,7 +85,7 @@ fn unbroken(steps: u64) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
     let run = spawn(1, |pg| {
         let varmap = VarMap::new();
-        let ddp = wrap(&pg, &varmap, None)?;
+        let ddp = wrap(&pg, &varmap, Sharding::Off)?;
         let mut optimizer = made(&ddp, false)?;
         let mut found = Vec::new();
         for number in 0..steps {
@@ -100,7 +100,7 @@ fn unbroken(steps: u64) -> Vec<Values> {
 }
 
 /// Continues a run in these steps, and saves it.
-fn continued(ranks: usize, zero: bool, sharding: Option<Sharding>, steps: Range<u64>, folder: &Path) -> Values {
+fn continued(ranks: usize, zero: bool, sharding: Sharding, steps: Range<u64>, folder: &Path) -> Values {
     let run = spawn(ranks, |pg| {
         let mut varmap = VarMap::new();
         let ddp = wrap(&pg, &varmap, sharding)?;
@@ -117,18 +117,18 @@ fn continued(ranks: usize, zero: bool, sharding: Option<Sharding>, steps: Range<
 
 #[test]
 fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ranks() {
-    let blocks = Some(Sharding::default());
-    let kept = Some(Sharding { reshard_after_forward: false, ..Default::default() });
-    let hybrid = Some(Sharding { shard_ranks: Some(2), ..Default::default() });
+    let blocks = Sharding::Blocks { reshard_after_forward: true, ranks: None };
+    let kept = Sharding::Blocks { reshard_after_forward: false, ranks: None };
+    let hybrid = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
     let runs = [
         (2, true, blocks),
         (4, true, blocks),
-        (1, false, None),
+        (1, false, Sharding::Off),
         (1, true, kept),
         (4, true, hybrid),
-        (2, true, None),
+        (2, true, Sharding::Optimizer),
         (8, true, blocks),
-        (2, false, None),
+        (2, false, Sharding::Off),
         (4, true, hybrid),
     ];
     let (folder, expected) = (tempfile::tempdir().unwrap(), unbroken(2 * runs.len() as u64));
@@ -142,12 +142,13 @@ fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ra
 /// Three ranks round sums, but not their values: those with one model have the same bits.
 #[test]
 fn each_matrix_has_one_owner_that_has_its_state() {
-    for (ranks, sharding) in [(3, Sharding::default()), (4, Sharding { shard_ranks: Some(2), ..Default::default() })] {
+    for (ranks, copy) in [(3, None), (4, Some(2))] {
+        let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: copy };
         let found = spawn(ranks, |pg| {
-            let ddp = wrap(&pg, &VarMap::new(), Some(sharding))?;
+            let ddp = wrap(&pg, &VarMap::new(), sharding)?;
             let mut optimizer = ZeroRedundancyOptimizer::from_groups(&ddp, groups(&ddp))?;
             step(&ddp, &mut optimizer, 0)?;
-            let state = optimizer.state_here()?;
+            let state = optimizer.share()?.dict;
             let own = state.keys().filter_map(|key| key.strip_suffix(".momentum_buffer@0"));
             let mut own: Vec<_> = own.map(str::to_string).collect();
             own.sort();

@@ -20,7 +20,11 @@ fn params(lr: f64) -> ParamsAdamW {
 
 fn model(pg: &ProcessGroup, varmap: &VarMap, kind: Kind, is_frozen: bool) -> candle_ddp::Result<Ddp> {
     let role = move |name: &str| if is_frozen && !name.starts_with("head.") { Role::Frozen } else { Role::Parameter };
-    let sharding = if let Kind::Blocks(sharding) = kind { Some(sharding) } else { None };
+    let sharding = match kind {
+        Kind::Off => Sharding::Off,
+        Kind::Zero => Sharding::Optimizer,
+        Kind::Blocks(sharding) => sharding,
+    };
     let (init_seed, precision) = (Some(7), Precision::Pure(DType::F64));
     let options = DdpOptions { role: Arc::new(role), sharding, init_seed, precision, ..Default::default() };
     DistributedDataParallel::with_options(pg, varmap, Net::new, options)
@@ -107,8 +111,8 @@ fn train(ranks: usize, kind: Kind, adds: bool) -> Values {
     run.unwrap().remove(0)
 }
 
-const HYBRID: Sharding = Sharding { reshard_after_forward: true, shard_ranks: Some(2) };
-const BLOCKS: Sharding = Sharding { reshard_after_forward: true, shard_ranks: None };
+const HYBRID: Sharding = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
+const BLOCKS: Sharding = Sharding::Blocks { reshard_after_forward: true, ranks: None };
 
 #[test]
 fn a_head_keeps_its_moments_when_the_others_are_thawed() {

@@ -33,11 +33,7 @@ impl Tied {
 }
 
 /// The losses of some steps, the weights that the model gave away, and what an evaluation gives.
-fn train_tied(
-    pg: &ProcessGroup,
-    sharding: Option<Sharding>,
-    ours: bool,
-) -> candle_ddp::Result<(Vec<f32>, Vec<Vec<f32>>)> {
+fn train_tied(pg: &ProcessGroup, sharding: Sharding, ours: bool) -> candle_ddp::Result<(Vec<f32>, Vec<Vec<f32>>)> {
     let options = DdpOptions { sharding, init_seed: Some(5), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), Tied::new, options)?;
     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
@@ -60,7 +56,7 @@ fn train_tied(
     let positions = no_grad(|| {
         ddp.call(|net| net.positions.call(&[&words], |positions, _| positions.t()?.narrow(1, 2, 3)?.narrow(0, 1, 2)))
     })?;
-    assert!(!positions.track_op() || sharding.is_none());
+    assert!(!positions.track_op() || sharding == Sharding::Optimizer);
     others.push(positions.flatten_all()?.to_vec1()?);
     Ok((losses, others))
 }
@@ -70,9 +66,9 @@ fn a_block_may_return_a_view_of_its_parameter() {
     for ranks in 1..=3 {
         spawn(ranks, |pg| {
             for ours in [false, true] {
-                let plain = train_tied(&pg, None, ours)?;
+                let plain = train_tied(&pg, Sharding::Optimizer, ours)?;
                 for reshard_after_forward in [true, false] {
-                    let sharding = Some(Sharding { reshard_after_forward, ..Default::default() });
+                    let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                     let sharded = train_tied(&pg, sharding, ours)?;
                     assert_eq!(sharded, plain, "{ranks} ranks, reshard_after_forward: {reshard_after_forward}");
                 }
@@ -107,7 +103,7 @@ fn a_forward_pass_may_return_a_view_of_a_parameter() {
             let after = no_grad(|| ddp.forward_t(&x, false))?.flatten_all()?.to_vec1::<f32>()?;
             Ok::<_, Error>((before, after))
         };
-        assert_eq!(run(sharded())?, run(DdpOptions::default())?);
+        assert_eq!(run(sharded())?, run(of_zero())?);
         Ok(())
     })
     .unwrap();
@@ -176,7 +172,7 @@ impl Twins {
 
 #[test]
 fn blocks_return_several_tensors() {
-    let train = |pg: &ProcessGroup, sharding: Option<Sharding>| -> candle_ddp::Result<(Vec<f32>, Vec<f32>)> {
+    let train = |pg: &ProcessGroup, sharding: Sharding| -> candle_ddp::Result<(Vec<f32>, Vec<f32>)> {
         let options = DdpOptions { sharding, init_seed: Some(5), ..Default::default() };
         let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), Twins::new, options)?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.02, ..Default::default() })?;
@@ -194,10 +190,10 @@ fn blocks_return_several_tensors() {
     };
     for ranks in 1..=3 {
         spawn(ranks, |pg| {
-            let (plain, output) = train(&pg, None)?;
+            let (plain, output) = train(&pg, Sharding::Optimizer)?;
             assert!(plain[3] < plain[0], "{plain:?}");
             for reshard_after_forward in [true, false] {
-                let sharding = Some(Sharding { reshard_after_forward, ..Default::default() });
+                let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                 let (losses, evaluated) = train(&pg, sharding)?;
                 // A recomputed sum of gradients may be rounded in another order.
                 let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-5 * b.abs().max(1.));
