@@ -374,9 +374,10 @@ fn train<O: Trains>(
     let scaler = candle_ddp::amp::GradScaler::new(pg, &ddp, scaling)?;
     let mut ema = Ema::new(&ddp, 0.7)?;
     // A sharded model has no other model to be averaged with.
-    let alone = has(ShardedBlocks) || has(Hybrid);
-    let own: Vec<_> = (0..pg.world_size()).map(|rank| pg.new_group(&[rank])).collect::<Result<_>>()?;
-    let own = own.into_iter().flatten().next().filter(|_| alone);
+    let alone = has(Averager) && (has(ShardedBlocks) || has(Hybrid));
+    let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
+    let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
+    let own = own.into_iter().flatten().next();
     let averaging = PeriodicModelAveragerOptions { period: 1, warmup_steps: 0 };
     let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), averaging)?;
     let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };

@@ -313,7 +313,7 @@ fn what_would_depend_on_the_ranks_is_refused() {
         );
         invalid(
             backward_with(&loss()?, &[&ddp], Backward { into: Some(&mut Default::default()), ..Default::default() }),
-            "models",
+            "into",
             "backward_micro_batch",
         );
         invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "models", "backward_micro_batch");
