@@ -3,7 +3,7 @@ use super::placement::{self, Transfer, owner};
 use super::shard::{Layout, Shard};
 use crate::backend::{P2pOp, Work, label};
 use crate::process_group::{ProcessGroup, report_length};
-use crate::state::{Dict, Saved, StateDict};
+use crate::state::{Dict, Saved, StateDict, insert_needed};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -103,10 +103,18 @@ impl Shards {
         if held.world_size == group.world_size() {
             all[group.rank()] = own(group.rank())?;
         } else {
+            let share = part.share()?;
             for (shard, dict) in all.iter_mut().enumerate() {
                 let root = owner(shard, group.world_size());
                 let own = if root == group.rank() { own(shard)? } else { Dict::new() };
-                *dict = label::ELASTIC.during(|| group.broadcast_tensors(&own, root))?;
+                for (key, tensor) in label::ELASTIC.during(|| group.broadcast_tensors(&own, root))? {
+                    let needed = share.needs(&key, tensor.elem_count());
+                    let mut part = tensor.flatten_all()?.narrow(0, needed.start, needed.len())?;
+                    if (1..tensor.elem_count()).contains(&needed.len()) {
+                        part = part.copy()?; // frees the rest
+                    }
+                    insert_needed(dict, &key, tensor.dims(), needed, part)?;
+                }
             }
         }
         if all.iter().all(Dict::is_empty) {

@@ -204,7 +204,7 @@ impl<S: Parts> State<S> {
     /// Call it when the part has been made. Returns false before the first such commit.
     ///
     /// Every rank must call it for a part that is spread over the ranks. If their number has changed, each rank briefly
-    /// needs memory for the whole of such a state.
+    /// needs memory for one more rank's part.
     ///
     /// # Errors
     /// Returns the part's errors; with sharded parts also errors of the group.

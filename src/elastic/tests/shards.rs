@@ -3,10 +3,10 @@ use super::{Training, state};
 use crate::Result;
 use crate::elastic::State;
 use crate::elastic::synchronise::synchronise;
-use crate::placement::Spread;
+use crate::placement::{Placement, Spread};
 use crate::process_group::{ProcessGroup, spawn};
 use crate::rendezvous::Store;
-use crate::state::{Parts, PutInPlace, Saved, Share, StateDict};
+use crate::state::{Loader, Parts, PutInPlace, Saved, Share, StateDict};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -32,6 +32,11 @@ impl Slice {
         self.rank * ELEMENTS / self.world_size
     }
 
+    fn placement(&self) -> Placement {
+        let range = self.start()..self.start() + self.values.len();
+        Placement { shape: ELEMENTS.into(), range, spread: Spread::Shard }
+    }
+
     /// The values after a commit.
     fn of(&self, commit: u64) -> Vec<f32> {
         (0..ELEMENTS / self.world_size).map(|index| (100 * commit as usize + self.start() + index) as f32).collect()
@@ -48,20 +53,20 @@ impl StateDict for Slice {
     }
 
     fn share(&self) -> Result<Share> {
-        let values = Tensor::new(self.values.as_slice(), &Device::Cpu)?;
-        Ok(Share::new(Spread::Own, HashMap::from([(format!("{}", self.start()), values)])))
+        let mut share = Share::begin("slice", true)?;
+        share.insert("values", &self.placement(), Tensor::new(self.values.as_slice(), &Device::Cpu)?)?;
+        Ok(share)
     }
 
-    fn prepare(&mut self, saved: Saved, _: usize, _: usize) -> Result<PutInPlace<'_>> {
+    fn prepare(&mut self, saved: Saved, rank: usize, _: usize) -> Result<PutInPlace<'_>> {
+        let mut loader = Loader::of(&saved, "slice", rank)?;
         let Saved::Shards(shards) = saved else { panic!("no rank has it whole") };
-        let mut whole = [f32::NAN; ELEMENTS];
-        for (start, values) in shards.iter().flatten() {
-            let start: usize = start.parse().unwrap();
-            whole[start..][..values.elem_count()].copy_from_slice(&values.to_vec1::<f32>()?);
-        }
+        let parts = shards.iter().flatten().filter(|(key, part)| key.starts_with("values@") && part.stride() != [0]);
+        assert_eq!(parts.map(|(_, part)| part.elem_count()).sum::<usize>(), self.values.len(), "the rest stays away");
+        let values = loader.part("values", &self.placement(), DType::F32)?.to_vec1()?;
+        loader.finish()?;
         Ok(Box::new(move || {
-            let (start, elements) = (self.start(), self.values.len());
-            self.values.copy_from_slice(&whole[start..][..elements]);
+            self.values = values;
             Ok(())
         }))
     }

@@ -61,7 +61,8 @@ impl Share {
 
     /// The elements of the saved entry `key`, which has `elements`, that this rank needs.
     pub fn needs(&self, key: &str, elements: usize) -> Range<usize> {
-        let Some((whole, start)) = of_piece_key(key) else { return 0..elements };
+        let piece = of_piece_key(key).filter(|_| self.spread == Spread::Shard);
+        let Some((whole, start)) = piece else { return 0..elements };
         let within = |at: usize| at.clamp(start, start + elements) - start;
         self.ranges.get(whole).map_or(0..0, |own| within(own.start)..within(own.end))
     }
@@ -107,6 +108,7 @@ mod tests {
             assert_eq!((needs(whole, 3, 4), needs(whole, 8, 4)), (1..4, 0..1));
         }
         assert_eq!((needs("none", 0, 12), needs("other", 0, 12), share.needs("all", 2)), (0..0, 0..0, 0..2));
+        assert_eq!(Share::new(Spread::Own, Dict::new()).needs("own@4", 5), 0..5);
         // What is not needed is there, and takes no memory.
         let mut dict = Dict::new();
         insert_needed(&mut dict, "own@2", &[10], 2..7, elements(4..9)?)?;
