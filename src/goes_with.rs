@@ -42,7 +42,7 @@ impl fmt::Display for Feature {
             WholeModel => "into_module",
             NoGradModel => "with_no_grad_model",
             FromVars => "from_vars",
-            Norms => "a rule that needs norms, such as Lamb",
+            Norms => "clipping by norm or Lamb, under Sharding::Optimizer",
         })
     }
 }
