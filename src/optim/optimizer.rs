@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
-/// An optimizer: [`FusedOptimizer`](super::FusedOptimizer) (AdamW, Adam, SGD, LAMB) or
+/// An optimizer: [`FusedOptimizer`](super::FusedOptimizer) (AdamW, Adam, SGD, LAMB, Muon) or
 /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). A program that chooses one at run time can use a
 /// `Box<dyn Optimizer>`:
 ///
