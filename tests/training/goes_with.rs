@@ -239,9 +239,10 @@ impl Program<'_> {
         if self.has(VirtualRanks) && !self.has(Into) && !self.has(BackwardAndStep) {
             let mut last = None;
             for number in self.ddp.micro_batches().unwrap() {
-                let range = [number * ROWS / VIRTUAL..(number + 1) * ROWS / VIRTUAL];
+                let rows = number * ROWS / VIRTUAL..(number + 1) * ROWS / VIRTUAL;
+                let range = std::slice::from_ref(&rows);
                 let _guard = self.has(NoSync).then(|| self.ddp.no_sync());
-                last = backward_micro_batch(&self.loss(step, &range, 1.0)?, &[self.ddp], number, self.count(&range))?;
+                last = backward_micro_batch(&self.loss(step, range, 1.0)?, &[self.ddp], number, self.count(range))?;
             }
             return Ok(last);
         }
