@@ -20,7 +20,7 @@
 //!
 //! Bytes are counted in the allocator, so they are exact, whatever memory the allocator retains.
 use candle_core::{Device, Tensor};
-use candle_ddp::optim::{self, ZeroRedundancyOptimizer};
+use candle_ddp::optim;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Sharding, spawn};
 use candle_nn::{AdamW, Module, Optimizer, VarBuilder, VarMap};
 use gradients::Size;
@@ -145,17 +145,9 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
                 DdpOptions { precision: Precision::Pure(DTYPE), sharding, ..Default::default() },
             )?;
             let step = |ddp: &DistributedDataParallel<_>| ddp.backward(&loss(&ddp.forward(&input)?)?);
-            let (mut plain, mut spread) = (None, None);
-            if zero {
-                let optimizer = spread.insert(ZeroRedundancyOptimizer::new(&ddp, adamw())?);
-                for _ in 0..STEPS {
-                    optim::Optimizer::step(optimizer, &step(&ddp)?)?;
-                }
-            } else {
-                let optimizer = plain.insert(optim::AdamW::new(&ddp, adamw())?);
-                for _ in 0..STEPS {
-                    optimizer.step(&step(&ddp)?)?;
-                }
+            let mut optimizer = optim::AdamW::new(&ddp, adamw())?;
+            for _ in 0..STEPS {
+                optim::Optimizer::step(&mut optimizer, &step(&ddp)?)?;
             }
             // The total of all ranks while all of them are idle.
             pg.barrier()?;

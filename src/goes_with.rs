@@ -85,8 +85,8 @@ const REFUSALS: &[Refusal] = &[
     refusal(
         [Norms, VirtualRanks],
         "virtual_ranks",
-        "under virtual ranks, a ZeroRedundancyOptimizer can compute no norms, whose last bits would depend on the number of ranks: use no \
-         clipping by norm and no Lamb, or an optimizer that has the whole state on each rank",
+        "under virtual ranks, the optimizer of a sharded model can compute no norms, whose last bits would depend on the number of ranks: \
+         use no clipping by norm and no Lamb, or Sharding::Off",
     ),
     refusal(
         [Join, VirtualRanks],

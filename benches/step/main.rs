@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use candle_ddp::amp::Autocast;
 use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
-use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW};
 use candle_ddp::{
     Buckets, DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup,
     ReplicaCheck, Result, Sharding, backward_micro_batch, init_process_group,
@@ -96,7 +96,7 @@ enum Mode {
     Products,
     /// DistributedDataParallel whose ranks compare their models in every pass.
     Checked,
-    /// With a ZeroRedundancyOptimizer.
+    /// With `Sharding::Optimizer`.
     Zero,
     /// The same, with the blocks of a GPT spread over the ranks.
     Shard,
@@ -234,7 +234,7 @@ impl Mode {
 /// A model and its training step.
 struct Trainer {
     net: Net,
-    optimizer: Box<dyn Optimizer>,
+    optimizer: AdamW,
     gradient_bytes: usize,
     in_parts: bool,
 }
@@ -294,12 +294,7 @@ impl Trainer {
         let bytes = |var: &candle_core::Var| var.elem_count() * var.dtype().size_in_bytes();
         let gradient_bytes = parameters.iter().map(bytes).sum();
         let params = ParamsAdamW { lr: LEARNING_RATE, ..Default::default() };
-        let optimizer: Box<dyn Optimizer> = match (&net, mode) {
-            (Net::Ddp(ddp), Mode::Zero | Mode::Shard | Mode::ShardKept | Mode::Hybrid) => {
-                Box::new(ZeroRedundancyOptimizer::new(ddp, params)?)
-            }
-            _ => Box::new(AdamW::new(parameters, params)?),
-        };
+        let optimizer = AdamW::new(parameters, params)?;
         Ok(Self { net, optimizer, gradient_bytes, in_parts: matches!(mode, Mode::Parts) })
     }
 

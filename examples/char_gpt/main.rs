@@ -23,7 +23,7 @@ mod vocabulary;
 use candle_core::{DType, Tensor};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::metrics::{ThroughputOptions, TransformerFlops};
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine};
 use candle_ddp::{
     Context, DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, checkpoint, nn,
 };
@@ -117,10 +117,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
 
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
-    let mut optimizer: Box<dyn Optimizer> = match sharding {
-        Sharding::Off => Box::new(AdamW::new(&ddp, params)?),
-        _ => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-    };
+    let mut optimizer = AdamW::new(&ddp, params)?;
     let memory = ddp.memory_estimate(&optimizer)?;
     if pg.rank() == 0 {
         println!("{memory}\n");

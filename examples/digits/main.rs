@@ -16,7 +16,7 @@ use candle_ddp::amp::GradScaler;
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::metrics::ThroughputOptions;
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, ParamsAdamW};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, nn};
 use candle_nn::VarMap;
 use clap::Parser;
@@ -57,7 +57,7 @@ pub(crate) struct Options {
 /// What training changes, which is what a checkpoint holds.
 struct Training {
     varmap: VarMap,
-    optimizer: Box<dyn Optimizer>,
+    optimizer: AdamW,
     scaler: GradScaler,
 }
 
@@ -80,10 +80,7 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), ddp_options)?;
     options.comm_hook.register(&ddp)?;
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
-    let optimizer: Box<dyn Optimizer> = match options.zero {
-        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        false => Box::new(AdamW::new(&ddp, params)?),
-    };
+    let optimizer = AdamW::new(&ddp, params)?;
     let scaler = options.training.grad_scaler(&ddp)?;
 
     let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };

@@ -158,7 +158,7 @@ impl GradScaler {
     /// # Errors
     /// Returns [`Error::GradScaler`] for a second call in the same step, and on every rank if none has called
     /// [`scale`](Self::scale) in this step; [`Error::Parameter`] for gradients in f16, which cannot hold the divided
-    /// values; [`Error::InvalidArgument`] for gradients that a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)
+    /// values; [`Error::InvalidArgument`] for gradients that the optimizer of a [sharded](crate::Sharding) model
     /// keeps, whose own [`unscale`](crate::optim::Optimizer::unscale) divides them.
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
         self.unscale_with(grads, std::iter::empty())
@@ -171,7 +171,7 @@ impl GradScaler {
         more: impl Iterator<Item = (&'a String, &'a Var)>,
     ) -> Result<bool> {
         self.unscale_parameters(grads, more, None, |_, overflow| {
-            let reason = "it has no gradient for any of the scaler's parameters: with a ZeroRedundancyOptimizer, \
+            let reason = "it has no gradient for any of the scaler's parameters: for a sharded model, \
                           call `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut \
                           grads)` first";
             overflow.ok_or_else(|| Error::invalid("grads", reason))
@@ -417,12 +417,12 @@ fn is_done(known: &Known, models: &[Arc<Steps>]) -> impl Fn(TensorId) -> bool + 
     move |id| ids.contains(&id) || scaled::is_key(id)
 }
 
-/// Refuses gradients that are not in `grads`, since a ZeroRedundancyOptimizer keeps them, except for those of `own`.
+/// Refuses gradients that are not in `grads`, since the optimizer of a sharded model keeps them, except for those of `own`.
 fn check_kept(grads: &GradStore, known: &Known, own: Option<&Arc<Steps>>) -> Result<()> {
     let others = known.iter().map(|(_, var)| *var).filter(|var| own.is_none_or(|own| !own.has(var)));
     let Some(name) = first_kept(grads, others) else { return Ok(()) };
     let reason = format!(
-        "a ZeroRedundancyOptimizer keeps the gradient of {name}, and divides it itself: call `scaler.step(&mut optimizer, &mut grads)`, or \
+        "the optimizer of a sharded model keeps the gradient of {name}, and divides it itself: call `scaler.step(&mut optimizer, &mut grads)`, or \
          `optimizer.unscale(&mut scaler, &mut grads)` first (a scaler serves one such optimizer)"
     );
     Err(Error::invalid("grads", reason))

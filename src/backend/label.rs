@@ -40,12 +40,10 @@ labels! {
     SPEED = "share_by_speed";
     AVERAGER = "PeriodicModelAverager::average_parameters";
     UPDATE_BN = "update_bn";
-    ZERO_NEW = "ZeroRedundancyOptimizer::new";
-    ZERO_STEP = "ZeroRedundancyOptimizer::step";
-    ZERO_NORM = "ZeroRedundancyOptimizer::clip_grad_norm";
-    ZERO_STATE = "ZeroRedundancyOptimizer's state_dict";
-    ZERO_SAVE = "ZeroRedundancyOptimizer::save";
-    ZERO_LOAD = "ZeroRedundancyOptimizer::load";
+    OPTIMIZER_NEW = "FusedOptimizer::new";
+    OPTIMIZER_STEP = "Optimizer::step";
+    OPTIMIZER_NORM = "Optimizer::clip_grad_norm";
+    OPTIMIZER_STATE = "an optimizer's state_dict";
     OPTIMIZER_SAVE = "Optimizer::save_distributed";
     OPTIMIZER_LOAD = "Optimizer::load_distributed";
     ELASTIC = "the state that elastic::run brings to all ranks";

@@ -134,7 +134,7 @@ pub struct Backward<'a> {
 /// all have a count or none of them; if ranks differ in that, the group ends.
 ///
 /// [`Error::InvalidArgument`] if `into` holds sums of a pass under `no_sync`, since the buckets hold these too; and, while a
-/// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) keeps the gradients, for `into` with a count, or with gradients
+/// [sharded](crate::Sharding) model's optimizer keeps the gradients, for `into` with a count, or with gradients
 /// that a step has used.
 #[track_caller]
 pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward<'_>) -> Result<GradStore> {
@@ -174,8 +174,8 @@ fn run_into(
         Feature::Into.goes_with(Feature::VirtualRanks)?;
     }
     if count.is_some() && models.iter().any(|model| model.reducer.is_sharded()) {
-        let reason = "a ZeroRedundancyOptimizer keeps the gradients, and cannot add those of a pass with a count to earlier \
-                      ones: let one pass have the sum of the losses, or use another optimizer";
+        let reason = "the optimizer of a sharded model keeps the gradients, and cannot add those of a pass with a count to earlier \
+                      ones: let one pass have the sum of the losses, or use Sharding::Off";
         return Err(Error::invalid("into", reason));
     }
     let mut pass = Pass::new(loss, models, Some(grads), count);
@@ -369,13 +369,13 @@ fn hold_others(pass: &Pass) -> Result<Vec<Held>> {
     Ok(held.into_iter().flatten().collect())
 }
 
-/// Under sharding, only a ZeroRedundancyOptimizer can use the gradients.
+/// Under sharding, only the model's optimizer can use the gradients.
 fn check_sharded(pass: &Pass) -> Result<()> {
     match pass.models.iter().find(|model| model.core.reducer.lacks_optimizer()) {
         Some(model) => {
             let reason = format!(
-                "the model with the parameter {} is sharded, so that each rank gets its part of the gradients: make a \
-                 ZeroRedundancyOptimizer for it before the first backward pass, and keep it",
+                "the model with the parameter {} is sharded, so that each rank gets its part of the gradients: make its optimizer, such as \
+                 AdamW::new(&ddp, …), before the first backward pass, and keep it",
                 model.core.first_name()
             );
             Err(Error::invalid("sharding", reason))

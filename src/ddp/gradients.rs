@@ -1,6 +1,7 @@
 //! Detects whether the program still holds the gradients of a backward pass, which candle's `GradStore` cannot tell:
 //! the store gets an additional tensor, the mark, whose operation holds a reference.
 use super::parameter::Variables;
+use super::reducer::Reducer;
 use super::steps::Steps;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
@@ -24,14 +25,15 @@ enum Kind {
     Averaged = 1,
     /// This rank's sums of a pass under `no_sync`.
     Local = 2,
-    /// Means over the ranks that a ZeroRedundancyOptimizer keeps: the store has none of them.
+    /// Means over the ranks that the optimizer of a sharded model keeps: the store has none of them.
     Kept = 3,
 }
 
 impl Marks {
-    pub(super) fn new(variables: &Variables) -> Result<Self> {
+    /// `sharded_by` reduces the gradients, of a model that is sharded.
+    pub(super) fn new(variables: &Variables, sharded_by: Option<Arc<Reducer>>) -> Result<Self> {
         let key = Var::zeros((), DType::F32, &Device::Cpu)?;
-        let steps = Steps::new(&key, variables);
+        let steps = Steps::new(&key, variables, sharded_by);
         Ok(Self { key, last: None, steps })
     }
 
@@ -88,7 +90,7 @@ fn is_of(grads: &GradStore, key: &Var, kind: Kind) -> bool {
     grads.get(key).is_some_and(|mark| mark.elem_count() == kind as usize)
 }
 
-/// The name of the first of `vars` whose averaged gradient a ZeroRedundancyOptimizer keeps, so that `grads` does not have it.
+/// The name of the first of `vars` whose averaged gradient the optimizer of a sharded model keeps, so that `grads` does not have it.
 pub(crate) fn first_kept<'a>(grads: &GradStore, vars: impl Iterator<Item = &'a Var>) -> Option<String> {
     let is_kept = |model: &Arc<Steps>| is_of(grads, &model.mark, Kind::Kept);
     let models: Vec<_> = Steps::of(grads).into_iter().filter(is_kept).collect();

@@ -52,7 +52,7 @@ impl Groups {
         if is_copy { Spread::Copy } else { Spread::Shard }
     }
 
-    pub(super) fn main(&self) -> &ProcessGroup {
+    pub(crate) fn main(&self) -> &ProcessGroup {
         &self.main
     }
 

@@ -41,7 +41,7 @@ pub struct Joined<T> {
 impl<T> Joined<T> {
     /// Gives all ranks the state that `state` has on the rank that trained longest: optimizers, schedules and scalers of
     /// the other ranks did not see the last steps. (PyTorch leaves them behind, and the ranks' models then drift apart.) An
-    /// optimizer without momentum has no state, and a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) is
+    /// optimizer without momentum has no state, and that of a [sharded](crate::Sharding) model is
     /// up to date by itself. Every rank must call this; if inputs were even, nothing is sent.
     ///
     /// # Errors
@@ -147,7 +147,7 @@ fn take_part<C>(
                 scaled::share_verdict(group, [false; 2])?;
             }
             Operation::Step | Operation::ClipGradNorm => {
-                let reason = "a ZeroRedundancyOptimizer steps inside this join, which does not include it: use the \
+                let reason = "the optimizer of a sharded model steps inside this join, which does not include it: use the \
                               optimizer's own join, `optimizer.join(&ddp, options, |optimizer| …)`";
                 return Err(Error::invalid("join", reason));
             }

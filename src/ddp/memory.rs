@@ -97,7 +97,7 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// It counts no gradients of an earlier pass that the program holds during the next one, no whole gradients that accumulate under
-    /// [`no_sync`](Self::no_sync) with a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), and nothing that a
+    /// [`no_sync`](Self::no_sync) under [sharding](crate::Sharding), and nothing that a
     /// communication hook keeps.
     ///
     /// # Errors

@@ -233,8 +233,8 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync). Otherwise they become part of the
-    /// next synchronised pass, even in a later epoch or after a checkpoint is loaded. Under a
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), drops the averaged gradients as well if no
+    /// next synchronised pass, even in a later epoch or after a checkpoint is loaded. Under
+    /// [sharding](Sharding), drops the averaged gradients as well if no
     /// step has used them. Every rank must call it. (Gradients in a `GradStore` end with the store.) PyTorch's
     /// `zero_grad`.
     pub fn zero_grad(&self) {
@@ -277,8 +277,8 @@ impl<M> DistributedDataParallel<M> {
     /// from the lowest rank that has some. Forward passes in evaluation may differ from rank to rank, as always.
     ///
     /// `body` must not call other collectives: sum losses, for example, after the join. A
-    /// [`GradScaler`](crate::amp::GradScaler) works, and [`Joined::sync`] brings it and the optimizer up to date; a
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) has its own `join`. `SyncBatchNorm` is
+    /// [`GradScaler`](crate::amp::GradScaler) works, and [`Joined::sync`] brings it and the optimizer up to date; the
+    /// optimizer of a [sharded](Sharding) model has its own [`join`](crate::optim::FusedOptimizer::join). `SyncBatchNorm` is
     /// refused in training mode, as PyTorch's `join` does not support it either: its statistics need all ranks in the
     /// middle of each forward pass.
     ///

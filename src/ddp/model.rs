@@ -124,7 +124,8 @@ impl DistributedModel {
             reducer.identity().is_spread(number, &blocks.units);
         }
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
-        let (marks, first) = (Mutex::new(Marks::new(&variables)?), Mutex::default());
+        let sharded_by = (options.sharding != Sharding::Off).then(|| Arc::clone(&reducer));
+        let (marks, first) = (Mutex::new(Marks::new(&variables, sharded_by)?), Mutex::default());
         let (snapshots, pace, ran_without_graph, window, compared) = Default::default();
         let (kept, numbers) = group.keep();
         let skipped = Mutex::new(Skipped::from(numbers));

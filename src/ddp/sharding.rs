@@ -6,8 +6,8 @@ use crate::{Error, Result};
 
 /// What is spread over the ranks, so that each has a part of it: [`DdpOptions::sharding`](crate::DdpOptions::sharding).
 ///
-/// A model that is sharded leaves the gradients of its parameters to its [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer),
-/// which must be made before the first backward pass: [`backward`](crate::DistributedDataParallel::backward) returns a store without them.
+/// A model that is sharded leaves the gradients of its parameters to its [optimizer](crate::optim::FusedOptimizer#sharded-models), which must
+/// be made before the first backward pass: [`backward`](crate::DistributedDataParallel::backward) returns a store without them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sharding {

@@ -1,5 +1,6 @@
 //! The models whose gradients are in a store, as optimizers, scalers and clipping see them. The mark of a model in the store identifies it.
 use super::parameter::{Buffer, Variables};
+use super::reducer::Reducer;
 use crate::hash::content_64;
 use crate::panic::lock;
 use candle_core::backprop::GradStore;
@@ -21,6 +22,8 @@ pub(crate) struct Steps {
     ignored: HashSet<TensorId>,
     /// All variables that may have gradients in the store.
     named: Vec<(String, Var)>,
+    /// What reduces the gradients, of a model that is sharded.
+    sharded_by: Option<Arc<Reducer>>,
     last: Mutex<Option<Step>>,
     is_left_out: AtomicBool,
 }
@@ -33,7 +36,7 @@ struct Step {
 }
 
 impl Steps {
-    pub(super) fn new(mark: &Var, variables: &Variables) -> Arc<Self> {
+    pub(super) fn new(mark: &Var, variables: &Variables, sharded_by: Option<Arc<Reducer>>) -> Arc<Self> {
         let ignored = || variables.ignored.iter().map(|Buffer { name, var }| (name, var));
         let steps = Arc::new(Self {
             mark: mark.clone(),
@@ -44,6 +47,7 @@ impl Steps {
                 .chain(ignored())
                 .map(|(name, var)| (name.clone(), var.clone()))
                 .collect(),
+            sharded_by,
             last: Mutex::default(),
             is_left_out: AtomicBool::new(false),
         });
@@ -57,6 +61,24 @@ impl Steps {
     pub(crate) fn of(grads: &GradStore) -> Vec<Arc<Self>> {
         let models = lock(&MODELS);
         models.iter().filter_map(Weak::upgrade).filter(|model| grads.get(&model.mark).is_some()).collect()
+    }
+
+    /// The newest sharded model of which one of these variables is a parameter.
+    pub(crate) fn sharded<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Option<Arc<Self>> {
+        let models: Vec<_> = lock(&MODELS).iter().rev().filter_map(Weak::upgrade).collect();
+        let mut sharded = models.iter().filter(|model| model.sharded_by.is_some()).peekable();
+        sharded.peek()?;
+        let vars: HashSet<_> = vars.into_iter().map(|var| var.id()).collect();
+        sharded.find(|model| model.averaged.iter().any(|id| vars.contains(id))).cloned()
+    }
+
+    pub(crate) fn sharded_by(&self) -> Option<&Arc<Reducer>> {
+        self.sharded_by.as_ref()
+    }
+
+    /// The parameters whose gradients the ranks average, in the order of registration.
+    pub(crate) fn averaged(&self) -> impl Iterator<Item = (&String, &Var)> {
+        self.named().filter(|(_, var)| self.has(var))
     }
 
     /// Whether the ranks average the gradients of this variable.

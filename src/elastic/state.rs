@@ -131,8 +131,7 @@ impl<S: Parts> State<S> {
     /// Like [`commit`](Self::commit), with additional parts that belong to the present group. Their names must differ
     /// from the others, and every call must give the same ones.
     ///
-    /// Parts that are spread over the ranks, such as a
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), are
+    /// Parts that are spread over the ranks, such as the optimizer of a [sharded](crate::Sharding) model, are
     /// mirrored: each rank sends its shard to the next rank, on another host if there are several, and keeps the shard
     /// of the one before. When a rank dies, the rank that mirrors it has its shard. Each rank then needs memory for
     /// four shards, its own and the mirrored one of the last two commits, and sends and receives one in each commit.

@@ -41,7 +41,7 @@ impl<M> DistributedDataParallel<M> {
     ///   [compare](crate::DdpOptions::replica_check) their models;
     /// - with an [`OnNonFinite`] other than `Ignore`;
     /// - with [LAMB](crate::optim::ParamsLamb)'s `max_grad_norm`, and with an optimizer that is not a
-    ///   [`FusedOptimizer`](crate::optim::FusedOptimizer), such as a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer);
+    ///   [`FusedOptimizer`](crate::optim::FusedOptimizer), or whose model is [sharded](crate::Sharding);
     /// - with a [communication hook](crate::comm_hook).
     ///
     /// Ranks send the same messages as with two calls, so some ranks may make one call and others two. In a [trace](crate::trace), the

@@ -33,8 +33,8 @@ pub struct ClipOptions {
 }
 
 /// [`clip_grad_norm_with`] for the L2 norm. [`Optimizer::clip_grad_norm`](super::Optimizer::clip_grad_norm) does this
-/// for all parameters of an optimizer, and is required with a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer).
+/// for all parameters of an optimizer, and is required for a [sharded](crate::Sharding)
+/// model.
 pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(grads, parameters, max_norm, ClipOptions::default())
 }
@@ -48,8 +48,8 @@ pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, 
 /// would part. If all of `parameters` are ignored, the norm is taken over this rank's gradients.
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `parameters` has a gradient, if a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) keeps the gradient of one of them, and, with
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `parameters` has a gradient, if the
+/// optimizer of a [sharded](crate::Sharding) model keeps the gradient of one of them, and, with
 /// `error_if_nonfinite`, for a norm that is not finite; [`Error::GradScaler`] for gradients that are still multiplied by
 /// the scale of a [`GradScaler`](crate::amp::GradScaler).
 pub fn clip_grad_norm_with(
@@ -81,11 +81,16 @@ pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: 
     }
     let norm = norm(measured.into_iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     let norm = finite_norm(norm, options)?;
-    let scale = coefficient(norm, max_norm);
-    if scale != 1. {
-        change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))?;
-    }
+    scale(grads, vars, coefficient(norm, max_norm))?;
     Ok(norm)
+}
+
+/// Scales the gradients of these variables.
+pub(super) fn scale(grads: &mut GradStore, vars: &[Var], scale: f64) -> Result<()> {
+    if scale == 1. {
+        return Ok(());
+    }
+    change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))
 }
 
 /// Refuses a norm that is not finite, if the options ask for that.
@@ -137,12 +142,12 @@ pub(super) fn without_ignored<'a, T: Copy>(
 fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
     if !vars.is_empty() && vars.iter().all(|var| grads.get(var).is_none()) {
         let reason = "none of the parameters has a gradient in it: give the store that `backward` returned for their model. (If \
-                      a ZeroRedundancyOptimizer trains them, it keeps the gradients itself: call its `clip_grad_norm`)";
+                      the model is sharded, its optimizer keeps the gradients itself: call its `clip_grad_norm`)";
         return Err(Error::invalid("grads", reason));
     }
     if let Some(name) = first_kept(grads, vars.iter()) {
         let reason = format!(
-            "it has no gradient of {name}, which a ZeroRedundancyOptimizer keeps: call the optimizer's `clip_grad_norm`, and clip other \
+            "it has no gradient of {name}, which the optimizer of its sharded model keeps: call the optimizer's `clip_grad_norm`, and clip other \
              parameters, such as ignored ones, separately"
         );
         return Err(Error::invalid("grads", reason));

@@ -52,7 +52,6 @@ mod sums;
 pub(crate) mod unsaved;
 mod update;
 mod update_bn;
-mod zero;
 
 #[doc(inline)]
 pub use crate::variables::Parameters;
@@ -74,7 +73,6 @@ pub use schedule::{
 };
 pub use sgd::ParamsSgd;
 pub use update_bn::update_bn;
-pub use zero::ZeroRedundancyOptimizer;
 
 /// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It replaces
 /// candle_nn's.
@@ -86,5 +84,8 @@ pub type Sgd = FusedOptimizer<ParamsSgd>;
 /// LAMB, for very large batches: Apex's `FusedLAMB`.
 pub type Lamb = FusedOptimizer<ParamsLamb>;
 /// Muon for matrices, with AdamW for all other parameters: PyTorch's `torch.optim.Muon` and `AdamW` as one optimizer. See
-/// [`with_adamw`](FusedOptimizer::with_adamw), and [`ZeroRedundancyOptimizer::with_adamw`], where each matrix belongs to one rank.
+/// [`with_adamw`](FusedOptimizer::with_adamw).
 pub type Muon = FusedOptimizer<MuonGroup>;
+/// The optimizer of a model whose optimizer state is spread over the ranks, PyTorch's `ZeroRedundancyOptimizer`: any optimizer of a model
+/// that is made with [`Sharding::Optimizer`](crate::Sharding::Optimizer), such as [`AdamW`]. The name is here for those who look for it.
+pub type ZeroRedundancyOptimizer<R> = FusedOptimizer<R>;

@@ -2,8 +2,7 @@
 use super::kernel::Fused;
 use super::parameters::ParameterGroup;
 use super::rule::{UpdateRule, fraction, not_negative};
-use super::{FusedOptimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use crate::ddp::DistributedDataParallel;
+use super::{FusedOptimizer, ParamsAdamW};
 use crate::error::describe;
 use crate::nn::{autocast_off, matmul};
 use crate::variables::Parameters;
@@ -72,7 +71,8 @@ pub enum MuonGroup {
 impl FusedOptimizer<MuonGroup> {
     /// Muon for matrices, AdamW for all other parameters and for those whose names `by_adamw` accepts. These should be embeddings and
     /// the last layer. They are two groups, Muon's first, each with its own learning rate. [`Debug`](std::fmt::Debug) lists the parameters of
-    /// each.
+    /// each. Under [sharding](crate::Sharding), each matrix of Muon and its state belong to one rank, so that it takes the time of one rank to
+    /// update it.
     ///
     /// Kernels of convolutions and stacks of matrices are AdamW's here. [`from_groups`](Self::from_groups) gives them to Muon, in a group of
     /// [`MuonGroup::Muon`].
@@ -106,25 +106,7 @@ impl FusedOptimizer<MuonGroup> {
         by_adamw: impl Fn(&str) -> bool,
     ) -> Result<Self> {
         let Parameters { variables, named } = parameters.into();
-        let mut optimizer = Self::from_groups(groups(variables, muon, adamw, by_adamw))?;
-        optimizer.named = named;
-        Ok(optimizer)
-    }
-}
-
-impl ZeroRedundancyOptimizer<MuonGroup> {
-    /// [`Muon::with_adamw`](FusedOptimizer::with_adamw) with the state spread over the ranks. Each matrix of Muon and its state belong
-    /// to one rank, so that it takes the time of one rank to update it. Every rank must call it.
-    ///
-    /// # Errors
-    /// Returns the errors of [`from_groups`](Self::from_groups).
-    pub fn with_adamw<M>(
-        ddp: &DistributedDataParallel<M>,
-        muon: ParamsMuon,
-        adamw: ParamsAdamW,
-        by_adamw: impl Fn(&str) -> bool,
-    ) -> Result<Self> {
-        Self::from_groups(ddp, groups(ddp.averaged_parameters(), muon, adamw, by_adamw))
+        Self::of_groups(groups(variables, muon, adamw, by_adamw), named)
     }
 }
 

@@ -13,24 +13,21 @@ use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
-/// An optimizer: [`FusedOptimizer`](super::FusedOptimizer) (AdamW, Adam, SGD, LAMB, Muon) or
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). A program that chooses one at run time can use a
-/// `Box<dyn Optimizer>`:
+/// An optimizer: [`FusedOptimizer`](super::FusedOptimizer) (AdamW, Adam, SGD, LAMB, Muon) or one of your own. A program that chooses one
+/// at run time can use a `Box<dyn Optimizer>`:
 ///
 /// ```
 /// # use candle_core::{DType, Tensor};
-/// # use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-/// # use candle_ddp::{DdpOptions, DistributedDataParallel, Result, Sharding};
+/// # use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd};
+/// # use candle_ddp::{DistributedDataParallel, Result};
 /// # use candle_nn::{VarMap, linear};
 /// # fn main() -> Result<()> {
-/// # let sharding = Sharding::Optimizer;
+/// # let name = "adamw";
 /// # candle_ddp::spawn(2, |pg| {
-/// # let options = DdpOptions { sharding, ..Default::default() };
-/// # let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
-/// let params = ParamsAdamW::default();
-/// let mut optimizer: Box<dyn Optimizer> = match ddp.sharding() {
-///     Sharding::Off => Box::new(AdamW::new(&ddp, params)?),
-///     _ => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
+/// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 2, vb))?;
+/// let mut optimizer: Box<dyn Optimizer> = match name {
+///     "adamw" => Box::new(AdamW::new(&ddp, ParamsAdamW::default())?),
+///     _ => Box::new(Sgd::new(&ddp, ParamsSgd::default())?),
 /// };
 /// # let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
 /// # let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
@@ -53,8 +50,8 @@ pub trait Optimizer: StateDict {
     ///
     /// # Errors
     /// Returns [`Error::Parameter`] for a gradient that does not fit its parameter, or is this rank's sum of passes under
-    /// [`no_sync`](crate::DistributedDataParallel::no_sync); an error of the device; and with
-    /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) also those listed there.
+    /// [`no_sync`](crate::DistributedDataParallel::no_sync); an error of the device; and for a sharded model also those of
+    /// [`FusedOptimizer`](super::FusedOptimizer).
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 
     /// The learning rate of each group of parameters.
@@ -124,7 +121,7 @@ pub trait Optimizer: StateDict {
     /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
     /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
     /// may be others. [`load_state_dict`](StateDict::load_state_dict) takes only a state of the same parameters. Gradients end
-    /// here, as there. The parts that the ranks of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) have saved may be
+    /// here, as there. The parts that ranks have saved under [sharding](crate::Sharding) may be
     /// together in one map.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor, Var};
 use std::fmt::Debug;
 
 /// The options of an optimizer, which determine how it updates a parameter. [`FusedOptimizer`](super::FusedOptimizer)
-/// and [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) work with every rule: with
+/// works with every rule: with
 /// [`ParamsAdamW`](candle_nn::ParamsAdamW), [`ParamsAdam`](super::ParamsAdam), [`ParamsSgd`](super::ParamsSgd) and
 /// [`ParamsLamb`](super::ParamsLamb), which run as fused kernels, and with your own, made of candle's operations on any
 /// device. Momentum, as an example:
@@ -54,7 +54,7 @@ pub trait UpdateRule: Clone + Debug {
     const NAME: &'static str;
 
     /// Whether each element of the parameter and of its state depends only on the same element of parameter, gradient
-    /// and state, as in AdamW, SGD and Lion. [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) then passes pieces
+    /// and state, as in AdamW, SGD and Lion. Under [sharding](crate::Sharding), the optimizer then passes pieces
     /// of parameters to [`update`](Self::update) on each rank. With another rule, such as Muon, one rank updates the whole parameter.
     /// (LAMB is updated in pieces as well, since its kernels add up their norms over all ranks.)
     const ELEMENTWISE: bool = false;
@@ -86,7 +86,7 @@ pub trait UpdateRule: Clone + Debug {
     ///
     /// `parameter`, `gradient`, each state and the result have the same shape, dtype and device, and no graph. Gradients end here:
     /// the optimizer makes the result the new value of the parameter. The shape is the parameter's own, or one-dimensional for a
-    /// piece of it under [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). The dtype is f64 for parameters of f64, and
+    /// piece of it under [sharding](crate::Sharding). The dtype is f64 for parameters of f64, and
     /// f32 for parameters of f32, f16 and bf16: the optimizer converts 16-bit parameters and gradients, and rounds the result. A
     /// state is zero at first. `step` counts the updates of this parameter from 1.
     ///

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 pub(crate) enum Operation {
     /// A backward pass that averages gradients: bit `i` stands for the `i`-th model of the join.
     Backward { models: u64, kind: Kind },
-    /// `ZeroRedundancyOptimizer::step`
+    /// `Optimizer::step` of a sharded model
     Step,
-    /// `ZeroRedundancyOptimizer::clip_grad_norm`
+    /// `Optimizer::clip_grad_norm` of a sharded model
     ClipGradNorm,
     /// `GradScaler::unscale`
     Unscale,

@@ -2,7 +2,6 @@
 use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::comm_hook::AllReduce;
-use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Sharding, Unused, spawn,
 };

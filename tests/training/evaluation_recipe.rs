@@ -1,6 +1,6 @@
 use candle_core::Tensor;
 use candle_ddp::nn::{Linear, linear, loss, no_grad};
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, checkpoint};
 use candle_nn::VarMap;
 use std::path::Path;
@@ -25,10 +25,7 @@ fn train(
     let options = DdpOptions { init_seed: Some(42), sharding, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| linear(6, 1, vb.pp("fc")), options)?;
     let params = ParamsAdamW { lr: 0.01, weight_decay: 0.0, ..Default::default() };
-    let mut optimizer: Box<dyn Optimizer> = match zero {
-        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        false => Box::new(AdamW::new(&ddp, params)?),
-    };
+    let mut optimizer = AdamW::new(&ddp, params)?;
     let (best_file, last_file) = (folder.join("best.safetensors"), folder.join("last.safetensors"));
     let mut history = Vec::new();
     let (mut best, mut best_epoch) = (f64::NAN, 0);

@@ -8,8 +8,8 @@ use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{
-    self, AdamW, Ema, FusedOptimizer, Lamb, MuonGroup, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon,
-    PeriodicModelAverager, PeriodicModelAveragerOptions, UpdateRule, ZeroRedundancyOptimizer,
+    self, AdamW, Ema, FusedOptimizer, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon, PeriodicModelAverager,
+    PeriodicModelAveragerOptions, UpdateRule,
 };
 use candle_ddp::{
     Backward, Block, DdpOptions, DistributedDataParallel, JoinOptions, Precision, ProcessGroup, ReduceOp, Result, Role,
@@ -180,23 +180,6 @@ fn rows(step: usize, ranges: &[Range<usize>]) -> candle_core::Result<Tensor> {
 type Ddp = DistributedDataParallel<Net>;
 type Values = BTreeMap<String, Vec<f64>>;
 
-/// An optimizer, with or without a part of the gradients.
-trait Trains: Optimizer {
-    fn join(&mut self, ddp: &Ddp, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()>;
-}
-
-impl<R: UpdateRule> Trains for FusedOptimizer<R> {
-    fn join(&mut self, ddp: &Ddp, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
-        ddp.join(JoinOptions::default(), || body(self)).map(drop)
-    }
-}
-
-impl<R: UpdateRule> Trains for ZeroRedundancyOptimizer<R> {
-    fn join(&mut self, ddp: &Ddp, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
-        ZeroRedundancyOptimizer::join(self, ddp, JoinOptions::default(), body).map(drop)
-    }
-}
-
 struct Program<'a> {
     pg: &'a ProcessGroup,
     with: &'a [Feature],
@@ -335,10 +318,10 @@ fn options(pg: &ProcessGroup, with: &[Feature]) -> DdpOptions {
 }
 
 /// Trains these steps, after those that an earlier run has saved in the folder, and returns the whole weights and averages.
-fn train<O: Trains>(
+fn train<R: UpdateRule>(
     pg: &ProcessGroup,
     with: &[Feature],
-    optimizer: impl FnOnce(&Ddp) -> Result<O>,
+    optimizer: impl FnOnce(&Ddp) -> Result<FusedOptimizer<R>>,
     steps: Range<usize>,
     folder: &Path,
 ) -> Result<Values> {
@@ -387,7 +370,7 @@ fn train<O: Trains>(
     let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;
     let last = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
     assert_eq!(last, steps.start.checked_sub(1).map(|step| step as u64));
-    let mut all = |optimizer: &mut O| -> Result<()> {
+    let mut all = |optimizer: &mut FusedOptimizer<R>| -> Result<()> {
         for step in steps.clone() {
             program.step(optimizer, step)?;
             if has(Averager) {
@@ -398,7 +381,7 @@ fn train<O: Trains>(
         Ok(())
     };
     if has(Join) {
-        optimizer.join(&ddp, &mut all)?
+        optimizer.join(&ddp, JoinOptions::default(), all)?;
     } else {
         all(&mut optimizer)?
     };
@@ -424,25 +407,16 @@ fn ranks(
     steps: Range<usize>,
     folder: &Path,
 ) -> Vec<std::result::Result<Values, String>> {
-    let is_sharded = [ShardedOptimizer, ShardedBlocks, Hybrid].iter().any(|feature| with.contains(feature));
     let (adamw, muon) = (ParamsAdamW { lr: 0.01, ..Default::default() }, ParamsMuon { lr: 0.01, ..Default::default() });
     let lamb = ParamsLamb { lr: 0.01, ..Default::default() };
     let by_adamw = |name: &str| name.starts_with("head");
     let run = |pg: ProcessGroup| {
         let (pg, steps) = (&pg, steps.clone());
         let (adamw, muon, lamb) = (adamw.clone(), muon.clone(), lamb.clone());
-        let found = match (with.contains(&Norms), with.contains(&Muon), is_sharded) {
-            (true, _, true) => train(pg, with, |ddp| ZeroRedundancyOptimizer::new(ddp, lamb), steps, folder),
-            (true, _, false) => train(pg, with, |ddp| Lamb::new(ddp, lamb), steps, folder),
-            (_, true, true) => {
-                let new = |ddp: &Ddp| ZeroRedundancyOptimizer::<MuonGroup>::with_adamw(ddp, muon, adamw, by_adamw);
-                train(pg, with, new, steps, folder)
-            }
-            (_, true, false) => {
-                train(pg, with, |ddp| optim::Muon::with_adamw(ddp, muon, adamw, by_adamw), steps, folder)
-            }
-            (_, _, true) => train(pg, with, |ddp| ZeroRedundancyOptimizer::new(ddp, adamw), steps, folder),
-            (_, _, false) => train(pg, with, |ddp| AdamW::new(ddp, adamw), steps, folder),
+        let found = match (with.contains(&Norms), with.contains(&Muon)) {
+            (true, _) => train(pg, with, |ddp| Lamb::new(ddp, lamb), steps, folder),
+            (_, true) => train(pg, with, |ddp| optim::Muon::with_adamw(ddp, muon, adamw, by_adamw), steps, folder),
+            (_, false) => train(pg, with, |ddp| AdamW::new(ddp, adamw), steps, folder),
         };
         Ok(found.map_err(|error| error.to_string()))
     };

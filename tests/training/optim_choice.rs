@@ -29,7 +29,7 @@ fn choose(kind: &str, ddp: &Ddp) -> Result<Box<dyn Optimizer>> {
     let biases = ParameterGroup { parameters: biases, options: ParamsAdamW { lr: 0.01, ..adamw.clone() } };
     let groups = vec![ParameterGroup { parameters: weights, options: adamw }, biases];
     Ok(match kind {
-        "zero" => Box::new(ZeroRedundancyOptimizer::from_groups(ddp, groups)?),
+        "zero" => Box::new(ZeroRedundancyOptimizer::from_groups(groups)?),
         "adamw" => Box::new(AdamW::from_groups(groups)?),
         "sgd" => Box::new(Sgd::new(named, ParamsSgd { lr: 0.02, ..Default::default() })?),
         _ => Box::new(Lamb::new(named, ParamsLamb { lr: 0.02, ..Default::default() })?),

@@ -126,7 +126,7 @@ fn a_sharded_optimizer_moves_to_the_thawed_model() {
         true,
         |ddp| ZeroRedundancyOptimizer::new(ddp, params(0.05)),
         |ddp, mut optimizer| {
-            optimizer.add_param_group(ddp, backbone(ddp, params(0.02)))?;
+            optimizer.add_param_group(backbone(ddp, params(0.02)))?;
             assert_eq!(optimizer.learning_rates(), [0.05, 0.02]);
             Ok(optimizer)
         },
@@ -172,7 +172,7 @@ fn a_new_sharded_optimizer_loads_what_is_known() {
             let head = ddp.named_parameters().into_iter().filter(|(name, _)| name.starts_with("head."));
             let head = ParameterGroup { parameters: head.collect(), options: params(0.05) };
             let groups = vec![head, backbone(ddp, params(0.02))];
-            let mut optimizer = ZeroRedundancyOptimizer::from_groups(ddp, groups)?;
+            let mut optimizer = ZeroRedundancyOptimizer::from_groups(groups)?;
             let mut state = checkpoint::read(file(0))?;
             let error = optimizer.load_known(&state).unwrap_err().to_string();
             assert!(error.contains("its parts in the shards do not add up to the"), "{error}");

@@ -119,7 +119,7 @@ fn train_like_plain<R: UpdateRule + Sync>(options: R, biases: R) {
         let found = ranks(world_size, |pg| {
             let ddp = wrap(&pg, small(true))?;
             let mut optimizer =
-                ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &options, &biases))?;
+                ZeroRedundancyOptimizer::from_groups(groups(ddp.named_parameters(), &options, &biases))?;
             for step in 0..6 {
                 let mut grads = backward(&ddp, step, 1.)?;
                 let norm = optimizer.clip_grad_norm(&mut grads, 0.02)?;
@@ -266,8 +266,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
     let expected = plain(&adamw(), &biases, 6, f64::INFINITY);
     let weights = ranks(2, |pg| {
         let ddp = wrap(&pg, small(true))?;
-        let mut optimizer =
-            ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &adamw(), &biases))?;
+        let mut optimizer = ZeroRedundancyOptimizer::from_groups(groups(ddp.named_parameters(), &adamw(), &biases))?;
         for step in 0..3 {
             optimizer.step(&backward(&ddp, step, 1.)?)?;
         }
@@ -298,8 +297,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
     let spread = ranks(3, |pg| {
         let ddp = wrap(&pg, of_zero())?;
         take_over(&ddp);
-        let mut optimizer =
-            ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &adamw(), &biases))?;
+        let mut optimizer = ZeroRedundancyOptimizer::from_groups(groups(ddp.named_parameters(), &adamw(), &biases))?;
         optimizer.load(&fused)?;
         assert_eq!(optimizer.learning_rates(), [0.02, 0.03]);
         optimizer.set_learning_rates(&[0.01, 0.01])?;
@@ -389,6 +387,10 @@ fn bad_shards_are_refused_on_all_ranks_and_change_nothing() {
     }
 }
 
+fn ddp_of_another(pg: &ProcessGroup) -> Result<DistributedDataParallel<Tensor>> {
+    DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| vb.get(3, "another"), of_zero())
+}
+
 #[test]
 fn misuse_is_an_error() {
     let message = |result: Result<()>| result.unwrap_err().to_string();
@@ -407,11 +409,13 @@ fn misuse_is_an_error() {
             Err(Error::InvalidArgument { argument: "beta1", .. }) if pg.rank() == 1 => {}
             other => panic!("rank {}: {other:?}", pg.rank()),
         }
-        // A variable that DDP does not know.
-        let stranger = Var::zeros(3, DType::F32, pg.device())?;
-        let group = ParameterGroup { parameters: vec![("stranger".to_string(), stranger)], options: adamw() };
-        let error = ZeroRedundancyOptimizer::from_groups(&ddp, vec![group]).unwrap_err();
-        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "stranger"), "{error}");
+        // Parameters of two sharded models.
+        let other = ddp_of_another(&pg)?;
+        let group = |ddp: Vec<(String, Var)>| ParameterGroup { parameters: ddp, options: adamw() };
+        let groups = vec![group(other.named_parameters()), group(ddp.named_parameters())];
+        let error = ZeroRedundancyOptimizer::from_groups(groups).unwrap_err().to_string();
+        assert!(error.contains("of another sharded model"), "{error}");
+        drop(other);
         // DDP allows one such optimizer at a time, and none with a hook.
         let optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
         let error = message(ZeroRedundancyOptimizer::new(&ddp, adamw()).map(|_| ()));
@@ -494,7 +498,7 @@ fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
             let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
             let named = ddp.named_parameters();
             let sgd = ParamsSgd { lr: 0.1, ..Default::default() };
-            let mut zero = ZeroRedundancyOptimizer::new(&ddp, sgd.clone())?;
+            let mut zero = ZeroRedundancyOptimizer::new(vec![named[0].clone()], sgd.clone())?;
             let mut own = FusedOptimizer::new(vec![named[1].clone()], sgd)?;
             let mut scaler = GradScaler::new(&pg, named.clone(), GradScalerOptions::default())?;
             let loss = ddp.call(|[averaged, own]| averaged.sum_all()? + own.sum_all()?)?;
@@ -520,7 +524,7 @@ fn every_averaged_parameter_is_in_a_group() {
         let ddp = wrap(&pg, small(true))?;
         let parameters = ddp.named_parameters().into_iter().filter(|(name, _)| name != "second.bias").collect();
         let groups = vec![ParameterGroup { parameters, options: adamw() }];
-        let error = ZeroRedundancyOptimizer::from_groups(&ddp, groups).unwrap_err();
+        let error = ZeroRedundancyOptimizer::from_groups(groups).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "second.bias"), "{error}");
         Ok(())
     })

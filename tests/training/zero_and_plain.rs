@@ -47,7 +47,7 @@ impl Run {
             ParameterGroup { parameters: biases, options: slow },
         ];
         let optimizer: Box<dyn Optimizer> = match zero {
-            true => Box::new(ZeroRedundancyOptimizer::from_groups(&ddp, groups)?),
+            true => Box::new(ZeroRedundancyOptimizer::from_groups(groups)?),
             false => Box::new(FusedOptimizer::from_groups(groups)?),
         };
         Ok(Self { varmap, ddp, optimizer })

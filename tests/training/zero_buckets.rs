@@ -114,7 +114,7 @@ fn what_backward_returns_does_not_depend_on_optimizers() {
     };
     ranks(2, |pg| {
         // Nobody would use the gradients.
-        refused(backward(&wrap(&pg, true)?, 0, FACTORS).map(drop), "make a ZeroRedundancyOptimizer");
+        refused(backward(&wrap(&pg, true)?, 0, FACTORS).map(drop), "make its optimizer");
         Ok(())
     })
     .unwrap();
@@ -130,7 +130,9 @@ fn what_backward_returns_does_not_depend_on_optimizers() {
             assert_ne!(values(&ddp), before);
         }
         let plain = wrap(&pg, false)?;
-        refused(ZeroRedundancyOptimizer::new(&plain, params.clone()).map(drop), "Sharding::Optimizer");
+        let optimizer = ZeroRedundancyOptimizer::new(&plain, params.clone())?;
+        assert!(gradients(&plain, &backward(&plain, 0, FACTORS)?).iter().all(Option::is_some));
+        refused(optimizer.save_shards("folder"), "not sharded");
         let hook = ddp.register_comm_hook(AllReduce::default()).unwrap_err().to_string();
         assert!(hook.contains("the model is sharded"), "{hook}");
         Ok(())

@@ -32,7 +32,7 @@ pub struct Block<M> {
 /// ```
 /// use candle_core::{Module, Tensor};
 /// use candle_ddp::nn::{Linear, linear};
-/// use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+/// use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 /// use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Sharding, block};
 /// use candle_nn::{VarBuilder, VarMap};
 ///
@@ -60,7 +60,7 @@ pub struct Block<M> {
 /// candle_ddp::spawn(2, |pg| {
 ///     let options = DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
 ///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, options)?;
-///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+///     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
 ///     let x = Tensor::randn(0f32, 1., (4, 8), pg.device())?;
 ///     let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
 ///     optimizer.step(&grads)

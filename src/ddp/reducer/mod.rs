@@ -401,7 +401,7 @@ impl Reducer {
         })
     }
 
-    /// Drops what the pass has left to a ZeroRedundancyOptimizer, which then changes nothing.
+    /// Drops what the pass has left to the optimizer of a sharded model, which then changes nothing.
     pub(crate) fn leave_out(&self) {
         let mut state = self.lock();
         let State { reduction, parameters, .. } = &mut *state;

@@ -59,7 +59,7 @@ impl Reducer {
     /// This rank's part of each bucket, and the memory of buckets, for the model's only optimizer.
     pub(crate) fn shards(&self) -> Result<(Vec<Shard>, Arc<BucketMemory>)> {
         self.with_shards(|reduction| match reduction.has_optimizer() {
-            true => Err(Error::invalid("ddp", "it has another ZeroRedundancyOptimizer already: drop that one first")),
+            true => Err(Error::invalid("ddp", "it has another optimizer already: drop that one first")),
             false => Ok(reduction.shards()),
         })
     }
@@ -69,7 +69,7 @@ impl Reducer {
         self.lock().is_local()
     }
 
-    /// Whether a ZeroRedundancyOptimizer must use the gradients, and there is none.
+    /// Whether an optimizer must use the gradients, and there is none.
     pub(crate) fn lacks_optimizer(&self) -> bool {
         matches!(&self.lock().reduction, Reduction::Shard(shard) if !shard.has_optimizer())
     }
@@ -100,11 +100,7 @@ impl Reducer {
     fn with_shards<T>(&self, work: impl FnOnce(&mut ShardReduction) -> Result<T>) -> Result<T> {
         match &mut self.lock().reduction {
             Reduction::Shard(reduction) => work(reduction),
-            _ => {
-                let reason = "every rank has all of its gradients: build it with DdpOptions { sharding: Sharding::Optimizer, .. }, or use \
-                              another optimizer";
-                Err(Error::invalid("sharding", reason))
-            }
+            _ => Err(Error::invalid("sharding", "every rank has all gradients of the model")),
         }
     }
 }

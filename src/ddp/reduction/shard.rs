@@ -159,7 +159,7 @@ impl ShardReduction {
             let parts = self.shards.iter().map(|shard| shard.own.copy()).collect::<candle_core::Result<_>>()?;
             self.earlier = Some((pending, parts));
         } else if self.earlier.is_none() {
-            let reason = "a ZeroRedundancyOptimizer keeps the gradients, and has already used or dropped the earlier ones: begin with \
+            let reason = "the optimizer of a sharded model keeps the gradients, and has already used or dropped the earlier ones: begin with \
                           GradStore::default() after each step";
             return Err(Error::invalid("into", reason));
         }

@@ -2,7 +2,7 @@
 use super::averages::{Values, assert_same, whole};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParameterGroup, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParameterGroup, ParamsAdamW, ParamsMuon};
 use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, block, spawn};
 use candle_nn::{VarBuilder, VarMap};
 use std::ops::Range;
@@ -67,13 +67,6 @@ fn groups(ddp: &Ddp) -> Vec<ParameterGroup<MuonGroup>> {
     ]
 }
 
-fn made(ddp: &Ddp, zero: bool) -> candle_ddp::Result<Box<dyn Optimizer>> {
-    Ok(match zero {
-        true => Box::new(ZeroRedundancyOptimizer::from_groups(ddp, groups(ddp))?),
-        false => Box::new(Muon::from_groups(groups(ddp))?),
-    })
-}
-
 fn wrap(pg: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> candle_ddp::Result<Ddp> {
     let precision = Precision::Pure(DType::F64);
     let options = DdpOptions { init_seed: Some(5), precision, sharding, ..Default::default() };
@@ -86,10 +79,10 @@ fn unbroken(steps: u64) -> Vec<Values> {
     let run = spawn(1, |pg| {
         let varmap = VarMap::new();
         let ddp = wrap(&pg, &varmap, Sharding::Off)?;
-        let mut optimizer = made(&ddp, false)?;
+        let mut optimizer = Muon::from_groups(groups(&ddp))?;
         let mut found = Vec::new();
         for number in 0..steps {
-            step(&ddp, &mut *optimizer, number)?;
+            step(&ddp, &mut optimizer, number)?;
             if number % 2 == 1 {
                 found.push(whole(&pg, &varmap, &folder.path().join("model"))?);
             }
@@ -100,15 +93,15 @@ fn unbroken(steps: u64) -> Vec<Values> {
 }
 
 /// Continues a run in these steps, and saves it.
-fn continued(ranks: usize, zero: bool, sharding: Sharding, steps: Range<u64>, folder: &Path) -> Values {
+fn continued(ranks: usize, sharding: Sharding, steps: Range<u64>, folder: &Path) -> Values {
     let run = spawn(ranks, |pg| {
         let mut varmap = VarMap::new();
         let ddp = wrap(&pg, &varmap, sharding)?;
-        let mut optimizer = made(&ddp, zero)?;
+        let mut optimizer = Muon::from_groups(groups(&ddp))?;
         let options = CheckpointerOptions { resume: true, ..Default::default() };
         let mut checkpointer = Checkpointer::new(&pg, folder.join("run"), options)?;
         checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?;
-        steps.clone().try_for_each(|number| step(&ddp, &mut *optimizer, number))?;
+        steps.clone().try_for_each(|number| step(&ddp, &mut optimizer, number))?;
         checkpointer.save(steps.end - 1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;
         whole(&pg, &varmap, &folder.join("model"))
     });
@@ -121,21 +114,21 @@ fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ra
     let kept = Sharding::Blocks { reshard_after_forward: false, ranks: None };
     let hybrid = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
     let runs = [
-        (2, true, blocks),
-        (4, true, blocks),
-        (1, false, Sharding::Off),
-        (1, true, kept),
-        (4, true, hybrid),
-        (2, true, Sharding::Optimizer),
-        (8, true, blocks),
-        (2, false, Sharding::Off),
-        (4, true, hybrid),
+        (2, blocks),
+        (4, blocks),
+        (1, Sharding::Off),
+        (1, kept),
+        (4, hybrid),
+        (2, Sharding::Optimizer),
+        (8, blocks),
+        (2, Sharding::Off),
+        (4, hybrid),
     ];
     let (folder, expected) = (tempfile::tempdir().unwrap(), unbroken(2 * runs.len() as u64));
-    for (number, (ranks, zero, sharding)) in runs.into_iter().enumerate() {
+    for (number, (ranks, sharding)) in runs.into_iter().enumerate() {
         let steps = 2 * number as u64..2 * number as u64 + 2;
-        let found = continued(ranks, zero, sharding, steps, folder.path());
-        assert_same(&found, &expected[number], &format!("{ranks} ranks, ZeRO: {zero}, {sharding:?}"));
+        let found = continued(ranks, sharding, steps, folder.path());
+        assert_same(&found, &expected[number], &format!("{ranks} ranks, {sharding:?}"));
     }
 }
 
@@ -146,7 +139,7 @@ fn each_matrix_has_one_owner_that_has_its_state() {
         let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: copy };
         let found = spawn(ranks, |pg| {
             let ddp = wrap(&pg, &VarMap::new(), sharding)?;
-            let mut optimizer = ZeroRedundancyOptimizer::from_groups(&ddp, groups(&ddp))?;
+            let mut optimizer = Muon::from_groups(groups(&ddp))?;
             step(&ddp, &mut optimizer, 0)?;
             let state = optimizer.share()?.dict;
             let own = state.keys().filter_map(|key| key.strip_suffix(".momentum_buffer@0"));

@@ -36,44 +36,14 @@ fn group(ddp: &Ddp, is_head: bool) -> ParameterGroup<ParamsAdamW> {
     ParameterGroup { parameters: parameters.collect(), options: params(if is_head { 0.05 } else { 0.02 }) }
 }
 
-/// One of the two optimizers.
-enum Either {
-    Plain(AdamW),
-    Zero(Optim),
-}
-
-impl Either {
-    fn new(ddp: &Ddp, kind: Kind, groups: Vec<ParameterGroup<ParamsAdamW>>) -> candle_ddp::Result<Self> {
-        Ok(match kind {
-            Kind::Off => Self::Plain(AdamW::from_groups(groups)?),
-            _ => Self::Zero(ZeroRedundancyOptimizer::from_groups(ddp, groups)?),
-        })
+fn train_for(optimizer: &mut AdamW, ddp: &Ddp, steps: std::ops::Range<u64>) -> candle_ddp::Result<()> {
+    for number in steps {
+        let (rank, ranks) = (ddp.process_group().rank(), ddp.process_group().world_size());
+        let values = (0..36).map(|index| ((index * 37 + number * 11) as f64 * 0.1).sin()).collect();
+        let batch = Tensor::from_vec(values, (12, 3), &Device::Cpu)?.narrow(0, rank * 12 / ranks, 12 / ranks)?;
+        optimizer.step(&ddp.backward(&ddp.forward(&batch)?.sqr()?.mean_all()?)?)?;
     }
-
-    fn add(&mut self, ddp: &Ddp, group: ParameterGroup<ParamsAdamW>) -> candle_ddp::Result<()> {
-        match self {
-            Self::Plain(optimizer) => optimizer.add_param_group(group),
-            Self::Zero(optimizer) => optimizer.add_param_group(ddp, group),
-        }
-    }
-
-    fn get(&mut self) -> &mut dyn Optimizer {
-        match self {
-            Self::Plain(optimizer) => optimizer,
-            Self::Zero(optimizer) => optimizer,
-        }
-    }
-
-    fn steps(&mut self, ddp: &Ddp, steps: std::ops::Range<u64>) -> candle_ddp::Result<()> {
-        for number in steps {
-            let (rank, ranks) = (ddp.process_group().rank(), ddp.process_group().world_size());
-            let values = (0..36).map(|index| ((index * 37 + number * 11) as f64 * 0.1).sin()).collect();
-            let batch = Tensor::from_vec(values, (12, 3), &Device::Cpu)?.narrow(0, rank * 12 / ranks, 12 / ranks)?;
-            let grads = ddp.backward(&ddp.forward(&batch)?.sqr()?.mean_all()?)?;
-            self.get().step(&grads)?;
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 /// The thawed model, from the weights of the frozen one.
@@ -92,20 +62,20 @@ fn train(ranks: usize, kind: Kind, adds: bool) -> Values {
     let run = spawn(ranks, |pg| {
         let varmap = VarMap::new();
         let ddp = model(&pg, &varmap, kind, true)?;
-        let mut optimizer = Either::new(&ddp, kind, vec![group(&ddp, true)])?;
-        optimizer.steps(&ddp, 0..STEPS)?;
+        let mut optimizer = AdamW::from_groups(vec![group(&ddp, true)])?;
+        train_for(&mut optimizer, &ddp, 0..STEPS)?;
         let (all, varmap) = thawed(&pg, varmap, kind, &folder.path().join("thawed"))?;
         if adds {
-            optimizer.add(&all, group(&all, false))?;
+            optimizer.add_param_group(group(&all, false))?;
         } else {
-            let state = optimizer.get().state_dict()?;
+            let state = optimizer.state_dict()?;
             drop(optimizer);
-            optimizer = Either::new(&all, kind, vec![group(&all, true), group(&all, false)])?;
-            let report = optimizer.get().load_known(&state)?;
+            optimizer = AdamW::from_groups(vec![group(&all, true), group(&all, false)])?;
+            let report = optimizer.load_known(&state)?;
             assert_eq!(report.loaded, ["head.bias", "head.weight"]);
         }
         drop(ddp);
-        optimizer.steps(&all, STEPS..2 * STEPS)?;
+        train_for(&mut optimizer, &all, STEPS..2 * STEPS)?;
         whole(&pg, &varmap, &folder.path().join("model"))
     });
     run.unwrap().remove(0)
@@ -133,13 +103,10 @@ fn a_checkpoint_from_before_the_thaw_is_one_error_that_says_what_to_do() {
         spawn(2, |pg| {
             let mut varmap = VarMap::new();
             let ddp = model(&pg, &varmap, kind, true)?;
-            let mut optimizer = Either::new(&ddp, kind, vec![group(&ddp, true)])?;
-            optimizer.steps(&ddp, 0..1)?;
+            let mut optimizer = AdamW::from_groups(vec![group(&ddp, true)])?;
+            train_for(&mut optimizer, &ddp, 0..1)?;
             let mut checkpointer = Checkpointer::new(&pg, folder.path(), CheckpointerOptions::default())?;
-            match &mut optimizer {
-                Either::Plain(one) => checkpointer.save(1, (("model", &mut varmap), ("optimizer", one)))?.wait()?,
-                Either::Zero(one) => checkpointer.save(1, (("model", &mut varmap), ("optimizer", one)))?.wait()?,
-            };
+            checkpointer.save(1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;
             drop((optimizer, ddp));
             let mut varmap = VarMap::new();
             let ddp = model(&pg, &varmap, kind, false)?;
@@ -152,11 +119,9 @@ fn a_checkpoint_from_before_the_thaw_is_one_error_that_says_what_to_do() {
                 if number == 0 && kind != Kind::Off {
                     continue; // all parameters must be in a group
                 }
-                let result = match &mut Either::new(&ddp, kind, groups)? {
-                    Either::Plain(one) => checkpointer.load_latest((("model", &mut varmap), ("optimizer", one))),
-                    Either::Zero(one) => checkpointer.load_latest((("model", &mut varmap), ("optimizer", one))),
-                };
-                let error = result.unwrap_err();
+                let mut optimizer = AdamW::from_groups(groups)?;
+                let parts = (("model", &mut varmap), ("optimizer", &mut optimizer));
+                let error = checkpointer.load_latest(parts).unwrap_err();
                 assert!(matches!(error, Error::CheckpointPart { .. }), "{kind:?}: {error:?}");
                 let text = error.to_string();
                 assert!(number == 0 || text.contains("load_known"), "{kind:?}: {text}");

@@ -1,7 +1,7 @@
 //! Parameters that their rule updates only as a whole. Each belongs to one rank, its owner, which has the state. At a step, the owner
 //! gets the parts of the gradient from the other ranks, and those of the value if its model is sharded, and sends them their parts of the
 //! new value.
-use super::layout::{self, OwnShard, Piece, Trained};
+use super::slot::{self, OwnShard, Piece, Slot};
 use crate::Result;
 use crate::backend::P2pOp;
 use crate::optim::rule::UpdateRule;
@@ -41,16 +41,16 @@ pub(super) enum Way {
 /// The parameters that their rules need as a whole, the largest first. Each belongs to the rank that has the fewest elements so far.
 pub(super) fn wholes<R: UpdateRule>(
     shards: &[OwnShard],
-    parameters: &[Trained],
+    slots: &[Slot],
     options: &[R],
     (within, spread): (&ProcessGroup, Spread),
 ) -> Result<Vec<Whole>> {
-    let rule = |parameter: usize| &options[parameters[parameter].group];
-    let elements = |parameter: usize| parameters[parameter].placement.shape.elem_count();
+    let rule = |parameter: usize| &options[slots[parameter].group];
+    let elements = |parameter: usize| slots[parameter].placement.shape.elem_count();
     let members = shards.iter().enumerate().flat_map(|(shard, own)| {
         own.shard.parameters.iter().enumerate().map(move |(place, parameter)| (shard, place, *parameter))
     });
-    let mut members: Vec<_> = members.filter(|(.., parameter)| !layout::takes_pieces(rule(*parameter))).collect();
+    let mut members: Vec<_> = members.filter(|(.., parameter)| !slot::takes_pieces(rule(*parameter))).collect();
     // The owners do not depend on the order of the buckets.
     members.sort_by_key(|(.., parameter)| (Reverse(elements(*parameter)), *parameter));
     let mut loads = vec![0; within.world_size()];
@@ -58,7 +58,7 @@ pub(super) fn wholes<R: UpdateRule>(
         let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
         loads[owner] += elements(parameter);
         let ranges = (0..loads.len()).map(|rank| shards[shard].shard.cut.range(place, rank)).collect();
-        let trained = (parameter, &parameters[parameter]);
+        let trained = (parameter, &slots[parameter]);
         let own = || Piece::new(trained, (0..elements(parameter), spread), 0, Some(rule(parameter)));
         let own = (owner == within.rank()).then(own).transpose()?;
         Ok(Whole { parameter, owner, shard, ranges, own })

@@ -1,0 +1,450 @@
+//! The optimizer around an update rule: parameters, groups, counters and state, of which each rank has all or a part.
+mod join;
+mod owners;
+mod sharded;
+mod shards;
+mod slot;
+mod state;
+mod step;
+mod whole;
+
+use super::clip;
+use super::optimizer::{Optimizer, check_learning_rates};
+use super::parameters::ParameterGroup;
+use super::rule::{self, UpdateRule};
+use crate::amp::GradScaler;
+use crate::backend::label;
+use crate::ddp::non_finite::is_skipped;
+use crate::ddp::scaled;
+use crate::ddp::steps::Steps;
+use crate::process_group::{Operation, ProcessGroup};
+use crate::state::file::read_safetensors;
+use crate::state::{Saved, StateDict};
+use crate::variables::Parameters;
+use crate::{Error, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use sharded::Sharded;
+use slot::{Piece, Slot};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// An optimizer that reads parameter, gradient and state in one pass: [`AdamW`](super::AdamW), [`Adam`](super::Adam),
+/// [`Sgd`](super::Sgd), [`Lamb`](super::Lamb) and [`Muon`](super::Muon). With an [`UpdateRule`] of your own, it updates one parameter after
+/// the other by candle's operations.
+///
+/// Parameters may be f32, f64, f16 or bf16. 16-bit parameters are updated in f32 arithmetic and have f32 state.
+/// Variables of integer type are left alone. As in PyTorch, a step does not change parameters without a gradient, nor
+/// their state.
+///
+/// On a GPU all parameters of a dtype are updated together, with as many kernel launches as a single parameter needs:
+/// one, or three for LAMB, which also waits once for the norm of the gradients if `max_grad_norm` is set.
+///
+/// An optimizer can be saved if its parameters have names. It implements [`Optimizer`] and also candle's trait of that
+/// name.
+///
+/// # Sharded models
+/// How the parameters of a [`DistributedDataParallel`](crate::DistributedDataParallel) model are trained is said where it is made, by
+/// [`DdpOptions::sharding`](crate::DdpOptions::sharding), and the optimizer follows:
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
+/// use candle_ddp::{DdpOptions, DistributedDataParallel, Sharding};
+/// use candle_nn::{VarMap, linear};
+///
+/// # fn main() -> candle_ddp::Result<()> {
+/// candle_ddp::spawn(2, |pg| {
+///     let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
+///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
+///     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?; // a half of its state on each rank
+///     for _ in 0..3 {
+///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
+///         let mut grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///         optimizer.clip_grad_norm(&mut grads, 1.0)?; // the method, not the function of that name
+///         optimizer.step(&grads)?;
+///     }
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Under [`Sharding::Optimizer`](crate::Sharding::Optimizer) and [`Sharding::Blocks`](crate::Sharding::Blocks), each part of the state and
+/// of the gradients is on one rank only: PyTorch's `ZeroRedundancyOptimizer` (stage 1 of ZeRO) with sharded gradients (stage 2). A rule
+/// that needs whole parameters, such as Muon, has each of them and its state on one rank, its owner: the largest
+/// come first, each to the rank that has the fewest elements so far.
+///
+/// [`backward`](crate::DistributedDataParallel::backward) reduce-scatters each bucket during the backward pass: each rank gets the mean
+/// gradients of its part, and the `GradStore` that `backward` returns does **not** hold those of the averaged parameters. The memory of a
+/// bucket is then free for the next one, so that two buckets have some at a time. Under
+/// [`no_sync`](crate::DistributedDataParallel::no_sync) whole gradients accumulate, until the next synchronised pass.
+/// [`step`](Optimizer::step) updates this rank's part and all-gathers the parameters, one bucket while the next one is updated. (Before
+/// that, owners get the whole gradients of their parameters, and send away parts of the new values.) When it returns, all variables are
+/// up to date on all ranks. (Gathering does not continue into the next forward pass: candle cannot report when a variable is read, so a
+/// program that then saves its model would save half of it.)
+///
+/// Every rank must make the optimizer, before the first backward pass, and make every call. A model has one optimizer at a time, which
+/// trains all of its averaged parameters. [Ignored](crate::Role::Ignored) ones, and others, may be among its parameters: each rank updates
+/// them by itself, with the gradients in the store.
+pub struct FusedOptimizer<R> {
+    /// The options of each group.
+    options: Vec<R>,
+    /// Those of a sharded model come first, in the order of registration.
+    slots: Vec<Slot>,
+    /// The parameters that this rank updates by itself, with the gradients in a store.
+    pieces: Vec<Piece>,
+    sharded: Option<Sharded>,
+    named: bool,
+    /// Whether only some parameters have made the last step.
+    is_torn: bool,
+}
+
+impl<R: UpdateRule> FusedOptimizer<R> {
+    /// An optimizer for these [parameters](Parameters), such as those of a `&DistributedDataParallel` or a `&VarMap`. With a
+    /// `Vec<Var>`, it cannot be saved, and error messages refer to variables by index.
+    ///
+    /// ```
+    /// # use candle_ddp::DistributedDataParallel;
+    /// # use candle_ddp::optim::{AdamW, ParamsAdamW};
+    /// # use candle_nn::{VarMap, linear};
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// # candle_ddp::spawn(2, |pg| {
+    /// # let build = |vb| linear(4, 2, vb);
+    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
+    /// let optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
+    /// # Ok(())
+    /// # })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] for invalid options; [`Error::Parameter`] for a parameter that is given
+    /// twice, has a dtype that cannot be trained, or is not contiguous.
+    ///
+    /// For a sharded model also, on every rank: if ranks give different options, if the model has another optimizer, if the rule needs norms
+    /// and the model has [virtual ranks](crate::InitOptions::virtual_ranks), and for an averaged parameter of the model that is not given.
+    pub fn new(parameters: impl Into<Parameters>, options: R) -> Result<Self> {
+        let Parameters { variables, named } = parameters.into();
+        Self::of_groups(vec![ParameterGroup { parameters: variables, options }], named)
+    }
+
+    /// An optimizer with separate options for each group of parameters.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new).
+    pub fn from_groups(groups: Vec<ParameterGroup<R>>) -> Result<Self> {
+        Self::of_groups(groups, true)
+    }
+
+    pub(super) fn of_groups(groups: Vec<ParameterGroup<R>>, named: bool) -> Result<Self> {
+        let model = Steps::sharded(groups.iter().flat_map(|group| &group.parameters).map(|(_, var)| var));
+        let Some((model, reducer)) = model.as_ref().and_then(|model| Some((model, model.sharded_by()?))) else {
+            let (options, slots, pieces, sharded) = Default::default();
+            let mut optimizer = Self { options, slots, pieces, sharded, named, is_torn: false };
+            optimizer.push(groups)?;
+            return Ok(optimizer);
+        };
+        let built = slot::slots(groups, &[], 0).and_then(|(options, mut slots)| {
+            let count = slot::of_model_first(&mut slots, Some(model.as_ref()))?;
+            if options.iter().any(sharded::needs_norms) {
+                sharded::check_norms(reducer)?;
+            }
+            Ok((options, slots, count, reducer.shards()?))
+        });
+        let described = built.as_ref().map(|(options, slots, count, _)| {
+            let names = |group| slots[..*count].iter().filter(move |slot| slot.group == group).map(|slot| &slot.name);
+            let groups = options.iter().enumerate().map(|(group, options)| (names(group).collect::<Vec<_>>(), options));
+            format!("{}: {:?}", R::NAME, groups.collect::<Vec<_>>())
+        });
+        let process_group = reducer.groups().main();
+        let verdict =
+            label::OPTIMIZER_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
+        let (options, slots, count, shards) = built?;
+        if let Some((_, difference)) = verdict? {
+            let reason = format!("ranks gave different options: {difference}");
+            return Err(Error::invalid("groups", reason));
+        }
+        let sharded = Some(Sharded::new(Arc::clone(reducer), shards, &slots, &options)?);
+        let others = slots.iter().enumerate().skip(count);
+        let pieces = others.map(|own| Piece::whole(own, &options[own.1.group])).collect::<Result<_>>()?;
+        Ok(Self { options, slots, pieces, sharded, named, is_torn: false })
+    }
+
+    /// Trains the parameters of `group` as well, with its options and without state: PyTorch's `add_param_group`, for
+    /// layers that are thawed during training. The state of the others is kept. A schedule takes up the new group with
+    /// its next step.
+    ///
+    /// Under sharding, the optimizer moves to the model that was made anew with the thawed parameters, of which the old groups and the new one
+    /// must contain all. If it was made from another `VarMap`, the old parameters must have the old names. Every rank must call it, and drop
+    /// the old model afterwards. For a moment, each rank needs memory for the state of all parameters.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new), also for a parameter that the optimizer has already. It is then
+    /// unchanged.
+    pub fn add_param_group(&mut self, group: ParameterGroup<R>) -> Result<()> {
+        let model = Steps::sharded(group.parameters.iter().map(|(_, var)| var));
+        if self.sharded.is_none() && model.is_none() {
+            return self.push(vec![group]);
+        }
+        // The model has new variables if it was made from another VarMap.
+        let of_model: HashMap<&String, &Var> = match (&self.sharded, &model) {
+            (Some(_), Some(model)) => model.averaged().collect(),
+            _ => HashMap::new(),
+        };
+        let parameters = |number| {
+            let own = self.slots.iter().filter(|slot| slot.group == number);
+            own.map(|slot| (slot.name.clone(), of_model.get(&slot.name).copied().unwrap_or(&slot.var).clone()))
+                .collect()
+        };
+        let old = self.options.iter().cloned().enumerate();
+        let mut groups: Vec<_> =
+            old.map(|(number, options)| ParameterGroup { parameters: parameters(number), options }).collect();
+        groups.push(group);
+        let state = self.state_dict()?;
+        let mut moved = Self::of_groups(groups, self.named)?;
+        moved.load_known(&state)?;
+        *self = moved;
+        Ok(())
+    }
+
+    /// Adds groups of parameters that this rank updates by itself.
+    fn push(&mut self, groups: Vec<ParameterGroup<R>>) -> Result<()> {
+        let (options, mut slots) = slot::slots(groups, &self.slots, self.options.len())?;
+        slot::of_model_first(&mut slots, None)?;
+        let known = self.slots.len();
+        let numbered = slots.iter().enumerate().map(|(index, slot)| (known + index, slot));
+        let rule = |slot: &Slot| &options[slot.group - self.options.len()];
+        let pieces = numbered.map(|own| Piece::whole(own, rule(own.1))).collect::<Result<Vec<_>>>()?;
+        self.options.extend(options);
+        self.slots.extend(slots);
+        self.pieces.extend(pieces);
+        Ok(())
+    }
+
+    /// The options of each group.
+    pub fn options(&self) -> impl ExactSizeIterator<Item = &R> {
+        self.options.iter()
+    }
+
+    /// Changes the options of group `group`. The state of its parameters is kept, so options that need another state
+    /// are refused (such as SGD with momentum after SGD without).
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] for a group that does not exist, invalid options, or options that need
+    /// another state.
+    pub fn set_options(&mut self, group: usize, options: R) -> Result<()> {
+        rule::check(&options)?;
+        let count = self.options.len();
+        let Some(old) = self.options.get_mut(group) else {
+            return Err(Error::invalid("group", format!("there is no group {group}: the optimizer has {count}")));
+        };
+        if options.states() != old.states() {
+            let (needed, kept) = (options.states(), old.states());
+            let reason = format!("they need the states {needed:?}, but the optimizer has {kept:?}");
+            return Err(Error::invalid("options", reason));
+        }
+        *old = options;
+        Ok(())
+    }
+
+    /// The names of the trained parameters, group by group; under sharding, in the model's order.
+    pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
+        self.slots.iter().map(|slot| slot.name.as_str())
+    }
+
+    /// The size in bytes of the optimizer state on this rank.
+    pub fn state_bytes(&self) -> usize {
+        let bytes = |state: &Tensor| state.elem_count() * state.dtype().size_in_bytes();
+        self.pieces().flat_map(|piece| &piece.states).map(bytes).sum()
+    }
+
+    fn named(&self) -> impl Iterator<Item = (&String, &Var)> {
+        self.slots.iter().map(|slot| (&slot.name, &slot.var))
+    }
+
+    /// All that this rank updates.
+    fn pieces(&self) -> impl Iterator<Item = &Piece> {
+        self.pieces.iter().chain(self.sharded.iter().flat_map(Sharded::pieces))
+    }
+
+    fn options_of(&self, parameter: usize) -> &R {
+        &self.options[self.slots[parameter].group]
+    }
+
+    /// Whether its kernels can leave out a step by themselves.
+    fn may_judge(&self) -> bool {
+        let may = |options: &R| {
+            let rule = options.fused().filter(|_| rule::max_grad_norm(options).is_none());
+            rule.is_some_and(|fused| !fused.needs_sums())
+        };
+        let Some(first) = self.slots.first().filter(|_| self.sharded.is_none()) else { return false };
+        let device = first.var.device();
+        device.is_cuda()
+            && self.options().all(may)
+            && self.slots.iter().all(|slot| slot.var.device().same_device(device))
+    }
+
+    /// Refuses an optimizer whose last step has failed in its middle.
+    fn check_whole(&self) -> Result<()> {
+        if !self.is_torn {
+            return Ok(());
+        }
+        let reason = "its last step, in backward_and_step, failed after some parameters had been updated, so that they and their state are \
+                      a step ahead of the others: load the model and the optimizer's state from a checkpoint, or make both anew";
+        Err(Error::invalid("optimizer", reason))
+    }
+}
+
+impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
+    /// Updates every parameter that has a gradient; under sharding, on any rank, once after each synchronised backward pass.
+    ///
+    /// # Errors
+    /// Under sharding, [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] if `grads` holds gradients
+    /// of the averaged parameters, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.check_whole()?;
+        let Some(sharded) = &self.sharded else { return self.apply(grads, None) };
+        if is_skipped(grads) {
+            return sharded.reducer.clear_pending();
+        }
+        let checked = scaled::check_unscaled(grads, "step").and_then(|()| self.lead_step(sharded));
+        let result = checked.and_then(|()| label::OPTIMIZER_STEP.during(|| self.apply(grads, None)));
+        self.sharded.iter().for_each(|sharded| sharded.end_on_error(&result));
+        result
+    }
+
+    fn takes_parts(&self) -> Result<bool> {
+        self.check_whole()?;
+        Ok(self.sharded.is_none() && self.options().all(|options| rule::max_grad_norm(options).is_none()))
+    }
+
+    fn step_part(&mut self, grads: &GradStore, is_last: bool) -> Result<()> {
+        self.is_torn = true;
+        self.apply(grads, None)?;
+        self.is_torn = !is_last;
+        Ok(())
+    }
+
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        self.check_whole()?;
+        if self.may_judge()
+            && let Some(verdict) = scaler.judge_on_gpu(grads, self.named())?
+        {
+            let stepped = self.apply(grads, Some(&verdict));
+            return scaler.conclude(grads, &verdict, stepped);
+        }
+        scaler.step_on_host(self, grads)
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.options.iter().map(R::learning_rate).collect()
+    }
+
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        check_learning_rates(learning_rates, self.options.len())?;
+        for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
+            options.set_learning_rate(*learning_rate);
+        }
+        Ok(())
+    }
+
+    /// Under sharding, makes the next step scale the averaged gradients down, since they are not in `grads`, and scales the others.
+    ///
+    /// # Errors
+    /// Under sharding also the errors of [`step`](Self::step), and [`Error::InvalidArgument`] under
+    /// [virtual ranks](crate::InitOptions::virtual_ranks).
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+        let vars =
+            |pieces: &[Piece]| pieces.iter().map(|piece| self.slots[piece.parameter].var.clone()).collect::<Vec<_>>();
+        let vars = vars(&self.pieces);
+        let Some(sharded) = &self.sharded else {
+            return clip::clip(grads, &vars, max_norm, clip::ClipOptions::default());
+        };
+        clip::check_max_norm(max_norm)?;
+        let unscaled = scaled::check_unscaled(grads, "clip_grad_norm");
+        sharded.end_on_error(&unscaled);
+        unscaled?;
+        if is_skipped(grads) {
+            return Ok(f64::NAN);
+        }
+        sharded::check_norms(&sharded.reducer)?;
+        let pending = sharded.pending(&self.slots, grads)?;
+        sharded.process_group().announce(Operation::ClipGradNorm)?;
+        let norm = label::OPTIMIZER_NORM.during(|| sharded.norm(&pending))?;
+        let scale = clip::coefficient(norm, max_norm);
+        clip::scale(grads, &vars, scale)?;
+        sharded.reducer.scale_pending(scale)?;
+        Ok(norm)
+    }
+
+    /// Under sharding, makes the next step divide the averaged gradients, and divides the others, which are in `grads`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`GradScaler::unscale`]; under sharding, [`Error::InvalidArgument`] without a new backward pass.
+    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        let Some(sharded) = &self.sharded else { return scaler.unscale_with(grads, self.named()) };
+        let pending = sharded.reducer.pending()?;
+        let mut divided = 1.;
+        let kept = self.slots.first().map(|slot| &slot.var);
+        let finite = scaler.unscale_sharded(grads, kept, |factor| {
+            divided = factor;
+            // As the next step will see them, in f32.
+            let largest = sharded.norm_here(&pending, clip::NormType::Inf)? * pending.scale * factor;
+            Ok(!(largest as f32).is_finite())
+        })?;
+        sharded.reducer.scale_pending(divided)?;
+        Ok(finite)
+    }
+
+    fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
+        self.save_together(self.sharded.as_ref().map_or(group, Sharded::process_group), path)
+    }
+
+    fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
+        let group = self.sharded.as_ref().map_or(group, Sharded::process_group).clone();
+        self.load_together(&group, read_safetensors(path).map(Saved::Whole))
+    }
+}
+
+/// Implements candle's trait.
+impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
+    type Config = R;
+
+    /// An optimizer for variables without names. It cannot be saved, and error messages refer to variables by index.
+    fn new(vars: Vec<Var>, options: R) -> candle_core::Result<Self> {
+        Ok(Self::new(vars, options)?)
+    }
+
+    /// Updates every parameter that has a gradient.
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ok(Optimizer::step(self, grads)?)
+    }
+
+    /// The learning rate of the first group.
+    fn learning_rate(&self) -> f64 {
+        Optimizer::learning_rate(self)
+    }
+
+    /// Gives all groups the same learning rate.
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.options.iter_mut().for_each(|options| options.set_learning_rate(learning_rate));
+    }
+}
+
+/// Shows each group's options and the names of its parameters, and the size of the state.
+impl<R: UpdateRule> std::fmt::Debug for FusedOptimizer<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let groups = self.options.iter().enumerate().map(|(number, options)| {
+            let slots = self.slots.iter().filter(move |slot| slot.group == number);
+            (options, slots.map(|slot| &slot.name).collect())
+        });
+        f.debug_struct(&format!("FusedOptimizer<{}>", R::NAME))
+            .field("groups", &groups.collect::<Vec<(_, Vec<_>)>>())
+            .field("state_bytes", &self.state_bytes())
+            .field("is_sharded", &self.sharded.is_some())
+            .finish_non_exhaustive()
+    }
+}
