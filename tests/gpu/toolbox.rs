@@ -4,7 +4,6 @@ use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::{linear, no_grad};
-use candle_ddp::optim::Optimizer as _;
 use candle_ddp::optim::{
     Ema, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions, ZeroRedundancyOptimizer,
 };
@@ -122,7 +121,7 @@ fn sharded(pg: &ProcessGroup, x: &Tensor, sharding: Sharding) -> Result<Vec<f32>
     for _ in 0..STEPS {
         let loss = (forward()? - 1.)?.sqr()?.mean_all()?;
         found.push(loss.to_scalar()?);
-        optimizer.step(&ddp.backward(&loss)?)?;
+        candle_ddp::optim::Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?;
     }
     found.extend(floats(&no_grad(forward)?));
     Ok(found)
@@ -175,7 +174,7 @@ pub(crate) fn refuse_other_blocks(pg: &ProcessGroup) {
     let x = tensor(&[2, 4], 1).to_device(pg.device()).unwrap();
     let mut pass = |order: &[usize]| {
         let y = ddp.call(|layers| order.iter().try_fold(x.clone(), |x, layer| layers[*layer].forward(&x)))?;
-        optimizer.step(&ddp.backward(&y.sqr()?.mean_all()?)?)
+        candle_ddp::optim::Optimizer::step(&mut optimizer, &ddp.backward(&y.sqr()?.mean_all()?)?)
     };
     let other: &[usize] = if pg.rank() == 0 { &[0, 1, 2] } else { &[2, 1, 0] };
     pass(&[0, 1, 2]).unwrap();
