@@ -14,6 +14,7 @@ use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The events of ranks, as a list of `RANK WHERE COMMIT`. The folder of the test records those that have happened.
@@ -205,6 +206,10 @@ pub(crate) fn run_with<S: Parts>(
     train: impl Fn(&ProcessGroup, &mut State<S>, usize) -> Result<Vec<f32>>,
 ) {
     let own: usize = std::env::var("RANK").or_else(|_| std::env::var("SLURM_PROCID")).unwrap().parse().unwrap();
+    if std::env::var(EVENTS).unwrap().contains("error-") {
+        // ddprun asks the others to exit a second after a failure. On a busy machine, they need longer for their errors.
+        signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::default()).unwrap();
+    }
     event("start", own, 0).unwrap();
     let min_world_size = std::env::var(MIN).ok().map(|min| min.parse().unwrap());
     let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
