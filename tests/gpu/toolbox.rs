@@ -4,9 +4,7 @@ use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::{linear, no_grad};
-use candle_ddp::optim::{
-    Ema, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions, ZeroRedundancyOptimizer,
-};
+use candle_ddp::optim::{self, AdamW, Ema, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions};
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad,
     backward_with, block, spawn,
@@ -110,7 +108,7 @@ fn sharded(pg: &ProcessGroup, x: &Tensor, sharding: Sharding) -> Result<Vec<f32>
         Ok::<_, candle_core::Error>((layers, linear(5, 1, vb.pp("head"))?))
     };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
-    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.01, ..Default::default() })?;
     let forward = || {
         ddp.call(|(layers, head)| {
             let y = layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?;
@@ -121,7 +119,7 @@ fn sharded(pg: &ProcessGroup, x: &Tensor, sharding: Sharding) -> Result<Vec<f32>
     for _ in 0..STEPS {
         let loss = (forward()? - 1.)?.sqr()?.mean_all()?;
         found.push(loss.to_scalar()?);
-        candle_ddp::optim::Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?;
+        optim::Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?;
     }
     found.extend(floats(&no_grad(forward)?));
     Ok(found)
@@ -170,11 +168,11 @@ pub(crate) fn refuse_other_blocks(pg: &ProcessGroup) {
     let options =
         DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options).unwrap();
-    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default()).unwrap();
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
     let x = tensor(&[2, 4], 1).to_device(pg.device()).unwrap();
     let mut pass = |order: &[usize]| {
         let y = ddp.call(|layers| order.iter().try_fold(x.clone(), |x, layer| layers[*layer].forward(&x)))?;
-        candle_ddp::optim::Optimizer::step(&mut optimizer, &ddp.backward(&y.sqr()?.mean_all()?)?)
+        optim::Optimizer::step(&mut optimizer, &ddp.backward(&y.sqr()?.mean_all()?)?)
     };
     let other: &[usize] = if pg.rank() == 0 { &[0, 1, 2] } else { &[2, 1, 0] };
     pass(&[0, 1, 2]).unwrap();

@@ -4,9 +4,7 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, SaveHandle, Serde, StateDict};
 use candle_ddp::nn::Dropout;
-use candle_ddp::optim::{
-    AdamW, CosineAnnealingLr, Optimizer, ParamsAdamW, ParamsCosineAnnealingLr, ZeroRedundancyOptimizer,
-};
+use candle_ddp::optim::{AdamW, CosineAnnealingLr, Optimizer, ParamsAdamW, ParamsCosineAnnealingLr};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_ddp_state::placement::Spread;
@@ -76,10 +74,7 @@ impl Run {
         let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
         fill(&varmap, seed);
         let params = ParamsAdamW { lr: 0.01, weight_decay: 0.1, ..Default::default() };
-        let mut optimizer: Box<dyn Optimizer> = match zero {
-            true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-            false => Box::new(AdamW::new(&ddp, params)?),
-        };
+        let mut optimizer: Box<dyn Optimizer> = Box::new(AdamW::new(&ddp, params)?);
         let params = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };
         let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
         let options = GradScalerOptions { growth_interval: 2, ..Default::default() };

@@ -3,7 +3,7 @@ use crate::common::ranks;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, PerRank, StateDict};
 use candle_ddp::nn::{Linear, gelu, linear, linear_no_bias};
-use candle_ddp::optim::{AdamW, Ema, Muon, Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, Ema, Muon, Optimizer, ParamsAdamW, ParamsMuon};
 use candle_ddp::{Block, DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
@@ -78,14 +78,12 @@ fn made(pg: &ProcessGroup, varmap: &VarMap, kind: Kind) -> candle_ddp::Result<Dd
     DistributedDataParallel::with_options(pg, varmap, Net::new, DdpOptions { sharding, ..Default::default() })
 }
 
-fn optimizer(ddp: &Ddp, kind: Kind, is_muon: bool) -> candle_ddp::Result<Box<dyn Optimizer>> {
+fn optimizer(ddp: &Ddp, is_muon: bool) -> candle_ddp::Result<Box<dyn Optimizer>> {
     let (muon, adamw) = (ParamsMuon { lr: 0.02, ..Default::default() }, ParamsAdamW { lr: 0.01, ..Default::default() });
     let by_adamw = |name: &str| name == "stem.weight";
-    Ok(match (kind, is_muon) {
-        (Kind::Plain, false) => Box::new(AdamW::new(ddp, adamw)?),
-        (Kind::Plain, true) => Box::new(Muon::with_adamw(ddp, muon, adamw, by_adamw)?),
-        (_, false) => Box::new(ZeroRedundancyOptimizer::new(ddp, adamw)?),
-        (_, true) => Box::new(ZeroRedundancyOptimizer::with_adamw(ddp, muon, adamw, by_adamw)?),
+    Ok(match is_muon {
+        false => Box::new(AdamW::new(ddp, adamw)?),
+        true => Box::new(Muon::with_adamw(ddp, muon, adamw, by_adamw)?),
     })
 }
 
@@ -140,7 +138,7 @@ fn write_golden_folders() {
         ranks(world_size, |pg| {
             let mut varmap = VarMap::new();
             let ddp = made(&pg, &varmap, kind)?;
-            let mut optimizer = optimizer(&ddp, kind, is_muon)?;
+            let mut optimizer = optimizer(&ddp, is_muon)?;
             let mut ema = (kind == Kind::Plain).then(|| Ema::new(&ddp, 0.5)).transpose()?;
             for step in 0..STEPS {
                 let value = |index: usize| ((index * 37 + step as usize * 11 + pg.rank() * 5) as f32 * 0.1).sin();
@@ -157,7 +155,7 @@ fn write_golden_folders() {
             save_whole(&pg, &varmap, &*optimizer, &folder)?;
             if kind == Kind::Zero && !is_muon {
                 drop(optimizer);
-                let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+                let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
                 optimizer.load(&files(&folder)[1])?;
                 optimizer.save_shards(&folder)?;
             }
@@ -186,7 +184,7 @@ fn folders_of_all_kinds_load_into_all_kinds_on_any_number_of_ranks() {
                 let loaded = ranks(world_size, |pg| {
                     let mut varmap = VarMap::new();
                     let ddp = made(&pg, &varmap, kind)?;
-                    let mut optimizer = optimizer(&ddp, kind, is_muon)?;
+                    let mut optimizer = optimizer(&ddp, is_muon)?;
                     let options = CheckpointerOptions { resume: true, ..Default::default() };
                     let mut checkpointer = Checkpointer::new(&pg, &folder, options)?;
                     let mut own = PerRank(0.);
@@ -214,7 +212,7 @@ fn files_that_are_not_a_checkpointers_load_on_any_number_of_ranks() {
         ranks(world_size, |pg| {
             let varmap = VarMap::new();
             let ddp = made(&pg, &varmap, Kind::Blocks)?;
-            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+            let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
             checkpoint::load_distributed(&pg, &varmap, &files(&golden.join("zero"))[0], LoadOptions::default())?;
             optimizer.load_shards(golden.join("zero"))?;
             save_whole(&pg, &varmap, &optimizer, temporary.path())

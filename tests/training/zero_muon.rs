@@ -3,7 +3,7 @@ use crate::common::{assert_close, filled, floats, ranks, sharding, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
-use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParamsAdamW, ParamsMuon};
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashMap};
@@ -59,21 +59,16 @@ fn backward(ddp: &Ddp, step: u64) -> Result<GradStore> {
     })?)
 }
 
-/// Muon on all ranks, or spread over them.
-fn optimizer(ddp: &Ddp, zero: bool) -> Result<Box<dyn Optimizer>> {
+fn optimizer(ddp: &Ddp) -> Result<Muon> {
     let (muon, adamw) = (ParamsMuon { lr: 0.02, ..Default::default() }, ParamsAdamW { lr: 0.01, ..Default::default() });
-    let by_adamw = |name: &str| name == "embedding";
-    Ok(match zero {
-        true => Box::new(ZeroRedundancyOptimizer::with_adamw(ddp, muon, adamw, by_adamw)?),
-        false => Box::new(Muon::with_adamw(ddp, muon, adamw, by_adamw)?),
-    })
+    Muon::with_adamw(ddp, muon, adamw, |name| name == "embedding")
 }
 
 /// Trains in steps `from..to`, after loading the state and the parameters of another run. Returns those of this one.
 fn run(world_size: usize, zero: bool, from: Option<&(Bits, Dict, Dict)>, steps: Range<u64>) -> (Bits, Dict, Dict) {
     let runs = ranks(world_size, |pg| {
         let (ddp, mut varmap) = wrap(&pg, zero)?;
-        let mut optimizer = optimizer(&ddp, zero)?;
+        let mut optimizer = optimizer(&ddp)?;
         if let Some((_, parameters, state)) = from {
             varmap.load_state_dict(parameters)?;
             optimizer.load_state_dict(state)?;
@@ -112,10 +107,7 @@ fn each_matrix_has_one_owner() {
     for (world_size, loads) in [(1, vec![134]), (2, vec![63, 71]), (3, vec![63, 35, 36]), (4, vec![63, 35, 27, 9])] {
         let found = ranks(world_size, |pg| {
             let (ddp, _) = wrap(&pg, true)?;
-            let mut optimizer =
-                ZeroRedundancyOptimizer::with_adamw(&ddp, ParamsMuon::default(), ParamsAdamW::default(), |name| {
-                    name == "embedding"
-                })?;
+            let mut optimizer = optimizer(&ddp)?;
             optimizer.step(&backward(&ddp, 1)?)?;
             let state = optimizer.share()?.dict;
             let of = |end: &str| -> usize {
@@ -135,7 +127,7 @@ fn sharded_muon_clips_and_refuses_what_is_no_matrix() {
     let clip = |zero: bool| {
         ranks(2, |pg| {
             let (ddp, varmap) = wrap(&pg, zero)?;
-            let mut optimizer = optimizer(&ddp, zero)?;
+            let mut optimizer = optimizer(&ddp)?;
             let mut grads = backward(&ddp, 1)?;
             let norm = optimizer.clip_grad_norm(&mut grads, 0.02)?;
             optimizer.step(&grads)?;
@@ -152,7 +144,7 @@ fn sharded_muon_clips_and_refuses_what_is_no_matrix() {
     assert_close(&zero[0].2, &plain[0].2, 1e-5, "embedding");
     ranks(2, |pg| {
         let (ddp, _) = wrap(&pg, true)?;
-        let error = ZeroRedundancyOptimizer::new(&ddp, MuonGroup::Muon(Default::default())).map(drop).unwrap_err();
+        let error = Muon::new(&ddp, MuonGroup::Muon(Default::default())).map(drop).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "bias"), "{error}");
         Ok(())
     })

@@ -81,9 +81,9 @@ use std::sync::Arc;
 /// bucket is then free for the next one, so that two buckets have some at a time. Under
 /// [`no_sync`](crate::DistributedDataParallel::no_sync) whole gradients accumulate, until the next synchronised pass.
 /// [`step`](Optimizer::step) updates this rank's part and all-gathers the parameters, one bucket while the next one is updated. (Before
-/// that, owners get the whole gradients of their parameters, and send away parts of the new values.) When it returns, all variables are
-/// up to date on all ranks. (Gathering does not continue into the next forward pass: candle cannot report when a variable is read, so a
-/// program that then saves its model would save half of it.)
+/// that, owners get the whole gradients of their parameters, of sharded blocks also the values, and send away parts of the new values.)
+/// When it returns, all variables are up to date on all ranks. (Gathering does not continue into the next forward pass: candle cannot
+/// report when a variable is read, so a program that then saves its model would save half of it.)
 ///
 /// Every rank must make the optimizer, before the first backward pass, and make every call. A model has one optimizer at a time, which
 /// trains all of its averaged parameters. [Ignored](crate::Role::Ignored) ones, and others, may be among its parameters: each rank updates

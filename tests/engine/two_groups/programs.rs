@@ -4,7 +4,7 @@ use super::SOON;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, gelu, linear, no_grad, sync_batch_norm};
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
     Block, DdpOptions, DistributedDataParallel, Error, Failure, P2pOp, ProcessGroup, ReduceOp, Result, Sharding,
@@ -179,11 +179,7 @@ impl Program {
         };
         let options = DdpOptions { sharding, init_seed: Some(7), ..Default::default() };
         let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| Net::new(vb, norm), options)?;
-        let params = ParamsAdamW::default();
-        let optimizer: Box<dyn Optimizer> = match self.trained {
-            Trained::Copies => Box::new(AdamW::new(&ddp, params)?),
-            _ => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
-        };
+        let optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         Ok(Some(Model { ddp, optimizer }))
     }
 }
@@ -273,7 +269,7 @@ impl Module for Net {
 
 struct Model {
     ddp: DistributedDataParallel<Net>,
-    optimizer: Box<dyn Optimizer>,
+    optimizer: AdamW,
 }
 
 /// The calls of one thread.
