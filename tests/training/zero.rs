@@ -518,6 +518,40 @@ fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
     }
 }
 
+/// Each rank updates them by itself, and they are scaled like the averaged ones.
+#[test]
+fn ignored_parameters_may_be_in_the_same_optimizer() {
+    let run = |zero: bool| {
+        let trained = ranks(2, |pg| {
+            let build = |vb: VarBuilder| -> candle_core::Result<[Tensor; 2]> {
+                let ones = candle_nn::Init::Const(1.);
+                Ok([vb.get_with_hints(3, "averaged", ones)?, vb.get_with_hints(3, "own", ones)?])
+            };
+            let role = |name: &str| if name == "own" { Role::Ignored } else { Role::Parameter };
+            let options =
+                DdpOptions { role: std::sync::Arc::new(role), sharding: sharding(zero), ..Default::default() };
+            let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+            let sgd = ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() };
+            let mut optimizer = FusedOptimizer::new(&ddp, sgd)?;
+            for _ in 0..3 {
+                let factor = 1. + pg.rank() as f64;
+                let loss =
+                    ddp.call(|[averaged, own]| averaged.sqr()?.sum_all()? + (own.sqr()?.sum_all()? * factor)?)?;
+                let mut grads = ddp.backward(&loss)?;
+                assert!(optimizer.clip_grad_norm(&mut grads, 0.5)? > 0.5);
+                optimizer.step(&grads)?;
+            }
+            Ok(ddp.named_parameters().iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
+        });
+        trained.unwrap()
+    };
+    let (sharded, plain) = (run(true), run(false));
+    assert_ne!(plain[0][1], plain[1][1]);
+    for (sharded, plain) in sharded.iter().flatten().zip(plain.iter().flatten()) {
+        assert_close(sharded, plain, 1e-6, "parameter");
+    }
+}
+
 #[test]
 fn every_averaged_parameter_is_in_a_group() {
     ranks(2, |pg| {
