@@ -41,7 +41,7 @@ pub struct Joined<T> {
 impl<T> Joined<T> {
     /// Gives all ranks the state that `state` has on the rank that trained longest: optimizers, schedules and scalers of
     /// the other ranks did not see the last steps. (PyTorch leaves them behind, and the ranks' models then drift apart.) An
-    /// optimizer without momentum has no state, and that of a [sharded](crate::Sharding) model is
+    /// optimizer without momentum has no state, and the optimizer of a [sharded](crate::Sharding) model is
     /// up to date by itself. Every rank must call this; if inputs were even, nothing is sent.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The option.
+//! The option that spreads a model over the ranks.
 use super::groups::Groups;
 use crate::backend::label;
 use crate::process_group::ProcessGroup;

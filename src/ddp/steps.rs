@@ -22,7 +22,7 @@ pub(crate) struct Steps {
     ignored: HashSet<TensorId>,
     /// All variables that may have gradients in the store.
     named: Vec<(String, Var)>,
-    /// What reduces the gradients, of a model that is sharded.
+    /// The reducer of a sharded model's gradients.
     sharded_by: Option<Arc<Reducer>>,
     last: Mutex<Option<Step>>,
     is_left_out: AtomicBool,

@@ -197,7 +197,7 @@ fn failures_are_errors_on_all_ranks_and_leave_the_statistics() {
         let run = |linear: &Linear, number: usize| linear.forward_t(&batch(number), true);
         let error = update_bn(&none, batches(&pg, 4).into_iter().map(Ok), run).unwrap_err();
         assert!(matches!(&error, Error::InvalidArgument { argument: "forward", .. }), "{error}");
-        // Training goes on with its own momentum.
+        // Training continues with the layer's own momentum.
         let alone = ddp.call(|net| {
             net.norm.forward_t(&batch(1), true)?;
             net.norm.running_mean().to_vec1::<f64>()

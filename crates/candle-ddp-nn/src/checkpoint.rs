@@ -58,7 +58,7 @@ pub enum Run {
     Backward,
 }
 
-/// What a checkpointed function returns: a tensor, or several.
+/// The result of a checkpointed function: a tensor, or several.
 #[doc(hidden)]
 pub trait Results: Sized {
     /// Replaces each tensor, in order.

@@ -105,7 +105,7 @@ impl Default for CheckpointerOptions {
 /// optimizers, schedules, the scaler, a loader, generators, plain numbers, [`Serde`](super::Serde) of anything else, and the
 /// program's own states.
 /// Rank 0 writes `step-00001000/NAME.safetensors` for each. If a part is spread over the ranks
-/// (that of the optimizer of a [sharded](crate::Sharding) model), every rank writes its own shard. All other
+/// (as the state of a [sharded](crate::Sharding) model's optimizer is), every rank writes its own shard. All other
 /// parts are compared between ranks: a part that differs, such as a loss that each rank computes for itself, is an
 /// error, unless it is saved as [`PerRank`](super::PerRank) or [`RankZero`](super::RankZero). Ranks on several
 /// machines need a shared file system.

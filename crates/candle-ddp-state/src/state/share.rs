@@ -1,4 +1,4 @@
-//! What each rank has of a state.
+//! The part of a state that a rank has.
 use super::pieces::{PART_OF, of_piece_key, piece_key};
 use super::{Dict, begin};
 use crate::Result;
@@ -7,15 +7,15 @@ use candle_core::{Device, Tensor};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// What a rank has of a state.
+/// The part of a state that a rank has.
 #[derive(Debug)]
 pub struct Share {
     pub spread: Spread,
-    /// What this rank saves. What is the same on all ranks is saved by one of them.
+    /// The entries that this rank saves. One rank saves those that all have.
     pub dict: Dict,
-    /// What another rank has as well, and saves.
+    /// Entries that another rank has as well, and saves.
     copies: Dict,
-    /// The elements that are here of the entries of which each rank has a part.
+    /// For each entry of which the ranks have parts, the elements that are here.
     ranges: HashMap<String, Range<usize>>,
 }
 
@@ -100,7 +100,7 @@ mod tests {
         share.insert("own", &placed(4..9, Spread::Shard), elements(4..9)?.reshape((1, 5))?)?;
         share.insert("copy", &placed(4..9, Spread::Copy), elements(4..9)?)?;
         share.insert("none", &placed(9..9, Spread::Shard), elements(9..9)?)?;
-        // Those of the piece of `whole` from `start` on.
+        // The elements of the piece of `whole` that begins at `start`.
         let needs = |whole: &str, start, elements| share.needs(&format!("{whole}@{start}"), elements);
         for whole in ["own", "copy"] {
             let needed = [(0, 4), (0, 12), (3, 4), (8, 4), (9, 3)].map(|(start, len)| needs(whole, start, len).len());
@@ -109,7 +109,7 @@ mod tests {
         }
         assert_eq!((needs("none", 0, 12), needs("other", 0, 12), share.needs("all", 2)), (0..0, 0..0, 0..2));
         assert_eq!(Share::new(Spread::Own, Dict::new()).needs("own@4", 5), 0..5);
-        // What is not needed is there, and takes no memory.
+        // Elements that are not needed have a place, but no memory.
         let mut dict = Dict::new();
         insert_needed(&mut dict, "own@2", &[10], 2..7, elements(4..9)?)?;
         let mut found: Vec<_> = dict.iter().map(|(key, part)| (key.as_str(), part.elem_count())).collect();

@@ -62,7 +62,7 @@ pub trait StateDict {
     /// [`Error::Parameter`] names an entry that is missing, is surplus, or has another shape or dtype.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
 
-    /// What this rank has of the state. The default is a state that is the same on all ranks, which a `Checkpointer` checks. Ranks must
+    /// The part of the state that this rank has. The default is a state that is the same on all ranks, which a `Checkpointer` checks. Ranks must
     /// agree on how the state is spread. The call does not communicate.
     #[doc(hidden)]
     fn share(&self) -> Result<Share> {
