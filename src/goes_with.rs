@@ -2,7 +2,7 @@
 use crate::{Error, Result};
 use std::fmt;
 
-/// What a program may use.
+/// A feature that a program may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Feature {
     ShardedOptimizer,

@@ -397,7 +397,7 @@ impl<M> DistributedDataParallel<M> {
         lock(&self.core.skipped).total
     }
 
-    /// What is spread over the ranks. The [`parameters`](Self::parameters) of a model of [`Sharding::Blocks`] are this rank's pieces.
+    /// How the model is spread over the ranks. The [`parameters`](Self::parameters) of a model of [`Sharding::Blocks`] are this rank's pieces.
     pub fn sharding(&self) -> Sharding {
         self.core.options.sharding
     }

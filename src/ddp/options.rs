@@ -49,7 +49,7 @@ pub struct DdpOptions {
     /// names the rank and the parameter. Default: [`OnNonFinite::Stop`] if the environment variable `CANDLE_DDP_NAN_CHECK` is on, and
     /// otherwise [`OnNonFinite::Ignore`], which costs nothing.
     pub on_non_finite: Option<OnNonFinite>,
-    /// What is spread over the ranks, so that each has a part of it: the optimizer's state with the gradients, or parameters too. Default:
+    /// The state that is spread over the ranks, so that each has a part of it: the optimizer's state with the gradients, or parameters too. Default:
     /// [`Sharding::Off`].
     pub sharding: Sharding,
 }

@@ -4,7 +4,7 @@ use crate::backend::label;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 
-/// What is spread over the ranks, so that each has a part of it: [`DdpOptions::sharding`](crate::DdpOptions::sharding).
+/// How a model and its state are spread over the ranks, so that each has a part: [`DdpOptions::sharding`](crate::DdpOptions::sharding).
 ///
 /// A model that is sharded leaves the gradients of its parameters to its [optimizer](crate::optim::FusedOptimizer#sharded-models), which must
 /// be made before the first backward pass: [`backward`](crate::DistributedDataParallel::backward) returns a store without them.

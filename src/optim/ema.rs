@@ -32,7 +32,7 @@ pub struct Ema {
 /// Options of an [`Ema`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EmaOptions {
-    /// The share of the average that stays in each update, from 0 to 1. None: that of equal averages, `n / (n + 1)` after `n` updates.
+    /// The share of the average that stays in each update, from 0 to 1. None: equal averages, by a share of `n / (n + 1)` after `n` updates.
     /// Default: 0.999.
     pub decay: Option<f64>,
     /// Whether the average begins with the weights from the construction of the [`Ema`], as in most diffusion programs. Otherwise the first

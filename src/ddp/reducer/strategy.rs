@@ -1,4 +1,4 @@
-//! What communication hooks and the optimizers of sharded models ask of a reducer.
+//! The methods of a reducer for communication hooks and for the optimizers of sharded models.
 use super::Reducer;
 use super::state::Rebuild;
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic};

@@ -357,9 +357,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     /// Under sharding also the errors of [`step`](Self::step), and [`Error::InvalidArgument`] under
     /// [virtual ranks](crate::InitOptions::virtual_ranks).
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
-        let vars =
-            |pieces: &[Piece]| pieces.iter().map(|piece| self.slots[piece.parameter].var.clone()).collect::<Vec<_>>();
-        let vars = vars(&self.pieces);
+        let vars: Vec<Var> = self.pieces.iter().map(|piece| self.slots[piece.parameter].var.clone()).collect();
         let Some(sharded) = &self.sharded else {
             return clip::clip(grads, &vars, max_norm, clip::ClipOptions::default());
         };

@@ -1,4 +1,4 @@
-//! What owners of whole parameters exchange with the other ranks.
+//! The exchange between the owners of whole parameters and the other ranks.
 use super::FusedOptimizer;
 use super::sharded::Sharded;
 use super::slot::Piece;
