@@ -128,6 +128,12 @@ impl Communicator {
         lock(&self.state).error.clone().unwrap_or_else(ended)
     }
 
+    /// The text of the error that ended the communicator's operations.
+    #[cfg(test)]
+    pub(super) fn error_text(&self) -> Option<String> {
+        lock(&self.state).error.as_ref().map(|error| error.text.clone())
+    }
+
     /// Records the first error, unless the communicator has ended. Operations and calls in progress never complete.
     pub(super) fn fail(&self, failure: Failure) {
         self.change(|state| {

@@ -64,6 +64,8 @@ fn system_error(doing: &str, error: &std::io::Error) -> Failure {
 static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
 fn set_last_error(text: &str) {
+    #[cfg(test)]
+    tests::LAST_ERROR_HERE.set(text.to_owned());
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     LAST_ERROR.store(text.into_raw(), Ordering::Release);
 }

@@ -5,3 +5,8 @@ mod lifetimes;
 mod messages;
 mod processes;
 mod support;
+
+thread_local! {
+    /// The last error of this thread's calls. That of the process may belong to another test.
+    pub(super) static LAST_ERROR_HERE: std::cell::RefCell<String> = const { std::cell::RefCell::new(String::new()) };
+}

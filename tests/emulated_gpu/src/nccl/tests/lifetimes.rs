@@ -27,7 +27,7 @@ fn a_communicator_is_in_progress_until_all_ranks_have_joined() {
         // SAFETY: the communicator is alive.
         assert_eq!(unsafe { ncclCommCount(rank.comm.get(), &raw mut count) }, Code::InvalidArgument as c_int);
         assert_eq!(rank.all_reduce(&[1.0], &mut [0.0]), Code::InvalidArgument as c_int);
-        assert!(text().contains("has not returned ncclSuccess yet"), "{}", text());
+        assert!(rank.text().contains("has not returned ncclSuccess yet"), "{}", rank.text());
         looked.store(true, Ordering::Release);
         assert_eq!(rank.settle(), 0);
         // SAFETY: the communicator is alive.
@@ -159,7 +159,7 @@ fn ranks_on_one_gpu_are_refused() {
             if code == 0 {
                 assert_eq!(rank.sum(&[1.0]), [2.0]);
             } else {
-                assert!(text().contains("Duplicate GPU detected: rank 0 and rank 1"), "{}", text());
+                assert!(rank.text().contains("Duplicate GPU detected: rank 0 and rank 1"), "{}", rank.text());
                 assert_eq!(rank.comm.get().is_null(), blocking);
                 rank.abort();
             }

@@ -90,7 +90,7 @@ fn messages_keep_their_order() {
 fn a_message_to_the_own_rank_needs_both_halves_in_a_group() {
     ranks(1, true, |rank| {
         assert_eq!(rank.send(&[1.0], 0), Code::InvalidUsage as c_int);
-        assert!(text().contains("sends to itself"), "{}", text());
+        assert!(rank.text().contains("sends to itself"), "{}", rank.text());
     });
 }
 

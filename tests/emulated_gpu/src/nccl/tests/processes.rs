@@ -128,7 +128,7 @@ fn the_process_with_the_hub_leaves_before_another_host_does() {
         assert!(rank.sum(&[1.0; MANY]).iter().all(|sum| *sum == 2.0));
         assert!(child.wait().unwrap().success());
         std::thread::sleep(WHILE);
-        assert_eq!(rank.settle(), 0, "{}", text());
+        assert_eq!(rank.settle(), 0, "{}", rank.text());
         rank.done(rank.finalize());
         rank.destroy();
     }

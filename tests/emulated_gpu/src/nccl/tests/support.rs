@@ -1,13 +1,14 @@
 //! Ranks for tests.
-use super::super::handles::Handle;
+use super::super::handles::{self, Handle};
 use super::super::peer_info::{PRETENDED, PeerInfo};
 use super::super::wire::Dtype;
-use super::super::{Code, last_error};
+use super::super::Code;
 pub(super) use super::super::{calls::*, ffi::*};
+use super::LAST_ERROR_HERE;
 use crate::stream::{Stream, find};
 use half::{bf16, f16};
 use std::cell::Cell;
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -122,10 +123,10 @@ impl Rank {
     /// Checks that a call succeeded, and waits until it has settled.
     pub(super) fn done(&self, code: c_int) {
         if self.blocking {
-            assert_eq!(code, 0, "{}", text());
+            assert_eq!(code, 0, "{}", self.text());
         } else {
-            assert_eq!(code, Code::InProgress as c_int, "{}", text());
-            assert_eq!(self.settle(), 0, "{}", text());
+            assert_eq!(code, Code::InProgress as c_int, "{}", self.text());
+            assert_eq!(self.settle(), 0, "{}", self.text());
         }
     }
 
@@ -149,7 +150,7 @@ impl Rank {
         let mut buffer = values.to_vec();
         let send = buffer.clone();
         self.done(self.all_reduce(&send, &mut buffer));
-        assert!(self.synchronize(PATIENCE), "{}", text());
+        assert!(self.synchronize(PATIENCE), "{}", self.text());
         buffer
     }
 
@@ -165,7 +166,7 @@ impl Rank {
 
     pub(super) fn destroy(&self) {
         // SAFETY: the communicator is alive, and no longer used.
-        assert_eq!(unsafe { ncclCommDestroy(self.comm.replace(std::ptr::null_mut())) }, 0, "{}", text());
+        assert_eq!(unsafe { ncclCommDestroy(self.comm.replace(std::ptr::null_mut())) }, 0, "{}", self.text());
     }
 
     pub(super) fn stream(&self) -> Arc<Stream> {
@@ -190,13 +191,20 @@ impl Rank {
         end.recv_timeout(patience).is_ok()
     }
 
+    /// The text of the communicator's error, or of the last error of this thread's calls.
+    pub(super) fn text(&self) -> String {
+        let comm = self.comm.get();
+        let communicator = (!comm.is_null()).then(|| handles::find(comm, "a test").unwrap());
+        communicator.and_then(|it| it.error_text()).unwrap_or_else(|| LAST_ERROR_HERE.with_borrow(Clone::clone))
+    }
+
     /// Waits for an asynchronous error and returns it.
     pub(super) fn await_error(&self) -> (c_int, String) {
         let start = Instant::now();
         loop {
             match self.settle() {
                 0 => assert!(start.elapsed() < PATIENCE, "no error occurred"),
-                code => return (code, text()),
+                code => return (code, self.text()),
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -226,11 +234,6 @@ pub(super) unsafe fn async_error(comm: Handle) -> c_int {
         assert_eq!(ncclCommGetAsyncError(comm, &raw mut code), 0);
     }
     code
-}
-
-pub(super) fn text() -> String {
-    // SAFETY: the text is never freed.
-    unsafe { CStr::from_ptr(last_error()) }.to_string_lossy().into_owned()
 }
 
 /// Waits for an event; `otherwise` is the message if it does not come.
