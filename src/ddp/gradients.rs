@@ -1,8 +1,8 @@
 //! Detects whether the program still holds the gradients of a backward pass, which candle's `GradStore` cannot tell:
 //! the store gets an additional tensor, the mark, whose operation holds a reference.
-use super::parameter::Variables;
 use super::reducer::Reducer;
 use super::steps::Steps;
+use crate::ddp::model::parameter::Variables;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, Var};

@@ -1,69 +1,33 @@
 //! DistributedDataParallel: every rank trains a copy of the model on its part of the data, and gradients are averaged
 //! during the backward pass.
-mod announce;
-mod backward;
 mod blocks;
-mod bucket;
-mod checks;
+mod buckets;
 pub mod comm_hook;
-mod construct;
-mod count;
-mod first;
-mod forward;
 mod gradients;
-mod graph;
-mod groups;
-mod guards;
-mod hook;
 mod hook_state;
-mod ignored;
-mod join;
-mod leaf;
-mod memory;
-mod micro_batch;
 mod model;
-mod no_grad;
-pub(crate) mod non_finite;
-mod options;
-mod order;
-mod pace;
-mod parameter;
-mod parts;
 mod pass;
-mod plan;
-mod precision;
 mod reducer;
 mod reduction;
-mod registry;
-mod replica_check;
-mod replicas;
 pub(crate) mod scaled;
-mod settle;
-mod sharding;
-mod step;
 pub(crate) mod steps;
-mod sums;
-mod sync;
-mod usage;
-mod verify;
-mod virtual_ranks;
-mod window;
+pub(crate) mod watch;
 
-pub(crate) use backward::backward_in_parts;
-pub use backward::{Backward, backward_micro_batch, backward_with};
 pub use blocks::{Block, block};
 pub(crate) use gradients::{check_averaged, first_kept, own_gradient};
-pub use guards::{Freeze, NoSync};
-pub use join::{JoinOptions, Joined, join};
-pub use memory::{DeviceMemory, MemoryEstimate};
 pub use model::DistributedModel;
-pub use non_finite::OnNonFinite;
-pub use options::{Buckets, DdpOptions, Role, Unused};
-pub use precision::Precision;
+pub use model::memory::{DeviceMemory, MemoryEstimate};
+pub use model::options::{Buckets, DdpOptions, Role, Unused};
+pub use model::precision::Precision;
+pub use model::sharding::Sharding;
+pub(crate) use pass::backward::backward_in_parts;
+pub use pass::backward::{Backward, backward_micro_batch, backward_with};
+pub use pass::guards::{Freeze, NoSync};
+pub use pass::join::{JoinOptions, Joined, join};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{BucketMemory, PendingGradients, Shard};
-pub use replica_check::ReplicaCheck;
-pub use sharding::Sharding;
+pub use watch::non_finite::OnNonFinite;
+pub use watch::replica_check::ReplicaCheck;
 
 #[cfg(doc)]
 use crate::Error;
@@ -75,7 +39,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use comm_hook::{CommHook, CommHookTraffic};
 use hook_state::CommHookState;
-use parameter::{Buffer, Frozen, Parameter};
+use model::parameter::{Buffer, Frozen, Parameter};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -229,7 +193,7 @@ impl<M> DistributedDataParallel<M> {
     /// The errors of [`broadcast`](ProcessGroup::broadcast).
     pub fn broadcast_buffers(&self) -> Result<()> {
         let buffers = self.core.variables.buffers.iter().map(|buffer| &buffer.var);
-        sync::broadcast(self.core.reducer.groups(), buffers, 0)?.finish()
+        buckets::sync::broadcast(self.core.reducer.groups(), buffers, 0)?.finish()
     }
 
     /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync). Otherwise they become part of the
@@ -288,7 +252,7 @@ impl<M> DistributedDataParallel<M> {
     /// options, and [`Error::InputsExhausted`] with [`JoinOptions::throw_on_early_termination`]. Inside another join
     /// of the same group, returns [`Error::InvalidArgument`].
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
-        join::run(&[&self.core], options, &mut (), |()| body(), |(), _, _| Ok(false))
+        pass::join::run(&[&self.core], options, &mut (), |()| body(), |(), _, _| Ok(false))
     }
 
     pub(crate) fn join_with<T, C>(
@@ -298,7 +262,7 @@ impl<M> DistributedDataParallel<M> {
         body: impl FnOnce(&mut C) -> Result<T>,
         shadow: impl FnMut(&mut C, Operation, &Active) -> Result<bool>,
     ) -> Result<Joined<T>> {
-        join::run(&[&self.core], options, context, body, shadow)
+        pass::join::run(&[&self.core], options, context, body, shadow)
     }
 
     /// Registers `hook`, which then decides what is sent of a bucket and what `backward` returns (see [`comm_hook`]).
@@ -311,7 +275,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::RankFailed`].
     pub fn register_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let allowed = self.core.reducer.check_comm_hook();
-        let verdict = verify::same_comm_hook(self.core.group(), allowed.as_ref().map(|()| hook.describe()));
+        let verdict = watch::verify::same_comm_hook(self.core.group(), allowed.as_ref().map(|()| hook.describe()));
         allowed?;
         verdict?;
         self.core.reducer.set_comm_hook(hook)

@@ -1,6 +1,6 @@
 //! The models whose gradients are in a store, as optimizers, scalers and clipping see them. The mark of a model in the store identifies it.
-use super::parameter::{Buffer, Variables};
 use super::reducer::Reducer;
+use crate::ddp::model::parameter::{Buffer, Variables};
 use crate::hash::content_64;
 use crate::panic::lock;
 use candle_core::backprop::GradStore;

@@ -2,7 +2,7 @@
 use super::flat::Flat;
 use super::unit::{Unit, Units};
 use crate::backend::{self, label};
-use crate::ddp::groups::Groups;
+use crate::ddp::buckets::groups::Groups;
 use crate::error::describe;
 use crate::panic::lock;
 use crate::{Error, Result};

@@ -1,7 +1,7 @@
 //! Tensors of a block that are gathered in one call.
 use crate::Result;
 use crate::backend::{Label, Work};
-use crate::ddp::groups::Groups;
+use crate::ddp::buckets::groups::Groups;
 use crate::placement::{Cut, Placement};
 use crate::process_group::ProcessGroup;
 use crate::tensor::{copy, hold};

@@ -1,10 +1,10 @@
 //! The state of a reducer that outlives a backward pass: its buckets and what they hold.
-use crate::ddp::bucket::{Bucket, Message};
-use crate::ddp::groups::Groups;
-use crate::ddp::non_finite::{Findings, OnNonFinite};
-use crate::ddp::plan::{self, BucketCaps, ParameterInfo};
+use crate::ddp::buckets::bucket::{Bucket, Message};
+use crate::ddp::buckets::groups::Groups;
+use crate::ddp::buckets::plan::{self, BucketCaps, ParameterInfo};
+use crate::ddp::buckets::usage::Usage;
 use crate::ddp::reduction::Reduction;
-use crate::ddp::usage::Usage;
+use crate::ddp::watch::non_finite::{Findings, OnNonFinite};
 use crate::tensor::finite::{any_non_finite, non_finite};
 use crate::trace::Trace;
 use crate::{Error, Result};

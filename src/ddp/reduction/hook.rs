@@ -1,10 +1,10 @@
 //! Reduction of buckets by a communication hook.
 use crate::Result;
-use crate::ddp::bucket::{Bucket, Message};
+use crate::ddp::buckets::bucket::{Bucket, Message};
+use crate::ddp::buckets::groups::Groups;
+use crate::ddp::buckets::plan::ParameterInfo;
+use crate::ddp::buckets::usage::Usage;
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
-use crate::ddp::groups::Groups;
-use crate::ddp::plan::ParameterInfo;
-use crate::ddp::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::tensor::finite::any_non_finite;
 use crate::trace::{self, Trace};

@@ -4,11 +4,11 @@ pub(super) mod shard;
 pub(super) mod tree;
 mod tree_sum;
 
-use super::bucket::{Bucket, Message};
-use super::groups::Groups;
-use super::plan::ParameterInfo;
-use super::sharding::Sharding;
-use super::usage::Usage;
+use super::buckets::bucket::{Bucket, Message};
+use super::buckets::groups::Groups;
+use super::buckets::plan::ParameterInfo;
+use super::buckets::usage::Usage;
+use super::model::sharding::Sharding;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;
 use crate::virtual_ranks::VirtualRanks;

@@ -1,11 +1,11 @@
 //! Reduction under ZeRO: each rank gets only the mean of its own part of each bucket, whose memory is then free for another one.
 use super::tree::TreeReduction;
 use crate::backend::Work;
-use crate::ddp::bucket::{Bucket, Message};
-use crate::ddp::groups::Groups;
-use crate::ddp::non_finite::Finding;
-use crate::ddp::plan::ParameterInfo;
-use crate::ddp::usage::Usage;
+use crate::ddp::buckets::bucket::{Bucket, Message};
+use crate::ddp::buckets::groups::Groups;
+use crate::ddp::buckets::plan::ParameterInfo;
+use crate::ddp::buckets::usage::Usage;
+use crate::ddp::watch::non_finite::Finding;
 use crate::kernels::Assignment;
 use crate::panic::lock;
 use crate::placement::Cut;

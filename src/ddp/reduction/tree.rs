@@ -3,9 +3,9 @@
 use super::tree_sum::TreeSum;
 use crate::Result;
 use crate::backend::Work;
-use crate::ddp::bucket::{Bucket, Message};
-use crate::ddp::groups::Groups;
-use crate::ddp::usage::Usage;
+use crate::ddp::buckets::bucket::{Bucket, Message};
+use crate::ddp::buckets::groups::Groups;
+use crate::ddp::buckets::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::trace::{self, Trace};
 use crate::virtual_ranks::VirtualRanks;

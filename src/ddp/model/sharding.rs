@@ -1,0 +1,65 @@
+//! The option that spreads a model over the ranks.
+use crate::backend::label;
+use crate::ddp::buckets::groups::Groups;
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+
+/// How a model and its state are spread over the ranks, so that each has a part: [`DdpOptions::sharding`](crate::DdpOptions::sharding).
+///
+/// A model that is sharded leaves the gradients of its parameters to its [optimizer](crate::optim::FusedOptimizer#sharded-models), which must
+/// be made before the first backward pass: [`backward`](crate::DistributedDataParallel::backward) returns a store without them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Sharding {
+    /// Nothing: every rank has all parameters, gradients and states.
+    #[default]
+    Off,
+    /// Gradients and the optimizer's state, ZeRO's stage 2. Every rank has all parameters, of which it updates a part. The buckets are
+    /// sent in the reverse of the registration order.
+    Optimizer,
+    /// Parameters, gradients and the optimizer's state: PyTorch's FSDP2 (`fully_shard`), ZeRO's stage 3.
+    ///
+    /// The model marks its blocks with [`block`](crate::block). A block's whole parameters exist only while it computes: they are gathered
+    /// from all ranks before its forward pass and before its backward pass, which computes the forward pass again as
+    /// [`checkpoint`](crate::nn::checkpoint) does. While a block computes, the next one is gathered. The parameters outside of blocks are
+    /// gathered for the whole of forward and backward pass.
+    ///
+    /// The `VarMap` has this rank's part of each parameter under the parameter's name, in a tensor of the same rank: (1, n) for a matrix,
+    /// where n may be 0. A [`Checkpointer`](crate::checkpoint::Checkpointer) saves them, each rank its own part, and loads them on any
+    /// number of ranks, with or without sharding. Losses and parameters have the same bits as without, on CPUs, unless a sum over whole
+    /// gradients enters the step, as in clipping.
+    ///
+    /// All ranks must run the same blocks in the same order, in forward passes under [`no_grad`](crate::nn::no_grad) as well.
+    Blocks {
+        /// Whether a block's parameters are freed after its forward pass: usually true. Otherwise they stay until the backward pass has
+        /// ended, which then computes nothing again: less time, more memory.
+        reshard_after_forward: bool,
+        /// The number of consecutive ranks that have a model together: PyTorch's hybrid sharding (HSDP). It must divide the world size.
+        /// Each such set of ranks has a copy of the model, and gathers parameters without the others; gradients are averaged over all
+        /// ranks. With [`pg.local_world_size()`](crate::ProcessGroup::local_world_size), only these averages are sent between hosts.
+        /// None: all ranks.
+        ranks: Option<usize>,
+    },
+}
+
+impl Sharding {
+    /// The groups of a model. Every rank must call it.
+    pub(in crate::ddp) fn groups(self, group: &ProcessGroup) -> Result<Groups> {
+        let Self::Blocks { ranks, .. } = self else { return Ok(Groups::new(group.clone())) };
+        let world_size = group.world_size();
+        let ranks = match ranks.unwrap_or(world_size) {
+            ranks if ranks > 0 && world_size.is_multiple_of(ranks) => Ok(ranks),
+            ranks => {
+                let reason = format!("`ranks` must divide the number of ranks, {world_size}, but is {ranks}");
+                Err(Error::invalid("sharding", reason))
+            }
+        };
+        let report = ranks.as_ref().map(|_| format!("sharding: {self:?}"));
+        let compared = label::DDP_NEW.during(|| group.compare(report, "it could not build its model"));
+        let ranks = ranks?;
+        if let Some((rank, difference)) = compared? {
+            return Err(Error::Mismatch { what: "model", rank, difference });
+        }
+        Groups::sharded(group.clone(), ranks)
+    }
+}
