@@ -4,7 +4,7 @@ use crate::common::with_virtual_ranks;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions};
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{
@@ -12,8 +12,8 @@ use candle_ddp::optim::{
     PeriodicModelAveragerOptions, UpdateRule,
 };
 use candle_ddp::{
-    Backward, Block, DdpOptions, DistributedDataParallel, JoinOptions, Precision, ProcessGroup, ReduceOp, Result, Role,
-    Sharding, WithGrad, backward_micro_batch, backward_with, block, spawn,
+    Backward, Block, DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Precision, ProcessGroup,
+    ReduceOp, Result, Role, Sharding, WithGrad, backward_micro_batch, backward_with, block, spawn,
 };
 use candle_nn::{Module, ModuleT, VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashMap};
@@ -52,10 +52,13 @@ enum Feature {
     WithGrad,
     Checkpoint,
     Frozen,
+    Evaluation,
+    ChannelsLast,
+    TwoModels,
 }
 use Feature::*;
 
-const ALL: [Feature; 22] = [
+const ALL: [Feature; 25] = [
     ShardedOptimizer,
     ShardedBlocks,
     Hybrid,
@@ -78,6 +81,9 @@ const ALL: [Feature; 22] = [
     WithGrad,
     Checkpoint,
     Frozen,
+    Evaluation,
+    ChannelsLast,
+    TwoModels,
 ];
 
 impl Feature {
@@ -101,18 +107,22 @@ impl Feature {
 
     /// Whether other numbers come out with it.
     fn is_another_training(self) -> bool {
-        [Into, Clipping, Adapters, Norms, Muon, SyncBatchNorm, WithGrad, Frozen].contains(&self)
+        [Into, Clipping, Adapters, Norms, Muon, SyncBatchNorm, WithGrad, Frozen, ChannelsLast, TwoModels]
+            .contains(&self)
     }
 
     /// Whether it says the same thing as the other, so that a program has only one of them.
     fn excludes(self, other: Self) -> bool {
-        let kinds: [&[Self]; 5] = [
+        let kinds: [&[Self]; 7] = [
             &[ShardedOptimizer, ShardedBlocks, Hybrid],
             &[Norms, Muon],
             &[Into, BackwardAndStep],
             // Which has no such argument.
             &[Clipping, BackwardAndStep],
             &[Count, BackwardAndStep],
+            // These are for one model.
+            &[TwoModels, BackwardAndStep],
+            &[TwoModels, Join],
         ];
         self == other || kinds.iter().any(|kind| kind.contains(&self) && kind.contains(&other))
     }
@@ -127,6 +137,7 @@ impl Module for Layer {
 }
 
 struct Net {
+    conv: Option<nn::Conv2d>,
     stem: Linear,
     layers: Vec<Block<Layer>>,
     norm: Option<BatchNorm>,
@@ -146,7 +157,12 @@ impl Net {
             true => Some(sync_batch_norm(group, WIDTH, 1e-5, vb.pp("sync"))?),
             false => None,
         };
+        let conv = match with.contains(&ChannelsLast) {
+            true => Some(nn::conv2d(3, 3, 2, Default::default(), vb.pp("conv"))?),
+            false => None,
+        };
         Ok(Self {
+            conv,
             stem: linear(3, WIDTH, vb.pp("stem"))?,
             layers: (0..2).map(|index| block(vb.pp(format!("layers.{index}")), layer)).collect::<Result<_, _>>()?,
             norm,
@@ -155,7 +171,17 @@ impl Net {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+    fn forward(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        let x = &match &self.conv {
+            Some(conv) => {
+                let pixels = [1.0, 0.5, -1.0, 0.25].map(|factor| x * factor);
+                let pixels = pixels.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
+                let images = Tensor::stack(&pixels, 2)?.reshape((x.dim(0)?, 3, 2, 2))?;
+                let images = nn::to_memory_format(&images, nn::MemoryFormat::ChannelsLast)?;
+                conv.forward(&images)?.flatten_from(1)?
+            }
+            None => x.clone(),
+        };
         let x = match self.checkpointed {
             true => {
                 let stem = self.stem.clone();
@@ -164,7 +190,7 @@ impl Net {
             false => self.stem.forward(x)?,
         };
         let x = self.layers.iter().try_fold(x, |x, layer| layer.forward(&x))?;
-        let x = self.norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward_t(&x, true))?;
+        let x = self.norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward_t(&x, train))?;
         self.head.forward(&x)
     }
 }
@@ -180,22 +206,46 @@ fn rows(step: usize, ranges: &[Range<usize>]) -> candle_core::Result<Tensor> {
 type Ddp = DistributedDataParallel<Net>;
 type Values = BTreeMap<String, Vec<f64>>;
 
-struct Program<'a> {
+/// A model that gets the outputs of the first, with its optimizer.
+struct Second<'a> {
+    ddp: &'a DistributedDataParallel<Linear>,
+    varmap: VarMap,
+    optimizer: AdamW,
+}
+
+struct SecondIfAny<'a>(Option<Second<'a>>);
+
+impl Parts for SecondIfAny<'_> {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        let Some(Second { varmap, optimizer, .. }) = &mut self.0 else { return Vec::new() };
+        vec![("second", varmap), ("second_optimizer", optimizer)]
+    }
+}
+
+struct Program<'a, 'b> {
     pg: &'a ProcessGroup,
     with: &'a [Feature],
     ddp: &'a Ddp,
+    second: Option<&'a mut Second<'b>>,
     scaler: GradScaler,
     collectives: Option<WithGrad>,
 }
 
-impl Program<'_> {
+impl Program<'_, '_> {
     fn has(&self, feature: Feature) -> bool {
         self.with.contains(&feature)
     }
 
     /// The loss over rows of the batch, as a mean, or as a sum if the pass has a count.
     fn loss(&self, step: usize, ranges: &[Range<usize>], share: f64) -> Result<Tensor> {
-        let y = self.ddp.call(|net| net.forward(&rows(step, ranges)?))?;
+        let mut y = self.ddp.call(|net| net.forward(&rows(step, ranges)?, true))?;
+        if let Some(second) = &self.second {
+            y = second.ddp.forward(&y)?;
+        }
+        if self.has(Evaluation) {
+            let own = 0..self.pg.rank() + 1;
+            nn::no_grad(|| self.ddp.call(|net| net.forward(&rows(step, &[own])?, false)))?;
+        }
         let count = if self.has(Count) { y.elem_count() as f64 } else { 1.0 };
         let mut loss = ((&y - 1.0)?.sqr()?.mean_all()? * count)?;
         if let Some(collectives) = &self.collectives {
@@ -210,6 +260,11 @@ impl Program<'_> {
         self.has(Count).then(|| ranges.iter().map(Range::len).sum::<usize>() as f64)
     }
 
+    fn models(&self) -> Vec<&DistributedModel> {
+        let first: &DistributedModel = self.ddp;
+        std::iter::once(first).chain(self.second.iter().map(|second| -> &DistributedModel { second.ddp })).collect()
+    }
+
     /// The gradients of a step; None if it has been made.
     fn backward(&self, optimizer: &mut impl Optimizer, step: usize) -> Result<Option<GradStore>> {
         let (rank, ranks) = (self.pg.rank(), self.pg.world_size());
@@ -217,7 +272,7 @@ impl Program<'_> {
         let mut own = vec![start..end, ROWS / 2 + start..ROWS / 2 + end];
         let pass = |ranges: &[Range<usize>], step, share, into: Option<&mut GradStore>| {
             let options = Backward { count: self.count(ranges), into };
-            backward_with(&self.loss(step, ranges, share)?, &[self.ddp], options)
+            backward_with(&self.loss(step, ranges, share)?, &self.models(), options)
         };
         if self.has(VirtualRanks) && !self.has(Into) && !self.has(BackwardAndStep) {
             let mut last = None;
@@ -225,7 +280,7 @@ impl Program<'_> {
                 let rows = number * ROWS / VIRTUAL..(number + 1) * ROWS / VIRTUAL;
                 let range = std::slice::from_ref(&rows);
                 let _guard = self.has(NoSync).then(|| self.ddp.no_sync());
-                last = backward_micro_batch(&self.loss(step, range, 1.0)?, &[self.ddp], number, self.count(range))?;
+                last = backward_micro_batch(&self.loss(step, range, 1.0)?, &self.models(), number, self.count(range))?;
             }
             return Ok(last);
         }
@@ -233,7 +288,7 @@ impl Program<'_> {
         if self.has(NoSync) {
             // The half of a mean; sums need no division.
             share = if self.has(Count) { 1.0 } else { 0.5 };
-            let _guard = self.ddp.no_sync();
+            let _guards = (self.ddp.no_sync(), self.second.as_ref().map(|second| second.ddp.no_sync()));
             pass(&[own.remove(0)], step, share, None)?;
             if self.has(BackwardAndStep) {
                 let loss = self.loss(step, &own, share)?;
@@ -259,7 +314,13 @@ impl Program<'_> {
             let norm = optimizer.clip_grad_norm(&mut grads, 0.01)?;
             assert!(norm > 0.01, "{norm}");
         }
-        assert!(self.scaler.step(optimizer, &mut grads)?);
+        assert!(match &mut self.second {
+            None => self.scaler.step(optimizer, &mut grads)?,
+            Some(second) => self.scaler.step_if_finite(&mut grads, |grads| {
+                optimizer.step(grads)?;
+                second.optimizer.step(grads)
+            })?,
+        });
         self.scaler.update()
     }
 }
@@ -267,7 +328,9 @@ impl Program<'_> {
 /// The frozen weights of a model with adapters.
 fn base() -> HashMap<String, Tensor> {
     let value = |seed: usize, index: usize| ((seed * 31 + index * 7) as f64 * 0.3).sin() * 0.5 + 0.6;
-    let shapes: [(&str, &[usize]); 16] = [
+    let shapes: [(&str, &[usize]); 18] = [
+        ("conv.weight", &[3, 3, 2, 2]),
+        ("conv.bias", &[3]),
         ("sync.weight", &[WIDTH]),
         ("sync.bias", &[WIDTH]),
         ("sync.running_mean", &[WIDTH]),
@@ -349,13 +412,27 @@ fn train<R: UpdateRule>(
         }
     };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(pg, with))?;
+    let second_varmap = VarMap::new();
+    let second = match has(TwoModels) {
+        true => {
+            let build = |vb: VarBuilder<'static>| linear(1, 1, vb.pp("second"));
+            Some(DistributedDataParallel::with_options(pg, &second_varmap, build, options(pg, with))?)
+        }
+        false => None,
+    };
+    let second = second.as_ref().map(|ddp| {
+        let adamw = ParamsAdamW { lr: 0.01, ..Default::default() };
+        Ok::<_, candle_ddp::Error>(Second { ddp, varmap: second_varmap.clone(), optimizer: AdamW::new(ddp, adamw)? })
+    });
+    let mut second = SecondIfAny(second.transpose()?);
     if has(CommHook) {
         ddp.register_comm_hook(AllReduce::default())?;
     }
     let mut optimizer = optimizer(&ddp)?;
     let enabled = has(GradScaler);
     let scaling = GradScalerOptions { enabled, init_scale: 1024.0, growth_interval: 2, ..Default::default() };
-    let scaler = candle_ddp::amp::GradScaler::new(pg, &ddp, scaling)?;
+    let all = second.0.iter().flat_map(|second| second.ddp.parameters()).chain(ddp.parameters()).collect::<Vec<_>>();
+    let scaler = candle_ddp::amp::GradScaler::new(pg, all, scaling)?;
     let mut ema = Ema::new(&ddp, 0.7)?;
     // A sharded model has no other model to be averaged with.
     let alone = has(Averager) && (has(ShardedBlocks) || has(Hybrid));
@@ -365,16 +442,24 @@ fn train<R: UpdateRule>(
     let averaging = PeriodicModelAveragerOptions { period: 1, warmup_steps: 0 };
     let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), averaging)?;
     let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
-    let mut program = Program { pg, with, ddp: &ddp, scaler, collectives };
     let options = CheckpointerOptions { resume: true, ..Default::default() };
     let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;
-    let last = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
+    let last = checkpointer.load_latest((
+        ("model", &mut varmap),
+        ("optimizer", &mut optimizer),
+        ("ema", &mut ema),
+        &mut second,
+    ))?;
     assert_eq!(last, steps.start.checked_sub(1).map(|step| step as u64));
+    let mut program = Program { pg, with, ddp: &ddp, second: second.0.as_mut(), scaler, collectives };
     let mut all = |optimizer: &mut FusedOptimizer<R>| -> Result<()> {
         for step in steps.clone() {
             program.step(optimizer, step)?;
             if has(Averager) {
                 averager.average_parameters(&ddp)?;
+                if let Some(second) = &program.second {
+                    averager.average_parameters(second.ddp)?;
+                }
             }
             ema.update()?;
         }
@@ -385,18 +470,21 @@ fn train<R: UpdateRule>(
     } else {
         all(&mut optimizer)?
     };
-    let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema));
+    let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema), &mut second);
     checkpointer.save(steps.end as u64 - 1, parts)?.wait()?;
-    let whole = |name: &str| -> Result<Values> {
+    let whole = |name: &str, varmap: &VarMap| -> Result<Values> {
         let path = folder.join(name);
-        checkpoint::save_distributed(pg, &varmap, &path)?;
+        checkpoint::save_distributed(pg, varmap, &path)?;
         let values =
             |(name, tensor): (String, Tensor)| Ok((name, tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?));
         checkpoint::read(&path)?.into_iter().map(values).collect()
     };
-    let mut found = whole("model")?;
+    let mut found = whole("model", &varmap)?;
+    if has(TwoModels) {
+        found.extend(whole("second", &second_varmap)?);
+    }
     ema.apply()?;
-    found.extend(whole("averages")?.into_iter().map(|(name, values)| (format!("average of {name}"), values)));
+    found.extend(whole("averages", &varmap)?.into_iter().map(|(name, values)| (format!("average of {name}"), values)));
     Ok(found)
 }
 
