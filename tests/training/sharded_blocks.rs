@@ -1,6 +1,7 @@
 //! Blocks whose parameters are spread over the ranks.
 mod averages;
 mod freed;
+mod generation;
 mod graphs;
 mod hybrid;
 mod muon;
