@@ -14,7 +14,7 @@ mod median;
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{linear, relu};
 use candle_ddp::{
-    Context, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, backward_micro_batch,
+    Backward, Context, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, backward_with,
     init_process_group,
 };
 use candle_nn::{FuncT, Module, VarBuilder, VarMap, func_t};
@@ -83,7 +83,7 @@ fn step(pg: &ProcessGroup, model: &Model, x: &Tensor) -> Result<f64> {
     let begin = Instant::now();
     for number in model.micro_batches().into_iter().flatten() {
         let loss = model.forward_t(x, true)?.sqr()?.mean_all()?;
-        backward_micro_batch(&loss, &[model], number, None)?;
+        backward_with(&loss, &[model], Backward { micro_batch: Some(number), ..Default::default() })?;
     }
     pg.barrier()?;
     Ok(begin.elapsed().as_secs_f64() * 1e3)

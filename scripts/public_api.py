@@ -36,7 +36,7 @@ DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|Parti
 # The most lines that each listing may have, without those of derived traits. Lower a number whenever its listing has become shorter. A number
 # that is higher than in an earlier commit is an error, unless RAISED says why.
 BUDGETS = {
-    "candle_ddp": 563,
+    "candle_ddp": 562,
     "candle_ddp_data": 99,
     "candle_ddp_nn": 316,
     "candle_ddp_tensor": 38,

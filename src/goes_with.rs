@@ -97,17 +97,17 @@ const REFUSALS: &[Refusal] = &[
     refusal(
         [NoSync, VirtualRanks],
         "no_sync",
-        "it cannot be combined with virtual ranks: backward_micro_batch adds the gradients of a step's micro-batches up by itself",
+        "it cannot be combined with virtual ranks, under which the gradients of a step's micro-batches add up by themselves",
     ),
     refusal(
         [Into, VirtualRanks],
         "into",
-        "backward_micro_batch adds the gradients of a step's micro-batches up by itself: let the loss of a micro-batch be the sum of its losses",
+        "under virtual ranks, the gradients of a step's micro-batches add up by themselves: let the loss of a micro-batch be the sum of its losses",
     ),
     refusal(
         [BackwardAndStep, VirtualRanks],
         "optimizer",
-        "under virtual ranks a step is one backward pass for each micro-batch: call backward_micro_batch for each, and `step` with the \
+        "under virtual ranks a step is one backward pass for each micro-batch: call backward_with for each, and `step` with the \
          gradients of the last one",
     ),
     refusal(

@@ -109,8 +109,8 @@ pub use candle_ddp_engine::ReduceOp;
 pub use candle_ddp_state::{Context, Error, Failure, NamePredicate, Result, seed};
 pub use ddp::{
     Backward, Block, Buckets, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions,
-    Joined, MemoryEstimate, NoSync, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_micro_batch,
-    backward_with, block, comm_hook, join,
+    Joined, MemoryEstimate, NoSync, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_with, block,
+    comm_hook, join,
 };
 pub use process_group::{
     Backend, CustomOptions, DeviceMesh, InitOptions, ProcessGroup, SpawnOptions, StopSignals, WithGrad,

@@ -8,8 +8,8 @@ use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOption
 use candle_ddp::nn::matmul;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, SpawnOptions,
-    backward_micro_batch, block, spawn, spawn_with,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, SpawnOptions,
+    backward_with, block, spawn, spawn_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear, linear_no_bias};
 use char_gpt_block::Block;
@@ -113,8 +113,11 @@ fn train(Run { world_size, zero, param_dtype, virtual_ranks, sharding }: Run) ->
                 optimizer.step(&ddp.backward(&loss()?)?)?;
                 continue;
             };
+            let last = numbers.end - 1;
             for number in numbers {
-                if let Some(grads) = backward_micro_batch(&loss()?, &[&ddp], number, None)? {
+                let options = Backward { micro_batch: Some(number), ..Default::default() };
+                let grads = backward_with(&loss()?, &[&ddp], options)?;
+                if number == last {
                     optimizer.step(&grads)?;
                 }
             }

@@ -13,8 +13,8 @@ use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW};
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup,
-    ReplicaCheck, Result, Sharding, backward_micro_batch, init_process_group,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup,
+    ReplicaCheck, Result, Sharding, backward_with, init_process_group,
 };
 use candle_ddp_tensor::kernels;
 use candle_nn::{VarBuilder, VarMap};
@@ -324,8 +324,8 @@ impl Trainer {
             }
             Net::Ddp(ddp) => Some(ddp.backward(&loss)?),
             Net::Virtual(ddp) => {
-                let number = ddp.process_group().rank();
-                backward_micro_batch(&loss, &[ddp], number, None)?
+                let micro_batch = Some(ddp.process_group().rank());
+                Some(backward_with(&loss, &[ddp], Backward { micro_batch, ..Default::default() })?)
             }
         };
         let backward = now(phases)?;

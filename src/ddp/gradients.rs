@@ -27,6 +27,8 @@ enum Kind {
     Local = 2,
     /// Means over the ranks that the optimizer of a sharded model keeps: the store has none of them.
     Kept = 3,
+    /// None, after a micro-batch that is not this rank's last of a step.
+    Unfinished = 4,
 }
 
 impl Marks {
@@ -48,9 +50,10 @@ impl Marks {
         Ok(())
     }
 
-    /// Marks `grads` as the holder of sums that are not averaged yet.
-    pub(super) fn put_local(&self, grads: &mut GradStore) -> Result<()> {
-        let mark = self.key.apply_op1(Mark { kind: Kind::Local, _held: Arc::default() })?;
+    /// Marks `grads` as the holder of sums that are not averaged yet, or, after the pass `of_micro_batch`, of nothing.
+    pub(super) fn put_local(&self, grads: &mut GradStore, of_micro_batch: bool) -> Result<()> {
+        let kind = if of_micro_batch { Kind::Unfinished } else { Kind::Local };
+        let mark = self.key.apply_op1(Mark { kind, _held: Arc::default() })?;
         grads.insert(&self.key, mark);
         Ok(())
     }
@@ -101,18 +104,26 @@ pub(crate) fn first_kept<'a>(grads: &GradStore, vars: impl Iterator<Item = &'a V
     vars.filter(|_| !models.is_empty()).find_map(name)
 }
 
-/// Refuses sums of a pass under `no_sync`, before an optimizer's step on these parameters.
+/// Refuses sums of a pass under `no_sync`, and the store of a step's earlier micro-batch, before an optimizer's step on these parameters.
 pub(crate) fn check_averaged<'a>(
     grads: &GradStore,
     parameters: impl Iterator<Item = (&'a String, &'a Var)>,
 ) -> Result<()> {
-    let is_local = |model: &Arc<Steps>| is_of(grads, &model.mark, Kind::Local);
-    let models: Vec<_> = Steps::of(grads).into_iter().filter(is_local).collect();
-    let is_sum = |var: &Var| models.iter().any(|model| model.has(var)) && grads.get(var).is_some();
-    match parameters.filter(|_| !models.is_empty()).find(|(_, var)| is_sum(var)) {
-        Some((name, _)) => Err(own_gradient(name)),
-        None => Ok(()),
+    let is = |model: &Arc<Steps>, kind| is_of(grads, &model.mark, kind);
+    let mut models = Steps::of(grads);
+    models.retain(|model| is(model, Kind::Local) || is(model, Kind::Unfinished));
+    for (name, var) in parameters.filter(|_| !models.is_empty()) {
+        match models.iter().find(|model| model.has(var)) {
+            Some(model) if is(model, Kind::Unfinished) => {
+                let reason = "its gradient comes with this rank's last micro-batch of the step: make the step with what backward_with \
+                              returns for that one, `if micro_batch.is_last`";
+                return Err(Error::parameter(name, reason));
+            }
+            Some(_) if grads.get(var).is_some() => return Err(own_gradient(name)),
+            _ => {}
+        }
     }
+    Ok(())
 }
 
 /// The error of a step with a gradient that was not averaged.

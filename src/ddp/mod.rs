@@ -21,7 +21,7 @@ pub use model::options::{Buckets, DdpOptions, Role, Unused};
 pub use model::precision::Precision;
 pub use model::sharding::Sharding;
 pub(crate) use pass::backward::backward_in_parts;
-pub use pass::backward::{Backward, backward_micro_batch, backward_with};
+pub use pass::backward::{Backward, backward_with};
 pub use pass::guards::{Freeze, NoSync};
 pub use pass::join::{JoinOptions, Joined, join};
 pub(crate) use reducer::Reducer;
@@ -76,7 +76,7 @@ impl<M> DistributedDataParallel<M> {
 
     /// Computes the gradients of `loss` and averages them over the ranks, each bucket while the rest of the backward
     /// pass continues. Every rank must call it equally often. [`backward_with`] is the general form: for several models, for sums
-    /// over different numbers of samples, and for several losses before a step.
+    /// over different numbers of samples, for several losses before a step, and for the micro-batches of virtual ranks.
     ///
     /// The store holds, for each parameter's variable, the mean of its gradient over the ranks, or the result of the
     /// [communication hook](comm_hook). A rank that did not use the parameter counts as zero; parameters that no rank

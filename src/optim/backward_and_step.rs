@@ -36,7 +36,8 @@ impl<M> DistributedDataParallel<M> {
     /// large, as an embedding's are, or if the network is slow. The gradients end with the step. Two calls are needed for clipping
     /// and a [`GradScaler`](crate::amp::GradScaler), for [`Backward::count`], and for several models ([`backward_with`]).
     ///
-    /// Some passes update all parameters at their end, since an earlier update could be wrong:
+    /// Returns true if it made the step in such parts. Some passes update all parameters at their end, since an earlier update could be
+    /// wrong, and return false:
     /// - the first synchronised one, which shows whether all parameters are used, and those in which the ranks
     ///   [compare](crate::DdpOptions::replica_check) their models;
     /// - with an [`OnNonFinite`] other than `Ignore`;
@@ -56,13 +57,14 @@ impl<M> DistributedDataParallel<M> {
     /// optimizer. [`elastic::run`](crate::elastic::run) does so by itself. An error of the optimizer ends the group, since the other
     /// ranks may have made the step. (After an error of `backward`, on the other hand, the parameters are as they were.)
     #[track_caller]
-    pub fn backward_and_step(&self, loss: &Tensor, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<()> {
+    pub fn backward_and_step(&self, loss: &Tensor, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<bool> {
         let (takes_parts, mut is_begun) = (optimizer.takes_parts()?, false);
         let mut step = |grads: &GradStore| {
             is_begun = true;
             self.phase("optimizer", || optimizer.step_part(grads, false))
         };
         let rest = backward_in_parts(self, loss, takes_parts.then_some(&mut step))?;
-        self.phase("optimizer", || if is_begun { optimizer.step_part(&rest, true) } else { optimizer.step(&rest) })
+        self.phase("optimizer", || if is_begun { optimizer.step_part(&rest, true) } else { optimizer.step(&rest) })?;
+        Ok(is_begun)
     }
 }

@@ -58,7 +58,7 @@ pub struct InitOptions {
     /// The number of micro-batches in a global batch, a power of two and at least the number of ranks. It makes a run's bits
     /// independent of the number of ranks: each rank computes some of the micro-batches, which its
     /// [`DataLoader::micro_batches`](crate::data::DataLoader::micro_batches) gives, and
-    /// [`backward_micro_batch`](crate::backward_micro_batch) adds their gradients in an order that does not depend on the ranks
+    /// [`backward_with`](crate::backward_with) adds their gradients in an order that does not depend on the ranks
     /// (see `docs/virtual_ranks.md`). It holds for all models and loaders of the group, and of those that are split off. In an
     /// elastic run it stays when ranks come and go. All ranks must give the same. Default: None.
     pub virtual_ranks: Option<usize>,

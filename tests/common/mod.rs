@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions, spawn_with,
+    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions, spawn_with,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
@@ -29,6 +29,11 @@ pub(crate) fn with_virtual_ranks<T: Send>(
     work: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300), virtual_ranks: Some(count) }, work)
+}
+
+/// The options of the backward pass of a micro-batch under virtual ranks.
+pub(crate) fn of_micro_batch(number: usize) -> Backward<'static> {
+    Backward { micro_batch: Some(number), ..Default::default() }
 }
 
 /// How a model is sharded that is trained by a ZeroRedundancyOptimizer, or not.

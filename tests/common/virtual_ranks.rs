@@ -1,6 +1,6 @@
 //! A training run with virtual ranks, and its bits.
 #![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
-use crate::common::{floats, values};
+use crate::common::{floats, of_micro_batch, values};
 use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
@@ -9,7 +9,7 @@ use candle_ddp::nn::{BatchNorm, Conv2d, Conv2dConfig, Dropout, Linear, VarBuilde
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, backward_micro_batch,
+    Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result, Unused, backward_with,
 };
 use candle_nn::{Init, VarMap};
 use std::collections::BTreeMap;
@@ -117,10 +117,10 @@ pub(crate) fn train(pg: &ProcessGroup, epochs: u64, precision: Precision, reduce
             let logits = ddp.call(|net| net.forward(&x, is_rare))?.to_dtype(DType::F32)?;
             let loss = loss::cross_entropy(&logits, y)?;
             own_losses.push(f64::from(loss.to_scalar::<f32>()?));
-            let Some(mut grads) = backward_micro_batch(&scaler.scale(&loss)?, &[&ddp], micro_batch.number, None)?
-            else {
+            let mut grads = backward_with(&scaler.scale(&loss)?, &[&ddp], of_micro_batch(micro_batch.number))?;
+            if !micro_batch.is_last {
                 continue;
-            };
+            }
             all_losses.extend(ddp.gather_micro_batches(&own_losses)?);
             own_losses.clear();
             if enabled {

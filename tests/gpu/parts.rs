@@ -113,7 +113,7 @@ pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
             let x = tensor(8 * 30, 50 + step + 100 * pg.rank() as u64, DType::F32, pg.device()).reshape((8, 30))?;
             let loss = ddp.call(|net| loss(net, &x, Between(None)))?;
             match in_one {
-                true => ddp.backward_and_step(&loss, &mut optimizer)?,
+                true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                 false => Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?,
             }
         }

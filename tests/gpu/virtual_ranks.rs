@@ -1,11 +1,13 @@
 //! Virtual ranks over NCCL, which only moves the sums, and gathering tensors of unequal shapes.
-use crate::common::values;
+use crate::common::{of_micro_batch, values};
 use crate::launch::{Ranks, gpus};
 use crate::{finish, floats_of};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, backward_micro_batch};
+use candle_ddp::{
+    Backward, Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, backward_with,
+};
 use candle_nn::{VarBuilder, VarMap, linear, seq};
 
 pub(crate) const VIRTUAL: usize = 4;
@@ -27,16 +29,16 @@ pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
     let mut losses = Vec::new();
     let mut train = |step: &mut dyn FnMut(&candle_core::backprop::GradStore) -> Result<()>| -> Result<()> {
         for step_number in 0..3 {
-            let mut own = Vec::new();
+            let (mut own, mut grads) = (Vec::new(), candle_core::backprop::GradStore::default());
             for number in ddp.micro_batches().unwrap() {
                 let x = values(20, (step_number * VIRTUAL + number) as u64);
                 let x = Tensor::from_vec(x, (5, 4), pg.device())?;
                 let loss = ddp.forward(&x)?.sqr()?.sum_all()?;
                 own.push(f64::from(loss.to_scalar::<f32>()?));
-                if let Some(grads) = backward_micro_batch(&loss, &[&ddp], number, Some(5. + number as f64))? {
-                    step(&grads)?;
-                }
+                let options = Backward { count: Some(5. + number as f64), ..of_micro_batch(number) };
+                grads = backward_with(&loss, &[&ddp], options)?;
             }
+            step(&grads)?;
             losses.extend(ddp.gather_micro_batches(&own)?.into_iter().map(|loss| loss as f32));
         }
         Ok(())

@@ -3,7 +3,7 @@
 //!
 //! `CANDLE_DDP_TEST_STEPS=1000 cargo test --release --test processes virtual_models -- --nocapture` is the long version, with more
 //! numbers of ranks and ten deaths.
-use crate::common::{fill, tensor};
+use crate::common::{fill, of_micro_batch, tensor};
 use crate::elastic_ranks::{MIN, Run, event, folder, run_with};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::checkpoint::{Parts, StateDict};
@@ -13,9 +13,7 @@ use candle_ddp::nn::{self, AttentionOptions, Dropout, Embedding, LayerNorm, Line
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::models::{ResNet, ResNetOptions, ResNetStem, resnet18};
-use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_micro_batch,
-};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -205,7 +203,10 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             let loss = loss::cross_entropy(&ddp.call(|net| net.forward(x))?, &y.flatten_all()?)?;
             losses.push(f64::from(loss.to_scalar::<f32>()?));
             event("forward", own, state.commits())?;
-            let Some(mut grads) = backward_micro_batch(&loss, &[&ddp], micro_batch.number, None)? else { continue };
+            let mut grads = backward_with(&loss, &[&ddp], of_micro_batch(micro_batch.number))?;
+            if !micro_batch.is_last {
+                continue;
+            }
             clip_grad_norm(&mut grads, &ddp, 1.)?;
             state.optimizer.step(&grads)?;
             let all = ddp.gather_micro_batches(&std::mem::take(&mut losses))?;

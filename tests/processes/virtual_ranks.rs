@@ -2,7 +2,7 @@
 //! die and come back, and for any number of threads.
 //!
 //! The processes are this test binary itself.
-use crate::common::{fill, floats, tensor, test_arguments, test_process};
+use crate::common::{fill, floats, of_micro_batch, tensor, test_arguments, test_process};
 use crate::elastic_ranks::{Run, append, event, folder, result, run_with};
 use crate::virtual_run::{self, Bits, bits};
 use candle_core::{DType, Device, Module, ModuleT, Result as CandleResult, Tensor, Var};
@@ -16,7 +16,7 @@ use candle_ddp::nn::{
 use candle_ddp::optim::{AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    DistributedDataParallel, InitOptions, Precision, ProcessGroup, Result, backward_micro_batch, init_process_group,
+    DistributedDataParallel, InitOptions, Precision, ProcessGroup, Result, backward_with, init_process_group,
 };
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 use std::path::Path;
@@ -138,7 +138,10 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
             micro_batch.seed(&generator);
             let loss = ddp.forward(&micro_batch.batch)?.sqr()?.mean_all()?;
             event("forward", own, state.commits())?;
-            let Some(grads) = backward_micro_batch(&loss, &[&ddp], micro_batch.number, None)? else { continue };
+            let grads = backward_with(&loss, &[&ddp], of_micro_batch(micro_batch.number))?;
+            if !micro_batch.is_last {
+                continue;
+            }
             state.optimizer.step(&grads)?;
             state.progress = loader.state();
             event("step", own, state.commits())?;

@@ -159,7 +159,7 @@ fn after_an_error_the_earlier_gradients_are_as_before() {
         let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
         let first = gradients(&grads, &ddp.parameters());
         let nothing = (loss(&ddp, &pg, 7)? * 0.)?;
-        let options = Backward { count: Some(0.), into: Some(&mut grads) };
+        let options = Backward { count: Some(0.), into: Some(&mut grads), ..Default::default() };
         let error = backward_with(&nothing, &[&ddp], options).unwrap_err();
         assert!(matches!(error, Error::NothingCounted { .. }), "{error}");
         assert_eq!(gradients(&grads, &ddp.parameters()), first);
@@ -339,7 +339,7 @@ fn a_pass_with_a_count_adds_to_earlier_gradients() {
         let ddp = ddp(&pg)?;
         let pass = |ddp: &Ddp, batch: usize, into: Option<&mut GradStore>| {
             let count = 1. + (batch + pg.rank()) as f64;
-            backward_with(&loss(ddp, &pg, batch)?, &[ddp], Backward { count: Some(count), into })
+            backward_with(&loss(ddp, &pg, batch)?, &[ddp], Backward { count: Some(count), into, ..Default::default() })
         };
         let alone = [0, 1].map(|batch| gradients(&pass(&ddp, batch, None).unwrap(), &ddp.parameters()));
         let expected: Vec<f32> = alone[0].iter().zip(&alone[1]).map(|(a, b)| a + b).collect();

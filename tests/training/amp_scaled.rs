@@ -1,12 +1,12 @@
 //! Gradients that are still scaled reach no optimizer, and a scale that sinks never makes a step.
-use crate::common::{floats, of_zero, ranks, with_virtual_ranks};
+use crate::common::{floats, of_micro_batch, of_zero, ranks, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::optim::{
     AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm, clip_grad_value,
 };
-use candle_ddp::{Backward, DistributedDataParallel, Error, ProcessGroup, Result, backward_micro_batch, backward_with};
+use candle_ddp::{Backward, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::{Linear, VarMap, linear};
 
 fn scaler(pg: &ProcessGroup, var: &Var, init_scale: f64) -> Result<GradScaler> {
@@ -147,11 +147,10 @@ fn the_sum_of_micro_batches_is_scaled_too() {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(3, 1, vb))?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
-        let mut grads = None;
+        let mut grads = GradStore::default();
         for number in ddp.micro_batches().unwrap() {
-            grads = backward_micro_batch(&scaler.scale(&loss(&ddp)?)?, &[&ddp], number, None)?;
+            grads = backward_with(&scaler.scale(&loss(&ddp)?)?, &[&ddp], of_micro_batch(number))?;
         }
-        let mut grads = grads.unwrap();
         refused(optimizer.clip_grad_norm(&mut grads, 1.0), "clip_grad_norm");
         assert!(scaler.step(&mut optimizer, &mut grads)?);
         Ok(())

@@ -1,6 +1,6 @@
 //! All pairs of features, as `docs/combining.md` lists them: a pair trains like one process that has the whole batch, also after it has been
 //! saved and loaded by another number of ranks, or it is the page's error on every rank.
-use crate::common::with_virtual_ranks;
+use crate::common::{of_micro_batch, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -13,7 +13,7 @@ use candle_ddp::optim::{
 };
 use candle_ddp::{
     Backward, Block, DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Precision, ProcessGroup,
-    ReduceOp, Result, Role, Sharding, WithGrad, backward_micro_batch, backward_with, block, spawn,
+    ReduceOp, Result, Role, Sharding, WithGrad, backward_with, block, spawn,
 };
 use candle_nn::{Module, ModuleT, VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashMap};
@@ -271,7 +271,7 @@ impl Program<'_, '_> {
         let (start, end) = (rank * ROWS / 2 / ranks, (rank + 1) * ROWS / 2 / ranks);
         let mut own = vec![start..end, ROWS / 2 + start..ROWS / 2 + end];
         let pass = |ranges: &[Range<usize>], step, share, into: Option<&mut GradStore>| {
-            let options = Backward { count: self.count(ranges), into };
+            let options = Backward { count: self.count(ranges), into, ..Default::default() };
             backward_with(&self.loss(step, ranges, share)?, &self.models(), options)
         };
         if self.has(VirtualRanks) && !self.has(Into) && !self.has(BackwardAndStep) {
@@ -280,7 +280,8 @@ impl Program<'_, '_> {
                 let rows = number * ROWS / VIRTUAL..(number + 1) * ROWS / VIRTUAL;
                 let range = std::slice::from_ref(&rows);
                 let _guard = self.has(NoSync).then(|| self.ddp.no_sync());
-                last = backward_micro_batch(&self.loss(step, range, 1.0)?, &self.models(), number, self.count(range))?;
+                let options = Backward { count: self.count(range), ..of_micro_batch(number) };
+                last = Some(backward_with(&self.loss(step, range, 1.0)?, &self.models(), options)?);
             }
             return Ok(last);
         }
@@ -292,12 +293,12 @@ impl Program<'_, '_> {
             pass(&[own.remove(0)], step, share, None)?;
             if self.has(BackwardAndStep) {
                 let loss = self.loss(step, &own, share)?;
-                return self.ddp.backward_and_step(&loss, optimizer).map(|()| None);
+                return self.ddp.backward_and_step(&loss, optimizer).map(|_| None);
             }
         }
         if self.has(BackwardAndStep) {
             let loss = self.loss(step, &own, share)?;
-            return self.ddp.backward_and_step(&loss, optimizer).map(|()| None);
+            return self.ddp.backward_and_step(&loss, optimizer).map(|_| None);
         }
         if self.has(Into) {
             let mut grads = GradStore::default();

@@ -1,9 +1,9 @@
 //! Activation checkpointing changes memory use and nothing else.
-use crate::common::{assert_close, floats, ranks, tensor, var};
+use crate::common::{assert_close, floats, of_micro_batch, ranks, tensor, var};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
 use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu, sync_batch_norm};
 use candle_ddp::seed::Generator;
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, SpawnOptions, backward_micro_batch, spawn_with};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, SpawnOptions, backward_with, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -197,7 +197,7 @@ fn statistics(world_size: usize, virtual_ranks: Option<usize>) -> Vec<Vec<f32>> 
                 None => drop(ddp.backward(&loss(pg.rank())?)?),
                 Some(numbers) => {
                     for number in numbers {
-                        backward_micro_batch(&loss(number)?, &[&ddp], number, None)?;
+                        backward_with(&loss(number)?, &[&ddp], of_micro_batch(number))?;
                     }
                 }
             }

@@ -1,12 +1,12 @@
 //! Graphs that reach into an earlier step: an error that names the remedy, and no error for graphs whose parameters have not
 //! changed.
-use crate::common::{filled, floats, ranks, tensor, with_virtual_ranks};
+use crate::common::{filled, floats, of_micro_batch, ranks, tensor, with_virtual_ranks};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_micro_batch,
-    backward_with,
+    Backward, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_with,
 };
 use candle_nn::{Linear, RNN, VarBuilder, VarMap, linear, rnn};
 
@@ -206,15 +206,15 @@ fn recomputed_functions_and_micro_batches_are_fresh() {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         for _ in 0..3 {
+            let mut grads = GradStore::default();
             for number in ddp.micro_batches().unwrap() {
                 let y = ddp.call(|layer| {
                     let layer = std::sync::Arc::clone(layer);
                     checkpoint(&[&start()], move |x| layer.forward(&x[0]))
                 })?;
-                if let Some(grads) = backward_micro_batch(&y.sqr()?.mean_all()?, &[&ddp], number, None)? {
-                    Optimizer::step(&mut optimizer, &grads)?;
-                }
+                grads = backward_with(&y.sqr()?.mean_all()?, &[&ddp], of_micro_batch(number))?;
             }
+            Optimizer::step(&mut optimizer, &grads)?;
         }
         Ok(())
     })

@@ -1,18 +1,19 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
-use crate::common::{assert_close, floats, of_zero, values, with_virtual_ranks};
+use crate::common::{assert_close, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks};
 use crate::virtual_run::{Noisy, VIRTUAL, train};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::data::{
     DataLoader, Dataset, DistributedSampler, LoaderOptions, LoaderState, Remainder, SamplerOptions, default_collate,
 };
 use candle_ddp::nn::{Linear, batch_norm, linear, sync_batch_norm};
-use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::rendezvous::HashStore;
 use candle_ddp::seed::Generator;
 use candle_ddp::{
     Backend, Backward, CustomOptions, DdpOptions, DistributedDataParallel, Error, InitOptions, JoinOptions, Precision,
-    ProcessGroup, Result, Role, backward_micro_batch, backward_with, comm_hook, init_process_group,
+    ProcessGroup, Result, Role, backward_with, comm_hook, init_process_group,
 };
 use candle_nn::VarMap;
 use std::sync::Arc;
@@ -104,12 +105,12 @@ fn gradients_are_the_mean_over_all_micro_batches() {
         let found = with_virtual_ranks(16, world_size, |pg| {
             let vars = vec![("weight".to_string(), Var::from_tensor(&weight)?)];
             let ddp = DistributedDataParallel::from_vars(&pg, vars[0].1.clone(), vars, DdpOptions::default())?;
-            let mut result = None;
+            let mut result = GradStore::default();
             for number in ddp.micro_batches().unwrap() {
                 let loss = ddp.call(|w| all[number].matmul(&w.t()?)?.sqr()?.sum(1)?.mean_all())?;
-                result = backward_micro_batch(&loss, &[&ddp], number, None)?;
+                result = backward_with(&loss, &[&ddp], of_micro_batch(number))?;
             }
-            Ok(floats(result.unwrap().get(&ddp.parameters()[0]).unwrap()))
+            Ok(floats(result.get(&ddp.parameters()[0]).unwrap()))
         });
         for found in found.unwrap() {
             assert_close(&found, &expected, 1e-6, &format!("{world_size} ranks"));
@@ -127,7 +128,7 @@ fn step(ddp: &Model, numbers: impl IntoIterator<Item = usize>) -> Result<bool> {
     let mut has_gradients = false;
     for number in numbers {
         let loss = ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
-        has_gradients = backward_micro_batch(&loss, &[ddp], number, None)?.is_some();
+        has_gradients = backward_with(&loss, &[ddp], of_micro_batch(number))?.get(&ddp.parameters()[0]).is_some();
     }
     Ok(has_gradients)
 }
@@ -158,13 +159,44 @@ fn a_wrong_number_is_an_error_on_every_rank() {
         });
         for (rank, result) in results.unwrap().into_iter().enumerate() {
             match rank {
-                1 => invalid(result, "number", "comes next on rank 1"),
+                1 => invalid(result, "micro_batch", "comes next on rank 1"),
                 _ => {
                     let error = result.unwrap_err().to_string();
                     assert!(error.contains("rank 1") && error.contains("comes next"), "rank {rank}: {error}");
                 }
             }
         }
+    }
+}
+
+/// It would count a step, and a sharded model's would use what the micro-batches before it have left.
+#[test]
+fn an_optimizer_makes_no_step_before_the_last_micro_batch() {
+    for is_sharded in [false, true] {
+        ranks(2, |pg| {
+            let options = DdpOptions { sharding: sharding(is_sharded), ..Default::default() };
+            let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
+            let mut optimizer = Sgd::new(&ddp, ParamsSgd::default())?;
+            let own = ddp.micro_batches().unwrap();
+            for number in own.clone() {
+                let loss = ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+                let stepped = optimizer.step(&backward_with(&loss, &[&ddp], of_micro_batch(number))?);
+                if number + 1 == own.end {
+                    return stepped;
+                }
+                let error = stepped.unwrap_err();
+                assert!(
+                    matches!(error, Error::Parameter { .. }) && error.to_string().contains("last micro-batch"),
+                    "{error}"
+                );
+                // The step of a sharded model ends its group, since other ranks wait for it.
+                if is_sharded {
+                    return Ok(());
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }
 
@@ -182,7 +214,7 @@ fn a_step_that_was_left_begins_again_after_zero_grad() {
     // In a world of one, a failed pass leaves nothing behind.
     with_virtual_ranks(4, 1, |pg| {
         let ddp = model(&pg)?;
-        invalid(step(&ddp, [0, 1, 3]), "number", "micro-batch 2 comes next on rank 0, not 3");
+        invalid(step(&ddp, [0, 1, 3]), "micro_batch", "micro-batch 2 comes next on rank 0, not 3");
         assert!(step(&ddp, 2..4)?);
         assert!(step(&ddp, 0..4)?);
         Ok(())
@@ -305,29 +337,28 @@ fn what_would_depend_on_the_ranks_is_refused() {
         let ddp = model(&pg)?;
         let loss =
             || ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all().map_err(Error::from);
-        invalid(ddp.backward(&loss()?), "models", "backward_micro_batch");
+        invalid(ddp.backward(&loss()?), "micro_batch", "needs its number");
         invalid(
             backward_with(&loss()?, &[&ddp], Backward { count: Some(1.), ..Default::default() }),
-            "models",
-            "backward_micro_batch",
+            "micro_batch",
+            "needs its number",
         );
         invalid(
             backward_with(&loss()?, &[&ddp], Backward { into: Some(&mut Default::default()), ..Default::default() }),
             "into",
-            "backward_micro_batch",
+            "add up by themselves",
         );
-        invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "models", "backward_micro_batch");
+        invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "micro_batch", "needs its number");
         invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
         invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual ranks");
         let zero = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), of_zero())?;
         invalid(ZeroRedundancyOptimizer::new(&zero, ParamsLamb::default()), "virtual_ranks", "no norms");
         let mut sharded = ZeroRedundancyOptimizer::new(&zero, ParamsSgd::default())?;
         let loss_of_zero = || zero.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all();
-        let grads = zero
-            .micro_batches()
-            .unwrap()
-            .try_fold(None, |_, number| backward_micro_batch(&loss_of_zero()?, &[&zero], number, None));
-        invalid(sharded.clip_grad_norm(&mut grads?.unwrap(), 1.), "virtual_ranks", "no norms");
+        let grads = zero.micro_batches().unwrap().try_fold(GradStore::default(), |_, number| {
+            backward_with(&loss_of_zero()?, &[&zero], of_micro_batch(number))
+        });
+        invalid(sharded.clip_grad_norm(&mut grads?, 1.), "virtual_ranks", "no norms");
         invalid(
             ddp.gather_micro_batches(&vec![0.; 2 + pg.rank()]),
             "own",
@@ -356,7 +387,7 @@ fn what_would_depend_on_the_ranks_is_refused() {
         assert!(plain.micro_batches().is_none());
         invalid(plain.gather_micro_batches(&[]), "own", "no virtual ranks");
         let loss = plain.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
-        invalid(backward_micro_batch(&loss, &[&plain], 0, None), "number", "no virtual ranks");
+        invalid(backward_with(&loss, &[&plain], of_micro_batch(0)), "micro_batch", "no virtual ranks");
         plain.backward(&loss)?;
         let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
         invalid(loader.micro_batches(), "virtual_ranks", "InitOptions.virtual_ranks");
@@ -373,17 +404,17 @@ fn what_would_depend_on_the_ranks_is_refused() {
     };
     let no_sync = under(|ddp, loss| {
         let _guard = ddp.no_sync();
-        backward_micro_batch(loss, &[ddp], 0, None).map(drop)
+        backward_with(loss, &[ddp], of_micro_batch(0)).map(drop)
     });
     invalid(no_sync, "no_sync", "virtual ranks");
     let other_generator = under(|ddp, loss| {
         candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_rank(1, 0))?;
-        backward_micro_batch(loss, &[ddp], 0, None).map(drop)
+        backward_with(loss, &[ddp], of_micro_batch(0)).map(drop)
     });
     invalid(other_generator, "generator", "not that of micro-batch 0");
     let other_number = under(|ddp, loss| {
         candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_micro_batch(1, 0, 0, 2))?;
-        backward_micro_batch(loss, &[ddp], 0, None).map(drop)
+        backward_with(loss, &[ddp], of_micro_batch(0)).map(drop)
     });
     invalid(other_number, "generator", "not that of micro-batch 0");
 }
@@ -463,8 +494,8 @@ fn a_loader_in_the_middle_of_a_step_is_before_it() {
     with_virtual_ranks(4, 2, |pg| {
         let loader = DataLoader::new(Indices, &pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
         let mut micro_batches = loader.micro_batches()?;
-        for consumed in [0, 12, 12, 24] {
-            micro_batches.next().unwrap()?;
+        for (consumed, is_last) in [(0, false), (12, true), (12, false), (24, true)] {
+            assert_eq!(micro_batches.next().unwrap()?.is_last, is_last);
             assert_eq!(loader.state().consumed, consumed);
         }
         Ok(())

@@ -1,13 +1,13 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
-use crate::common::{assert_close, floats, sharding, values, with_virtual_ranks};
+use crate::common::{assert_close, floats, of_micro_batch, sharding, values, with_virtual_ranks};
 use crate::virtual_run::bits;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_micro_batch,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
@@ -44,6 +44,10 @@ fn loss_sum(model: &Model, number: usize) -> Result<(Tensor, f64)> {
     Ok(((loss * weight(number))?, count))
 }
 
+fn weighted(number: usize, count: f64) -> Backward<'static> {
+    Backward { count: Some(count), ..of_micro_batch(number) }
+}
+
 #[test]
 fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
     let run = |world_size: usize| {
@@ -53,9 +57,10 @@ fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
             for _ in 0..2 {
                 for number in ddp.micro_batches().unwrap() {
                     let (loss, count) = loss_sum(&ddp, number)?;
-                    if let Some(grads) = backward_micro_batch(&loss, &[&ddp], number, Some(count))? {
-                        results.extend(ddp.parameters().iter().map(|var| grads.get(var).unwrap().to_dtype(DType::F64)));
-                    }
+                    let grads = backward_with(&loss, &[&ddp], weighted(number, count))?;
+                    let vars = ddp.parameters();
+                    let gradients = vars.iter().filter_map(|var| grads.get(var));
+                    results.extend(gradients.map(|gradient| gradient.to_dtype(DType::F64)));
                 }
             }
             let exact = results.into_iter().map(|gradient| gradient?.flatten_all()?.to_vec1::<f64>());
@@ -95,17 +100,17 @@ fn weighted_passes_count_something_and_do_not_mix() {
         let own = ddp.micro_batches().unwrap();
         for number in own.clone() {
             let (loss, _) = loss_sum(&ddp, number)?;
-            match backward_micro_batch(&(loss * 0.)?, &[&ddp], number, Some(0.)) {
+            match backward_with(&(loss * 0.)?, &[&ddp], weighted(number, 0.)) {
                 Err(error) => {
                     assert!(number + 1 == own.end && matches!(error, Error::NothingCounted { total: 0. }), "{error}");
                 }
-                Ok(grads) => assert!(grads.is_none() && number + 1 < own.end),
+                Ok(grads) => assert!(grads.get(&ddp.parameters()[0]).is_none() && number + 1 < own.end),
             }
         }
         // Nothing is left of that step.
         for number in own {
             let (loss, count) = loss_sum(&ddp, number)?;
-            backward_micro_batch(&loss, &[&ddp], number, Some(count))?;
+            backward_with(&loss, &[&ddp], weighted(number, count))?;
         }
         Ok(())
     })
@@ -113,8 +118,8 @@ fn weighted_passes_count_something_and_do_not_mix() {
     let mixed = ranks(1, |pg| {
         let ddp = model(&pg, 4, 2)?;
         let (loss, count) = loss_sum(&ddp, 0)?;
-        backward_micro_batch(&loss, &[&ddp], 0, Some(count))?;
-        Ok(backward_micro_batch(&loss_sum(&ddp, 1)?.0, &[&ddp], 1, None).unwrap_err().to_string())
+        backward_with(&loss, &[&ddp], weighted(0, count))?;
+        Ok(backward_with(&loss_sum(&ddp, 1)?.0, &[&ddp], of_micro_batch(1)).unwrap_err().to_string())
     });
     let mixed = mixed.unwrap().remove(0);
     assert!(mixed.contains("cannot add to gradients"), "{mixed}");
@@ -122,7 +127,7 @@ fn weighted_passes_count_something_and_do_not_mix() {
 
 #[test]
 fn several_models_have_the_same_bits_on_any_number_of_ranks() {
-    let run = |world_size: usize, weighted: bool| {
+    let run = |world_size: usize, is_weighted: bool| {
         let found = ranks(world_size, |pg| {
             let (first, second) = (model(&pg, 4, 3)?, model(&pg, 3, 2)?);
             let mut results = Vec::new();
@@ -131,13 +136,10 @@ fn several_models_have_the_same_bits_on_any_number_of_ranks() {
                     let x = Tensor::from_vec(values(12, number as u64), (3, 4), &Device::Cpu)?.to_dtype(DType::F64)?;
                     let loss = second.forward(&first.forward(&x)?.tanh()?)?.sqr()?.sum_all()?;
                     let models = [&*first, &*second];
-                    let grads = match weighted {
-                        true => backward_micro_batch(&loss, &models, number, Some(weight(number)))?,
-                        false => backward_micro_batch(&loss, &models, number, None)?,
-                    };
-                    let Some(grads) = grads else { continue };
+                    let count = is_weighted.then(|| weight(number));
+                    let grads = backward_with(&loss, &models, Backward { count, ..of_micro_batch(number) })?;
                     let vars = [first.parameters(), second.parameters()].concat();
-                    results.extend(vars.iter().flat_map(|var| bits(grads.get(var).unwrap())));
+                    results.extend(vars.iter().filter_map(|var| grads.get(var)).flat_map(bits));
                 }
             }
             Ok(results)
@@ -159,7 +161,7 @@ fn several_models_have_the_same_bits_on_any_number_of_ranks() {
 
 #[test]
 fn models_of_one_pass_have_the_same_micro_batches() {
-    let check = |result: Result<Option<GradStore>>| match result {
+    let check = |result: Result<GradStore>| match result {
         Err(Error::InvalidArgument { argument: "models", reason }) => {
             assert!(reason.contains("the same process group, and no share_by_speed"), "{reason}");
         }
@@ -171,7 +173,7 @@ fn models_of_one_pass_have_the_same_micro_batches() {
         let second = model(&another, 3, 2)?;
         let x = Tensor::zeros((1, 4), DType::F64, &Device::Cpu)?;
         let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
-        check(backward_micro_batch(&loss, &[&first, &second], 0, None));
+        check(backward_with(&loss, &[&first, &second], of_micro_batch(0)));
         Ok(())
     })
     .unwrap();
@@ -183,14 +185,14 @@ fn models_of_one_pass_have_the_same_micro_batches() {
         let x = Tensor::zeros((1, 4), DType::F64, &Device::Cpu)?;
         let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
         let number = first.micro_batches().unwrap().start;
-        check(backward_micro_batch(&loss, &[&first, &second], number, None));
+        check(backward_with(&loss, &[&first, &second], of_micro_batch(number)));
         Ok(())
     })
     .unwrap();
 }
 
 /// Three steps with a ZeroRedundancyOptimizer, or with an AdamW on each rank: the bits of parameters and of the optimizer's state.
-fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u32>> {
+fn sharded(pg: &ProcessGroup, is_sharded: bool, is_weighted: bool) -> Result<Vec<u32>> {
     // Buckets of some parameters, none of which the ranks divide evenly.
     let options = DdpOptions {
         init_seed: Some(7),
@@ -203,18 +205,14 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, weighted: bool) -> Result<Vec<u3
     };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let step = |of: &mut dyn FnMut(&GradStore) -> Result<()>| -> Result<()> {
+        let mut last = GradStore::default();
         for number in ddp.micro_batches().unwrap() {
             let x = Tensor::from_vec(values(12, number as u64), (3, 4), &Device::Cpu)?;
             let loss = ddp.call(|(a, b, c)| x.apply(a)?.tanh()?.apply(b)?.tanh()?.apply(c)?.sqr()?.sum_all())?;
-            let grads = match weighted {
-                true => backward_micro_batch(&loss, &[&ddp], number, Some(weight(number)))?,
-                false => backward_micro_batch(&loss, &[&ddp], number, None)?,
-            };
-            if let Some(grads) = grads {
-                of(&grads)?;
-            }
+            let count = is_weighted.then(|| weight(number));
+            last = backward_with(&loss, &[&ddp], Backward { count, ..of_micro_batch(number) })?;
         }
-        Ok(())
+        of(&last)
     };
     let params = ParamsAdamW { lr: 0.01, ..Default::default() };
     let state = if is_sharded {

@@ -5,6 +5,7 @@ use candle_ddp_state::Result;
 use candle_ddp_state::seed::Generator;
 use candle_ddp_tensor::seed::forget_draws;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// A part of a global batch, as one virtual rank computes it: see [`DataLoader::micro_batches`](super::DataLoader::micro_batches).
@@ -13,6 +14,8 @@ use std::sync::Mutex;
 pub struct MicroBatch<T> {
     /// Its number in the global batch, from 0 to `virtual_ranks - 1`.
     pub number: usize,
+    /// Whether it is this rank's last one of the global batch, whose gradients are for the optimizer's step.
+    pub is_last: bool,
     /// The position before the global batch, from which its random numbers follow.
     pub start: LoaderState,
     /// The samples.
@@ -29,7 +32,7 @@ impl<T> MicroBatch<T> {
 
     /// Makes layers that draw from `generator` draw the random numbers of this micro-batch. A model with dropout needs it
     /// before each forward pass: `micro_batch.seed(&default_generator())` for layers of `Dropout::new`. Without
-    /// it, `backward_micro_batch` is an error.
+    /// it, the backward pass is an error.
     pub fn seed(&self, generator: &Mutex<Generator>) {
         *lock(generator) = self.generator();
     }
@@ -38,15 +41,15 @@ impl<T> MicroBatch<T> {
 /// The remaining micro-batches of an epoch: see [`DataLoader::micro_batches`](super::DataLoader::micro_batches).
 pub struct MicroBatches<T> {
     batches: LoaderIter<T>,
-    /// The number of this rank's first.
-    first: usize,
+    /// The numbers of this rank's in a global batch.
+    own: Range<usize>,
     seed: u64,
     dataset_len: usize,
 }
 
 impl<T> MicroBatches<T> {
-    pub(super) fn new(batches: LoaderIter<T>, first: usize, seed: u64, dataset_len: usize) -> Self {
-        Self { batches, first, seed, dataset_len }
+    pub(super) fn new(batches: LoaderIter<T>, own: Range<usize>, seed: u64, dataset_len: usize) -> Self {
+        Self { batches, own, seed, dataset_len }
     }
 }
 
@@ -54,12 +57,13 @@ impl<T> Iterator for MicroBatches<T> {
     type Item = Result<MicroBatch<T>>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let number = self.first + self.batches.place();
+        let number = self.own.start + self.batches.place();
         let start = self.batches.step(self.seed, self.dataset_len);
         let batch = self.batches.next()?;
         // What was drawn before, as in an evaluation, does not belong to it.
         forget_draws();
-        Some(batch.map(|batch| MicroBatch { number, start, batch }))
+        let is_last = number + 1 == self.own.end;
+        Some(batch.map(|batch| MicroBatch { number, is_last, start, batch }))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -69,10 +73,7 @@ impl<T> Iterator for MicroBatches<T> {
 
 impl<T> fmt::Debug for MicroBatches<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MicroBatches")
-            .field("batches", &self.batches)
-            .field("first", &self.first)
-            .finish_non_exhaustive()
+        f.debug_struct("MicroBatches").field("batches", &self.batches).field("own", &self.own).finish_non_exhaustive()
     }
 }
 

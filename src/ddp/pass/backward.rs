@@ -29,7 +29,7 @@ use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashSet;
 use std::panic::Location;
 
-/// How [`backward_with`] averages gradients, and whether it adds them to others.
+/// How [`backward_with`] averages gradients, of which micro-batch, and whether it adds them to others.
 #[derive(Debug, Default)]
 pub struct Backward<'a> {
     /// The number of samples, tokens or pixels of this rank over which the loss is a sum. The gradients are then those of the mean
@@ -45,6 +45,13 @@ pub struct Backward<'a> {
     /// sum are larger, its scale settles lower. The mean loss itself is a quotient of two sums:
     /// [`all_reduce_scalars`](crate::ProcessGroup::all_reduce_scalars).
     pub count: Option<f64>,
+    /// The number of the micro-batch whose loss this is, under [virtual ranks](crate::InitOptions::virtual_ranks), and None without.
+    /// In each step, a rank computes its [`micro_batches`](crate::DistributedDataParallel::micro_batches), in their order, as a
+    /// [loader](crate::data::DataLoader::micro_batches) gives them. The last one returns the mean gradients over all micro-batches of all ranks, with
+    /// the same bits on any number of ranks, and none but those of the models' parameters. The others return a store without
+    /// gradients, with which an [`Optimizer`](crate::optim::Optimizer) of this crate refuses to make a step. (candle_nn's AdamW would
+    /// count one.)
+    pub micro_batch: Option<usize>,
     /// Gradients to which the new ones are added: for one step after several losses, as PyTorch's `loss.backward()` adds to
     /// `parameter.grad`. Start with the result of `backward`, or with `GradStore::default()`. The sums are then in this store, and in
     /// the one that the call returns; after an error, this store is as before. Every call averages its own gradients. Under
@@ -125,6 +132,38 @@ pub struct Backward<'a> {
 /// # }
 /// ```
 ///
+/// # Virtual ranks
+/// With [`micro_batch`](Backward::micro_batch), a step is one pass for each micro-batch. While that of the last one runs, the buckets are sent.
+///
+/// ```
+/// # use candle_core::{DType, Tensor};
+/// # use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
+/// # use candle_ddp::data::{DataLoader, LoaderOptions, TensorDataset};
+/// # use candle_ddp::{Backward, DistributedDataParallel, SpawnOptions, backward_with};
+/// # use candle_nn::{VarMap, linear};
+/// # fn main() -> candle_ddp::Result<()> {
+/// # let options = SpawnOptions { world_size: 3, virtual_ranks: Some(8), ..Default::default() };
+/// # candle_ddp::spawn_with(options, |pg| {
+/// # let data = TensorDataset::new(Tensor::ones((64, 4), DType::F32, pg.device())?)?;
+/// // `pg` was made with `InitOptions { virtual_ranks: Some(8), .. }`.
+/// let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
+/// let mut optimizer = Sgd::new(&ddp, ParamsSgd::default())?;
+/// let loader = DataLoader::new(data, &pg, LoaderOptions { batch_size: 4, ..Default::default() })?;
+/// for micro_batch in loader.micro_batches()? {
+///     let micro_batch = micro_batch?;
+///     let loss = ddp.forward(&micro_batch.batch)?.sqr()?.mean_all()?;
+///     let options = Backward { micro_batch: Some(micro_batch.number), ..Default::default() };
+///     let grads = backward_with(&loss, &[&ddp], options)?;
+///     if micro_batch.is_last {
+///         optimizer.step(&grads)?;
+///     }
+/// }
+/// # Ok(())
+/// # })?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// Returns the errors of `DistributedDataParallel::backward`, and [`Error::InvalidArgument`] on all ranks, before any
 /// gradient is sent, if ranks gave different models or a different order.
@@ -133,15 +172,23 @@ pub struct Backward<'a> {
 /// that is negative, infinite or NaN is [`Error::InvalidArgument`] on its rank and ends the group. Micro-batches of one step must
 /// all have a count or none of them; if ranks differ in that, the group ends.
 ///
+/// [`Error::InvalidArgument`] for a `micro_batch` without virtual ranks, and under them for none; for another number than the next one, and
+/// under [`no_sync`](crate::DistributedDataParallel::no_sync), the group then ends on all ranks.
+///
 /// [`Error::InvalidArgument`] if `into` holds sums of a pass under `no_sync`, since the buckets hold these too; and, while a
 /// [sharded](crate::Sharding) model's optimizer keeps the gradients, for `into` with a count, or with gradients
 /// that a step has used.
 #[track_caller]
 pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward<'_>) -> Result<GradStore> {
-    let Backward { count, into } = options;
-    CallSite::around(Location::caller(), || match into {
-        None => average(loss, &mut Pass::new(loss, models, None, count), None),
-        Some(grads) => run_into(loss, models, grads, count),
+    CallSite::around(Location::caller(), || {
+        check_into(models, &options)?;
+        let mut pass = Pass::new(loss, models, &options);
+        let grads = average(loss, &mut pass, None)?;
+        match options {
+            Backward { into: Some(into), .. } => add(grads, into, &pass),
+            Backward { micro_batch: Some(_), .. } => Ok(of_step(grads, &pass)),
+            _ => Ok(grads),
+        }
     })
 }
 
@@ -153,18 +200,14 @@ pub(crate) fn backward_in_parts(
     loss: &Tensor,
     step: Option<&mut StepPart>,
 ) -> Result<GradStore> {
-    let mut pass = Pass::new(loss, &[model], None, None);
+    let mut pass = Pass::new(loss, &[model], &Backward::default());
     parts::check(&pass)?;
     CallSite::around(Location::caller(), || average(loss, &mut pass, step))
 }
 
-/// Runs a backward pass and adds its gradients to those in `grads`. Returns a store of the same tensors.
-fn run_into(
-    loss: &Tensor,
-    models: &[&DistributedModel],
-    grads: &mut GradStore,
-    count: Option<f64>,
-) -> Result<GradStore> {
+/// Refuses gradients to which those of a pass cannot be added.
+fn check_into(models: &[&DistributedModel], options: &Backward) -> Result<()> {
+    let Some(grads) = &options.into else { return Ok(()) };
     if models.iter().any(|model| model.marks().has_local(grads)) {
         let reason = "it holds this rank's own sums from a backward pass under no_sync. The buckets hold these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
@@ -173,13 +216,16 @@ fn run_into(
     if models.iter().any(|model| model.group().virtual_ranks().is_some()) {
         Feature::Into.goes_with(Feature::VirtualRanks)?;
     }
-    if count.is_some() && models.iter().any(|model| model.reducer.is_sharded()) {
+    if options.count.is_some() && models.iter().any(|model| model.reducer.is_sharded()) {
         let reason = "the optimizer of a sharded model keeps the gradients, and cannot add those of a pass with a count to earlier \
                       ones: let one pass have the sum of the losses, or use Sharding::Off";
         return Err(Error::invalid("into", reason));
     }
-    let mut pass = Pass::new(loss, models, Some(grads), count);
-    let mut new = average(loss, &mut pass, None)?;
+    Ok(())
+}
+
+/// Adds the gradients of `pass` to those in `grads`. Returns a store of the same tensors.
+fn add(mut new: GradStore, grads: &mut GradStore, pass: &Pass) -> Result<GradStore> {
     if non_finite::is_skipped(&new) {
         *grads = copy_of(&new);
         return Ok(new);
@@ -221,65 +267,14 @@ fn copy_of(grads: &GradStore) -> GradStore {
     same
 }
 
-/// Computes the gradients of the micro-batch `number` under [virtual ranks](crate::InitOptions::virtual_ranks). In each step, a rank
-/// calls it for its [`micro_batches`](crate::DistributedDataParallel::micro_batches), in their order. The last one returns the mean
-/// gradients over all micro-batches of all ranks, for the optimizer's step, and the others None. The mean has the same bits on any
-/// number of ranks.
-///
-/// ```
-/// # use candle_core::{DType, Tensor};
-/// # use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
-/// # use candle_ddp::data::{DataLoader, LoaderOptions, TensorDataset};
-/// # use candle_ddp::{DistributedDataParallel, SpawnOptions, backward_micro_batch};
-/// # use candle_nn::{VarMap, linear};
-/// # fn main() -> candle_ddp::Result<()> {
-/// # let options = SpawnOptions { world_size: 3, virtual_ranks: Some(8), ..Default::default() };
-/// # candle_ddp::spawn_with(options, |pg| {
-/// # let data = TensorDataset::new(Tensor::ones((64, 4), DType::F32, pg.device())?)?;
-/// // `pg` was made with `InitOptions { virtual_ranks: Some(8), .. }`.
-/// let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
-/// let mut optimizer = Sgd::new(&ddp, ParamsSgd::default())?;
-/// let loader = DataLoader::new(data, &pg, LoaderOptions { batch_size: 4, ..Default::default() })?;
-/// for micro_batch in loader.micro_batches()? {
-///     let micro_batch = micro_batch?;
-///     let loss = ddp.forward(&micro_batch.batch)?.sqr()?.mean_all()?;
-///     if let Some(grads) = backward_micro_batch(&loss, &[&ddp], micro_batch.number, None)? {
-///         optimizer.step(&grads)?;
-///     }
-/// }
-/// # Ok(())
-/// # })?;
-/// # Ok(())
-/// # }
-/// ```
-///
-/// With a `count`, the loss is a sum over as many samples of the micro-batch, and the gradients are those of the mean over all samples
-/// of the step, as with [`Backward::count`]. The loss may depend on several models of one group, as in [`backward_with`].
-///
-/// The store has gradients of the models' parameters only. While the last micro-batch's backward pass runs, the buckets are sent.
-///
-/// # Errors
-/// Those of [`backward_with`]. [`Error::InvalidArgument`] for another number than the next one, without virtual ranks, and under
-/// [`no_sync`](crate::DistributedDataParallel::no_sync); the group then ends on all ranks.
-#[track_caller]
-pub fn backward_micro_batch(
-    loss: &Tensor,
-    models: &[&DistributedModel],
-    number: usize,
-    count: Option<f64>,
-) -> Result<Option<GradStore>> {
-    let mut pass = Pass::of_micro_batch(loss, models, number, count);
-    let is_last = pass.models.iter().any(|model| model.synchronises);
-    let mut all = CallSite::around(Location::caller(), || average(loss, &mut pass, None))?;
-    if !is_last {
-        return Ok(None);
-    }
+/// What the pass of a micro-batch returns of `all` gradients: those of parameters, which the last one of a step has. Gradients of
+/// anything else are those of this micro-batch alone.
+fn of_step(mut all: GradStore, pass: &Pass) -> GradStore {
     if non_finite::is_skipped(&all) {
-        return Ok(Some(all));
+        return all;
     }
-    // Gradients of anything else are those of this micro-batch alone.
     let mut grads = GradStore::default();
-    for model in models {
+    for Member { core: model, .. } in &pass.models {
         for (_, var) in model.variables.named_parameters() {
             if let Some(gradient) = all.remove(var) {
                 grads.insert(var, gradient);
@@ -289,7 +284,7 @@ pub fn backward_micro_batch(
         model.marks().put_back(&mut grads, mark);
     }
     scaled::pass_on(&mut all, &mut grads);
-    Ok(Some(grads))
+    grads
 }
 
 /// Runs `pass`, which begins at `loss`, and returns the averaged gradients, except for those that `step` gets before.
@@ -433,7 +428,7 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
 fn put_marks(grads: &mut GradStore, pass: &Pass) -> Result<()> {
     pass.models.iter().try_for_each(|Member { core, synchronises, .. }| match synchronises {
         true => core.marks().put_averaged(grads, core.reducer.is_sharded()),
-        false => core.marks().put_local(grads),
+        false => core.marks().put_local(grads, pass.micro_batch.is_some()),
     })
 }
 

@@ -143,14 +143,14 @@ pub(in crate::ddp) fn check(pass: &Pass) -> Result<()> {
         model.reducer.check_accumulated(pass.count.is_some())?;
         match (pass.micro_batch, model.group().virtual_ranks()) {
             (None, Some(_)) => {
-                let reason = "under virtual ranks, call backward_micro_batch(&loss, &[&ddp], number, None) for each \
-                              micro-batch: `backward` and `backward_with` do not know its number";
-                return Err(Error::invalid("models", reason));
+                let reason = "under virtual ranks, each pass is that of a micro-batch, and needs its number: call \
+                              `backward_with(&loss, &[&ddp], Backward { micro_batch: Some(number), .. })` for each";
+                return Err(Error::invalid("micro_batch", reason));
             }
             (Some(_), None) => {
                 let reason =
-                    "the process group has no virtual ranks: set InitOptions.virtual_ranks, or call `backward`";
-                return Err(Error::invalid("number", reason));
+                    "the process group has no virtual ranks: set InitOptions.virtual_ranks, or give no micro-batch";
+                return Err(Error::invalid("micro_batch", reason));
             }
             (Some(_), Some(_)) => check_same_micro_batches(pass.models[0].core, model)?,
             (None, None) => {}

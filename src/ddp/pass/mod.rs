@@ -12,6 +12,7 @@ pub(in crate::ddp) mod parts;
 pub(in crate::ddp) mod settle;
 
 use crate::ddp::model::DistributedModel;
+use crate::ddp::pass::backward::Backward;
 use crate::ddp::pass::graph::Graph;
 use crate::ddp::pass::order::Member;
 use crate::ddp::reducer::{Part, Reducer};
@@ -23,7 +24,6 @@ use crate::rendezvous::count_step;
 use crate::tensor::function;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use candle_core::backprop::GradStore;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
@@ -50,36 +50,19 @@ pub(in crate::ddp) struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A backward pass from `loss`. `kept` holds the gradients to which the new ones will be added; `count` is this
-    /// rank's in a weighted pass.
-    pub(in crate::ddp) fn new(
-        loss: &'a Tensor,
-        models: &[&'a DistributedModel],
-        kept: Option<&GradStore>,
-        count: Option<f64>,
-    ) -> Self {
+    /// A backward pass from `loss`. Of a step's micro-batches under virtual ranks, the last one on this rank sends what they have
+    /// added up to.
+    pub(in crate::ddp) fn new(loss: &'a Tensor, models: &[&'a DistributedModel], options: &Backward) -> Self {
+        let Backward { count, micro_batch, into } = options;
+        let is_last =
+            |core: &DistributedModel, number| core.reducer.micro_batches().is_some_and(|own| number + 1 == own.end);
         let member = |core: &&'a DistributedModel| Member {
             core,
-            synchronises: core.synchronises(),
-            adds_up: kept.is_some_and(|kept| core.marks().has_last(kept)),
+            synchronises: micro_batch.map_or_else(|| core.synchronises(), |number| is_last(core, number)),
+            adds_up: into.as_ref().is_some_and(|kept| core.marks().has_last(kept)),
         };
-        Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), count, None)
-    }
-
-    /// A backward pass from `loss`, that of the micro-batch `number` of models that have virtual ranks. The last one on this
-    /// rank sends what they have added up to.
-    pub(in crate::ddp) fn of_micro_batch(
-        loss: &'a Tensor,
-        models: &[&'a DistributedModel],
-        number: usize,
-        count: Option<f64>,
-    ) -> Self {
-        let member = |core: &&'a DistributedModel| {
-            let synchronises = core.reducer.micro_batches().is_some_and(|own| number + 1 == own.end);
-            Member { core, synchronises, adds_up: false }
-        };
-        let mut pass = Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), count, None);
-        pass.micro_batch = Some(number);
+        let mut pass = Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), *count, None);
+        pass.micro_batch = *micro_batch;
         pass
     }
 

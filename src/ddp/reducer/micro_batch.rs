@@ -47,7 +47,7 @@ impl Reducer {
             end - 1,
             ranks.count()
         );
-        Err(Error::invalid("number", reason))
+        Err(Error::invalid("micro_batch", reason))
     }
 }
 

@@ -247,7 +247,6 @@ fn training(rows: &mut Vec<Row>) {
         ["candle_ddp::DistributedDataParallel::backward_and_step"]
             "loss" "tests/training/backward_and_step/same_bits.rs" "backward_and_step(";
         ["candle_ddp::backward_with"] "loss" "tests/training/several_models.rs" "backward_with(";
-        ["candle_ddp::backward_micro_batch"] "loss" "tests/training/virtual_ranks_passes.rs" "backward_micro_batch(";
         ["candle_ddp::data_parallel::DataParallel::backward"] "loss" "tests/training/data_parallel.rs" "dp.backward(";
         ["candle_ddp::data_parallel::backward"] "loss" "tests/training/data_parallel.rs" "data_parallel::backward(";
     }

@@ -48,7 +48,7 @@ fn steps_without_averages_and_with_a_scaled_loss_are_refused() {
         let (ddp, _) = two(&pg, tiny())?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
         let error = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer).unwrap_err().to_string();
-        assert!(error.contains("backward_micro_batch"), "{error}");
+        assert!(error.contains("one backward pass for each micro-batch"), "{error}");
         Ok(())
     })
     .unwrap();

@@ -55,7 +55,7 @@ fn parts_are_not_too_many() {
                     let y = ddp.call(|layers| layers.iter().try_fold(x, |x, layer| layer.forward(&x)))?;
                     let loss = y.sqr()?.mean_all()?;
                     match in_one {
-                        true => ddp.backward_and_step(&loss, &mut optimizer)?,
+                        true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                         false => optimizer.step(&ddp.backward(&loss)?)?,
                     }
                 }
@@ -90,7 +90,7 @@ fn a_model_without_replicas_has_parts_too() {
             for pass in 0..3 {
                 let loss = ddp.forward(&tensor(&[2, 3], pass + 10 * pg.rank() as u64))?.sqr()?.mean_all()?;
                 match in_one {
-                    true => ddp.backward_and_step(&loss, &mut optimizer)?,
+                    true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                     false => optimizer.step(&ddp.backward(&loss)?)?,
                 }
             }
@@ -130,7 +130,7 @@ fn a_trace_shows_the_parts() {
     ranks(2, |pg| {
         let (ddp, _) = two(&pg, DdpOptions { trace: Some(folder.path().to_path_buf()), ..tiny() })?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
-        (0..2).try_for_each(|_| ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer))
+        (0..2).try_for_each(|_| ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer).map(drop))
     })
     .unwrap();
     for rank in 0..2 {

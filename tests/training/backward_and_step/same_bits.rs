@@ -33,15 +33,17 @@ fn train(
     in_one: bool,
 ) -> Result<(Bits, [usize; 3])> {
     let (ddp, varmap) = wrap(pg, options)?;
-    let mut optimizer = Counting::new(new(&ddp)?);
+    let (mut optimizer, mut in_parts) = (Counting::new(new(&ddp)?), 0);
     for step in 0..STEPS {
         let loss = loss(&ddp, step)?;
         match in_one {
-            true => ddp.backward_and_step(&loss, &mut optimizer)?,
+            true => in_parts += usize::from(ddp.backward_and_step(&loss, &mut optimizer)?),
             false => optimizer.step(&ddp.backward(&loss)?)?,
         }
     }
-    Ok((bits(&varmap, &optimizer)?, optimizer.take()))
+    let calls = optimizer.take();
+    assert_eq!(in_parts, calls[2], "the steps that are said to be in parts, of {calls:?}");
+    Ok((bits(&varmap, &optimizer)?, calls))
 }
 
 /// Compares one call with two, on one to three ranks. Returns the calls of the optimizer with one, on each rank.
@@ -203,7 +205,7 @@ fn with_what_has_accumulated() {
             }
             let loss = loss(&ddp, step)?;
             match in_one {
-                true => ddp.backward_and_step(&loss, &mut optimizer)?,
+                true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                 false => Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?,
             }
         }
@@ -227,7 +229,7 @@ fn with_uneven_inputs() {
             for step in 0..3 + pg.rank() {
                 let loss = loss(&ddp, step)?;
                 match in_one {
-                    true => ddp.backward_and_step(&loss, &mut optimizer)?,
+                    true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                     false => optimizer.step(&ddp.backward(&loss)?)?,
                 }
             }
@@ -297,7 +299,7 @@ fn at_random() {
                     })?;
                     let _guard = ddp.sync_if(is_last);
                     match (is_last, in_one) {
-                        (true, true) => ddp.backward_and_step(&loss, &mut optimizer)?,
+                        (true, true) => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                         (true, false) => optimizer.step(&ddp.backward(&loss)?)?,
                         (false, _) => drop(ddp.backward(&loss)?),
                     }

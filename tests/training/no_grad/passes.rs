@@ -1,13 +1,12 @@
 //! Backward passes, and evaluations between them.
 use super::{Build, bits, candles, images, ours, wrap};
-use crate::common::{ranks, tensor, var, with_virtual_ranks};
+use crate::common::{of_micro_batch, ranks, tensor, var, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::nn::{self, Dropout, enable_grad, is_grad_enabled, no_grad};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused, backward_micro_batch,
-    backward_with,
+    Backward, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused, backward_with,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
@@ -66,7 +65,7 @@ fn an_evaluation_disturbs_no_step_of_virtual_ranks() {
     with_virtual_ranks(4, 2, |pg| {
         let run = |evaluates: bool| {
             let (varmap, ddp) = wrap(&pg, ours, true, DdpOptions::default())?;
-            let mut all = Vec::new();
+            let mut last = GradStore::default();
             for number in [2 * pg.rank(), 2 * pg.rank() + 1] {
                 let output = ddp.call(|net| net.norm.forward_t(&net.conv.forward(&images(number))?, true))?;
                 if evaluates {
@@ -74,10 +73,9 @@ fn an_evaluation_disturbs_no_step_of_virtual_ranks() {
                 }
                 let rest = ddp.call(|net| net.forward_t(&images(number), false))?;
                 let loss = (loss(&output)? + loss(&rest)?)?;
-                if let Some(grads) = backward_micro_batch(&loss, &[&ddp], number, None)? {
-                    all = gradients(&ddp, &grads);
-                }
+                last = backward_with(&loss, &[&ddp], of_micro_batch(number))?;
             }
+            let mut all = gradients(&ddp, &last);
             all.push(bits(&var(&varmap, "norm.running_mean")));
             Ok::<_, Error>(all)
         };

@@ -53,8 +53,8 @@ where
         }
     }
 
-    /// Like [`iter`](Self::iter), with the number of each micro-batch: this rank's ones of each global batch, step by step, as `backward_micro_batch` takes
-    /// them.
+    /// Like [`iter`](Self::iter), with the number of each micro-batch: this rank's ones of each global batch, step by step, as `Backward::micro_batch` takes
+    /// it.
     ///
     /// The loader's [`state`](Self::state) moves on with the last micro-batch of a step. A run that resumes from a state in the
     /// middle of a step repeats the step.
@@ -68,7 +68,8 @@ where
                           group (not from a sampler), with Remainder::Pad or Drop";
             return Err(Error::invalid("virtual_ranks", reason));
         }
-        Ok(MicroBatches::new(self.iter(), self.deal.rank, self.seed, self.dataset.len()))
+        let own = self.deal.rank..self.deal.rank + self.deal.batches_per_step();
+        Ok(MicroBatches::new(self.iter(), own, self.seed, self.dataset.len()))
     }
 
     /// Where the next iterator begins.

@@ -1,9 +1,10 @@
 //! Training over MPI.
 use crate::digits::{Options, train};
 use crate::launch;
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
-use candle_ddp::{DistributedDataParallel, ProcessGroup, Result, SpawnOptions, backward_micro_batch};
+use candle_ddp::{Backward, DistributedDataParallel, ProcessGroup, Result, SpawnOptions, backward_with};
 use candle_ddp_mpi::{MpiOptions, init_process_group, run};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use clap::Parser;
@@ -86,12 +87,12 @@ fn virtual_ranks(pg: &ProcessGroup) -> Result<Vec<u32>> {
     let ddp = DistributedDataParallel::new(pg, &varmap, build)?;
     set_weights(&varmap)?;
     for step in 0..3 {
-        let mut grads = None;
+        let mut grads = GradStore::default();
         for number in ddp.micro_batches().unwrap() {
             let x = batch(step)?.narrow(0, number, 1)?;
-            grads = backward_micro_batch(&ddp.forward(&x)?.sin()?.mean_all()?, &[&ddp], number, None)?;
+            let options = Backward { micro_batch: Some(number), ..Default::default() };
+            grads = backward_with(&ddp.forward(&x)?.sin()?.mean_all()?, &[&ddp], options)?;
         }
-        let grads = grads.unwrap();
         for (_, var) in ddp.named_parameters() {
             var.set(&(var.as_tensor() - (grads.get(&var).unwrap() * 0.1)?)?)?;
         }
