@@ -1,16 +1,16 @@
 //! Ranks of `elastic::run` that communicate in more groups than the one that they are given, and whose commits include parts that
 //! belong to a group; for tests that kill them.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
-use crate::common::{floats, tensor};
+use crate::common::{Between, floats, tensor, tiny};
 use crate::elastic_ranks::{LENGTH, PAUSE, SAMPLES, all_lost, append, event, first_time, folder, number, run_as_rank};
-use candle_core::{CpuStorage, CustomOp1, DType, Device, IndexOp, Layout, Module, ModuleT, Shape, Tensor};
+use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
 use candle_ddp::elastic::State;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StepLr};
 use candle_ddp::seed::Generator;
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, P2pOp, ProcessGroup, ReduceOp, Result, nn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, P2pOp, ProcessGroup, ReduceOp, Result, nn};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -53,30 +53,9 @@ impl Module for Net {
         if let Some(norm) = &self.norm {
             x = norm.forward_t(&x, true)?;
         }
-        let x = x.tanh()?.apply_op1(Inside { own: self.own, commit: self.commit.load(Ordering::Relaxed) })?;
+        let (own, commit) = (self.own, self.commit.load(Ordering::Relaxed));
+        let x = x.tanh()?.apply_op1(Between(move || Ok(event("inside", own, commit)?)))?;
         self.output.forward(&x)
-    }
-}
-
-/// Does nothing, but for the events in the middle of a backward pass.
-struct Inside {
-    own: usize,
-    commit: u64,
-}
-
-impl CustomOp1 for Inside {
-    fn name(&self) -> &'static str {
-        "inside"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        assert!(layout.is_contiguous() && layout.start_offset() == 0);
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        event("inside", self.own, self.commit)?;
-        Ok(Some(gradient.clone()))
     }
 }
 
@@ -173,11 +152,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     event("begin", own, state.commits())?;
     append(&format!("entered-{own}"), &std::process::id().to_string());
     let options = match has("parts") {
-        true => DdpOptions {
-            replica_check: None,
-            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-            ..Default::default()
-        },
+        true => DdpOptions { replica_check: None, ..tiny() },
         false => DdpOptions::default(),
     };
     let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| Net::new(vb, Some(pg), own), options)?;

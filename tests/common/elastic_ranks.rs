@@ -2,15 +2,15 @@
 //!
 //! The processes are the test binary itself; environment variables make it a rank, and say when it kills itself.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
-use crate::common::{fill, floats, tensor};
-use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use crate::common::{Mlp, fill, floats, tensor};
+use candle_core::{DType, Device, IndexOp, Tensor};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::LoaderState;
 use candle_ddp::elastic::{self, ElasticOptions, State};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StepLr};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DistributedDataParallel, Error, InitOptions, ProcessGroup, Result};
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{VarBuilder, VarMap};
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -35,18 +35,8 @@ pub(crate) const SAMPLES: usize = 50;
 pub(crate) const BATCH: usize = 2;
 pub(crate) const EPOCHS: u64 = 4;
 
-pub(crate) struct Net(Linear, Linear);
-
-impl Net {
-    pub(crate) fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
+pub(crate) fn net(vb: VarBuilder) -> candle_core::Result<Mlp> {
+    Mlp::new([4, 8, 2], ["a", "b"], vb)
 }
 
 pub(crate) struct Training {
@@ -82,7 +72,7 @@ impl Training {
 /// Other initial values in every process but the first of rank 0: all have to get its state.
 pub(crate) fn variables(rank: usize, device: &Device) -> VarMap {
     let varmap = VarMap::new();
-    Net::new(VarBuilder::from_varmap(&varmap, DType::F32, device)).unwrap();
+    net(VarBuilder::from_varmap(&varmap, DType::F32, device)).unwrap();
     fill(&varmap, if rank == 0 && first_time("first", 0, 0) { 3 } else { u64::from(std::process::id()) });
     varmap
 }
@@ -148,7 +138,7 @@ pub(crate) fn append(name: &str, line: &str) {
 pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
     event("begin", own, state.commits())?;
     append(&format!("entered-{own}"), &format!("{} {}", std::process::id(), resources()));
-    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| Net::new(vb))?;
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| net(vb))?;
     let data = tensor(&[SAMPLES, 4], 1).to_device(pg.device())?;
     while state.progress.epoch < EPOCHS {
         let mine: Vec<usize> = state.progress.indices(pg.rank(), pg.world_size())?.take(BATCH).collect();

@@ -2,7 +2,7 @@
 //! them.
 use crate::common::{floats, tensor};
 use crate::elastic_ranks::{
-    BATCH, LENGTH, Net, PAUSE, SAMPLES, append, event, folder, number, run_as_rank, variables, write_result,
+    BATCH, LENGTH, PAUSE, SAMPLES, append, event, folder, net, number, run_as_rank, variables, write_result,
 };
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
@@ -36,7 +36,7 @@ pub(crate) const SHARDED: &str = "CANDLE_DDP_TEST_SHARDED";
 /// Whether the ranks know nothing of `elastic::run`: the launcher starts all of them again, and they continue from a checkpoint.
 pub(crate) const RESTARTED: &str = "CANDLE_DDP_TEST_RESTARTED";
 
-/// [`Net`] in blocks.
+/// [`net`] in blocks.
 struct Blocks(Block<Linear>, Block<Linear>);
 
 impl Module for Blocks {
@@ -72,7 +72,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
         return train_sharded(pg, state, own, &sharded);
     }
     let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
-    let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| net(vb), options)?;
     // No further part.
     steps(pg, state, own, &ddp, &mut VarMap::new())?;
     Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())

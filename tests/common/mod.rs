@@ -3,22 +3,34 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions, spawn_with,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions,
+    spawn_with,
 };
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::time::Duration;
 
+mod between;
 mod process;
 #[allow(unused_imports)] // as above
+pub(crate) use between::{Between, failing};
+#[allow(unused_imports)]
 pub(crate) use candle_ddp_testing::{
     assert_close, fill, floats, free_port, peak_memory, skip, skip_unless, tensor, test_arguments, test_process,
     values, var,
 };
 #[allow(unused_imports)]
-pub(crate) use process::{ddprun, example};
+pub(crate) use process::{
+    ddprun, example, json_lines, launch_example, launch_nodes, launch_test, pass_on_a_full_disk, start_ranks, succeed,
+};
+
+/// Runs ranks as threads, all of which must succeed, and returns their results.
+#[track_caller]
+pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Vec<T> {
+    try_ranks(world_size, work).unwrap()
+}
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
-pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
+pub(crate) fn try_ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300), ..Default::default() }, work)
 }
 
@@ -41,6 +53,12 @@ pub(crate) fn sharding(zero: bool) -> Sharding {
     if zero { Sharding::Optimizer } else { Sharding::Off }
 }
 
+/// A bucket for each parameter.
+pub(crate) fn tiny() -> DdpOptions {
+    let buckets = Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+    DdpOptions { buckets, ..Default::default() }
+}
+
 /// The options of a model that is trained by a ZeroRedundancyOptimizer.
 pub(crate) fn of_zero() -> DdpOptions {
     DdpOptions { sharding: Sharding::Optimizer, ..Default::default() }
@@ -60,6 +78,21 @@ where
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     fill(&varmap, seed);
     Ok((ddp, varmap))
+}
+
+/// Two layers with a tanh between them.
+pub(crate) struct Mlp(Linear, Linear);
+
+impl Mlp {
+    pub(crate) fn new(sizes: [usize; 3], names: [&str; 2], vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self(linear(sizes[0], sizes[1], vb.pp(names[0]))?, linear(sizes[1], sizes[2], vb.pp(names[1]))?))
+    }
+}
+
+impl Module for Mlp {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
 }
 
 /// Adds the number of previous forward passes to its input, and counts this one.

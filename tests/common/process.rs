@@ -1,7 +1,9 @@
 //! The programs that tests start as processes.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some of them, and a failed test may panic
+use candle_ddp_testing::{free_port, test_arguments, test_process};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
 /// The launcher: next to this program where scripts/gpu_suite.sh has packed both. Otherwise cargo builds it, since it is
@@ -22,6 +24,68 @@ pub(crate) fn example(name: &str) -> PathBuf {
     }
     let path = profile().join("examples").join(name);
     if path.exists() { path } else { built(&["--example", name], &format!("examples/{name}")) }
+}
+
+/// The launcher of `ranks` processes of an example.
+pub(crate) fn launch_example(name: &str, ranks: usize) -> Command {
+    let mut launcher = Command::new(ddprun());
+    launcher.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example(name));
+    launcher
+}
+
+/// The launcher of `ranks` processes of this program, each of which runs the test `rank_of_another_test` of `module`.
+pub(crate) fn launch_test(module: &str, ranks: usize, options: &[&str]) -> Command {
+    let mut launcher = Command::new(ddprun());
+    launcher.args(["--nproc-per-node", &ranks.to_string()]).args(options).arg(std::env::current_exe().unwrap());
+    launcher.args(test_arguments(module, "rank_of_another_test"));
+    launcher
+}
+
+/// The same for `nodes` launchers, of `ranks` processes each.
+pub(crate) fn launch_nodes(module: &str, nodes: usize, ranks: usize, options: &[&str]) -> Vec<Command> {
+    let (count, port) = (nodes.to_string(), free_port().to_string());
+    let node = |node: usize| {
+        let node = node.to_string();
+        let several = ["--nnodes", &count, "--node-rank", &node, "--no-secret"];
+        let several = [&several[..], &["--master-addr", "127.0.0.1", "--master-port", &port]].concat();
+        launch_test(module, ranks, &[options, if nodes > 1 { &several[..] } else { &[] }].concat())
+    };
+    (0..nodes).map(node).collect()
+}
+
+/// Starts `ranks` processes like those of [`launch_test`] without a launcher. They meet at `INIT_METHOD`, and print nothing.
+pub(crate) fn start_ranks(module: &str, ranks: usize, variables: &[(&str, String)]) -> Vec<Child> {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let rank = |rank: usize| {
+        let mut command = test_process(module, "rank_of_another_test");
+        command.env("INIT_METHOD", &init_method).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+        command.envs(variables.iter().cloned()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    };
+    (0..ranks).map(rank).collect()
+}
+
+/// Runs a test of this program, which must pass, where no file can have more than `blocks`.
+#[track_caller]
+pub(crate) fn pass_on_a_full_disk(blocks: usize, module: &str, name: &str, (variable, path): (&str, &Path)) {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")]);
+    shell.arg(std::env::current_exe().unwrap()).args(test_arguments(module, name)).env(variable, path);
+    let [stdout, _] = succeed(&mut shell);
+    assert!(stdout.contains("1 passed"), "{stdout}");
+}
+
+/// Runs a program that must succeed, and returns what it has printed.
+#[track_caller]
+pub(crate) fn succeed(command: &mut Command) -> [String; 2] {
+    let output = command.output().unwrap();
+    let [stdout, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success(), "{command:?}: {stdout}{stderr}");
+    [stdout, stderr]
+}
+
+/// The lines of a file, each of which is JSON.
+pub(crate) fn json_lines(path: &Path) -> Vec<Value> {
+    std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// The folder of cargo's profile: the programs of tests lie in `deps` there.

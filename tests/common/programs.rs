@@ -1,24 +1,14 @@
 //! Programs with several models, each under DDP on a part of every batch and in one process on the whole batch.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some programs, and a failed test may panic
-use crate::common::{fill, floats, tensor, var};
+use crate::common::{Mlp, fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_with};
 use candle_nn::loss::{binary_cross_entropy_with_logit, mse};
-use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
-pub(crate) struct Mlp(Linear, Linear);
-
-impl Mlp {
-    pub(crate) fn new(sizes: [usize; 3], vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self(linear(sizes[0], sizes[1], vb.pp("in"))?, linear(sizes[1], sizes[2], vb.pp("out"))?))
-    }
-}
-
-impl Module for Mlp {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
+pub(crate) fn mlp(sizes: [usize; 3], vb: VarBuilder) -> candle_core::Result<Mlp> {
+    Mlp::new(sizes, ["in", "out"], vb)
 }
 
 pub(crate) const NAMES: [&str; 4] = ["in.weight", "in.bias", "out.weight", "out.bias"];
@@ -34,7 +24,7 @@ struct Plain {
 impl Plain {
     fn new(sizes: [usize; 3], seed: u64) -> Self {
         let varmap = VarMap::new();
-        let module = Mlp::new(sizes, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+        let module = mlp(sizes, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
         fill(&varmap, seed);
         Self { module, vars: NAMES.iter().map(|name| var(&varmap, name)).collect() }
     }
@@ -48,7 +38,7 @@ pub(crate) type Ddp = DistributedDataParallel<Mlp>;
 
 pub(crate) fn wrap(pg: &ProcessGroup, sizes: [usize; 3], seed: u64, options: &DdpOptions) -> Result<Ddp> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Mlp::new(sizes, vb), options.clone())?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| mlp(sizes, vb), options.clone())?;
     fill(&varmap, seed);
     Ok(ddp)
 }

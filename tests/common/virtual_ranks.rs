@@ -1,6 +1,6 @@
 //! A training run with virtual ranks, and its bits.
 #![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
-use crate::common::{floats, of_micro_batch, values};
+use crate::common::{floats, of_micro_batch, values, with_virtual_ranks};
 use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
@@ -16,6 +16,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 pub(crate) const VIRTUAL: usize = 8;
+
+/// Ranks of a group with [`VIRTUAL`] virtual ranks, all of which must succeed.
+#[track_caller]
+pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Vec<T> {
+    with_virtual_ranks(VIRTUAL, world_size, work).unwrap()
+}
 
 /// Images with noise that each sample draws, and labels.
 pub(crate) struct Noisy;

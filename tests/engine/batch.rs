@@ -1,5 +1,5 @@
 //! Batches of messages.
-use crate::common::{floats, ranks};
+use crate::common::{floats, ranks, try_ranks};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Error, P2pOp, ProcessGroup, ReduceOp, Result};
@@ -41,8 +41,7 @@ fn large_messages_of_all_ranks_cross_in_one_batch() {
         }
         assert!(floats(&part(rank)?).iter().all(|value| *value == 9.0));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Only two of three ranks have messages, while a collective of all is in flight.
@@ -66,8 +65,7 @@ fn a_batch_needs_only_its_own_ranks_and_no_collective() {
         sums.map_or(Ok(()), |work| work.wait())?;
         assert_eq!(floats(&sum), [3.0; 10]);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 fn refusal(pg: &ProcessGroup, batch: &[P2pOp]) -> String {
@@ -107,8 +105,7 @@ fn of_a_batch_that_is_refused_nothing_is_sent() {
         pg.batch_isend_irecv(&[send(&own, peer), recv(&more, peer)])?.wait()?;
         assert_eq!((floats(&received), floats(&more)), (vec![(peer + 5) as f32; 10], vec![(peer + 5) as f32; 10]));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -119,14 +116,13 @@ fn a_world_of_one_has_no_messages() {
         pg.abort("enough");
         assert!(matches!(pg.batch_isend_irecv(&[]), Err(Error::Group(_))));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// What is sent in a batch is not received by a call of its own, which would hang over NCCL.
 #[test]
 fn a_message_of_a_batch_pairs_up_with_one_of_a_batch() {
-    let error = ranks(2, |pg| -> Result<()> {
+    let error = try_ranks(2, |pg| -> Result<()> {
         match pg.rank() {
             0 => pg.batch_isend_irecv(&[send(&filled(1, 3), 1)])?.wait()?,
             _ => pg.recv(&filled(0, 3), 0)?,

@@ -18,8 +18,8 @@ fn a_few_numbers_are_reduced_in_one_call() {
         Ok((sums, mean, least))
     });
     let third = 0.1 + 0.1 + 0.1;
-    assert_eq!(found.unwrap(), [([3., third, -6.], 1., 0.); 3]);
-    assert_eq!(ranks(1, |pg| pg.all_reduce_scalars([4.], ReduceOp::Avg)).unwrap(), [[4.]]);
+    assert_eq!(found, [([3., third, -6.], 1., 0.); 3]);
+    assert_eq!(ranks(1, |pg| pg.all_reduce_scalars([4.], ReduceOp::Avg)), [[4.]]);
 }
 
 type Metrics = BTreeMap<String, Vec<f64>>;
@@ -33,10 +33,10 @@ fn metrics(rank: usize) -> Metrics {
 #[test]
 fn every_rank_gets_every_ranks_object() {
     let found = ranks(4, |pg| pg.all_gather_object(&metrics(pg.rank())));
-    for objects in found.unwrap() {
+    for objects in found {
         assert_eq!(objects, (0..4).map(metrics).collect::<Vec<_>>());
     }
-    assert_eq!(ranks(1, |pg| pg.all_gather_object(&())).unwrap(), [[()]]);
+    assert_eq!(ranks(1, |pg| pg.all_gather_object(&())), [[()]]);
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn every_rank_gets_the_roots_object() {
         // The values of the other ranks are ignored.
         Ok((first, pg.broadcast_object(Some(&pg.rank()), 1)?, pg.broadcast_object(Some(&()), 0)?))
     });
-    assert_eq!(found.unwrap(), vec![(metrics(3), 1, ()); 3]);
+    assert_eq!(found, vec![(metrics(3), 1, ()); 3]);
 }
 
 #[test]
@@ -75,9 +75,9 @@ fn objects_are_gathered_scattered_sent_and_received() {
         assert_eq!(other.is_err(), rank == 0, "{other:?}");
         pg.gather_object(&rank, 2)
     });
-    assert_eq!(found.unwrap(), [None, None, Some(vec![0, 1, 2])]);
+    assert_eq!(found, [None, None, Some(vec![0, 1, 2])]);
     let alone = ranks(1, |pg| Ok((pg.gather_object(&7, 0)?, pg.scatter_object(Some(&[8]), 0)?)));
-    assert_eq!(alone.unwrap(), [(Some(vec![7]), 8)]);
+    assert_eq!(alone, [(Some(vec![7]), 8)]);
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn ranks_that_name_different_roots_learn_of_it_at_once() {
         assert_eq!(pg.all_gather_object(&rank)?, [0, 1, 2]);
         Ok(errors.map(|error| error.to_string()))
     });
-    for text in found.unwrap().concat() {
+    for text in found.concat() {
         assert!(text.contains("root: it must be the same on all ranks, but is 0 on rank 0, 1 on rank 2"), "{text}");
     }
 }
@@ -115,7 +115,7 @@ fn objects_may_be_larger_than_a_part() {
         assert!(pg.scatter_object((pg.rank() == 0).then_some(&all[..]), 0)? == own);
         Ok(pg.gather_object(&own, 0)?.is_none_or(|gathered| gathered == all))
     });
-    assert_eq!(found.unwrap(), [true, true]);
+    assert_eq!(found, [true, true]);
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn a_mesh_has_a_group_for_each_line() {
         assert_eq!(lines, expected);
         Ok(mesh.get_group("rack").map(drop).unwrap_err().to_string())
     });
-    for text in found.unwrap() {
+    for text in found {
         assert!(text.contains(r#"["pod", "host", "device"], but no "rack""#), "{text}");
     }
 }
@@ -159,7 +159,7 @@ fn a_slice_of_a_mesh_is_a_mesh_and_its_dimensions_become_one() {
         assert_eq!((flat.shape(), flat.get_coordinate()), (vec![6], vec![rank / 2]));
         Ok(())
     });
-    assert_eq!(found.unwrap().len(), 12);
+    assert_eq!(found.len(), 12);
 }
 
 /// Groups over the same ranks are one: a call that fails in one of them has failed the other.
@@ -177,7 +177,7 @@ fn the_same_dimensions_of_a_mesh_have_one_group() {
         other.get_group("all")?.abort("the end of all");
         Ok((failed, works, pg.barrier().is_err()))
     });
-    assert_eq!(found.unwrap(), [([true, true], true, true); 4]);
+    assert_eq!(found, [([true, true], true, true); 4]);
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn a_slice_or_a_flat_mesh_that_cannot_be_is_an_error() {
         r#"["host", "device"], but no "rack""#,
         r#"is ["host", "device"] as "flat" on rank 0, ["host"] as "flat" on rank 3"#,
     ];
-    for texts in found.unwrap() {
+    for texts in found {
         texts.iter().zip(expected).for_each(|(text, part)| assert!(text.contains(part), "{text}"));
     }
 }
@@ -232,7 +232,7 @@ fn a_mesh_that_cannot_be_is_an_error_on_all_ranks() {
         "the number of ranks, 4",
         r#"but is [2, 2] with ["a", "b"] on rank 0, [4, 1] with ["a", "b"] on rank 2"#,
     ];
-    for texts in found.unwrap() {
+    for texts in found {
         texts.iter().zip(expected).for_each(|(text, part)| assert!(text.contains(part), "{text}"));
     }
 }
@@ -263,7 +263,6 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
         assert_eq!(pg.all_gather_object(&pg.rank())?, [0, 1]);
         Ok(errors)
     });
-    let found = found.unwrap();
     let texts = [
         "path contains invalid UTF-8",
         "path contains invalid UTF-8",
@@ -290,7 +289,6 @@ fn an_object_of_another_type_is_an_error_on_all_ranks() {
         assert_eq!(pg.all_gather_object(&pg.rank())?, [0, 1]);
         Ok(error.to_string())
     });
-    let found = found.unwrap();
     assert!(found[0].contains("the bytes from rank 1 cannot be read as"), "{}", found[0]);
     assert!(found[1].contains("the bytes from rank 0 cannot be read as"), "{}", found[1]);
 }
@@ -308,5 +306,5 @@ fn numbers_that_are_not_finite_arrive_as_they_are() {
         assert_eq!(pg.all_gather_object(&None::<f64>)?, [None, None]);
         Ok(loss.is_nan())
     });
-    assert_eq!(found.unwrap(), [true; 2]);
+    assert_eq!(found, [true; 2]);
 }

@@ -1,5 +1,5 @@
 //! The process group's public methods: every collective, subgroups, ranks as threads, and refused arguments.
-use crate::common::{floats, ranks};
+use crate::common::{floats, ranks, try_ranks};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::rendezvous::{Secret, Store};
 use candle_ddp::{
@@ -107,8 +107,7 @@ fn every_collective_does_what_its_name_says() {
         let from = ((rank + 2) % 3) as f32 * 100.0;
         assert_eq!(floats(&received), [from, from + 1.0]);
         pg.barrier()
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -122,8 +121,7 @@ fn works_may_be_waited_for_in_any_order() {
         assert_eq!(floats(&a)[999], 2.0 * 999.0 + 100.0);
         assert_eq!(floats(&b)[9], 109.0);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -142,8 +140,7 @@ fn gather_scatter_and_barrier_have_a_form_that_does_not_wait() {
         [over, scattered].iter().try_for_each(candle_ddp::Work::wait)?;
         assert_eq!(floats(&output), floats(&input));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -169,8 +166,7 @@ fn sub_groups_have_ranks_and_collectives_of_their_own() {
             assert_eq!(floats(&tensor), [200.0]);
         }
         pg.barrier()
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -183,8 +179,7 @@ fn impossible_sub_groups_are_refused() {
         }
         // Refused groups do not count: the next one works.
         pg.new_group(&[0, 1])?.unwrap().barrier()
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -198,22 +193,21 @@ fn a_group_has_a_store_of_its_own() {
         assert_eq!(pg.store().get("key")?, b"of all");
         assert_eq!(group.store().get("key")?, b"of the group");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn spawn_returns_results_in_rank_order_and_the_first_error() {
-    assert_eq!(ranks(3, |pg| Ok(pg.rank() * 10)).unwrap(), [0, 10, 20]);
+    assert_eq!(ranks(3, |pg| Ok(pg.rank() * 10)), [0, 10, 20]);
     // The others wait for rank 1 and fail because of it, so their errors are not the cause.
-    let error = ranks(3, |pg| match pg.rank() {
+    let error = try_ranks(3, |pg| match pg.rank() {
         1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
         _ => pg.barrier(),
     });
     assert!(error.unwrap_err().to_string().contains("no disk"));
-    let error = ranks(3, |pg| if pg.rank() == 2 { panic!("out of luck") } else { pg.barrier() }).unwrap_err();
+    let error = try_ranks(3, |pg| if pg.rank() == 2 { panic!("out of luck") } else { pg.barrier() }).unwrap_err();
     assert!(matches!(&error, Error::RankFailed { rank: 2, reason } if reason.contains("out of luck")), "{error}");
-    assert!(matches!(ranks(0, |_| Ok(())), Err(Error::InvalidArgument { .. })));
+    assert!(matches!(try_ranks(0, |_| Ok(())), Err(Error::InvalidArgument { .. })));
 }
 
 #[test]
@@ -227,8 +221,7 @@ fn invalid_tensors_are_refused_before_anything_is_sent() {
         assert!(matches!(pg.broadcast(&integers, 2), Err(Error::RankOutOfRange { rank: 2, .. })));
         assert!(pg.all_gather(&zeros(5), &zeros(2)).is_err(), "5 is not 2 × 2");
         pg.barrier() // the group remains usable
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -268,8 +261,7 @@ fn creating_a_group_fails_if_its_parent_ends() {
                 assert_eq!(error, format!("rank {absent} ended the group: no disk"));
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -291,8 +283,7 @@ fn the_failure_of_a_group_says_which_group_it_is() {
                 None => {}
             }
             pg.barrier()
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -314,8 +305,7 @@ fn peers_are_told_why_a_rank_ended() {
         }
         expect(&pg, "no disk");
         Ok(())
-    })
-    .unwrap();
+    });
     // A panic continues after its reason was sent.
     ranks(3, |pg| {
         if pg.rank() == 1 {
@@ -324,8 +314,7 @@ fn peers_are_told_why_a_rank_ended() {
         }
         expect(&pg, "it panicked: out of luck");
         Ok(())
-    })
-    .unwrap();
+    });
     // The rank that failed is still named if another rank ends because of it.
     ranks(3, |pg| {
         let ended = pg.abort_on_error(|| match pg.rank() {
@@ -335,10 +324,9 @@ fn peers_are_told_why_a_rank_ended() {
         assert!(ended.is_err());
         expect(&pg, "reading data: no disk");
         Ok(())
-    })
-    .unwrap();
+    });
     // Ranks that are threads report their errors without `abort_on_error`.
-    let error = ranks(3, |pg| match pg.rank() {
+    let error = try_ranks(3, |pg| match pg.rank() {
         1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
         _ => {
             expect(&pg, "reading data: no disk");
@@ -347,13 +335,13 @@ fn peers_are_told_why_a_rank_ended() {
     });
     assert_eq!(error.unwrap_err().to_string(), "reading data: no disk");
     // Without an error, the results are returned.
-    assert_eq!(ranks(2, |pg| pg.abort_on_error(|| Ok::<_, Error>(pg.rank()))).unwrap(), [0, 1]);
+    assert_eq!(ranks(2, |pg| pg.abort_on_error(|| Ok::<_, Error>(pg.rank()))), [0, 1]);
 }
 
 /// Rank 1 gathers its own numbers, in a call that differs from rank 0's first one only in its purpose.
 #[test]
 fn a_rank_in_another_call_is_an_error_and_not_a_panic() {
-    let error = ranks(2, |pg| {
+    let error = try_ranks(2, |pg| {
         if pg.rank() == 1 {
             let all = Tensor::zeros(2, DType::I64, &Device::Cpu)?;
             return pg.all_gather(&all, &Tensor::new(&[1i64 << 40], &Device::Cpu)?);

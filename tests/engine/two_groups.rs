@@ -2,7 +2,7 @@
 //! get none.
 mod programs;
 
-use crate::common::{ddprun, test_arguments, test_process};
+use crate::common::{ddprun, succeed, test_arguments, test_process};
 use candle_core::{DType, Tensor};
 use candle_ddp::{Error, Failure, ProcessGroup, ReduceOp, Result, SpawnOptions, spawn_with};
 use candle_ddp::{InitOptions, init_process_group};
@@ -97,8 +97,7 @@ fn alone_in_its_process() {
 
 #[test]
 fn new_groups_are_watched_too() {
-    let output = test_process(module_path!(), "alone_in_its_process").output().unwrap();
-    assert!(output.status.success(), "{output:?}");
+    succeed(&mut test_process(module_path!(), "alone_in_its_process"));
 }
 
 #[test]
@@ -130,9 +129,7 @@ fn a_message_and_a_collective_wait_for_each_other() {
 #[test]
 fn messages_that_do_not_fit_wait_for_each_other() {
     // In a process for which the transport can be chosen.
-    let mut command = test_process(module_path!(), "large_messages_cross");
-    let output = command.env("CANDLE_DDP_CPU_TRANSPORT", "shm").output().unwrap();
-    assert!(output.status.success(), "{output:?}");
+    succeed(test_process(module_path!(), "large_messages_cross").env("CANDLE_DDP_CPU_TRANSPORT", "shm"));
 }
 
 #[test]

@@ -29,8 +29,7 @@ fn every_rank_gets_every_ranks_tensor() {
                 let joined = Tensor::cat(&[&all[0], &all[2]], dim)?;
                 assert_eq!(joined.dim(dim)?, 7);
                 Ok(())
-            })
-            .unwrap();
+            });
         }
     }
 }
@@ -45,9 +44,8 @@ fn views_scalars_in_rows_and_empty_tensors_are_gathered() {
         let none = Tensor::zeros((0, 7), DType::F32, pg.device())?;
         assert!(pg.all_gather_varied(&none, 0)?.iter().all(|tensor| tensor.dims() == [0, 7]));
         Ok(())
-    })
-    .unwrap();
-    let alone = ranks(1, |pg| pg.all_gather_varied(&tensor(&[2], 1), 0)).unwrap();
+    });
+    let alone = ranks(1, |pg| pg.all_gather_varied(&tensor(&[2], 1), 0));
     assert_eq!(alone[0][0].to_vec1::<f32>().unwrap(), tensor(&[2], 1).to_vec1::<f32>().unwrap());
 }
 
@@ -71,7 +69,6 @@ fn what_cannot_be_gathered_is_an_error_on_all_ranks_and_does_not_end_the_group()
             assert!(!matches!(error, Error::Group(_)), "{error}");
             assert_eq!(pg.all_gather_varied(&x, 0)?.len(), 2, "the next call works");
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }

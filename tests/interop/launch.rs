@@ -1,5 +1,5 @@
 //! Launchers and programs of both worlds combined: a candle-ddp program under torchrun, a PyTorch program under ddprun.
-use crate::common::test_arguments;
+use crate::common::{succeed, test_arguments};
 use candle_core::{DType, Tensor};
 use candle_ddp::{InitOptions, ReduceOp, init_process_group};
 use std::path::Path;
@@ -22,10 +22,8 @@ fn rank_of_another_test() {
 }
 
 fn run(command: &mut Command) -> String {
-    let output = command.env("OMP_NUM_THREADS", "1").output().unwrap();
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{command:?}\n{out}\n{err}");
-    out.into_owned()
+    let [stdout, _] = succeed(command.env("OMP_NUM_THREADS", "1"));
+    stdout
 }
 
 #[test]

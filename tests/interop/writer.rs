@@ -1,6 +1,7 @@
 //! Event files, read by TensorBoard's own reader.
 //!
 //! Needs PyTorch and TensorBoard for the interpreter named by CANDLE_DDP_PYTHON (default: python3); otherwise skipped with a message.
+use crate::common::succeed;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::metrics::{Writer, WriterOptions};
 use serde_json::{Value, json};
@@ -18,9 +19,8 @@ fn run(folder: &Path, purge_step: u64, work: impl Fn(&mut Writer) -> candle_ddp:
 fn read(python: &PathBuf, folder: &Path, histogram: &[f64]) -> Value {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/interop/writer.py");
     let histogram = serde_json::to_string(histogram).unwrap();
-    let output = Command::new(python).arg(script).arg(folder).arg(histogram).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    let [stdout, _] = succeed(Command::new(python).arg(script).arg(folder).arg(histogram));
+    serde_json::from_str(&stdout).unwrap()
 }
 
 #[test]

@@ -1,22 +1,21 @@
 //! The example `allreduce` under the real launcher: its results follow nccl-tests' definitions, and invalid options are
 //! errors.
+use crate::common::{example, json_lines, launch_example, succeed};
 use serde_json::Value;
-use std::process::{Command, Output};
+use std::process::Command;
 
-fn allreduce(ranks: usize, arguments: &[&str]) -> Output {
-    let mut command = Command::new(crate::common::ddprun());
-    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(crate::common::example("allreduce"));
-    command.args(["--warmup", "1", "--iters", "2"]).args(arguments).output().unwrap()
+fn allreduce(ranks: usize, arguments: &[&str]) -> Command {
+    let mut command = launch_example("allreduce", ranks);
+    command.args(["--warmup", "1", "--iters", "2"]).args(arguments);
+    command
 }
 
 /// Returns the JSON lines of a run that must succeed.
 fn sweep(ranks: usize, arguments: &[&str]) -> Vec<Value> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("results.jsonl");
-    let output = allreduce(ranks, &[&["--json", file.to_str().unwrap()], arguments].concat());
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{stdout}{stderr}");
-    std::fs::read_to_string(file).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    succeed(&mut allreduce(ranks, &[&["--json", file.to_str().unwrap()], arguments].concat()));
+    json_lines(&file)
 }
 
 #[test]
@@ -61,22 +60,21 @@ fn results_of_several_runs_make_one_chart() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
     for (file, svg) in [("a", "a.svg"), ("b", "b.svg")] {
-        assert!(allreduce(2, &["--max-bytes", "1K", "--json", &path(file), "--svg", &path(svg)]).status.success());
+        succeed(&mut allreduce(2, &["--max-bytes", "1K", "--json", &path(file), "--svg", &path(svg)]));
     }
     let curves = [format!("ours, <1>={}", path("a")), format!("ours, 2={}", path("b"))];
     let draw = |curves: &[String]| {
-        let mut command = Command::new(crate::common::example("allreduce"));
+        let mut command = Command::new(example("allreduce"));
         command.args(["--svg", &path("both.svg")]).args(curves.iter().flat_map(|curve| ["--draw", curve]));
-        command.output().unwrap()
+        command
     };
-    let output = draw(&curves);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    succeed(&mut draw(&curves));
     let svg = std::fs::read_to_string(path("both.svg")).unwrap();
     assert_eq!(svg.matches("<circle").count(), 16);
     assert!(svg.contains("ours, &lt;1&gt;") && svg.contains("1 KiB") && svg.contains("GB/s"), "{svg}");
 
     std::fs::write(path("a"), "{}\n").unwrap();
-    let stderr = String::from_utf8(draw(&curves).stderr).unwrap();
+    let stderr = String::from_utf8(draw(&curves).output().unwrap().stderr).unwrap();
     assert!(stderr.contains("line 1: not a JSON object with bytes and busbw_gbps"), "{stderr}");
 }
 
@@ -91,7 +89,7 @@ fn invalid_options_are_errors() {
         (&["--dtype", "u8", "--op", "avg"], "floating point"),
         (&["--max-bytes", "8", "--json", "/no/such/folder/file"], "/no/such/folder/file"),
     ] {
-        let output = allreduce(2, arguments);
+        let output = allreduce(2, arguments).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && stderr.contains(message), "{arguments:?}: {stderr}");
     }

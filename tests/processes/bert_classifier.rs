@@ -1,12 +1,11 @@
 //! The example `bert_classifier`: its files, its frozen layers, and its parts.
-use crate::common::example;
+use crate::common::{floats, launch_example};
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_ddp::optim::Schedule;
 use schedule::ParamsWarmupLinear;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
-use std::process::Command;
 use text::{Sentences, WordPieces};
 
 #[path = "../../examples/bert_classifier/freeze.rs"]
@@ -21,12 +20,7 @@ mod text;
 
 /// Trains, and returns whether that succeeded, and the output.
 fn train(ranks: usize, arguments: &[&str]) -> (bool, String) {
-    let output = Command::new(crate::common::ddprun())
-        .args(["--standalone", "--nproc-per-node", &ranks.to_string()])
-        .arg(example("bert_classifier"))
-        .args(arguments)
-        .output()
-        .unwrap();
+    let output = launch_example("bert_classifier", ranks).args(arguments).output().unwrap();
     let printed = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     (output.status.success(), printed)
 }
@@ -39,10 +33,6 @@ fn trained(ranks: usize, arguments: &[&str]) -> String {
 
 fn weights(folder: &Path) -> HashMap<String, Tensor> {
     safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap()
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn last_metrics(path: &Path) -> Value {
@@ -89,7 +79,7 @@ fn an_exported_model_is_loaded_and_frozen_as_asked() {
     let [before, after] = [weights(&first), weights(&second)];
     for (name, tensor) in &before {
         let is_frozen = name.contains("embeddings") || name.contains("layer.0");
-        assert_eq!(values(tensor) == values(&after[name]), is_frozen, "{name}");
+        assert_eq!(floats(tensor) == floats(&after[name]), is_frozen, "{name}");
     }
     let config: Value = serde_json::from_slice(&std::fs::read(second.join("config.json")).unwrap()).unwrap();
     assert_eq!(config["id2label"]["3"], "weather");
@@ -108,7 +98,7 @@ fn an_exported_model_is_loaded_and_frozen_as_asked() {
     );
     let after = weights(&third);
     for (name, tensor) in before.iter().filter(|(name, _)| name.starts_with("bert.e")) {
-        assert_eq!(values(tensor), values(&after[name]), "{name}");
+        assert_eq!(floats(tensor), floats(&after[name]), "{name}");
     }
 }
 

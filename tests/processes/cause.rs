@@ -1,7 +1,7 @@
 //! `ddprun`'s report about ranks that fail because of another one. Each rank knows which one, and reports it.
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
-use crate::common::test_arguments;
+use crate::common::launch_test;
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::{
@@ -11,7 +11,6 @@ use candle_nn::{VarMap, linear};
 use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 /// The variable that names a rank's job.
@@ -176,10 +175,9 @@ fn summary(job: &str, world: usize) -> String {
 }
 
 fn summary_in(folder: &Path, job: &str, world: usize) -> String {
-    let mut launcher = Command::new(crate::common::ddprun());
+    let mut launcher = launch_test(module_path!(), world, &["--standalone"]);
     launcher.env(JOB, job).env(FOLDER, folder).env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
-    launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(std::env::current_exe().unwrap());
-    let output = launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap();
+    let output = launcher.output().unwrap();
     assert!(!output.status.success());
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let start = text.rfind("\nddprun: rank ").unwrap_or_else(|| panic!("no summary in {text}"));

@@ -1,6 +1,5 @@
 //! The examples `char_gpt` and `generate`: trained on many ranks, used by a program that only has candle.
-use crate::common::example;
-use crate::common::{assert_close, floats};
+use crate::common::{assert_close, example, floats, json_lines, launch_example, succeed};
 use candle_core::{DType, Device, Module, Tensor, safetensors};
 use candle_nn::VarBuilder;
 use candle_nn::loss::cross_entropy;
@@ -33,22 +32,10 @@ const SMALL: [&str; 10] = [
     concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE"),
 ];
 
-fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap();
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{stdout}{stderr}");
-    stdout.into_owned()
-}
-
 /// Trains, and returns the output.
 fn char_gpt(ranks: usize, arguments: &[&str]) -> String {
-    let mut command = Command::new(crate::common::ddprun());
-    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example("char_gpt"));
-    run(command.args(SMALL).args(arguments))
-}
-
-fn lines(metrics: &Path) -> Vec<Value> {
-    std::fs::read_to_string(metrics).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    let [stdout, _] = succeed(launch_example("char_gpt", ranks).args(SMALL).args(arguments));
+    stdout
 }
 
 #[test]
@@ -57,12 +44,12 @@ fn a_model_of_four_ranks_is_the_same_in_plain_candle() {
     let [exported, metrics] = ["model", "metrics.jsonl"].map(|name| folder.path().join(name));
     let [to, to_metrics] = [exported.to_str().unwrap(), metrics.to_str().unwrap()];
     let trained = char_gpt(4, &["--steps", "4", "--export", to, "--metrics", to_metrics]);
-    let used = run(Command::new(example("generate")).arg(&exported));
+    let [used, _] = succeed(Command::new(example("generate")).arg(&exported));
 
     // The weights, bit for bit, of all four ranks, of the file, and of the program that has loaded it.
     let weights = safetensors::load(exported.join("model.safetensors"), &Device::Cpu).unwrap();
     let parameters = Hash::of_variables(weights.clone()).unwrap().to_string();
-    assert_eq!(lines(&metrics).last().unwrap()["parameter_hash"], parameters.as_str());
+    assert_eq!(json_lines(&metrics).last().unwrap()["parameter_hash"], parameters.as_str());
     // The outputs, bit for bit: all logits of 300 characters, and so the text.
     let (text, hashes) = used.trim_end().rsplit_once('\n').unwrap();
     let logits = hashes.strip_prefix(&format!("parameters {parameters}, ")).unwrap();
@@ -101,7 +88,7 @@ fn the_loss_falls_and_zero_trains_the_same() {
         let arguments = ["--steps", "30", "--warmup", "5", "--clip", "1000", "--zero", zero];
         let output = char_gpt(2, &[&arguments[..], &["--metrics", metrics.to_str().unwrap()]].concat());
         assert_eq!(output.matches("MiB on this rank").count(), 1, "{output}");
-        let lines = lines(&metrics);
+        let lines = json_lines(&metrics);
         let loss = |step: usize| lines[step - 1]["loss"].as_f64().unwrap();
         assert!(loss(30) < loss(1) - 0.3, "{} {}", loss(1), loss(30));
         hashes.push(lines[30]["parameter_hash"].clone());
@@ -116,13 +103,13 @@ fn a_resumed_run_ends_as_it_would_have_ended() {
     let [to, to_metrics] = [checkpoints.to_str().unwrap(), metrics.to_str().unwrap()];
     let arguments =
         ["--steps", "6", "--accumulate", "2", "--checkpoint-every", "2", "--checkpoints", to, "--metrics", to_metrics];
-    let end = || lines(&metrics).last().unwrap()["parameter_hash"].clone();
+    let end = || json_lines(&metrics).last().unwrap()["parameter_hash"].clone();
     char_gpt(2, &arguments);
     let uninterrupted = end();
     // As if the run had ended before its last checkpoint: it continues after step 4.
     std::fs::remove_dir_all(checkpoints.join("step-00000006")).unwrap();
     std::fs::remove_file(&metrics).unwrap();
     char_gpt(2, &[&arguments[..], &["--resume"]].concat());
-    assert_eq!(lines(&metrics)[0]["step"], 5);
+    assert_eq!(json_lines(&metrics)[0]["step"], 5);
     assert_eq!(end(), uninterrupted);
 }

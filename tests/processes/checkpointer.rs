@@ -1,7 +1,7 @@
 //! Checkpoints of ranks that are processes: killed while they save, and resumed.
 //!
 //! The processes are this test binary itself.
-use crate::common::{fill, floats, free_port, of_zero, ranks, tensor, test_process};
+use crate::common::{fill, floats, of_zero, ranks, start_ranks, tensor};
 use candle_core::{Device, Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// The folder of a rank's run.
@@ -39,14 +39,9 @@ fn rank_of_another_test() {
 
 /// Starts the ranks of a run.
 fn start(folder: &Path, world_size: usize, steps: Option<u64>) -> Vec<Child> {
-    let init_method = format!("tcp://127.0.0.1:{}", free_port());
-    let rank = |rank: usize| {
-        let mut command = test_process(module_path!(), "rank_of_another_test");
-        command.env(FOLDER, folder).env("INIT_METHOD", &init_method).env("RANK", rank.to_string());
-        command.env("WORLD_SIZE", world_size.to_string()).stdout(Stdio::null()).stderr(Stdio::null());
-        command.envs(steps.map(|steps| (STEPS, steps.to_string()))).spawn().unwrap()
-    };
-    (0..world_size).map(rank).collect()
+    let steps = steps.map(|steps| (STEPS, steps.to_string()));
+    let folder = (FOLDER, folder.display().to_string());
+    start_ranks(module_path!(), world_size, &steps.into_iter().chain([folder]).collect::<Vec<_>>())
 }
 
 /// Each rank's own part, of which every element is the step.
@@ -175,7 +170,7 @@ fn kill(times: u64) {
                 Checkpointer::new(&pg, &run, CheckpointerOptions { resume: true, ..Default::default() })?;
             Saving::new().load(&mut checkpointer)
         });
-        let step = step.unwrap()[0];
+        let step = step[0];
         assert!(step + 1 >= told, "step {step} was loaded, and {} was durable", told - 1);
         assert!(step >= last, "step {step} was loaded, and {last} before");
         assert!(names().len() <= 3 && names().iter().all(|name| is_whole(name)), "{:?}", names());

@@ -1,7 +1,7 @@
 //! Processes under the real launcher that are killed in the middle of an epoch, and others that continue.
 //!
 //! The processes are this test binary itself.
-use crate::common::test_arguments;
+use crate::common::launch_test;
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::data::{
     BlockOptions, BlockShuffle, DataLoader, Dataset, LengthBatches, LoaderOptions, SamplerOptions, TarShards,
@@ -13,7 +13,6 @@ use candle_ddp_testing::tar_files::{files, shard};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
-use std::process::Command;
 
 /// The variable that names the folder of the run.
 const FOLDER: &str = "CANDLE_DDP_TEST_DATA_FOLDER";
@@ -109,12 +108,8 @@ fn loader(pg: &ProcessGroup, folder: &Path, order: &str, batch_size: usize) -> R
 }
 
 fn run(folder: &Path, order: &str, ranks: usize, killed_after: Option<usize>) -> bool {
-    let mut command = Command::new(crate::common::ddprun());
-    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
-    command.args(test_arguments(module_path!(), "rank_of_another_test")).env(FOLDER, folder).env(ORDER, order);
-    if let Some(steps) = killed_after {
-        command.env(KILLED_AFTER, steps.to_string());
-    }
+    let mut command = launch_test(module_path!(), ranks, &["--standalone"]);
+    command.env(FOLDER, folder).env(ORDER, order).envs(killed_after.map(|steps| (KILLED_AFTER, steps.to_string())));
     command.output().unwrap().status.success()
 }
 

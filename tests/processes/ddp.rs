@@ -2,7 +2,7 @@
 //!
 //! The processes are this test binary itself.
 use crate::bad_batches_ranks::bad_batches;
-use crate::common::{assert_close, fill, floats, free_port, tensor, test_arguments, var};
+use crate::common::{Mlp, assert_close, fill, floats, free_port, succeed, tensor, test_arguments, var};
 use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
@@ -10,7 +10,7 @@ use candle_ddp::{
     Backward, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReplicaCheck, Result, Role,
     backward_with, init_process_group,
 };
-use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -23,18 +23,8 @@ const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 /// Long enough for a busy machine: no wait takes this long unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-struct Net(Linear, Linear);
-
-impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
+fn net(vb: VarBuilder) -> candle_core::Result<Mlp> {
+    Mlp::new([4, 8, 2], ["a", "b"], vb)
 }
 
 /// The entry point of ranks.
@@ -128,7 +118,7 @@ impl log::Log for Interrupting {
 /// counts once.
 fn train(pg: &ProcessGroup, uneven: bool) -> Result<String> {
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| Net::new(vb))?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| net(vb))?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
     let begin = |rank: usize| if uneven { 5 * rank * rank / pg.world_size() } else { 5 * rank };
@@ -229,8 +219,7 @@ fn launched(job: &str, world: usize) -> Vec<f32> {
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = rank_command(crate::common::ddprun(), job, folder.path());
     launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]);
-    let output = launcher.arg(std::env::current_exe().unwrap()).args(rank_arguments()).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    succeed(launcher.arg(std::env::current_exe().unwrap()).args(rank_arguments()));
     let report = |rank| std::fs::read_to_string(folder.path().join(format!("{job}-rank{rank}"))).unwrap();
     let found: Vec<String> = (0..world).map(report).collect();
     assert!(found.iter().all(|other| *other == found[0]), "ranks must agree bit for bit");
@@ -253,7 +242,7 @@ fn a_gan_under_the_launcher_trains_like_one_process() {
 fn processes_under_the_launcher_train_like_one() {
     for world in [2, 3] {
         let varmap = VarMap::new();
-        let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+        let net = net(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
         fill(&varmap, 3);
         let vars: Vec<_> = ["a.weight", "a.bias", "b.weight", "b.bias"].map(|name| var(&varmap, name)).into();
         let mut optimizer = SGD::new(vars.clone(), 0.3).unwrap();

@@ -1,7 +1,7 @@
 //! Uneven inputs and the flight recorder with ranks as real processes.
 //!
 //! The processes are this test binary itself.
-use crate::common::{assert_close, fill, floats, tensor, test_arguments};
+use crate::common::{assert_close, fill, floats, launch_test, succeed, tensor};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::flight_recorder::FlightRecorderOptions;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
@@ -10,7 +10,7 @@ use candle_ddp::{
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::time::Duration;
 
 /// The variable that names a rank's job.
@@ -36,11 +36,9 @@ fn rank_of_another_test() {
 }
 
 /// This test binary as `world` ranks under the launcher.
-fn launch(job: &str, world: usize, variables: &[(&str, &Path)]) -> Output {
-    let mut launcher = Command::new(crate::common::ddprun());
-    launcher.env(JOB, job).env("RAYON_NUM_THREADS", "1").envs(variables.iter().copied());
-    launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(std::env::current_exe().unwrap());
-    launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap()
+fn launch(job: &str, world: usize, variables: &[(&str, &Path)]) {
+    let mut launcher = launch_test(module_path!(), world, &["--standalone"]);
+    succeed(launcher.env(JOB, job).env("RAYON_NUM_THREADS", "1").envs(variables.iter().copied()));
 }
 
 fn batch(rank: usize, step: usize) -> Tensor {
@@ -70,8 +68,7 @@ fn uneven(pg: &ProcessGroup) -> Result<()> {
 fn processes_with_different_numbers_of_batches_train_like_one() {
     const WORLD: usize = 3;
     let folder = tempfile::tempdir().unwrap();
-    let output = launch("uneven", WORLD, &[(RESULT, folder.path())]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    launch("uneven", WORLD, &[(RESULT, folder.path())]);
     let varmap = VarMap::new();
     let net: Linear = linear(4, 2, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
     fill(&varmap, 3);
@@ -135,8 +132,7 @@ fn the_launcher_explains_who_parted() {
     let folder = tempfile::tempdir().unwrap();
     // The recorder creates the folder.
     let records = folder.path().join("a/b");
-    let output = launch("diverge", 4, &[(FOLDER, &records), (RESULT, folder.path())]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    launch("diverge", 4, &[(FOLDER, &records), (RESULT, folder.path())]);
     let explain = |folder: &Path| {
         let output = Command::new(crate::common::ddprun()).arg("explain").arg(folder).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
@@ -184,8 +180,7 @@ fn signal(pg: &ProcessGroup) -> Result<()> {
 #[test]
 fn a_signal_has_the_files_written_and_the_ranks_go_on() {
     let folder = tempfile::tempdir().unwrap();
-    let output = launch("signal", 2, &[(FOLDER, folder.path())]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    launch("signal", 2, &[(FOLDER, folder.path())]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
 }
 

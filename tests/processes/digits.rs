@@ -1,26 +1,21 @@
 //! The example `digits` under the real launcher: it learns, its metrics file shows that, and every run gives the same
 //! result.
-use crate::common::example;
+use crate::common::{json_lines, launch_example, succeed};
 use serde_json::Value;
-use std::process::{Command, Output};
 
-fn digits(ranks: usize, arguments: &[&str]) -> Output {
-    Command::new(crate::common::ddprun())
-        .args(["--standalone", "--nproc-per-node", &ranks.to_string()])
-        .arg(example("digits"))
-        .args(arguments)
-        .output()
-        .unwrap()
+/// Runs the example, which must fail, and returns its errors.
+fn failed(arguments: &[&str]) -> String {
+    let output = launch_example("digits", 2).args(arguments).output().unwrap();
+    assert!(!output.status.success());
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 fn metrics(ranks: usize, arguments: &[&str]) -> Vec<Value> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("metrics.jsonl");
-    let output = digits(ranks, &[&["--metrics", file.to_str().unwrap()], arguments].concat());
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{stdout}{stderr}");
+    let [_, stderr] = succeed(launch_example("digits", ranks).arg("--metrics").arg(&file).args(arguments));
     assert!(!stderr.contains("left\r"), "a progress bar without a terminal: {stderr:?}");
-    std::fs::read_to_string(file).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    json_lines(&file)
 }
 
 #[test]
@@ -89,9 +84,7 @@ fn a_seed_determines_the_training() {
 
 #[test]
 fn every_rank_reports_metrics_that_cannot_be_written() {
-    let output = digits(2, &["--epochs", "1", "--metrics", "/nowhere/metrics.jsonl"]);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success());
+    let stderr = failed(&["--epochs", "1", "--metrics", "/nowhere/metrics.jsonl"]);
     // The other rank reports it as well, unless the launcher ends it first.
     let mut complaints = stderr.lines().filter(|line| line.starts_with("error: ")).peekable();
     assert!(complaints.peek().is_some() && complaints.all(|line| line.contains("/nowhere/metrics.jsonl")), "{stderr}");
@@ -99,9 +92,7 @@ fn every_rank_reports_metrics_that_cannot_be_written() {
 
 #[test]
 fn an_accuracy_out_of_reach_is_a_failure() {
-    let output = digits(2, &["--epochs", "1", "--require-accuracy", "1.1"]);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success());
+    let stderr = failed(&["--epochs", "1", "--require-accuracy", "1.1"]);
     assert!(stderr.contains("does not reach 1.1"), "{stderr}");
 }
 
@@ -117,7 +108,6 @@ fn a_resumed_run_ends_as_it_would_have_ended() {
     assert_eq!(resumed[0]["epoch"], 2);
     assert_eq!(hash(&resumed), hash(&uninterrupted));
     // A run that has ended has nothing to continue, and does not pretend to have trained.
-    let output = digits(2, &["--epochs", "2", "--zero", "--checkpoints", checkpoints, "--resume"]);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && stderr.contains("--epochs: nothing is left to train"), "{stderr}");
+    let stderr = failed(&["--epochs", "2", "--zero", "--checkpoints", checkpoints, "--resume"]);
+    assert!(stderr.contains("--epochs: nothing is left to train"), "{stderr}");
 }

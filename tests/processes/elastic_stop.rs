@@ -1,6 +1,6 @@
 //! Elastic runs that a signal ends while ranks are killed: the others save a last checkpoint and end with 0, or get an error at
 //! once. None waits until `ddprun` kills it.
-use crate::common::{ddprun, free_port, test_arguments, values};
+use crate::common::{launch_nodes, values};
 use crate::elastic_ranks::wait_for;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
@@ -136,22 +136,15 @@ struct Run {
 impl Run {
     /// Starts `nodes` launchers of `workers` ranks each, and waits until all train.
     fn start(nodes: usize, workers: usize, min: Option<usize>, options: &[&str]) -> Self {
-        let (folder, port) = (tempfile::tempdir().unwrap(), free_port().to_string());
-        let node = |node: usize| {
-            let mut command = Command::new(ddprun());
-            command
-                .args(["--nproc-per-node", &workers.to_string(), "--shutdown-timeout", &SHUTDOWN.as_secs().to_string()])
-                .args(options);
-            if nodes > 1 {
-                command.args(["--nnodes", &nodes.to_string(), "--node-rank", &node.to_string(), "--no-secret"]);
-                command.args(["--master-addr", "127.0.0.1", "--master-port", &port]);
-            }
-            command.arg(std::env::current_exe().unwrap()).args(test_arguments(module_path!(), "rank_of_another_test"));
-            command.env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1");
-            command.envs(min.map(|min| (MIN, min.to_string())));
-            command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        let folder = tempfile::tempdir().unwrap();
+        let shutdown = SHUTDOWN.as_secs().to_string();
+        let options = [&["--shutdown-timeout", &shutdown], options].concat();
+        let start = |mut launcher: Command| {
+            launcher.env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1");
+            launcher.envs(min.map(|min| (MIN, min.to_string())));
+            launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
         };
-        let launchers = (0..nodes).map(node).collect();
+        let launchers = launch_nodes(module_path!(), nodes, workers, &options).into_iter().map(start).collect();
         let run = Self { folder, launchers, world_size: nodes * workers };
         wait_for("the first steps of all ranks", || (0..run.world_size).all(|rank| run.pid(rank).is_some()));
         run

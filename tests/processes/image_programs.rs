@@ -1,8 +1,7 @@
 //! The code around the loops of the example programs for images, with the smallest of them.
-use crate::common::example;
+use crate::common::{json_lines, launch_example, succeed};
 use serde_json::Value;
 use std::path::Path;
-use std::process::Command;
 
 /// Writes `count` noisy images in CIFAR-10's format, which are brighter the higher their label.
 fn write_images(path: &Path, count: usize) {
@@ -24,18 +23,12 @@ fn cifar10_resnet18(home: &Path, arguments: &[&str]) -> Vec<Value> {
     let metrics = home.join("metrics.jsonl");
     (1..=5).for_each(|number| write_images(&home.join(format!("data_batch_{number}.bin")), 40));
     write_images(&home.join("test_batch.bin"), 20);
-    let output = Command::new(crate::common::ddprun())
-        .args(["--standalone", "--nproc-per-node", "2"])
-        .arg(example("cifar10_resnet18"))
-        .args(["--data", home.to_str().unwrap(), "--metrics", metrics.to_str().unwrap()])
-        .args(["--epochs", "2", "--width", "2", "--batch-size", "8"])
-        .args(arguments)
-        .output()
-        .unwrap();
-    let printed = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    assert!(output.status.success(), "{printed}");
+    let mut command = launch_example("cifar10_resnet18", 2);
+    command.args(["--data", home.to_str().unwrap(), "--metrics", metrics.to_str().unwrap()]);
+    command.args(["--epochs", "2", "--width", "2", "--batch-size", "8"]);
+    let printed = succeed(command.args(arguments)).concat();
     assert!(printed.contains("test accuracy") && printed.contains("% at best"), "{printed}");
-    std::fs::read_to_string(metrics).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    json_lines(&metrics)
 }
 
 #[test]

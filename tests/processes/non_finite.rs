@@ -1,15 +1,15 @@
 //! Steps that are not finite, on ranks that are processes under the launcher, over shared memory and TCP.
-use crate::common::{fill, floats, tensor, test_arguments};
+use crate::common::{fill, floats, launch_test, tensor, tiny};
 use candle_ddp::nn::linear;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, InitOptions, OnNonFinite, ProcessGroup, Result,
-    StopSignals, init_process_group,
+    DdpOptions, DistributedDataParallel, Error, Failure, InitOptions, OnNonFinite, ProcessGroup, Result, StopSignals,
+    init_process_group,
 };
 use candle_nn::VarMap;
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -33,11 +33,7 @@ fn rank_of_another_test() {
 }
 
 fn options(policy: OnNonFinite) -> DdpOptions {
-    DdpOptions {
-        on_non_finite: Some(policy),
-        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-        ..Default::default()
-    }
+    DdpOptions { on_non_finite: Some(policy), ..tiny() }
 }
 
 /// Trains. The last rank's inputs are bad in two steps, or nobody makes these steps. At the end they are bad too often.
@@ -104,11 +100,9 @@ fn dies(pg: &ProcessGroup) -> String {
 /// Runs this test binary as `world_size` ranks of `job`. Returns the results of the ranks that have one.
 fn run(job: &str, world_size: usize, transport: &str) -> (Vec<String>, Output) {
     let folder = tempfile::tempdir().unwrap();
-    let mut launcher = Command::new(crate::common::ddprun());
+    let mut launcher = launch_test(module_path!(), world_size, &["--standalone"]);
     launcher.env(JOB, job).env(FOLDER, folder.path()).env("CANDLE_DDP_CPU_TRANSPORT", transport);
-    launcher.env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
-    launcher.args(["--standalone", "--nproc-per-node", &world_size.to_string()]).arg(std::env::current_exe().unwrap());
-    let output = launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap();
+    let output = launcher.env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1").output().unwrap();
     let result = |rank| std::fs::read_to_string(folder.path().join(format!("rank{rank}"))).ok();
     ((0..world_size).filter_map(result).collect(), output)
 }

@@ -1,11 +1,11 @@
 //! Objects and meshes with ranks that are processes under the launcher.
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
-use crate::common::{ddprun, test_arguments};
+use crate::common::launch_test;
 use candle_ddp::{Error, Failure, InitOptions, ProcessGroup, Result, StopSignals, init_process_group};
 use rustix::process::{Signal, getpid, kill_process};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 use std::time::Duration;
 
 /// The variable that names a rank's job.
@@ -37,11 +37,8 @@ fn rank_of_another_test() -> Result<()> {
 
 /// Runs this test binary as `world_size` ranks of `job`.
 fn run(job: &str, world_size: usize, folder: &Path) -> Output {
-    let mut launcher = Command::new(ddprun());
-    launcher.env(JOB, job).env(FOLDER, folder).env("RAYON_NUM_THREADS", "1");
-    launcher.args(["--standalone", "--shutdown-timeout", "300", "--nproc-per-node", &world_size.to_string()]);
-    launcher.arg(std::env::current_exe().unwrap());
-    launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap()
+    let mut launcher = launch_test(module_path!(), world_size, &["--standalone", "--shutdown-timeout", "300"]);
+    launcher.env(JOB, job).env(FOLDER, folder).env("RAYON_NUM_THREADS", "1").output().unwrap()
 }
 
 fn succeeds(job: &str, world_size: usize) {

@@ -1,7 +1,7 @@
 //! A sharded model that its ranks, which are processes, save to one file until they are killed.
 //!
 //! The processes are this test binary itself.
-use crate::common::{free_port, test_process};
+use crate::common::start_ranks;
 use candle_core::{Module, Tensor};
 use candle_ddp::nn::{Linear, linear_no_bias};
 use candle_ddp::seed::Generator;
@@ -13,7 +13,6 @@ use candle_nn::{VarBuilder, VarMap};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 /// The folder of the file.
@@ -80,16 +79,6 @@ fn step_of(file: &Path) -> Option<u64> {
     Some(steps[0] as u64)
 }
 
-fn start(folder: &Path) -> Vec<Child> {
-    let init_method = format!("tcp://127.0.0.1:{}", free_port());
-    let rank = |rank: usize| {
-        let mut command = test_process(module_path!(), "rank_of_another_test");
-        command.env(FOLDER, folder).env("INIT_METHOD", &init_method).env("RANK", rank.to_string());
-        command.env("WORLD_SIZE", RANKS.to_string()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
-    };
-    (0..RANKS).map(rank).collect()
-}
-
 /// Kills one rank or all ranks at random moments; the file is always that of one save. On a busy machine, few saves end before their
 /// ranks do, so it continues until one has ended and one was interrupted.
 #[test]
@@ -101,7 +90,7 @@ fn killed_ranks_leave_a_whole_file() {
     while kills < 12 || (last == 0 || interrupted == 0) && kills < 120 {
         kills += 1;
         (0..RANKS).for_each(|rank| drop(fs::remove_file(progress(rank))));
-        let mut ranks = start(folder.path());
+        let mut ranks = start_ranks(module_path!(), RANKS, &[(FOLDER, folder.path().display().to_string())]);
         let told = |rank: usize| fs::read(progress(rank)).ok()?.try_into().ok().map(u64::from_le_bytes);
         let deadline = Instant::now() + Duration::from_secs(180);
         while !(0..RANKS).all(|rank| told(rank).is_some()) {

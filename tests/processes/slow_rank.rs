@@ -1,5 +1,5 @@
 //! A rank that is slower than the others: what the launcher says, its status and its metrics.
-use crate::common::{free_port, tensor, test_arguments};
+use crate::common::{free_port, launch_test, tensor};
 use crate::elastic_ranks::wait_for;
 use candle_ddp::metrics::{Writer, WriterOptions, put_metric};
 use candle_ddp::{DistributedDataParallel, InitOptions, init_process_group};
@@ -49,11 +49,10 @@ fn metrics(port: &str) -> String {
 #[test]
 fn the_rank_that_the_others_wait_for_is_named() {
     let [store, page] = [(); 2].map(|()| free_port().to_string());
-    let mut launcher = Command::new(crate::common::ddprun());
     let logs = tempfile::tempdir().unwrap();
-    launcher.arg("--log-dir").arg(logs.path());
-    launcher.args(["--nproc-per-node=3", "--no-secret", "--master-port", &store, "--metrics-port", &page]);
-    launcher.arg(std::env::current_exe().unwrap()).args(test_arguments(module_path!(), "rank_of_another_test"));
+    let to_logs = logs.path().to_str().unwrap();
+    let options = ["--log-dir", to_logs, "--no-secret", "--master-port", &store, "--metrics-port", &page];
+    let mut launcher = launch_test(module_path!(), 3, &options);
     let mut run = launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(run.stderr.take().unwrap()).lines().map(Result::unwrap);
     let (tell, said) = channel();

@@ -1,11 +1,11 @@
 //! The examples' cache of small data sets: runs that make one at the same time, another version of it, and a failure.
 //!
 //! The processes are this test binary itself.
-use crate::common::test_arguments;
+use crate::common::launch_test;
 use candle_ddp::{InitOptions, Result, init_process_group};
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 #[path = "../../examples/common/cache.rs"]
@@ -55,16 +55,9 @@ fn count(folder: &Path, part: &str) -> usize {
 
 /// Starts a run of two ranks with the cache in `home`.
 fn start(home: &Path, version: &str, runs: usize) -> Child {
-    Command::new(crate::common::ddprun())
-        .args(["--standalone", "--nproc-per-node", "2"])
-        .arg(std::env::current_exe().unwrap())
-        .args(test_arguments(module_path!(), "rank_of_another_test"))
-        .envs([(VERSION, version), (RUNS, &runs.to_string())])
-        .env("XDG_CACHE_HOME", home)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+    let mut command = launch_test(module_path!(), 2, &["--standalone"]);
+    command.envs([(VERSION, version), (RUNS, &runs.to_string())]).env("XDG_CACHE_HOME", home);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
 /// Waits for the run, and returns its output if it fails.

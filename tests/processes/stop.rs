@@ -1,7 +1,7 @@
 //! Runs that are asked to stop by a signal: all ranks save the same step and end with 0, and a restart changes no bit.
 //!
 //! The processes are this test binary itself, under `ddprun`.
-use crate::common::{ddprun, free_port, test_arguments};
+use crate::common::launch_nodes;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
@@ -183,19 +183,11 @@ fn evaluate(pg: &ProcessGroup, ddp: &DistributedDataParallel<candle_nn::Linear>,
 
 /// Starts `nodes` launchers of two ranks each.
 fn start(folder: &Path, phase: &str, nodes: usize) -> Vec<Child> {
-    let port = free_port().to_string();
-    let node = |node: usize| {
-        let mut command = Command::new(ddprun());
-        command.args(["--nproc-per-node", "2", "--shutdown-timeout", "600"]);
-        if nodes > 1 {
-            command.args(["--nnodes", &nodes.to_string(), "--node-rank", &node.to_string(), "--no-secret"]);
-            command.args(["--master-addr", "127.0.0.1", "--master-port", &port]);
-        }
-        command.arg(std::env::current_exe().unwrap()).args(test_arguments(module_path!(), "rank_of_another_test"));
-        command.env(FOLDER, folder).env(PHASE, phase).stdout(Stdio::null()).stderr(Stdio::piped());
-        command.spawn().unwrap()
+    let launchers = launch_nodes(module_path!(), nodes, 2, &["--shutdown-timeout", "600"]).into_iter();
+    let start = |mut launcher: Command| {
+        launcher.env(FOLDER, folder).env(PHASE, phase).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    (0..nodes).map(node).collect()
+    launchers.map(start).collect()
 }
 
 /// Waits for the launchers, which must end with 0, and returns their messages.

@@ -2,7 +2,7 @@
 //! die and come back, and for any number of threads.
 //!
 //! The processes are this test binary itself.
-use crate::common::{fill, floats, of_micro_batch, tensor, test_arguments, test_process};
+use crate::common::{fill, floats, of_micro_batch, succeed, tensor, test_arguments, test_process};
 use crate::elastic_ranks::{Run, append, event, folder, result, run_with};
 use crate::virtual_run::{self, Bits, bits};
 use candle_core::{DType, Device, Module, ModuleT, Result as CandleResult, Tensor, Var};
@@ -58,8 +58,7 @@ fn run(world_size: usize, variables: &str) -> Vec<Bits> {
     launcher.args(["--nproc-per-node", &world_size.to_string(), "--no-python", "sh", "-c"]);
     launcher.arg(format!("{variables} exec \"$@\"")).arg("sh").arg(std::env::current_exe().unwrap());
     launcher.args(test_arguments(module_path!(), "rank_of_another_test")).env(FOLDER, folder.path());
-    let output = launcher.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    succeed(&mut launcher);
     (0..world_size).map(|rank| read(&folder.path().join(format!("rank{rank}")))).collect()
 }
 
@@ -345,8 +344,7 @@ fn layers_have_the_same_bits_for_any_number_of_threads() {
     let with = |threads: &str| {
         let folder = tempfile::tempdir().unwrap();
         let mut process = test_process(module_path!(), "layers_of_another_test");
-        let output = process.env("RAYON_NUM_THREADS", threads).env(FOLDER, folder.path()).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        succeed(process.env("RAYON_NUM_THREADS", threads).env(FOLDER, folder.path()));
         read(&folder.path().join("layers"))
     };
     let one = with("1");

@@ -1,14 +1,9 @@
 //! Collectives with a gradient in programs: any number of ranks trains as one process does on the whole batch.
-use crate::common::{ddprun, example};
-use std::process::Command;
+use crate::common::{launch_example, succeed};
 
 /// The numbers that a run on `world_size` ranks prints.
 fn printed(world_size: usize, program: &str, arguments: &[&str]) -> Vec<f64> {
-    let mut command = Command::new(ddprun());
-    command.args(["--nproc-per-node", &world_size.to_string()]).arg(example(program)).args(arguments);
-    let output = command.output().unwrap();
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{world_size} ranks: {stdout}{stderr}");
+    let [stdout, _] = succeed(launch_example(program, world_size).args(arguments));
     stdout.split([' ', '\n']).filter_map(|word| word.parse().ok()).collect()
 }
 
@@ -43,9 +38,7 @@ fn experts_on_several_ranks_train_as_on_one() {
 
 #[test]
 fn a_batch_that_cannot_be_divided_is_refused() {
-    let mut command = Command::new(ddprun());
-    command.args(["--nproc-per-node", "2"]).arg(example("contrastive")).args(["--batch-size", "5"]);
-    let output = command.output().unwrap();
+    let output = launch_example("contrastive", 2).args(["--batch-size", "5"]).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("a multiple of the number of ranks, 2, not 5"), "{stderr}");
 }

@@ -1,8 +1,7 @@
 //! The example `word_lm`: columns of a text on several ranks, and a state that is carried from step to step.
-use crate::common::{ddprun, example};
+use crate::common::{json_lines, launch_example, succeed};
 use serde_json::Value;
 use std::path::Path;
-use std::process::Command;
 
 /// A model small enough for a test, and a text that does not change.
 const SMALL: [&str; 10] = [
@@ -20,12 +19,8 @@ const SMALL: [&str; 10] = [
 
 /// Trains, and returns the lines of the metrics.
 fn word_lm(ranks: usize, metrics: &Path, arguments: &[&str]) -> Vec<Value> {
-    let mut command = Command::new(ddprun());
-    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example("word_lm"));
-    let output = command.args(SMALL).args(arguments).arg("--metrics").arg(metrics).output().unwrap();
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{ranks} ranks: {stdout}{stderr}");
-    std::fs::read_to_string(metrics).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    succeed(launch_example("word_lm", ranks).args(SMALL).args(arguments).arg("--metrics").arg(metrics));
+    json_lines(metrics)
 }
 
 fn number(line: &Value, name: &str) -> f64 {
@@ -75,9 +70,7 @@ fn options_that_do_not_fit_are_refused() {
         (["--bptt", "0"], "it must be at least 1"),
         (["--batch-size", "4000"], "each of 4000 columns needs two"),
     ] {
-        let mut command = Command::new(ddprun());
-        command.args(["--standalone", "--nproc-per-node", "2"]).arg(example("word_lm"));
-        let output = command.args(&SMALL[8..]).args(arguments).output().unwrap();
+        let output = launch_example("word_lm", 2).args(&SMALL[8..]).args(arguments).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && stderr.contains(text), "{arguments:?}: {stderr}");
     }

@@ -1,5 +1,5 @@
 //! Gradients of several losses, accumulated before one step.
-use crate::common::{assert_close, floats, ranks, sharding, tensor};
+use crate::common::{assert_close, floats, ranks, sharding, tensor, tiny};
 use crate::programs::{Ddp, gradients, wrap};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
@@ -15,16 +15,7 @@ fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
 }
 
 fn ddp_with(pg: &ProcessGroup, zero: bool) -> Result<Ddp> {
-    wrap(
-        pg,
-        [4, 5, 2],
-        3,
-        &DdpOptions {
-            sharding: sharding(zero),
-            buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
-            ..Default::default()
-        },
-    )
+    wrap(pg, [4, 5, 2], 3, &DdpOptions { sharding: sharding(zero), ..tiny() })
 }
 
 /// The loss of one of a rank's batches.
@@ -67,8 +58,7 @@ fn gradients_of_several_losses_add_up() {
             assert_eq!(gradients(&others, &ddp.parameters()), two);
             assert_eq!(gradients(&grads, &ddp.parameters()), four);
             Ok((expected, [two, four]))
-        })
-        .unwrap();
+        });
         assert_eq!(found[0].1, found[1].1, "ranks must agree bit for bit");
         for (expected, found) in found[0].0.iter().zip(&found[0].1) {
             assert_close(found, expected, 1e-5, "sum");
@@ -93,8 +83,7 @@ fn sums_of_no_sync_are_added_once() {
             );
         }
         Ok((expected, gradients(&grads, &ddp.parameters())))
-    })
-    .unwrap();
+    });
     assert_eq!(found[0].1, found[1].1);
     assert_close(&found[0].1, &found[0].0, 1e-5, "sum");
 }
@@ -113,8 +102,7 @@ fn sums_of_no_sync_cannot_be_handed_on() {
         let sum = gradients(&ddp.backward(&loss(&ddp, &pg, 1)?)?, &ddp.parameters());
         assert_close(&sum, &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -129,8 +117,7 @@ fn after_a_failed_pass_the_next_one_adds_to_another_store() {
         add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
         assert_close(&gradients(&grads, &ddp.parameters()), &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The call returns a store of the same tensors, so it does not matter which of both the program uses.
@@ -146,8 +133,7 @@ fn the_sums_are_in_both_stores() {
             assert_eq!(gradients(&same, &ddp.parameters()), gradients(&grads, &ddp.parameters()));
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -166,8 +152,7 @@ fn after_an_error_the_earlier_gradients_are_as_before() {
         add(&loss(&ddp, &pg, 1)?, &ddp, &mut grads)?;
         assert_close(&gradients(&grads, &ddp.parameters()), &expected, 1e-5, "sum");
         Ok(())
-    })
-    .unwrap();
+    });
     // A single rank may try again.
     ranks(1, |pg| {
         let ddp = ddp(&pg)?;
@@ -188,15 +173,14 @@ fn after_an_error_the_earlier_gradients_are_as_before() {
         add(&loss(&ddp, &pg, 1)?, &ddp, &mut other).unwrap_err();
         assert_eq!(other.get_ids().count(), 1);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The same where an optimizer keeps the gradients in shards, and not the store.
 #[test]
 fn after_an_error_the_earlier_gradients_are_in_their_shards() {
     let weights = |fails: bool, under_no_sync: bool, retries: bool| {
-        let found = ranks(1, |pg| {
+        let mut found = ranks(1, |pg| {
             let ddp = ddp_with(&pg, true)?;
             let (_, penalty) = &ddp.named_parameters()[0];
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
@@ -215,7 +199,7 @@ fn after_an_error_the_earlier_gradients_are_in_their_shards() {
             assert!(error.starts_with("into: ") && error.contains("already used or dropped"), "{error}");
             Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect::<Vec<_>>())
         });
-        found.unwrap().remove(0)
+        found.remove(0)
     };
     for retries in [false, true] {
         let expected = weights(false, false, retries);
@@ -238,8 +222,7 @@ fn after_an_error_the_earlier_gradients_are_in_their_shards() {
         let error = add(&loss(&ddp, &pg, 2)?, &ddp, &mut grads).unwrap_err().to_string();
         assert!(error.contains("already used or dropped"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -260,8 +243,7 @@ fn gradients_stay_as_they_are_while_their_store_lives() {
             assert_ne!(gradients(&second, &ddp.parameters()), gradients(&third, &ddp.parameters()));
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -280,8 +262,7 @@ fn the_gradient_of_a_shared_variable_stays_whichever_model_it_came_from() {
         assert_eq!(gradients(&another, &b.parameters()), [3.; 3]);
         assert_eq!(gradients(&grads, &b.parameters()), [2.; 3]);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The store keeps no gradients of inputs, which candle computes too, however many passes there are.
@@ -296,8 +277,7 @@ fn a_store_does_not_grow_with_the_number_of_losses() {
         // And the mark by which optimizers know the model.
         assert_eq!(grads.get_ids().count(), ddp.parameters().len() + 1);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -325,7 +305,6 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
             }
             Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect::<Vec<_>>())
         })
-        .unwrap()
     };
     let (whole, sharded) = (weights(false), weights(true));
     assert_eq!(sharded[0], sharded[1]);
@@ -351,6 +330,5 @@ fn a_pass_with_a_count_adds_to_earlier_gradients() {
         let error = pass(&ddp, 1, Some(&mut pass(&ddp, 0, None)?)).unwrap_err().to_string();
         assert!(error.starts_with("into: the optimizer of a sharded model keeps the gradients"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }

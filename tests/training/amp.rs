@@ -72,7 +72,7 @@ fn gradients_may_keep_their_low_precision() {
             }
             Ok(NAMES.map(|name| floats(&var(&varmap, name))).to_vec())
         };
-        ranks(2, train).unwrap()
+        ranks(2, train)
     }
     fn check<R: UpdateRule + Sync>(rule: R) {
         assert_eq!(train(&rule, true), train(&rule, false), "{}", R::NAME);
@@ -112,8 +112,7 @@ fn gradients_of_low_precision_replicas_are_averaged_in_the_reduce_dtype() {
                 }
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -133,8 +132,7 @@ fn masters_accumulate_updates_too_small_for_the_replicas() {
         assert_close(&floats(&var(&varmap, "w")), &[1.008], 1e-6, "master");
         assert_eq!(ddp.call(|w| candle_core::Result::Ok(floats(w)))?, [1.0078125]);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -162,8 +160,7 @@ fn accumulation_and_unused_parameters_work_in_every_reduce_dtype() {
             let half: Vec<f32> = floats(&reference(DType::BF16, 1)[2]).iter().map(|value| value / 2.0).collect();
             assert_close(&floats(grads.get(&var(&varmap, "second.weight")).unwrap()), &half, 1e-2, "rank 1's");
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -186,8 +183,7 @@ fn forward_converts_floating_point_inputs() {
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, mixed)?;
         assert_eq!(ddp.forward(&Tensor::new(&[1u32, 3], pg.device())?)?.dtype(), DType::BF16);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -207,8 +203,7 @@ fn a_layer_that_asks_for_f32_gets_its_master() {
         let grads = ddp.backward(&loss(&output)?)?;
         assert!(ddp.parameters().iter().all(|var| grads.get(var).unwrap().dtype() == DType::F32));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 struct Normed(Linear, BatchNorm, Linear);
@@ -247,7 +242,7 @@ fn a_normalised_model_trains_as_in_f32() {
             ddp.forward_t(&x, false)?;
             Ok(losses)
         });
-        losses.unwrap().concat()
+        losses.concat()
     };
     let plain = train(&DdpOptions::default(), DType::F32);
     assert!(plain[19] < plain[0] * 0.7, "{plain:?}");
@@ -280,7 +275,10 @@ fn unsupported_options_are_refused_by_name() {
         let reduce = if pg.rank() == 0 { DType::F32 } else { DType::BF16 };
         let refused = error(options(Some(DType::BF16), Some(reduce), None));
         assert!(matches!(refused, Error::Mismatch { what: "model", rank: 1, .. }), "{refused}");
-        assert!(refused.to_string().contains("reduce_dtype: Some(BF16), keep_low_precision_grads: false }"), "{refused}");
+        assert!(
+            refused.to_string().contains("reduce_dtype: Some(BF16), keep_low_precision_grads: false }"),
+            "{refused}"
+        );
         // A buffer that exists before DDP wraps the model.
         let varmap = VarMap::new();
         Normed::new(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
@@ -323,6 +321,5 @@ fn unsupported_options_are_refused_by_name() {
         let grads = ddp.backward(&(w.sum_all()? * 1.001)?)?;
         assert_eq!(floats(grads.get(&w).unwrap()), [1.0; 20]);
         Ok(())
-    })
-    .unwrap();
+    });
 }

@@ -5,7 +5,7 @@ use crate::common::ranks;
 #[test]
 fn what_one_rank_cannot_use_is_skipped_on_all_ranks() {
     for world_size in [2, 3] {
-        ranks(world_size, |pg| bad_batches(&pg)).unwrap();
+        ranks(world_size, |pg| bad_batches(&pg));
     }
 }
 

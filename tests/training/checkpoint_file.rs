@@ -1,5 +1,5 @@
 //! Checkpoints as files: dtypes that candle does not have, and the folder before and after writing.
-use crate::common::{floats, peak_memory, test_arguments, test_process, var};
+use crate::common::{floats, pass_on_a_full_disk, peak_memory, test_process, var};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
 use candle_ddp::checkpoint::{self, LoadOptions};
@@ -187,15 +187,7 @@ fn a_full_disk_leaves_the_old_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("weights");
     checkpoint::save_tensors(&big(1.0), &file).unwrap();
-    let output = std::process::Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
-        .arg(std::env::current_exe().unwrap())
-        .args(test_arguments(module_path!(), "a_full_disk_leaves_the_old_file"))
-        .env(FILE, &file)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    pass_on_a_full_disk(16, module_path!(), "a_full_disk_leaves_the_old_file", (FILE, &file));
     assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), vec![1.0; 50_000]);
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }

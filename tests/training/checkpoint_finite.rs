@@ -103,8 +103,7 @@ fn the_last_finite_checkpoints_stay_and_are_loaded() {
             let again = "step-00000006-2".to_string();
             assert_eq!(folders(root), named(&[5]).into_iter().chain([again]).collect());
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -119,8 +118,7 @@ fn no_nan_is_the_best() {
         assert!(fs::read_to_string(folder.join("checkpoint.json")).unwrap().contains("\"best\": false"));
         assert_eq!(checkpointer.load_best(&mut run)?, Some(1));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// One rank's own part, which no other rank sees.
@@ -138,8 +136,7 @@ fn what_one_rank_has_counts_for_all() {
         assert!(index.contains("an infinity in layer.weight of the part own"), "{index}");
         assert_eq!(checkpointer.load_latest(&mut run)?, Some(1));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -159,8 +156,7 @@ fn a_run_that_allows_them_keeps_them() {
         assert_eq!(checkpointer.load_latest(&mut run)?, Some(1));
         assert!(checkpointer.load_best(&mut run).is_err());
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -180,6 +176,5 @@ fn a_folder_without_a_finite_checkpoint_is_an_error_and_no_new_run() {
         assert_eq!(run.value(), 0., "nothing was loaded");
         assert!(checkpointer.load_step(2, &mut run)?);
         Ok(())
-    })
-    .unwrap();
+    });
 }

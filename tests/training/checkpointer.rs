@@ -1,5 +1,5 @@
 //! Checkpoints of whole runs: resumed in any world, damaged, removed, and failures.
-use crate::common::{assert_close, fill, floats, ranks, sharding, tensor, test_arguments, var};
+use crate::common::{assert_close, fill, floats, pass_on_a_full_disk, ranks, sharding, tensor, try_ranks, var};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, SaveHandle, Serde, StateDict};
@@ -150,8 +150,7 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
             assert_eq!((saved.step(), saved.wait()?), (3, folder.path().join("step-00000003")));
             assert!(saved.is_done());
             Ok(())
-        })
-        .unwrap();
+        });
         let resumed = ranks(world_size, |pg| {
             let mut run = Run::new(&pg, zero, 0.3, 8)?;
             // The seed comes from the checkpoint.
@@ -160,7 +159,7 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
             run.train(3..6)?;
             run.state()
         });
-        assert_eq!(resumed.unwrap(), straight.unwrap(), "{world_size} ranks, zero: {zero}");
+        assert_eq!(resumed, straight, "{world_size} ranks, zero: {zero}");
         let of_rank = |name: &str, rank: usize| format!("{name}-{rank:05}-of-{world_size:05}.safetensors");
         let of_ranks = (0..world_size).flat_map(|rank| {
             let optimizer = if zero { of_rank("optimizer", rank) } else { "optimizer.safetensors".to_string() };
@@ -191,9 +190,9 @@ fn a_run_goes_on_in_a_world_of_another_size() {
             checkpointer.save(step + 2, &mut run)?;
             Ok(run.weights())
         });
-        weights = found.unwrap();
+        weights = found;
     }
-    assert_close(&weights[0], &alone.unwrap()[0], 1e-5, "the weights");
+    assert_close(&weights[0], &alone[0], 1e-5, "the weights");
 }
 
 /// The value that all of its parts have, which is changed in place as optimizers do.
@@ -246,8 +245,7 @@ fn a_save_has_the_values_of_its_moment() {
         assert_eq!(checkpointer.load_latest(("state", &mut state))?, Some(4));
         assert!(state.values().iter().all(|value| *value == 4.));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -303,8 +301,7 @@ fn the_newest_and_the_best_are_kept() {
         let error = other.save(9, ("a/b", &mut state)).unwrap_err().to_string();
         assert!(error.contains("is not a valid part name"), "{error}");
         pg.barrier()
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -320,8 +317,7 @@ fn what_is_damaged_is_passed_over() {
             checkpointer.save(step, ("state", &mut state))?;
         }
         Ok(())
-    })
-    .unwrap();
+    });
     let file = |step: u64, name: &str| root.join(format!("step-{step:08}")).join(name);
     // Bytes are missing from one, of one nothing but the length is right, and one has no index.
     let whole = std::fs::read(file(2, "state.safetensors")).unwrap();
@@ -338,8 +334,7 @@ fn what_is_damaged_is_passed_over() {
             checkpointer.save(step, ("state", &mut state))?;
         }
         checkpointer.finish()
-    })
-    .unwrap();
+    });
     expect(root, &["step-00000002", "step-00000002-2", "step-00000003", "step-00000003-2", "step-00000004"]);
 }
 
@@ -400,15 +395,14 @@ fn all_parts_are_loaded_on_all_ranks_or_none_on_any() {
             let error = checkpointer.load_latest(("model", &mut varmap)).unwrap_err().to_string();
             assert!(error.contains("missing from the file (1): fc.bias"), "{error}");
             pg.barrier()
-        })
-        .unwrap();
+        });
     }
 }
 
 #[test]
 fn the_model_loads_in_plain_candle() {
     let folder = tempfile::tempdir().unwrap();
-    let saved = ranks(2, |pg| {
+    let mut saved = ranks(2, |pg| {
         let mut run = Run::new(&pg, false, 0., 7)?;
         run.train(0..1)?;
         checkpointer(&pg, folder.path())?.save(1, &mut run)?;
@@ -420,7 +414,7 @@ fn the_model_loads_in_plain_candle() {
     varmap.load(folder.path().join("step-00000001/model.safetensors")).unwrap();
     let names = ["first.weight", "first.bias", "second.weight", "second.bias"];
     let loaded: Vec<f32> = names.iter().flat_map(|name| floats(&var(&varmap, name))).collect();
-    let (mut saved, mut loaded) = (saved.unwrap().remove(0), loaded);
+    let (mut saved, mut loaded) = (saved.remove(0), loaded);
     saved.sort_by(f32::total_cmp);
     loaded.sort_by(f32::total_cmp);
     assert_eq!(saved, loaded);
@@ -474,8 +468,7 @@ fn a_rank_without_a_state_is_an_error_on_all() {
         checkpointer.load_latest(("own", &mut own))?;
         assert_eq!(own.elements, 6);
         pg.barrier()
-    })
-    .unwrap();
+    });
     expect(folder.path(), &["step-00000001"]);
 }
 
@@ -516,8 +509,7 @@ fn a_folder_that_cannot_be_written_any_more_is_an_error_on_all_ranks() {
         pg.barrier()?;
         save(&mut checkpointer)?.wait()?;
         pg.barrier()
-    })
-    .unwrap();
+    });
     expect(&root, &["step-00000001"]);
 }
 
@@ -538,38 +530,26 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
                 (rank, other) => panic!("rank {rank}: {other:?}"),
             }
             pg.barrier()
-        })
-        .unwrap();
+        });
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    ranks(1, |pg| checkpointer(&pg, folder.path())?.save(1, ("value", &mut 1.0))?.wait()).unwrap();
-    let output = std::process::Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
-        .arg(std::env::current_exe().unwrap())
-        .args(test_arguments(module_path!(), NAME))
-        .env(FOLDER, folder.path())
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    ranks(1, |pg| checkpointer(&pg, folder.path())?.save(1, ("value", &mut 1.0))?.wait());
+    pass_on_a_full_disk(16, module_path!(), NAME, (FOLDER, folder.path()));
     expect(folder.path(), &["step-00000001"]);
-    let mut value = 0.;
-    ranks(1, |pg| {
+    let values = ranks(1, |pg| {
         let mut value = 0.;
         assert_eq!(checkpointer(&pg, folder.path())?.load_latest(("value", &mut value))?, Some(1));
         Ok(value)
-    })
-    .map(|values| value = values[0])
-    .unwrap();
-    assert_eq!(value, 1.0);
+    });
+    assert_eq!(values, [1.0]);
 }
 
 /// An error in training does not spoil the checkpoint that is being written.
 #[test]
 fn a_save_ends_well_where_training_fails() {
     let folder = tempfile::tempdir().unwrap();
-    let error = ranks(2, |pg| {
+    let error = try_ranks(2, |pg| {
         let mut state = Filled::new(3., 1 << 20);
         let mut checkpointer = checkpointer(&pg, folder.path())?;
         let _handle = checkpointer.save(3, ("state", &mut state))?;
@@ -584,6 +564,5 @@ fn a_save_ends_well_where_training_fails() {
         assert_eq!(checkpointer(&pg, folder.path())?.load_latest(("state", &mut state))?, Some(3));
         assert!(state.values().iter().all(|value| *value == 3.));
         Ok(())
-    })
-    .unwrap();
+    });
 }

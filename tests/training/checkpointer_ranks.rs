@@ -1,5 +1,5 @@
 //! States that differ from rank to rank, and folders in which a run cannot begin.
-use crate::common::ranks;
+use crate::common::{ranks, try_ranks};
 use candle_core::{DType, Device};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, PerRank, RankZero, Serde, StateDict};
 use candle_ddp::optim::{AdamW, ParamsAdamW};
@@ -31,7 +31,6 @@ fn the_generator_of_each_rank_goes_on_where_it_was() {
         new(&pg, folder.path())?.save(1, ("noise", &mut noise))?.wait()?;
         Ok((before, draw(&mut noise, 4)))
     });
-    let undisturbed = undisturbed.unwrap();
     let resumed = |world_size| {
         let drawn = ranks(world_size, |pg| {
             let mut noise = Generator::for_rank(0, pg.rank());
@@ -39,7 +38,7 @@ fn the_generator_of_each_rank_goes_on_where_it_was() {
             assert_eq!(noise.seed(), 7);
             Ok(draw(&mut noise, 4))
         });
-        drawn.unwrap()
+        drawn
     };
     assert_eq!(resumed(3), undisturbed.iter().map(|(_, after)| after.clone()).collect::<Vec<_>>());
     // In a world of another size, no number is drawn twice.
@@ -69,8 +68,7 @@ fn a_part_that_differs_is_an_error_that_names_part_and_ranks() {
         // The group is as good as before.
         checkpointer.save(1, ("best", &mut 1.5))?.wait()?;
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -87,9 +85,8 @@ fn a_part_may_be_each_ranks_own_or_rank_zeros() {
         assert_eq!((parts.0.0, parts.1.0), (pg.rank() as f64, 0.));
         assert_eq!((parts.2.0.seed(), parts.2.0.offset()), (pg.rank() as u64, 1));
         Ok(())
-    })
-    .unwrap();
-    let error = ranks(2, |pg| going_on(&pg, folder.path())?.load_latest(("own", &mut PerRank(0.)))).unwrap_err();
+    });
+    let error = try_ranks(2, |pg| going_on(&pg, folder.path())?.load_latest(("own", &mut PerRank(0.)))).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("\"own\"") && error.contains("each of 3 ranks"), "{error}");
 }
@@ -107,8 +104,7 @@ fn a_metric_that_is_not_a_number_is_saved() {
         checkpointer.load_latest(("metrics", &mut metrics))?;
         assert_eq!(format!("{metrics:?}"), before);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -125,8 +121,7 @@ fn a_checkpoint_is_loaded_by_its_step() {
         assert!(!checkpointer.load_step(5, ("value", &mut value))?);
         assert_eq!(value, 3.);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -146,8 +141,7 @@ fn whole_checkpoints_are_listed_by_their_steps() {
         }
         assert_eq!(checkpointer.steps()?, [30, 200_000_000]);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -167,8 +161,7 @@ fn a_run_from_scratch_does_not_begin_among_checkpoints() {
             _ => assert!(matches!(error, Error::RankFailed { rank: 0, .. }), "{error:?}"),
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -185,12 +178,11 @@ fn a_folder_that_cannot_be_used_is_an_error_at_once_on_all_ranks() {
             let is_own = matches!(&error, Error::Io { .. });
             assert!(is_own || matches!(&error, Error::RankFailed { .. }), "{error:?}");
             pg.barrier()
-        })
-        .unwrap();
+        });
     }
     // The probe leaves nothing behind.
     let fresh = folder.path().join("deep/fresh");
-    ranks(2, |pg| new(&pg, &fresh).map(drop)).unwrap();
+    ranks(2, |pg| new(&pg, &fresh).map(drop));
     assert_eq!(fresh.read_dir().unwrap().count(), 0);
 }
 
@@ -206,8 +198,7 @@ fn another_folder_than_rank_0s_is_an_error_on_all_ranks() {
             _ => assert!(matches!(error, Error::RankFailed { rank: 2, .. }), "{error:?}"),
         }
         pg.barrier()
-    })
-    .unwrap();
+    });
     for folder in folders {
         assert_eq!(folder.path().read_dir().unwrap().count(), 0);
     }
@@ -227,8 +218,7 @@ fn a_foreign_checkpoint_is_named_with_its_part() {
         assert!(error.contains("step-00000003") && error.contains("\"optimizer\""), "{error}");
         assert!(error.contains("it must be the state of AdamW, not of f64"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -260,8 +250,7 @@ fn an_index_cannot_name_files_outside_of_its_folder() {
         assert_eq!(going_on(&pg, folder.path())?.load_latest(("value", &mut value))?, Some(3));
         assert_eq!(value, 2.5);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]

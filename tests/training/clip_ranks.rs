@@ -87,7 +87,6 @@ fn the_norm_is_that_of_averaged_gradients() {
         }
         Ok(norms)
     });
-    let found = found.unwrap();
     assert!(found.iter().all(|norms| norms == &found[0]), "{found:?}");
 }
 
@@ -124,7 +123,6 @@ fn shared_parameters_stay_the_same_on_all_ranks() {
             step(&ddp, &mut grads)?;
             Ok(shared(&ddp))
         });
-        let found = found.unwrap();
         assert_eq!(found[0], found[1], "{number}");
     }
 }
@@ -160,6 +158,5 @@ fn gradients_that_an_optimizer_keeps_are_not_clipped_by_others() {
         let mut grads = ddp.backward(&Tensor::sqr(&y)?.mean_all()?)?;
         clip_grad_norm(&mut grads, &ddp, 0.5)?;
         Ok(())
-    })
-    .unwrap();
+    });
 }

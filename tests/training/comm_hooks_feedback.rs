@@ -1,7 +1,7 @@
 //! PowerSGD, a hook that drops parts of a gradient and adds them later.
-use crate::common::{assert_close, fill, filled, floats, ranks, tensor};
+use crate::common::{assert_close, failing, fill, filled, floats, ranks, tensor, tiny, try_ranks};
 use crate::weights::{Model, Shapes, backward, wrap};
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
+use candle_core::{DType, Device, Module, Tensor, safetensors};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
@@ -108,8 +108,7 @@ fn power_sgd_matches_pytorch() {
                 }
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -127,8 +126,7 @@ fn power_sgd_of_sufficient_rank_gives_the_mean() {
             };
             let ddp = model(&pg, PowerSgd::new(options)?, small_buckets())?;
             (0..4).map(|step| Ok(flat(&backward(&ddp, &thin(pg.rank(), step))?))).collect::<Result<Vec<_>>>()
-        })
-        .unwrap();
+        });
         for step in 0..4 {
             let expected = mean(world, |rank| thin(rank, step));
             assert_close(&out[0][step], &expected, 1e-5, &format!("{world} ranks, rank {rank}, step {step}"));
@@ -154,8 +152,7 @@ fn power_sgd_starts_after_the_given_number_of_passes() {
         assert_eq!(traffic.gradient_bytes, 4 * 253 * 4);
         assert_eq!(traffic.bytes_sent, Some(2 * 253 * 4 + 2 * (12 + 10 + 8 + 15 + 13) * 4 + 4 * 5));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The summed results of `steps` passes with gradients, and of these followed by as many passes with zeros.
@@ -175,8 +172,7 @@ fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Syn
         }
         assert_ne!(ddp.buckets(), first, "the state must survive the rebuilding of the buckets");
         Ok([early, sum])
-    })
-    .unwrap();
+    });
     assert!(out.iter().all(|sums| *sums == out[0]), "ranks must agree bit for bit");
     out.into_iter().next().unwrap()
 }
@@ -230,8 +226,7 @@ fn ranks_may_use_different_parameters_and_resume_unused_ones() {
             }
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -258,8 +253,7 @@ fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
                 }
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -288,8 +282,7 @@ fn other_dtypes_work() {
                 assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -310,8 +303,7 @@ fn regression<H: CommHook>(hook: impl Fn() -> H + Sync, steps: usize) -> (f32, f
             optimizer.step(&ddp.backward(&loss)?)?;
         }
         Ok(losses)
-    })
-    .unwrap();
+    });
     let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f32>() / 2.0;
     (mean(0), mean(steps - 1))
 }
@@ -324,26 +316,6 @@ fn a_regression_converges() {
     assert!(last < first * 1e-2, "from {first} to {last}, and {plain} without");
 }
 
-/// Passes its input through; its backward pass fails while the flag is set.
-struct Failing(Arc<AtomicBool>);
-
-impl CustomOp1 for Failing {
-    fn name(&self) -> &'static str {
-        "failing"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        match self.0.load(Ordering::Relaxed) {
-            true => candle_core::bail!("out of memory"),
-            false => Ok(Some(gradient.clone())),
-        }
-    }
-}
-
 /// The gradients of a second pass, which follows one that failed while the last parameter's bucket was in flight if
 /// `fails` is set.
 fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec<Vec<f32>> {
@@ -352,32 +324,26 @@ fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec
             let init = candle_nn::Init::Const(1.);
             Ok([vb.get_with_hints((8, 8), "first", init)?, vb.get_with_hints((8, 8), "last", init)?])
         };
-        let (varmap, failing) = (VarMap::new(), Arc::new(AtomicBool::new(false)));
-        // One bucket for each parameter.
-        let options = DdpOptions {
-            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-            ..Default::default()
-        };
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
+        let (varmap, fails_now) = (VarMap::new(), Arc::new(AtomicBool::new(false)));
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
         ddp.register_comm_hook(hook())?;
         fill(&varmap, 3);
         let pass = |scale: f64| {
             let loss = ddp.call(|[first, last]| {
-                let hidden = first.matmul(&tensor(&[8, 8], 3))?.apply_op1(Failing(failing.clone()))?;
+                let hidden = first.matmul(&tensor(&[8, 8], 3))?.apply_op1(failing(&fails_now))?;
                 (hidden.matmul(last)?.mul(&tensor(&[8, 8], 9))? * scale)?.sum_all()
             })?;
             ddp.backward(&loss)
         };
         pass(1.)?;
         if fails {
-            failing.store(true, Ordering::Relaxed);
+            fails_now.store(true, Ordering::Relaxed);
             assert!(pass(1000.).is_err());
-            failing.store(false, Ordering::Relaxed);
+            fails_now.store(false, Ordering::Relaxed);
         }
         let grads = pass(1.)?;
         Ok(ddp.parameters().iter().map(|var| floats(grads.get(var).unwrap())).collect::<Vec<_>>())
     })
-    .unwrap()
     .remove(0)
 }
 
@@ -408,8 +374,7 @@ fn parameters_may_have_no_elements() {
                 }
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -444,10 +409,9 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
                 assert!(flat(&found) == flat(&expected), "step {step}");
             }
             Ok(())
-        })
-        .unwrap();
+        });
         if with_checkpointer {
-            let error = ranks(1, |pg| {
+            let error = try_ranks(1, |pg| {
                 let ddp = model(&pg, hook(), DdpOptions::default())?;
                 let mut state = ddp.comm_hook_state().expect("a hook");
                 Checkpointer::new(&pg, folder.path(), CheckpointerOptions { resume: true, ..Default::default() })?
@@ -490,6 +454,5 @@ fn the_state_of_another_hook_is_refused() {
         let error = backward(&ddp, &gradients).unwrap_err().to_string();
         assert!(error.contains("has another shape or dtype"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }

@@ -1,7 +1,7 @@
 //! DataParallel on several CPU devices, compared with the same model on one device.
-use crate::common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
+use crate::common::{Between, assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Shape, Tensor, Var};
+use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::Error;
 use candle_ddp::data_parallel::{self, DataParallel, DataParallelOptions, gather, parallel_apply, replicate, scatter};
 use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
@@ -364,25 +364,18 @@ impl Drop for Marker {
     }
 }
 
-impl CustomOp1 for Marker {
-    fn name(&self) -> &'static str {
-        "marker"
-    }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(gradient.clone()))
-    }
-}
-
 #[test]
 fn graphs_live_as_long_as_their_outputs() {
     let (_, dp) = data_parallel(2, DType::F32);
     let alive = Arc::new(AtomicUsize::new(0));
     let forward = || {
         let f = |net: &Net, inputs: &[Tensor]| {
-            Ok(vec![net.forward(&inputs[0])?.contiguous()?.apply_op1(Marker::new(&alive))?])
+            let marker = Marker::new(&alive);
+            let marked = Between(move || {
+                let _ = &marker;
+                Ok(())
+            });
+            Ok(vec![net.forward(&inputs[0])?.contiguous()?.apply_op1(marked)?])
         };
         dp.call(&[&tensor(&[4, 6], 1)], f).unwrap().remove(0)
     };
@@ -415,36 +408,20 @@ struct Trap {
     backward: bool,
 }
 
-impl Trap {
-    fn spring(&self) -> candle_core::Result<()> {
-        assert!(!self.panics, "the trap has shut");
-        candle_core::bail!("the trap has shut")
-    }
+fn spring(panics: bool) -> candle_core::Result<()> {
+    assert!(!panics, "the trap has shut");
+    candle_core::bail!("the trap has shut")
 }
 
 impl Module for Trap {
     fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
         let bad = xs.max_all()?.to_scalar::<f32>()? > 1.5;
         if bad && !self.backward {
-            self.spring()?;
+            spring(self.panics)?;
         }
+        let panics = self.panics;
         let ys = self.linear.forward(xs)?;
-        if bad { ys.apply_op1(Snap(self.panics)) } else { Ok(ys) }
-    }
-}
-
-struct Snap(bool);
-
-impl CustomOp1 for Snap {
-    fn name(&self) -> &'static str {
-        "snap"
-    }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        assert!(!self.0, "the trap has shut");
-        candle_core::bail!("the trap has shut")
+        if bad { ys.apply_op1(Between(move || spring(panics))) } else { Ok(ys) }
     }
 }
 

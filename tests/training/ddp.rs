@@ -1,5 +1,5 @@
 //! DistributedDataParallel with ranks as threads: one test for each guarantee.
-use crate::common::{assert_close, fill, filled, floats, of_zero, ranks, tensor, values, var};
+use crate::common::{assert_close, fill, filled, floats, of_zero, ranks, tensor, tiny, try_ranks, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
@@ -42,14 +42,6 @@ const NET_NAMES: [&str; 6] =
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
     filled(pg, |vb| Net::new(vb), options, 7)
-}
-
-/// One bucket for each parameter, so that `buckets` shows the order of the gradients.
-fn tiny() -> DdpOptions {
-    DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
-        ..Default::default()
-    }
 }
 
 fn loss(output: &Tensor) -> Result<Tensor> {
@@ -118,8 +110,7 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
                 optimizer.step(&grads)?;
             }
             Ok((losses, NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect::<Vec<_>>()))
-        })
-        .unwrap();
+        });
         for step in 0..20 {
             let mean = trained.iter().map(|(losses, _)| losses[step]).sum::<f32>() / world as f32;
             assert_close(&[mean], &[expected_losses[step]], 1e-5, &format!("loss {step}, {world} ranks"));
@@ -141,8 +132,7 @@ fn construction_broadcasts_the_values_of_rank_0() {
         fill(&varmap, 50 + pg.rank() as u64);
         let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| Net::new(vb))?;
         Ok(ddp.named_parameters().iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
-    })
-    .unwrap();
+    });
     let varmap = VarMap::new();
     Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
     fill(&varmap, 50);
@@ -157,8 +147,7 @@ fn parameters_are_numbered_in_the_order_of_requests() {
         let names: Vec<String> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, NET_NAMES);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -189,8 +178,7 @@ fn buckets_are_rebuilt_once_in_gradient_order() {
         step()?;
         assert_eq!(ddp.buckets(), single(came));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// A model with its weights on the left of products, so that candle visits their gradients late.
@@ -218,8 +206,7 @@ fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
         let result = ["a", "b"].map(|name| gradient(&grads, &var(&varmap, name)));
         run()?;
         Ok((result, ddp.buckets()))
-    })
-    .unwrap();
+    });
     let reference: Vec<Vec<Vec<f32>>> = (0..2)
         .map(|rank| {
             let varmap = VarMap::new();
@@ -250,8 +237,7 @@ fn shared_weights_fire_once_with_the_sum_of_their_uses() {
         assert!(ddp.call(|net| Ok::<_, Error>(net.0.id() == net.1.id()))?);
         let grads = ddp.backward(&loss(&ddp.call(|net| forward(net, &batch(pg.rank())))?)?)?;
         Ok(gradient(&grads, &var(&varmap, "w")))
-    })
-    .unwrap();
+    });
     let reference: Vec<Vec<Vec<f32>>> = (0..2)
         .map(|rank| {
             let varmap = VarMap::new();
@@ -282,8 +268,7 @@ fn ranks_may_use_different_parameters() {
             }
             let grads = ddp.backward(&loss(&ddp.call(|net| forward(pg.rank(), net, &x))?)?)?;
             Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
-        })
-        .unwrap();
+        });
         let used = [&NET_NAMES[..4], &NET_NAMES[..2], &NET_NAMES[..]];
         let mut gradients = Vec::new();
         for (rank, used) in used.iter().enumerate() {
@@ -321,8 +306,7 @@ fn a_parameter_that_no_rank_used_has_no_gradient() {
             let grads = ddp.backward(&Tensor::new(1f32, &Device::Cpu)?)?;
             assert!(NET_NAMES.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -349,8 +333,7 @@ fn accumulated_gradients_can_be_given_up() {
         let error = candle_ddp::optim::Optimizer::step(&mut optimizer, &grads).unwrap_err().to_string();
         assert!(error.contains("there are no new gradients"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -372,8 +355,7 @@ fn no_sync_accumulates_until_the_next_synchronised_backward() {
         // The accumulated gradients are gone.
         let grads = step(batch(30 + pg.rank()))?;
         Ok((local, synchronised, NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))))
-    })
-    .unwrap();
+    });
     let after: Vec<_> = (30..32).map(|seed| reference(&batch(seed), &NET_NAMES, |net, x| net.forward(x))).collect();
     let mut sums = Vec::new();
     for (rank, (rank_local, _, _)) in out.iter().enumerate() {
@@ -412,8 +394,7 @@ fn gradient_accumulation_equals_the_big_batch() {
         drop(guard);
         let grads = ddp.backward(&micro_loss(1)?)?;
         Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
-    })
-    .unwrap();
+    });
     for actual in &out {
         for ((actual, expected), name) in actual.iter().zip(&expected).zip(NET_NAMES) {
             assert_close(actual, expected, 1e-5, name);
@@ -436,8 +417,7 @@ fn candles_own_backward_pass_is_refused() {
         ddp.backward(&loss)?;
         assert!(loss.backward().is_err(), "still refused after DDP's own backward pass");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -468,8 +448,7 @@ fn replicas_are_never_stale() {
         assert_eq!(loaded, floats(&plain.forward(&x)?), "after VarMap::load");
         assert_ne!(loaded, filled);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -485,14 +464,13 @@ fn buckets_are_reused_once_their_gradients_are_dropped() {
         assert_ne!(before, gradient(&third, &weight));
         assert_eq!(floats(&second), gradient(&third, &weight), "the same memory");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The gradients are views of one bucket. The ranks start the two calls in opposite order.
 #[test]
 fn gradients_are_reduced_in_two_groups_at_once() -> Result<()> {
-    let seen = ranks(2, |pg| {
+    let seen = try_ranks(2, |pg| {
         let groups = [pg.new_group(&[0, 1])?.unwrap(), pg.new_group(&[0, 1])?.unwrap()];
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
         let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
@@ -541,8 +519,7 @@ fn buffers_are_the_variables_themselves_and_follow_rank_0() {
             let after = floats(&var(&varmap, "norm.running_mean"));
             assert_ne!(before, after, "the running mean in the VarMap is the one that BatchNorm updates");
             Ok(after)
-        })
-        .unwrap();
+        });
         assert_eq!(out[0] == out[1], broadcast_buffers);
     }
 }
@@ -566,8 +543,7 @@ fn vars_without_a_builder_may_come_in_another_order_on_each_rank() {
         step()?;
         let grads = step()?;
         Ok(ddp.parameters().iter().map(|var| gradient(&grads, var)).collect::<Vec<_>>())
-    })
-    .unwrap();
+    });
     assert_eq!(out[0], out[1]);
 }
 
@@ -590,8 +566,7 @@ fn ignored_parameters_stay_local_to_each_rank() {
         let bias = floats(&var(&varmap, "second.bias"));
         let of = |name: &str| gradient(&grads, &var(&varmap, name));
         Ok((bias, of("second.bias"), of("first.bias")))
-    })
-    .unwrap();
+    });
     assert_eq!(out[1].0, [1.0; 8], "not broadcast");
     assert_ne!(out[0].1, out[1].1, "not averaged");
     assert_eq!(out[0].2, out[1].2);
@@ -616,8 +591,7 @@ fn vars_without_a_builder_are_averaged_too() {
         let grads = ddp.backward(&loss(&partly)?)?;
         assert!(grads.get(&b).is_some());
         Ok(both)
-    })
-    .unwrap();
+    });
     let reference: Vec<Vec<Vec<f32>>> = (0..2)
         .map(|rank| {
             let (a, b) = vars();
@@ -630,7 +604,7 @@ fn vars_without_a_builder_are_averaged_too() {
             assert_close(actual, &expected, 1e-6, "gradient");
         }
     }
-    let error = ranks(1, |pg| {
+    let error = try_ranks(1, |pg| {
         let (a, _) = vars();
         let twice = |other: &str| vec![("a".to_string(), a.clone()), (other.to_string(), a.clone())];
         let error = DistributedDataParallel::from_vars(&pg, (), twice("a"), tiny()).map(|_| ()).unwrap_err();
@@ -658,7 +632,6 @@ where
         pg.barrier()?; // the group remains usable
         Ok(error.expect("an error"))
     })
-    .unwrap()
 }
 
 #[test]
@@ -749,8 +722,7 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
             Ok(())
         };
         Ok(two_steps().expect_err("an error"))
-    })
-    .unwrap();
+    });
     assert!(errors[1].to_string().contains("no-gradient"), "{}", errors[1]);
     for rank in [0, 2] {
         assert!(matches!(errors[rank], Error::Group(Failure::PeerFailed { peer: 1, .. })), "{}", errors[rank]);
@@ -770,8 +742,7 @@ fn in_a_world_of_one_a_failed_backward_can_be_repeated() {
         let expected = reference(&batch(0), &NET_NAMES, |net, x| net.forward(x));
         assert_close(&gradient(&grads, &var(&varmap, NET_NAMES[0])), &expected[0], 1e-6, "after a failure");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -790,8 +761,7 @@ fn a_panic_ends_the_backward_pass_too() {
         assert!(refused.to_string().contains("ddp.backward(&loss)"), "{refused}");
         ddp.backward(&loss(&ddp.forward(&batch(0))?)?)?;
         Ok(())
-    })
-    .unwrap();
+    });
     ranks(2, |pg| {
         let (ddp, _) = wrap(&pg, DdpOptions::default())?;
         if pg.rank() == 1 {
@@ -801,8 +771,7 @@ fn a_panic_ends_the_backward_pass_too() {
         let error = ddp.backward(&loss(&ddp.forward(&batch(0))?)?).unwrap_err();
         assert!(error.to_string().contains("backward failed: it panicked: a panic in backward"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -822,8 +791,7 @@ fn half_precision_models_reduce_in_their_own_dtype() {
             let gradient = grads.get(&var(&varmap, "w")).expect("a gradient").clone();
             assert_eq!(gradient.dtype(), dtype);
             Ok(floats(&gradient))
-        })
-        .unwrap();
+        });
         let expected: Vec<f32> = values(16, 0).iter().zip(values(16, 1)).map(|(a, b)| (a + b) / 2.0).collect();
         out.iter().for_each(|actual| assert_close(actual, &expected, 1e-2, dtype.as_str()));
     }
@@ -839,8 +807,7 @@ fn variables_requested_after_construction_are_refused() {
         assert!(late.contains("late was requested after"), "{late}");
         ddp.call(|(_, vb)| vb.get((2, 4), "known.weight"))?;
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -852,8 +819,7 @@ fn a_trace_shows_the_phases_and_each_bucket() {
         let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
         ddp.phase("optimizer \"step\"", || SGD::new(ddp.parameters(), 0.1)?.step(&grads))?;
         Ok(())
-    })
-    .unwrap();
+    });
     let (path, ranks) = candle_ddp::trace::merge(folder.path()).unwrap();
     assert_eq!(ranks, 2);
     let events: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();

@@ -15,7 +15,7 @@ struct Training {
 
 #[test]
 fn a_struct_with_all_of_a_training_can_be_shown() {
-    let shown = ranks(2, |pg| {
+    let mut shown = ranks(2, |pg| {
         let data = TensorDataset::new(Tensor::zeros((6, 3), DType::F32, pg.device())?)?;
         let loader = DataLoader::new(data, &pg, LoaderOptions { batch_size: 2, ..Default::default() })?;
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(3, 4, vb))?;
@@ -28,7 +28,7 @@ fn a_struct_with_all_of_a_training_can_be_shown() {
         };
         Ok((guards, batches, format!("{:?}", Training { ddp, optimizer, loader })))
     });
-    let (guards, batches, training) = shown.unwrap().remove(1);
+    let (guards, batches, training) = shown.remove(1);
     let model = "DistributedDataParallel { parameters: 2, elements: 16, frozen: 0, buffers: 0, ignored: 0, options: DdpOptions {";
     assert!(guards.starts_with(&format!("NoSync({model}")), "{guards}");
     assert!(guards.contains(&format!("Freeze({model}")), "{guards}");

@@ -50,7 +50,7 @@ fn the_state_from_before_an_early_batch_leaves_nothing_out() {
                 let first = run(&pg, folder.path(), 2, workers, own)?;
                 Ok([first, run(&pg, folder.path(), 100, workers, own)?].concat())
             });
-            let mut seen = seen.unwrap().concat();
+            let mut seen = seen.concat();
             seen.sort_by(f32::total_cmp);
             // The loader's own state is one batch ahead: on each rank, two samples are left out.
             let all: Vec<f32> = (0..24).map(|sample| sample as f32).collect();

@@ -1,9 +1,9 @@
 //! A backward pass that fails leaves nothing to the next, with this crate's layers and with candle's.
-use crate::common::{filled, floats, ranks, tensor};
-use candle_core::{CpuStorage, CustomOp1, Layout, Module, Shape, Tensor, Var};
+use crate::common::{Between, failing, filled, floats, ranks, tensor, tiny};
+use candle_core::{CustomOp1, Module, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, OnNonFinite, ProcessGroup, Result, backward_with, nn,
+    Backward, DdpOptions, DistributedDataParallel, Error, OnNonFinite, ProcessGroup, Result, backward_with, nn,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -36,33 +36,12 @@ impl Net {
     }
 }
 
-/// The identity. Its backward pass fails if asked to.
-struct Failing(Arc<AtomicBool>);
-
-impl CustomOp1 for Failing {
-    fn name(&self) -> &'static str {
-        "failing"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        assert!(layout.is_contiguous() && layout.start_offset() == 0);
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        match self.0.load(Ordering::Relaxed) {
-            true => candle_core::bail!("out of memory"),
-            false => Ok(Some(gradient.clone())),
-        }
-    }
-}
-
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParallel<Net>> {
     Ok(filled(pg, |vb| Net::new(vb), options, 3)?.0)
 }
 
 fn loss(ddp: &DistributedDataParallel<Net>, fails: bool) -> Result<Tensor> {
-    ddp.call(|net| net.loss(ddp.process_group().rank(), Failing(Arc::new(AtomicBool::new(fails)))))
+    ddp.call(|net| net.loss(ddp.process_group().rank(), failing(&Arc::new(AtomicBool::new(fails)))))
 }
 
 fn gradients(ddp: &DistributedDataParallel<Net>, loss: &Tensor) -> Result<Vec<Vec<f32>>> {
@@ -89,8 +68,7 @@ fn nothing_is_left_after_a_refused_pass() {
             assert!(another.backward().is_err());
             assert_eq!(gradients(&ddp, &loss(&ddp, false)?)?, expected, "another graph, {world_size} ranks");
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -100,7 +78,7 @@ fn nothing_is_left_after_an_operation_has_failed() {
         let ddp = wrap(&pg, DdpOptions::default())?;
         let expected = gradients(&ddp, &loss(&ddp, false)?)?;
         let fails = Arc::new(AtomicBool::new(true));
-        let same = ddp.call(|net| net.loss(0, Failing(Arc::clone(&fails))))?;
+        let same = ddp.call(|net| net.loss(0, failing(&fails)))?;
         for _ in 0..2 {
             let error = ddp.backward(&same).unwrap_err().to_string();
             assert!(error.contains("out of memory"), "{error}");
@@ -118,18 +96,13 @@ fn nothing_is_left_after_an_operation_has_failed() {
         }
         assert_eq!(gradients(&ddp, &loss(&ddp, false)?)?, expected, "after a failed pass under no_sync");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn a_nan_does_not_survive_the_pass_that_it_failed() {
     ranks(1, |pg| {
-        let options = DdpOptions {
-            on_non_finite: Some(OnNonFinite::Stop),
-            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-            ..Default::default()
-        };
+        let options = DdpOptions { on_non_finite: Some(OnNonFinite::Stop), ..tiny() };
         let build = |vb: VarBuilder| nn::linear(3, 2, vb.pp("a"));
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let pass = |x: &Tensor| -> Result<Vec<Vec<f32>>> {
@@ -142,8 +115,7 @@ fn a_nan_does_not_survive_the_pass_that_it_failed() {
         assert!(error.contains("NaN"), "{error}");
         assert_eq!(pass(&good)?, expected);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Doubles gradients, in its second stage. In the stage whose number is stored, it fails for the second bucket.
@@ -172,15 +144,11 @@ impl CommHook for FailsIn {
 #[test]
 fn nothing_is_left_after_a_hook_has_failed() {
     ranks(1, |pg| {
-        let small = || DdpOptions {
-            buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-            ..Default::default()
-        };
-        let plain = wrap(&pg, small())?;
+        let plain = wrap(&pg, tiny())?;
         let expected = gradients(&plain, &loss(&plain, false)?)?;
         let expected: Vec<Vec<f32>> =
             expected.iter().map(|values| values.iter().map(|value| value * 2.).collect()).collect();
-        let ddp = wrap(&pg, small())?;
+        let ddp = wrap(&pg, tiny())?;
         let stage = Arc::new(AtomicUsize::new(0));
         ddp.register_comm_hook(FailsIn(Arc::clone(&stage)))?;
         // The first pass, from which the order of the buckets would have been taken, and later ones.
@@ -194,8 +162,7 @@ fn nothing_is_left_after_a_hook_has_failed() {
             assert_eq!(ddp.buckets(), plain.buckets());
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -237,7 +204,7 @@ fn a_loss_that_is_not_one_number_is_refused_before_anything_is_sent() {
                 };
                 Ok(own().unwrap_err().to_string())
             });
-            for (rank, error) in errors.unwrap().iter().enumerate() {
+            for (rank, error) in errors.iter().enumerate() {
                 let is_own = mistaken.contains(&rank);
                 assert!(
                     if is_own { error.starts_with(expected) } else { error.contains(expected) },
@@ -246,35 +213,10 @@ fn a_loss_that_is_not_one_number_is_refused_before_anything_is_sent() {
             }
         }
     }
-    let one = ranks(2, |pg| {
+    ranks(2, |pg| {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| nn::linear(3, 1, vb))?;
         ddp.backward(&ddp.forward(&tensor(&[4, 3], 1))?.mean_all()?.reshape((1, 1))?).map(drop)
     });
-    one.unwrap();
-}
-
-/// The identity. Its backward pass begins another one, of the same model.
-struct Nested {
-    ddp: Arc<DistributedDataParallel<Net>>,
-    loss: Tensor,
-    refusal: Arc<OnceLock<String>>,
-}
-
-impl CustomOp1 for Nested {
-    fn name(&self) -> &'static str {
-        "nested"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if let Err(error) = self.ddp.backward(&self.loss) {
-            let _ = self.refusal.set(error.to_string());
-        }
-        Ok(Some(gradient.clone()))
-    }
 }
 
 #[test]
@@ -282,14 +224,20 @@ fn a_pass_inside_of_another_is_refused_and_does_not_change_it() {
     ranks(1, |pg| {
         let ddp = Arc::new(wrap(&pg, DdpOptions::default())?);
         let expected = gradients(&ddp, &loss(&ddp, false)?)?;
-        let refusal = Arc::default();
-        let nested = Nested { ddp: Arc::clone(&ddp), loss: loss(&ddp, false)?, refusal: Arc::clone(&refusal) };
+        let refusal = Arc::new(OnceLock::new());
+        let (model, inner, told) = (Arc::clone(&ddp), loss(&ddp, false)?, Arc::clone(&refusal));
+        // Begins another pass, of the same model.
+        let nested = Between(move || {
+            if let Err(error) = model.backward(&inner) {
+                let _ = told.set(error.to_string());
+            }
+            Ok(())
+        });
         assert_eq!(gradients(&ddp, &ddp.call(|net| net.loss(0, nested))?)?, expected);
         let refusal = refusal.get().expect("it was refused");
         assert!(refusal.contains("another backward pass of this model is running"), "{refusal}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Without DDP: the sums of a pass that failed in this crate's layers end with it, although the graph lives on.
@@ -303,7 +251,7 @@ fn a_plain_backward_pass_can_be_repeated_after_a_layer_has_failed() {
         let fails = Arc::clone(&fails);
         nn::checkpoint(&[&x], move |inputs: &[Tensor]| {
             // The first call is the forward pass, the others are backward passes.
-            inputs[0].apply_op1(Failing(Arc::clone(&fails)))?.sqr()
+            inputs[0].apply_op1(failing(&fails))?.sqr()
         })
         .unwrap()
     };

@@ -38,7 +38,7 @@ fn batches(pg: &ProcessGroup, tensors: &[&Tensor]) -> Result<Vec<Vec<Tensor>>> {
 fn metrics_are_those_of_torchmetrics_on_any_number_of_ranks() {
     let golden = golden();
     for world in 1..=4 {
-        let found = ranks(world, |pg| {
+        ranks(world, |pg| {
             for (name, classes, ignored) in [("samples", 5, None), ("pixels", 4, Some(255))] {
                 let get = |part: &str| &golden[&format!("{name}.{part}")];
                 let mut matrix = ConfusionMatrix::new(classes);
@@ -98,7 +98,6 @@ fn metrics_are_those_of_torchmetrics_on_any_number_of_ranks() {
             );
             Ok(())
         });
-        found.unwrap();
     }
 }
 
@@ -132,7 +131,7 @@ fn metrics_of_nothing_are_no_numbers() {
         all.push(auroc.compute(&pg)?);
         Ok(all.into_iter().all(f64::is_nan))
     });
-    assert_eq!(found.unwrap(), [true, true]);
+    assert_eq!(found, [true, true]);
 }
 
 #[test]
@@ -174,7 +173,7 @@ fn what_does_not_fit_is_refused_and_not_counted() {
         perplexity.update(&two, &c(&[0])),
     ];
     assert!(errors.iter().all(|result| matches!(result, Err(Error::InvalidArgument { .. }))), "{errors:?}");
-    let left = ranks(1, |pg| Ok([top.compute(&pg)?, auroc.compute(&pg)?, perplexity.compute(&pg)?])).unwrap();
+    let left = ranks(1, |pg| Ok([top.compute(&pg)?, auroc.compute(&pg)?, perplexity.compute(&pg)?]));
     assert!(left[0].iter().all(|value| value.is_nan()));
     let mut multiclass = MulticlassAuroc::new(2);
     let chance = t(&[0.5, 0.5], &[1, 2]);
@@ -196,7 +195,7 @@ fn what_does_not_fit_is_refused_and_not_counted() {
         let micro = multiclass.compute(&pg, Average::Micro).unwrap_err().to_string();
         Ok([micro, MulticlassAuroc::new(2 + pg.rank()).compute_each(&pg).unwrap_err().to_string()])
     });
-    for [micro, other] in errors.unwrap() {
+    for [micro, other] in errors {
         assert!(micro.contains("it must be Average::Macro or Average::Weighted"), "{micro}");
         assert!(
             other.contains("classes: it must be the same on all ranks, but is 2 on rank 0, 3 on rank 1"),
@@ -205,7 +204,7 @@ fn what_does_not_fit_is_refused_and_not_counted() {
     }
     // Equal scores are no hits for all.
     top.update(&t(&[1., 1.], &[1, 2]), &c(&[1])).unwrap();
-    assert_eq!(ranks(1, |pg| top.compute(&pg)).unwrap(), [0.]);
+    assert_eq!(ranks(1, |pg| top.compute(&pg)), [0.]);
 }
 
 #[test]
@@ -231,7 +230,7 @@ fn rows_are_gathered_in_the_order_of_the_dataset() {
             let wrong = gather_in_order(&pg, if rank == 0 { &indices[1..] } else { &indices }, &rows).map(drop);
             Ok((missing.unwrap_err().to_string(), wrong.unwrap_err()))
         });
-        for (rank, (missing, wrong)) in found.unwrap().into_iter().enumerate() {
+        for (rank, (missing, wrong)) in found.into_iter().enumerate() {
             assert!(
                 missing.contains("no rank has sample 0") || world > 1 && missing.contains("no rank has sample"),
                 "{missing}"

@@ -1,9 +1,9 @@
 //! Activation checkpointing changes memory use and nothing else.
-use crate::common::{assert_close, floats, of_micro_batch, ranks, tensor, var};
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Result, Shape, Tensor, Var};
+use crate::common::{Between, assert_close, floats, of_micro_batch, ranks, tensor, tiny, var};
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{BatchNorm, Dropout, Linear, batch_norm, checkpoint, linear, relu, sync_batch_norm};
 use candle_ddp::seed::Generator;
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, SpawnOptions, backward_with, spawn_with};
+use candle_ddp::{DdpOptions, DistributedDataParallel, SpawnOptions, backward_with, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -102,12 +102,8 @@ fn hooks_fire_once_under_ddp() {
     let trained = |kind: Kind| {
         ranks(2, move |pg| {
             let varmap = VarMap::new();
-            let options = DdpOptions {
-                buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
-                ..Default::default()
-            };
             let build = |vb: VarBuilder| Net::new(kind, &vb);
-            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
             fill(&varmap);
             let mut all = Vec::new();
             for step in 0..3 {
@@ -117,7 +113,6 @@ fn hooks_fire_once_under_ddp() {
             }
             Ok(all)
         })
-        .unwrap()
     };
     let plain = trained(Kind::Plain);
     for kind in [Kind::Checkpoint, Kind::Nested] {
@@ -149,7 +144,7 @@ fn batch_norms_update_their_statistics_once() {
             }
             Ok(ddp.named_buffers().iter().flat_map(|(_, var)| floats(var)).collect::<Vec<f32>>())
         });
-        run.unwrap()
+        run
     };
     for is_synchronised in [false, true] {
         let plain = plain_statistics(is_synchronised);
@@ -160,7 +155,7 @@ fn batch_norms_update_their_statistics_once() {
 
 /// The statistics of a model without checkpoints.
 fn plain_statistics(is_synchronised: bool) -> Vec<f32> {
-    let run = ranks(2, |pg| {
+    let mut run = ranks(2, |pg| {
         let build = |vb: VarBuilder| -> Result<BatchNorm> {
             if is_synchronised { sync_batch_norm(&pg, 6, 1e-5, vb) } else { batch_norm(6, 1e-5, vb) }
         };
@@ -171,7 +166,7 @@ fn plain_statistics(is_synchronised: bool) -> Vec<f32> {
         }
         Ok(ddp.named_buffers().iter().flat_map(|(_, var)| floats(var)).collect::<Vec<f32>>())
     });
-    run.unwrap().remove(0)
+    run.remove(0)
 }
 
 /// The running statistics, on every rank, of candle's batch norm that was trained in a checkpoint, whose backward pass changes them
@@ -294,24 +289,6 @@ fn results_may_be_inputs_or_views_or_constants_and_need_no_inputs() {
     assert_close(floats(grads.get(&x).unwrap()).as_slice(), &floats(&x.affine(2., 3.).unwrap()), 1e-6, "no inputs");
 }
 
-/// Hand-written activation checkpointing: a backward pass within another, which reaches a parameter a second time.
-struct ByHand(Linear);
-
-impl CustomOp1 for ByHand {
-    fn name(&self) -> &'static str {
-        "by-hand"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        self.0.forward(&x.detach())?.sum_all()?.backward()?;
-        Ok(Some(dy.clone()))
-    }
-}
-
 #[test]
 fn a_gradient_that_arrives_twice_is_an_error() {
     let errors = ranks(1, |pg| {
@@ -319,11 +296,14 @@ fn a_gradient_that_arrives_twice_is_an_error() {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         let y = ddp.call(|layer| {
             let y = layer.forward(&tensor(&[4, 6], 1))?;
-            layer.forward(&y.apply_op1(ByHand(layer.clone()))?)
+            // Hand-written activation checkpointing: a backward pass within another, which reaches a parameter a second time.
+            let (again, x) = (layer.clone(), y.detach());
+            let by_hand = Between(move || again.forward(&x)?.sum_all()?.backward().map(drop));
+            layer.forward(&y.apply_op1(by_hand)?)
         })?;
         Ok(ddp.backward(&y.sum_all()?).unwrap_err().to_string())
     });
-    for error in errors.unwrap() {
+    for error in errors {
         assert!(error.contains("its gradient came twice in one backward pass"), "{error}");
     }
 }

@@ -1,8 +1,8 @@
 //! SyncBatchNorm, compared with candle's and PyTorch's batch normalisation of the whole batch.
-use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
+use crate::common::{assert_close, fill, filled, floats, ranks, tensor, tiny, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::collections::HashMap;
 
@@ -103,8 +103,7 @@ fn ranks_normalise_like_one_process_with_the_whole_batch() {
                 let varmap = variables();
                 let layer = sync_batch_norm(&pg, 3, config, builder(&varmap))?;
                 Outcome::of(&layer, &varmap, &mine(&x, split, pg.rank()), &mine(&dy, split, pg.rank()))
-            })
-            .unwrap();
+            });
             Outcome::join(&outcomes).assert_close(&expected, &format!("{shape:?} as {split:?}, {config:?}"));
         }
     }
@@ -135,7 +134,6 @@ fn subgroups_normalise_their_own_batches() {
         let part = |whole| mine(&batch_of(whole, number), &GROUP_SPLITS[number], group.rank());
         Outcome::of(&layer, &varmap, &part(&x), &part(&dy))
     })
-    .unwrap()
     .into_iter()
     .map(Some)
     .collect();
@@ -183,8 +181,7 @@ fn ranks_normalise_as_pytorch_does_with_the_whole_batch() {
                 *evaluated.lock().unwrap() = floats(&layer.forward_t(&golden["x"], false)?);
             }
             Ok(outcome)
-        })
-        .unwrap();
+        });
         let expected = Outcome {
             y: floats(&golden["y"]),
             dx: floats(&golden["dx"]),
@@ -220,8 +217,7 @@ fn evaluation_is_local_and_differentiable() {
             assert_close(actual, expected, 1e-5, "evaluation");
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -236,8 +232,7 @@ fn low_precision_inputs_have_statistics_in_f32() {
             let y = layer.forward_t(&x, true)?;
             assert_eq!(y.dtype(), dtype);
             Ok((floats(&y.narrow(0, 0, 2)?), floats(layer.running_mean()), floats(layer.running_var())))
-        })
-        .unwrap();
+        });
         for (y, mean, variance) in outcomes {
             assert_close(&y, &[-1.0, 1.0], 1e-4, "y");
             assert_close(&mean, &[3.0], 1e-6, "mean");
@@ -307,14 +302,10 @@ fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
 }
 
 fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Result<Vec<Vec<f32>>> {
-    let options = DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
-        ..Default::default()
-    };
     let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<BatchNorm>> {
         Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
     };
-    let (ddp, varmap) = filled(pg, build, options, 7)?;
+    let (ddp, varmap) = filled(pg, build, tiny(), 7)?;
     let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
     // The mean of these over the ranks is the mean over the whole batch: ranks with more rows weigh more.
     let weight = pg.world_size() as f64 / y.elem_count() as f64;
@@ -331,7 +322,7 @@ fn under_ddp_with_tiny_buckets_ranks_train_like_one_process() {
     let (x, y) = (tensor(&[9, 4], 1), tensor(&[9, 3], 2));
     let expected = train_plain(&x, &y).unwrap();
     for split in SPLITS {
-        let trained = ranks(split.len(), |pg| train_ddp(&pg, &x, &y, split)).unwrap();
+        let trained = ranks(split.len(), |pg| train_ddp(&pg, &x, &y, split));
         for rank in &trained {
             for ((actual, expected), name) in rank.iter().zip(&expected).zip(TRAINED) {
                 assert_close(actual, expected, 2e-5, &format!("{name}, {split:?}"));
@@ -344,15 +335,11 @@ fn under_ddp_with_tiny_buckets_ranks_train_like_one_process() {
 #[test]
 fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_collectives() {
     ranks(2, |pg| {
-        let options = DdpOptions {
-            buckets: Buckets { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() },
-            ..Default::default()
-        };
         let build = |vb: VarBuilder<'static>| -> candle_core::Result<(Linear, BatchNorm, Linear)> {
             let norm = sync_batch_norm(&pg, 8, 1e-5, vb.pp("norm"))?;
             Ok((linear(4, 8, vb.pp("first"))?, norm, linear(8, 8, vb.pp("last"))?))
         };
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, tiny())?;
         let x = tensor(&[5, 4], 1);
         for _ in 0..STEPS {
             let y = ddp.call(|(first, norm, last)| {
@@ -362,8 +349,7 @@ fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_coll
             assert!(ddp.backward(&y.sqr()?.mean_all()?)?.get(&ddp.parameters()[4]).is_some());
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// `ddp.backward` aborts the group when it fails, while another rank may be waiting in a forward pass.
@@ -386,8 +372,7 @@ fn ending_the_group_ends_the_norms_collectives() {
             assert!(error.contains("out of memory"), "{error}");
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The norm's first forward pass creates its own group, which the other rank never joins.
@@ -408,8 +393,7 @@ fn ending_the_group_ends_the_norms_first_pass() {
             assert!(error.contains("rank 0 ended the group: out of memory"), "{error}");
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -431,8 +415,7 @@ fn bad_input_is_named() {
             assert!(error.contains(name), "{error}");
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -445,6 +428,5 @@ fn its_errors_come_out_of_ddp_as_they_are() {
         let argument = "the input of SyncBatchNorm";
         assert!(matches!(&error, Error::InvalidArgument { argument: found, .. } if *found == argument), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }

@@ -149,7 +149,6 @@ fn other_parameters_have_adamw_in_files_and_steps() {
         assert_eq!(floats(&var(&varmap, "hidden")), expected);
         Ok(expected)
     });
-    let found = found.unwrap();
     assert_eq!(found[0], found[1]);
 }
 

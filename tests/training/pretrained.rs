@@ -1,5 +1,5 @@
 //! Pretrained weights in one file and in several, also damaged and crafted ones.
-use crate::common::{floats, peak_memory, test_process};
+use crate::common::{floats, peak_memory, succeed, test_process};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::checkpoint::{self, LoadOptions, Pretrained};
 use candle_ddp::nn::{linear, linear_no_bias};
@@ -166,8 +166,7 @@ fn sizes_that_lie_are_errors() {
 /// Each weight is in memory once, and the file is not.
 #[test]
 fn a_model_is_in_memory_once() {
-    let output = test_process(module_path!(), "memory_process").output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    succeed(&mut test_process(module_path!(), "memory_process"));
 }
 
 #[test]

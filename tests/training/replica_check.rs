@@ -48,7 +48,6 @@ fn found(
         }
         Ok(None)
     });
-    let found = found.unwrap();
     assert!(found.iter().all(|this| this == &found[0]), "{found:?}");
     found[0].clone().unwrap_or_default()
 }
@@ -110,7 +109,6 @@ fn odd(world_size: usize, odd: usize) -> Vec<usize> {
             other => panic!("{other:?}"),
         }
     });
-    let found = found.unwrap();
     assert!(found.iter().all(|ranks| ranks == &found[0]), "{found:?}");
     found[0].clone()
 }
@@ -136,7 +134,7 @@ fn a_model_that_only_rank_0_built_is_named_as_its_own() {
             other => panic!("{other:?}"),
         }
     });
-    for (rank, difference) in errors.unwrap() {
+    for (rank, difference) in errors {
         assert_eq!(rank, 0);
         assert!(difference.contains("on rank 0, ") && difference.ends_with("on rank 1"), "{difference}");
     }
@@ -162,7 +160,7 @@ fn found_after<O: Optimizer>(
             other => panic!("{other:?}"),
         }
     });
-    let [first, second] = found.unwrap().try_into().unwrap();
+    let [first, second] = found.try_into().unwrap();
     assert_eq!(first, second);
     first
 }
@@ -201,8 +199,7 @@ fn optimizers_that_differ_are_named() {
         });
         let mut sgd = Sgd::from_groups(groups.collect())?;
         (0..4).try_for_each(|seed| sgd.step(&ddp.backward(&loss(&ddp, seed)?)?))
-    })
-    .unwrap();
+    });
 }
 
 /// They are in the buckets as well, and the next synchronised pass averages them.
@@ -234,8 +231,7 @@ fn no_optimizer_steps_with_sums_of_no_sync() {
         let _guard = ddp.no_sync();
         refused(zero.step(&ddp.backward(&loss(&ddp, 3)?)?));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// candle's own optimizers look at no marks. Ranks that have stepped with their own sums are found in the second synchronised pass.
@@ -255,19 +251,17 @@ fn a_step_of_candles_optimizer_with_sums_of_no_sync_is_found() {
         let error = pass(3).unwrap_err();
         assert!(matches!(&error, Error::ReplicasDiffer { passes: 2, .. }), "{error:?}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn options_must_be_usable_and_the_same() {
-    let messages = ranks(2, |pg| Ok(model(&pg, options(0)).map(drop).unwrap_err().to_string())).unwrap();
+    let messages = ranks(2, |pg| Ok(model(&pg, options(0)).map(drop).unwrap_err().to_string()));
     assert!(messages.iter().all(|text| text.contains("`every` must be at least 1")), "{messages:?}");
     let messages = ranks(2, |pg| {
         let options = options(if pg.rank() == 0 { 5 } else { 6 });
         Ok(model(&pg, options).map(drop).unwrap_err().to_string())
     });
-    let messages = messages.unwrap();
     assert!(messages.iter().all(|text| text.contains("every: 6")), "{messages:?}");
 }
 
@@ -287,8 +281,7 @@ fn passes_under_no_sync_and_in_a_join_do_not_count() {
             ddp.join(JoinOptions::default(), || (0..2 + pg.rank() as u64).try_for_each(|seed| pass(&mut sgd, seed)))?;
         joined.sync(&mut sgd)?;
         (10..15).try_for_each(|seed| pass(&mut sgd, seed))
-    })
-    .unwrap();
+    });
 }
 
 /// Without the broadcast, buffers may differ.
@@ -316,8 +309,7 @@ fn buffers_are_compared_if_they_are_broadcast() {
             let all = pg.all_gather_object(&mean)?;
             assert_eq!(all[0] != all[1], parts);
             Ok(())
-        })
-        .unwrap();
+        });
     };
     run(true, false);
     run(false, true);
@@ -345,6 +337,5 @@ fn sharded_optimizers_and_several_models_keep_replicas_equal() {
             candle_ddp::backward_with(&both(seed)?, &[&ddp, &halves], Default::default())?;
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }

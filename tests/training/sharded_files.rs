@@ -1,5 +1,5 @@
 //! One file of a sharded model: each rank reads its pieces, from whole, damaged and crafted files, and all send theirs to write it.
-use crate::common::{ranks, test_arguments};
+use crate::common::{pass_on_a_full_disk, ranks};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{self, LoadOptions, Pretrained};
 use candle_ddp::nn::{Linear, linear};
@@ -65,7 +65,7 @@ fn refused(path: impl Fn(usize) -> std::path::PathBuf + Sync, options: LoadOptio
         pg.barrier()?;
         Ok(error)
     });
-    errors.unwrap()
+    errors
 }
 
 fn is_file_error(error: &Error) -> bool {
@@ -92,8 +92,7 @@ fn large_tensors_are_sent_in_parts_and_have_the_bytes_of_a_plain_save() {
         checkpoint::load(&varmap, &sharded)?;
         assert_eq!(values(&varmap), loaded);
         Ok(())
-    })
-    .unwrap();
+    });
     assert!(fs::read(&plain).unwrap() == fs::read(&sharded).unwrap(), "the files differ");
 }
 
@@ -137,7 +136,7 @@ fn skipped_tensors_are_checked_as_well() {
         let _ddp = made(&pg, &varmap, SMALL)?;
         checkpoint::load_distributed(&pg, &varmap, &path, options.clone())
     });
-    assert!(loaded.unwrap().iter().all(|report| report.loaded == ["0.bias", "0.weight"] && report.skipped.len() == 2));
+    assert!(loaded.iter().all(|report| report.loaded == ["0.bias", "0.weight"] && report.skipped.len() == 2));
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, bytes).unwrap();
     for error in refused(|_| path.clone(), options) {
@@ -183,7 +182,7 @@ fn other_models_are_errors_on_all_ranks() {
             let _ddp = made(&pg, &varmap, others)?;
             Ok(checkpoint::load_distributed(&pg, &varmap, &path, LoadOptions::default()).unwrap_err())
         });
-        for error in errors.unwrap() {
+        for error in errors {
             assert!(matches!(error, Error::CheckpointMismatch { .. }) && error.to_string().contains(words), "{error}");
         }
     }
@@ -194,8 +193,7 @@ fn other_models_are_errors_on_all_ranks() {
         let error = checkpoint::load_distributed(&pg, &varmap, folder.path().join("none"), LoadOptions::default());
         assert!(matches!(error, Err(Error::Io { .. })), "{error:?}");
         checkpoint::load_distributed(&pg, &varmap, folder.path(), LoadOptions::default()).map(drop)
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -232,8 +230,7 @@ fn hugging_faces_folders_are_written_from_pieces_and_read_into_them() {
             let piece = &values(&read)["1.weight"];
             assert!(whole.windows(piece.len().max(1)).any(|window| piece.is_empty() || window == &piece[..]));
             Ok(())
-        })
-        .unwrap();
+        });
         let mut found: Vec<_> = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
         found.sort();
         assert_eq!(found, names.iter().map(std::ffi::OsString::from).collect::<Vec<_>>());
@@ -260,8 +257,7 @@ fn saves_that_cannot_be_are_errors_on_all_ranks() {
         assert!(error.to_string().contains("create the folder first"), "{error}");
         assert_eq!(matches!(error, Error::Io { .. }), pg.rank() == 0, "{error:?}");
         checkpoint::save_distributed(&pg, &varmap, &path)
-    })
-    .unwrap();
+    });
     assert_eq!(folder.path().read_dir().unwrap().count(), 1);
 }
 
@@ -279,7 +275,7 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_file() {
             pg.barrier()?;
             Ok(error)
         });
-        for (rank, error) in errors.unwrap().into_iter().enumerate() {
+        for (rank, error) in errors.into_iter().enumerate() {
             let is_right = if rank == 0 {
                 matches!(error, Error::Io { .. })
             } else {
@@ -292,15 +288,12 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "old").unwrap();
-    let output = std::process::Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 18432; exec \"$0\" \"$@\""])
-        .arg(std::env::current_exe().unwrap())
-        .args(test_arguments(module_path!(), "a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_file"))
-        .env(FOLDER, folder.path())
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    pass_on_a_full_disk(
+        18432,
+        module_path!(),
+        "a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_file",
+        (FOLDER, folder.path()),
+    );
     assert_eq!(fs::read(&file).unwrap(), b"old");
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }

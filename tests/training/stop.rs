@@ -47,7 +47,7 @@ fn assert_agreed(sharding: Sharding, prepare: impl Fn(&Ddp) -> Result<Box<dyn st
         Ok(seen)
     });
     let expected = [false, false, false, false, false, false, true, true, true];
-    assert_eq!(seen.unwrap(), [expected; 3]);
+    assert_eq!(seen, [expected; 3]);
 }
 
 #[test]
@@ -75,8 +75,7 @@ fn it_travels_in_16_bits_and_with_unused_parameters_and_changes_no_gradient() {
             assert_eq!(gradients()?, before);
             assert!(pg.stop_requested()?);
             Ok(())
-        })
-        .unwrap();
+        });
     }
     ranks(2, |pg| {
         let ddp = ddp(&pg, None, Sharding::Off)?;
@@ -92,8 +91,7 @@ fn it_travels_in_16_bits_and_with_unused_parameters_and_changes_no_gradient() {
         assert!(pg.stop_requested()?);
         assert!(ddp.parameters().iter().all(|var| grads.get(var).is_some()), "the flags of parameters are as ever");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -109,8 +107,7 @@ fn passes_that_send_nothing_carry_nothing() {
         ddp.backward(&loss(&ddp, &pg)?)?;
         assert!(pg.stop_requested()?);
         Ok(())
-    })
-    .unwrap();
+    });
     ranks(2, |pg| {
         let ddp = ddp(&pg, None, Sharding::Off)?;
         ddp.register_comm_hook(Noop)?;
@@ -119,8 +116,7 @@ fn passes_that_send_nothing_carry_nothing() {
         assert!(!pg.stop_requested()?);
         assert!(pg.agree_on_stop()?);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -137,14 +133,12 @@ fn ranks_can_ask_each_other_where_no_backward_pass_comes() {
         let pair = pg.new_group(&[0, 2])?;
         assert!(!pair.map_or(Ok(false), |pair| pair.agree_on_stop())?);
         Ok(())
-    })
-    .unwrap();
+    });
     assert!(
         ranks(1, |pg| {
             pg.request_stop();
             pg.agree_on_stop()
-        })
-        .unwrap()[0]
+        })[0]
     );
 }
 
@@ -164,7 +158,7 @@ fn ranks_in_a_join_stop_together() {
         })?;
         Ok(joined.value)
     });
-    assert_eq!(steps.unwrap(), [2, 3, 3]);
+    assert_eq!(steps, [2, 3, 3]);
 }
 
 #[test]
@@ -188,6 +182,5 @@ fn a_save_is_due_before_a_stop() {
         checkpointer.finish()?;
         assert_eq!(checkpointer.steps()?, [4]);
         Ok(())
-    })
-    .unwrap();
+    });
 }

@@ -1,6 +1,6 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
 use crate::common::{assert_close, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks};
-use crate::virtual_run::{Noisy, VIRTUAL, train};
+use crate::virtual_run::{Noisy, VIRTUAL, ranks, train};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
@@ -19,18 +19,11 @@ use candle_nn::VarMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Ranks of a group with [`VIRTUAL`] virtual ranks.
-fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
-    with_virtual_ranks(VIRTUAL, world_size, work)
-}
-
 fn assert_same(precision: Precision, reduce_dtype: Option<DType>, worlds: &[usize]) {
-    let one = ranks(1, |pg| train(&pg, 2, precision, reduce_dtype)).unwrap().remove(0);
+    let one = ranks(1, |pg| train(&pg, 2, precision, reduce_dtype)).remove(0);
     assert!(one.len() > 20 && one.values().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
     for &world_size in worlds {
-        for (rank, other) in
-            ranks(world_size, |pg| train(&pg, 2, precision, reduce_dtype)).unwrap().into_iter().enumerate()
-        {
+        for (rank, other) in ranks(world_size, |pg| train(&pg, 2, precision, reduce_dtype)).into_iter().enumerate() {
             for (name, expected) in &one {
                 assert!(other[name] == *expected, "{name} differs on rank {rank} of {world_size}");
             }
@@ -54,7 +47,7 @@ fn so_it_has_with_gradients_in_other_dtypes() {
 
 #[test]
 fn so_it_has_while_fast_ranks_compute_more() {
-    let one = ranks(1, |pg| train(&pg, 2, Precision::default(), None)).unwrap().remove(0);
+    let one = ranks(1, |pg| train(&pg, 2, Precision::default(), None)).remove(0);
     for (speeds, blocks) in [
         (vec![2., 1.], vec![0..6, 6..8]),
         (vec![1., 5., 0.3], vec![0..1, 1..7, 7..8]),
@@ -65,7 +58,7 @@ fn so_it_has_while_fast_ranks_compute_more() {
             assert_eq!(model(&pg)?.micro_batches(), Some(blocks[pg.rank()].clone()));
             train(&pg, 2, Precision::default(), None)
         });
-        assert!(found.unwrap().iter().all(|other| *other == one), "{speeds:?}");
+        assert!(found.iter().all(|other| *other == one), "{speeds:?}");
     }
     for wrong in [0., -1., f64::NAN, f64::INFINITY] {
         ranks(2, |pg| {
@@ -73,8 +66,7 @@ fn so_it_has_while_fast_ranks_compute_more() {
             // As before.
             assert_eq!(model(&pg)?.micro_batches(), Some(4 * pg.rank()..4 * pg.rank() + 4));
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -87,8 +79,7 @@ fn the_pace_is_known_after_the_second_step() {
         assert!(step(&ddp, ddp.micro_batches().unwrap())?);
         assert!(ddp.micro_batches_per_second().is_some_and(|pace| pace > 0. && pace.is_finite()));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The gradients are the mean over all micro-batches, as one process computes it.
@@ -157,7 +148,7 @@ fn a_wrong_number_is_an_error_on_every_rank() {
                 step(&ddp, then)
             }))
         });
-        for (rank, result) in results.unwrap().into_iter().enumerate() {
+        for (rank, result) in results.into_iter().enumerate() {
             match rank {
                 1 => invalid(result, "micro_batch", "comes next on rank 1"),
                 _ => {
@@ -209,8 +200,7 @@ fn a_step_that_was_left_begins_again_after_zero_grad() {
         ddp.zero_grad();
         assert!(step(&ddp, own)?);
         Ok(())
-    })
-    .unwrap();
+    });
     // In a world of one, a failed pass leaves nothing behind.
     with_virtual_ranks(4, 1, |pg| {
         let ddp = model(&pg)?;
@@ -296,15 +286,13 @@ fn groups_that_are_split_off_have_the_same_virtual_ranks() {
         let error = sync_batch_norm(&half, 3, 1e-5, candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu));
         assert!(error.err().unwrap().to_string().contains("SyncBatchNorm cannot be combined"));
         Ok(())
-    })
-    .unwrap();
+    });
     // Without virtual ranks, there is nothing to share.
     crate::common::ranks(2, |pg| {
         assert_eq!(pg.virtual_ranks(), None);
         invalid(pg.share_by_speed(1.), "speed", "set InitOptions.virtual_ranks");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// An evaluation counts each sample once, so the ranks share the samples, as without virtual ranks.
@@ -326,7 +314,7 @@ fn a_loader_for_evaluation_has_no_micro_batches() {
         invalid(alone.micro_batches(), "virtual_ranks", "not from a sampler");
         Ok(seen)
     });
-    let mut seen = seen.unwrap().concat();
+    let mut seen = seen.concat();
     seen.sort_unstable();
     assert_eq!(seen, (0..45).collect::<Vec<u32>>());
 }
@@ -392,8 +380,7 @@ fn what_would_depend_on_the_ranks_is_refused() {
         let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
         invalid(loader.micro_batches(), "virtual_ranks", "InitOptions.virtual_ranks");
         Ok(())
-    })
-    .unwrap();
+    });
     let under = |case: fn(&Model, &Tensor) -> Result<()>| {
         let result = with_virtual_ranks(4, 1, |pg| {
             let ddp = model(&pg)?;

@@ -1,7 +1,7 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
 use crate::common::{assert_close, floats, of_micro_batch, sharding, values, with_virtual_ranks};
-use crate::virtual_run::bits;
+use crate::virtual_run::{VIRTUAL, bits, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
@@ -11,17 +11,11 @@ use candle_ddp::{
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
-const VIRTUAL: usize = 8;
-
 type Model = DistributedDataParallel<Linear>;
 
 fn model(pg: &ProcessGroup, inputs: usize, outputs: usize) -> Result<Model> {
     let options = DdpOptions { precision: Precision::Pure(DType::F64), init_seed: Some(7), ..Default::default() };
     DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(inputs, outputs, vb), options)
-}
-
-fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
-    with_virtual_ranks(VIRTUAL, world_size, work)
 }
 
 /// The samples of a micro-batch: some have more than others, and one has none.
@@ -51,7 +45,7 @@ fn weighted(number: usize, count: f64) -> Backward<'static> {
 #[test]
 fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
     let run = |world_size: usize| {
-        let found = ranks(world_size, |pg| {
+        let mut found = ranks(world_size, |pg| {
             let ddp = model(&pg, 4, 2)?;
             let mut results = Vec::new();
             for _ in 0..2 {
@@ -66,7 +60,6 @@ fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
             let exact = results.into_iter().map(|gradient| gradient?.flatten_all()?.to_vec1::<f64>());
             Ok(exact.collect::<candle_core::Result<Vec<_>>>()?.concat())
         });
-        let mut found = found.unwrap();
         assert!(found.iter().all(|of_rank| of_rank == &found[0]), "{world_size} ranks");
         found.remove(0)
     };
@@ -75,7 +68,7 @@ fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
         assert!(run(world_size) == one, "{world_size} ranks: {:?}, 1 rank: {one:?}", run(world_size));
     }
     // One process over everything.
-    let whole = ranks(1, |pg| {
+    let mut whole = ranks(1, |pg| {
         let ddp = model(&pg, 4, 2)?;
         let vars: Vec<Var> = ddp.parameters().to_vec();
         let plain = Linear::new(vars[0].as_tensor().clone(), Some(vars[1].as_tensor().clone()));
@@ -88,7 +81,7 @@ fn weighted_passes_have_the_same_bits_on_any_number_of_ranks() {
         let grads = (sum / total)?.backward()?;
         Ok(vars.iter().map(|var| floats(grads.get(var).unwrap())).collect::<Vec<_>>().concat())
     });
-    let whole = whole.unwrap().remove(0);
+    let whole = whole.remove(0);
     let one: Vec<f32> = one.into_iter().map(|value| value as f32).collect();
     assert_close(&one, &[&whole[..], &whole].concat(), 1e-6, "the mean over all samples");
 }
@@ -113,22 +106,21 @@ fn weighted_passes_count_something_and_do_not_mix() {
             backward_with(&loss, &[&ddp], weighted(number, count))?;
         }
         Ok(())
-    })
-    .unwrap();
-    let mixed = ranks(1, |pg| {
+    });
+    let mut mixed = ranks(1, |pg| {
         let ddp = model(&pg, 4, 2)?;
         let (loss, count) = loss_sum(&ddp, 0)?;
         backward_with(&loss, &[&ddp], weighted(0, count))?;
         Ok(backward_with(&loss_sum(&ddp, 1)?.0, &[&ddp], of_micro_batch(1)).unwrap_err().to_string())
     });
-    let mixed = mixed.unwrap().remove(0);
+    let mixed = mixed.remove(0);
     assert!(mixed.contains("cannot add to gradients"), "{mixed}");
 }
 
 #[test]
 fn several_models_have_the_same_bits_on_any_number_of_ranks() {
     let run = |world_size: usize, is_weighted: bool| {
-        let found = ranks(world_size, |pg| {
+        let mut found = ranks(world_size, |pg| {
             let (first, second) = (model(&pg, 4, 3)?, model(&pg, 3, 2)?);
             let mut results = Vec::new();
             for _ in 0..2 {
@@ -144,7 +136,6 @@ fn several_models_have_the_same_bits_on_any_number_of_ranks() {
             }
             Ok(results)
         });
-        let mut found = found.unwrap();
         assert!(found.iter().all(|of_rank| of_rank == &found[0]), "{world_size} ranks");
         found.remove(0)
     };
@@ -175,8 +166,7 @@ fn models_of_one_pass_have_the_same_micro_batches() {
         let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
         check(backward_with(&loss, &[&first, &second], of_micro_batch(0)));
         Ok(())
-    })
-    .unwrap();
+    });
     // In one group, the second model has other shares.
     ranks(2, |pg| {
         let first = model(&pg, 4, 3)?;
@@ -187,8 +177,7 @@ fn models_of_one_pass_have_the_same_micro_batches() {
         let number = first.micro_batches().unwrap().start;
         check(backward_with(&loss, &[&first, &second], of_micro_batch(number)));
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Three steps with a ZeroRedundancyOptimizer, or with an AdamW on each rank: the bits of parameters and of the optimizer's state.
@@ -234,10 +223,10 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, is_weighted: bool) -> Result<Vec
 #[test]
 fn a_sharded_optimizer_has_the_same_bits_on_any_number_of_ranks() {
     for weighted in [false, true] {
-        let one = ranks(1, |pg| sharded(&pg, false, weighted)).unwrap().remove(0);
+        let one = ranks(1, |pg| sharded(&pg, false, weighted)).remove(0);
         assert!(one.len() >= 3 * 150);
         for world_size in [1, 2, 3, 5, 8] {
-            let found = ranks(world_size, |pg| sharded(&pg, true, weighted)).unwrap();
+            let found = ranks(world_size, |pg| sharded(&pg, true, weighted));
             assert!(found.iter().all(|other| *other == one), "{world_size} ranks, weighted: {weighted}");
         }
     }

@@ -100,7 +100,7 @@ fn groups<R: Clone>(parameters: Vec<(String, Var)>, options: &R, biases: &R) -> 
 
 /// The parameters after `steps` steps of a plain optimizer in a world of one.
 fn plain<R: UpdateRule + Sync>(options: &R, biases: &R, steps: u64, max_norm: f64) -> Vec<(String, Vec<f32>)> {
-    let all = ranks(1, |pg| {
+    let mut all = ranks(1, |pg| {
         let ddp = wrap(&pg, small(false))?;
         let mut optimizer = FusedOptimizer::from_groups(groups(ddp.named_parameters(), options, biases))?;
         for step in 0..steps {
@@ -110,7 +110,7 @@ fn plain<R: UpdateRule + Sync>(options: &R, biases: &R, steps: u64, max_norm: f6
         }
         Ok(values(&ddp))
     });
-    all.unwrap().remove(0)
+    all.remove(0)
 }
 
 fn train_like_plain<R: UpdateRule + Sync>(options: R, biases: R) {
@@ -128,7 +128,7 @@ fn train_like_plain<R: UpdateRule + Sync>(options: R, biases: R) {
             }
             Ok(values(&ddp))
         });
-        for rank in found.unwrap() {
+        for rank in found {
             assert_same(&rank, &expected, 1e-5);
         }
     }
@@ -175,8 +175,7 @@ fn parameters_that_no_rank_used_stay_as_they_are() {
             assert_eq!((steps("first.weight"), steps("third.weight")), (1, 0));
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -186,7 +185,6 @@ fn each_state_is_on_one_rank_only() {
             let ddp = wrap(&pg, small(true))?;
             Ok(ZeroRedundancyOptimizer::new(&ddp, adamw())?.state_bytes())
         });
-        let bytes = bytes.unwrap();
         let all = 2 * 4 * (5 * 7 + 7 + 7 * 3 + 3 + 3 * 3 + 3);
         assert_eq!(bytes.iter().sum::<usize>(), all);
         // The largest bucket has fewer than 45 elements.
@@ -219,7 +217,6 @@ fn mixed_precision_has_full_masters_on_all_ranks() {
                 }
                 Ok(values(&ddp))
             })
-            .unwrap()
         };
         let (with, without) = (run(true), run(false));
         assert_eq!(with[0], with[1]);
@@ -253,7 +250,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         assert!(error.contains("unscale"), "{error}");
         Ok(values(&ddp))
     });
-    for rank in found.unwrap() {
+    for rank in found {
         assert_same(&rank, &expected, 1e-5);
     }
 }
@@ -274,7 +271,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
         optimizer.save(&zero)?;
         Ok(ddp.named_parameters())
     });
-    let weights = &weights.unwrap()[0];
+    let weights = &weights[0];
     let take_over = |ddp: &Ddp| {
         ddp.parameters().iter().zip(weights).for_each(|(var, (_, value))| var.set(&value.copy().unwrap()).unwrap());
     };
@@ -292,7 +289,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
         }
         Ok(values(&ddp))
     });
-    assert_same(&alone.unwrap()[0], &expected, 1e-5);
+    assert_same(&alone[0], &expected, 1e-5);
     // Loads it back on three ranks.
     let spread = ranks(3, |pg| {
         let ddp = wrap(&pg, of_zero())?;
@@ -306,7 +303,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
         }
         Ok(values(&ddp))
     });
-    assert_same(&spread.unwrap()[2], &expected, 1e-5);
+    assert_same(&spread[2], &expected, 1e-5);
 }
 
 #[test]
@@ -314,11 +311,11 @@ fn shards_load_in_a_world_of_another_size() {
     let folder = tempfile::tempdir().unwrap();
     let options = ParamsSgd { lr: 0.05, momentum: 0.9, ..Default::default() };
     let expected = plain(&options, &options, 6, f64::INFINITY);
-    let mut weights = ranks(1, |pg| Ok(wrap(&pg, small(true))?.named_parameters())).unwrap().remove(0);
+    let mut weights = ranks(1, |pg| Ok(wrap(&pg, small(true))?.named_parameters())).remove(0);
     for (saved_by, from) in [(3, 0), (2, 2), (4, 4)] {
         let here = folder.path().join(saved_by.to_string());
         std::fs::create_dir(&here).unwrap();
-        let after = ranks(saved_by, |pg| {
+        let mut after = ranks(saved_by, |pg| {
             let ddp = wrap(&pg, small(true))?;
             ddp.parameters().iter().zip(&weights).for_each(|(var, (_, value))| var.set(value).unwrap());
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, options.clone())?;
@@ -332,7 +329,7 @@ fn shards_load_in_a_world_of_another_size() {
             optimizer.save_shards(&here)?;
             Ok(ddp.named_parameters())
         });
-        weights = after.unwrap().remove(0);
+        weights = after.remove(0);
         assert_eq!(std::fs::read_dir(&here).unwrap().count(), saved_by);
     }
     let found: Vec<_> = weights.iter().map(|(name, var)| (name.clone(), floats(var))).collect();
@@ -376,8 +373,7 @@ fn bad_shards_are_refused_on_all_ranks_and_change_nothing() {
         errors.push(optimizer.save(path("absent").join("file")).unwrap_err().to_string());
         assert_eq!(state(&optimizer)?, before);
         Ok(errors)
-    })
-    .unwrap();
+    });
     for (rank, errors) in errors.iter().enumerate() {
         for (error, part) in
             errors.iter().zip(["no shard", "00001-of-00002", "interrupted", "absent", "absent", "absent"])
@@ -424,8 +420,7 @@ fn misuse_is_an_error() {
         drop(optimizer);
         ZeroRedundancyOptimizer::new(&ddp, adamw())?;
         Ok(())
-    })
-    .unwrap();
+    });
     // In a world of one, an error does not end the group.
     ranks(1, |pg| {
         let ddp = wrap(&pg, small(true))?;
@@ -444,8 +439,7 @@ fn misuse_is_an_error() {
         // The optimizer remains usable.
         optimizer.step(&backward(&ddp, 0, 1.)?)?;
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -478,7 +472,6 @@ fn accumulated_gradients_and_schedules_work() {
             }
             Ok(values(&ddp))
         })
-        .unwrap()
         .remove(0)
     };
     assert_same(&run(true, 3), &run(false, 1), 1e-5);
@@ -514,7 +507,7 @@ fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
             Ok(named.iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
         });
         let expected = if broken { 1. } else { 0.9 };
-        assert_eq!(found.unwrap(), vec![vec![vec![expected; 3]; 2]; 2]);
+        assert_eq!(found, vec![vec![vec![expected; 3]; 2]; 2]);
     }
 }
 
@@ -543,7 +536,7 @@ fn ignored_parameters_may_be_in_the_same_optimizer() {
             }
             Ok(ddp.named_parameters().iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
         });
-        trained.unwrap()
+        trained
     };
     let (sharded, plain) = (run(true), run(false));
     assert_ne!(plain[0][1], plain[1][1]);
@@ -561,8 +554,7 @@ fn every_averaged_parameter_is_in_a_group() {
         let error = ZeroRedundancyOptimizer::from_groups(groups).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "second.bias"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -575,8 +567,7 @@ fn an_incomplete_set_of_shards_is_refused() {
         let error = optimizer.load_shards(folder.path()).unwrap_err().to_string();
         assert!(error.contains("lacks") && error.contains("shard-00001-of-18446744073709551615"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Rank 1 fails instead of saving. (Tests next to `write_together` cover failures during the write.)
@@ -609,6 +600,6 @@ fn a_failed_rank_leaves_the_previous_files() {
             pg.abort("it has failed");
             Ok(before)
         });
-        assert!(before.unwrap()[0] == files(), "shards: {shards}");
+        assert!(before[0] == files(), "shards: {shards}");
     }
 }

@@ -20,8 +20,7 @@ fn overflow() {
             scaler.update()?;
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The entry point of the processes.

@@ -1,7 +1,7 @@
 //! The answers.
 use super::Answer::{Carries, Ends, Refuses, Test};
 use super::{Row, Tracked};
-use crate::common::{ranks, tensor};
+use crate::common::{tensor, try_ranks};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Module, ModuleT, Shape, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::data::{Collate, Dataset, TensorDataset};
@@ -35,7 +35,7 @@ fn linear_ddp(
     call: fn(&DistributedDataParallel<candle_nn::Linear>, &Tensor) -> Result<Tensor>,
     t: &Tracked,
 ) -> Result<Tensor> {
-    let mut results = ranks(1, |pg| {
+    let mut results = try_ranks(1, |pg| {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| candle_nn::linear(3, 3, vb))?;
         let grads = ddp.backward(&ddp.forward(&call(&ddp, &t.of(&[4, 3]))?)?.sum_all()?)?;
         Ok(grads.get(&t.0).cloned().unwrap_or(t.0.zeros_like()?))
@@ -45,7 +45,7 @@ fn linear_ddp(
 
 /// The same for a sharded block.
 fn sharded(call: fn(&Block<candle_nn::Linear>, &Tensor) -> candle_core::Result<Tensor>, t: &Tracked) -> Result<Tensor> {
-    let mut results = ranks(1, |pg| {
+    let mut results = try_ranks(1, |pg| {
         let options = DdpOptions {
             sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None },
             ..Default::default()
@@ -262,7 +262,7 @@ fn training(rows: &mut Vec<Row>) {
             |t| linear_ddp(|ddp, x| ddp.cast_forward_inputs(x), t)?;
         ["candle_ddp::amp::GradScaler::scale"] "loss" => |t| {
             let loss = t.of(&[1]);
-            ranks(1, |pg| GradScaler::new(&pg, &VarMap::new(), GradScalerOptions::default())?.scale(&loss))?.remove(0)
+            try_ranks(1, |pg| GradScaler::new(&pg, &VarMap::new(), GradScalerOptions::default())?.scale(&loss))?.remove(0)
         };
         ["candle_ddp::data_parallel::DataParallel::forward"] "xs" => |t| parallel(|dp, x| dp.forward(x), t)?;
         ["candle_ddp::data_parallel::DataParallel::forward_t"] "xs" =>

@@ -3,12 +3,12 @@ mod errors;
 mod parts;
 mod same_bits;
 
-use crate::common::{filled, floats, tensor};
+use crate::common::{Between, filled, floats, tensor};
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Shape, Tensor};
+use candle_core::{DType, Module, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused, nn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Unused, nn};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -63,8 +63,7 @@ fn tiny() -> DdpOptions {
         unused: Unused::Allow,
         replica_check: None,
         role: Arc::new(|name| if name == "own" { Role::Ignored } else { Role::Parameter }),
-        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-        ..Default::default()
+        ..crate::common::tiny()
     }
 }
 
@@ -143,25 +142,6 @@ impl<O: StateDict> StateDict for Counting<'_, O> {
     }
 }
 
-/// The identity. Its backward pass does what it is told, between the gradients of the layers behind and before it.
-struct Between(Box<dyn Fn() -> candle_core::Result<()> + Send + Sync>);
-
-impl CustomOp1 for Between {
-    fn name(&self) -> &'static str {
-        "between"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        assert!(layout.is_contiguous() && layout.start_offset() == 0);
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        (self.0)()?;
-        Ok(Some(gradient.clone()))
-    }
-}
-
 type Two = DistributedDataParallel<[nn::Linear; 2]>;
 
 fn two(pg: &ProcessGroup, options: DdpOptions) -> Result<(Two, VarMap)> {
@@ -172,7 +152,7 @@ fn two(pg: &ProcessGroup, options: DdpOptions) -> Result<(Two, VarMap)> {
 /// In the backward pass, `between` comes after the gradients of the second layer.
 fn loss_of_two(ddp: &Two, between: impl Fn() -> candle_core::Result<()> + Send + Sync + 'static) -> Result<Tensor> {
     let x = tensor(&[3, 3], 10 + ddp.process_group().rank() as u64);
-    ddp.call(|[a, b]| b.forward(&a.forward(&x)?.apply_op1(Between(Box::new(between)))?)?.sqr()?.mean_all())
+    ddp.call(|[a, b]| b.forward(&a.forward(&x)?.apply_op1(Between(between))?)?.sqr()?.mean_all())
 }
 
 fn values_of<M>(ddp: &DistributedDataParallel<M>) -> Vec<Vec<f32>> {

@@ -61,7 +61,7 @@ fn assert_same(
             let (mixed, _) = train(&pg, options(), &new, pg.rank() % 2 == 0)?;
             Ok((expected, found, mixed, calls))
         });
-        for (expected, found, mixed, of_rank) in trained.unwrap() {
+        for (expected, found, mixed, of_rank) in trained {
             assert!(expected.len() > 10);
             assert_eq!(found, expected, "{world_size} ranks");
             assert_eq!(mixed, expected, "{world_size} ranks, of which some make two calls");
@@ -212,7 +212,7 @@ fn with_what_has_accumulated() {
         bits(&varmap, &optimizer)
     };
     for world_size in [1, 2, 3] {
-        for [expected, found] in ranks(world_size, |pg| Ok([train(&pg, false)?, train(&pg, true)?])).unwrap() {
+        for [expected, found] in ranks(world_size, |pg| Ok([train(&pg, false)?, train(&pg, true)?])) {
             assert_eq!(found, expected);
         }
     }
@@ -238,7 +238,7 @@ fn with_uneven_inputs() {
         joined.sync(&mut optimizer.optimizer)?;
         Ok((bits(&varmap, &optimizer)?, optimizer.take()))
     };
-    let trained = ranks(3, |pg| Ok([train(&pg, false)?, train(&pg, true)?])).unwrap();
+    let trained = ranks(3, |pg| Ok([train(&pg, false)?, train(&pg, true)?]));
     for (rank, [(expected, _), (found, calls)]) in trained.into_iter().enumerate() {
         assert_eq!(found, expected);
         assert_eq!(calls, [1, 11 * (2 + rank), 2 + rank]);
@@ -308,7 +308,7 @@ fn at_random() {
             bits(&varmap, &*optimizer)
         };
         for world_size in [1, 2, 3] {
-            for [expected, found] in ranks(world_size, |pg| Ok([train(&pg, false)?, train(&pg, true)?])).unwrap() {
+            for [expected, found] in ranks(world_size, |pg| Ok([train(&pg, false)?, train(&pg, true)?])) {
                 assert_eq!(found, expected, "seed {seed}, {world_size} ranks");
             }
         }

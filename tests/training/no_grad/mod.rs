@@ -118,8 +118,7 @@ fn outputs_have_the_same_bits_and_no_graph() {
             check_outputs(&pg, ours, has_model, options)?;
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Statistics are the same variables in both models. Training mode under `no_grad` changes them, as in PyTorch.
@@ -140,6 +139,5 @@ fn batch_norms_of_both_models_have_the_same_statistics() {
         assert_eq!(means(false, false)?, expected);
         assert_eq!(means(true, false)?, expected);
         Ok(())
-    })
-    .unwrap();
+    });
 }

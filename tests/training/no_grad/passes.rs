@@ -55,8 +55,7 @@ fn an_evaluation_disturbs_no_pending_pass() {
             assert_eq!(accumulate(&pg, candles, has_model, true)?, accumulate(&pg, candles, has_model, false)?);
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Neither do evaluations within a step of micro-batches, whose buffers begin with the values from before the step.
@@ -94,8 +93,7 @@ fn a_loss_of_an_evaluation_is_an_error_that_names_the_cause() {
             let forward = || ddp.forward_t(&images(1), false);
             let output = if pg.rank() == 1 { no_grad(forward)? } else { forward()? };
             Ok(ddp.backward(&loss(&output)?).unwrap_err())
-        })
-        .unwrap();
+        });
         assert!(matches!(&results[0], Error::Group(Failure::PeerFailed { peer: 1, .. })), "{:?}", results[0]);
         assert!(matches!(&results[1], Error::InvalidArgument { argument: "loss", .. }), "{:?}", results[1]);
         results.iter().for_each(|error| assert!(error.to_string().contains("no_grad"), "{error}"));
@@ -116,8 +114,7 @@ fn a_loss_of_an_evaluation_is_an_error_that_names_the_cause() {
             Err(Error::NothingCounted { .. })
         ));
         ddp.backward(&loss(&ddp.forward_t(&images(1), false)?)?).map(drop)
-    })
-    .unwrap();
+    });
 }
 
 /// As in PyTorch, where no_grad is about what is recorded.
@@ -140,8 +137,7 @@ fn a_graph_from_outside_has_its_gradients_inside() {
         };
         assert_eq!(run(true)?, run(false)?);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
@@ -187,8 +183,7 @@ fn one_rank_may_evaluate_a_model_with_sync_batch_norm_alone() {
         }
         ddp.backward(&loss(&ddp.forward_t(&x, true)?)?)?;
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// A layer that says whether its thread records.

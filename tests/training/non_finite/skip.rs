@@ -1,6 +1,6 @@
 //! A step that is left out leaves nothing behind.
 use super::{Bad, Ddp, loss, model, skip, small, state};
-use crate::common::ranks;
+use crate::common::{ranks, try_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::comm_hook::{AllReduce, CommHook, Fp16Compress, GradBucket, HookWork, PowerSgd, PowerSgdOptions};
@@ -39,7 +39,7 @@ fn run(world_size: usize, options: &DdpOptions, make: Make, bad: Option<Bad>) ->
         assert_eq!(ddp.skipped_steps(), u64::from(bad.is_some()), "{bad:?}");
         Ok(state(&ddp))
     });
-    run.unwrap()
+    run
 }
 
 fn assert_left_out(options: &DdpOptions, make: Make) {
@@ -162,19 +162,18 @@ fn the_store_of_a_left_out_step_is_one_that_all_take() {
         drop(ddp.backward(&loss(&ddp, 0, Bad::Nothing)?)?);
         assert_eq!(ddp.skipped_steps(), 1);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn options_must_make_sense_and_be_the_same() {
-    let error = ranks(1, |pg| model(&pg, skip(0)).map(drop)).unwrap_err().to_string();
+    let error = try_ranks(1, |pg| model(&pg, skip(0)).map(drop)).unwrap_err().to_string();
     assert!(error.contains("on_non_finite: `at_most` must be at least 1"), "{error}");
     let errors = ranks(2, |pg| {
         let options = if pg.rank() == 0 { skip(1) } else { skip(2) };
         Ok(model(&pg, options).map(drop).unwrap_err())
     });
-    for error in errors.unwrap() {
+    for error in errors {
         assert!(
             matches!(&error, Error::Mismatch { what: "model", .. }) && error.to_string().contains("on_non_finite"),
             "{error}"
@@ -190,6 +189,5 @@ fn by_default_nobody_looks() {
         assert!(ddp.parameters().iter().any(|var| grads.get(var).is_some()));
         assert_eq!(ddp.skipped_steps(), 0);
         Ok(())
-    })
-    .unwrap();
+    });
 }

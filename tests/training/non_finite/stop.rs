@@ -34,7 +34,6 @@ fn error(world_size: usize, options: &DdpOptions, prepare: fn(&Ddp) -> Result<()
         assert_eq!(ddp.skipped_steps(), if steps > 1 { steps + 1 } else { 1 });
         Ok(found(error))
     });
-    let errors = errors.unwrap();
     assert!(errors.iter().all(|error| error == &errors[0]), "{errors:?}");
     errors[0].clone()
 }
@@ -87,7 +86,7 @@ fn shards_name_it_as_well() {
             Ok(found(ddp.backward(&loss(&ddp, 0, bad)?).map(drop).unwrap_err()))
         });
         let expected = (Some("a.weight".to_string()), Some(2), "a NaN".to_string(), 1);
-        assert_eq!(errors.unwrap(), vec![expected; 3]);
+        assert_eq!(errors, vec![expected; 3]);
     }
 }
 
@@ -105,7 +104,7 @@ fn a_mean_over_no_targets_is_an_error_on_all_ranks() {
             let loss = cross_entropy(&ddp.forward(&tensor(&[2, 3], 1))?, &targets)?;
             Ok(ddp.backward(&loss).map(drop).unwrap_err())
         });
-        for error in errors.unwrap() {
+        for error in errors {
             assert!(error.to_string().contains("targets of a cross entropy are ignored"), "{error}");
             assert_eq!(found(error), (None, Some(1), "NaN".to_string(), 1));
         }
@@ -124,5 +123,5 @@ fn a_local_hook_leaves_each_rank_alone() {
         Ok((ddp.skipped_steps(), second.map(drop).map_err(found).err()))
     });
     let error = Some((Some("b.weight".to_string()), Some(1), "a NaN".to_string(), 2));
-    assert_eq!(results.unwrap(), [(0, None), (2, error)]);
+    assert_eq!(results, [(0, None), (2, error)]);
 }

@@ -1,6 +1,6 @@
 //! Uses of a parameter while it has no memory.
 use super::*;
-use crate::common::test_process;
+use crate::common::{succeed, test_process};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, ModuleT, Var};
 use candle_ddp::backend::{bytes, bytes_mut};
@@ -189,9 +189,7 @@ const OURS: &[(&str, Use)] = &uses![f:
 /// A fault ends the process, so it is a process for this test alone.
 #[test]
 fn no_function_reads_a_parameter_that_is_not_there() {
-    let output = test_process(module_path!(), "every_function_gets_it").output().unwrap();
-    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    assert!(output.status.success(), "{:?}: {text}", output.status);
+    succeed(&mut test_process(module_path!(), "every_function_gets_it"));
 }
 
 #[test]
