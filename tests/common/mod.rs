@@ -15,8 +15,8 @@ mod process;
 pub(crate) use between::{Between, failing};
 #[allow(unused_imports)]
 pub(crate) use candle_ddp_testing::{
-    assert_close, fill, floats, free_port, peak_memory, skip, skip_unless, tensor, test_arguments, test_process,
-    values, var,
+    assert_close, assert_error, fill, floats, free_port, peak_memory, skip, skip_unless, tensor, test_arguments,
+    test_process, values, var,
 };
 #[allow(unused_imports)]
 pub(crate) use process::{

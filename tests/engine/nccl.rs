@@ -1,6 +1,7 @@
 //! The NCCL engine without a GPU: its errors, and the fallback of `Backend::Auto`.
 //!
 //! Runs with the feature `nccl` on machines without a GPU; `tests/gpu` covers the rest.
+use crate::common::assert_error;
 use candle_core::Device;
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, InitOptions, init_process_group};
@@ -95,8 +96,7 @@ fn ranks_without_a_device_all_report_it() {
 fn a_tensor_device_that_is_not_a_gpu_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let options = InitOptions { device: Some(Device::Cpu), ..alone(folder.path(), Backend::Nccl) };
-    let error = init_process_group(options).unwrap_err().to_string();
-    assert!(error.contains("Backend::Nccl moves tensors on GPUs, but this is the CPU"), "{error}");
+    assert_error(init_process_group(options), &["Backend::Nccl moves tensors on GPUs, but this is the CPU"]);
 }
 
 #[cfg(not(feature = "nccl"))]

@@ -1,6 +1,7 @@
 //! Flight records, read by PyTorch's own analyser.
 //!
 //! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (default: python3); otherwise skipped with a message.
+use crate::common::ranks;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
 use serde_json::{Value, json};
@@ -17,11 +18,10 @@ fn analysed(
 ) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let (records, output) = (folder.path().join("records"), folder.path().join("pytorch"));
-    candle_ddp::spawn(world, |pg| {
+    ranks(world, |pg| {
         let _part = work(&pg)?;
         pg.write_flight_record(&records).map(drop)
-    })
-    .unwrap();
+    });
     let explain = |output: &Path| {
         let mut command = Command::new(crate::common::ddprun());
         command.arg("explain").arg(&records).arg("--torchfrtrace").arg(output).output().unwrap()

@@ -1,7 +1,7 @@
 //! The examples' cache of small data sets: runs that make one at the same time, another version of it, and a failure.
 //!
 //! The processes are this test binary itself.
-use crate::common::launch_test;
+use crate::common::{assert_error, launch_test};
 use candle_ddp::{InitOptions, Result, init_process_group};
 use std::fs;
 use std::path::Path;
@@ -100,7 +100,6 @@ fn another_version_is_made_beside_it() {
 #[test]
 fn what_could_not_be_written_is_an_error_and_leaves_nothing() {
     let home = tempfile::tempdir().unwrap();
-    let printed = end(start(home.path(), BROKEN, 1)).unwrap_err();
-    assert!(printed.contains("writing a small data set to") && printed.contains("no space left"), "{printed}");
+    assert_error(end(start(home.path(), BROKEN, 1)), &["writing a small data set to", "no space left"]);
     assert_eq!(names(home.path()), [""; 0]);
 }

@@ -1,5 +1,5 @@
 //! Autocast as an option of DistributedDataParallel, and what else it meets.
-use crate::common::{fill, ranks, tensor, try_ranks};
+use crate::common::{assert_error, fill, ranks, tensor, try_ranks};
 use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
 use candle_ddp::amp::{Autocast, autocast, autocast_off};
 use candle_ddp::data_parallel::DataParallel;
@@ -81,8 +81,7 @@ fn an_error_of_candles_about_two_dtypes_says_what_helps() {
             ddp.forward(&tensor(&[3, 4], 1))
         })
     };
-    let message = run(options(BF16)).unwrap_err().to_string();
-    assert!(message.contains("use `nn::add` for sums") && message.contains("Autocast::Products"), "{message}");
+    assert_error(run(options(BF16)), &["use `nn::add` for sums", "Autocast::Products"]);
     assert_eq!(run(options(Autocast::Products(DType::BF16))).unwrap()[0].dtype(), DType::F32);
 }
 

@@ -1,7 +1,7 @@
 //! Batches with the indices of their samples.
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions, TensorDataset};
-use candle_ddp::{ProcessGroup, Result, spawn};
+use candle_ddp::{ProcessGroup, Result};
 
 const SAMPLES: usize = 21;
 
@@ -18,7 +18,7 @@ fn loader(
 
 /// The indices of all ranks' samples, after the first `skipped` batches of each rank.
 fn indices(ranks: usize, remainder: Remainder, num_workers: usize, skipped: usize) -> (Vec<usize>, usize) {
-    let all = spawn(ranks, |pg| {
+    let all = crate::common::ranks(ranks, |pg| {
         let loader = loader(&pg, remainder, num_workers)?;
         let (mut all, mut padding) = (Vec::new(), 0);
         let mut batches = loader.iter();
@@ -39,8 +39,7 @@ fn indices(ranks: usize, remainder: Remainder, num_workers: usize, skipped: usiz
         }
         assert_eq!(count, expected);
         Ok((all, padding))
-    })
-    .unwrap();
+    });
     let padding = all.iter().map(|(_, padding)| padding).sum();
     let mut indices: Vec<usize> = all.into_iter().flat_map(|(indices, _)| indices).collect();
     indices.sort_unstable();

@@ -1,5 +1,6 @@
 //! Ranks that cannot share memory, or are configured not to, use TCP and report it once.
 #![cfg(target_os = "linux")]
+use crate::common::assert_error;
 use crate::logger::{self, LOG};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
@@ -114,7 +115,6 @@ fn ranks_that_cannot_share_memory_use_tcp() {
     // Shared memory is required but cannot be allocated.
     let greedy = CpuOptions { transport: Some(CpuTransport::SharedMemory), ..greedy };
     for result in run(&[greedy.clone(), greedy]).0 {
-        let error = result.unwrap_err().to_string();
-        assert!(error.contains("they share no memory with this rank") && error.contains("bytes of shared"), "{error}");
+        assert_error(result, &["they share no memory with this rank", "bytes of shared"]);
     }
 }

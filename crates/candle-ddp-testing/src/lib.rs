@@ -2,6 +2,7 @@
 //! are built without it, and on candle only with the feature `candle`.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 
+mod errors;
 pub mod http_server;
 #[cfg(feature = "candle")]
 pub mod layers;
@@ -17,6 +18,7 @@ mod tensors;
 #[cfg(feature = "candle")]
 pub mod torch_file;
 
+pub use errors::assert_error;
 pub use memory::peak_memory;
 pub use port::free_port;
 pub use process::{test_arguments, test_process};

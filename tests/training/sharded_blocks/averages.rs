@@ -1,9 +1,10 @@
 //! Averages of sharded models have the values of one process that has the whole batch, and are saved.
 use super::{Ddp, Optim, made, sharded};
+use crate::common::ranks;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager, PeriodicModelAveragerOptions};
-use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding, spawn};
+use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding};
 use candle_nn::VarMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -48,7 +49,7 @@ fn update(ddp: &Ddp, optimizer: &mut Optim, ema: &mut Ema, number: u64) -> Resul
 /// The averaged model after each second step of one process, which saves and loads nothing on the way.
 fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
-    let run = spawn(1, |pg| {
+    let mut run = ranks(1, |pg| {
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&pg, &varmap, Sharding::Optimizer)?;
         let mut ema = Ema::new(&ddp, decay)?;
@@ -63,12 +64,12 @@ fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
         }
         Ok(found)
     });
-    run.unwrap().remove(0)
+    run.remove(0)
 }
 
 /// Continues a run in these steps, and saves it. Returns the averaged model.
 fn averaged(ranks: usize, sharding: Sharding, steps: Range<u64>, decay: Option<f64>, folder: &Path) -> Values {
-    let run = spawn(ranks, |pg| {
+    let mut run = crate::common::ranks(ranks, |pg| {
         let mut varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&pg, &varmap, sharding)?;
         let mut ema = Ema::new(&ddp, decay)?;
@@ -88,7 +89,7 @@ fn averaged(ranks: usize, sharding: Sharding, steps: Range<u64>, decay: Option<f
         assert_eq!(whole(&pg, &varmap, &folder.join("model"))?, weights);
         Ok(averaged)
     });
-    run.unwrap().remove(0)
+    run.remove(0)
 }
 
 #[test]
@@ -114,7 +115,7 @@ fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
 fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
     let options = PeriodicModelAveragerOptions { period: 2, warmup_steps: 1 };
     let folder = tempfile::tempdir().unwrap();
-    let found = spawn(4, |pg| {
+    let found = ranks(4, |pg| {
         let of = |groups: [&[usize]; 2]| -> Result<ProcessGroup> {
             let [first, second] = groups.map(|ranks| pg.new_group(ranks));
             Ok(first?.or(second?).unwrap())
@@ -139,7 +140,7 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
         }
         Ok(weights)
     });
-    let expected = spawn(1, |pg| {
+    let mut expected = ranks(1, |pg| {
         let varmaps = [VarMap::new(), VarMap::new()];
         let mut models =
             varmaps.iter().map(|varmap| model(&pg, varmap, Sharding::Optimizer)).collect::<Result<Vec<_>>>()?;
@@ -157,16 +158,16 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
         }
         varmaps.iter().map(|varmap| whole(&pg, varmap, &folder.path().join("one"))).collect::<Result<Vec<_>>>()
     });
-    let expected = expected.unwrap().remove(0);
+    let expected = expected.remove(0);
     assert!(expected[0] != expected[1]);
-    for (rank, found) in found.unwrap().iter().enumerate() {
+    for (rank, found) in found.iter().enumerate() {
         assert_same(found, &expected[rank / 2], &format!("rank {rank}"));
     }
 }
 
 #[test]
 fn the_pieces_of_an_average_are_not_saved_as_if_they_were_whole() {
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         let (ddp, _optimizer) = model(&pg, &VarMap::new(), sharded().sharding)?;
         let mut ema = Ema::new(&ddp, 0.9)?;
         ema.update()?;
@@ -179,6 +180,5 @@ fn the_pieces_of_an_average_are_not_saved_as_if_they_were_whole() {
             }
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }

@@ -59,7 +59,7 @@ fn compete(pg: &ProcessGroup, sharding: Sharding, own_product: bool, between: Be
 #[test]
 fn a_graph_finds_its_weights_whatever_comes_before_its_backward_pass() {
     for (own_product, ranks) in [(false, 2), (true, 3)] {
-        spawn(ranks, |pg| {
+        crate::common::ranks(ranks, |pg| {
             let mut trained = Vec::new();
             for between in [Between::Nothing, Between::Evaluations, Between::Training] {
                 let plain = compete(&pg, Sharding::Optimizer, own_product, between)?;
@@ -72,8 +72,7 @@ fn a_graph_finds_its_weights_whatever_comes_before_its_backward_pass() {
             }
             assert_eq!(trained[0], trained[2]);
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -112,7 +111,7 @@ fn by_number(loss: &Tensor) -> Result<Tensor> {
 
 #[test]
 fn a_rank_without_data_for_a_block_keeps_it_in_its_loss() {
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         let sharding = |reshard_after_forward| Sharding::Blocks { reshard_after_forward, ranks: None };
         let by_tensor = |loss: &Tensor| loss.mul(&loss.zeros_like()?);
         assert_eq!(
@@ -125,9 +124,8 @@ fn a_rank_without_data_for_a_block_keeps_it_in_its_loss() {
             without_images(&pg, Sharding::Optimizer, by_number)?
         );
         Ok(())
-    })
-    .unwrap();
-    spawn(2, |pg| {
+    });
+    ranks(2, |pg| {
         let error =
             without_images(&pg, Sharding::Blocks { reshard_after_forward: true, ranks: None }, by_number).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { argument: "loss", .. }), "{error:?}");
@@ -136,13 +134,12 @@ fn a_rank_without_data_for_a_block_keeps_it_in_its_loss() {
             assert!(error.contains(words), "{error}");
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn a_weight_that_is_not_there_in_the_backward_pass_is_an_error_on_every_rank() {
-    let results = spawn(2, |pg| {
+    let results = ranks(2, |pg| {
         let (ddp, _optimizer) = made(&pg, &VarMap::new(), sharded())?;
         let (kept, runs) = (Arc::new(Mutex::new(None)), Arc::new(AtomicUsize::new(0)));
         let y = ddp.call(|net| {
@@ -163,7 +160,7 @@ fn a_weight_that_is_not_there_in_the_backward_pass_is_an_error_on_every_rank() {
         })?;
         Ok(ddp.backward(&y.sqr()?.mean_all()?).unwrap_err())
     });
-    let errors = results.unwrap();
+    let errors = results;
     assert!(matches!(errors[0], Error::InvalidArgument { .. }), "{:?}", errors[0]);
     assert!(matches!(errors[1], Error::Group(_)), "{:?}", errors[1]);
     for error in errors {

@@ -1,5 +1,6 @@
 //! Models that some of the ranks have together, while others have copies of them.
 use super::*;
+use crate::common::{assert_error, try_ranks};
 use candle_ddp::Failure;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -14,7 +15,7 @@ fn hybrid(shard_ranks: usize) -> DdpOptions {
 /// Checks that training with these options and this step has the losses of plain training. Gradients may be added in another order.
 fn same_losses(options: &DdpOptions, step: &Step) {
     for (ranks, shard_ranks) in [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)] {
-        spawn(ranks, |pg| {
+        crate::common::ranks(ranks, |pg| {
             let (losses, output) = train(&pg, options.clone(), step)?;
             for reshard_after_forward in [true, false] {
                 let sharding = Sharding::Blocks { reshard_after_forward, ranks: Some(shard_ranks) };
@@ -27,8 +28,7 @@ fn same_losses(options: &DdpOptions, step: &Step) {
                 }
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -68,7 +68,7 @@ fn copies_train_as_one_model() {
 
 #[test]
 fn all_copies_begin_with_rank_0s_values() {
-    let values = spawn(4, |pg| {
+    let values = ranks(4, |pg| {
         let varmap = VarMap::new();
         DistributedDataParallel::with_options(&pg, &varmap, Net::new, hybrid(2))?;
         let vars = varmap.data().lock().unwrap();
@@ -79,7 +79,6 @@ fn all_copies_begin_with_rank_0s_values() {
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         Ok(all)
     });
-    let values = values.unwrap();
     assert_eq!((&values[0], &values[1]), (&values[2], &values[3]));
     assert_ne!(values[0], values[1]);
 }
@@ -94,7 +93,7 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
         optimizer.step(&ddp.backward(&loss)?)
     };
     let run = |ranks: usize, options: DdpOptions, number: u64| {
-        let all = spawn(ranks, |pg| {
+        let mut all = crate::common::ranks(ranks, |pg| {
             let mut varmap = VarMap::new();
             let (ddp, mut optimizer) = made(&pg, &varmap, options.clone())?;
             let resumed = CheckpointerOptions { resume: true, ..Default::default() };
@@ -115,7 +114,6 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
             let moments = state.map(|state| state["state.stem.weight.exp_avg"].flatten_all()?.to_vec1::<f32>());
             Ok((saved(&pg, &varmap, "hybrid")?, moments.transpose()?))
         });
-        let mut all = all.unwrap();
         (all.remove(0).0, all.pop().map_or(Vec::new(), |(_, moments)| moments.unwrap()))
     };
     run(4, hybrid(2), 0);
@@ -124,14 +122,13 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
     run(3, DdpOptions::default(), 3);
     let (last, moments) = run(4, hybrid(2), 4);
     std::fs::remove_dir_all(&folder).unwrap();
-    let mut reference = spawn(1, |pg| {
+    let mut reference = ranks(1, |pg| {
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = made(&pg, &varmap, DdpOptions::default())?;
         (0..5).try_for_each(|number| step(&ddp, &mut optimizer, number))?;
         let state = optimizer.consolidate_state_dict(0)?.unwrap();
         Ok((saved(&pg, &varmap, "reference")?, state["state.stem.weight.exp_avg"].flatten_all()?.to_vec1::<f32>()?))
-    })
-    .unwrap();
+    });
     let (reference, expected) = reference.remove(0);
     let close = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
     assert!(close(&moments, &expected), "{moments:?}, {expected:?}");
@@ -144,7 +141,7 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
 #[test]
 fn a_copy_that_differs_is_found() {
     let check = candle_ddp::ReplicaCheck { every: 1, warn_only: false };
-    spawn(4, |pg| {
+    ranks(4, |pg| {
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = made(&pg, &varmap, DdpOptions { replica_check: Some(check), ..hybrid(2) })?;
         plain_step(&ddp, &mut optimizer, &pg, 0)?;
@@ -160,20 +157,18 @@ fn a_copy_that_differs_is_found() {
             }
             other => panic!("{other:?}"),
         }
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn the_estimate_of_memory_is_the_same_on_all_copies() {
-    let all = spawn(4, |pg| {
+    let all = ranks(4, |pg| {
         let (ddp, optimizer) = made(&pg, &VarMap::new(), hybrid(2))?;
         let whole = made(&pg, &VarMap::new(), sharded())?;
         let (half, quarter) = (ddp.memory_estimate(&optimizer)?, whole.0.memory_estimate(&whole.1)?);
         assert!(half.devices[0].optimizer >= 2 * quarter.devices[0].optimizer - 64, "{half}\n{quarter}");
         Ok(half)
     });
-    let all = all.unwrap();
     assert_eq!((&all[0], &all[1]), (&all[2], &all[3]));
 }
 
@@ -181,25 +176,21 @@ fn the_estimate_of_memory_is_the_same_on_all_copies() {
 fn wrong_numbers_of_ranks_are_an_error_on_every_rank() {
     let new = |pg: &ProcessGroup, options| DistributedDataParallel::with_options(pg, &VarMap::new(), Net::new, options);
     for wrong in [0, 3, 8] {
-        spawn(4, |pg| {
-            let error = new(&pg, hybrid(wrong)).unwrap_err().to_string();
-            assert!(error.contains(&format!("must divide the number of ranks, 4, but is {wrong}")), "{error}");
+        ranks(4, |pg| {
+            assert_error(new(&pg, hybrid(wrong)), &[&format!("must divide the number of ranks, 4, but is {wrong}")]);
             pg.barrier()
-        })
-        .unwrap();
+        });
     }
-    spawn(4, |pg| {
+    ranks(4, |pg| {
         let error = new(&pg, hybrid(if pg.rank() == 1 { 4 } else { 2 })).unwrap_err();
         assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
-        let error = new(&pg, hybrid(if pg.rank() == 1 { 3 } else { 2 })).unwrap_err().to_string();
-        assert!(error.contains("must divide"), "{error}");
+        assert_error(new(&pg, hybrid(if pg.rank() == 1 { 3 } else { 2 })), &["must divide"]);
         // A rank without sharding at all.
         let options = if pg.rank() == 1 { DdpOptions::default() } else { sharded() };
         let error = new(&pg, options).unwrap_err();
         assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
         pg.barrier()
-    })
-    .unwrap();
+    });
 }
 
 /// The other ranks first notice that the rank leaves groups that the program does not know.
@@ -220,13 +211,13 @@ fn every_rank_has_the_first_error_and_its_ranks_number_in_the_world() {
             optimizer.step(&grads)?;
             Ok(0.)
         };
-        let failed = spawn(4, |pg| {
+        let failed = try_ranks(4, |pg| {
             let result = train(&pg, hybrid(2), &step).map(drop);
             found.lock().unwrap()[pg.rank()] = result.as_ref().err().map(ToString::to_string);
             result
         });
         let cause = "luck: it has run out";
-        assert!(failed.unwrap_err().to_string().contains(cause));
+        assert_error(failed, &[cause]);
         for (rank, error) in found.into_inner().unwrap().into_iter().enumerate() {
             let error = error.unwrap();
             assert!(error.contains(cause), "{guilty} fails in {place}, rank {rank}: {error}");

@@ -1,9 +1,10 @@
 //! Muon for a sharded model, next to Muon in one process that has the whole batch.
 use super::averages::{Values, assert_same, whole};
+use crate::common::ranks;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParameterGroup, ParamsAdamW, ParamsMuon};
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, block, spawn};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
 use std::ops::Range;
 use std::path::Path;
@@ -76,7 +77,7 @@ fn wrap(pg: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> candle_ddp::R
 /// Muon on one rank, which loads nothing: the model after each second step.
 fn unbroken(steps: u64) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
-    let run = spawn(1, |pg| {
+    let mut run = ranks(1, |pg| {
         let varmap = VarMap::new();
         let ddp = wrap(&pg, &varmap, Sharding::Off)?;
         let mut optimizer = Muon::from_groups(groups(&ddp))?;
@@ -89,12 +90,12 @@ fn unbroken(steps: u64) -> Vec<Values> {
         }
         Ok(found)
     });
-    run.unwrap().remove(0)
+    run.remove(0)
 }
 
 /// Continues a run in these steps, and saves it.
 fn continued(ranks: usize, sharding: Sharding, steps: Range<u64>, folder: &Path) -> Values {
-    let run = spawn(ranks, |pg| {
+    let mut run = crate::common::ranks(ranks, |pg| {
         let mut varmap = VarMap::new();
         let ddp = wrap(&pg, &varmap, sharding)?;
         let mut optimizer = Muon::from_groups(groups(&ddp))?;
@@ -105,7 +106,7 @@ fn continued(ranks: usize, sharding: Sharding, steps: Range<u64>, folder: &Path)
         checkpointer.save(steps.end - 1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;
         whole(&pg, &varmap, &folder.join("model"))
     });
-    run.unwrap().remove(0)
+    run.remove(0)
 }
 
 #[test]
@@ -137,7 +138,7 @@ fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ra
 fn each_matrix_has_one_owner_that_has_its_state() {
     for (ranks, copy) in [(3, None), (4, Some(2))] {
         let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: copy };
-        let found = spawn(ranks, |pg| {
+        let found = crate::common::ranks(ranks, |pg| {
             let ddp = wrap(&pg, &VarMap::new(), sharding)?;
             let mut optimizer = Muon::from_groups(groups(&ddp))?;
             step(&ddp, &mut optimizer, 0)?;
@@ -147,7 +148,6 @@ fn each_matrix_has_one_owner_that_has_its_state() {
             own.sort();
             Ok((own, format!("{optimizer:?}"), optimizer.state_bytes()))
         });
-        let found = found.unwrap();
         let owned: Vec<_> = found.iter().map(|(own, ..)| own.clone()).collect();
         let [kernel, experts, wide, stem] =
             ["state.parts.kernel", "state.parts.experts", "state.parts.wide", "state.stem"].map(str::to_string);

@@ -64,7 +64,7 @@ fn train_tied(pg: &ProcessGroup, sharding: Sharding, ours: bool) -> candle_ddp::
 #[test]
 fn a_block_may_return_a_view_of_its_parameter() {
     for ranks in 1..=3 {
-        spawn(ranks, |pg| {
+        crate::common::ranks(ranks, |pg| {
             for ours in [false, true] {
                 let plain = train_tied(&pg, Sharding::Optimizer, ours)?;
                 for reshard_after_forward in [true, false] {
@@ -74,8 +74,7 @@ fn a_block_may_return_a_view_of_its_parameter() {
                 }
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }
 
@@ -90,7 +89,7 @@ impl Module for Weight {
 
 #[test]
 fn a_forward_pass_may_return_a_view_of_a_parameter() {
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         let run = |options: DdpOptions| {
             let build = |vb: VarBuilder| vb.get_with_hints((4, 3), "weight", candle_nn::Init::Const(0.5)).map(Weight);
             let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
@@ -105,13 +104,12 @@ fn a_forward_pass_may_return_a_view_of_a_parameter() {
         };
         assert_eq!(run(sharded())?, run(of_zero())?);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
 fn a_weight_that_leaves_is_an_error_where_it_is_used() {
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         let (ddp, _optimizer) = made(&pg, &VarMap::new(), sharded())?;
         let (x, wide) = (batch(&pg, 0)?, Tensor::ones((2, WIDTH), DType::F32, &Device::Cpu)?);
         let stem = || no_grad(|| ddp.call(|net| net.stem.weight().t()));
@@ -144,8 +142,7 @@ fn a_weight_that_leaves_is_an_error_where_it_is_used() {
         let copy = no_grad(|| ddp.call(|net| net.stem.weight().copy()))?;
         assert_eq!(x.matmul(&copy.t()?)?.dims(), [4, WIDTH]);
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// A block that takes two tensors and returns two, next to a view of its parameter, in a list.
@@ -189,7 +186,7 @@ fn blocks_return_several_tensors() {
         Ok((losses, evaluated.flatten_all()?.to_vec1::<f32>()?))
     };
     for ranks in 1..=3 {
-        spawn(ranks, |pg| {
+        crate::common::ranks(ranks, |pg| {
             let (plain, output) = train(&pg, Sharding::Optimizer)?;
             assert!(plain[3] < plain[0], "{plain:?}");
             for reshard_after_forward in [true, false] {
@@ -200,7 +197,6 @@ fn blocks_return_several_tensors() {
                 assert!(near(&losses, &plain) && near(&evaluated, &output), "{ranks} ranks: {losses:?}, {plain:?}");
             }
             Ok(())
-        })
-        .unwrap();
+        });
     }
 }

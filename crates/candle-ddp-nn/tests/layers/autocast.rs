@@ -9,7 +9,7 @@ use candle_ddp_nn::{
     linear_cross_entropy, log_softmax, loss, matmul, max_pool2d, no_grad, relu, rope, scaled_dot_product_attention,
     scaled_dot_product_attention_qkvpacked, set_autocast, silu, softmax,
 };
-use candle_ddp_testing::floats;
+use candle_ddp_testing::{assert_error, floats};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -252,8 +252,7 @@ fn f64_and_other_dtypes_than_those_of_16_bits() {
     let x = wave(&[5, 7], 0, DType::F32).as_detached_tensor();
     let runs: [Run; 2] = [&|x| linear(&[x[0].clone(), x[0].clone()]), &|x| softmax(&x[0], 1)];
     for run in runs {
-        let error = autocast(DType::F64, || run(std::slice::from_ref(&x))).unwrap_err().to_string();
-        assert!(error.contains("must be F16 or BF16, not F64"), "{error}");
+        assert_error(autocast(DType::F64, || run(std::slice::from_ref(&x))), &["must be F16 or BF16, not F64"]);
     }
 }
 

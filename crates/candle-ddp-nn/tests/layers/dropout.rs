@@ -2,7 +2,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_ddp_nn::{Dropout, dropout};
 use candle_ddp_tensor::seed::Generator;
-use candle_ddp_testing::layers;
+use candle_ddp_testing::{assert_error, layers};
 use std::sync::{Arc, Mutex};
 
 fn ones(count: usize) -> Tensor {
@@ -32,8 +32,7 @@ fn it_is_a_drop_in_for_candles() {
     layer.forward(&ones(10), true).unwrap();
     assert_eq!(generator.lock().unwrap().offset(), 3);
     for p in [1.0, -0.1, f32::NAN] {
-        let error = dropout(&ones(4), p, &mut Generator::new(1)).unwrap_err().to_string();
-        assert!(error.contains("at least 0 and less than 1"), "{error}");
+        assert_error(dropout(&ones(4), p, &mut Generator::new(1)), &["at least 0 and less than 1"]);
     }
     assert_eq!(values(&dropout(&ones(4), 0.0, &mut Generator::new(1)).unwrap()), [1.0; 4]);
 }

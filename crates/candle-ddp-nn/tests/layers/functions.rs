@@ -3,12 +3,11 @@ use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp_nn::{
     AttentionOptions, embedding, gelu, gelu_erf, relu, rope, scaled_dot_product_attention, silu, softmax,
 };
-use candle_ddp_testing::{assert_close, floats, layers, tensor};
+use candle_ddp_testing::{assert_close, assert_error, floats, layers, tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 fn refused(result: Result<Tensor>, text: &str) {
-    let error = result.unwrap_err().to_string();
-    assert!(error.contains(text), "{error}");
+    assert_error(result, &[text]);
 }
 
 #[test]

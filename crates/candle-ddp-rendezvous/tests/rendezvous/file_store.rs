@@ -1,6 +1,6 @@
 //! File stores after a crash, after an earlier run, and with files of other users or kinds.
 use candle_ddp_rendezvous::{FileStore, Store};
-use candle_ddp_testing::test_process;
+use candle_ddp_testing::{assert_error, test_process};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -70,11 +70,9 @@ fn a_file_of_another_kind_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("thesis");
     std::fs::write(&path, "candle-ddp is a fine crate").unwrap();
-    let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
-    assert!(error.contains("exists and is not a store") && error.contains("thesis"), "{error}");
+    assert_error(FileStore::open(&path, TIMEOUT), &["exists and is not a store", "thesis"]);
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "candle-ddp is a fine crate");
-    let error = FileStore::open(folder.path().join("none/store"), TIMEOUT).err().unwrap().to_string();
-    assert!(error.contains("none/store"), "{error}");
+    assert_error(FileStore::open(folder.path().join("none/store"), TIMEOUT), &["none/store"]);
 }
 
 #[test]
@@ -97,8 +95,7 @@ fn only_its_owner_can_use_a_store() {
     for link in [&path, &lock] {
         std::fs::write(&target, "").unwrap();
         std::os::unix::fs::symlink(&target, link).unwrap();
-        let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
-        assert!(error.contains("is a symbolic link"), "{error}");
+        assert_error(FileStore::open(&path, TIMEOUT), &["is a symbolic link"]);
         assert_eq!(std::fs::read(&target).unwrap(), b"");
         for file in std::fs::read_dir(folder.path()).unwrap() {
             std::fs::remove_file(file.unwrap().path()).unwrap();
@@ -107,8 +104,7 @@ fn only_its_owner_can_use_a_store() {
     // Only root can change a file's owner.
     std::fs::write(&path, "").unwrap();
     if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {
-        let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
-        assert!(error.contains("belongs to user id 12345"), "{error}");
+        assert_error(FileStore::open(&path, TIMEOUT), &["belongs to user id 12345"]);
     }
 }
 
