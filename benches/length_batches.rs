@@ -85,8 +85,7 @@ fn rank(pg: &ProcessGroup, options: &Options) -> Result<()> {
     };
     let similar: DataLoader<_, Vec<usize>> = indices(Some(order), 1)?;
     let fixed = indices(None, sequences.len().div_ceil(pg.world_size() * similar.num_batches()))?;
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| gpt(vb, options))?;
+    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), |vb| gpt(vb, options))?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 1e-4, ..Default::default() })?;
     for round in 0..options.rounds {
         for (name, loader) in [("similar lengths", &similar), ("fixed size", &fixed)] {

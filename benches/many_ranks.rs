@@ -42,8 +42,7 @@ fn main() -> Result<()> {
     let met = begun.elapsed();
 
     let begun = Instant::now();
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| linear(10, 10, vb))?;
+    let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(10, 10, vb))?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
     let x = Tensor::full(pg.rank() as f32 / 100., (4, 10), &Device::Cpu)?;
     for _ in 0..options.steps {

@@ -28,10 +28,9 @@ enum Bad {
 /// Trains with good batches of these numbers, and with bad ones on one of the ranks. Returns all variables, and how many steps were
 /// skipped.
 fn trained(pg: &ProcessGroup, bad: &[(usize, usize, Bad)]) -> Result<(Vec<f32>, usize)> {
-    let varmap = VarMap::new();
     let check = ReplicaCheck { every: 1, ..Default::default() };
     let options = DdpOptions { init_seed: Some(3), replica_check: Some(check), ..Default::default() };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| Net::new(vb), options)?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.1, ..Default::default() })?;
     let good = |number: usize| tensor(&[8, 3], (10 * number + pg.rank()) as u64).to_device(pg.device());
     let mut batches: Vec<Result<Tensor>> = Vec::new();

@@ -20,8 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 #[ignore = "started by another test"]
 fn rank_of_another_test() {
     let pg = init_process_group(InitOptions::default()).unwrap();
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| linear(64, 64, vb)).unwrap();
+    let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(64, 64, vb)).unwrap();
     let x = tensor(&[4, 64], 1);
     let mut writer = Writer::new(&pg, WriterOptions::default()).unwrap();
     for step in 0..u32::MAX {

@@ -173,10 +173,9 @@ fn forward_converts_floating_point_inputs() {
         assert!(error.contains("the model computes in bf16") && error.contains("cast_forward_inputs"), "{error}");
         let x = ddp.cast_forward_inputs(&batch(0))?;
         assert_eq!(ddp.call(|net| net.0.forward(&x))?.dtype(), DType::BF16);
-        let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| linear(4, 2, vb);
         let mixed = options(Some(DType::BF16), None, None);
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, mixed.clone())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, mixed.clone())?;
         assert_eq!(ddp.forward(&batch(0))?.dtype(), DType::BF16);
         assert_eq!(ddp.forward_t(&batch(0), true)?.dtype(), DType::BF16);
         let build = |vb: VarBuilder<'static>| candle_nn::embedding(4, 2, vb);
@@ -193,8 +192,7 @@ fn a_layer_that_asks_for_f32_gets_its_master() {
             Ok((linear(4, 8, vb.pp("low"))?, linear(8, 2, vb.pp("high").to_dtype(DType::F32))?))
         };
         let mixed = options(Some(DType::BF16), None, None);
-        let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, mixed)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, mixed)?;
         let output = ddp.call(|(low, high)| {
             let hidden = low.forward(&batch(pg.rank()).to_dtype(DType::BF16)?)?;
             high.forward(&hidden.to_dtype(DType::F32)?)

@@ -162,9 +162,8 @@ fn nothing_in_a_store_stays_scaled() {
 #[test]
 fn gradients_that_an_optimizer_keeps_are_its_own_business() {
     ranks(2, |pg| {
-        let varmap = VarMap::new();
         let role = Arc::new(|name: &str| if name.starts_with("backbone.") { Role::Ignored } else { Role::Parameter });
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, net, DdpOptions { role, ..of_zero() })?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), net, DdpOptions { role, ..of_zero() })?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, sgd())?;
         let mut scaler = GradScaler::new(&pg, &ddp, Default::default())?;
         let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, 1)?)?)?;

@@ -801,9 +801,8 @@ fn half_precision_models_reduce_in_their_own_dtype() {
 #[test]
 fn variables_requested_after_construction_are_refused() {
     ranks(1, |pg| {
-        let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| Ok::<_, Error>((linear(4, 2, vb.pp("known"))?, vb));
-        let ddp = DistributedDataParallel::new(&pg, &varmap, build)?;
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         assert_error(ddp.call(|(_, vb)| vb.get(3, "late")), &["late was requested after"]);
         ddp.call(|(_, vb)| vb.get((2, 4), "known.weight"))?;
         Ok(())

@@ -218,8 +218,7 @@ fn files_that_are_not_a_checkpointers_load_on_any_number_of_ranks() {
         });
         assert!(whole(temporary.path()) == whole(&golden.join("zero")), "{world_size} ranks");
         ranks(world_size, |pg| {
-            let varmap = VarMap::new();
-            let ddp = made(&pg, &varmap, Kind::Plain)?;
+            let ddp = made(&pg, &VarMap::new(), Kind::Plain)?;
             let mut ema = Ema::new(&ddp, 0.5)?;
             ema.load(golden.join("plain").join("ema.safetensors"))?;
             assert_eq!(ema.updates(), STEPS);

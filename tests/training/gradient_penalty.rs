@@ -73,10 +73,9 @@ fn a_finite_difference_trains_the_penalty() {
 #[test]
 fn a_loss_out_of_a_gradient_store_is_an_error() {
     let errors = ranks(1, |pg| {
-        let varmap = VarMap::new();
         let build =
             |vb: VarBuilder| Ok::<_, candle_core::Error>((linear(2, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?));
-        let critic = DistributedDataParallel::new(&pg, &varmap, build)?;
+        let critic = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         let x = Var::from_tensor(&tensor(&[4, 2], 5))?;
         let loss = penalty(&norm(&slope(&critic, &x)?)?)?;
         Ok(critic.backward(&loss).unwrap_err())

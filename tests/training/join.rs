@@ -488,11 +488,10 @@ fn loops_of_different_lengths_without_a_join_are_named() {
     ];
     for (end, expected) in ends {
         let error = try_ranks(2, |pg| {
-            let varmap = VarMap::new();
             let build = |vb: VarBuilder| linear(3, 2, vb);
             let ddp = DistributedDataParallel::with_options(
                 &pg,
-                &varmap,
+                &VarMap::new(),
                 build,
                 DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() },
             )?;

@@ -301,9 +301,8 @@ fn models_of_one_rank_share_a_trace() {
 #[test]
 fn models_of_the_same_variables_may_exist_beside_each_other() {
     ranks(1, |pg| {
-        let varmap = VarMap::new();
         let build = |vb| mlp([4, 5, 4], vb);
-        let new = DistributedDataParallel::with_options(&pg, &varmap, build, tiny())?;
+        let new = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, tiny())?;
         let _old = DistributedDataParallel::from_vars(&pg, (), new.named_parameters(), tiny())?;
         new.backward(&loss(&new.forward(&x(0))?)?)?;
         Ok(())

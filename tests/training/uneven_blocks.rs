@@ -107,10 +107,9 @@ fn a_pass_that_one_rank_makes_alone_in_hybrid_sharding_ends_soon() {
 
 /// A rank without samples, with any loss of 0.
 fn step(pg: &ProcessGroup, is_constant: bool, sharding: Sharding) -> Result<Vec<f32>> {
-    let varmap = VarMap::new();
     let build = |vb: VarBuilder<'static>| block(vb.pp("a"), |vb| linear(4, 4, vb));
     let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
     let mut losses = Vec::new();
     for turn in 0..3 {
