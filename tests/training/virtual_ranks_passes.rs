@@ -1,6 +1,6 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
-use crate::common::{assert_close, floats, of_micro_batch, sharding, values, with_virtual_ranks};
+use crate::common::{assert_close, floats, of_micro_batch, sharding, values};
 use crate::virtual_run::{VIRTUAL, bits, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};

@@ -53,18 +53,18 @@ fn generate(
     Ok(text)
 }
 
-fn texts(ranks: usize, prompts: &[u32], sharding: Sharding, end: u32) -> Vec<Vec<u32>> {
-    let texts = spawn(ranks, |pg| {
+fn texts(world_size: usize, prompts: &[u32], sharding: Sharding, end: u32) -> Vec<Vec<u32>> {
+    let texts = ranks(world_size, |pg| {
         let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Words::new, options)?;
-        let own = prompts.iter().skip(pg.rank()).step_by(ranks);
+        let own = prompts.iter().skip(pg.rank()).step_by(world_size);
         let text = |prompt: &u32| {
             let text = Tensor::from_slice(&[*prompt], (1, 1), pg.device())?;
             Ok(generate(&ddp, text, end, 9)?.flatten_all()?.to_vec1()?)
         };
         own.map(text).collect::<candle_ddp::Result<Vec<Vec<u32>>>>()
     });
-    texts.unwrap().into_iter().flatten().collect()
+    texts.into_iter().flatten().collect()
 }
 
 #[test]
