@@ -105,8 +105,8 @@ fn named(config: &LoraConfig, varmap: &VarMap) -> Result<(Saving, String)> {
     };
     let text = json!({
         "peft_type": "LORA",
-        "base_model_name_or_path": null,
-        "task_type": null,
+        "base_model_name_or_path": config.base_model_name_or_path,
+        "task_type": config.task_type,
         "inference_mode": true,
         "r": config.r,
         "lora_alpha": config.lora_alpha,
@@ -194,6 +194,10 @@ fn parse(text: &[u8]) -> std::result::Result<LoraConfig, String> {
             list.ok_or_else(|| wrong(key, "a list of names, and not a regular expression"))
         }
     };
+    let text = |key: &str| match get(key) {
+        None => Ok(None),
+        Some(value) => value.as_str().map(|text| Some(text.to_string())).ok_or_else(|| wrong(key, "a text")),
+    };
     let default = LoraConfig::default();
     Ok(LoraConfig {
         r: match get("r") {
@@ -215,6 +219,8 @@ fn parse(text: &[u8]) -> std::result::Result<LoraConfig, String> {
             None => false,
             Some(value) => value.as_bool().ok_or_else(|| wrong("use_rslora", "true or false"))?,
         },
+        base_model_name_or_path: text("base_model_name_or_path")?,
+        task_type: text("task_type")?,
     })
 }
 

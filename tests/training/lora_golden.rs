@@ -114,6 +114,14 @@ fn a_saved_adapter_is_the_one_that_peft_saved() {
         values
     };
     assert_eq!(read(saved.path()), read(&folder("adapter")));
+    // By which peft finds the model and its class.
+    let named = LoraConfig {
+        base_model_name_or_path: Some("models/tiny".to_string()),
+        task_type: Some("CAUSAL_LM".to_string()),
+        ..config.clone()
+    };
+    save(&named, &varmap).unwrap();
+    assert_eq!(read_adapter_config(saved.path()).unwrap(), named);
     // Patterns that peft does not know are written out.
     let patterns = LoraConfig { target_modules: vec!["*e".to_string(), "f*".to_string()], ..config.clone() };
     save(&patterns, &varmap).unwrap();
@@ -174,6 +182,7 @@ fn options_without_a_counterpart_are_errors() {
         "\"modules_to_save\": \"x\", \"x\": [",
         "its option modules_to_save must be a list of names",
     );
+    refused("\"task_type\": null", "\"task_type\": 1", "its option task_type must be a text");
     refused("{", "[", "it is not a JSON object");
     // A model of this rank would need terabytes.
     fs::copy(folder("adapter").join("adapter_model.safetensors"), saved.path().join("adapter_model.safetensors"))

@@ -48,7 +48,16 @@ pub struct LoraConfig {
     pub bias: LoraBias,
     /// Whether the adapters' part is multiplied by `lora_alpha / √r` instead. Default: false.
     pub use_rslora: bool,
+    /// The name of the pretrained model on the Hugging Face Hub, or its folder, which saved options tell peft. Default: none; then a
+    /// program must know the model that belongs to the adapter.
+    pub base_model_name_or_path: Option<String>,
+    /// The task, by a name of peft's `TaskType`, such as `CAUSAL_LM`: saved options tell peft which of its classes the adapted model has.
+    /// Default: none, which is a `PeftModel`.
+    pub task_type: Option<String>,
 }
+
+/// The names of peft's `TaskType`, which accepts no other.
+const TASKS: [&str; 6] = ["SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"];
 
 /// Which biases are trained with the adapters of a [`LoraConfig`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -73,6 +82,8 @@ impl Default for LoraConfig {
             modules_to_save: Vec::new(),
             bias: LoraBias::None,
             use_rslora: false,
+            base_model_name_or_path: None,
+            task_type: None,
         }
     }
 }
@@ -123,6 +134,12 @@ impl LoraConfig {
             return invalid(
                 "target_modules",
                 "it must have the name of at least one layer, such as q_proj".to_string(),
+            );
+        }
+        if let Some(task) = self.task_type.as_ref().filter(|task| !TASKS.contains(&task.as_str())) {
+            return invalid(
+                "task_type",
+                format!("it must be one of {}, which peft knows, not {task:?}", TASKS.join(", ")),
             );
         }
         Ok(())

@@ -286,6 +286,11 @@ fn wrong_options_and_layers_are_errors() {
     expect(LoraConfig { r: 0, ..all() }, "r: the rank of LoRA's adapters must be at least 1");
     expect(LoraConfig { lora_alpha: f64::NAN, ..all() }, "lora_alpha: it must be a finite number");
     expect(LoraConfig { lora_dropout: 1.0, ..all() }, "lora_dropout: it must be at least 0");
+    expect(
+        LoraConfig { task_type: Some("CAUSAL".to_string()), ..all() },
+        "task_type: it must be one of SEQ_CLS, SEQ_2_SEQ_LM, CAUSAL_LM, TOKEN_CLS, QUESTION_ANS, FEATURE_EXTRACTION, which peft knows, \
+         not \"CAUSAL\"",
+    );
     expect(LoraConfig::default(), "target_modules: it must have the name of at least one layer");
     expect(
         config(&["fc", "q_proj"]),
