@@ -2,10 +2,10 @@
 //! sharding its part of everything, and two blocks. Then that of its checkpoints.
 #![allow(clippy::unwrap_used)]
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::amp::Autocast;
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions};
-use candle_ddp::nn::matmul;
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, Pretrained};
+use candle_ddp::nn::{self, LoraConfig, matmul};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, SpawnOptions,
@@ -186,6 +186,7 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes of a sharded model, not {expected}");
     }
     casts_end_with_their_block();
+    pretrained_weights_are_spread();
     checkpoints_take_the_pieces_and_a_part();
     models_leave_nothing_behind();
 }
@@ -262,6 +263,53 @@ fn casts_end_with_their_block() {
     let (found, casts) = (found.unwrap()[0], 2 * BLOCKS * SIDE * SIDE * DType::BF16.size_in_bytes());
     println!("{found} bytes of a forward pass under autocast, {casts} of all casts");
     assert!(2 * found < casts, "{found} bytes of a forward pass under autocast");
+}
+
+/// All ranks together have the pretrained weights of an adapted model once, and each has some blocks at a time.
+fn pretrained_weights_are_spread() {
+    const BLOCKS: usize = 24;
+    const SIDE: usize = 256;
+    const BLOCK: usize = 4 * SIDE * SIDE;
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = |index| (format!("{index}.weight"), Tensor::ones((SIDE, SIDE), DType::F32, &Device::Cpu).unwrap());
+    checkpoint::save_tensors(&(0..BLOCKS).map(tensor).collect(), folder.path().join("model.safetensors")).unwrap();
+    let target_modules = (0..BLOCKS).map(|index| index.to_string()).collect();
+    let lora = LoraConfig { r: 1, target_modules, ..Default::default() };
+    for world_size in [1, 2, 4] {
+        let found = spawn(world_size, |pg| {
+            let (mut made, base) = (None, Pretrained::open(folder.path())?);
+            let x = Tensor::ones((2, SIDE), DType::F32, pg.device())?;
+            let built = peak(&pg, || {
+                let new = |vb: VarBuilder| {
+                    let one = |index: usize| block(vb.pp(index), |vb| nn::linear_no_bias(SIDE, SIDE, vb));
+                    (0..BLOCKS).map(one).collect::<Result<Vec<_>>>()
+                };
+                let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: None };
+                let options = DdpOptions { sharding, ..Default::default() };
+                let base = base.var_builder(DType::F32, pg.device());
+                let build = |vb| lora.build(base, vb, new);
+                let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+                let optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+                made = Some((ddp, optimizer));
+                Ok(())
+            })?;
+            let (ddp, mut optimizer) = made.unwrap();
+            let mut step = || {
+                let y = ddp.call(|net| net.iter().try_fold(x.clone(), |x, block| block.forward(&x)))?;
+                optimizer.step(&ddp.backward(&y.sqr()?.mean_all()?)?)
+            };
+            // Layers keep work space.
+            step()?;
+            Ok([built, peak(&pg, step)?])
+        });
+        let [built, trained] = found.unwrap()[0].map(|bytes| bytes as f64 / BLOCK as f64);
+        println!("{world_size} ranks: {built:.1} and {trained:.1} blocks, of {BLOCKS}");
+        let (blocks, ranks) = (BLOCKS as f64, world_size as f64);
+        // The first rank has a block in one piece as well, and a tensor of the file. Adapters and their states are small.
+        assert!(built < blocks + 4. + 2. * ranks, "{world_size} ranks: {built} blocks while the model is made");
+        // In addition to the pieces: a block that computes, and two that are on their way.
+        assert!(trained < 4. * ranks, "{world_size} ranks: {trained} blocks in a step");
+    }
 }
 
 /// A model of matrices that are larger than what is sent at once.

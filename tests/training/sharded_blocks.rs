@@ -1,4 +1,5 @@
 //! Blocks whose parameters are spread over the ranks.
+mod adapters;
 mod averages;
 mod freed;
 mod generation;
@@ -95,6 +96,7 @@ fn sharded() -> DdpOptions {
     DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() }
 }
 
+type Make<'a> = dyn Fn(&ProcessGroup, &VarMap, DdpOptions) -> candle_ddp::Result<(Ddp, Optim)> + Sync + 'a;
 type Step = dyn Fn(&Ddp, &mut Optim, &ProcessGroup, usize) -> candle_ddp::Result<f32> + Sync;
 
 fn plain_step(ddp: &Ddp, optimizer: &mut Optim, pg: &ProcessGroup, step: usize) -> candle_ddp::Result<f32> {
@@ -105,8 +107,8 @@ fn plain_step(ddp: &Ddp, optimizer: &mut Optim, pg: &ProcessGroup, step: usize) 
 }
 
 /// The losses of six steps, and the output of an evaluation.
-fn train(pg: &ProcessGroup, options: DdpOptions, step: &Step) -> candle_ddp::Result<(Vec<f32>, Vec<f32>)> {
-    let (ddp, mut optimizer) = made(pg, &VarMap::new(), options)?;
+fn train(pg: &ProcessGroup, make: &Make, options: DdpOptions, step: &Step) -> candle_ddp::Result<(Vec<f32>, Vec<f32>)> {
+    let (ddp, mut optimizer) = make(pg, &VarMap::new(), options)?;
     let losses = (0..6).map(|number| step(&ddp, &mut optimizer, pg, number)).collect::<candle_ddp::Result<_>>()?;
     let output = no_grad(|| ddp.forward(&batch(pg, 99)?))?;
     Ok((losses, output.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
@@ -114,13 +116,17 @@ fn train(pg: &ProcessGroup, options: DdpOptions, step: &Step) -> candle_ddp::Res
 
 /// Checks that sharded training has the bits of plain training, with these options and this step.
 fn same_bits(options: &DdpOptions, step: &Step) {
+    same_bits_of(&made, options, step);
+}
+
+fn same_bits_of(make: &Make, options: &DdpOptions, step: &Step) {
     for ranks in 1..=4 {
         crate::common::ranks(ranks, |pg| {
-            let plain = train(&pg, options.clone(), step)?;
+            let plain = train(&pg, make, options.clone(), step)?;
             assert!(plain.0.iter().all(|loss| loss.is_finite()));
             for reshard_after_forward in [true, false] {
                 let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
-                let sharded = train(&pg, DdpOptions { sharding, ..options.clone() }, step)?;
+                let sharded = train(&pg, make, DdpOptions { sharding, ..options.clone() }, step)?;
                 assert_eq!(sharded, plain, "{ranks} ranks, reshard_after_forward: {reshard_after_forward}");
             }
             Ok(())
@@ -154,8 +160,8 @@ fn frozen_parameters_are_gathered_too() {
     same_bits(&DdpOptions { role, ..Default::default() }, &plain_step);
 }
 
-#[test]
-fn all_kinds_of_passes_have_the_bits_of_plain_training() {
+/// Steps with all kinds of passes.
+fn kinds() -> [&'static Step; 6] {
     let accumulate: &Step = &|ddp, optimizer, pg, number| {
         {
             let _guard = ddp.no_sync();
@@ -196,9 +202,12 @@ fn all_kinds_of_passes_have_the_bits_of_plain_training() {
         ddp.forward(&batch(pg, 51)?)?;
         Ok(loss.to_scalar()?)
     };
-    for step in [accumulate, clip, weighted, two_losses, one_graph, evaluated] {
-        same_bits(&DdpOptions::default(), step);
-    }
+    [accumulate, clip, weighted, two_losses, one_graph, evaluated]
+}
+
+#[test]
+fn all_kinds_of_passes_have_the_bits_of_plain_training() {
+    kinds().into_iter().for_each(|step| same_bits(&DdpOptions::default(), step));
 }
 
 #[test]

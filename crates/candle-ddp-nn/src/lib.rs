@@ -72,6 +72,8 @@ pub use interpolate::{InterpolateMode, interpolate};
 pub use layer_norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_with};
+#[doc(hidden)]
+pub use lora::keeping_frozen;
 pub use lora::{LoraBias, LoraConfig};
 pub use matmul::matmul;
 pub use max_pool::{MaxPool2dOptions, max_pool2d};

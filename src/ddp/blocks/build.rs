@@ -5,11 +5,14 @@ use crate::backend::{self, label};
 use crate::ddp::buckets::groups::Groups;
 use crate::error::describe;
 use crate::panic::lock;
+use crate::tensor::hold;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
+use candle_ddp_nn::keeping_frozen;
 use candle_nn::VarMap;
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 thread_local! {
@@ -48,18 +51,27 @@ struct State {
     failed: bool,
 }
 
-/// A variable that the model has requested.
+/// A tensor that the model has requested.
 struct Requested {
     name: String,
-    is_trained: bool,
+    kind: Kind,
     /// What the model holds.
     tensor: Tensor,
-    var: Var,
+    /// Its first value, in the dtype of this rank's piece.
+    value: Tensor,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Parameter,
+    Frozen,
+    /// Frozen, and not in the VarMap.
+    Base,
 }
 
 impl Requested {
-    fn kind(&self) -> (bool, DType, DType) {
-        (self.is_trained, self.var.dtype(), self.tensor.dtype())
+    fn kind(&self) -> (Kind, DType, DType) {
+        (self.kind, self.value.dtype(), self.tensor.dtype())
     }
 }
 
@@ -85,7 +97,8 @@ impl Construction {
             }
         }
         let _scope = Scope(CURRENT.replace(Some(self.clone())));
-        build()
+        let this = self.clone();
+        keeping_frozen(Rc::new(move |name, tensor| this.keep(name, tensor)), build)
     }
 
     /// The model has requested the variable `name`, and holds `tensor`. The variable leaves the VarMap when its block is complete.
@@ -96,7 +109,25 @@ impl Construction {
             None => (0, &mut state.outside),
         };
         state.owners.insert(name.to_string(), number);
-        requested.push(Requested { name: name.to_string(), is_trained, tensor: tensor.clone(), var });
+        let (kind, value) = (if is_trained { Kind::Parameter } else { Kind::Frozen }, var.into_inner());
+        requested.push(Requested { name: name.to_string(), kind, tensor: tensor.clone(), value });
+    }
+
+    /// Takes over a frozen tensor that is no variable, such as one of a file, and returns what the model holds instead. What is outside of
+    /// blocks would exist for a whole step anyway, and stays as it is.
+    fn keep(&self, name: &str, tensor: &Tensor) -> candle_core::Result<Tensor> {
+        let mut state = lock(&self.state);
+        let Some((_, requested)) = &mut state.block else { return Ok(tensor.clone()) };
+        let is_variable = requested.iter().any(|known| hold::shares(&known.tensor, tensor))
+            || lock(self.varmap.data()).values().any(|var| hold::shares(var, tensor));
+        if is_variable || !tensor.dtype().is_float() || !backend::takes(tensor.dtype()) {
+            return Ok(tensor.clone());
+        }
+        // Others may use its memory.
+        let tensor = tensor.force_contiguous()?;
+        let value = tensor.clone();
+        requested.push(Requested { name: name.to_string(), kind: Kind::Base, tensor: tensor.clone(), value });
+        Ok(tensor)
     }
 
     /// Checks that a variable that is requested again belongs to the block that is being built.
@@ -156,14 +187,14 @@ impl Construction {
         spread
     }
 
-    fn check(&self, Requested { name, var, .. }: &Requested) -> Result<()> {
-        if !var.device().same_device(self.groups.main().device()) {
+    fn check(&self, Requested { name, value, .. }: &Requested) -> Result<()> {
+        if !value.device().same_device(self.groups.main().device()) {
             let reason = "a sharded model must be on the device of its group: build it with the VarBuilder as it is";
             return Err(Error::parameter(name, reason));
         }
-        if !var.dtype().is_float() || !backend::takes(var.dtype()) {
+        if !value.dtype().is_float() || !backend::takes(value.dtype()) {
             let reason =
-                format!("its dtype must be f32, f64, f16 or bf16 under sharding, not {}", var.dtype().as_str());
+                format!("its dtype must be f32, f64, f16 or bf16 under sharding, not {}", value.dtype().as_str());
             return Err(Error::parameter(name, reason));
         }
         Ok(())
@@ -186,12 +217,12 @@ impl Construction {
         let mut flats = Vec::new();
         for kind in kinds {
             let of_kind = || requested.iter().filter(|requested| requested.kind() == kind);
-            let tensors: Vec<_> = of_kind().map(|own| (own.tensor.clone(), own.var.clone())).collect();
+            let tensors: Vec<_> = of_kind().map(|own| (own.tensor.clone(), own.value.clone())).collect();
             let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.groups, name, &tensors));
             let (flat, pieces) =
                 scattered.inspect_err(|error| self.groups.main().abort(&format!("{name}: {error}")))?;
             flats.push(flat);
-            for (own, piece) in of_kind().zip(pieces) {
+            for (own, piece) in of_kind().zip(pieces).filter(|(own, _)| own.kind != Kind::Base) {
                 lock(self.varmap.data()).insert(own.name.clone(), piece);
             }
         }
@@ -202,9 +233,9 @@ impl Construction {
 /// What ranks must agree on.
 fn report(name: &str, requested: &[Requested]) -> String {
     let mut lines = vec![name.to_string()];
-    lines.extend(requested.iter().map(|Requested { name, is_trained, tensor, var }| {
-        let kind = if *is_trained { "parameter" } else { "frozen" };
-        format!("{kind} {name} {} held as {}", describe(var.dtype(), tensor.shape()), tensor.dtype().as_str())
+    lines.extend(requested.iter().map(|Requested { name, kind, tensor, value }| {
+        let kind = if *kind == Kind::Parameter { "parameter" } else { "frozen" };
+        format!("{kind} {name} {} held as {}", describe(value.dtype(), tensor.shape()), tensor.dtype().as_str())
     }));
     lines.join("\n")
 }

@@ -27,16 +27,16 @@ pub(super) struct Gathering {
 }
 
 impl Flat {
-    /// Takes rank 0's values of `tensors`: those that the model holds, with their whole variables. Returns this rank's pieces as well.
-    pub(super) fn scatter(groups: &Groups, name: &str, tensors: &[(Tensor, Var)]) -> Result<(Self, Vec<Var>)> {
+    /// Takes rank 0's values of `tensors`: those that the model holds, with their whole values. Returns this rank's pieces as well.
+    pub(super) fn scatter(groups: &Groups, name: &str, tensors: &[(Tensor, Tensor)]) -> Result<(Self, Vec<Var>)> {
         let group = groups.within();
-        let (first, var) = &tensors[0];
-        let (held_as, dtype, device) = (first.dtype(), var.dtype(), var.device().clone());
+        let (first, value) = &tensors[0];
+        let (held_as, dtype, device) = (first.dtype(), value.dtype(), value.device().clone());
         let cut = Cut::new(tensors.iter().map(|(tensor, _)| tensor.elem_count()), group.world_size());
         let whole = (group.rank() == 0).then(|| Tensor::zeros(cut.length(), dtype, &device)).transpose()?;
         if let Some(whole) = &whole {
             let views = copy::views(whole, tensors.iter().map(|(tensor, _)| tensor.shape()))?;
-            copy::copy_all(views.iter().zip(tensors.iter().map(|(_, var)| var.as_tensor())))?;
+            copy::copy_all(views.iter().zip(tensors.iter().map(|(_, value)| value)))?;
         }
         let own = Tensor::zeros(cut.part(), dtype, &device)?;
         group.scatter(&own, whole.as_ref(), 0)?;
@@ -45,7 +45,7 @@ impl Flat {
             across.broadcast(&own, 0)?;
         }
         let (rank, spread) = (group.rank(), groups.spread());
-        let piece = |(number, (tensor, _)): (usize, &(Tensor, Var))| {
+        let piece = |(number, (tensor, _)): (usize, &(Tensor, Tensor))| {
             let placement = Placement { shape: tensor.shape().clone(), range: cut.range(number, rank), spread };
             let piece = placement.variable(&cut.piece(&own, number, rank)?)?;
             hold::release(tensor, name)?;

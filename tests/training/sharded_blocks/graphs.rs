@@ -8,18 +8,24 @@ type Generator = DistributedDataParallel<Linear>;
 
 /// The work between a forward pass through a frozen model and the backward pass of another one.
 #[derive(Clone, Copy, PartialEq)]
-enum Between {
+pub(super) enum Between {
     Nothing,
     Evaluations,
     Training,
 }
 
 /// The losses of a generator that a critic judges, both trained in turn.
-fn compete(pg: &ProcessGroup, sharding: Sharding, own_product: bool, between: Between) -> candle_ddp::Result<Vec<f32>> {
+pub(super) fn compete(
+    pg: &ProcessGroup,
+    make: &Make,
+    sharding: Sharding,
+    own_product: bool,
+    between: Between,
+) -> candle_ddp::Result<Vec<f32>> {
     let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
     let build = |vb: VarBuilder<'static>| linear(3, 3, vb);
     let generator: Generator = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options.clone())?;
-    let (critic, mut of_critic) = made(pg, &VarMap::new(), options)?;
+    let (critic, mut of_critic) = make(pg, &VarMap::new(), options)?;
     let mut of_generator = ZeroRedundancyOptimizer::new(&generator, ParamsAdamW::default())?;
     // With candle's product, which reads a weight again in the backward pass.
     let judge = |x: &Tensor| {
@@ -62,10 +68,10 @@ fn a_graph_finds_its_weights_whatever_comes_before_its_backward_pass() {
         crate::common::ranks(ranks, |pg| {
             let mut trained = Vec::new();
             for between in [Between::Nothing, Between::Evaluations, Between::Training] {
-                let plain = compete(&pg, Sharding::Optimizer, own_product, between)?;
+                let plain = compete(&pg, &made, Sharding::Optimizer, own_product, between)?;
                 for reshard_after_forward in [true, false] {
                     let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
-                    let sharded = compete(&pg, sharding, own_product, between)?;
+                    let sharded = compete(&pg, &made, sharding, own_product, between)?;
                     assert_eq!(sharded, plain, "reshard_after_forward: {reshard_after_forward}");
                 }
                 trained.push(plain);

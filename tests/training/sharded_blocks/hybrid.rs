@@ -16,10 +16,10 @@ fn hybrid(shard_ranks: usize) -> DdpOptions {
 fn same_losses(options: &DdpOptions, step: &Step) {
     for (ranks, shard_ranks) in [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)] {
         crate::common::ranks(ranks, |pg| {
-            let (losses, output) = train(&pg, options.clone(), step)?;
+            let (losses, output) = train(&pg, &made, options.clone(), step)?;
             for reshard_after_forward in [true, false] {
                 let sharding = Sharding::Blocks { reshard_after_forward, ranks: Some(shard_ranks) };
-                let hybrid = train(&pg, DdpOptions { sharding, ..options.clone() }, step)?;
+                let hybrid = train(&pg, &made, DdpOptions { sharding, ..options.clone() }, step)?;
                 if ranks == 2 || shard_ranks == ranks {
                     assert_eq!(hybrid, (losses.clone(), output.clone()), "{ranks} ranks, {shard_ranks} with a model");
                 }
@@ -212,7 +212,7 @@ fn every_rank_has_the_first_error_and_its_ranks_number_in_the_world() {
             Ok(0.)
         };
         let failed = try_ranks(4, |pg| {
-            let result = train(&pg, hybrid(2), &step).map(drop);
+            let result = train(&pg, &made, hybrid(2), &step).map(drop);
             found.lock().unwrap()[pg.rank()] = result.as_ref().err().map(ToString::to_string);
             result
         });

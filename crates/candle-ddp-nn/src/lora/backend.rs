@@ -1,6 +1,7 @@
 //! The `VarBuilder` that a model with adapters is built with.
 use super::adapter::{Adapter, Kind};
 use super::config::LoraConfig;
+use super::keep::kept;
 use super::names;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_ddp_tensor::Error;
@@ -54,8 +55,9 @@ impl Adapting<'_> {
         if ["running_mean", "running_var"].contains(&last) {
             return frozen();
         }
+        let frozen = || kept(name, frozen()?.detach());
         if last != "weight" || !self.config.is_targeted(module) {
-            return Ok(frozen()?.detach());
+            return frozen();
         }
         if let Some(known) = requested.stand_ins.get(name) {
             return Ok(known.clone());

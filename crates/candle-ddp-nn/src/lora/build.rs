@@ -12,7 +12,8 @@ impl LoraConfig {
     ///
     /// Frozen tensors come from `base`, such as a file of pretrained weights. What [is trained](Self::is_trained) comes from `vb`, such as
     /// the `VarBuilder` of candle-ddp's `DistributedDataParallel`: there it has its values, or is initialised. Both may be the same
-    /// `VarBuilder`. A trained tensor that only `base` has is an error, since `vb` would initialise it anew.
+    /// `VarBuilder`. A trained tensor that only `base` has is an error, since `vb` would initialise it anew. In a sharded block of candle-ddp,
+    /// each rank keeps its part of the frozen tensors.
     ///
     /// Adapters are f32 if the frozen weight has 16 bits, and multiply in its dtype; otherwise they have its dtype. A begins with random
     /// numbers and B with zeros, and the other way round for an embedding, so the model begins as the pretrained one.

@@ -5,7 +5,9 @@ pub(crate) mod adapter;
 mod backend;
 mod build;
 mod config;
+mod keep;
 mod merge;
 mod names;
 
 pub use config::{LoraBias, LoraConfig};
+pub use keep::keeping_frozen;
