@@ -6,10 +6,10 @@
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora -- --size 0.5b --folder qwen2 --steps 5
 //! ```
 //!
-//! Each rank has the frozen weights once, without gradients. What is trained, sent and saved are the adapters, in f32. With
-//! `nn::checkpoint` a layer keeps its input alone for the backward pass.
+//! Each rank has the frozen weights once, without gradients, or with `--shard` its part of those of the layers. What is trained, sent and
+//! saved are the adapters, in f32. With `nn::checkpoint` a layer keeps its input alone for the backward pass.
 //!
-//! ci: --steps 4
+//! ci: --steps 4 --shard
 #[path = "../common/mod.rs"]
 mod common;
 mod qwen2;
@@ -20,7 +20,7 @@ use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::nn::{LoraConfig, embedding, rms_norm};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::var_builder;
-use candle_ddp::{Context, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
+use candle_ddp::{Context, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding};
 use candle_nn::{VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use common::memory::peak_rss_bytes;
@@ -56,6 +56,9 @@ struct Options {
     /// The rank of the adapters.
     #[arg(long, default_value_t = 8)]
     r: usize,
+    /// Spread the layers over the ranks (ZeRO-3, FSDP), the frozen weights too.
+    #[arg(long)]
+    shard: bool,
     /// Show the model FLOPs utilization (MFU) for a device with this peak, in dense operations of bf16 per second.
     #[arg(long, value_name = "FLOPS")]
     peak_flops: Option<f64>,
@@ -64,6 +67,9 @@ struct Options {
 #[derive(Clone, Copy, ValueEnum)]
 enum Size {
     Tiny,
+    /// 102 million parameters, for measurements.
+    #[value(name = "0.1b")]
+    Tenth,
     /// Of Qwen2-0.5B.
     #[value(name = "0.5b")]
     Half,
@@ -75,6 +81,15 @@ impl Size {
             Self::Tiny => {
                 Config { vocabulary: 256, width: 64, intermediate: 160, layers: 2, heads: 4, key_heads: 2, context: 32 }
             }
+            Self::Tenth => Config {
+                vocabulary: 256,
+                width: 768,
+                intermediate: 2560,
+                layers: 14,
+                heads: 12,
+                key_heads: 2,
+                context: 8,
+            },
             Self::Half => Config {
                 vocabulary: 151936,
                 width: 896,
@@ -135,11 +150,22 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let target_modules = targets.map(String::from).to_vec();
-    let lora = LoraConfig { r: options.r, lora_alpha: 2. * options.r as f64, target_modules, ..Default::default() };
+    let lora = LoraConfig {
+        r: options.r,
+        lora_alpha: 2. * options.r as f64,
+        target_modules,
+        base_model_name_or_path: Some(options.folder.display().to_string()),
+        task_type: Some("CAUSAL_LM".to_string()),
+        ..Default::default()
+    };
     let base = Pretrained::open(&options.folder)?.var_builder(DType::BF16, pg.device());
     let varmap = VarMap::new();
-    let build = |vb| lora.build(base, vb, |vb| Qwen2::new(config, vb));
-    let ddp_options = DdpOptions { init_seed: Some(0), ..Default::default() };
+    let build = |vb| lora.build(base, vb, |vb| Qwen2::new(config, options.shard, vb));
+    let sharding = match options.shard {
+        true => Sharding::Blocks { reshard_after_forward: true, ranks: None },
+        false => Sharding::Off,
+    };
+    let ddp_options = DdpOptions { init_seed: Some(0), sharding, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, ddp_options)?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: options.lr, ..Default::default() })?;
 
@@ -150,7 +176,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let reason = format!("it must have more than {} bytes, not {}", length + 1, text.len());
         return Err(Error::InvalidArgument { argument: "--data", reason });
     }
-    let flops = config.flops(parameters(&ddp)?);
+    let trained = parameters(&ddp)?;
+    let flops = config.flops(trained);
     let throughput =
         ThroughputOptions { flops_per_unit: Some(flops), peak_flops: options.peak_flops, ..Default::default() };
     let mut summary = Summary::new(pg, "tokens", throughput)?;
@@ -175,7 +202,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     if is_first {
         let memory =
             peak_rss_bytes().map_or(String::new(), |bytes| format!(", at most {:.2} GB of memory", bytes as f64 / 1e9));
-        println!("{} parameters trained{memory}", parameters(&ddp)?);
+        println!("{trained} parameters trained{memory}");
     }
     save_adapter(pg, &lora, &varmap, options.folder.join("adapter"))
 }

@@ -6,6 +6,7 @@ use candle_ddp::nn::{
     linear_no_bias, rms_norm, rope, scaled_dot_product_attention, silu,
 };
 use candle_ddp::nn::{LinearCrossEntropyOptions, reshape, transpose};
+use candle_ddp::{Block, block};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -85,20 +86,22 @@ impl Layer {
 
 pub(crate) struct Qwen2 {
     embed: Embedding,
-    layers: Vec<Arc<Layer>>,
+    layers: Vec<Arc<Block<Layer>>>,
     norm: RmsNorm,
     rotations: [Tensor; 2],
+    is_sharded: bool,
 }
 
 impl Qwen2 {
-    pub(crate) fn new(config: Config, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: Config, is_sharded: bool, vb: VarBuilder) -> Result<Self> {
         let (rotations, vb) = (rotations(config, vb.dtype(), vb.device())?, vb.pp("model"));
-        let layers = (0..config.layers).map(|index| Ok(Arc::new(Layer::new(config, vb.pp("layers").pp(index))?)));
+        let layer = |index| block(vb.pp("layers").pp(index), |vb| Layer::new(config, vb)).map(Arc::new);
         Ok(Self {
             embed: embedding(config.vocabulary, config.width, vb.pp("embed_tokens"))?,
-            layers: layers.collect::<Result<_>>()?,
+            layers: (0..config.layers).map(layer).collect::<Result<_>>()?,
             norm: rms_norm(config.width, 1e-6, vb.pp("norm"))?,
             rotations,
+            is_sharded,
         })
     }
 
@@ -107,7 +110,12 @@ impl Qwen2 {
         let mut x = self.embed.forward(tokens)?;
         for layer in &self.layers {
             let (layer, rotations) = (Arc::clone(layer), self.rotations.clone());
-            x = checkpoint(&[&x], move |x| layer.forward(&x[0], &rotations))?;
+            let forward = move |layer: &Layer, x: &[Tensor]| layer.forward(&x[0], &rotations);
+            x = match self.is_sharded {
+                // This is a checkpoint as well.
+                true => layer.call(&[&x], forward)?,
+                false => checkpoint(&[&x], move |x| layer.call(&[&x[0]], forward.clone()))?,
+            };
         }
         let options = LinearCrossEntropyOptions { batch_chunk_size: Some(128), ..Default::default() };
         linear_cross_entropy_with(&self.norm.forward(&x)?, self.embed.embeddings(), None, next, options)
