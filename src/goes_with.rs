@@ -80,7 +80,8 @@ const REFUSALS: &[Refusal] = &[
     refusal(
         [ShardedBlocks, VirtualRanks],
         "sharding",
-        "a group with virtual ranks needs whole gradients on every rank until the end of a step: use either",
+        "the tree of virtual ranks adds up each rank's micro-batches before it adds what different ranks have, so a rank's gradients stay whole \
+         until its last one, for which sharded blocks leave no memory: use either, or Sharding::Optimizer",
     ),
     refusal(
         [Norms, VirtualRanks],
