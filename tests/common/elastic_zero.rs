@@ -1,6 +1,6 @@
 //! Ranks of `elastic::run` whose optimizer's state is sharded over them, and with random numbers of each rank; for tests that kill
 //! them.
-use crate::common::{floats, tensor};
+use crate::common::{floats, of_zero, tensor};
 use crate::elastic_ranks::{
     BATCH, LENGTH, PAUSE, SAMPLES, append, event, folder, net, number, run_as_rank, variables, write_result,
 };
@@ -71,8 +71,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     if let Ok(sharded) = std::env::var(SHARDED) {
         return train_sharded(pg, state, own, &sharded);
     }
-    let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
-    let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| net(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &state.varmap, |vb| net(vb), of_zero())?;
     // No further part.
     steps(pg, state, own, &ddp, &mut VarMap::new())?;
     Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())

@@ -15,8 +15,8 @@ mod process;
 pub(crate) use between::{Between, failing};
 #[allow(unused_imports)]
 pub(crate) use candle_ddp_testing::{
-    assert_close, assert_error, fill, floats, free_port, peak_memory, skip, skip_unless, tensor, test_arguments,
-    test_process, values, var,
+    assert_close, assert_error, fill, floats, free_port, new_var, peak_memory, skip, skip_unless, tensor,
+    test_arguments, test_process, values, var,
 };
 #[allow(unused_imports)]
 pub(crate) use process::{
@@ -57,6 +57,11 @@ pub(crate) fn sharding(zero: bool) -> Sharding {
 pub(crate) fn tiny() -> DdpOptions {
     let buckets = Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
     DdpOptions { buckets, ..Default::default() }
+}
+
+/// The options of a model whose blocks are spread over the ranks.
+pub(crate) fn sharded() -> DdpOptions {
+    DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() }
 }
 
 /// The options of a model that is trained by a ZeroRedundancyOptimizer.

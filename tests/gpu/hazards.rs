@@ -1,6 +1,6 @@
 //! Behaviour of the real driver and of NCCL that made ranks hang, crash or waste memory. The emulated GPU shows it too.
 #![allow(unsafe_code)] // the pool of memory is asked through the driver's functions
-use crate::launch::{Ranks, SHORT, Worker, emulated, gpus};
+use crate::launch::{Ranks, SHORT, Worker, emulated_gpus, gpus};
 use crate::left_out;
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
@@ -190,8 +190,7 @@ fn stuck_aborts(pg: &ProcessGroup) {
 
 #[test]
 fn a_process_that_hangs_in_the_driver_ends_itself() {
-    const TEST: &str = "a_process_that_hangs_in_the_driver_ends_itself";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("a_process_that_hangs_in_the_driver_ends_itself") {
         return;
     }
     for output in Ranks::start_in(2, "stuck aborts", |_| Some(("EMULATED_NCCL_STUCK_ABORTS", "1"))).outputs() {
@@ -201,8 +200,7 @@ fn a_process_that_hangs_in_the_driver_ends_itself() {
 
 #[test]
 fn a_message_that_is_not_launched_ends_with_its_group() {
-    const TEST: &str = "a_message_that_is_not_launched_ends_with_its_group";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("a_message_that_is_not_launched_ends_with_its_group") {
         return;
     }
     for report in Ranks::start_in(2, "stuck messages", |_| Some(("EMULATED_NCCL_STUCK_MESSAGES", "1"))).finish() {
@@ -234,8 +232,7 @@ fn many_pairs(pg: &ProcessGroup) {
 
 #[test]
 fn messages_of_many_pairs_find_room_on_the_gpu() {
-    const TEST: &str = "messages_of_many_pairs_find_room_on_the_gpu";
-    if gpus(TEST).is_some() && emulated(TEST) {
+    if emulated_gpus("messages_of_many_pairs_find_room_on_the_gpu") {
         // NCCL's own limit would hide it.
         Ranks::start_in(2, "many pairs", |_| Some(("NCCL_MAX_CTAS", ""))).finish();
     }
@@ -261,8 +258,7 @@ fn many_calls(worker: &Worker, pg: &ProcessGroup) {
 
 #[test]
 fn calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver() {
-    const TEST: &str = "calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver";
-    if gpus(TEST).is_some() {
+    if gpus("calls_that_find_no_room_on_the_stream_wait_outside_of_the_driver").is_some() {
         let report = Ranks::start(2, "many calls").reports(&[0]).swap_remove(0);
         assert!(report.starts_with("192 ") && report.contains("timed out"), "{report}");
     }
@@ -441,8 +437,7 @@ fn load_in_between(pg: &ProcessGroup) {
 
 #[test]
 fn kernels_are_loaded_before_the_first_call() {
-    const TEST: &str = "kernels_are_loaded_before_the_first_call";
-    if gpus(TEST).is_some() && emulated(TEST) {
+    if emulated_gpus("kernels_are_loaded_before_the_first_call") {
         Ranks::start_in(2, "load in between", |_| Some(("EMULATED_GPU_LOADS_WAIT", "1"))).finish();
     }
 }
@@ -463,8 +458,7 @@ fn threads(worker: &Worker) {
 
 #[test]
 fn ranks_that_are_threads_of_one_process_are_refused() {
-    const TEST: &str = "ranks_that_are_threads_of_one_process_are_refused";
-    if gpus(TEST).is_some() {
+    if gpus("ranks_that_are_threads_of_one_process_are_refused").is_some() {
         Ranks::start_in(1, "threads", |_| Some(("CANDLE_DDP_ALLOW_SHARED_GPU", "1"))).finish();
     }
 }

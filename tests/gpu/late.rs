@@ -1,4 +1,5 @@
 //! Ranks that are late, stopped or short of memory.
+use crate::common::assert_error;
 use crate::launch::{Ranks, Worker, gpus, is_emulated};
 use candle_core::{DType, Tensor};
 use candle_ddp::{ProcessGroup, ReduceOp};
@@ -83,8 +84,7 @@ fn a_rank_that_stays_stopped_ends_the_group() {
 fn short_of_memory(pg: &ProcessGroup) {
     assert_eq!(all_reduce(pg, 1.0), [2.0; 1000]);
     if pg.rank() == 0 {
-        let error = Tensor::zeros(1 << 42, DType::F32, pg.device()).unwrap_err().to_string();
-        assert!(error.contains("OUT_OF_MEMORY"), "{error}");
+        assert_error(Tensor::zeros(1 << 42, DType::F32, pg.device()), &["OUT_OF_MEMORY"]);
     }
     assert_eq!(all_reduce(pg, 3.0), [6.0; 1000]);
 }

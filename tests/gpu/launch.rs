@@ -42,14 +42,13 @@ pub(crate) fn gpus(test: &str) -> Option<usize> {
     None
 }
 
-/// Returns whether the GPU is the one of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is
-/// skipped.
-pub(crate) fn emulated(test: &str) -> bool {
-    let emulated = is_emulated();
-    if !emulated {
+/// Returns whether there is a GPU of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is skipped.
+pub(crate) fn emulated_gpus(test: &str) -> bool {
+    let found = gpus(test).is_some();
+    if found && !is_emulated() {
         skip(test, "only an emulated GPU can inject failures");
     }
-    emulated
+    found && is_emulated()
 }
 
 /// Whether the GPU is the one of `tests/emulated_gpu`.

@@ -41,7 +41,7 @@ use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
 use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
 use candle_ddp::{Backend, InitOptions, Precision, ProcessGroup, ReduceOp, Result, init_process_group};
-use launch::{Ranks, SHORT, Worker, emulated, gpus};
+use launch::{Ranks, SHORT, Worker, emulated_gpus, gpus};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -209,8 +209,7 @@ fn ranks_with_the_same_visible_gpu_are_refused_by_name() {
 
 #[test]
 fn versions_of_nccl_that_are_too_old_or_differ_are_refused() {
-    const TEST: &str = "versions_of_nccl_that_are_too_old_or_differ_are_refused";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("versions_of_nccl_that_are_too_old_or_differ_are_refused") {
         return;
     }
     for (version, reason) in [("21703", "NCCL 2.17.3"), ("22605", "has 2.26.5")] {
@@ -449,8 +448,7 @@ fn the_death_of_a_rank_ends_all_others_within_seconds() {
 
 #[test]
 fn an_asynchronous_error_of_nccl_ends_all_ranks() {
-    const TEST: &str = "an_asynchronous_error_of_nccl_ends_all_ranks";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("an_asynchronous_error_of_nccl_ends_all_ranks") {
         return;
     }
     let mut ranks = Ranks::start_in(3, "killed", |rank| (rank == 1).then_some(("EMULATED_NCCL_FAIL_AFTER", "5")));
@@ -466,8 +464,7 @@ fn an_asynchronous_error_of_nccl_ends_all_ranks() {
 /// Such as one of a version that this crate does not know.
 #[test]
 fn an_unknown_error_of_nccl_ends_all_ranks() {
-    const TEST: &str = "an_unknown_error_of_nccl_ends_all_ranks";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("an_unknown_error_of_nccl_ends_all_ranks") {
         return;
     }
     let variables = [("EMULATED_NCCL_FAIL_AFTER", "5"), ("EMULATED_NCCL_FAIL_WITH", "77")];

@@ -1,5 +1,5 @@
 //! LayerNorm, RMSNorm and SyncBatchNorm on a GPU, compared with the CPU.
-use super::common::{assert_close, fill, floats, tensor, var};
+use super::common::{assert_close, fill, floats, new_var, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{LayerNorm, sync_batch_norm};
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
@@ -14,10 +14,7 @@ pub(crate) fn norms_alike(gpu: &Device) {
     for (dtype, tolerance) in dtypes {
         for (shape, kind) in SHAPES.into_iter().flat_map(|shape| [0, 1, 2].map(|kind| (shape, kind))) {
             let run = |device: &Device| {
-                let var = |shape: &[usize], seed| {
-                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                    Var::from_tensor(&values).unwrap()
-                };
+                let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                 // This input begins in the middle of its storage.
                 let (x, dy) = (var(&[shape[0] + 1, shape[1]], 1), var(&shape, 2));
                 let (weight, bias) = (var(&[shape[1]], 3), var(&[shape[1]], 4));

@@ -1,9 +1,9 @@
 //! A step in parts: the same bits as in one, and a part before the last bucket is there.
-use crate::common::{filled, floats};
+use crate::common::{Between, filled, floats, tiny};
 use crate::launch::{Ranks, Worker, gpus};
 use crate::optim::tensor;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor};
+use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, FusedOptimizer, Optimizer, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::{Buckets, DdpOptions, Precision, ProcessGroup, Result};
@@ -11,44 +11,22 @@ use candle_nn::{Linear, ParamsAdamW, VarBuilder, linear};
 use std::collections::HashMap;
 
 /// A bucket for each parameter. The step has parts from the second pass on.
-fn tiny() -> DdpOptions {
-    DdpOptions {
-        replica_check: None,
-        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-        ..Default::default()
-    }
+fn in_parts() -> DdpOptions {
+    DdpOptions { replica_check: None, ..tiny() }
 }
 
 fn net(vb: VarBuilder) -> candle_core::Result<[Linear; 2]> {
     Ok([linear(30, 100, vb.pp("a"))?, linear(100, 3, vb.pp("b"))?])
 }
 
-fn loss([a, b]: &[Linear; 2], x: &Tensor, between: Between) -> candle_core::Result<Tensor> {
+/// In the backward pass, `between` comes between the gradients of the layers.
+fn loss(
+    [a, b]: &[Linear; 2],
+    x: &Tensor,
+    between: impl Fn() -> candle_core::Result<()> + Send + Sync + 'static,
+) -> candle_core::Result<Tensor> {
     let x = x.to_dtype(a.weight().dtype())?;
-    b.forward(&a.forward(&x)?.tanh()?.apply_op1(between)?)?.to_dtype(DType::F32)?.sqr()?.mean_all()
-}
-
-/// The identity. In its backward pass, between the gradients of the layers, it waits for a report of this rank.
-struct Between(Option<(Worker, usize)>);
-
-impl CustomOp1 for Between {
-    fn name(&self) -> &'static str {
-        "between"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        candle_core::bail!("this is for GPUs")
-    }
-
-    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        Ok((storage.try_clone(layout)?, layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        self.0.iter().for_each(|(worker, rank)| worker.await_report(*rank));
-        Ok(Some(gradient.clone()))
-    }
+    b.forward(&a.forward(&x)?.tanh()?.apply_op1(Between(between))?)?.to_dtype(DType::F32)?.sqr()?.mean_all()
 }
 
 /// Rank 1 has its last gradients only when the GPU of rank 0 has updated a parameter.
@@ -94,12 +72,18 @@ pub(crate) fn early(pg: &ProcessGroup) -> Result<()> {
         }
     }
 
-    let (ddp, _) = filled(pg, net, tiny(), 3)?;
+    let (ddp, _) = filled(pg, net, in_parts(), 3)?;
     let mut optimizer = Reporting(AdamW::new(&ddp, ParamsAdamW::default())?, pg.device().clone());
     let x = tensor(8 * 30, pg.rank() as u64, DType::F32, pg.device()).reshape((8, 30))?;
     for pass in 0..2 {
-        let waits = (pass == 1 && pg.rank() == 1).then(|| (Worker::of_this_process(), 0));
-        ddp.backward_and_step(&ddp.call(|net| loss(net, &x, Between(waits)))?, &mut optimizer)?;
+        let waits = pass == 1 && pg.rank() == 1;
+        let between = move || {
+            if waits {
+                Worker::of_this_process().await_report(0);
+            }
+            Ok(())
+        };
+        ddp.backward_and_step(&ddp.call(|net| loss(net, &x, between))?, &mut optimizer)?;
     }
     pg.barrier()
 }
@@ -111,7 +95,7 @@ pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
         let mut optimizer = FusedOptimizer::new(&ddp, rule.clone())?;
         for step in 0..3 {
             let x = tensor(8 * 30, 50 + step + 100 * pg.rank() as u64, DType::F32, pg.device()).reshape((8, 30))?;
-            let loss = ddp.call(|net| loss(net, &x, Between(None)))?;
+            let loss = ddp.call(|net| loss(net, &x, || Ok(())))?;
             match in_one {
                 true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
                 false => Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?,
@@ -127,8 +111,11 @@ pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
         precision: Precision,
         keep_low_precision_grads: bool,
     ) -> Result<()> {
-        let options =
-            || DdpOptions { precision, buckets: Buckets { keep_low_precision_grads, ..tiny().buckets }, ..tiny() };
+        let options = || DdpOptions {
+            precision,
+            buckets: Buckets { keep_low_precision_grads, ..in_parts().buckets },
+            ..in_parts()
+        };
         let expected = train(pg, &rule, options(), false)?;
         assert_eq!(train(pg, &rule, options(), true)?, expected, "{rule:?} {precision:?}");
         Ok(())

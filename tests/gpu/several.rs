@@ -1,12 +1,12 @@
 //! What is known to go wrong between several GPUs. The emulated GPU shows it.
-use crate::launch::{Ranks, Worker, emulated, gpus};
+use crate::common::{Between, tiny};
+use crate::launch::{Ranks, Worker, emulated_gpus, gpus};
 use crate::{STORE, left_out};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, ModuleT, Result as CandleResult, Shape, Tensor};
+use candle_core::{DType, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{
-    Backend, Buckets, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, Unused,
+    Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, Unused,
     init_process_group,
 };
 use candle_nn::{Init, VarBuilder, VarMap};
@@ -65,8 +65,7 @@ fn end(pg: &ProcessGroup) {
 /// Since 2.31.2, `ncclCommDestroy` waits for all ranks of its host. One rank aborts its first communicator, after having finalized it.
 #[test]
 fn an_end_that_waits_for_another_rank_holds_up_no_other_communicator() {
-    const TEST: &str = "an_end_that_waits_for_another_rank_holds_up_no_other_communicator";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("an_end_that_waits_for_another_rank_holds_up_no_other_communicator") {
         return;
     }
     let variables = |rank| {
@@ -82,28 +81,6 @@ fn an_end_that_waits_for_another_rank_holds_up_no_other_communicator() {
     }
 }
 
-/// Passes a value on. Its backward pass takes so long that a bucket that was sent is on the GPU.
-struct Slow;
-
-impl CustomOp1 for Slow {
-    fn name(&self) -> &'static str {
-        "slow"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> CandleResult<(CpuStorage, Shape)> {
-        Ok((storage.try_clone(layout)?, layout.shape().clone()))
-    }
-
-    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> CandleResult<(CudaStorage, Shape)> {
-        Ok((storage.try_clone(layout)?, layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> CandleResult<Option<Tensor>> {
-        std::thread::sleep(Duration::from_secs(1));
-        Ok(Some(gradient.clone()))
-    }
-}
-
 /// The first parameter whose gradient is complete is used by rank 0 alone, so that rank 1 sends its bucket last.
 fn first_pass(pg: &ProcessGroup) -> Result<()> {
     struct Net(BatchNorm, Tensor, Tensor);
@@ -112,16 +89,17 @@ fn first_pass(pg: &ProcessGroup) -> Result<()> {
         let norm = sync_batch_norm(pg, 3, 1e-5, vb.pp("norm"))?;
         Ok(Net(norm, factor, vb.get_with_hints(5, "own", Init::Const(1.))?))
     };
-    let options = DdpOptions {
-        unused: Unused::Allow,
-        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
-        ..Default::default()
-    };
+    let options = DdpOptions { unused: Unused::Allow, ..tiny() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
     let x = Tensor::arange(0f32, 24., pg.device())?.reshape((2, 3, 2, 2))?;
+    // So long that a bucket that was sent is on the GPU.
+    let slow = || {
+        std::thread::sleep(Duration::from_secs(1));
+        Ok(())
+    };
     for _ in 0..2 {
         let loss = ddp.call(|Net(norm, factor, own)| {
-            let loss = norm.forward_t(&x.broadcast_mul(factor)?, true)?.sin()?.sum_all()?.apply_op1(Slow)?;
+            let loss = norm.forward_t(&x.broadcast_mul(factor)?, true)?.sin()?.sum_all()?.apply_op1(Between(slow))?;
             if pg.rank() == 0 { loss + own.sum_all()? } else { Ok(loss) }
         })?;
         ddp.backward(&loss)?;
@@ -131,8 +109,7 @@ fn first_pass(pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn kernels_of_the_first_backward_pass_are_loaded_before_buckets_are_sent() {
-    const TEST: &str = "kernels_of_the_first_backward_pass_are_loaded_before_buckets_are_sent";
-    if gpus(TEST).is_some() && emulated(TEST) {
+    if emulated_gpus("kernels_of_the_first_backward_pass_are_loaded_before_buckets_are_sent") {
         Ranks::start_in(2, "first pass", |_| Some(("EMULATED_GPU_LOADS_WAIT", "1"))).finish();
     }
 }
@@ -147,7 +124,7 @@ fn until_an_error(worker: &Worker) -> String {
 #[test]
 fn broken_links_between_gpus_are_an_error() {
     const TEST: &str = "broken_links_between_gpus_are_an_error";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus(TEST) {
         return;
     }
     let broken = |rank| (rank == 1).then_some(("EMULATED_NCCL_CORRUPT", "1"));
@@ -175,8 +152,7 @@ fn full_pool(pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn nccl_gets_memory_that_the_pool_keeps() {
-    const TEST: &str = "nccl_gets_memory_that_the_pool_keeps";
-    if gpus(TEST).is_some() && emulated(TEST) {
+    if emulated_gpus("nccl_gets_memory_that_the_pool_keeps") {
         // 256 MiB, of which the tensor needs 160, and each communicator 64.
         Ranks::start_in(2, "full pool", |_| Some(("EMULATED_GPU_MEMORY", "268435456"))).finish();
     }
@@ -223,8 +199,7 @@ fn collectives_have_the_highest_priority() {
 
 #[test]
 fn nccl_gets_its_options() {
-    const TEST: &str = "nccl_gets_its_options";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("nccl_gets_its_options") {
         return;
     }
     // A limit in the environment would count more.
@@ -243,8 +218,7 @@ fn nccl_gets_its_options() {
 
 #[test]
 fn gpus_of_several_kinds_are_a_warning_and_instances_of_one_an_error() {
-    const TEST: &str = "gpus_of_several_kinds_are_a_warning_and_instances_of_one_an_error";
-    if gpus(TEST).is_none() || !emulated(TEST) {
+    if !emulated_gpus("gpus_of_several_kinds_are_a_warning_and_instances_of_one_an_error") {
         return;
     }
     let start = |variable| Ranks::start_with(2, "auto", false, move |_| [("EMULATED_GPUS", "2"), variable]);

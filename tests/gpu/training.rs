@@ -1,5 +1,5 @@
 //! DistributedDataParallel on GPUs.
-use super::common::{assert_close, fill, floats, tensor, var};
+use super::common::{Mlp, assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::{
@@ -8,18 +8,8 @@ use candle_ddp::{
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
-pub(crate) struct Net(Linear, Linear);
-
-impl Net {
-    pub(crate) fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
+pub(crate) fn net(vb: VarBuilder) -> candle_core::Result<Mlp> {
+    Mlp::new([4, 8, 2], ["a", "b"], vb)
 }
 
 pub(crate) const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"];
@@ -35,7 +25,7 @@ pub(crate) fn train(pg: &ProcessGroup, precision: Precision) -> Result<Vec<f32>>
         buckets: Buckets { bucket_cap_mb, first_bucket_mb, reduce_dtype, ..Default::default() },
         ..Default::default()
     };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| net(vb), options)?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
@@ -56,7 +46,7 @@ pub(crate) fn train(pg: &ProcessGroup, precision: Precision) -> Result<Vec<f32>>
     Ok(NAMES.map(|name| floats(&var(&varmap, name))).concat())
 }
 
-/// [`Net`] with its first layer on the CPU, as a large embedding might be.
+/// [`net`] with its first layer on the CPU, as a large embedding might be.
 struct Split(Linear, Linear, Device);
 
 impl Module for Split {
@@ -107,7 +97,7 @@ pub(crate) fn train_mixed(pg: &ProcessGroup, dtype: DType) -> Result<Vec<f32>> {
 pub(crate) fn assert_like_plain_candle(reports: &[Vec<f32>]) {
     let world_size = reports.len();
     let varmap = VarMap::new();
-    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    let net = net(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
     fill(&varmap, 3);
     let mut optimizer = SGD::new(NAMES.map(|name| var(&varmap, name)).to_vec(), 0.3).unwrap();
     let x = tensor(&[world_size * PER_RANK, 4], 1);
@@ -135,7 +125,7 @@ pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
         buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
         ..Default::default()
     };
-    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| Net::new(vb), options)?;
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| net(vb), options)?;
     let x = Tensor::ones((PER_RANK, 4), DType::F32, pg.device())?;
     for _ in 0..PASSES {
         ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;

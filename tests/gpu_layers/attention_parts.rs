@@ -2,7 +2,7 @@
 //! or heads, are computed one after the other.
 use super::on_gpu;
 use super::operations::{has_cudnns_attention, take_counts};
-use crate::common::{floats, skip, tensor, test_process};
+use crate::common::{floats, new_var, skip, tensor, test_process};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp::nn::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
 
@@ -19,10 +19,7 @@ fn attention_in_parts() {
     let is_fast = std::env::var("CANDLE_DDP_CUDNN_ATTENTION").is_ok_and(|value| value == "fast");
     let backward = if is_fast { "attention backward in any order" } else { "attention backward" };
     on_gpu("attention_in_parts", |gpu| {
-        let var = |shape: &[usize], seed| {
-            let values = tensor(shape, seed).to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap();
-            Var::from_tensor(&values).unwrap()
-        };
+        let var = |shape: &[usize], seed| new_var(shape, seed, DType::BF16, gpu);
         let print = |what: &str, y: Tensor, vars: &[&Var]| {
             let dy = tensor(y.dims(), 9).to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap();
             take_counts();

@@ -1,6 +1,6 @@
 //! Images in channels_last: the layers' numbers, and which results have the format.
 use super::on_gpu;
-use crate::common::{assert_close, floats, tensor};
+use crate::common::{assert_close, floats, new_var, tensor};
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_ddp::nn::{
     AvgPool2dOptions, BatchNorm, BatchNormGroup, Conv2d, ConvTranspose2d, InterpolateMode, MaxPool2dOptions,
@@ -18,16 +18,11 @@ pub(crate) fn channels_last(x: &Tensor) -> Tensor {
     to_memory_format(x, MemoryFormat::ChannelsLast).unwrap()
 }
 
-/// A variable.
-fn var(shape: &[usize], seed: u64, dtype: DType, device: &Device) -> Var {
-    Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap()).unwrap()
-}
-
 /// The layers of this file, by name, with the sizes of their weights for so many channels.
 type Layer<'a> = (&'a str, Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>, Vec<Var>);
 
 fn layers(channels: usize, dtype: DType, device: &Device) -> Vec<Layer<'static>> {
-    let var = |shape: &[usize], seed| var(shape, seed, dtype, device);
+    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
     let of = |var: &Var| var.as_tensor().clone();
     let mut layers: Vec<Layer> = Vec::new();
     for (name, kernel, groups, stride) in
@@ -82,7 +77,7 @@ fn layers_keep_the_format_and_the_numbers() {
                 let results = |device: &Device, is_last: bool| {
                     let run = |(name, layer, vars): &Layer| {
                         // The images after the first ones, and with channels last a number of them that shifts the rest.
-                        let all = var(&[2 + first, channels, 7, 10], 1, dtype, device);
+                        let all = new_var(&[2 + first, channels, 7, 10], 1, dtype, device);
                         let x = all.narrow(0, first, 2).unwrap();
                         let x = if is_last { channels_last(&x) } else { x };
                         let y = layer(&x).unwrap();
@@ -186,9 +181,9 @@ fn batches_of_several_ranks_are_the_same_in_both_formats() {
     on_gpu("batches_of_several_ranks_are_the_same_in_both_formats", |gpu| {
         let run = |is_last: bool| {
             let (x, weight, bias) = (
-                var(&[3, 16, 4, 5], 1, DType::F32, gpu),
-                var(&[16], 2, DType::F32, gpu),
-                var(&[16], 3, DType::F32, gpu),
+                new_var(&[3, 16, 4, 5], 1, DType::F32, gpu),
+                new_var(&[16], 2, DType::F32, gpu),
+                new_var(&[16], 3, DType::F32, gpu),
             );
             let statistic = |value: f32| Tensor::full(value, 16, gpu).unwrap();
             let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());

@@ -30,7 +30,7 @@ use candle_ddp::nn::{
 };
 use candle_ddp_testing::layers;
 use candle_nn::Conv2dConfig;
-use common::{assert_close, floats, skip_unless, tensor};
+use common::{assert_close, floats, new_var, skip_unless, tensor};
 
 /// Runs `test` on a GPU, if there is one.
 fn on_gpu(name: &str, test: impl FnOnce(&Device)) {
@@ -142,10 +142,7 @@ fn attention_in_blocks_matches_the_cpu() {
             [(5, 1500, DType::F32, 1e-5), (1, 4600, DType::F32, 1e-5), (1, 3400, DType::BF16, 1.6e-2)]
         {
             let run = |device: &Device| {
-                let var = |shape: &[usize], seed| {
-                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                    Var::from_tensor(&values).unwrap()
-                };
+                let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                 let (q, k) = (var(&[1, heads, length, 2], 1), var(&[1, heads, length, 2], 2));
                 let (v, dy) = (var(&[1, heads, length, 1], 3), var(&[1, heads, length, 1], 4));
                 let options = AttentionOptions { is_causal: true, ..Default::default() };
@@ -177,10 +174,7 @@ fn attention_by_cudnn_matches_the_cpu() {
         {
             for (is_causal, is_masked, scale) in [(true, false, None), (false, false, Some(0.4)), (false, true, None)] {
                 let run = |device: &Device| {
-                    let var = |shape: &[usize], seed| {
-                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
+                    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                     let q = var(&[2, heads, queries, size], 1);
                     let (k, v) = (var(&[2, key_heads, keys, size], 2), var(&[2, key_heads, keys, value_size], 3));
                     let dy = var(&[2, heads, queries, value_size], 4);
@@ -214,10 +208,7 @@ fn convolutions_take_views_at_any_address() {
     on_gpu("convolutions_take_views_at_any_address", |gpu| {
         for dtype in [DType::F32, DType::BF16] {
             let run = |device: &Device| {
-                let var = |shape: &[usize], seed| {
-                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                    Var::from_tensor(&values).unwrap()
-                };
+                let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                 // All but the first image, of 25 elements; the weights and the gradient likewise.
                 let (x, weight, dy) = (var(&[3, 1, 5, 5], 1), var(&[3, 1, 3, 3], 2), var(&[3, 2, 3, 3], 3));
                 let rest = |var: &Var| var.narrow(0, 1, 2).unwrap();

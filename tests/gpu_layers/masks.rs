@@ -1,9 +1,9 @@
 //! The ReLU behind the sum of a normalised batch and a residual connection keeps a bit for each element, and not the sum's terms.
 use super::channels_last::channels_last;
 use super::on_gpu;
-use crate::common::{floats, tensor};
+use crate::common::{floats, new_var};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, ModuleT, Tensor, Var};
+use candle_core::{DType, ModuleT, Tensor};
 use candle_ddp::nn::{BatchNorm, cat, flatten, permute};
 
 /// What is kept, where the bits of a vector are in a byte, and the elements of the forward pass or those of the backward pass begin
@@ -23,10 +23,7 @@ fn a_bit_for_each_element_is_kept_of_a_sum_behind_a_norm() {
                 shapes.into_iter().flat_map(|shape| [(0, 0), (1, 0), (0, 1), (1, 1)].map(|skipped| (shape, skipped)))
             {
                 let elements = shape.iter().product::<usize>();
-                let var = |shape: &[usize], seed| {
-                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(gpu).unwrap();
-                    Var::from_tensor(&values).unwrap()
-                };
+                let var = |shape: &[usize], seed| new_var(shape, seed, dtype, gpu);
                 let (x, z) = (var(&shape, 1), var(&[elements + skipped], 2));
                 let dy = var(&[elements + skipped_back], 3);
                 // Contiguous, or channels_last, from element `skipped` on.

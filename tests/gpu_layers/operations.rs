@@ -4,7 +4,7 @@
 #[path = "../../examples/char_gpt/block.rs"]
 mod block;
 
-use crate::common::{skip, tensor};
+use crate::common::{new_var, skip, tensor};
 pub(crate) use crate::gpu_counts::take_counts;
 use crate::on_gpu;
 use block::Block;
@@ -213,9 +213,7 @@ fn biases_ask_for_nothing() {
     const NAME: &str = "biases_ask_for_nothing";
     on_gpu(NAME, |gpu| {
         let step = |out: usize, dtype: DType| {
-            let var = |shape: &[usize]| {
-                Var::from_tensor(&tensor(shape, 1).to_dtype(dtype).unwrap().to_device(gpu).unwrap()).unwrap()
-            };
+            let var = |shape: &[usize]| new_var(shape, 1, dtype, gpu);
             let (x, weight, bias) = (var(&[6, 16]), var(&[out, 16]), var(&[out]));
             let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
             take_counts();
@@ -279,8 +277,7 @@ fn attention_in_bf16_asks_for_little() {
     on_gpu(NAME, |gpu| {
         let is_cudnn = has_cudnns_attention();
         let step = |shape: &[usize], attend: &dyn Fn(&Tensor) -> Result<Tensor>| {
-            let qkv =
-                Var::from_tensor(&tensor(shape, 1).to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap()).unwrap();
+            let qkv = new_var(shape, 1, DType::BF16, gpu);
             let run = || {
                 take_counts();
                 let y = attend(&qkv)?;

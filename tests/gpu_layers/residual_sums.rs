@@ -2,7 +2,7 @@
 use super::channels_last::{channels_last, has_cudnn};
 use super::operations::take_counts;
 use super::{assert_like_the_cpu, on_gpu};
-use crate::common::{floats, skip, tensor};
+use crate::common::{floats, new_var, skip, tensor};
 use candle_core::{DType, Device, Module, Var};
 use candle_ddp::nn::{Conv2d, add, relu};
 use candle_nn::Conv2dConfig;
@@ -16,10 +16,7 @@ fn convolutions_change_only_gradients_that_nobody_else_holds() {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 3e-2)] {
             for (is_last, order) in [(false, 0), (false, 1), (false, 2), (true, 0), (true, 1), (true, 2)] {
                 let run = |device: &Device| {
-                    let var = |shape: &[usize], seed| {
-                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
+                    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                     let (x, z) = (var(&[2, 8, 6, 6], 1), var(&[2, 8, 6, 6], 2));
                     let (first, second) = (var(&[8, 8, 3, 3], 3), var(&[8, 8, 1, 1], 4));
                     let stored =

@@ -1,6 +1,6 @@
 //! Sizes around the numbers that kernels process at once, compared with the CPU.
 use super::{assert_like_the_cpu, on_gpu};
-use crate::common::{assert_close, floats, tensor};
+use crate::common::{assert_close, floats, new_var, tensor};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{
     BatchNorm, Conv2d, ConvTranspose2d, CrossEntropyOptions, Embedding, GroupNorm, InterpolateMode, Linear,
@@ -13,10 +13,7 @@ use candle_nn::{Conv2dConfig, ConvTranspose2dConfig};
 fn many_images_match_the_cpu() {
     on_gpu("many_images_match_the_cpu", |gpu| {
         let run = |device: &Device| {
-            let var = |shape: &[usize], seed| {
-                let values = tensor(shape, seed).to_dtype(DType::F64).unwrap().to_device(device).unwrap();
-                Var::from_tensor(&values).unwrap()
-            };
+            let var = |shape: &[usize], seed| new_var(shape, seed, DType::F64, device);
             let (x, weight, bias) = (var(&[6, 2, 184, 184], 1), var(&[1, 2, 5, 5], 2), var(&[1], 3));
             // Another stride than dilation, so that one of the two may be as large as the output padding.
             let config = ConvTranspose2dConfig { dilation: 3, output_padding: 2, ..Default::default() };
@@ -66,10 +63,7 @@ fn channels_of_any_size_match_the_cpu() {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
             for (shape, skipped) in shapes.into_iter().flat_map(|shape| [(shape, 0), (shape, 1)]) {
                 let run = |device: &Device| {
-                    let var = |shape: &[usize], seed| {
-                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
+                    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                     let elements = shape.iter().product::<usize>();
                     // Contiguous, from element `skipped` on.
                     let view = |var: &Var| var.narrow(0, skipped, elements).unwrap().reshape(&shape).unwrap();
@@ -120,10 +114,7 @@ fn groups_of_any_size_match_the_cpu() {
         for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F64, 1e-6), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
             for ((shape, groups), skipped) in shapes.into_iter().flat_map(|shape| [(shape, 0), (shape, 1)]) {
                 let run = |device: &Device| {
-                    let var = |shape: &[usize], seed| {
-                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
+                    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                     let elements = shape.iter().product::<usize>();
                     // Contiguous, from element `skipped` on.
                     let view = |var: &Var| var.narrow(0, skipped, elements).unwrap().reshape(&shape).unwrap();
@@ -154,10 +145,7 @@ fn convolutions_of_any_width_match_the_cpu() {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
             for (width, stride, groups) in [(8, 1, 1), (16, 1, 4), (16, 2, 2), (9, 1, 4), (7, 2, 1), (32, 2, 4)] {
                 let run = |device: &Device| {
-                    let var = |shape: &[usize], seed| {
-                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
+                    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                     let (x, small) = (var(&[2, 4, 6, width], 1), var(&[2, 4, 5, width], 2));
                     let (weight, bias) = (var(&[8, 4 / groups, 3, 3], 3), var(&[8], 4));
                     let (transposed, of_transposed) = (var(&[4, 8, 3, 3], 5), var(&[8], 6));
@@ -237,10 +225,7 @@ fn linear_layers_of_many_rows_match_the_cpu() {
         let dtypes = [(DType::F32, 1e-5), (DType::F64, 1e-6), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
         for ((dtype, tolerance), out) in dtypes.into_iter().flat_map(|dtype| [70, 272].map(|out| (dtype, out))) {
             let run = |device: &Device| {
-                let var = |shape: &[usize], seed| {
-                    let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                    Var::from_tensor(&values).unwrap()
-                };
+                let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                 let (x, weight, bias) = (var(&[3, 301, 5], 1), var(&[out, 5], 2), var(&[out], 3));
                 let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
                 let y = layer.forward(&x).unwrap();
@@ -288,10 +273,7 @@ fn repeated_sums_match_the_cpu() {
         for ((dtype, tolerance), shape) in dtypes.into_iter().flat_map(|dtype| shapes.map(|shape| (dtype, shape))) {
             for skipped in 1..4 {
                 let run = |device: &Device| {
-                    let var = |shape: &[usize], seed| {
-                        let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
+                    let var = |shape: &[usize], seed| new_var(shape, seed, dtype, device);
                     let (a, b, dy) = (var(&shape, 1), var(&shape[skipped..], 2), var(&shape, 3));
                     let sum = add(&a, &b).unwrap();
                     let grads = (&sum * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();

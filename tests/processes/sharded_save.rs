@@ -1,13 +1,12 @@
 //! A sharded model that its ranks, which are processes, save to one file until they are killed.
 //!
 //! The processes are this test binary itself.
-use crate::common::start_ranks;
+use crate::common::{sharded, start_ranks};
 use candle_core::{Module, Tensor};
 use candle_ddp::nn::{Linear, linear_no_bias};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    Block, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, Sharding, block, checkpoint,
-    init_process_group,
+    Block, DistributedDataParallel, InitOptions, ProcessGroup, Result, block, checkpoint, init_process_group,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::fs::{self, File};
@@ -48,9 +47,7 @@ fn rank_of_another_test() {
 
 fn save_until_killed(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     let varmap = VarMap::new();
-    let options =
-        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
-    let _ddp = DistributedDataParallel::with_options(pg, &varmap, Net::new, options)?;
+    let _ddp = DistributedDataParallel::with_options(pg, &varmap, Net::new, sharded())?;
     let vars: Vec<_> = varmap.data().lock().unwrap().values().cloned().collect();
     let first = step_of(&folder.join("model")).map_or(1, |step| step + 1);
     let progress = File::create(folder.join(format!("progress{}", pg.rank()))).unwrap();

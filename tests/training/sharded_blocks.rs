@@ -10,7 +10,7 @@ mod thawed;
 mod views;
 mod whole;
 
-use crate::common::{assert_error, of_zero, ranks};
+use crate::common::{assert_error, of_zero, ranks, sharded};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
@@ -90,10 +90,6 @@ fn made(pg: &ProcessGroup, varmap: &VarMap, options: DdpOptions) -> candle_ddp::
     let ddp = DistributedDataParallel::with_options(pg, varmap, Net::new, options)?;
     let optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.02, ..Default::default() })?;
     Ok((ddp, optimizer))
-}
-
-fn sharded() -> DdpOptions {
-    DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() }
 }
 
 type Make<'a> = dyn Fn(&ProcessGroup, &VarMap, DdpOptions) -> candle_ddp::Result<(Ddp, Optim)> + Sync + 'a;

@@ -1,9 +1,9 @@
 //! One file of a sharded model: each rank reads its pieces, from whole, damaged and crafted files, and all send theirs to write it.
-use crate::common::{assert_error, pass_on_a_full_disk, ranks};
+use crate::common::{assert_error, pass_on_a_full_disk, ranks, sharded};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{self, LoadOptions, Pretrained};
 use candle_ddp::nn::{Linear, linear};
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, block};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, block};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
 use std::fs;
@@ -32,9 +32,7 @@ fn net(widths: &'static [usize]) -> impl Fn(VarBuilder) -> candle_core::Result<N
 const SMALL: &[usize] = &[5, 7];
 
 fn made(pg: &ProcessGroup, varmap: &VarMap, widths: &'static [usize]) -> Result<impl Sized + use<>> {
-    let options =
-        DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
-    DistributedDataParallel::with_options(pg, varmap, net(widths), options)
+    DistributedDataParallel::with_options(pg, varmap, net(widths), sharded())
 }
 
 /// This rank's elements.
@@ -209,9 +207,7 @@ fn hugging_faces_folders_are_written_from_pieces_and_read_into_them() {
         let folder = tempfile::tempdir().unwrap();
         ranks(3, |pg| {
             let (varmap, read) = (VarMap::new(), VarMap::new());
-            let sharding =
-                if is_sharded { Sharding::Blocks { reshard_after_forward: true, ranks: None } } else { Sharding::Off };
-            let options = DdpOptions { sharding, ..Default::default() };
+            let options = if is_sharded { sharded() } else { DdpOptions::default() };
             let _ddp = DistributedDataParallel::with_options(&pg, &varmap, net(SMALL), options)?;
             let missing = checkpoint::save_pretrained(&pg, &varmap, folder.path().join("missing"), size);
             assert!(missing.unwrap_err().to_string().contains("create the folder first"));

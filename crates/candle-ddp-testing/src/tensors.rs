@@ -35,6 +35,11 @@ pub fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+/// Returns a variable with the values of [`tensor`].
+pub fn new_var(shape: &[usize], seed: u64, dtype: DType, device: &Device) -> Var {
+    Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap()).unwrap()
+}
+
 /// Returns the variable `name` of `varmap`.
 pub fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()

@@ -11,7 +11,7 @@ use candle_ddp::nn::kv_cache::{Cache, ConcatKvCache, KvCache, RotatingCache, Rot
 use candle_ddp::nn::rnn::{GRUState, LSTMState};
 use candle_ddp::nn::{self, *};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Result, Sharding, block};
+use candle_ddp::{Block, DistributedDataParallel, Result, block};
 use candle_ddp_tensor::function;
 use candle_nn::VarMap;
 
@@ -46,12 +46,8 @@ fn linear_ddp(
 /// The same for a sharded block.
 fn sharded(call: fn(&Block<candle_nn::Linear>, &Tensor) -> candle_core::Result<Tensor>, t: &Tracked) -> Result<Tensor> {
     let mut results = try_ranks(1, |pg| {
-        let options = DdpOptions {
-            sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None },
-            ..Default::default()
-        };
         let build = |vb: VarBuilder<'static>| block(vb, |vb| candle_nn::linear(3, 3, vb));
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, crate::common::sharded())?;
         let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let grads = ddp.backward(&ddp.call(|block| call(block, &t.of(&[4, 3])))?.sum_all()?)?;
         Ok(grads.get(&t.0).cloned().unwrap_or(t.0.zeros_like()?))

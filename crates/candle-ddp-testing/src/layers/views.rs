@@ -1,17 +1,13 @@
 //! Views, concatenations and products of tensors, compared with candle's.
-use crate::{assert_close, floats, tensor};
+use crate::{assert_close, floats, new_var};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_ddp_nn::{cat, flatten, matmul, narrow, permute, reshape, silu, transpose};
 
 type Run<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
 
-fn var(shape: &[usize], seed: u64, dtype: DType, device: &Device) -> Var {
-    Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap()).unwrap()
-}
-
 /// The loss of which functions of this crate see `y`, and candle's operations if `both`.
 fn loss(y: &Tensor, both: bool) -> Result<Tensor> {
-    let weight = var(y.dims(), 3, y.dtype(), y.device());
+    let weight = new_var(y.dims(), 3, y.dtype(), y.device());
     let ours = silu(y)?.broadcast_mul(&weight.as_detached_tensor())?.sum_all()?;
     if both { ours + y.sqr()?.sum_all()? } else { Ok(ours) }
 }
@@ -44,7 +40,7 @@ pub fn views_are_candles(device: &Device) {
         // candle's own operations on CUDA refuse tensors without elements.
         for (name, ours, candles) in cases.iter().filter(|case| case.0 != "nothing" || device.is_cpu()) {
             for (of, both) in [(0, false), (0, true), (1, false), (1, true), (2, true)] {
-                let x = var(&[2, 3, 4], 1, dtype, device);
+                let x = new_var(&[2, 3, 4], 1, dtype, device);
                 let run = |view: Run| -> Result<[Vec<f32>; 2]> {
                     let of = match of {
                         0 => x.as_tensor().clone(),
@@ -82,7 +78,7 @@ pub fn products_match_the_definition(device: &Device) {
                     if is_transposed {
                         shape.swap(rank - 2, rank - 1);
                     }
-                    var(&shape, seed, dtype, device)
+                    new_var(&shape, seed, dtype, device)
                 };
                 let (a, b) = (stored(of_a, transposed[0], 1), stored(of_b, transposed[1], 2));
                 let run = |product: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>, wide: bool| -> Result<[Vec<f32>; 3]> {
