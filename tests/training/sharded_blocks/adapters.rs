@@ -77,7 +77,7 @@ fn gradients_flow_through_a_frozen_model_whose_weights_are_spread() {
     write(folder.path(), 0);
     let config = lora(&["first"]);
     let make: &Make = &|pg, varmap, options| adapted(pg, varmap, (folder.path(), &config, DType::F32), options);
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         for between in [Between::Nothing, Between::Evaluations, Between::Training] {
             let plain = compete(&pg, make, Sharding::Optimizer, false, between)?;
             for reshard_after_forward in [true, false] {
@@ -86,8 +86,7 @@ fn gradients_flow_through_a_frozen_model_whose_weights_are_spread() {
             }
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// In bf16, whose adapters are f32. The run has what is trained alone.
@@ -107,7 +106,7 @@ fn a_run_with_spread_weights_continues_on_other_ranks_and_its_adapter_is_whole()
     let mut saved = None;
     for (ranks, sharding) in [(3, blocks(None)), (2, blocks(None)), (1, Sharding::Off), (4, blocks(Some(2)))] {
         let last = saved.as_ref();
-        let found = spawn(ranks, |pg| {
+        let found = crate::common::ranks(ranks, |pg| {
             let options = DdpOptions { sharding, ..Default::default() };
             let build = |varmap: &VarMap| adapted(&pg, varmap, (&path("base"), &config, DType::BF16), options.clone());
             let mut varmap = VarMap::new();
@@ -133,7 +132,6 @@ fn a_run_with_spread_weights_continues_on_other_ranks_and_its_adapter_is_whole()
             save_adapter(&pg, &config, &varmap, path("adapter"))?;
             Ok((number, outputs(&ddp, &pg)?))
         });
-        let found = found.unwrap();
         assert!(found.iter().all(|one| *one == found[0]) && last.is_none_or(|last| *last != found[0]));
         saved = found.into_iter().next();
     }
@@ -147,7 +145,7 @@ fn all_ranks_have_rank_0s_weights_or_an_error() {
         folder
     });
     let config = lora(&["first", "second"]);
-    let found = spawn(3, |pg| {
+    let found = ranks(3, |pg| {
         // The weights outside of blocks are each rank's own.
         let folder = folders[pg.rank().min(1)].path();
         let (ddp, _optimizer) = adapted(&pg, &VarMap::new(), (folder, &config, DType::F32), sharded())?;
@@ -155,22 +153,20 @@ fn all_ranks_have_rank_0s_weights_or_an_error() {
         let y = no_grad(|| ddp.call(|net| net.layers.iter().try_fold(x, |x, layer| layer.forward(&x))))?;
         Ok(y.flatten_all()?.to_vec1::<f32>()?)
     });
-    let found = found.unwrap();
     assert!(found.iter().all(|values| *values == found[0]));
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         let dtype = [DType::F32, DType::BF16][pg.rank()];
         let error = adapted(&pg, &VarMap::new(), (folders[0].path(), &config, dtype), sharded()).unwrap_err();
         assert!(matches!(error, Error::Mismatch { .. }) && error.to_string().contains("layers.0"), "{error}");
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// The pretrained weights may be variables of the model, of any role.
 #[test]
 fn variables_are_not_taken_over() {
     let config = lora(&["first"]);
-    spawn(2, |pg| {
+    ranks(2, |pg| {
         let varmap = VarMap::new();
         let in_role = config.clone();
         let role = move |name: &str| match (in_role.is_trained(name), name.ends_with("norm.bias")) {
@@ -193,6 +189,5 @@ fn variables_are_not_taken_over() {
         bias.set(&(bias.ones_like()? * (1. + pg.rank() as f64))?)?;
         assert_eq!(normed()?, [1. + pg.rank() as f32; WIDTH]);
         Ok(())
-    })
-    .unwrap();
+    });
 }
